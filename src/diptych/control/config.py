@@ -1,0 +1,209 @@
+"""Frozen settings of the control code, one class per owner. Every class checks itself on construction."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Self
+
+from diptych.control.errors import ConfigError
+from diptych.control.slo import NS_PER_MS, Slo
+
+OrderName = Literal["fcfs", "priority", "shortest", "deadline"]
+BudgetName = Literal["whole", "fixed", "slo"]
+PreemptionName = Literal["recompute", "swap"]
+ShapeName = Literal["unified", "chunked"]
+
+
+def _require(condition: bool, message: str, param: str) -> None:
+    if not condition:
+        raise ConfigError(message, param=param)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The KV cache of one replica, in blocks of ``block_size`` tokens.
+
+    watermark_blocks: blocks that admission leaves free for the growth of running decodes.
+    num_host_blocks: the host tier for swapping (0: none).
+    """
+
+    num_blocks: int
+    block_size: int = 32
+    num_host_blocks: int = 0
+    watermark_blocks: int = 4
+    enable_prefix_cache: bool = True
+
+    def __post_init__(self) -> None:
+        _require(self.block_size >= 1, f"block_size is {self.block_size}; it must be at least 1", "block_size")
+        _require(
+            self.num_blocks > self.watermark_blocks >= 0,
+            f"num_blocks is {self.num_blocks}; it must exceed watermark_blocks ({self.watermark_blocks})",
+            "num_blocks",
+        )
+        _require(self.num_host_blocks >= 0, f"num_host_blocks is {self.num_host_blocks}; minimum 0", "num_host_blocks")
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetConfig:
+    """How much one step may do.
+
+    whole: prompts run whole and before decodes. fixed: decodes first, then prompt tokens up to max_batched_tokens.
+    slo: like fixed, and the step must end within the time that the objectives of running streams leave
+    (``target_ns`` applies when a stream has no TPOT objective of its own, and also when nothing is running, so that
+    a newcomer never waits longer than that for the step in front of it).
+    """
+
+    kind: BudgetName = "slo"
+    max_batched_tokens: int = 2048
+    target_ns: int = 100 * NS_PER_MS
+    margin: float = 0.9  # share of the objective that a predicted step may take
+    min_chunk_tokens: int = 16  # smaller chunks are refused unless they end the prompt
+
+    def __post_init__(self) -> None:
+        _require(self.kind in ("whole", "fixed", "slo"), f"budget is {self.kind!r}; whole, fixed or slo", "budget")
+        for name in ("max_batched_tokens", "target_ns", "min_chunk_tokens"):
+            value = getattr(self, name)
+            _require(value >= 1, f"{name} is {value}; it must be at least 1", name)
+        _require(0 < self.margin <= 1, f"margin is {self.margin}; it must be in (0, 1]", "margin")
+        _require(
+            self.min_chunk_tokens <= self.max_batched_tokens,
+            f"min_chunk_tokens is {self.min_chunk_tokens}; at most max_batched_tokens ({self.max_batched_tokens})",
+            "min_chunk_tokens",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CapsConfig:
+    """Limits on prompts that are being prefilled at the same time. 0 means no limit.
+
+    A prompt is long when more than ``long_prefill_threshold`` of its tokens are not in the prefix cache.
+    max_partial_prefills: admitted prompts whose prefill is not finished after the step.
+    max_long_partial_prefills: long prompts with a share of the step or admitted and unfinished.
+    """
+
+    max_partial_prefills: int = 0
+    max_long_partial_prefills: int = 0
+    long_prefill_threshold: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("max_partial_prefills", "max_long_partial_prefills", "long_prefill_threshold"):
+            value = getattr(self, name)
+            _require(value >= 0, f"{name} is {value}; it must be at least 0 (0: no limit)", name)
+        _require(
+            not self.max_long_partial_prefills or self.long_prefill_threshold > 0,
+            f"max_long_partial_prefills is {self.max_long_partial_prefills} but long_prefill_threshold is 0; "
+            "set a threshold or remove the cap",
+            "long_prefill_threshold",
+        )
+        _require(
+            not (self.max_partial_prefills and self.max_long_partial_prefills > self.max_partial_prefills),
+            f"max_long_partial_prefills is {self.max_long_partial_prefills}; "
+            f"at most max_partial_prefills ({self.max_partial_prefills})",
+            "max_long_partial_prefills",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PreemptionConfig:
+    """What happens when a decode needs a block and none is free, or somebody more important waits.
+
+    from_waiting: a waiting request whose priority is better by at least ``priority_gap`` may displace a running
+    decode that has taken at least ``min_steps`` steps since it (re)started and was displaced fewer than
+    ``max_per_request`` times (the hysteresis).
+    """
+
+    kind: PreemptionName = "recompute"
+    from_waiting: bool = False
+    priority_gap: int = 1
+    min_steps: int = 8
+    max_per_request: int = 3
+
+    def __post_init__(self) -> None:
+        _require(self.kind in ("recompute", "swap"), f"preemption is {self.kind!r}; recompute or swap", "preemption")
+        for name in ("priority_gap", "min_steps", "max_per_request"):
+            value = getattr(self, name)
+            _require(value >= 1, f"{name} is {value}; it must be at least 1", name)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """The policies of one replica's scheduler.
+
+    aging: in order "shortest", nanoseconds of predicted work that one nanosecond of waiting outweighs.
+    """
+
+    order: OrderName = "shortest"
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
+    caps: CapsConfig = field(default_factory=CapsConfig)
+    preemption: PreemptionConfig = field(default_factory=PreemptionConfig)
+    max_num_seqs: int = 256
+    max_waiting: int = 4096
+    aging: float = 0.25
+
+    def __post_init__(self) -> None:
+        orders = ("fcfs", "priority", "shortest", "deadline")
+        _require(self.order in orders, f"order is {self.order!r}; one of {', '.join(orders)}", "order")
+        _require(self.max_num_seqs >= 1, f"max_num_seqs is {self.max_num_seqs}; at least 1", "max_num_seqs")
+        _require(self.max_waiting >= 1, f"max_waiting is {self.max_waiting}; at least 1", "max_waiting")
+        _require(self.aging > 0, f"aging is {self.aging}; it must be positive, or long prompts starve", "aging")
+        _require(
+            self.budget.kind == "whole" or self.max_num_seqs <= self.budget.max_batched_tokens,
+            f"max_num_seqs is {self.max_num_seqs}; at most max_batched_tokens ({self.budget.max_batched_tokens}), "
+            "because every running decode takes one token of each step",
+            "max_num_seqs",
+        )
+        caps, tokens = self.caps, self.budget.max_batched_tokens
+        _require(
+            self.budget.kind == "whole" or not caps.long_prefill_threshold or caps.long_prefill_threshold < tokens,
+            f"long_prefill_threshold is {caps.long_prefill_threshold}; it must be below max_batched_tokens ({tokens}) "
+            "to have any effect",
+            "long_prefill_threshold",
+        )
+        _require(
+            self.budget.kind != "whole" or caps == CapsConfig(),
+            "caps on partial prefills have no effect with budget 'whole', where prompts run whole",
+            "max_partial_prefills",
+        )
+        _require(
+            not self.preemption.from_waiting or self.order == "priority",
+            f"preemption from the waiting queue needs order 'priority', not {self.order!r}",
+            "preemption",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaConfig:
+    """One replica: its cache, its scheduler, the objectives that requests inherit."""
+
+    cache: CacheConfig
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    slo: Slo = field(default_factory=Slo)
+    max_model_len: int = 8192
+    max_steps_in_flight: int = 1
+
+    def __post_init__(self) -> None:
+        _require(self.max_model_len >= 2, f"max_model_len is {self.max_model_len}; at least 2", "max_model_len")
+        _require(
+            self.max_steps_in_flight >= 1,
+            f"max_steps_in_flight is {self.max_steps_in_flight}; at least 1",
+            "max_steps_in_flight",
+        )
+
+    def with_(self, **changes: Any) -> Self:
+        """A copy with some fields replaced."""
+        return replace(self, **changes)
+
+
+def shape_preset(shape: ShapeName, **overrides: Any) -> SchedulerConfig:
+    """The scheduler settings behind ``--shape``; ``overrides`` replace fields of SchedulerConfig.
+
+    unified: whole prompts, prefill first, first come first served. chunked: prompts in chunks sized by time, shortest
+    first with aging, one long prompt at a time among at most eight.
+    """
+    if shape == "unified":
+        base = SchedulerConfig(order="fcfs", budget=BudgetConfig(kind="whole", max_batched_tokens=8192))
+    elif shape == "chunked":
+        base = SchedulerConfig(
+            caps=CapsConfig(max_partial_prefills=8, max_long_partial_prefills=1, long_prefill_threshold=1024)
+        )
+    else:
+        raise ConfigError(f"shape is {shape!r}; unified or chunked", param="shape")
+    return replace(base, **overrides)

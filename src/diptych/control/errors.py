@@ -1,0 +1,115 @@
+"""The exceptions that Diptych raises on purpose.
+
+    DiptychError
+    |-- ConfigError              a setting is wrong (also a ValueError)
+    |   `-- UnsupportedModelError    a checkpoint asks for something we do not have
+    |-- RequestError             one request cannot be served; carries its HTTP status
+    |   |-- InvalidRequestError      400
+    |   |   `-- ContextLengthError       400, code context_length_exceeded
+    |   |-- AuthenticationError      401
+    |   |-- NotFoundError            404
+    |   |-- BodyTooLargeError        413
+    |   |-- OverloadedError          429, with Retry-After
+    |   `-- UnavailableError         503, with Retry-After
+    `-- WorkerError              the worker failed (500)
+
+Each carries what the OpenAI error format needs: message, type, param and code.
+"""
+
+
+class DiptychError(Exception):
+    """Base of all errors raised on purpose."""
+
+    status = 500
+    type = "internal_error"
+    code: str | None = None
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        if code is not None:
+            self.code = code
+
+
+class ConfigError(DiptychError, ValueError):
+    """A setting names an impossible or useless value; the message names the field, the value and the limit."""
+
+    type = "configuration_error"
+
+
+class UnsupportedModelError(ConfigError):
+    """A checkpoint needs a feature that this engine does not have; the message names it."""
+
+    code = "unsupported_model"
+
+
+class RequestError(DiptychError):
+    """One request cannot be served; others are not affected."""
+
+    type = "invalid_request_error"
+    retry_after_s: float | None = None
+
+
+class InvalidRequestError(RequestError):
+    """The request is malformed or a value is out of range; ``param`` names the field."""
+
+    status = 400
+
+
+class ContextLengthError(InvalidRequestError):
+    """Prompt plus requested output do not fit in the model's context or in the KV cache."""
+
+    code = "context_length_exceeded"
+
+
+class AuthenticationError(RequestError):
+    """The API key is missing or wrong."""
+
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
+
+
+class NotFoundError(RequestError):
+    """The model or the path does not exist here."""
+
+    status = 404
+    type = "not_found_error"
+
+
+class BodyTooLargeError(RequestError):
+    """The HTTP body is larger than the server accepts."""
+
+    status = 413
+    code = "body_too_large"
+
+
+class OverloadedError(RequestError):
+    """A queue limit is reached; try again after ``retry_after_s`` seconds."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "queue_full"
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0, code: str | None = None) -> None:
+        super().__init__(message, code=code)
+        self.retry_after_s = retry_after_s
+
+
+class UnavailableError(RequestError):
+    """The server cannot take requests now (starting, draining, worker lost)."""
+
+    status = 503
+    type = "service_unavailable_error"
+    code = "unavailable"
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0, code: str | None = None) -> None:
+        super().__init__(message, code=code)
+        self.retry_after_s = retry_after_s
+
+
+class WorkerError(DiptychError):
+    """A worker process failed or was lost while it held requests."""
+
+    code = "worker_failed"

@@ -1,0 +1,185 @@
+"""A request as the control code sees it: counts, times and block hashes, never token ids."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from diptych.control.errors import InvalidRequestError
+from diptych.control.slo import Slo
+
+MAX_LOGPROBS = 20
+MAX_SEED = 2**63 - 1
+
+
+class Phase(StrEnum):
+    """The two jobs of a request."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class RequestStatus(StrEnum):
+    """Where a request is in its life on one replica."""
+
+    WAITING = "waiting"  # holds no blocks
+    PREFILLING = "prefilling"  # admitted: holds the blocks of its whole prompt
+    DECODING = "decoding"  # a member of the decode batch
+    SWAPPED = "swapped"  # its KV lies in the host tier
+    FINISHED = "finished"
+
+
+class FinishReason(StrEnum):
+    """Why a request ended; each request ends exactly once."""
+
+    STOP = "stop"  # end-of-sequence or a stop token id or a stop string
+    LENGTH = "length"  # max_tokens or the context limit
+    ABORT = "abort"  # the client went away or asked to stop
+    ERROR = "error"  # it could not be served; the event carries the message
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How to pick tokens. The names and defaults people know from the OpenAI API and from vLLM.
+
+    temperature 0 is greedy. top_k 0 or -1 keeps all. logprobs/prompt_logprobs: number of alternatives per position
+    (0: only the chosen token). seed None: one is drawn per request by the front end. Raises InvalidRequestError
+    naming the field, the value and the limit.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    n: int = 1
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        else:
+            object.__setattr__(self, "stop", tuple(self.stop or ()))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        _check_range("max_tokens", self.max_tokens, 1, math.inf)
+        _check_range("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _check_range("temperature", self.temperature, 0.0, 100.0)
+        _check_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _check_range("top_k", self.top_k, -1, math.inf)
+        _check_range("min_p", self.min_p, 0.0, 1.0)
+        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_range("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _check_range("n", self.n, 1, 128)
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None:
+                _check_range(name, value, 0, MAX_LOGPROBS)
+        if self.seed is not None:
+            _check_range("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
+        for bias in self.logit_bias.values():
+            _check_range("logit_bias", bias, -100.0, 100.0)
+        if any(not text for text in self.stop):
+            raise InvalidRequestError("stop holds an empty string; each must have at least one character", param="stop")
+
+
+def _check_range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+    too_low = value <= low if open_low else value < low
+    if not math.isfinite(value) or too_low or value > high:
+        bracket = "(" if open_low else "["
+        raise InvalidRequestError(f"{name} is {value}; it must be in {bracket}{low}, {high}]", param=name)
+
+
+class Request:
+    """One request on one replica: the mutable record that the scheduler owns.
+
+    Two counts move apart while steps are in flight: ``num_scheduled_tokens`` (handed to the executor) and
+    ``num_computed_tokens`` (confirmed by ``end_step``). While a request decodes, both are derived from the decode
+    batch's counters, so that a steady step touches no request at all (see scheduler/decode_batch.py).
+    """
+
+    __slots__ = (
+        "arrival_ns",
+        "block_hashes",
+        "block_ids",
+        "cached_tokens_at_arrival",
+        "decode_entry",
+        "first_step_ns",
+        "first_token_ns",
+        "host_block_ids",
+        "last_resume_tick",
+        "max_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_hashed_blocks",
+        "num_output_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_scheduled_tokens",
+        "number",
+        "order_key",
+        "priority",
+        "reads_prefix_cache",
+        "request_id",
+        "slo",
+        "status",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        num_prompt_tokens: int,
+        max_tokens: int,
+        *,
+        block_hashes: tuple[bytes, ...] = (),
+        priority: int = 0,
+        slo: Slo | None = None,
+        reads_prefix_cache: bool = True,
+    ) -> None:
+        self.request_id = request_id
+        self.num_prompt_tokens = num_prompt_tokens
+        self.max_tokens = max_tokens
+        self.block_hashes: list[bytes] = list(block_hashes)
+        self.priority = priority
+        self.slo = slo
+        self.reads_prefix_cache = reads_prefix_cache
+        self.status = RequestStatus.WAITING
+        self.number = -1  # arrival number on this replica: the tie-breaker of every order
+        self.order_key: tuple[int, ...] = ()
+        self.arrival_ns = 0
+        self.first_step_ns: int | None = None
+        self.first_token_ns: int | None = None
+        self.block_ids: list[int] = []
+        self.host_block_ids: list[int] = []
+        self.num_hashed_blocks = 0  # leading blocks already offered to the prefix cache
+        self.num_computed_tokens = 0
+        self.num_scheduled_tokens = 0
+        self.num_output_tokens = 0
+        self.num_cached_tokens = 0  # prompt tokens found in the prefix cache when first admitted
+        self.cached_tokens_at_arrival = 0
+        self.num_preemptions = 0
+        self.last_resume_tick = 0
+        self.decode_entry = -1  # identity of the current stay in the decode batch; -1: none
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt plus sampled tokens (while decoding: ask the decode batch, which counts for its members)."""
+        return self.num_prompt_tokens + self.num_output_tokens
+
+    @property
+    def phase(self) -> Phase:
+        """The job this request is at."""
+        return Phase.DECODE if self.status in (RequestStatus.DECODING, RequestStatus.SWAPPED) else Phase.PREFILL
+
+    def __repr__(self) -> str:
+        return f"Request({self.request_id!r}, {self.status}, prompt={self.num_prompt_tokens})"

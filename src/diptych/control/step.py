@@ -1,0 +1,123 @@
+"""What an Executor gets (SchedulerOutput) and gives back (StepResult).
+
+A plan names only what changes. The executor keeps its own decode batch: every member of it computes one token in each
+step with ``runs_decodes``; a plan says who joined, who left, and which blocks were appended. A steady decode step is
+therefore described by a plan of constant size, whatever the batch.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from diptych.control.request import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledPrefill:
+    """One chunk of one prompt.
+
+    Tokens [start, start + num_tokens) are computed; KV of [0, start) lies in the leading blocks already.
+    ``block_ids`` holds the whole block table of the request. With ``is_last`` the chunk ends the prompt: one token is
+    sampled from its last row and the request is a member of the decode batch from the next step on (unless the plan
+    of that step says it left).
+    """
+
+    request_id: str
+    start: int
+    num_tokens: int
+    block_ids: tuple[int, ...]
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ResumedDecode:
+    """A request joins the decode batch without a prefill: its KV of ``num_tokens`` tokens lies in ``block_ids``.
+
+    Its newest sampled token (position num_tokens) is the input of its first step.
+    """
+
+    request_id: str
+    num_tokens: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """The plan of one step. Executors apply it in this order: finished, paused, swap_out, swap_in, resumed,
+    new_blocks, then compute prefills and decodes together.
+
+    finished: requests that ended; forget everything. paused: requests that left the decode batch but will come back
+    (keep their tokens). swap_out / swap_in: (device block, host block) / (host block, device block) copies.
+    new_blocks: (request_id, block id) appended to the block table of a decode member.
+    num_decodes: members of the decode batch that compute a token in this step (0: the decode batch rests).
+    max_repeats: this many identical steps may be run if no message arrives (>= 1); see Scheduler.
+    """
+
+    step_id: int
+    prefills: tuple[ScheduledPrefill, ...] = ()
+    num_decodes: int = 0
+    finished: tuple[str, ...] = ()
+    paused: tuple[str, ...] = ()
+    swap_out: tuple[tuple[int, int], ...] = ()
+    swap_in: tuple[tuple[int, int], ...] = ()
+    resumed: tuple[ResumedDecode, ...] = ()
+    new_blocks: tuple[tuple[str, int], ...] = ()
+    features: "StepFeatures" = field(default_factory=lambda: StepFeatures())
+    predicted_ns: int = 0
+    max_repeats: int = 1
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Prompt tokens computed in this step."""
+        return self.features.prefill_tokens
+
+    @property
+    def is_compute(self) -> bool:
+        """Whether the step computes anything (otherwise it only carries bookkeeping to the executor)."""
+        return bool(self.prefills) or self.num_decodes > 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepFeatures:
+    """What the duration of a step depends on (the regressors of the step-time model).
+
+    prefill_attention: sum over chunks of the (query, key) pairs: n*start + n*(n+1)/2.
+    decode_context: sum over decode sequences of the tokens that each attends to.
+    """
+
+    prefill_tokens: int = 0
+    prefill_attention: int = 0
+    decode_seqs: int = 0
+    decode_context: int = 0
+
+
+def chunk_attention(start: int, num_tokens: int) -> int:
+    """(query, key) pairs of a causal chunk of ``num_tokens`` after ``start`` tokens of context."""
+    return num_tokens * start + num_tokens * (num_tokens + 1) // 2
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What the executor reports. Each decode member and each last prefill chunk of the step sampled one token.
+
+    stopped: requests whose sampled token ends them (end-of-sequence, stop token id).
+    full_blocks: (request_id, hash) of blocks of *output* that became full and computed in this step, in order.
+    failed: requests that the executor could not compute, with the message for their client.
+    payload: the tokens themselves, for the driver; the control code never looks at it.
+    """
+
+    step_id: int
+    stopped: tuple[tuple[str, FinishReason], ...] = ()
+    full_blocks: tuple[tuple[str, bytes], ...] = ()
+    failed: tuple[tuple[str, str], ...] = ()
+    payload: Any = None
+
+
+class Executor(Protocol):
+    """Turns plans into results: ModelRunner (torch), SimulatedExecutor (a cost model), ReplayExecutor (a log).
+
+    Plans arrive in step order, each exactly once, and are executed in that order.
+    """
+
+    def execute(self, output: SchedulerOutput) -> StepResult:
+        """Run one step. Must not raise for the fault of a single request (report it in ``failed``)."""
+        ...

@@ -1,0 +1,1 @@
+"""Computation: turn a SchedulerOutput into tokens with torch. Knows nothing of sockets, clients or policies."""

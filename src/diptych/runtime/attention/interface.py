@@ -1,0 +1,64 @@
+"""The attention contract: plan once per step, then run once per layer.
+
+The KV cache of one layer is a pair of tensors whose layout belongs to the backend and is the same for all backends of
+one device type, so that results can be compared and blocks can be moved as plain bytes: block ``i`` of K and of V is
+the contiguous slice ``k_cache[i]`` / ``v_cache[i]``.
+
+CPU layout, with v = 4 // itemsize (2 for bf16, 1 for fp32), chosen so that 16 neighbouring tokens (K) or channels (V)
+fill a vector register and v values that are multiplied together share 32 bits:
+    K [num_blocks, num_kv_heads, block_size / 16, head_dim / v, 16, v]
+    V [num_blocks, num_kv_heads, block_size / v, head_dim, v]
+CUDA layout: K and V [num_blocks, block_size, num_kv_heads, head_dim].
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from diptych.runtime.input_batch import InputBatch
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What all layers of a model share."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+    scale: float
+
+
+class AttentionBackend(Protocol):
+    """Paged attention for one model on one device."""
+
+    name: str
+    shape: AttentionShape
+
+    def allocate(self, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Zeroed (k_cache, v_cache) of one layer."""
+        ...
+
+    def plan(self, batch: InputBatch, sliding_window: int | None) -> Any:
+        """Work that is the same for all layers with this window; valid for this step only."""
+        ...
+
+    def write(
+        self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        """Store k, v [num_tokens, num_kv_heads, head_dim] at ``slots`` [num_tokens] int64."""
+        ...
+
+    def read(
+        self, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V at ``slots``, each [len(slots), num_kv_heads, head_dim]: for tests and fallbacks, not for speed."""
+        ...
+
+    def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: Any) -> torch.Tensor:
+        """Causal attention of q [num_tokens, num_heads, head_dim] over each sequence's blocks, this step's tokens
+        included (they must have been written before). Returns [num_tokens, num_heads * head_dim].
+        A window of w lets a token see itself and the w - 1 tokens before it."""
+        ...

@@ -1,0 +1,35 @@
+"""One flat record per forward pass: what every layer reads. Built once per step by the ModelRunner."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class InputBatch:
+    """The tokens of one step, all sequences side by side; decode sequences (one token each) come first.
+
+    Sequences are numbered as in ``query_start``; the first ``num_decodes`` of them are decodes. All index tensors
+    live on the model's device.
+    """
+
+    token_ids: torch.Tensor  # [num_tokens] int64
+    positions: torch.Tensor  # [num_tokens] int64
+    slot_mapping: torch.Tensor  # [num_tokens] int64: block_id * block_size + offset in the block
+    query_start: torch.Tensor  # [num_seqs + 1] int32: first row of each sequence, then num_tokens
+    context_lens: torch.Tensor  # [num_seqs] int32: tokens in the KV cache after this step (this step's included)
+    block_tables: torch.Tensor  # [num_seqs, max_blocks] int32; entries past the sequence's blocks are arbitrary
+    sample_rows: torch.Tensor  # [num_samples] int64: rows whose logits are wanted
+    num_decodes: int
+    max_query_len: int
+    max_context_len: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the forward pass."""
+        return self.token_ids.shape[0]
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences in the step."""
+        return self.context_lens.shape[0]

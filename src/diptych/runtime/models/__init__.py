@@ -1,0 +1,1 @@
+"""Decoder-only transformer families, read from their Hugging Face directories."""

@@ -1,0 +1,58 @@
+"""The operations of a transformer layer around attention. Rows are tokens; tensors are contiguous in the last dim."""
+
+from typing import Protocol
+
+import torch
+
+
+class Linear(Protocol):
+    """A linear layer whose weight was packed once for the machine."""
+
+    in_features: int
+    out_features: int
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [num_tokens, in_features] -> [num_tokens, out_features]."""
+        ...
+
+
+class Ops(Protocol):
+    """Implementations: TorchOps (any device) and NativeOps (CPU kernels); same results within the dtype's rounding.
+
+    Norms and softmax are computed in fp32 whatever the dtype.
+    """
+
+    name: str
+
+    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """weight [out_features, in_features]; the caller drops its own reference, so that memory does not double."""
+        ...
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """x [num_tokens, dim] -> [num_tokens, dim]."""
+        ...
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """residual += x in place; returns rms_norm(residual)."""
+        ...
+
+    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """gate_up [num_tokens, 2 * dim] -> silu(gate) * up [num_tokens, dim]."""
+        ...
+
+    def qk_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+        """RMS norm over head_dim of x [num_tokens, heads, head_dim] (strided view allowed), in place."""
+        ...
+
+    def rope_and_cache(
+        self,
+        qkv: torch.Tensor,  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
+        positions: torch.Tensor,  # [num_tokens] int64
+        cos_sin: torch.Tensor,  # [max_positions, head_dim] fp32: head_dim/2 cosines, then head_dim/2 sines
+        slots: torch.Tensor,  # [num_tokens] int64
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+    ) -> torch.Tensor:
+        """Rotate q and k (the "half" convention of Hugging Face Llama), write k and v into the cache, return q as
+        [num_tokens, num_heads, head_dim] (a view of qkv, rotated in place)."""
+        ...

@@ -1,0 +1,1 @@
+"""Processes, sockets and the wall clock around the pure cores."""
