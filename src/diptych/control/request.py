@@ -117,6 +117,7 @@ class Request:
         "first_step_ns",
         "first_token_ns",
         "host_block_ids",
+        "is_long",
         "last_resume_tick",
         "max_tokens",
         "num_cached_tokens",
@@ -125,7 +126,9 @@ class Request:
         "num_output_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_reserved_blocks",
         "num_scheduled_tokens",
+        "num_shared_blocks",
         "number",
         "order_key",
         "priority",
@@ -162,6 +165,8 @@ class Request:
         self.block_ids: list[int] = []
         self.host_block_ids: list[int] = []
         self.num_hashed_blocks = 0  # leading blocks already offered to the prefix cache
+        self.num_shared_blocks = 0  # leading blocks that were found in the prefix cache at the last admission
+        self.num_reserved_blocks = 0  # blocks held plus growth expected, as of the last admission
         self.num_computed_tokens = 0
         self.num_scheduled_tokens = 0
         self.num_output_tokens = 0
@@ -169,7 +174,8 @@ class Request:
         self.cached_tokens_at_arrival = 0
         self.num_preemptions = 0
         self.last_resume_tick = 0
-        self.decode_entry = -1  # identity of the current stay in the decode batch; -1: none
+        self.decode_entry = 0  # the current stay in the decode batch; 0: none; negative: its last step is in flight
+        self.is_long = False  # by the caps' threshold, decided when it is queued and again when it is admitted
 
     @property
     def num_tokens(self) -> int:

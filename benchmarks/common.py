@@ -1,0 +1,86 @@
+"""What every benchmark shares: the machine's description, a table, and a JSON record."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8")
+
+
+def machine() -> dict[str, Any]:
+    """CPU, memory, kernel, Python and library versions, and the commit that was measured."""
+    info: dict[str, str] = {}
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().split("\n\n")[0].splitlines():
+            key, _, value = line.partition(":")
+            info[key.strip()] = value.strip()
+    flags = set(info.get("flags", "").split())
+    family = " ".join(f"{key} {info[key]}" for key in ("cpu family", "model") if key in info)
+    versions = {}
+    for name in ("torch", "numpy", "fastapi", "uvicorn", "msgspec", "pyzmq", "tokenizers", "vllm"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cpu": f"{info.get('model name', platform.processor())} ({family})",
+        "cores": os.cpu_count(),
+        "isa": [flag for flag in FLAGS if flag in flags],
+        "memory_gib": round(memory / 2**30, 1),
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "versions": versions,
+        "commit": commit(),
+        "when": datetime.now(UTC).strftime("%Y-%m-%dT%H:%MZ"),
+    }
+
+
+def commit() -> str:
+    """The commit of the working tree, with a mark when it was changed."""
+    try:
+        here = Path(__file__).parent
+        head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True)
+        dirty = subprocess.run(["git", "status", "--porcelain", "src"], cwd=here, capture_output=True, text=True)
+        return head.stdout.strip() + ("+" if dirty.stdout.strip() else "")
+    except OSError:
+        return "unknown"
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows as aligned text."""
+    if not rows:
+        return "(no rows)"
+    columns = list(rows[0])
+    cells = [[_cell(row.get(column)) for column in columns] for row in rows]
+    widths = [max(len(column), *(len(line[i]) for line in cells)) for i, column in enumerate(columns)]
+    lines = ["  ".join(column.rjust(width) for column, width in zip(columns, widths, strict=True))]
+    lines += ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
+    return "\n".join(lines)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
+    return "" if value is None else str(value)
+
+
+def report(name: str, rows: Sequence[dict[str, Any]], path: str | None = None, **extra: Any) -> None:
+    """Print the table, and write it with the machine's description when a path is given."""
+    print(f"# {name}")
+    print(table(rows))
+    if path:
+        target = Path(path) if os.sep in path else RESULTS / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        record = {"benchmark": name, "command": " ".join(sys.argv), "machine": machine(), **extra, "rows": list(rows)}
+        target.write_text(json.dumps(record, indent=1) + "\n")
+        print(f"written to {target}", file=sys.stderr)

@@ -1,0 +1,81 @@
+"""What one scheduling decision costs: begin_step + end_step with N running decodes, without executing anything.
+
+    python benchmarks/scheduler.py [--json results/scheduler.json]
+
+Steps are timed one by one over several block boundaries, with requests that end and others that are admitted in
+their place, so that the mean holds the whole upkeep and not only the quiet steps.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Iterator
+
+from common import report
+
+from diptych.control.config import BudgetConfig, CacheConfig, ReplicaConfig, SchedulerConfig
+from diptych.control.replica import ReplicaCore
+from diptych.control.request import Request
+from diptych.control.step import StepResult
+
+STEP_NS = 10_000_000
+
+
+def steps(core: ReplicaCore, requests: Iterator[Request], num_running: int, num_steps: int) -> list[float]:
+    """Microseconds of begin_step + end_step for each of ``num_steps`` steps."""
+    now, seconds = 0, []
+    for _ in range(num_running):
+        core.add_request(next(requests), now)
+    while core.scheduler.waiting or core.scheduler.prefilling:  # fill up first
+        output = core.begin_step(now)
+        assert output is not None
+        core.end_step(StepResult(output.step_id), now := now + STEP_NS)
+    for _ in range(num_steps):
+        while len(core.requests) < num_running:
+            core.add_request(next(requests), now)
+        began = time.perf_counter()
+        output = core.begin_step(now)
+        assert output is not None
+        core.end_step(StepResult(output.step_id), now := now + STEP_NS)
+        seconds.append((time.perf_counter() - began) * 1e6)
+    return seconds
+
+
+def make_requests() -> Iterator[Request]:
+    """Endless requests of 500 prompt tokens with answers of 300 to 500."""
+    number = 0
+    while True:
+        yield Request(f"r{number}", 500, 300 + number * 7919 % 200)
+        number += 1
+
+
+def main() -> None:
+    """Measure several batch sizes and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json")
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--running", default="1,32,256,1024,2048")
+    options = parser.parse_args()
+    rows = []
+    for num_running in map(int, options.running.split(",")):
+        config = ReplicaConfig(
+            cache=CacheConfig(num_blocks=num_running * 40 + 100, block_size=32),
+            scheduler=SchedulerConfig(
+                order="fcfs", budget=BudgetConfig("fixed", 4096 + num_running), max_num_seqs=num_running
+            ),
+        )
+        samples = steps(ReplicaCore(config), make_requests(), num_running, options.steps)
+        ordered = sorted(samples)
+        rows.append(
+            {
+                "running": num_running,
+                "mean_us": round(statistics.fmean(samples), 1),
+                "p50_us": round(ordered[len(ordered) // 2], 1),
+                "p99_us": round(ordered[int(len(ordered) * 0.99)], 1),
+            }
+        )
+    report("scheduler", rows, options.json)
+
+
+if __name__ == "__main__":
+    main()

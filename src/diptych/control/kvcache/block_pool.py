@@ -1,0 +1,99 @@
+"""The blocks of one KV cache: reference counts, the free list and least-recently-used eviction, each operation O(1).
+
+A block is in exactly one state: in use (references > 0), cached (no reference, but its content can still be found), or
+free. "Recently used" is the order of releases, never a clock.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from diptych.control.kvcache.prefix_cache import PrefixCache
+
+
+class BlockPool:
+    """Owner of block ids 0 .. num_blocks - 1."""
+
+    def __init__(self, num_blocks: int, *, enable_prefix_cache: bool = True) -> None:
+        self.num_blocks = num_blocks
+        self.prefix_cache = PrefixCache()
+        self._enable_prefix_cache = enable_prefix_cache
+        self._references = [0] * num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))  # a stack; low ids first
+        self._cached: dict[int, None] = {}  # least recently used first
+        self._stored: list[bytes] = []
+        self._evicted: list[bytes] = []
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that ``allocate`` can hand out (free, or cached and evictable)."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks with at least one reference."""
+        return self.num_blocks - self.num_available
+
+    def references(self, block_id: int) -> int:
+        """How many requests hold the block."""
+        return self._references[block_id]
+
+    def allocate(self, count: int) -> list[int]:
+        """``count`` private blocks; the caller has checked ``num_available``. Evicts the least recently used."""
+        assert count <= self.num_available, f"asked for {count} blocks, {self.num_available} available"
+        blocks = []
+        for _ in range(count):
+            if self._free:
+                block_id = self._free.pop()
+            else:
+                block_id = next(iter(self._cached))
+                del self._cached[block_id]
+                self._evicted.append(self.prefix_cache.remove(block_id))
+            self._references[block_id] = 1
+            blocks.append(block_id)
+        return blocks
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """One more holder for each of these cached or used blocks."""
+        for block_id in blocks:
+            if self._references[block_id] == 0:
+                del self._cached[block_id]
+            self._references[block_id] += 1
+
+    def num_idle(self, blocks: Iterable[int]) -> int:
+        """How many of these blocks nobody holds (sharing them takes them out of what is available)."""
+        return sum(self._references[block_id] == 0 for block_id in blocks)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Give up one reference to each block. The tail is released first, so that prefixes stay longest."""
+        for block_id in reversed(blocks):
+            count = self._references[block_id] - 1
+            assert count >= 0, f"block {block_id} released more often than held"
+            self._references[block_id] = count
+            if count == 0:
+                if self.prefix_cache.holds(block_id):
+                    self._cached[block_id] = None
+                else:
+                    self._free.append(block_id)
+
+    def remember(self, block_hash: bytes, block_id: int) -> None:
+        """Make a full, computed block that somebody holds findable by its content."""
+        if self._enable_prefix_cache and self.prefix_cache.insert(block_hash, block_id):
+            self._stored.append(block_hash)
+
+    def drain_changes(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+        """(stored, evicted) hashes since the last call."""
+        if not self._stored and not self._evicted:
+            return (), ()
+        changes = tuple(self._stored), tuple(self._evicted)
+        self._stored.clear()
+        self._evicted.clear()
+        return changes
+
+    def check(self) -> None:
+        """Assert the pool's invariants (for tests): every block in exactly one state."""
+        free, cached = set(self._free), set(self._cached)
+        assert len(free) == len(self._free)
+        assert not free & cached
+        for block_id, count in enumerate(self._references):
+            assert (count == 0) == (block_id in free or block_id in cached), block_id
+            assert (block_id in cached) <= self.prefix_cache.holds(block_id)
+            assert not (block_id in free and self.prefix_cache.holds(block_id))

@@ -1,0 +1,273 @@
+"""ReplicaCore: one worker's decisions, from the arrival of a request to its one terminal event.
+
+A state machine without a clock: every call is told the time and returns what happened or what should be done. The
+driver's whole job is to call ``begin_step``, let an executor run the plan, and hand the result to ``end_step``.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+from diptych.control.config import ReplicaConfig
+from diptych.control.errors import ConfigError, ContextLengthError, OverloadedError, RequestError
+from diptych.control.events import (
+    BlocksEvicted,
+    BlocksStored,
+    Event,
+    FirstToken,
+    RequestFinished,
+    RequestQueued,
+    StepFinished,
+)
+from diptych.control.kvcache.manager import KVCacheManager
+from diptych.control.request import FinishReason, Request
+from diptych.control.scheduler.scheduler import Scheduler
+from diptych.control.scheduler.step_time import StepTimeModel
+from diptych.control.slo import Slo, breakdown_from_times
+from diptych.control.step import SchedulerOutput, StepFeatures, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStats:
+    """A snapshot of one replica for metrics and routing."""
+
+    num_waiting: int
+    num_prefilling: int
+    num_decoding: int
+    num_swapped: int
+    kv_usage: float  # 0 to 1
+    prefix_queried_tokens: int
+    prefix_hit_tokens: int
+    num_preemptions: int
+    step_time_error: float  # recent mean relative error of the step-time model
+    step_time_coefficients: tuple[float, ...]  # ns: a step, a prompt token, a pair, a sequence, a context token
+
+
+@dataclass(frozen=True, slots=True)
+class _StepInFlight:
+    output: SchedulerOutput
+    begun_ns: int
+    lives: tuple[int, ...]  # how often each prefill's request had been preempted when the step was planned
+
+
+class ReplicaCore:
+    """One replica. All requests live here from ``add_request`` to their RequestFinished event."""
+
+    def __init__(self, config: ReplicaConfig) -> None:
+        self.config = config
+        self.kv = KVCacheManager(config.cache)
+        self.model = StepTimeModel()
+        self.scheduler = Scheduler(config, self.kv, self.model)
+        self.requests: dict[str, Request] = {}
+        self._in_flight: deque[_StepInFlight] = deque()
+        self._finished_ids: list[str] = []  # ended since the last plan: the executor is told with the next one
+        self._num_arrivals = 0
+        self._num_steps = 0
+        self._last_end_ns = 0
+        self._pending_events: list[Event] = []
+
+    def add_request(self, request: Request, now: int) -> list[Event]:
+        """Queue a request, or refuse it with its terminal event (the executor then never hears of it).
+
+        Raises ConfigError for an id that is in use: that is the caller's mistake.
+        """
+        if request.request_id in self.requests:
+            raise ConfigError(f"request id {request.request_id!r} is in use", param="request_id")
+        request.arrival_ns = now
+        request.max_tokens = min(request.max_tokens, self.config.max_model_len - request.num_prompt_tokens)
+        request.slo = self._effective_slo(request.slo)
+        if refusal := self._refusal(request):
+            return [self._finished_event(request, FinishReason.ERROR, now, 0, refusal.message)]
+        request.number = self._num_arrivals
+        self._num_arrivals += 1
+        self.requests[request.request_id] = request
+        self.scheduler.add(request)
+        return [RequestQueued(now, request.request_id, request.num_prompt_tokens)]
+
+    def check_request(self, request: Request) -> None:
+        """Raise the error with which ``add_request`` would refuse this request now."""
+        if refusal := self._refusal(request):
+            raise refusal
+
+    def abort(self, request_id: str, now: int, reason: FinishReason = FinishReason.ABORT) -> list[Event]:
+        """End a request wherever it is; its blocks are free for the next step. Unknown ids are ignored (a request
+        may end on its own while the abort is on its way)."""
+        request = self.requests.get(request_id)
+        return [self._finish(request, reason, now)] if request else []
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step may be needed: somebody is here, or the executor has yet to hear who left."""
+        return bool(self.requests or self._finished_ids)
+
+    def begin_step(self, now: int) -> SchedulerOutput | None:
+        """The plan of the next step, or None when there is nothing to do or enough is in flight. Events that planning
+        causes are returned by the next ``end_step`` or ``take_events``."""
+        if len(self._in_flight) >= self.config.max_steps_in_flight or not self.has_work:
+            return None
+        output, events = self.scheduler.schedule(self._num_steps, tuple(self._finished_ids), now)
+        self._pending_events.extend(events)
+        if output is None:
+            return None
+        self._num_steps += 1
+        self._finished_ids.clear()
+        lives = tuple(self.requests[chunk.request_id].num_preemptions for chunk in output.prefills)
+        self._in_flight.append(_StepInFlight(output, now, lives))
+        return output
+
+    def end_step(self, result: StepResult, now: int) -> list[Event]:
+        """Take in the result of the oldest step in flight: the only place where computed-token counts grow."""
+        step = self._in_flight.popleft()
+        output = step.output
+        assert result.step_id == output.step_id, f"result of step {result.step_id}, expected {output.step_id}"
+        events = self.take_events()
+        endings = dict(result.stopped)
+        failures = dict(result.failed)
+        reached_limit = self._end_prefills(step, now, events)
+        if output.num_decodes:
+            reached_limit += self.scheduler.batch.advance_completed()
+        for request_id, block_hash in result.full_blocks:
+            self._remember_output_block(request_id, block_hash)
+        for request_id, message in failures.items():
+            if request := self.requests.get(request_id):
+                events.append(self._finish(request, FinishReason.ERROR, now, message))
+        for request_id, reason in endings.items():
+            if request := self.requests.get(request_id):
+                events.append(self._finish(request, reason, now))
+        for request in reached_limit:
+            if request.request_id in self.requests:
+                events.append(self._finish(request, FinishReason.LENGTH, now))
+        if output.is_compute:
+            events.append(self._measure(step, now))
+        stored, evicted = self.kv.pool.drain_changes()
+        if evicted:
+            events.append(BlocksEvicted(now, evicted))
+        if stored:
+            events.append(BlocksStored(now, stored))
+        return events
+
+    def take_events(self) -> list[Event]:
+        """Events that planning caused since the last call."""
+        events, self._pending_events = self._pending_events, []
+        return events
+
+    def observe(self, features: StepFeatures, duration_ns: int) -> None:
+        """Teach the step-time model a step that was measured outside of the loop (warm-up, calibration)."""
+        self.model.observe(features, duration_ns)
+
+    def stats(self) -> ReplicaStats:
+        """A snapshot for metrics and routing."""
+        scheduler = self.scheduler
+        return ReplicaStats(
+            num_waiting=len(scheduler.waiting),
+            num_prefilling=len(scheduler.prefilling),
+            num_decoding=len(scheduler.batch) + len(scheduler.joining),
+            num_swapped=len(scheduler.swapped),
+            kv_usage=self.kv.usage,
+            prefix_queried_tokens=self.kv.queried_tokens,
+            prefix_hit_tokens=self.kv.hit_tokens,
+            num_preemptions=scheduler.preemption.num_preemptions,
+            step_time_error=self.model.relative_error,
+            step_time_coefficients=self.model.coefficients,
+        )
+
+    def _effective_slo(self, own: Slo | None) -> Slo | None:
+        default = self.config.slo
+        merged = Slo(
+            ttft_ns=(own.ttft_ns if own else None) or default.ttft_ns,
+            tpot_ns=(own.tpot_ns if own else None) or default.tpot_ns,
+        )
+        return merged if merged != Slo() else None
+
+    def _refusal(self, request: Request) -> RequestError | None:
+        length, prompt = self.config.max_model_len, request.num_prompt_tokens
+        if prompt < 1:
+            return ContextLengthError("the prompt has 0 tokens; it must have at least 1", param="prompt")
+        if prompt >= length:
+            return ContextLengthError(
+                f"the prompt has {prompt} tokens; the context holds {length}, of which at least 1 is for the answer",
+                param="prompt",
+            )
+        needed = prompt + min(request.max_tokens, length - prompt)
+        if needed > self.kv.capacity_tokens:
+            return ContextLengthError(
+                f"prompt and max_tokens make {needed} tokens; the KV cache holds {self.kv.capacity_tokens}",
+                param="max_tokens",
+            )
+        limit = self.config.scheduler.max_waiting
+        if len(self.scheduler.waiting) >= limit:
+            return OverloadedError(f"{limit} requests are waiting already (max_waiting)")
+        return None
+
+    def _end_prefills(self, step: _StepInFlight, now: int, events: list[Event]) -> list[Request]:
+        """Confirm the step's chunks. Returns requests whose first token was also their last."""
+        reached_limit = []
+        for chunk, life in zip(step.output.prefills, step.lives, strict=True):
+            request = self.requests.get(chunk.request_id)
+            if request is None:  # aborted while the step ran
+                continue
+            if chunk.is_last and request.first_token_ns is None:
+                request.first_token_ns = now
+                events.append(FirstToken(now, request.request_id))
+            if request.num_preemptions != life:  # it decoded already and lost these blocks while the step ran
+                continue
+            request.num_computed_tokens = max(request.num_computed_tokens, chunk.start + chunk.num_tokens)
+            self.kv.remember_computed(request, request.num_computed_tokens)
+            if chunk.is_last and request.decode_entry == 0:  # else the decode batch counts its first token
+                request.num_output_tokens += 1
+                if request.num_output_tokens >= request.max_tokens:
+                    reached_limit.append(request)
+        return reached_limit
+
+    def _remember_output_block(self, request_id: str, block_hash: bytes) -> None:
+        request = self.requests.get(request_id)
+        if request is None:
+            return
+        request.block_hashes.append(block_hash)
+        if request.block_ids:
+            computed = request.num_computed_tokens
+            if request_id in self.scheduler.batch:
+                computed = self.scheduler.batch.num_computed(request)
+            self.kv.remember_computed(request, computed)
+
+    def _measure(self, step: _StepInFlight, now: int) -> StepFinished:
+        start_ns = max(step.begun_ns, self._last_end_ns)
+        self._last_end_ns = now
+        output = step.output
+        self.model.observe(output.features, now - start_ns)
+        return StepFinished(
+            step_id=output.step_id,
+            start_ns=start_ns,
+            end_ns=now,
+            prefills=tuple((chunk.request_id, chunk.start, chunk.num_tokens) for chunk in output.prefills),
+            num_decodes=output.num_decodes,
+            decode_context=output.features.decode_context,
+            predicted_ns=output.predicted_ns,
+        )
+
+    def _finish(self, request: Request, reason: FinishReason, now: int, message: str = "") -> RequestFinished:
+        num_outputs = self.scheduler.remove(request)
+        self.kv.release(request)
+        del self.requests[request.request_id]
+        self._finished_ids.append(request.request_id)
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self.scheduler.lengths.observe(num_outputs)
+        return self._finished_event(request, reason, now, num_outputs, message)
+
+    def _finished_event(
+        self, request: Request, reason: FinishReason, now: int, num_outputs: int, message: str
+    ) -> RequestFinished:
+        latency = breakdown_from_times(
+            request.arrival_ns, request.first_step_ns, request.first_token_ns, now, num_outputs
+        )
+        completed = reason in (FinishReason.STOP, FinishReason.LENGTH)
+        return RequestFinished(
+            time_ns=now,
+            request_id=request.request_id,
+            reason=reason,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_cached_tokens=request.num_cached_tokens,
+            num_preemptions=request.num_preemptions,
+            latency=latency,
+            slo_met=(completed and request.slo.is_met(latency)) if request.slo else None,
+            message=message,
+        )

@@ -1,0 +1,148 @@
+"""The requests that decode: one token each per decode step, with bookkeeping that a steady step does not touch.
+
+Time here is counted in ticks: the number of decode steps handed out so far. A member's counts follow from the tick at
+which it joined, and whatever will happen to it (it needs a block, it reaches its length limit) is written in a
+calendar under the tick at which it happens. A step therefore costs what changes in it, not what runs in it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from diptych.control.request import Request, RequestStatus
+
+
+@dataclass(slots=True)
+class _Stay:
+    """One stay of a request in the batch."""
+
+    request: Request
+    entry: int
+    joined_tick: int
+    tokens_at_join: int  # KV length before its first step here
+    outputs_at_join: int
+
+
+class DecodeBatch:
+    """Owner of the decode counts of its members."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._stays: dict[str, _Stay] = {}
+        self._block_due: dict[int, list[_Stay]] = {}
+        self._end_due: dict[int, list[_Stay]] = {}  # by the tick of the member's last step
+        self._ticks_due: list[int] = []  # a heap of the calendars' ticks
+        self._tpot_counts: dict[int, int] = {}
+        self._num_entries = 0
+        self.ticks_scheduled = 0
+        self.ticks_completed = 0
+        self.context = 0  # tokens that the members attend to in the next step
+
+    def __len__(self) -> int:
+        return len(self._stays)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._stays
+
+    def __iter__(self) -> Iterator[Request]:
+        return (stay.request for stay in self._stays.values())
+
+    def tpot_objectives(self) -> list[int]:
+        """The distinct TPOT objectives of the members (0: none), ascending."""
+        return sorted(self._tpot_counts)
+
+    def join(self, request: Request, num_tokens: int, num_outputs: int) -> None:
+        """Add a request whose KV holds ``num_tokens`` and which has ``num_outputs`` sampled tokens (one of them not
+        in the KV yet: the input of its first step here)."""
+        assert num_outputs < request.max_tokens
+        self._num_entries += 1
+        stay = _Stay(request, self._num_entries, self.ticks_scheduled, num_tokens, num_outputs)
+        request.decode_entry = self._num_entries
+        request.status = RequestStatus.DECODING
+        request.last_resume_tick = self.ticks_scheduled
+        self._stays[request.request_id] = stay
+        last_tick = stay.joined_tick + request.max_tokens - num_outputs - 1
+        self._note(self._end_due, last_tick, stay)
+        self._schedule_block(stay)
+        tpot = (request.slo.tpot_ns if request.slo else None) or 0
+        self._tpot_counts[tpot] = self._tpot_counts.get(tpot, 0) + 1
+        self.context += num_tokens + 1
+
+    def end(self, request: Request) -> None:
+        """Like ``leave`` for a member that only waits for the result of its last step."""
+        entry = request.decode_entry
+        self.leave(request)
+        request.decode_entry = -entry
+
+    def leave(self, request: Request) -> None:
+        """Take a member out. Its counts become what they will be when the steps in flight are done."""
+        stay = self._stays.pop(request.request_id)
+        ticks = self.ticks_scheduled - stay.joined_tick
+        self.context -= stay.tokens_at_join + ticks + 1
+        request.num_computed_tokens = request.num_scheduled_tokens = stay.tokens_at_join + ticks
+        request.num_output_tokens = stay.outputs_at_join + ticks
+        request.decode_entry = 0
+        tpot = (request.slo.tpot_ns if request.slo else None) or 0
+        self._tpot_counts[tpot] -= 1
+        if not self._tpot_counts[tpot]:
+            del self._tpot_counts[tpot]
+
+    def take_block_due(self) -> list[Request]:
+        """Members that need one more block before the next step, in joining order; each is asked for once."""
+        due = self._block_due.pop(self.ticks_scheduled, None)
+        if not due:
+            return []
+        return [stay.request for stay in due if stay.request.decode_entry == stay.entry]
+
+    def block_added(self, request: Request) -> None:
+        """The member got its block: note when it will need the one after it."""
+        self._schedule_block(self._stays[request.request_id])
+
+    def advance_scheduled(self) -> None:
+        """A decode step was handed out."""
+        self.ticks_scheduled += 1
+        self.context += len(self._stays)
+
+    def take_ended(self) -> list[Request]:
+        """Members that have been handed their last step and are still here (steps in flight), to be taken out."""
+        last = self._end_due.get(self.ticks_scheduled - 1, ())
+        return [stay.request for stay in last if stay.request.decode_entry == stay.entry]
+
+    def advance_completed(self) -> list[Request]:
+        """A decode step is done. Returns the requests whose last step it was, if they still are where they were."""
+        last = self._end_due.pop(self.ticks_completed, ())
+        self.ticks_completed += 1
+        return [stay.request for stay in last if stay.request.decode_entry in (stay.entry, -stay.entry)]
+
+    def steps_until_change(self) -> int:
+        """Steps, counted from the one just handed out, before somebody needs a block or ends (at least 1)."""
+        while self._ticks_due and self._ticks_due[0] < self.ticks_scheduled:
+            heappop(self._ticks_due)
+        return 1 + self._ticks_due[0] - self.ticks_scheduled if self._ticks_due else 1
+
+    def num_outputs(self, request: Request) -> int:
+        """Sampled tokens of a member, confirmed steps only."""
+        return self._outputs(self._stays[request.request_id])
+
+    def num_computed(self, request: Request) -> int:
+        """Tokens of a member in the KV cache, confirmed steps only."""
+        stay = self._stays[request.request_id]
+        return stay.tokens_at_join + max(0, self.ticks_completed - stay.joined_tick)
+
+    def _outputs(self, stay: _Stay) -> int:
+        return stay.outputs_at_join + max(0, self.ticks_completed - stay.joined_tick)
+
+    def _schedule_block(self, stay: _Stay) -> None:
+        room = len(stay.request.block_ids) * self._block_size - stay.tokens_at_join
+        due = stay.joined_tick + room
+        last_tick = stay.joined_tick + stay.request.max_tokens - stay.outputs_at_join - 1
+        if due <= last_tick:
+            self._note(self._block_due, max(due, self.ticks_scheduled), stay)
+
+    def _note(self, calendar: dict[int, list[_Stay]], tick: int, stay: _Stay) -> None:
+        entries = calendar.get(tick)
+        if entries is None:
+            calendar[tick] = [stay]
+            heappush(self._ticks_due, tick)
+        else:
+            entries.append(stay)

@@ -1,0 +1,174 @@
+"""The step-time model: how long a step would take, fitted online to the steps that were measured.
+
+    t = c0 + c1 * prefill tokens + c2 * prefill attention pairs + c3 * decode sequences + c4 * decode context tokens
+
+with c >= 0: a non-negative least squares fit of the *relative* error, on exponentially forgotten sufficient
+statistics. Steps with and without prefill are remembered apart, so that an hour of pure decoding does not erase what
+is known of prefill. Pure Python: one prediction is five multiplications, one fit about 0.1 ms.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from diptych.control.step import StepFeatures, chunk_attention
+
+NUM_TERMS = 5
+FORGET = 0.995  # weight of a step after one more of its kind: a memory of about 200 steps
+REFIT_EVERY = 8
+OUTLIER_RATIO = 4.0
+OUTLIERS_BELIEVED = 4  # so many in a row are the new truth
+RIDGE = 1e-6
+# Before anything was measured: 5 ms a step, 50 us a prompt token, 0.2 ms a decode sequence. Wrong for most machines,
+# and replaced by the warm-up's measurements before the first request.
+PRIOR_NS = (5e6, 5e4, 1.0, 2e5, 50.0)
+
+Vector = list[float]
+
+
+@dataclass(slots=True)
+class _Statistics:
+    """X'WX and X'Wy of one kind of step, forgotten exponentially."""
+
+    gram: list[Vector]
+    moment: Vector
+
+    @classmethod
+    def empty(cls) -> "_Statistics":
+        return cls([[0.0] * NUM_TERMS for _ in range(NUM_TERMS)], [0.0] * NUM_TERMS)
+
+    def add(self, row: Sequence[float]) -> None:
+        """One step: ``row`` is its terms divided by its duration, so that the target is 1."""
+        for i, value in enumerate(row):
+            gram_row = self.gram[i]
+            for j, other in enumerate(row):
+                gram_row[j] = FORGET * gram_row[j] + value * other
+            self.moment[i] = FORGET * self.moment[i] + value
+
+
+class StepTimeModel:
+    """Predicts and learns step durations in nanoseconds."""
+
+    def __init__(self, coefficients: Sequence[float] = PRIOR_NS) -> None:
+        self.coefficients: tuple[float, ...] = tuple(coefficients)
+        self.num_observed = 0
+        self.relative_error = 0.0  # recent mean of |predicted - measured| / measured
+        self.spread = 1.0  # high recent quantile of measured / predicted, at least 1
+        self._kinds = (_Statistics.empty(), _Statistics.empty())
+        self._outliers = 0
+
+    def predict_ns(self, features: StepFeatures) -> int:
+        """Expected duration of a step."""
+        c0, c1, c2, c3, c4 = self.coefficients
+        return int(
+            c0
+            + c1 * features.prefill_tokens
+            + c2 * features.prefill_attention
+            + c3 * features.decode_seqs
+            + c4 * features.decode_context
+        )
+
+    def prefill_work_ns(self, start: int, num_tokens: int) -> int:
+        """What computing these prompt tokens adds to the steps that they are part of."""
+        return int(self.coefficients[1] * num_tokens + self.coefficients[2] * chunk_attention(start, num_tokens))
+
+    def largest_chunk(self, start: int, available_ns: float) -> int:
+        """The most prompt tokens after ``start`` whose work fits in the time (0 when none does)."""
+        if available_ns <= 0:
+            return 0
+        per_token, per_pair = self.coefficients[1], self.coefficients[2]
+        linear, square = per_token + per_pair * (start + 0.5), 0.5 * per_pair
+        if square <= 0:
+            return int(available_ns / linear) if linear > 0 else 1 << 30
+        # the root of square * n^2 + linear * n = available, in the form that does not cancel
+        return int(2.0 * available_ns / (linear + (linear * linear + 4 * square * available_ns) ** 0.5))
+
+    def observe(self, features: StepFeatures, duration_ns: int) -> None:
+        """Learn from one measured step."""
+        if duration_ns <= 0:
+            return
+        ratio = duration_ns / max(self.predict_ns(features), 1)
+        trusted = self.num_observed >= 2 * REFIT_EVERY
+        if trusted and ratio > OUTLIER_RATIO and self._outliers < OUTLIERS_BELIEVED:
+            self._outliers += 1
+            return
+        self._outliers = 0
+        if trusted:
+            self.relative_error += 0.05 * (abs(1 / ratio - 1) - self.relative_error)
+            # a quantile tracker: rises by 9 when above for every 1 it falls, so that it settles at the 90th percentile
+            self.spread = min(1.5, max(1.0, self.spread + (0.018 if ratio > self.spread else -0.002)))
+        row = [
+            1.0 / duration_ns,
+            features.prefill_tokens / duration_ns,
+            features.prefill_attention / duration_ns,
+            features.decode_seqs / duration_ns,
+            features.decode_context / duration_ns,
+        ]
+        self._kinds[1 if features.prefill_tokens else 0].add(row)
+        self.num_observed += 1
+        if self.num_observed % REFIT_EVERY == 0 or self.num_observed < REFIT_EVERY:
+            self._refit()
+
+    def _refit(self) -> None:
+        decode, prefill = self._kinds
+        # each term is scaled to unit diagonal, and a little of the present belief keeps unseen terms where they are
+        gram = [[a + b for a, b in zip(p, q, strict=True)] for p, q in zip(decode.gram, prefill.gram, strict=True)]
+        moment = [a + b for a, b in zip(decode.moment, prefill.moment, strict=True)]
+        scale = [gram[i][i] ** 0.5 if gram[i][i] > 0 else 0.0 for i in range(NUM_TERMS)]
+        terms = [i for i in range(NUM_TERMS) if scale[i] > 0]
+        belief = [self.coefficients[i] * scale[i] for i in terms]
+        matrix = [[gram[i][j] / (scale[i] * scale[j]) + (RIDGE if i == j else 0.0) for j in terms] for i in terms]
+        target = [moment[i] / scale[i] + RIDGE * b for i, b in zip(terms, belief, strict=True)]
+        solution = nonnegative_least_squares(matrix, target)
+        coefficients = list(self.coefficients)
+        for i, value in zip(terms, solution, strict=True):
+            coefficients[i] = value / scale[i]
+        self.coefficients = tuple(coefficients)
+
+
+def nonnegative_least_squares(matrix: list[Vector], target: Vector) -> Vector:
+    """argmin x'Ax/2 - b'x with x >= 0, for a small positive definite A (Lawson and Hanson 1974, chapter 23)."""
+    size = len(target)
+    solution = [0.0] * size
+    passive: list[int] = []
+    for _ in range(3 * size):
+        gradient = [target[i] - sum(matrix[i][j] * solution[j] for j in passive) for i in range(size)]
+        candidates = [i for i in range(size) if i not in passive and gradient[i] > 1e-12]
+        if not candidates:
+            break
+        passive.append(max(candidates, key=lambda i: (gradient[i], -i)))
+        while True:
+            trial = _solve(matrix, target, passive)
+            if all(value > 0 for value in trial):
+                for i, value in zip(passive, trial, strict=True):
+                    solution[i] = value
+                break
+            step = min(
+                solution[i] / (solution[i] - value) if solution[i] > value else 1.0
+                for i, value in zip(passive, trial, strict=True)
+                if value <= 0
+            )
+            for i, value in zip(passive, trial, strict=True):
+                solution[i] += step * (value - solution[i])
+            dropped = [i for i, value in zip(passive, trial, strict=True) if value <= 0 and solution[i] <= 1e-15]
+            for i in dropped or [passive[-1]]:
+                solution[i] = 0.0
+                passive.remove(i)
+            if not passive:
+                break
+    return solution
+
+
+def _solve(matrix: list[Vector], target: Vector, indices: Sequence[int]) -> Vector:
+    """Gaussian elimination on the chosen rows and columns (they are positive definite: no pivoting needed)."""
+    rows = [[matrix[i][j] for j in indices] + [target[i]] for i in indices]
+    size = len(rows)
+    for k in range(size):
+        pivot = rows[k][k]
+        for i in range(k + 1, size):
+            factor = rows[i][k] / pivot
+            for j in range(k, size + 1):
+                rows[i][j] -= factor * rows[k][j]
+    solution = [0.0] * size
+    for k in range(size - 1, -1, -1):
+        solution[k] = (rows[k][size] - sum(rows[k][j] * solution[j] for j in range(k + 1, size))) / rows[k][k]
+    return solution

@@ -1,0 +1,104 @@
+"""An executor without a model that checks everything the real one relies on.
+
+Every slot of its KV cache holds the fingerprint of the whole token prefix that it stands for, so reading a wrong,
+stale or shared-by-mistake block is an assertion error. Token ids are a pure function of (request, position).
+"""
+
+from diptych.control.kvcache.prefix_cache import hash_block, hash_blocks, root_hash
+from diptych.control.request import FinishReason, Request
+from diptych.control.step import SchedulerOutput, StepResult
+
+
+class Sequence:
+    """What the executor knows of one request."""
+
+    def __init__(self, prompt: list[int], stop_after: int | None, block_size: int) -> None:
+        self.tokens = list(prompt)
+        self.num_prompt = len(prompt)
+        self.stop_after = stop_after
+        self.blocks: list[int] = []
+        self.computed = 0
+        self.hashes = list(hash_blocks(prompt, block_size))
+
+
+class CheckingExecutor:
+    """Follows plans as step.py documents them and asserts that they make sense."""
+
+    def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
+        self.block_size = block_size
+        self.device: list[list[object]] = [[None] * block_size for _ in range(num_blocks)]
+        self.host: list[list[object]] = [[None] * block_size for _ in range(num_host_blocks)]
+        self.sequences: dict[str, Sequence] = {}
+        self.batch: dict[str, None] = {}
+        self.next_step = 0
+
+    def add(self, request: Request, prompt: list[int], stop_after: int | None = None) -> None:
+        """The driver hands over the tokens of a request that the core has queued."""
+        self.sequences[request.request_id] = Sequence(prompt, stop_after, self.block_size)
+
+    def execute(self, output: SchedulerOutput) -> StepResult:
+        """One step; see SchedulerOutput for the order."""
+        assert output.step_id == self.next_step
+        self.next_step += 1
+        for request_id in output.finished:
+            del self.sequences[request_id]
+            self.batch.pop(request_id, None)
+        for request_id in output.paused:
+            del self.batch[request_id]
+        for device_block, host_block in output.swap_out:
+            self.host[host_block] = list(self.device[device_block])
+        for host_block, device_block in output.swap_in:
+            self.device[device_block] = list(self.host[host_block])
+        for resumed in output.resumed:
+            sequence = self.sequences[resumed.request_id]
+            assert resumed.num_tokens == len(sequence.tokens) - 1
+            sequence.blocks, sequence.computed = list(resumed.block_ids), resumed.num_tokens
+            self.batch[resumed.request_id] = None
+        for request_id, block in output.new_blocks:
+            self.sequences[request_id].blocks.append(block)
+        assert output.num_decodes in (0, len(self.batch))
+        stopped: list[tuple[str, FinishReason]] = []
+        full: list[tuple[str, bytes]] = []
+        decoding = list(self.batch) if output.num_decodes else []
+        for chunk in output.prefills:
+            assert chunk.request_id not in self.batch
+            sequence = self.sequences[chunk.request_id]
+            sequence.blocks, sequence.computed = list(chunk.block_ids), chunk.start
+            self._compute(chunk.request_id, chunk.num_tokens, full)
+            assert chunk.is_last == (sequence.computed == len(sequence.tokens))
+            if chunk.is_last:
+                self._sample(chunk.request_id, stopped)
+                self.batch[chunk.request_id] = None
+        assert output.features.decode_context == (
+            sum(self.sequences[request_id].computed + 1 for request_id in decoding)
+        )
+        for request_id in decoding:
+            self._compute(request_id, 1, full)
+            self._sample(request_id, stopped)
+        return StepResult(output.step_id, tuple(stopped), tuple(full))
+
+    def _compute(self, request_id: str, num_tokens: int, full: list[tuple[str, bytes]]) -> None:
+        sequence, size = self.sequences[request_id], self.block_size
+        for position in range(sequence.computed):
+            slot = self.device[sequence.blocks[position // size]][position % size]
+            assert slot == (*sequence.tokens[: position + 1][-40:], position), (request_id, position)
+        for position in range(sequence.computed, sequence.computed + num_tokens):
+            fingerprint = (*sequence.tokens[: position + 1][-40:], position)
+            self.device[sequence.blocks[position // size]][position % size] = fingerprint
+        sequence.computed += num_tokens
+        while (len(sequence.hashes) + 1) * size <= sequence.computed:
+            parent = sequence.hashes[-1] if sequence.hashes else root_hash()
+            start = len(sequence.hashes) * size
+            sequence.hashes.append(hash_block(parent, sequence.tokens[start : start + size]))
+            full.append((request_id, sequence.hashes[-1]))
+
+    def _sample(self, request_id: str, stopped: list[tuple[str, FinishReason]]) -> None:
+        sequence = self.sequences[request_id]
+        sequence.tokens.append(token_at(sequence.tokens))
+        if len(sequence.tokens) - sequence.num_prompt == sequence.stop_after:
+            stopped.append((request_id, FinishReason.STOP))
+
+
+def token_at(tokens: list[int]) -> int:
+    """The next token: a function of the prefix alone, so that equal prompts give equal answers."""
+    return (tokens[-1] * 31 + tokens[0] * 7 + len(tokens)) % 997

@@ -1,0 +1,141 @@
+"""A driver under virtual time for tests: a ReplicaCore, the checking executor, and the laws that hold at every step."""
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+from diptych.control.config import ReplicaConfig
+from diptych.control.events import Event, FirstToken, RequestFinished, StepFinished
+from diptych.control.kvcache.prefix_cache import hash_blocks
+from diptych.control.replica import ReplicaCore
+from diptych.control.request import Request
+from diptych.control.slo import Slo
+from diptych.control.step import SchedulerOutput, StepResult
+from tests.control.checking_executor import CheckingExecutor
+
+
+@dataclass
+class Driver:
+    """Runs one replica; ``cost`` turns a plan into nanoseconds."""
+
+    config: ReplicaConfig
+    seed: int = 0
+    now: int = 0
+    log: list[Event] = field(default_factory=list)
+    outputs: list[SchedulerOutput] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        cache = self.config.cache
+        self.core = ReplicaCore(self.config)
+        self.executor = CheckingExecutor(cache.num_blocks, cache.block_size, cache.num_host_blocks)
+        self.rng = random.Random(self.seed)
+        self.in_flight: deque[StepResult] = deque()
+        self.prompts: dict[str, list[int]] = {}
+
+    def cost(self, output: SchedulerOutput) -> int:
+        """A machine with 5 ms a step, 50 us a prompt token and 100 us a sequence."""
+        features = output.features
+        return (
+            5_000_000 + 50_000 * features.prefill_tokens + 5 * features.prefill_attention
+            + 100_000 * features.decode_seqs + 20 * features.decode_context
+        )  # fmt: skip
+
+    def add(
+        self,
+        request_id: str,
+        prompt: int | list[int],
+        max_tokens: int = 8,
+        *,
+        stop_after: int | None = None,
+        priority: int = 0,
+        slo: Slo | None = None,
+    ) -> Request:
+        """A request arrives now; a number stands for a prompt of that length that shares nothing."""
+        if isinstance(prompt, int):
+            prompt = [self.rng.randrange(1000) for _ in range(prompt)]
+        hashes = hash_blocks(prompt, self.config.cache.block_size)
+        request = Request(request_id, len(prompt), max_tokens, block_hashes=hashes, priority=priority, slo=slo)
+        events = self.core.add_request(request, self.now)
+        self.log += events
+        self.prompts[request_id] = prompt
+        if not isinstance(events[0], RequestFinished):
+            self.executor.add(request, prompt, stop_after)
+        return request
+
+    def abort(self, request_id: str) -> None:
+        """The client goes away now."""
+        self.log += self.core.abort(request_id, self.now)
+
+    def step(self) -> SchedulerOutput | None:
+        """Fill the pipeline, then end the oldest step. None when nothing is left to do."""
+        output = None
+        while new := self.core.begin_step(self.now):
+            output = new
+            self.outputs.append(new)
+            self.check_step(new)
+            self.in_flight.append(self.executor.execute(new))
+        self.log += self.core.take_events()
+        if not self.in_flight:
+            return None
+        result = self.in_flight.popleft()
+        output = self.outputs[result.step_id]
+        self.now += self.cost(output)
+        self.log += self.core.end_step(result, self.now)
+        self.core.kv.check()
+        return output
+
+    def check_step(self, output: SchedulerOutput) -> None:
+        """The laws of one plan: caps, budget, seats, and blocks that belong to one request unless cached."""
+        core, settings = self.core, self.config.scheduler
+        scheduler, caps = core.scheduler, settings.caps
+        if caps.max_partial_prefills:
+            assert len(scheduler.prefilling) <= caps.max_partial_prefills
+        if caps.max_long_partial_prefills:
+            in_step = {chunk.request_id for chunk in output.prefills} | set(scheduler.prefilling)
+            longs = [r for r in in_step if core.requests[r].is_long]
+            assert len(longs) <= caps.max_long_partial_prefills
+        assert scheduler.num_running <= settings.max_num_seqs
+        tokens = output.features.prefill_tokens + output.num_decodes
+        if settings.budget.kind != "whole":
+            assert tokens <= settings.budget.max_batched_tokens
+        else:
+            assert not (output.prefills and output.num_decodes)
+        holders: dict[int, int] = {}
+        for request in core.requests.values():
+            assert len(request.block_ids) == len(set(request.block_ids))
+            for block in request.block_ids:
+                holders[block] = holders.get(block, 0) + 1
+        for block, count in holders.items():
+            assert core.kv.pool.references(block) == count
+            assert count == 1 or core.kv.pool.prefix_cache.holds(block)
+        assert core.kv.pool.num_used == len(holders)
+
+    def run(self, max_steps: int = 100_000) -> None:
+        """Until everything has ended and nothing is left behind."""
+        for _ in range(max_steps):
+            if self.step() is None:
+                break
+        else:
+            raise AssertionError(f"not done after {max_steps} steps: livelock")
+        assert not self.core.requests
+        assert self.core.kv.pool.num_used == 0
+        assert self.core.kv.host.num_available == self.core.kv.host.num_blocks
+        assert not self.executor.sequences
+        assert not self.core.kv._in_progress
+
+    def finished(self) -> dict[str, RequestFinished]:
+        """Terminal events by request; asserts that there is one each."""
+        ended: dict[str, RequestFinished] = {}
+        for event in self.log:
+            if isinstance(event, RequestFinished):
+                assert event.request_id not in ended, "ended twice"
+                ended[event.request_id] = event
+        return ended
+
+    def first_token_ns(self, request_id: str) -> int:
+        """When its first token came."""
+        return next(e.time_ns for e in self.log if isinstance(e, FirstToken) and e.request_id == request_id)
+
+    def steps(self) -> list[StepFinished]:
+        """The steps that computed something."""
+        return [event for event in self.log if isinstance(event, StepFinished)]
