@@ -1,0 +1,87 @@
+"""The step-time model learns a machine, keeps what it knows, and says how wrong it is."""
+
+import random
+
+import pytest
+
+from diptych.control.scheduler.step_time import StepTimeModel, nonnegative_least_squares
+from diptych.control.step import StepFeatures, chunk_attention
+
+TRUTH = (4e6, 80_000.0, 6.0, 150_000.0, 40.0)
+
+
+def duration(features: StepFeatures, rng: random.Random | None = None) -> int:
+    c = TRUTH
+    exact = (
+        c[0] + c[1] * features.prefill_tokens + c[2] * features.prefill_attention
+        + c[3] * features.decode_seqs + c[4] * features.decode_context
+    )  # fmt: skip
+    return int(exact * (rng.gauss(1, 0.03) if rng else 1))
+
+
+def random_features(rng: random.Random, *, prefill: bool = True) -> StepFeatures:
+    tokens = rng.randrange(1, 600) if prefill else 0
+    start, seqs = rng.randrange(0, 8000), rng.randrange(0 if prefill else 1, 64)
+    return StepFeatures(tokens, chunk_attention(start, tokens), seqs, seqs * rng.randrange(1, 2000))
+
+
+def test_it_learns_a_machine_from_noisy_steps() -> None:
+    rng, model = random.Random(1), StepTimeModel()
+    for _ in range(300):
+        features = random_features(rng, prefill=rng.random() < 0.5)
+        model.observe(features, duration(features, rng))
+    errors = []
+    for _ in range(200):
+        features = random_features(rng)
+        errors.append(abs(model.predict_ns(features) / duration(features) - 1))
+    assert sorted(errors)[100] < 0.03
+    assert 0.005 < model.relative_error < 0.06
+
+
+def test_an_hour_of_decoding_does_not_erase_what_prefill_costs() -> None:
+    rng, model = random.Random(2), StepTimeModel()
+    for _ in range(100):
+        features = random_features(rng)
+        model.observe(features, duration(features))
+    for _ in range(5000):
+        features = random_features(rng, prefill=False)
+        model.observe(features, duration(features))
+    features = StepFeatures(512, chunk_attention(1000, 512), 8, 4000)
+    assert model.predict_ns(features) == pytest.approx(duration(features), rel=0.02)
+
+
+def test_it_follows_a_machine_that_becomes_slower() -> None:
+    rng, model = random.Random(3), StepTimeModel()
+    for factor in (1, 2):
+        for _ in range(1200):
+            features = random_features(rng)
+            model.observe(features, factor * duration(features))
+    features = random_features(rng)
+    assert model.predict_ns(features) == pytest.approx(2 * duration(features), rel=0.05)
+
+
+def test_one_outlier_changes_nothing() -> None:
+    rng, model = random.Random(4), StepTimeModel()
+    for _ in range(100):
+        features = random_features(rng)
+        model.observe(features, duration(features))
+    before = model.coefficients
+    model.observe(features, 50 * duration(features))
+    assert model.coefficients == before
+
+
+def test_the_largest_chunk_is_the_largest() -> None:
+    model = StepTimeModel(TRUTH)
+    for start in (0, 100, 5000):
+        for available in (1e6, 5e7, 3e8):
+            chunk = model.largest_chunk(start, available)
+            assert model.prefill_work_ns(start, chunk) <= available
+            assert model.prefill_work_ns(start, chunk + 2) > available
+    assert model.largest_chunk(0, -1.0) == 0
+
+
+def test_the_fit_is_not_negative_and_optimal() -> None:
+    solution = nonnegative_least_squares([[2.0, 1.0], [1.0, 2.0]], [1.0, -1.0])
+    assert solution == pytest.approx([0.5, 0.0])
+    solution = nonnegative_least_squares([[2.0, 1.0], [1.0, 2.0]], [3.0, 3.0])
+    assert solution == pytest.approx([1.0, 1.0])
