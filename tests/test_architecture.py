@@ -1,0 +1,108 @@
+"""The plan of the house, enforced: imports point down, and the deciding code stays pure."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "diptych"
+
+# What each part may import of ours (itself always).
+MAY_IMPORT = {
+    "control": set(),
+    "runtime": {"control"},
+    "simulation": {"control"},
+    "serving": {"control", "runtime"},
+    "bench": {"control"},
+    "advisor": {"control", "simulation"},
+    "web": set(),
+    "bundled": set(),
+    "cli": {"control", "runtime", "simulation", "serving", "bench", "advisor", "web", "__version__"},
+    "__init__": {"control", "serving"},
+    "__main__": {"cli"},
+}
+
+# Not in control: whatever reads a clock, waits, talks, or draws from a global random.
+FORBIDDEN_IN_CONTROL = {
+    "asyncio", "concurrent", "datetime", "io", "logging", "multiprocessing", "os", "pathlib", "queue", "random",
+    "secrets", "select", "selectors", "shutil", "signal", "socket", "subprocess", "tempfile", "threading", "time",
+    "urllib", "uuid",
+}  # fmt: skip
+
+# The front end never loads torch; only these modules of serving may.
+SERVING_WITH_TORCH = {"worker", "llm"}
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    """(part of the house, file) of every module."""
+    for path in sorted(SOURCE.rglob("*.py")):
+        relative = path.relative_to(SOURCE)
+        yield (relative.parts[0] if len(relative.parts) > 1 else relative.stem), path
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Every module that the file imports, inside functions too (but not for type checking only)."""
+    tree = ast.parse(path.read_text())
+    skipped = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            assert node.module is not None
+            yield node.module
+
+
+@pytest.mark.parametrize(("part", "path"), list(modules()), ids=str)
+def test_imports_point_down(part: str, path: Path) -> None:
+    assert part in MAY_IMPORT, f"{part} is not in the plan"
+    for name in imports(path):
+        if name == "diptych":
+            continue
+        if name.startswith("diptych."):
+            target = name.split(".")[1]
+            assert target == part or target in MAY_IMPORT[part], f"{path.name} imports {name}"
+
+
+@pytest.mark.parametrize("path", sorted((SOURCE / "control").rglob("*.py")), ids=lambda path: path.stem)
+def test_control_is_pure_standard_library(path: Path) -> None:
+    for name in imports(path):
+        root = name.split(".")[0]
+        if root == "diptych":
+            continue
+        assert root in sys.stdlib_module_names, f"{path.name} imports {name}"
+        assert root not in FORBIDDEN_IN_CONTROL, f"{path.name} imports {name}"
+
+
+def test_only_the_worker_side_of_serving_loads_torch() -> None:
+    for part, path in modules():
+        if part == "serving" and path.stem not in SERVING_WITH_TORCH:
+            for name in imports(path):
+                assert name.split(".")[0] not in ("torch", "numpy"), f"{path.name} imports {name}"
+                assert not name.startswith("diptych.runtime"), f"{path.name} imports {name}"
+
+
+def test_files_and_functions_stay_small() -> None:
+    for _, path in modules():
+        text = path.read_text()
+        assert text.count("\n") <= 400, f"{path} has {text.count(chr(10))} lines"
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno is not None
+                lines = node.end_lineno - node.lineno + 1
+                assert lines <= 60, f"{path}: {node.name} has {lines} lines"
+
+
+def test_nothing_unpickles() -> None:
+    for _, path in modules():
+        for name in imports(path):
+            assert name.split(".")[0] not in ("pickle", "marshal", "shelve", "dill", "cloudpickle"), path
