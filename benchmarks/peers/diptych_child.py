@@ -1,0 +1,58 @@
+"""Diptych's engine behind the line protocol of vllm_child.py: the whole loop of scheduler and model, no sockets."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from diptych.control.config import shape_preset
+from diptych.control.request import SamplingParams
+from diptych.runtime.engine import LocalEngine, replica_config
+from diptych.runtime.model_runner import RunnerConfig, load_runner
+from diptych.runtime.threads import configure_threads
+
+
+def main() -> None:
+    """Serve commands until standard input ends."""
+    configure_threads(int(sys.argv[2]))
+    config = RunnerConfig(
+        model=Path(sys.argv[1]), dtype="bfloat16", max_num_seqs=32, max_model_len=8192 + 256, kv_bytes=2 << 30
+    )
+    runner = load_runner(config)
+    settings = shape_preset("unified", max_num_seqs=32)
+    engine = LocalEngine(runner, replica_config(runner, settings, enable_prefix_cache=False))
+
+    def add(num_tokens: int, num_outputs: int) -> str:
+        nonlocal number
+        number += 1
+        tokens = [rng.randrange(300, 16000) for _ in range(num_tokens)]
+        engine.add(str(number), tokens, SamplingParams(max_tokens=num_outputs, temperature=0, ignore_eos=True))
+        return str(number)
+
+    def prefill(num_tokens: int) -> float:
+        add(num_tokens, 1)
+        began = time.perf_counter()
+        engine.run()
+        return num_tokens / (time.perf_counter() - began)
+
+    def decode(batch: int, context: int, steps: int) -> float:
+        for _ in range(batch):
+            add(context, steps + 1)
+        while engine.core.scheduler.waiting or engine.core.scheduler.prefilling:
+            engine.step()
+        began = time.perf_counter()
+        engine.run()
+        return batch * steps / (time.perf_counter() - began)
+
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        command = json.loads(line)
+        if command["do"] == "prefill":
+            rate = prefill(command["tokens"])
+        else:
+            rate = decode(command["batch"], command["context"], command["steps"])
+        print(json.dumps({"tok_s": rate}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

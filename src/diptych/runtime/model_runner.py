@@ -1,0 +1,317 @@
+"""ModelRunner: the Executor that computes. It applies a SchedulerOutput, runs the model, and samples.
+
+For drivers (serving, engine.py):
+
+    runner = load_runner(RunnerConfig(model=path), progress)    # blocks until the weights are in memory
+    runner.num_blocks, runner.block_size, runner.num_host_blocks, runner.max_model_len  -> CacheConfig, ReplicaConfig
+    runner.model_config.eos_token_ids, .vocab_size, ...
+    runner.add_request(request_id, prompt_token_ids, sampling, salt=..., block_hashes=..., output_token_ids=...)
+                                  before the first plan that names it; raises InvalidRequestError (then do not queue it)
+    runner.forget(request_id)     only for a request that the ReplicaCore refused; others leave through output.finished
+    result = runner.execute(output)                             # StepResult; result.payload is a StepTokens
+
+A request is known here from ``add_request`` until a plan names it in ``finished``. A stopping token (end-of-sequence,
+stop token id) is part of StepTokens; hiding it from the client is the driver's choice. Stop strings are the driver's.
+
+Owns the tokens, the decode batch and the KV memory. Never decides what runs, never reads a clock, never looks at text.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from diptych.control.errors import ConfigError
+from diptych.control.request import FinishReason, SamplingParams
+from diptych.control.step import SchedulerOutput, StepResult
+from diptych.runtime.attention import make_attention
+from diptych.runtime.attention.interface import AttentionShape
+from diptych.runtime.decode_batch import DecodeBatch
+from diptych.runtime.kv_tensors import KVTensors, blocks_within
+from diptych.runtime.loader import Checkpoint, Progress, Weights, resolve_dtype
+from diptych.runtime.model_config import ModelConfig, read_model_config
+from diptych.runtime.models.decoder import Decoder
+from diptych.runtime.models.layers import LayerLoader
+from diptych.runtime.models.registry import MODELS
+from diptych.runtime.ops import make_ops
+from diptych.runtime.request_state import RequestState, check_tokens
+from diptych.runtime.sampler import (
+    RowSampling,
+    SamplingError,
+    TokenLogprobs,
+    row_as_float32,
+    sample_greedy,
+    sample_row,
+    token_logprobs,
+)
+from diptych.runtime.step_layout import StepLayout, lay_out_decodes, lay_out_step
+
+SCORED_ROWS_AT_ONCE = 64  # logits of prompt tokens are computed in slices: a whole prompt's would take gigabytes
+NOT_A_NUMBER = "the model computed a logit that is not a number"
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerConfig:
+    """What to load and how much memory it may use.
+
+    dtype: auto | bfloat16 | float32. native: None picks the native kernels when they work here, True insists, False
+    takes the torch fallbacks. kv_bytes: memory of the KV cache, unless ``num_blocks`` says it in blocks.
+    max_model_len: None for what the checkpoint supports.
+    """
+
+    model: str | Path
+    dtype: str = "auto"
+    device: str = "cpu"
+    block_size: int = 32
+    kv_bytes: int = 1 << 30
+    num_blocks: int | None = None
+    num_host_blocks: int = 0
+    max_num_seqs: int = 256
+    max_model_len: int | None = None
+    native: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """The tokens of one step, for the driver: request_ids[i] got token_ids[i].
+
+    logprobs: only of requests that asked. prompt_logprobs: (position of the first, one entry per prompt position) of
+    the chunk that was computed; a prompt's first token has none, nor have tokens found in the prefix cache.
+    """
+
+    request_ids: list[str]
+    token_ids: list[int]
+    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[str, tuple[int, list[TokenLogprobs]]] = field(default_factory=dict)
+
+
+class ModelRunner:
+    """One model and its KV memory. ``note``: what the loader wants people to know ("" if nothing)."""
+
+    def __init__(self, model: Decoder, kv: KVTensors, max_num_seqs: int, max_model_len: int, note: str = "") -> None:
+        self.model = model
+        self.model_config: ModelConfig = model.config
+        self.kv = kv
+        self.block_size = model.attention.shape.block_size
+        self.num_blocks = kv.num_blocks
+        self.num_host_blocks = kv.num_host_blocks
+        self.max_num_seqs = max_num_seqs
+        self.max_model_len = max_model_len
+        self.note = note
+        self._requests: dict[str, RequestState] = {}
+        self._batch = DecodeBatch(max_num_seqs, max_model_len, self.block_size)
+        self._ends_sequence = np.zeros(self.model_config.vocab_size, dtype=np.bool_)
+        eos = [token for token in self.model_config.eos_token_ids if token < self.model_config.vocab_size]
+        self._ends_sequence[eos] = True
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        salt: str | None = None,
+        block_hashes: Sequence[bytes] | None = None,
+        output_token_ids: Sequence[int] = (),
+    ) -> None:
+        """Make a request known.
+
+        salt and block_hashes: as for control's Request (the hashes of all full blocks; computed when not given).
+        output_token_ids: tokens that another worker sampled already; for control they are part of the prompt.
+        Raises InvalidRequestError for token ids outside of the vocabulary, ConfigError for an id that is in use.
+        """
+        if request_id in self._requests:
+            raise ConfigError(f"request id {request_id!r} is in use", param="request_id")
+        token_ids = [*prompt_token_ids, *output_token_ids]
+        vocab_size = self.model_config.vocab_size
+        check_tokens(token_ids, sampling, vocab_size)
+        state = RequestState(request_id, token_ids, len(prompt_token_ids), sampling)
+        stop_ids = set(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            stop_ids.update(self.model_config.eos_token_ids)
+        state.stop_ids = tuple(sorted(token for token in stop_ids if 0 <= token < vocab_size))
+        state.start_hashing(self.block_size, salt, block_hashes)
+        self._requests[request_id] = state
+
+    def forget(self, request_id: str) -> None:
+        """Drop a request that will never be in a plan; unknown ids are ignored."""
+        self._requests.pop(request_id, None)
+        self._batch.leave(request_id, keep_tokens=False)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests known here."""
+        return len(self._requests)
+
+    @torch.inference_mode()
+    def execute(self, output: SchedulerOutput) -> StepResult:
+        """Run one step: see SchedulerOutput for the order of things. Failures of single requests are reported."""
+        self._apply_membership(output)
+        if not output.is_compute:
+            return StepResult(output.step_id, payload=StepTokens([], []))
+        layout = self._lay_out(output)
+        hidden = self.model.forward(layout.batch, self.kv.layers)
+        prompt_logprobs = self._score_prompts(layout, hidden)
+        full_blocks = self._hash_full_blocks(layout)
+        if layout.num_samples == 0:
+            payload = StepTokens([], [], prompt_logprobs=prompt_logprobs)
+            return StepResult(output.step_id, full_blocks=full_blocks, payload=payload)
+        logits = self.model.logits(hidden[: layout.num_samples])
+        token_ids, logprobs, failed = self._sample(layout, logits)
+        return self._conclude(output.step_id, layout, token_ids, failed, full_blocks, logprobs, prompt_logprobs)
+
+    def _apply_membership(self, output: SchedulerOutput) -> None:
+        batch = self._batch
+        for request_id in output.finished:
+            batch.leave(request_id, keep_tokens=False)
+            self._requests.pop(request_id, None)
+        for request_id in output.paused:
+            batch.leave(request_id, keep_tokens=True)
+        if output.swap_out:
+            self.kv.copy_to_host(output.swap_out)
+        if output.swap_in:
+            self.kv.copy_from_host(output.swap_in)
+        for resumed in output.resumed:
+            batch.join(self._requests[resumed.request_id], resumed.num_tokens, resumed.block_ids)
+        for request_id, block_id in output.new_blocks:
+            batch.add_block(request_id, block_id)
+
+    def _lay_out(self, output: SchedulerOutput) -> StepLayout:
+        batch = self._batch
+        assert output.num_decodes in (0, len(batch)), f"{output.num_decodes} decodes planned, {len(batch)} are here"
+        if not output.prefills:
+            return lay_out_decodes(batch, self.model.device)
+        states = [self._requests[chunk.request_id] for chunk in output.prefills]
+        return lay_out_step(batch, output.num_decodes, output.prefills, states, self.model.device)
+
+    def _hash_full_blocks(self, layout: StepLayout) -> tuple[tuple[str, bytes], ...]:
+        """Blocks with output tokens that this step completes; called before the batch advances."""
+        batch, full = self._batch, []
+        num_decodes = layout.batch.num_decodes
+        computed = batch.positions[:num_decodes] + 1
+        for slot in np.flatnonzero(computed % self.block_size == 0):
+            full += batch.states[slot].hash_through(int(computed[slot]), batch.token_ids[slot])
+        for chunk in layout.chunks:
+            state, end = chunk.state, chunk.plan.start + chunk.plan.num_tokens
+            if end // self.block_size > state.num_hashed_blocks:
+                full += state.hash_through(end, state.token_ids)
+        return tuple(full)
+
+    def _sample(
+        self, layout: StepLayout, logits: torch.Tensor
+    ) -> tuple[npt.NDArray[np.int64], dict[str, TokenLogprobs], list[tuple[str, str]]]:
+        """One token per sampling slot, the log probabilities that were asked for, and who failed."""
+        batch, first = self._batch, layout.first_slot
+        token_ids, is_finite = sample_greedy(logits)
+        logprobs: dict[str, TokenLogprobs] = {}
+        failed = [(batch.request_ids[first + row], NOT_A_NUMBER) for row in np.flatnonzero(~is_finite)]
+        token_ids[~is_finite] = 0
+        for row in np.flatnonzero(~batch.is_plain[first : layout.last_slot] & is_finite):
+            state = batch.states[first + row]
+            values = row_as_float32(logits, int(row))
+            raw = values.copy() if state.params.logprobs is not None else values
+            tokens = batch.tokens_of(first + int(row))
+            sampling = RowSampling(
+                state.params, state.sampling_seed, tokens, state.num_prompt_tokens, state.stop_ids
+            )
+            try:
+                token_ids[row] = sample_row(values, sampling)
+            except SamplingError as error:
+                failed.append((state.request_id, str(error)))
+                continue
+            if state.params.logprobs is not None:
+                logprobs[state.request_id] = token_logprobs(raw, int(token_ids[row]), state.params.logprobs)
+        return token_ids, logprobs, failed
+
+    def _conclude(
+        self,
+        step_id: int,
+        layout: StepLayout,
+        token_ids: npt.NDArray[np.int64],
+        failed: list[tuple[str, str]],
+        full_blocks: tuple[tuple[str, bytes], ...],
+        logprobs: dict[str, TokenLogprobs],
+        prompt_logprobs: dict[str, tuple[int, list[TokenLogprobs]]],
+    ) -> StepResult:
+        """Advance the batch and report. Members that ended in an earlier step, and only wait for the plan that says
+        so (steps in flight), are computed but not reported."""
+        batch, first, last = self._batch, layout.first_slot, layout.last_slot
+        batch.advance(first, last, token_ids)
+        request_ids = batch.request_ids[first:last]
+        stops = self._ends_sequence[token_ids] & ~batch.ignores_eos[first:last]
+        for row in np.flatnonzero(batch.has_stop_ids[first:last]):
+            stops[row] |= int(token_ids[row]) in batch.states[first + row].stop_ids
+        is_silent = batch.is_ended[first:last].copy()
+        failures = dict(failed)
+        if failures:
+            is_silent |= np.array([request_id in failures for request_id in request_ids])
+        stopped = tuple((request_ids[row], FinishReason.STOP) for row in np.flatnonzero(stops & ~is_silent))
+        reported = tuple(entry for entry in failed if not batch.is_ended[batch.slot_of(entry[0])])
+        batch.is_ended[first:last] |= stops | is_silent
+        tokens = token_ids.tolist()
+        if is_silent.any():
+            loud = np.flatnonzero(~is_silent)
+            request_ids, tokens = [request_ids[row] for row in loud], [tokens[row] for row in loud]
+        payload = StepTokens(request_ids, tokens, logprobs, prompt_logprobs)
+        return StepResult(step_id, stopped=stopped, full_blocks=full_blocks, failed=reported, payload=payload)
+
+    def _score_prompts(
+        self, layout: StepLayout, hidden: torch.Tensor
+    ) -> dict[str, tuple[int, list[TokenLogprobs]]]:
+        """Log probabilities of prompt tokens, from the rows behind the sampled ones."""
+        scores: dict[str, tuple[int, list[TokenLogprobs]]] = {}
+        row = layout.num_samples
+        for chunk in layout.chunks:
+            state, entries = chunk.state, []
+            num_top = state.params.prompt_logprobs or 0
+            for first in range(chunk.scores.start, chunk.scores.stop, SCORED_ROWS_AT_ONCE):
+                count = min(SCORED_ROWS_AT_ONCE, chunk.scores.stop - first)
+                logits = self.model.logits(hidden[row : row + count])
+                row += count
+                entries += [
+                    token_logprobs(row_as_float32(logits, index), int(state.token_ids[first + index + 1]), num_top)
+                    for index in range(count)
+                ]
+            if entries:
+                scores[state.request_id] = (chunk.scores.start + 1, entries)
+                state.num_scored_tokens = chunk.scores.stop
+        return scores
+
+
+def load_runner(config: RunnerConfig, progress: Progress | None = None) -> ModelRunner:
+    """Read a checkpoint directory and allocate the KV cache. ``progress(bytes done, bytes in total)``.
+
+    Raises ConfigError or UnsupportedModelError when the directory, its config or a tensor is not what it should be.
+    """
+    model_config = read_model_config(config.model)
+    max_model_len = _max_model_len(config.max_model_len, model_config)
+    checkpoint = Checkpoint(model_config.path)
+    dtype, note = resolve_dtype(config.dtype, model_config, checkpoint)
+    device = torch.device(config.device)
+    ops = make_ops(device, dtype, native=config.native)
+    heads = model_config.attention
+    shape = AttentionShape(
+        heads.num_heads, heads.num_kv_heads, heads.head_dim, config.block_size, dtype, heads.head_dim**-0.5
+    )
+    attention = make_attention(shape, device, native=config.native)
+    num_blocks = config.num_blocks or blocks_within(config.kv_bytes, shape, model_config.num_layers)
+    loader = LayerLoader(model_config, Weights(checkpoint, dtype, device, progress), ops)
+    weights = MODELS[model_config.architecture](loader)
+    model = Decoder(model_config, weights, ops, attention, max_model_len)
+    kv = KVTensors(attention, model_config.num_layers, num_blocks, config.num_host_blocks)
+    return ModelRunner(model, kv, config.max_num_seqs, max_model_len, note)
+
+
+def _max_model_len(wanted: int | None, model_config: ModelConfig) -> int:
+    limit = model_config.max_position_embeddings
+    if wanted is None:
+        return limit
+    if not 2 <= wanted <= limit:
+        raise ConfigError(
+            f"max_model_len is {wanted}; at least 2 and at most {limit}, what {model_config.path} supports",
+            param="max_model_len",
+        )
+    return wanted

@@ -1,0 +1,94 @@
+"""From token ids to text, one token at a time: characters that span tokens, and stop strings that span tokens.
+
+Owns the text of one growing sequence. Must never know requests, sockets or HTTP.
+"""
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers.decoders import DecodeStream
+
+_CONTEXT_TOKENS = 6  # prompt tokens that a decoder needs to see to know about a leading space
+_MAX_PENDING = 8  # a character has at most 4 bytes; more tokens without one are bytes that never become text
+_KEEP_PENDING = 3
+_REPLACEMENT = "\ufffd"
+
+
+class Detokenizer:
+    """Text of one sequence. Text comes out only as whole characters; ``flush`` gives what can never be completed."""
+
+    __slots__ = ("_fast", "_pending", "_stream")
+
+    def __init__(self, fast: FastTokenizer, prompt_token_ids: Sequence[int]) -> None:
+        self._fast = fast
+        self._pending: list[int] = []
+        context = list(prompt_token_ids[-_CONTEXT_TOKENS:])
+        if context and fast.decode(context).endswith(_REPLACEMENT):
+            context = []
+        self._stream = DecodeStream(ids=context, skip_special_tokens=True)
+
+    def push(self, token_id: int) -> str:
+        """The text that is complete with this token (often empty while a character is incomplete)."""
+        pending = self._pending
+        pending.append(token_id)
+        try:
+            text = self._stream.step(self._fast, token_id)
+        except Exception:  # the stream refuses some sequences that decode() accepts; start over from here
+            return self._restart(0)
+        if text is not None:
+            pending.clear()
+            return text
+        if len(pending) > _MAX_PENDING:
+            return self._restart(_KEEP_PENDING)
+        return ""
+
+    def flush(self) -> str:
+        """The rest at the end of the sequence, bytes that are no character as U+FFFD."""
+        rest = self._fast.decode(self._pending) if self._pending else ""
+        self._pending.clear()
+        return rest
+
+    def _restart(self, keep: int) -> str:
+        done, kept = self._pending[: len(self._pending) - keep], self._pending[len(self._pending) - keep :]
+        self._pending = []
+        self._stream = DecodeStream(ids=[], skip_special_tokens=True)
+        text = self._fast.decode(done)
+        return text + "".join(self.push(token_id) for token_id in kept)
+
+
+class StopStrings:
+    """Holds text back while it may be the beginning of a stop string; nothing after a match ever comes out."""
+
+    __slots__ = ("_held", "_stops", "matched")
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, text: str) -> str:
+        """Text that may be sent now. After a match ``matched`` names the stop string."""
+        if self.matched is not None:
+            return ""
+        text = self._held + text
+        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            at, self.matched = min(found, key=lambda hit: (hit[0], -len(hit[1])))
+            self._held = ""
+            return text[:at]
+        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def flush(self) -> str:
+        """What was held back, at an end that is no stop string."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The longest proper prefix of ``stop`` that ``text`` ends with."""
+    for size in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:size]):
+            return size
+    return 0

@@ -1,0 +1,181 @@
+"""One growing answer as the front end holds it: tokens come in, whole text that may be sent comes out.
+
+Owns the tokens, the text and the stop strings of one sequence, and the Generation that gathers the sequences of one
+client request behind one wake-up per step. Must never know sockets or HTTP.
+"""
+
+import asyncio
+from collections.abc import Sequence as Ids
+
+import msgspec
+
+from diptych.control.errors import DiptychError
+from diptych.control.request import FinishReason, SamplingParams
+from diptych.serving.detokenizer import StopStrings
+from diptych.serving.tokenizer import Tokenizer
+from diptych.serving.wire import Finished, TokenLogprobs
+
+
+class Delta(msgspec.Struct, gc=False):
+    """What one sequence got since the last look."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
+    finish_reason: str | None = None
+
+
+class Sequence:
+    """One answer. ``push`` takes a token, ``end`` the terminal record, ``take`` gives what is new."""
+
+    __slots__ = (
+        "_detokenizer",
+        "_logprobs",
+        "_new_ids",
+        "_new_text",
+        "_stops",
+        "cached_tokens",
+        "finish_reason",
+        "finished",
+        "generation",
+        "index",
+        "is_dirty",
+        "last_token_s",
+        "num_tokens",
+        "prompt_logprobs",
+        "prompt_token_ids",
+        "request_id",
+        "sampling",
+        "stop_reason",
+        "submitted_s",
+    )
+
+    def __init__(
+        self, request_id: str, index: int, prompt_token_ids: list[int], sampling: SamplingParams, tokenizer: Tokenizer
+    ) -> None:
+        self.request_id = request_id
+        self.index = index
+        self.prompt_token_ids = prompt_token_ids
+        self.sampling = sampling
+        self.generation: Generation | None = None
+        self.num_tokens = 0
+        self.finished: Finished | None = None
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.cached_tokens = 0
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self.submitted_s = 0.0
+        self.last_token_s = 0.0
+        self.is_dirty = False
+        self._detokenizer = tokenizer.detokenizer(prompt_token_ids)
+        self._stops = StopStrings(sampling.stop) if sampling.stop else None
+        self._new_ids: list[int] = []
+        self._new_text = ""
+        self._logprobs: list[TokenLogprobs] = []
+
+    def push(self, token_id: int, *, is_stop_token: bool = False, logprobs: TokenLogprobs | None = None) -> bool:
+        """Take one sampled token. Returns True when it completed a stop string: the worker must be told to stop.
+
+        A stop token belongs to the token ids but not to the text. After a stop string, tokens are ignored.
+        """
+        if self.stop_reason is not None:
+            return False
+        self.num_tokens += 1
+        self._new_ids.append(token_id)
+        if logprobs is not None:
+            self._logprobs.append(logprobs)
+        if is_stop_token:
+            self.stop_reason = token_id
+        elif self._detokenizer is not None and (text := self._detokenizer.push(token_id)):
+            return self._add_text(text)
+        return False
+
+    def add_prompt_logprobs(self, first: int, entries: list[TokenLogprobs]) -> None:
+        """Log-probabilities of the prompt's tokens from position ``first`` on (the first token has none)."""
+        if self.prompt_logprobs is None:
+            self.prompt_logprobs = [None] * len(self.prompt_token_ids)
+        self.prompt_logprobs[first : first + len(entries)] = entries
+
+    def end(self, finished: Finished) -> None:
+        """The worker's last word on this sequence."""
+        self.finished = finished
+        self.cached_tokens = finished.num_cached_tokens
+        matched = self._stops is not None and self._stops.matched is not None
+        if not matched:
+            if self._detokenizer is not None:
+                self._add_text(self._detokenizer.flush())
+            matched = self._stops is not None and self._stops.matched is not None
+            if self._stops is not None:
+                self._new_text += self._stops.flush()
+        self.finish_reason = str(FinishReason.STOP if matched else finished.reason)
+
+    def take(self) -> Delta:
+        """What is new since the last call."""
+        delta = Delta(self.index, self._new_text, self._new_ids, self._logprobs, self.finish_reason)
+        self._new_text, self._new_ids, self._logprobs = "", [], []
+        self.is_dirty = False
+        return delta
+
+    def _add_text(self, text: str) -> bool:
+        if self._stops is None:
+            self._new_text += text
+            return False
+        if self.num_tokens < self.sampling.min_tokens:  # what was said before min_tokens is never searched
+            self._new_text += self._stops.flush() + text
+            return False
+        self._new_text += self._stops.push(text)
+        if self._stops.matched is None:
+            return False
+        self.stop_reason = self._stops.matched
+        return True
+
+
+class Generation:
+    """All sequences of one client request (prompts times n) behind one queue: one wake-up per step."""
+
+    __slots__ = ("_dirty", "_error", "_waiter", "num_open", "request_id", "sequences")
+
+    def __init__(self, request_id: str, sequences: Ids[Sequence]) -> None:
+        self.request_id = request_id
+        self.sequences = list(sequences)
+        self.num_open = len(self.sequences)
+        self._dirty: list[Sequence] = []
+        self._error: DiptychError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        for sequence in self.sequences:
+            sequence.generation = self
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether every sequence ended and everything was read."""
+        return not self.num_open and not self._dirty and self._error is None
+
+    def mark(self, sequence: Sequence) -> None:
+        """This sequence has something new; wakes the reader if it waits."""
+        if not sequence.is_dirty:
+            sequence.is_dirty = True
+            self._dirty.append(sequence)
+        self._wake()
+
+    def fail(self, error: DiptychError) -> None:
+        """The whole request failed; the reader gets the error instead of more deltas."""
+        self._error = self._error or error
+        self._wake()
+
+    async def read(self) -> list[Delta]:
+        """Everything new, at least one delta. Raises the request's error. One reader at a time."""
+        while not self._dirty and self._error is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        if self._error is not None:
+            raise self._error
+        dirty, self._dirty = self._dirty, []
+        return [sequence.take() for sequence in dirty]
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -1,0 +1,188 @@
+"""The life of a worker process: start it, talk to it, notice its end, start it again with growing pauses.
+
+Owns the process, the private directory (mode 0700) and the socket in it. Must never know requests: messages are
+handed to a callback, and so is the loss of the worker.
+"""
+
+import asyncio
+import contextlib
+import logging
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from diptych.control.errors import DiptychError, WorkerError
+from diptych.serving.options import EngineOptions
+from diptych.serving.wire import (
+    Failed,
+    FrontendMessage,
+    Ready,
+    Shutdown,
+    WorkerMessage,
+    decode_from_worker,
+    encode,
+    unpack_error,
+)
+
+logger = logging.getLogger(__name__)
+
+WORKER_COMMAND = (sys.executable, "-m", "diptych.serving.worker")
+FIRST_PAUSE_S, LONGEST_PAUSE_S, HEALTHY_S = 0.5, 30.0, 60.0
+
+
+class WorkerState(StrEnum):
+    """Where the worker is in its life."""
+
+    STARTING = "starting"
+    READY = "ready"
+    LOST = "lost"  # will be restarted
+    STOPPED = "stopped"
+
+
+class Supervisor:
+    """One worker process for the life of the front end.
+
+    The command gets one argument: the private directory, with options.json and the socket "worker" in it. The worker
+    ends when its standard input does, so that it never outlives this process.
+    """
+
+    def __init__(self, options: EngineOptions, command: Sequence[str] = WORKER_COMMAND) -> None:
+        self.state = WorkerState.STOPPED
+        self.num_restarts = 0
+        self.ready: asyncio.Future[Ready] | None = None  # of the first start
+        self._options = options
+        self._command = tuple(command)
+        self._on_message: Callable[[WorkerMessage], None] = lambda message: None
+        self._on_lost: Callable[[DiptychError], None] = lambda error: None
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._life: asyncio.Task[None] | None = None
+        self._failure: DiptychError | None = None
+        self._ready_at = 0.0
+
+    async def start(self, on_message: Callable[[WorkerMessage], None], on_lost: Callable[[DiptychError], None]) -> None:
+        """Start the worker and keep it alive; returns at once. ``ready`` tells how the first start went."""
+        assert self._life is None, "started twice"
+        self._on_message, self._on_lost = on_message, on_lost
+        self.ready = asyncio.get_running_loop().create_future()
+        self.ready.add_done_callback(lambda future: future.cancelled() or future.exception())
+        self.state = WorkerState.STARTING
+        self._life = asyncio.create_task(self._live(), name="supervisor")
+
+    @property
+    def worker_pid(self) -> int | None:
+        """The process id of the running worker."""
+        return self._process.pid if self._process and self._process.returncode is None else None
+
+    def send(self, message: FrontendMessage) -> None:
+        """Hand a message to the worker; silently nothing when it is gone (its loss is reported on its own)."""
+        if self._socket is None:
+            return
+        with contextlib.suppress(zmq.Again):
+            self._socket.send(encode(message), zmq.NOBLOCK)
+        # The socket's file descriptor reports changes only: a send may have used up the notice of a message.
+        asyncio.get_running_loop().call_soon(self._receive)
+
+    async def stop(self, timeout_s: float = 5.0) -> None:
+        """End the worker: ask, then terminate, then kill."""
+        if self._life is None:
+            return
+        self.state = WorkerState.STOPPED
+        self.send(Shutdown())
+        process = self._process
+        if process is not None:
+            for signal_it in (process.terminate, process.kill):
+                try:
+                    await asyncio.wait_for(process.wait(), timeout_s)
+                    break
+                except TimeoutError:
+                    with contextlib.suppress(ProcessLookupError):
+                        signal_it()
+        self._life.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._life
+        self._life = None
+        self._context.destroy(linger=0)
+        if self.ready and not self.ready.done():
+            self.ready.set_exception(WorkerError("stopped before the worker was ready"))
+
+    async def _live(self) -> None:
+        pause_s = FIRST_PAUSE_S
+        loop = asyncio.get_running_loop()
+        while self.state is not WorkerState.STOPPED:
+            self.state = WorkerState.STARTING
+            self._failure = None
+            status = await self._run_once()
+            if self.state is WorkerState.STOPPED:
+                return
+            error = self._failure or WorkerError(f"the worker process ended unexpectedly ({_describe(status)})")
+            if self.ready and not self.ready.done():
+                self.state = WorkerState.STOPPED
+                self.ready.set_exception(error)
+                return
+            if self.state is WorkerState.READY and loop.time() - self._ready_at > HEALTHY_S:
+                pause_s = FIRST_PAUSE_S
+            self.state = WorkerState.LOST
+            logger.error("%s; starting it again in %.1f s", error.message, pause_s)
+            self._on_lost(error)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            self.num_restarts += 1
+
+    async def _run_once(self) -> int:
+        """One life of the process, from start to exit status."""
+        directory = Path(tempfile.mkdtemp(prefix="diptych-"))  # mode 0700
+        loop = asyncio.get_running_loop()
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
+        try:
+            socket.setsockopt(zmq.SNDHWM, 0)
+            socket.setsockopt(zmq.RCVHWM, 0)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.bind(f"ipc://{directory}/worker")
+            (directory / "options.json").write_bytes(msgspec.json.encode(self._options))
+            self._socket = socket
+            loop.add_reader(socket.fileno(), self._receive)
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command, str(directory), stdin=asyncio.subprocess.PIPE, start_new_session=True
+            )
+            status = await self._process.wait()
+            self._receive()  # its last words
+            return status
+        finally:
+            if self._process is not None and self._process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    self._process.kill()
+            loop.remove_reader(socket.fileno())
+            self._socket = None
+            socket.close(0)
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def _receive(self) -> None:
+        """Take every message that is there: the descriptor reports changes only, so none may be left behind."""
+        while self._socket is not None and self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            try:
+                message = decode_from_worker(self._socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            except msgspec.DecodeError:
+                logger.exception("the worker sent something unreadable")
+                continue
+            if isinstance(message, Ready):
+                self.state = WorkerState.READY
+                self._ready_at = asyncio.get_running_loop().time()
+            elif isinstance(message, Failed):
+                self._failure = unpack_error(message.error)
+            self._on_message(message)
+            if isinstance(message, Ready) and self.ready and not self.ready.done():
+                self.ready.set_result(message)
+
+
+def _describe(status: int) -> str:
+    return f"signal {-status}" if status < 0 else f"exit status {status}"

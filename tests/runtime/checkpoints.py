@@ -1,0 +1,126 @@
+"""Random checkpoints of every family, made by Hugging Face transformers, which is also the reference for results.
+
+Initial weights are wide (std 0.12 and more), so that the best logit leads by far more than rounding can move it, and
+norms and biases are not left at 1 and 0.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import torch
+import transformers
+
+from diptych.runtime.model_runner import ModelRunner, RunnerConfig, load_runner
+
+VOCAB_SIZE = 384
+MAX_POSITIONS = 4096
+
+BASE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_POSITIONS,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "attn_implementation": "eager",
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 512,
+    "beta_fast": 16.0,
+    "beta_slow": 1.0,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"tie_word_embeddings": False}),
+    "llama-tied-biased": ("Llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "llama-rope-llama3": ("Llama", {"rope_parameters": LLAMA3_ROPE, "num_key_value_heads": 1}),
+    "llama-rope-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+    "llama-rope-yarn": ("Llama", {"rope_parameters": YARN_ROPE, "num_key_value_heads": 4}),
+    "mistral-window": ("Mistral", {"sliding_window": 77, "head_dim": 32}),
+    "mistral-full": ("Mistral", {"sliding_window": None}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 50, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": False}),
+    "qwen3-biased": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True, "attention_bias": True}),
+}
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A Hugging Face model in fp32 and the directory that holds its weights in ``dtype``."""
+
+    model: Any
+    directory: Path
+
+    @torch.no_grad()
+    def logits(self, token_ids: list[int]) -> torch.Tensor:
+        """[len(token_ids), vocab] fp32."""
+        return self.model(torch.tensor([token_ids])).logits[0].float()
+
+    def check_greedy(self, prompt: list[int], outputs: list[int]) -> None:
+        """Assert that ``outputs`` is what greedy decoding gives, token by token, by a clear margin."""
+        logits = self.logits(prompt + outputs[:-1])[len(prompt) - 1 :]
+        expected = logits.argmax(dim=-1).tolist()
+        first = next((i for i, pair in enumerate(zip(expected, outputs, strict=True)) if pair[0] != pair[1]), None)
+        if first is not None:
+            best = logits[first].topk(2).values.tolist()
+            raise AssertionError(f"token {first} of {len(outputs)} is {outputs[first]}, not {expected[first]}; {best}")
+        best = logits.topk(2, dim=-1).values
+        assert float((best[:, 0] - best[:, 1]).min()) > 1e-4, "the reference has a near-tie: choose another seed"
+
+
+@cache
+def reference(family: str, dtype: str = "float32") -> Reference:
+    """The checkpoint of one entry of FAMILIES, written once per test session."""
+    name, changes = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**(BASE | changes))
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            noise = torch.empty_like(parameter).normal_(0.0, 1.0, generator=generator)
+            if "norm" in key:
+                parameter.copy_(1.0 + 0.2 * noise)
+            else:
+                parameter.copy_(noise * (0.5 if "lm_head" in key or "embed" in key else 0.15))
+            parameter.copy_(parameter.to(getattr(torch, dtype)))  # the reference computes with the stored values
+    directory = Path(mkdtemp(prefix=f"diptych-{family}-"))
+    model.to(getattr(torch, dtype)).save_pretrained(directory)
+    return Reference(model.float(), directory)
+
+
+@cache
+def runner(family: str, native: bool | None = None, dtype: str = "float32", num_blocks: int = 700) -> ModelRunner:
+    """A runner of that checkpoint, shared by the tests of a session; tests leave it without requests."""
+    config = RunnerConfig(
+        model=reference(family, dtype).directory,
+        native=native,
+        num_blocks=num_blocks,
+        num_host_blocks=64,
+        max_num_seqs=64,
+        block_size=32,
+    )
+    return load_runner(config)
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    """A random prompt."""
+    generator = torch.Generator().manual_seed(1000 * length + seed)
+    return torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist()

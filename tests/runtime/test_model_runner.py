@@ -1,0 +1,297 @@
+"""The runner computes the same tokens as Hugging Face transformers, however the scheduler cuts and moves the work."""
+
+import math
+
+import pytest
+import torch
+
+from diptych.control.config import BudgetConfig, PreemptionConfig, SchedulerConfig
+from diptych.control.errors import InvalidRequestError
+from diptych.control.events import RequestAdmitted, RequestPreempted
+from diptych.control.kvcache.prefix_cache import hash_blocks
+from diptych.control.request import FinishReason, SamplingParams
+from diptych.control.step import ScheduledPrefill, SchedulerOutput
+from diptych.runtime.engine import LocalEngine, replica_config
+from diptych.runtime.model_runner import RunnerConfig, load_runner
+from diptych.runtime.warm_up import warm_up
+from tests.runtime.checkpoints import FAMILIES, prompt_of, reference, runner
+from tests.runtime.driving import chunks_of, generate, greedy
+
+KERNELS = [False, None]
+KERNEL_NAMES = ["fallback", "best"]
+
+
+@pytest.mark.parametrize("native", KERNELS, ids=KERNEL_NAMES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_transformers(family: str, native: bool | None) -> None:
+    prompt = prompt_of(301)
+    for chunk in (301, 37):
+        tokens, _ = generate(runner(family, native), prompt, chunks_of(301, chunk), greedy(), block_seed=chunk)
+        reference(family).check_greedy(prompt, tokens)
+
+
+@pytest.mark.parametrize("native", KERNELS, ids=KERNEL_NAMES)
+@pytest.mark.parametrize("family", ["llama-rope-yarn", "mistral-window", "qwen3"])
+def test_a_prompt_of_2000_tokens_gives_the_tokens_of_transformers(family: str, native: bool | None) -> None:
+    prompt = prompt_of(2000)
+    tokens, _ = generate(runner(family, native), prompt, chunks_of(2000, 600), greedy())
+    reference(family).check_greedy(prompt, tokens)
+
+
+@pytest.mark.parametrize("native", KERNELS, ids=KERNEL_NAMES)
+@pytest.mark.parametrize("size", [1, 2, 15, 16, 17, 31, 32, 33, 64, 100])
+def test_chunk_size_does_not_change_the_tokens(size: int, native: bool | None) -> None:
+    for family, length in (("llama", 131), ("mistral-window", 150)):
+        prompt = prompt_of(length)
+        tokens, _ = generate(runner(family, native), prompt, chunks_of(length, size), greedy(), block_seed=size)
+        reference(family).check_greedy(prompt, tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("native", KERNELS, ids=KERNEL_NAMES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_chunk_size_gives_the_same_tokens(family: str, native: bool | None) -> None:
+    prompt = prompt_of(601)
+    expected, _ = generate(runner(family, native), prompt, [601], greedy())
+    reference(family).check_greedy(prompt, expected)
+    for size in [*range(1, 70), *range(70, 601, 7), 600]:
+        tokens, _ = generate(runner(family, native), prompt, chunks_of(601, size), greedy(), block_seed=size)
+        assert tokens == expected, f"chunks of {size}"
+
+
+def fixed_budget(tokens: int, preemption: str = "recompute", seqs: int = 64) -> SchedulerConfig:
+    """Chunked prefill with a fixed number of tokens per step."""
+    return SchedulerConfig(
+        order="fcfs",
+        budget=BudgetConfig(kind="fixed", max_batched_tokens=tokens, min_chunk_tokens=1),
+        preemption=PreemptionConfig(kind=preemption),
+        max_num_seqs=seqs,
+    )
+
+
+@pytest.mark.parametrize("native", KERNELS, ids=KERNEL_NAMES)
+@pytest.mark.parametrize("family", ["llama-rope-llama3", "mistral-window", "qwen2", "qwen3"])
+def test_a_batch_of_32_in_mixed_phases_gives_each_request_its_own_tokens(family: str, native: bool | None) -> None:
+    engine = LocalEngine(runner(family, native), replica_config(runner(family, native), fixed_budget(96)))
+    prompts = {f"r{i}": prompt_of(3 + 11 * i % 200, seed=i) for i in range(32)}
+    for index, (request_id, prompt) in enumerate(prompts.items()):
+        engine.add(request_id, prompt, greedy(8 + 5 * index % 70))
+        if index % 3 == 0:
+            engine.step()
+    for request_id, generation in engine.run().items():
+        assert generation.finish_reason is FinishReason.LENGTH
+        reference(family).check_greedy(prompts[request_id], generation.token_ids)
+
+
+@pytest.mark.parametrize("native", KERNELS, ids=KERNEL_NAMES)
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("family", ["llama", "qwen2-window"])
+def test_preempted_requests_continue_with_the_same_tokens(family: str, preemption: str, native: bool | None) -> None:
+    shared = runner(family, native)
+    engine = LocalEngine(shared, _small_cache(shared, preemption, num_blocks=16))
+    prompts = {f"r{i}": prompt_of(40 + 13 * i, seed=i) for i in range(5)}
+    for request_id, prompt in prompts.items():
+        engine.add(request_id, prompt, greedy(80))
+    results = engine.run()
+    preempted = [event for event in engine.events if isinstance(event, RequestPreempted)]
+    assert preempted and all(event.swapped == (preemption == "swap") for event in preempted)
+    for request_id, prompt in prompts.items():
+        reference(family).check_greedy(prompt, results[request_id].token_ids)
+    assert shared.num_requests == 0
+
+
+def _small_cache(shared, preemption: str, num_blocks: int):
+    from dataclasses import replace
+
+    config = replica_config(shared, fixed_budget(64, preemption))
+    return config.with_(cache=replace(config.cache, num_blocks=num_blocks, watermark_blocks=0))
+
+
+@pytest.mark.parametrize("native", KERNELS, ids=KERNEL_NAMES)
+def test_a_cached_prefix_gives_the_same_tokens(native: bool | None) -> None:
+    family = "qwen3"
+    engine = LocalEngine(runner(family, native), replica_config(runner(family, native), fixed_budget(128)))
+    prefix = prompt_of(100)
+    prompts = {"first": prefix + prompt_of(9), "second": prefix + prompt_of(30)}
+    results = {}
+    for request_id, prompt in prompts.items():
+        engine.add(request_id, prompt, greedy(40))
+        results |= engine.run()
+    # the second turn of a conversation: prompt and answer of the first are cached, output blocks included
+    prompts["third"] = prompts["first"] + results["first"].token_ids + prompt_of(5)
+    engine.add("third", prompts["third"], greedy(40))
+    results |= engine.run()
+    for request_id, prompt in prompts.items():
+        reference(family).check_greedy(prompt, results[request_id].token_ids)
+    cached = {e.request_id: e.num_cached_tokens for e in engine.events if isinstance(e, RequestAdmitted)}
+    assert cached == {"first": 0, "second": 96, "third": 128}
+
+
+def test_full_blocks_are_the_hashes_of_blocks_that_hold_output() -> None:
+    prompt = prompt_of(70)
+    tokens, results = generate(runner("llama"), prompt, [70], greedy(64))
+    expected = hash_blocks(prompt + tokens[:-1], 32)[2:]
+    assert [entry for result in results for entry in result.full_blocks] == [("r", block) for block in expected]
+
+
+def test_a_recomputed_request_reports_each_output_block_once() -> None:
+    shared = runner("llama")
+    engine = LocalEngine(shared, _small_cache(shared, "recompute", num_blocks=9))
+    reported = []
+    execute = shared.execute
+
+    def spy(output):
+        result = execute(output)
+        reported.extend(result.full_blocks)
+        return result
+
+    engine.runner.execute = spy  # type: ignore[method-assign]
+    try:
+        prompts = {f"r{i}": prompt_of(50, seed=i) for i in range(3)}
+        for request_id, prompt in prompts.items():
+            engine.add(request_id, prompt, greedy(100))
+        results = engine.run()
+    finally:
+        del engine.runner.execute
+    assert any(isinstance(event, RequestPreempted) for event in engine.events)
+    for request_id, prompt in prompts.items():
+        expected = hash_blocks(prompt + results[request_id].token_ids[:-1], 32)[1:]
+        assert [block for owner, block in reported if owner == request_id] == list(expected)
+
+
+@pytest.mark.parametrize("native", KERNELS, ids=KERNEL_NAMES)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_bfloat16_is_as_close_to_fp32_as_that_of_transformers(family: str, native: bool | None) -> None:
+    """Error of a log probability against fp32 on the same (bf16) weights: within 1.5 times the error of transformers
+    in bf16, on average over 200 positions."""
+    prompt = prompt_of(200)
+    exact = reference(family, "bfloat16").logits(prompt).log_softmax(-1)
+    import copy
+
+    rounded = copy.deepcopy(reference(family, "bfloat16").model).to(torch.bfloat16)
+    with torch.no_grad():
+        theirs = rounded(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+    _, results = generate(runner(family, native, "bfloat16"), prompt, [200], sampling)
+    first, entries = results[0].payload.prompt_logprobs["r"]
+    assert first == 1
+    rows, targets = torch.arange(199), torch.tensor(prompt[1:])
+    ours = torch.tensor([entry.logprob for entry in entries])
+    our_error = float((ours - exact[rows, targets]).abs().mean())
+    their_error = float((theirs[rows, targets] - exact[rows, targets]).abs().mean())
+    assert our_error < 1.5 * their_error, (our_error, their_error)
+
+
+def test_prompt_and_output_logprobs_are_those_of_transformers() -> None:
+    prompt = prompt_of(90)
+    sampling = greedy(20, logprobs=3, prompt_logprobs=2)
+    engine = LocalEngine(runner("qwen2"), replica_config(runner("qwen2"), fixed_budget(64)))
+    engine.add("r", prompt, sampling)
+    generation = engine.run()["r"]
+    expected = reference("qwen2").logits(prompt + generation.token_ids).log_softmax(-1)
+    assert generation.prompt_logprobs[0] is None and len(generation.prompt_logprobs) == 90
+    for position, entry in enumerate([*generation.prompt_logprobs[1:], *generation.logprobs], start=1):
+        row, count = expected[position - 1], 2 if position < 90 else 3
+        assert entry is not None
+        assert entry.token_id == (prompt + generation.token_ids)[position]
+        assert entry.logprob == pytest.approx(float(row[entry.token_id]), abs=1e-3)
+        best = row.topk(count)
+        assert [token for token, _ in entry.top] == best.indices.tolist()
+        assert [value for _, value in entry.top] == pytest.approx(best.values.tolist(), abs=1e-3)
+
+
+def test_random_requests_get_the_same_tokens_alone_and_in_a_batch() -> None:
+    shared = runner("llama")
+    prompts = {f"r{i}": prompt_of(20 + i, seed=i) for i in range(8)}
+    params = {
+        name: SamplingParams(max_tokens=30, temperature=0.9, top_p=0.9, top_k=40, seed=index, frequency_penalty=0.3)
+        for index, name in enumerate(prompts)
+    }
+    together = LocalEngine(shared, replica_config(shared, fixed_budget(64)))
+    for name, prompt in prompts.items():
+        together.add(name, prompt, params[name])
+    results = together.run()
+    for name, prompt in prompts.items():
+        alone = LocalEngine(shared, replica_config(shared))
+        alone.add(name, prompt, params[name])
+        assert alone.run()[name].token_ids == results[name].token_ids
+
+
+def test_a_request_that_moves_to_another_worker_continues_its_stream() -> None:
+    sampling = SamplingParams(max_tokens=40, temperature=1.0, seed=5, repetition_penalty=1.2, presence_penalty=0.5)
+    prompt = prompt_of(33)
+    shared = runner("qwen3")
+    tokens, _ = generate(shared, prompt, [33], sampling)
+    shared.add_request("moved", prompt, sampling, output_token_ids=tokens[:15])
+    chunk = ScheduledPrefill("moved", 0, 48, (4, 9), True)
+    moved = list(shared.execute(SchedulerOutput(0, prefills=(chunk,))).payload.token_ids)
+    for step in range(1, 15):
+        moved += shared.execute(SchedulerOutput(step, num_decodes=1)).payload.token_ids
+    shared.execute(SchedulerOutput(99, finished=("moved",)))
+    assert moved == tokens[15:30]
+
+
+def test_a_stop_token_ends_a_request_and_min_tokens_delays_it() -> None:
+    shared = runner("llama")
+    prompt = prompt_of(12)
+    tokens, _ = generate(shared, prompt, [12], greedy(30))
+    stop = tokens[7]
+    first = tokens.index(stop)
+
+    def run(**changes: object):
+        engine = LocalEngine(shared, replica_config(shared))
+        engine.add("r", prompt, greedy(30, **changes))
+        return engine.run()["r"]
+
+    stopped = run(stop_token_ids=(stop,))
+    assert stopped.token_ids == tokens[: first + 1] and stopped.finish_reason is FinishReason.STOP
+    delayed = run(stop_token_ids=(stop,), min_tokens=12)
+    assert stop not in delayed.token_ids[:12] and len(delayed.token_ids) >= 12
+
+
+def test_end_of_sequence_stops_unless_it_is_ignored() -> None:
+    shared = runner("llama")
+    prompt = prompt_of(12)
+    tokens, _ = generate(shared, prompt, [12], greedy(20))
+    shared._ends_sequence[tokens[5]] = True
+    try:
+        for ignore_eos in (False, True):
+            engine = LocalEngine(shared, replica_config(shared))
+            engine.add("r", prompt, greedy(20, ignore_eos=ignore_eos))
+            result = engine.run()["r"]
+            expected = tokens if ignore_eos else tokens[: tokens.index(tokens[5]) + 1]
+            assert result.token_ids == expected
+    finally:
+        shared._ends_sequence[:] = False
+
+
+def test_a_request_with_broken_logits_fails_alone() -> None:
+    broken = load_runner(RunnerConfig(reference("llama").directory, num_blocks=32, native=False))
+    poisoned = prompt_of(5)[0]
+    broken.model._weights.embedding[poisoned] = math.nan
+    engine = LocalEngine(broken, replica_config(broken))
+    healthy = [token for token in prompt_of(20) if token != poisoned]
+    engine.add("good", healthy, greedy(10))
+    engine.add("bad", [*healthy, poisoned], greedy(10))
+    results = engine.run()
+    assert results["bad"].finish_reason is FinishReason.ERROR and "not a number" in results["bad"].message
+    assert results["good"].finish_reason is FinishReason.LENGTH
+    reference("llama").check_greedy(healthy, results["good"].token_ids)
+
+
+def test_token_ids_outside_of_the_vocabulary_are_refused() -> None:
+    shared = runner("llama")
+    with pytest.raises(InvalidRequestError, match="prompt holds token ids from 1 to 384; the vocabulary has 0 to 383"):
+        shared.add_request("r", [1, 384], greedy())
+    with pytest.raises(InvalidRequestError, match="logit_bias"):
+        shared.add_request("r", [1], greedy(logit_bias={999: 1.0}))
+    assert shared.num_requests == 0
+
+
+def test_warm_up_measures_and_leaves_nothing_behind() -> None:
+    shared = runner("llama")
+    measured = warm_up(shared, budget_s=0.5)
+    assert measured and all(duration > 0 for _, duration in measured)
+    assert any(features.prefill_tokens for features, _ in measured)
+    assert any(features.decode_seqs for features, _ in measured)
+    assert shared.num_requests == 0

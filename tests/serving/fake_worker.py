@@ -1,0 +1,177 @@
+"""A worker process with a make-believe model: real sockets, real scheduling, tokens that can be foretold.
+
+Token number i after a prompt of p tokens is ``(p + i) % vocab_size``. A prompt that holds CRASH_TOKEN kills the process;
+one that holds FAIL_TOKEN fails alone. No torch. ``python fake_worker.py [--step-ms 2] [--max-model-len N] DIRECTORY``.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from diptych.control.config import CacheConfig, ReplicaConfig
+from diptych.control.replica import ReplicaCore
+from diptych.control.request import FinishReason, SamplingParams
+from diptych.control.step import SchedulerOutput, StepResult
+from diptych.serving.options import EngineOptions
+from diptych.serving.wire import Ready
+from diptych.serving.worker import die_with_parent, serve
+
+VOCAB_SIZE = 4096
+EOS_TOKEN = 0
+CRASH_TOKEN = 4001
+FAIL_TOKEN = 4002
+
+
+@dataclass
+class FakeLogprobs:
+    """The runner's record of one token."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass
+class FakeTokens:
+    """The runner's StepTokens."""
+
+    request_ids: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: dict[str, FakeLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[str, tuple[int, list[FakeLogprobs]]] = field(default_factory=dict)
+
+
+@dataclass
+class FakeState:
+    """One request."""
+
+    prompt: list[int]
+    sampling: SamplingParams
+    num_outputs: int = 0
+
+
+def fake_logprobs(token_id: int, count: int) -> FakeLogprobs:
+    """Alternatives follow the token itself, each half as likely."""
+    top = tuple(((token_id + rank) % VOCAB_SIZE, -0.5 - 0.7 * rank) for rank in range(count))
+    return FakeLogprobs(token_id, -0.5, top)
+
+
+class FakeRunner:
+    """An Executor without a model."""
+
+    def __init__(self, step_s: float = 0.0, tokens_per_s: float = 0.0) -> None:
+        self.requests: dict[str, FakeState] = {}
+        self.decoding: dict[str, None] = {}
+        self.step_s = step_s
+        self.token_s = 1 / tokens_per_s if tokens_per_s else 0.0
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        salt: str | None = None,
+        block_hashes: Sequence[bytes] | None = None,
+    ) -> None:
+        """Remember it."""
+        self.requests[request_id] = FakeState(list(prompt_token_ids), sampling)
+
+    def execute(self, output: SchedulerOutput) -> StepResult:
+        """Membership as the plan says, then one token per decode and per ended prompt."""
+        for request_id in output.finished:
+            self.requests.pop(request_id, None)
+            self.decoding.pop(request_id, None)
+        for request_id in output.paused:
+            self.decoding.pop(request_id, None)
+        for resumed in output.resumed:
+            self.decoding[resumed.request_id] = None
+        payload, stopped, failed = FakeTokens(), [], []
+        sampling = list(self.decoding) if output.num_decodes else []
+        for chunk in output.prefills:
+            state = self.requests[chunk.request_id]
+            if CRASH_TOKEN in state.prompt:
+                os._exit(42)
+            if FAIL_TOKEN in state.prompt:
+                failed.append((chunk.request_id, "the make-believe model failed"))
+                continue
+            self._score(chunk.request_id, state, chunk.start, chunk.num_tokens, payload)
+            if chunk.is_last:
+                sampling.append(chunk.request_id)
+                self.decoding[chunk.request_id] = None
+        for request_id in sampling:
+            if self._sample(request_id, payload):
+                stopped.append((request_id, FinishReason.STOP))
+        duration_s = self.step_s + self.token_s * output.num_prefill_tokens
+        if output.is_compute and duration_s:
+            time.sleep(duration_s)
+        return StepResult(output.step_id, stopped=tuple(stopped), failed=tuple(failed), payload=payload)
+
+    def _sample(self, request_id: str, payload: FakeTokens) -> bool:
+        state = self.requests[request_id]
+        token_id = (len(state.prompt) + state.num_outputs) % VOCAB_SIZE
+        state.num_outputs += 1
+        payload.request_ids.append(request_id)
+        payload.token_ids.append(token_id)
+        if state.sampling.logprobs is not None:
+            payload.logprobs[request_id] = fake_logprobs(token_id, state.sampling.logprobs)
+        if state.num_outputs <= state.sampling.min_tokens:
+            return False
+        is_eos = token_id == EOS_TOKEN and not state.sampling.ignore_eos
+        return is_eos or token_id in state.sampling.stop_token_ids
+
+    def _score(self, request_id: str, state: FakeState, start: int, count: int, payload: FakeTokens) -> None:
+        if state.sampling.prompt_logprobs is None:
+            return
+        first, last = max(1, start), min(start + count + 1, len(state.prompt))
+        entries = [fake_logprobs(state.prompt[at], state.sampling.prompt_logprobs) for at in range(first, last)]
+        if entries:
+            payload.prompt_logprobs[request_id] = (first, entries)
+
+
+def fake_load(arguments: argparse.Namespace) -> Callable[..., tuple[ReplicaCore, FakeRunner, Ready]]:
+    """What ``serve`` calls instead of loading a model."""
+
+    def load(options: EngineOptions, report: Callable[..., None]) -> tuple[ReplicaCore, FakeRunner, Ready]:
+        report("pretending", 0.5)
+        time.sleep(arguments.load_s)
+        cache = CacheConfig(num_blocks=arguments.num_blocks, block_size=options.memory.block_size)
+        length = options.max_model_len or arguments.max_model_len
+        core = ReplicaCore(ReplicaConfig(cache, options.scheduler, options.slo, length))
+        runner = FakeRunner(arguments.step_ms / 1000, arguments.tokens_per_s)
+        capacity, scheduler = core.kv.capacity_tokens, options.scheduler
+        waiting, seqs = scheduler.max_waiting, scheduler.max_num_seqs
+        return core, runner, Ready(VOCAB_SIZE, length, capacity, waiting, seqs, [EOS_TOKEN], "a fake model")
+
+    return load
+
+
+def fake_command(**arguments: Any) -> tuple[str, ...]:
+    """The command line for a Supervisor."""
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in arguments.items()]
+    return (sys.executable, __file__, *flags)
+
+
+def main() -> int:
+    """As diptych.serving.worker.main, with the fake."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--step-ms", type=float, default=1.0)
+    parser.add_argument("--tokens-per-s", type=float, default=0.0, help="prefill speed; 0: prompts cost nothing")
+    parser.add_argument("--max-model-len", type=int, default=8192)
+    parser.add_argument("--num-blocks", type=int, default=4096)
+    parser.add_argument("--load-s", type=float, default=0.0)
+    parser.add_argument("directory", type=Path)
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent()
+    return serve(arguments.directory, fake_load(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
