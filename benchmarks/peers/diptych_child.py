@@ -1,6 +1,7 @@
 """Diptych's engine behind the line protocol of vllm_child.py: the whole loop of scheduler and model, no sockets."""
 
 import json
+import random
 import sys
 import time
 from pathlib import Path
@@ -21,6 +22,8 @@ def main() -> None:
     runner = load_runner(config)
     settings = shape_preset("unified", max_num_seqs=32)
     engine = LocalEngine(runner, replica_config(runner, settings, enable_prefix_cache=False))
+
+    rng, number = random.Random(0), 0
 
     def add(num_tokens: int, num_outputs: int) -> str:
         nonlocal number

@@ -17,6 +17,7 @@ from diptych.runtime.model_runner import ModelRunner, RunnerConfig, load_runner
 
 VOCAB_SIZE = 384
 MAX_POSITIONS = 4096
+ROUNDING = 2e-4  # of fp32 logits that lie between -100 and 100, after three layers
 
 BASE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -74,15 +75,16 @@ class Reference:
         return self.model(torch.tensor([token_ids])).logits[0].float()
 
     def check_greedy(self, prompt: list[int], outputs: list[int]) -> None:
-        """Assert that ``outputs`` is what greedy decoding gives, token by token, by a clear margin."""
+        """Assert that each output is the most likely token after what precedes it, or that the reference itself
+        cannot tell it from that: its logit is within ROUNDING of the best."""
         logits = self.logits(prompt + outputs[:-1])[len(prompt) - 1 :]
-        expected = logits.argmax(dim=-1).tolist()
-        first = next((i for i, pair in enumerate(zip(expected, outputs, strict=True)) if pair[0] != pair[1]), None)
-        if first is not None:
-            best = logits[first].topk(2).values.tolist()
-            raise AssertionError(f"token {first} of {len(outputs)} is {outputs[first]}, not {expected[first]}; {best}")
-        best = logits.topk(2, dim=-1).values
-        assert float((best[:, 0] - best[:, 1]).min()) > 1e-4, "the reference has a near-tie: choose another seed"
+        chosen = logits[torch.arange(len(outputs)), torch.tensor(outputs)]
+        lost = logits.max(dim=-1).values - chosen
+        index = int(lost.argmax())
+        assert float(lost[index]) <= ROUNDING, (
+            f"token {index} of {len(outputs)} is {outputs[index]}, not {int(logits[index].argmax())}: "
+            f"its logit is {float(lost[index]):.4f} lower; the best are {logits[index].topk(3).values.tolist()}"
+        )
 
 
 @cache

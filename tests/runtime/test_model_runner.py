@@ -1,6 +1,8 @@
 """The runner computes the same tokens as Hugging Face transformers, however the scheduler cuts and moves the work."""
 
+import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from diptych.control.kvcache.prefix_cache import hash_blocks
 from diptych.control.request import FinishReason, SamplingParams
 from diptych.control.step import ScheduledPrefill, SchedulerOutput
 from diptych.runtime.engine import LocalEngine, replica_config
-from diptych.runtime.model_runner import RunnerConfig, load_runner
+from diptych.runtime.model_runner import ModelRunner, RunnerConfig, load_runner
 from diptych.runtime.warm_up import warm_up
 from tests.runtime.checkpoints import FAMILIES, prompt_of, reference, runner
 from tests.runtime.driving import chunks_of, generate, greedy
@@ -88,7 +90,7 @@ def test_a_batch_of_32_in_mixed_phases_gives_each_request_its_own_tokens(family:
 @pytest.mark.parametrize("family", ["llama", "qwen2-window"])
 def test_preempted_requests_continue_with_the_same_tokens(family: str, preemption: str, native: bool | None) -> None:
     shared = runner(family, native)
-    engine = LocalEngine(shared, _small_cache(shared, preemption, num_blocks=16))
+    engine = crowded_engine(shared, preemption, num_blocks=16)
     prompts = {f"r{i}": prompt_of(40 + 13 * i, seed=i) for i in range(5)}
     for request_id, prompt in prompts.items():
         engine.add(request_id, prompt, greedy(80))
@@ -100,11 +102,14 @@ def test_preempted_requests_continue_with_the_same_tokens(family: str, preemptio
     assert shared.num_requests == 0
 
 
-def _small_cache(shared, preemption: str, num_blocks: int):
-    from dataclasses import replace
-
+def crowded_engine(shared: ModelRunner, preemption: str, num_blocks: int) -> LocalEngine:
+    """An engine with few blocks whose scheduler expects short answers, so that it admits too much."""
     config = replica_config(shared, fixed_budget(64, preemption))
-    return config.with_(cache=replace(config.cache, num_blocks=num_blocks, watermark_blocks=0))
+    config = config.with_(cache=replace(config.cache, num_blocks=num_blocks, watermark_blocks=0))
+    engine = LocalEngine(shared, config)
+    for _ in range(64):
+        engine.core.scheduler.lengths.observe(2)
+    return engine
 
 
 @pytest.mark.parametrize("native", KERNELS, ids=KERNEL_NAMES)
@@ -136,7 +141,7 @@ def test_full_blocks_are_the_hashes_of_blocks_that_hold_output() -> None:
 
 def test_a_recomputed_request_reports_each_output_block_once() -> None:
     shared = runner("llama")
-    engine = LocalEngine(shared, _small_cache(shared, "recompute", num_blocks=9))
+    engine = crowded_engine(shared, "recompute", num_blocks=9)
     reported = []
     execute = shared.execute
 
@@ -166,8 +171,6 @@ def test_bfloat16_is_as_close_to_fp32_as_that_of_transformers(family: str, nativ
     in bf16, on average over 200 positions."""
     prompt = prompt_of(200)
     exact = reference(family, "bfloat16").logits(prompt).log_softmax(-1)
-    import copy
-
     rounded = copy.deepcopy(reference(family, "bfloat16").model).to(torch.bfloat16)
     with torch.no_grad():
         theirs = rounded(torch.tensor([prompt])).logits[0].float().log_softmax(-1)

@@ -1,7 +1,7 @@
 """A worker process with a make-believe model: real sockets, real scheduling, tokens that can be foretold.
 
-Token number i after a prompt of p tokens is ``(p + i) % vocab_size``. A prompt that holds CRASH_TOKEN kills the process;
-one that holds FAIL_TOKEN fails alone. No torch. ``python fake_worker.py [--step-ms 2] [--max-model-len N] DIRECTORY``.
+Token number i after a prompt of p tokens is ``(p + i) % vocab_size``. A prompt with CRASH_TOKEN kills the process;
+one with FAIL_TOKEN fails alone. No torch. ``python fake_worker.py [--step-ms 2] [--max-model-len N] DIRECTORY``.
 """
 
 import argparse

@@ -46,6 +46,7 @@ from diptych.runtime.sampler import (
     sample_greedy,
     sample_row,
     token_logprobs,
+    uniforms,
 )
 from diptych.runtime.step_layout import StepLayout, lay_out_decodes, lay_out_step
 
@@ -209,14 +210,15 @@ class ModelRunner:
         logprobs: dict[str, TokenLogprobs] = {}
         failed = [(batch.request_ids[first + row], NOT_A_NUMBER) for row in np.flatnonzero(~is_finite)]
         token_ids[~is_finite] = 0
-        for row in np.flatnonzero(~batch.is_plain[first : layout.last_slot] & is_finite):
+        rows = np.flatnonzero(~batch.is_plain[first : layout.last_slot] & is_finite)
+        seeds = np.array([batch.states[first + row].sampling_seed for row in rows], dtype=np.int64)
+        numbers = uniforms(seeds, batch.positions[first + rows] + 1)
+        for row, uniform in zip(rows.tolist(), numbers.tolist(), strict=True):
             state = batch.states[first + row]
-            values = row_as_float32(logits, int(row))
+            values = row_as_float32(logits, row)
             raw = values.copy() if state.params.logprobs is not None else values
-            tokens = batch.tokens_of(first + int(row))
-            sampling = RowSampling(
-                state.params, state.sampling_seed, tokens, state.num_prompt_tokens, state.stop_ids
-            )
+            tokens = batch.tokens_of(first + row)
+            sampling = RowSampling(state.params, state.sampling_seed, tokens, state.num_prompt_tokens, state.stop_ids)
             try:
                 token_ids[row] = sample_row(values, sampling)
             except SamplingError as error:
@@ -258,9 +260,7 @@ class ModelRunner:
         payload = StepTokens(request_ids, tokens, logprobs, prompt_logprobs)
         return StepResult(step_id, stopped=stopped, full_blocks=full_blocks, failed=reported, payload=payload)
 
-    def _score_prompts(
-        self, layout: StepLayout, hidden: torch.Tensor
-    ) -> dict[str, tuple[int, list[TokenLogprobs]]]:
+    def _score_prompts(self, layout: StepLayout, hidden: torch.Tensor) -> dict[str, tuple[int, list[TokenLogprobs]]]:
         """Log probabilities of prompt tokens, from the rows behind the sampled ones."""
         scores: dict[str, tuple[int, list[TokenLogprobs]]] = {}
         row = layout.num_samples

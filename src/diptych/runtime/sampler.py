@@ -17,7 +17,9 @@ Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 
 BLOCK = 512  # of the two-level inverse CDF
-FIRST_TOP_P = 64  # candidates that top_p looks at first; then 8 times more, until they hold enough mass
+NUCLEUS_CANDIDATES = (64, 512)  # how many of the best top_p looks at before it cuts by histogram
+NUCLEUS_BINS = 4096
+NUCLEUS_DEPTH = 32.0  # in units of the temperature: what lies deeper is less likely than e**-32 of the best
 BF16_INFINITY = 0x7F80
 
 
@@ -29,12 +31,12 @@ class SamplingError(ValueError):
 class RowSampling:
     """What sampling one row depends on besides its logits.
 
-    token_ids: prompt and output so far; their number is the position of the token to be sampled. stop_ids: masked
-    while fewer than min_tokens are out.
+    uniform: from ``uniforms(seed, position)``, where the position is the number of tokens so far. token_ids: prompt
+    and output so far. stop_ids: masked while fewer than min_tokens are out.
     """
 
     params: SamplingParams
-    seed: int
+    uniform: float
     token_ids: npt.NDArray[np.int32]
     num_prompt_tokens: int
     stop_ids: tuple[int, ...] = ()
@@ -91,15 +93,14 @@ def sample_row(logits: Floats, row: RowSampling) -> int:
         raise SamplingError("the model computed a logit that is not a number, or every token is masked")
     if params.temperature == 0:
         return best
-    uniform = float(uniforms(np.array([row.seed]), np.array([len(row.token_ids)]))[0])
     scaled = np.subtract(logits, logits[best])
-    scaled *= 1.0 / max(params.temperature, 1e-6)
+    scaled *= 1.0 / params.temperature
     weights = np.exp(scaled, out=scaled)
     kept = _kept_tokens(logits, weights, params)
     if kept is None:
-        return _draw(weights, uniform)
+        return _draw(weights, row.uniform)
     kept.sort()
-    return int(kept[_draw(weights[kept], uniform)])
+    return int(kept[_draw(weights[kept], row.uniform)])
 
 
 def adjust_logits(logits: Floats, row: RowSampling) -> None:
@@ -149,21 +150,37 @@ def top_tokens(logits: Floats, count: int) -> Ints:
 def _kept_tokens(logits: Floats, weights: Floats, params: SamplingParams) -> Ints | None:
     """The tokens that min_p, top_k and top_p leave, or None for all. Each keeps a prefix of the tokens in falling
     order of probability; ``weights`` are probabilities up to a factor, the largest is 1."""
-    size = len(logits)
-    limit = params.top_k if 0 < params.top_k < size else size
-    if params.min_p > 0:
-        limit = min(limit, int(np.count_nonzero(weights >= params.min_p)))
-    if params.top_p >= 1.0:
-        return None if limit == size else top_tokens(logits, limit)
-    count = FIRST_TOP_P if limit == size else limit
-    total = float(weights.sum(dtype=np.float64)) if limit == size else None
-    while True:
-        tokens = top_tokens(logits, min(count, size))
+    if 0 < params.top_k < len(logits):
+        tokens = top_tokens(logits, params.top_k)
         mass = np.cumsum(weights[tokens], dtype=np.float64)
-        wanted = params.top_p * (mass[-1] if total is None else total)
-        if mass[-1] >= wanted or len(tokens) == size:
-            return tokens[: int(np.searchsorted(mass, wanted)) + 1]
-        count *= 8
+        count = int(np.count_nonzero(weights[tokens] >= params.min_p)) if params.min_p > 0 else len(tokens)
+        if params.top_p < 1.0:
+            count = int(np.searchsorted(mass[:count], params.top_p * mass[count - 1])) + 1
+        return tokens[:count]
+    if params.top_p < 1.0:
+        likely = weights[weights >= params.min_p] if params.min_p > 0 else weights
+        return _nucleus(logits, weights, params.top_p * float(likely.sum(dtype=np.float64)), params.temperature)
+    return np.flatnonzero(weights >= params.min_p) if params.min_p > 0 else None
+
+
+def _nucleus(logits: Floats, weights: Floats, wanted: float, temperature: float) -> Ints:
+    """The smallest set of most likely tokens whose weights reach ``wanted``. A few candidates are enough for most
+    rows; a flat row is cut by a histogram of its logits, of which only the bin at the boundary is sorted."""
+    for count in NUCLEUS_CANDIDATES:
+        if count * 8 < len(logits):
+            tokens = top_tokens(logits, count)
+            mass = np.cumsum(weights[tokens], dtype=np.float64)
+            if mass[-1] >= wanted:
+                return tokens[: int(np.searchsorted(mass, wanted)) + 1]
+    depth = logits.max() - logits
+    bins = np.minimum(depth * (NUCLEUS_BINS / (NUCLEUS_DEPTH * temperature)), NUCLEUS_BINS).astype(np.int32)
+    mass = np.cumsum(np.bincount(bins, weights=weights))
+    edge = min(int(np.searchsorted(mass, wanted)), len(mass) - 1)
+    at_edge = np.flatnonzero(bins == edge)
+    at_edge = at_edge[np.argsort(-logits[at_edge], kind="stable")]
+    missing = wanted - (mass[edge - 1] if edge else 0.0)
+    count = int(np.searchsorted(np.cumsum(weights[at_edge], dtype=np.float64), missing)) + 1
+    return np.concatenate([np.flatnonzero(bins < edge), at_edge[:count]])
 
 
 def _draw(weights: Floats, uniform: float) -> int:

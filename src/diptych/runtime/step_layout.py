@@ -75,9 +75,7 @@ def lay_out_step(
     """A step with prefills. Prompts that end here join the decode batch first; the others use scratch slots."""
     members = len(batch)
     first_slot = 0 if num_decodes else members
-    chunks = [
-        Chunk(plan, state, scored_positions(state, plan)) for plan, state in zip(prefills, states, strict=True)
-    ]
+    chunks = [Chunk(plan, state, scored_positions(state, plan)) for plan, state in zip(prefills, states, strict=True)]
     chunks.sort(key=lambda chunk: not chunk.plan.is_last)
     batch.reserve(members + len(chunks))
     for slot, chunk in enumerate(chunks, start=members):
@@ -112,9 +110,7 @@ def lay_out_step(
 
 
 def _token_ids(batch: DecodeBatch, num_decodes: int, chunks: Sequence[Chunk]) -> npt.NDArray[np.int64]:
-    parts = [
-        chunk.state.token_ids[chunk.plan.start : chunk.plan.start + chunk.plan.num_tokens] for chunk in chunks
-    ]
+    parts = [chunk.state.token_ids[chunk.plan.start : chunk.plan.start + chunk.plan.num_tokens] for chunk in chunks]
     return np.concatenate([batch.inputs[:num_decodes], *parts]).astype(np.int64)
 
 

@@ -232,7 +232,7 @@ class AsyncLLM:
             logprobs = message.logprobs.get(request_id) if message.logprobs else None
             if one.push(token_id, is_stop_token=request_id in stopped, logprobs=logprobs):
                 stopped_by_text.append(request_id)
-            one.generation.mark(one)
+            one.mark()
         self.metrics.on_gaps(gaps, num_tokens)
         for end in message.finished:
             self._on_finished(end, now)
@@ -253,8 +253,7 @@ class AsyncLLM:
             self.abort(generation)
             return
         one.end(end)
-        generation.num_open -= 1
-        generation.mark(one)
+        one.mark()
 
     def _on_lost(self, error: DiptychError) -> None:
         self._fail_all(WorkerError(f"{error.message}; the request was lost with it"))

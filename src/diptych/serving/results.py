@@ -15,7 +15,7 @@ class OutputBuilder:
     """Accumulates. Each ``output`` holds its own lists, so that a caller may keep it."""
 
     def __init__(self, generation: Generation, prompt: str | None, tokenizer: Tokenizer) -> None:
-        self._generation = generation
+        self.generation = generation
         self._prompt = prompt
         self._tokenizer = tokenizer
         self._outputs = [
@@ -33,15 +33,15 @@ class OutputBuilder:
                 output.logprobs.extend(logprobs_at(entry, self._tokenizer.token_text) for entry in delta.logprobs)
             if delta.finish_reason is not None:
                 output.finish_reason = delta.finish_reason
-                output.stop_reason = self._generation.sequences[delta.index].stop_reason
+                output.stop_reason = self.generation.sequences[delta.index].stop_reason
 
     def output(self) -> RequestOutput:
         """The request as it is now."""
-        sequences = self._generation.sequences
+        sequences = self.generation.sequences
         first = sequences[0]
         finished = all(output.finished for output in self._outputs)
         return RequestOutput(
-            request_id=self._generation.request_id,
+            request_id=self.generation.request_id,
             prompt=self._prompt,
             prompt_token_ids=first.prompt_token_ids,
             outputs=[self._copy(output) for output in self._outputs],

@@ -9,7 +9,6 @@ from collections.abc import Sequence as Ids
 
 import msgspec
 
-from diptych.control.errors import DiptychError
 from diptych.control.request import FinishReason, SamplingParams
 from diptych.serving.detokenizer import StopStrings
 from diptych.serving.tokenizer import Tokenizer
@@ -100,6 +99,8 @@ class Sequence:
     def end(self, finished: Finished) -> None:
         """The worker's last word on this sequence."""
         self.finished = finished
+        if self.generation is not None:
+            self.generation.num_open -= 1
         self.cached_tokens = finished.num_cached_tokens
         matched = self._stops is not None and self._stops.matched is not None
         if not matched:
@@ -109,6 +110,11 @@ class Sequence:
             if self._stops is not None:
                 self._new_text += self._stops.flush()
         self.finish_reason = str(FinishReason.STOP if matched else finished.reason)
+
+    def mark(self) -> None:
+        """Tell the generation that there is something new."""
+        assert self.generation is not None
+        self.generation.mark(self)
 
     def take(self) -> Delta:
         """What is new since the last call."""
@@ -141,7 +147,7 @@ class Generation:
         self.sequences = list(sequences)
         self.num_open = len(self.sequences)
         self._dirty: list[Sequence] = []
-        self._error: DiptychError | None = None
+        self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         for sequence in self.sequences:
             sequence.generation = self
@@ -158,7 +164,7 @@ class Generation:
             self._dirty.append(sequence)
         self._wake()
 
-    def fail(self, error: DiptychError) -> None:
+    def fail(self, error: Exception) -> None:
         """The whole request failed; the reader gets the error instead of more deltas."""
         self._error = self._error or error
         self._wake()
@@ -173,6 +179,10 @@ class Generation:
                 self._waiter = None
         if self._error is not None:
             raise self._error
+        return self.take()
+
+    def take(self) -> list[Delta]:
+        """Everything new, without waiting."""
         dirty, self._dirty = self._dirty, []
         return [sequence.take() for sequence in dirty]
 

@@ -53,6 +53,7 @@ logger = logging.getLogger(__name__)
 
 Report = Callable[..., None]  # (stage, fraction=None)
 
+DEFAULT_KV_BYTES, DEFAULT_FULL_SEQUENCES = 2 * 2**30, 32
 STATS_INTERVAL_NS = 200 * NS_PER_MS
 
 
@@ -167,7 +168,11 @@ class Worker:
         if events:
             self._unreported.extend(events)
             self._is_changed = True
-        finished = [self._finished(event) for event in events if isinstance(event, RequestFinished)]
+        finished = [
+            pack_finished(event, self._refusals.pop(event.request_id, None))
+            for event in events
+            if isinstance(event, RequestFinished)
+        ]
         cached = {
             event.request_id: event.num_cached_tokens
             for event in events
@@ -180,31 +185,15 @@ class Worker:
                     payload.token_ids,
                     finished,
                     cached,
-                    {request_id: _logprobs(entry) for request_id, entry in payload.logprobs.items()},
+                    {request_id: pack_logprobs(entry) for request_id, entry in payload.logprobs.items()},
                     {
-                        request_id: (first, [_logprobs(entry) for entry in entries])
+                        request_id: (first, [pack_logprobs(entry) for entry in entries])
                         for request_id, (first, entries) in payload.prompt_logprobs.items()
                     },
                 )
             )
         elif finished or cached:
             self._send(Tokens([], [], finished, cached))
-
-    def _finished(self, event: RequestFinished) -> Finished:
-        error = None
-        if event.reason is FinishReason.ERROR:
-            refusal = self._refusals.pop(event.request_id, None)
-            error = pack_error(refusal) if refusal else WireError(WorkerError.__name__, event.message)
-        return Finished(
-            event.request_id,
-            event.reason,
-            event.num_prompt_tokens,
-            event.num_cached_tokens,
-            event.num_preemptions,
-            event.latency,
-            event.slo_met,
-            error,
-        )
 
     def _send_stats(self, now: int) -> None:
         if self._is_changed and now >= self._next_stats_ns:
@@ -224,7 +213,24 @@ class Worker:
         self._socket.send(encode(message), zmq.NOBLOCK)
 
 
-def _logprobs(entry: Any) -> TokenLogprobs:
+def pack_finished(event: RequestFinished, refusal: RequestError | None = None) -> Finished:
+    """The terminal event for the wire; ``refusal``: the error behind it, where there was one."""
+    error = None
+    if event.reason is FinishReason.ERROR:
+        error = pack_error(refusal) if refusal else WireError(WorkerError.__name__, event.message)
+    return Finished(
+        event.request_id,
+        event.reason,
+        event.num_prompt_tokens,
+        event.num_cached_tokens,
+        event.num_preemptions,
+        event.latency,
+        event.slo_met,
+        error,
+    )
+
+
+def pack_logprobs(entry: Any) -> TokenLogprobs:
     """The executor's record for the wire."""
     return TokenLogprobs(entry.token_id, entry.logprob, list(entry.top))
 
@@ -320,8 +326,9 @@ def load_engine(options: EngineOptions, report: Report) -> tuple[ReplicaCore, "M
 
 
 def _cache_sizes(options: EngineOptions) -> tuple[int, int]:
-    """Bytes of the KV cache and blocks of the host tier. Without a wish: a quarter of the free memory, at most 4 GiB
-    and at most what all sequences at full length could use."""
+    """Bytes of the KV cache and blocks of the host tier. Without a wish: a quarter of the free memory, at most 2 GiB
+    and at most what 32 sequences at full length use (touching memory for the first time takes long on some machines).
+    """
     from diptych.runtime.loader import Checkpoint, resolve_dtype
     from diptych.runtime.model_config import read_model_config
 
@@ -332,8 +339,8 @@ def _cache_sizes(options: EngineOptions) -> tuple[int, int]:
     kv_bytes = memory.kv_cache_bytes
     if kv_bytes is None:
         length = options.max_model_len or model.max_position_embeddings
-        useful = options.scheduler.max_num_seqs * (length // memory.block_size + 2) * block_bytes
-        kv_bytes = max(min(available_memory_bytes() // 4, 4 * 2**30, useful), 16 * block_bytes)
+        useful = DEFAULT_FULL_SEQUENCES * (length // memory.block_size + 2) * block_bytes
+        kv_bytes = max(min(available_memory_bytes() // 4, DEFAULT_KV_BYTES, useful), 16 * block_bytes)
     return kv_bytes, memory.swap_bytes // block_bytes
 
 

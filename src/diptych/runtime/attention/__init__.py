@@ -4,7 +4,9 @@ import torch
 
 from diptych.control.errors import ConfigError
 from diptych.runtime.attention.interface import AttentionBackend, AttentionShape
+from diptych.runtime.attention.native_cpu import NativeCpuAttention
 from diptych.runtime.attention.torch_cpu import TorchCpuAttention
+from diptych.runtime.native import load_native
 
 
 def make_attention(shape: AttentionShape, device: torch.device, native: bool | None = None) -> AttentionBackend:
@@ -12,6 +14,9 @@ def make_attention(shape: AttentionShape, device: torch.device, native: bool | N
     False takes plain torch."""
     if device.type != "cpu":
         raise ConfigError(f"device is {device}; supported: cpu", param="device")
+    library = load_native() if native is not False else None
+    if library is not None and NativeCpuAttention.covers(library, shape):
+        return NativeCpuAttention(library, shape)
     if native:
-        raise ConfigError("native kernels are not built", param="native")
+        raise ConfigError(f"native kernels are not built, or do not cover {shape} on this processor", param="native")
     return TorchCpuAttention(shape)

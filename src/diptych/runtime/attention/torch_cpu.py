@@ -65,9 +65,7 @@ class TorchCpuAttention:
             plan.append(_Sequence(slice(begin, end), slots, mask))
         return plan
 
-    def run(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: list[_Sequence]
-    ) -> torch.Tensor:
+    def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: list[_Sequence]) -> torch.Tensor:
         """See AttentionBackend."""
         out = torch.empty((q.shape[0], self.shape.num_heads, self.shape.head_dim), dtype=q.dtype)
         for sequence in plan:

@@ -31,8 +31,6 @@ class Decoder:
         self._ops = ops
         self._windows = tuple(dict.fromkeys(layer.window for layer in weights.layers))
         shape = config.attention
-        self._num_qk_heads = (shape.num_heads, shape.num_kv_heads)
-        self._head_dim = shape.head_dim
         self._cos_sin = cos_sin_table(config.rope, shape.head_dim, max_positions, weights.embedding.device)
 
     @property
@@ -57,9 +55,10 @@ class Decoder:
         for index, (layer, (k_cache, v_cache)) in enumerate(zip(layers, caches, strict=True)):
             weights = layer.attention
             qkv = weights.qkv(x)
-            if weights.q_norm is not None and weights.k_norm is not None:
-                self._norm_q_and_k(qkv, weights.q_norm, weights.k_norm)
-            q = ops.rope_and_cache(qkv, batch.positions, self._cos_sin, batch.slot_mapping, k_cache, v_cache)
+            q = ops.rope_and_cache(
+                qkv, batch.positions, self._cos_sin, batch.slot_mapping, k_cache, v_cache,
+                weights.q_norm, weights.k_norm, eps,
+            )  # fmt: skip
             x = attention.run(q, k_cache, v_cache, plans[layer.window])
             if index == last and batch.num_decodes != batch.num_tokens:
                 # what follows only matters for the rows whose logits are wanted
@@ -67,7 +66,7 @@ class Decoder:
                 if not x.shape[0]:
                     return residual
             x = ops.add_rms_norm(weights.output(x), residual, layer.mlp_norm, eps)
-            x = layer.mlp.down(ops.silu_and_mul(layer.mlp.gate_up(x)))
+            x = layer.mlp.down(layer.mlp.gate_up(x))
             norm = layers[index + 1].input_norm if index < last else self._weights.norm
             x = ops.add_rms_norm(x, residual, norm, eps)
         return x
@@ -75,10 +74,3 @@ class Decoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] as from ``forward`` -> [rows, vocab], in the model's dtype."""
         return self._weights.lm_head(hidden)
-
-    def _norm_q_and_k(self, qkv: torch.Tensor, q_norm: torch.Tensor, k_norm: torch.Tensor) -> None:
-        num_heads, num_kv_heads = self._num_qk_heads
-        heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, self._head_dim)
-        eps = self.config.norm_eps
-        self._ops.qk_norm(heads[:, :num_heads], q_norm, eps)
-        self._ops.qk_norm(heads[:, num_heads : num_heads + num_kv_heads], k_norm, eps)

@@ -25,7 +25,7 @@ class AttentionWeights:
 
 @dataclass(frozen=True, slots=True)
 class MlpWeights:
-    """gate_up: hidden -> gate, then up. down: intermediate -> hidden."""
+    """gate_up: hidden -> silu(gate) * up, of intermediate size. down: intermediate -> hidden."""
 
     gate_up: Linear
     down: Linear
@@ -82,7 +82,7 @@ class LayerLoader:
         hidden, inner = self.config.hidden_size, self.config.intermediate_size
         names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
         return MlpWeights(
-            gate_up=self.linear(names, [inner, inner], hidden, bias=bias),
+            gate_up=self.linear(names, [inner, inner], hidden, bias=bias, gated=True),
             down=self.linear([f"{prefix}.down_proj"], [hidden], inner, bias=bias),
         )
 
@@ -111,7 +111,8 @@ class LayerLoader:
         self.weights.finish()
         return DecoderWeights(embedding, layers, norm, lm_head)
 
-    def linear(self, names: list[str], rows: list[int], columns: int, *, bias: bool) -> Linear:
-        """A packed linear layer from one or more stacked ones."""
+    def linear(self, names: list[str], rows: list[int], columns: int, *, bias: bool, gated: bool = False) -> Linear:
+        """A packed linear layer from one or more stacked ones; gated: see Ops.pack_gate_up."""
         vector = self.weights.fused([f"{name}.bias" for name in names], rows) if bias else None
-        return self.ops.pack_linear(self.weights.fused([f"{name}.weight" for name in names], rows, columns), vector)
+        pack = self.ops.pack_gate_up if gated else self.ops.pack_linear
+        return pack(self.weights.fused([f"{name}.weight" for name in names], rows, columns), vector)

@@ -28,6 +28,10 @@ class Ops(Protocol):
         """weight [out_features, in_features]; the caller drops its own reference, so that memory does not double."""
         ...
 
+    def pack_gate_up(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """weight [2 * dim, in_features], gate rows first: a layer that gives silu(gate) * up [num_tokens, dim]."""
+        ...
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x [num_tokens, dim] -> [num_tokens, dim]."""
         ...
@@ -40,18 +44,17 @@ class Ops(Protocol):
         """gate_up [num_tokens, 2 * dim] -> silu(gate) * up [num_tokens, dim]."""
         ...
 
-    def qk_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
-        """RMS norm over head_dim of x [num_tokens, heads, head_dim] (strided view allowed), in place."""
-        ...
-
     def rope_and_cache(
         self,
         qkv: torch.Tensor,  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
         positions: torch.Tensor,  # [num_tokens] int64
         cos_sin: torch.Tensor,  # [max_positions, head_dim] fp32: head_dim/2 cosines, then head_dim/2 sines
-        slots: torch.Tensor,  # [num_tokens] int64
+        slots: torch.Tensor,  # [num_tokens] int64; those of one sequence ascend
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
+        q_norm: torch.Tensor | None = None,  # [head_dim]: RMS norm of each query head first
+        k_norm: torch.Tensor | None = None,
+        eps: float = 0.0,
     ) -> torch.Tensor:
         """Rotate q and k (the "half" convention of Hugging Face Llama), write k and v into the cache, return q as
         [num_tokens, num_heads, head_dim] (a view of qkv, rotated in place)."""

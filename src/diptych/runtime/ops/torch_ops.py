@@ -1,11 +1,13 @@
 """The operations in plain torch: any device, any dtype. The reference that the native kernels are tested against."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from diptych.runtime.attention.layout import write_cpu, write_cuda
+from diptych.runtime.ops.interface import Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,28 @@ class TorchLinear:
         return F.linear(x, self.weight, self.bias)
 
 
+@dataclass(frozen=True, slots=True)
+class GatedLinear:
+    """Two calls where the kernels have no fused one."""
+
+    linear: Linear
+    activate: Callable[[torch.Tensor], torch.Tensor]
+
+    @property
+    def in_features(self) -> int:
+        """See Linear."""
+        return self.linear.in_features
+
+    @property
+    def out_features(self) -> int:
+        """See Linear."""
+        return self.linear.out_features // 2
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """See Linear."""
+        return self.activate(self.linear(x))
+
+
 class TorchOps:
     """See Ops."""
 
@@ -38,6 +62,15 @@ class TorchOps:
     def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> TorchLinear:
         """See Ops."""
         return TorchLinear(weight, bias)
+
+    def pack_gate_up(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """See Ops."""
+        return self.gated(self.pack_linear(weight, bias), self.silu_and_mul)
+
+    @staticmethod
+    def gated(linear: Linear, activate: Callable[[torch.Tensor], torch.Tensor]) -> Linear:
+        """A linear layer followed by silu(gate) * up."""
+        return GatedLinear(linear, activate)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See Ops."""
@@ -55,10 +88,6 @@ class TorchOps:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
-    def qk_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
-        """See Ops."""
-        x.copy_(self.rms_norm(x, weight, eps))
-
     def rope_and_cache(
         self,
         qkv: torch.Tensor,
@@ -67,6 +96,9 @@ class TorchOps:
         slots: torch.Tensor,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
+        q_norm: torch.Tensor | None = None,
+        k_norm: torch.Tensor | None = None,
+        eps: float = 0.0,
     ) -> torch.Tensor:
         """See Ops."""
         rows, head_dim = qkv.shape[0], cos_sin.shape[1]
@@ -74,6 +106,9 @@ class TorchOps:
         num_kv_heads = k_cache.shape[2] if on_cuda else k_cache.shape[1]
         heads = qkv.view(rows, -1, head_dim)
         num_heads = heads.shape[1] - 2 * num_kv_heads
+        for norm, part in ((q_norm, heads[:, :num_heads]), (k_norm, heads[:, num_heads : num_heads + num_kv_heads])):
+            if norm is not None:
+                part.copy_(self.rms_norm(part, norm, eps))
         rotated = heads[:, : num_heads + num_kv_heads]
         cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)  # [rows, 1, head_dim / 2] each
         first, second = rotated.float().chunk(2, dim=-1)

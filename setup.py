@@ -1,0 +1,43 @@
+"""Builds the native kernels when a C++ compiler is at hand. Without one the install succeeds and torch does the work.
+
+The library is plain C++ loaded through ctypes. It chooses its instructions at run time, so one build serves every
+x86-64 machine. It is not linked against an OpenMP runtime: at load time it takes the one that torch has brought into the
+process, so that there is one thread pool.
+"""
+
+import platform
+import sys
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+KERNELS = "src/diptych/runtime/attention/kernels"
+
+
+class OptionalBuild(build_ext):
+    """A failing compiler is a warning, not an error."""
+
+    def run(self) -> None:
+        try:
+            super().run()
+        except Exception as error:
+            print(f"warning: native kernels were not built ({error}); torch will do the work, slower", file=sys.stderr)
+
+    def get_export_symbols(self, ext: Extension) -> list[str]:
+        return []
+
+
+extensions = []
+if sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64"):
+    extensions.append(
+        Extension(
+            "diptych.runtime.attention.kernels._native",
+            sources=[f"{KERNELS}/{name}.cpp" for name in ("cpu", "gemm", "elementwise", "attention")],
+            depends=[f"{KERNELS}/common.h"],
+            # no contraction: a fused multiply-add happens where the source says so, in every tile alike
+            extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=off", "-fopenmp", "-w"],
+            optional=True,
+        )
+    )
+
+setup(ext_modules=extensions, cmdclass={"build_ext": OptionalBuild})

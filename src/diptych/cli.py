@@ -1,0 +1,290 @@
+"""``diptych serve | generate | version``: the command line.
+
+Owns option names, their help and what people see in the terminal. Must never hold logic that a library user would
+miss: every command ends in a call of the serving package.
+"""
+
+import logging
+import sys
+from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from diptych import __version__
+from diptych.control.config import CapsConfig, SchedulerConfig, shape_preset
+from diptych.control.errors import ConfigError, DiptychError
+from diptych.control.slo import NS_PER_MS, Slo
+from diptych.serving.options import (
+    BUNDLED_MODEL,
+    DeviceOptions,
+    EngineOptions,
+    MemoryOptions,
+    parse_bytes,
+    parse_cores,
+)
+
+app = typer.Typer(
+    name="diptych",
+    help="Diptych: LLM inference served as the two jobs that it is, prefill and decode.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+MODEL, SERVER, OBJECTIVES = "Model", "Server", "Objectives"
+SCHEDULER, MEMORY, MACHINE = "Scheduler (details; --shape presets them)", "Memory", "Machine"
+
+
+class Shape(StrEnum):
+    """--shape."""
+
+    unified = "unified"
+    chunked = "chunked"
+
+
+class Order(StrEnum):
+    """--order."""
+
+    fcfs = "fcfs"
+    priority = "priority"
+    shortest = "shortest"
+    deadline = "deadline"
+
+
+class Budget(StrEnum):
+    """--budget."""
+
+    whole = "whole"
+    fixed = "fixed"
+    slo = "slo"
+
+
+class Preemption(StrEnum):
+    """--preemption."""
+
+    recompute = "recompute"
+    swap = "swap"
+
+
+class Device(StrEnum):
+    """--device."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class DType(StrEnum):
+    """--dtype."""
+
+    auto = "auto"
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+
+
+def _option(help_text: str, panel: str, **settings: Any) -> Any:
+    return typer.Option(help=help_text, rich_help_panel=panel, **settings)
+
+
+@app.command()
+def serve(
+    model: Annotated[Path | None, _option("Model directory (Hugging Face layout). Default: bundled.", MODEL)] = None,
+    served_model_name: Annotated[
+        str | None, _option("Name in /v1/models and in requests. Default: the directory's name.", MODEL)
+    ] = None,
+    max_model_len: Annotated[int | None, _option("Context length. Default: the model's own.", MODEL)] = None,
+    dtype: Annotated[DType, _option("Arithmetic; auto: the checkpoint's own.", MODEL)] = DType.auto,
+    host: Annotated[str, _option("Address to listen on. 0.0.0.0: reachable from everywhere.", SERVER)] = "127.0.0.1",
+    port: Annotated[int, _option("Port; 0 picks a free one.", SERVER)] = 8000,
+    api_key: Annotated[
+        str | None, _option("Ask for this key (Authorization: Bearer KEY).", SERVER, envvar="DIPTYCH_API_KEY")
+    ] = None,
+    max_waiting: Annotated[int | None, _option("Requests that may wait; more get 429.", SERVER)] = None,
+    max_body: Annotated[str, _option("Largest request body; more gets 413.", SERVER)] = "16MiB",
+    drain_timeout: Annotated[float, _option("Seconds for running requests after SIGTERM.", SERVER)] = 30.0,
+    log_level: Annotated[str, _option("debug, info, warning or error.", SERVER)] = "warning",
+    ttft_slo_ms: Annotated[
+        float | None, _option("Objective: time to first token, for requests that name none.", OBJECTIVES)
+    ] = None,
+    tpot_slo_ms: Annotated[
+        float | None, _option("Objective: mean time per later token, for requests that name none.", OBJECTIVES)
+    ] = None,
+    shape: Annotated[
+        Shape, _option("unified: whole prompts first. chunked: prompts in pieces between decodes.", OBJECTIVES)
+    ] = Shape.chunked,
+    order: Annotated[Order | None, _option("Who is next.", SCHEDULER)] = None,
+    budget: Annotated[Budget | None, _option("What limits a step: prompts, tokens or time.", SCHEDULER)] = None,
+    max_batched_tokens: Annotated[int | None, _option("Tokens of one step at most.", SCHEDULER)] = None,
+    step_target_ms: Annotated[
+        float | None, _option("Time of one step with --budget slo when no stream names a TPOT.", SCHEDULER)
+    ] = None,
+    max_num_seqs: Annotated[int | None, _option("Requests running at once.", SCHEDULER)] = None,
+    max_partial_prefills: Annotated[int | None, _option("Prompts half done at once (0: no limit).", SCHEDULER)] = None,
+    max_long_partial_prefills: Annotated[int | None, _option("Of these, long ones (0: no limit).", SCHEDULER)] = None,
+    long_prefill_threshold: Annotated[
+        int | None, _option("Uncached tokens from which a prompt is long.", SCHEDULER)
+    ] = None,
+    preemption: Annotated[
+        Preemption | None, _option("What happens to a decode that loses its blocks.", SCHEDULER)
+    ] = None,
+    preempt_for_priority: Annotated[
+        bool, _option("A waiting request may displace a running one of lower priority.", SCHEDULER)
+    ] = False,
+    block_size: Annotated[int, _option("Tokens per KV block.", MEMORY)] = 32,
+    kv_cache_memory: Annotated[
+        str | None, _option("KV cache, such as 2GiB. Default: a quarter of what is free.", MEMORY)
+    ] = None,
+    swap_memory: Annotated[str, _option("Host memory for swapped requests.", MEMORY)] = "0",
+    prefix_cache: Annotated[bool, _option("Reuse the KV of equal prompt beginnings.", MEMORY)] = True,
+    device: Annotated[Device, _option("Where to compute.", MACHINE)] = Device.auto,
+    threads: Annotated[int | None, _option("Compute threads. Default: one per core.", MACHINE)] = None,
+    cores: Annotated[str | None, _option("Cores to compute on, such as 0-3.", MACHINE)] = None,
+) -> None:
+    """Serve a model over an OpenAI-compatible API."""
+    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
+    given = dict(locals())
+    try:
+        options = engine_options(given)
+        name = served_model_name or Path(options.model).resolve().name
+        _serve(options, name, given)
+    except DiptychError as error:
+        _fail(error)
+
+
+def engine_options(given: dict[str, Any]) -> EngineOptions:
+    """The engine's settings from the values of the options of ``serve``. Raises ConfigError."""
+    directory = Path(given["model"] or BUNDLED_MODEL)
+    if not (directory / "config.json").exists():
+        raise ConfigError(f"{directory} is no model directory: it has no config.json", param="model")
+    if given["cores"]:
+        parse_cores(given["cores"])
+    memory = given["kv_cache_memory"]
+    slo = Slo(_nanoseconds(given["ttft_slo_ms"]), _nanoseconds(given["tpot_slo_ms"]))
+    return EngineOptions(
+        model=str(directory.resolve()),
+        device=DeviceOptions(
+            device=given["device"].value,
+            dtype=given["dtype"].value,
+            threads=given["threads"],
+            cores=given["cores"],
+        ),
+        memory=MemoryOptions(
+            block_size=given["block_size"],
+            kv_cache_bytes=None if memory is None else parse_bytes(memory, "kv_cache_memory"),
+            swap_bytes=parse_bytes(given["swap_memory"], "swap_memory"),
+            prefix_cache=given["prefix_cache"],
+        ),
+        scheduler=scheduler_config(given),
+        slo=slo,
+        max_model_len=given["max_model_len"],
+    )
+
+
+def scheduler_config(given: dict[str, Any]) -> SchedulerConfig:
+    """The preset of --shape with the details that were given on top."""
+    base = shape_preset(given["shape"].value)
+    budget = _changed(
+        base.budget,
+        kind=given["budget"] and given["budget"].value,
+        max_batched_tokens=given["max_batched_tokens"],
+        target_ns=_nanoseconds(given["step_target_ms"]),
+    )
+    caps = base.caps if budget.kind != "whole" else CapsConfig()
+    threshold = caps.long_prefill_threshold
+    if threshold >= budget.max_batched_tokens and given["long_prefill_threshold"] is None:
+        caps = CapsConfig(caps.max_partial_prefills, caps.max_long_partial_prefills, budget.max_batched_tokens // 2)
+    caps = _changed(
+        caps,
+        max_partial_prefills=given["max_partial_prefills"],
+        max_long_partial_prefills=given["max_long_partial_prefills"],
+        long_prefill_threshold=given["long_prefill_threshold"],
+    )
+    preemption = _changed(
+        base.preemption,
+        kind=given["preemption"] and given["preemption"].value,
+        from_waiting=given["preempt_for_priority"] or None,
+    )
+    return _changed(
+        base,
+        order=given["order"] and given["order"].value,
+        budget=budget,
+        caps=caps,
+        preemption=preemption,
+        max_num_seqs=given["max_num_seqs"],
+        max_waiting=given["max_waiting"],
+    )
+
+
+def _changed(config: Any, **changes: Any) -> Any:
+    return replace(config, **{name: value for name, value in changes.items() if value is not None})
+
+
+def _nanoseconds(milliseconds: float | None) -> int | None:
+    return None if milliseconds is None else int(milliseconds * NS_PER_MS)
+
+
+def _serve(options: EngineOptions, name: str, given: dict[str, Any]) -> None:
+    from diptych.serving.frontend import AsyncLLM
+    from diptych.serving.server import ServerOptions, run_server
+    from diptych.serving.terminal import StartScreen
+
+    server = ServerOptions(
+        host=given["host"],
+        port=given["port"],
+        served_model_name=name,
+        api_key=given["api_key"],
+        max_body_bytes=parse_bytes(given["max_body"], "max_body"),
+        drain_timeout_s=given["drain_timeout"],
+        log_level=given["log_level"].lower(),
+    )
+    with StartScreen(name, has_key=server.api_key is not None) as screen:
+        run_server(AsyncLLM(options), server, screen.on_loading, screen.on_ready)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads standard input.")],
+    model: Annotated[Path | None, _option("Model directory. Default: bundled.", MODEL)] = None,
+    max_tokens: Annotated[int, _option("Tokens at most.", MODEL)] = 128,
+    temperature: Annotated[float, _option("0 takes the likeliest token each time.", MODEL)] = 0.7,
+    top_p: Annotated[float, _option("Only the likeliest tokens of this total probability.", MODEL)] = 1.0,
+    seed: Annotated[int | None, _option("Repeatable output.", MODEL)] = None,
+    threads: Annotated[int | None, _option("Compute threads. Default: one per core.", MACHINE)] = None,
+    dtype: Annotated[DType, _option("Arithmetic; auto: the checkpoint's own.", MODEL)] = DType.auto,
+) -> None:
+    """Continue one text in this process, without a server; the text appears as it is made."""
+    from diptych.control.request import SamplingParams
+
+    text = sys.stdin.read() if prompt == "-" else prompt
+    try:
+        from diptych.serving.llm import LLM
+
+        llm = LLM(model, dtype=dtype.value, threads=threads)
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+        sys.stdout.write(text)
+        for piece in llm.stream(text, sampling):
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+        sys.stdout.write("\n")
+    except DiptychError as error:
+        _fail(error)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(f"diptych {__version__}")
+
+
+def _fail(error: DiptychError) -> None:
+    print(f"error: {error.message}", file=sys.stderr)
+    raise typer.Exit(1)
+
+
+def main() -> None:
+    """The entry point of the ``diptych`` command."""
+    app()

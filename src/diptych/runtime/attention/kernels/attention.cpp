@@ -1,0 +1,319 @@
+// Causal attention over the paged KV cache, read in place, for one new token or thousands.
+//
+// Keys are taken in segments of 256 tokens that begin at multiples of 256. For each query vector, a segment gives a
+// maximum, a sum and a weighted sum of values; segments are combined in order. The arithmetic of one query vector is the
+// same whether it is alone (decode, where segments of one sequence may run on different threads) or in a tile with
+// others (prefill), and however the prompt was cut into chunks: results are bitwise equal.
+//
+// All query heads that share a KV head, and the neighbouring tokens of a prompt, are multiplied against a register of
+// keys or values together: a tile of 7 vectors and 4 registers.
+#include "common.h"
+
+namespace {
+
+constexpr int SEGMENT = 256, GROUPS = SEGMENT / 16, MAX_VECTORS = 56, MAX_DIM = 256, TILE = 7;
+
+struct Attention {
+    const char *q;  // [tokens, heads, dim], rows q_stride apart (in elements)
+    const char *k_cache, *v_cache;
+    const int32_t *block_tables;  // [seqs, table_stride]
+    const int32_t *query_start;   // [seqs + 1]
+    const int32_t *context_lens;  // [seqs]
+    char *out;                    // [tokens, heads, dim]
+    float *partials;              // [decode tasks, group, dim + 2]
+    int64_t q_stride, table_stride, seqs, decodes, heads, kv_heads, dim, block_size, window;
+    float scale;
+};
+
+// query vectors that go through the same keys together
+struct Vectors {
+    const char *q[MAX_VECTORS];
+    int64_t low[MAX_VECTORS], high[MAX_VECTORS];  // visible keys [low, high)
+    float maximum[MAX_VECTORS], sum[MAX_VECTORS];
+    alignas(64) float out[MAX_VECTORS * MAX_DIM];
+    int count;
+};
+
+struct Scratch {
+    alignas(64) float scores[MAX_VECTORS * SEGMENT];
+    alignas(64) float weights[MAX_VECTORS * SEGMENT];  // as T
+    alignas(64) float out[MAX_VECTORS * MAX_DIM];
+    const char *k[GROUPS], *v[GROUPS];
+};
+
+INLINE int64_t minimum(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t maximum(int64_t a, int64_t b) { return a > b ? a : b; }
+
+template <typename T, int R, int G>
+INLINE void score_tile(const Attention &a, const Vectors &v, Scratch &s, int vector, int group) {
+    using U = Unit<T>;
+    __m512 sum[R][G];
+    for (int i = 0; i < R; i++)
+        for (int g = 0; g < G; g++) sum[i][g] = _mm512_setzero_ps();
+    const int64_t units = a.dim / U::LANES;
+    for (int64_t u = 0; u < units; u++) {
+        __m512i k[G];
+        for (int g = 0; g < G; g++) k[g] = _mm512_loadu_si512(s.k[group + g] + u * 64);
+#pragma GCC unroll 7
+        for (int i = 0; i < R; i++) {
+            const __m512i q = broadcast_unit(v.q[vector + i] + u * 4);
+            for (int g = 0; g < G; g++) sum[i][g] = U::mul_add(sum[i][g], q, k[g]);
+        }
+    }
+    const __m512 scale = _mm512_set1_ps(a.scale);
+    for (int i = 0; i < R; i++)
+        for (int g = 0; g < G; g++)
+            _mm512_store_ps(s.scores + (vector + i) * SEGMENT + (group + g) * 16, _mm512_mul_ps(sum[i][g], scale));
+}
+
+template <typename T, int R>
+INLINE void score_rows(const Attention &a, const Vectors &v, Scratch &s, int vector, int groups) {
+    int group = 0;
+    for (; group + 4 <= groups; group += 4) score_tile<T, R, 4>(a, v, s, vector, group);
+    for (; group < groups; group++) score_tile<T, R, 1>(a, v, s, vector, group);
+}
+
+template <typename T, int R, int Z>
+INLINE void value_tile(const Attention &a, const T *weights, float *out, const Scratch &s, int vector, int groups,
+                       int64_t first_dim) {
+    using U = Unit<T>;
+    __m512 sum[R][Z];
+    for (int i = 0; i < R; i++)
+        for (int z = 0; z < Z; z++) sum[i][z] = _mm512_setzero_ps();
+    for (int group = 0; group < groups; group++) {
+        const char *v = s.v[group] + first_dim * 4;
+        const T *w = weights + vector * SEGMENT + group * 16;
+        for (int u = 0; u < 16 / U::LANES; u++, v += a.dim * 4) {
+            __m512i value[Z];
+            for (int z = 0; z < Z; z++) value[z] = _mm512_loadu_si512(v + z * 64);
+#pragma GCC unroll 7
+            for (int i = 0; i < R; i++) {
+                const __m512i weight = broadcast_unit(w + i * SEGMENT + u * U::LANES);
+                for (int z = 0; z < Z; z++) sum[i][z] = U::mul_add(sum[i][z], weight, value[z]);
+            }
+        }
+    }
+    for (int i = 0; i < R; i++)
+        for (int z = 0; z < Z; z++) _mm512_storeu_ps(out + (vector + i) * a.dim + first_dim + z * 16, sum[i][z]);
+}
+
+template <typename T, int R>
+INLINE void value_rows(const Attention &a, Scratch &s, int vector, int groups) {
+    int64_t dim = 0;
+    for (; dim + 64 <= a.dim; dim += 64) value_tile<T, R, 4>(a, (const T *)s.weights, s.out, s, vector, groups, dim);
+    for (; dim < a.dim; dim += 16) value_tile<T, R, 1>(a, (const T *)s.weights, s.out, s, vector, groups, dim);
+}
+
+#define EACH_TILE(CALL)                                    \
+    for (int vector = 0; vector < v.count; vector += TILE) \
+        switch (v.count - vector) {                        \
+            case 1: CALL(1); break;                        \
+            case 2: CALL(2); break;                        \
+            case 3: CALL(3); break;                        \
+            case 4: CALL(4); break;                        \
+            case 5: CALL(5); break;                        \
+            case 6: CALL(6); break;                        \
+            default: CALL(7);                              \
+        }
+
+// weights = exp(score - max) of the visible keys, 0 elsewhere; returns whether any key is visible
+template <typename T>
+INLINE bool soften(const Vectors &v, Scratch &s, int vector, int64_t start, int groups, float &top, float &total) {
+    const float *scores = s.scores + vector * SEGMENT;
+    T *weights = (T *)s.weights + vector * SEGMENT;
+    const int64_t low = maximum(v.low[vector] - start, 0), high = minimum(v.high[vector] - start, groups * 16);
+    if (high <= low) {
+        memset(weights, 0, groups * 16 * sizeof(T));
+        return false;
+    }
+    const __m512 nothing = _mm512_set1_ps(-__builtin_inff());
+    __m512 best = nothing;
+    auto visible = [&](int group) {
+        const int64_t from = maximum(low - group * 16, 0);
+        return (__mmask16)(tail_mask(maximum(high - group * 16, 0)) & ~tail_mask(from));
+    };
+    for (int group = 0; group < groups; group++)
+        best = _mm512_mask_max_ps(best, visible(group), best, _mm512_load_ps(scores + group * 16));
+    top = _mm512_reduce_max_ps(best);
+    const __m512 shift = _mm512_set1_ps(top);
+    __m512 sum = _mm512_setzero_ps();
+    for (int group = 0; group < groups; group++) {
+        const __m512 e = exp_ps(_mm512_sub_ps(_mm512_load_ps(scores + group * 16), shift));
+        const __m512 w = _mm512_maskz_mov_ps(visible(group), e);
+        sum = _mm512_add_ps(sum, w);
+        Unit<T>::store(weights + group * 16, w);
+    }
+    total = _mm512_reduce_add_ps(sum);
+    return true;
+}
+
+// (maximum, sum, out) of what is so far and of one more segment
+INLINE void combine(float &top, float &sum, float *out, float more_top, float more_sum, const float *more, int64_t dim) {
+    const float high = top > more_top ? top : more_top;
+    const float keep = top == high ? 1.0f : exp_one(top - high), take = more_top == high ? 1.0f : exp_one(more_top - high);
+    top = high;
+    sum = sum * keep + more_sum * take;
+    const __m512 k = _mm512_set1_ps(keep), t = _mm512_set1_ps(take);
+    for (int64_t d = 0; d < dim; d += 16)
+        _mm512_storeu_ps(out + d, _mm512_fmadd_ps(_mm512_loadu_ps(more + d), t, _mm512_mul_ps(_mm512_loadu_ps(out + d), k)));
+}
+
+INLINE void reset(Vectors &v, int64_t dim) {
+    for (int i = 0; i < v.count; i++) v.maximum[i] = -__builtin_inff(), v.sum[i] = 0.0f;
+    memset(v.out, 0, v.count * dim * sizeof(float));
+}
+
+// add keys [start, min(start + 256, end)) of one sequence and KV head to the running result of the vectors
+template <typename T>
+void add_segment(const Attention &a, const int32_t *table, int64_t kv_head, int64_t start, int64_t end, Vectors &v,
+                 Scratch &s) {
+    const int groups = (int)((minimum(end, start + SEGMENT) - start + 15) / 16);
+    for (int group = 0; group < groups; group++) {
+        const int64_t token = start + group * 16, offset = token % a.block_size;
+        const int64_t base = ((int64_t)table[token / a.block_size] * a.kv_heads + kv_head) * a.block_size;
+        s.k[group] = a.k_cache + (base + offset) * a.dim * sizeof(T);
+        s.v[group] = a.v_cache + (base + offset) * a.dim * sizeof(T);
+    }
+#define SCORE(R) score_rows<T, R>(a, v, s, vector, groups)
+    EACH_TILE(SCORE)
+    float top[MAX_VECTORS], total[MAX_VECTORS];
+    bool any[MAX_VECTORS];
+    for (int i = 0; i < v.count; i++) any[i] = soften<T>(v, s, i, start, groups, top[i], total[i]);
+#define VALUE(R) value_rows<T, R>(a, s, vector, groups)
+    EACH_TILE(VALUE)
+    for (int i = 0; i < v.count; i++)
+        if (any[i]) combine(v.maximum[i], v.sum[i], v.out + i * a.dim, top[i], total[i], s.out + i * a.dim, a.dim);
+}
+
+template <typename T>
+INLINE void finish(const Attention &a, const float *out, float sum, int64_t token, int64_t head) {
+    T *target = (T *)a.out + (token * a.heads + head) * a.dim;
+    const __m512 inverse = _mm512_set1_ps(1.0f / sum);
+    for (int64_t d = 0; d < a.dim; d += 16)
+        Unit<T>::store(target + d, _mm512_mul_ps(_mm512_loadu_ps(out + d), inverse));
+}
+
+INLINE int64_t first_visible(const Attention &a, int64_t position) {
+    return a.window > 0 ? maximum(position - a.window + 1, 0) : 0;
+}
+
+// one tile of a prompt: `rows` tokens from `row`, for the query heads [head, head + heads) of one KV head
+template <typename T>
+void prefill_tile(const Attention &a, int64_t seq, int64_t kv_head, int64_t head, int64_t heads, int64_t row,
+                  int64_t rows, Vectors &v, Scratch &s) {
+    const int64_t begin = a.query_start[seq], context = a.context_lens[seq];
+    const int64_t first = context - (a.query_start[seq + 1] - begin) + row;
+    v.count = 0;
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t h = 0; h < heads; h++, v.count++) {
+            v.q[v.count] = a.q + ((begin + row + r) * a.q_stride + (head + h) * a.dim) * sizeof(T);
+            v.low[v.count] = first_visible(a, first + r);
+            v.high[v.count] = first + r + 1;
+        }
+    reset(v, a.dim);
+    const int64_t end = first + rows;
+    for (int64_t start = v.low[0] / SEGMENT * SEGMENT; start < end; start += SEGMENT)
+        add_segment<T>(a, a.block_tables + seq * a.table_stride, kv_head, start, end, v, s);
+    int i = 0;
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t h = 0; h < heads; h++, i++) finish<T>(a, v.out + i * a.dim, v.sum[i], begin + row + r, head + h);
+}
+
+// prompts: tasks are (sequence, KV head, part of its query heads, tile of tokens), the longest first
+template <typename T>
+void prefill(const Attention &a) {
+    const int64_t group = a.heads / a.kv_heads, parts = (group + MAX_VECTORS - 1) / MAX_VECTORS;
+    const int64_t heads = (group + parts - 1) / parts, tile = maximum(MAX_VECTORS / heads, 1);
+    int64_t tasks = 0;
+    for (int64_t s = a.decodes; s < a.seqs; s++)
+        tasks += (a.query_start[s + 1] - a.query_start[s] + tile - 1) / tile * a.kv_heads * parts;
+#pragma omp parallel
+    {
+        Vectors v;
+        Scratch s;
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t task = tasks - 1; task >= 0; task--) {
+            int64_t seq = a.decodes, left = task;
+            for (;; seq++) {
+                const int64_t here =
+                    (a.query_start[seq + 1] - a.query_start[seq] + tile - 1) / tile * a.kv_heads * parts;
+                if (left < here) break;
+                left -= here;
+            }
+            const int64_t row = left / (a.kv_heads * parts) * tile, kv_head = left / parts % a.kv_heads;
+            const int64_t part = left % parts, num_rows = a.query_start[seq + 1] - a.query_start[seq];
+            const int64_t skip = part * heads;
+            prefill_tile<T>(a, seq, kv_head, kv_head * group + skip, minimum(heads, group - skip), row,
+                            minimum(tile, num_rows - row), v, s);
+        }
+    }
+}
+
+// decodes: tasks are (sequence, KV head, segment); then each sequence's segments are combined in order
+template <typename T>
+void decode(const Attention &a) {
+    const int64_t group = a.heads / a.kv_heads, width = a.dim + 2;
+    int64_t longest = 0;
+    for (int64_t s = 0; s < a.decodes; s++) longest = maximum(longest, a.context_lens[s]);
+    const int64_t segments = (longest + SEGMENT - 1) / SEGMENT;
+#pragma omp parallel
+    {
+        Vectors v;
+        Scratch s;
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t task = 0; task < a.decodes * a.kv_heads * segments; task++) {
+            const int64_t segment = task / (a.decodes * a.kv_heads), kv_head = task % a.kv_heads;
+            const int64_t seq = task / a.kv_heads % a.decodes, context = a.context_lens[seq], start = segment * SEGMENT;
+            const int64_t low = first_visible(a, context - 1);
+            if (start >= context || start + SEGMENT <= low) continue;
+            for (int64_t head = 0; head < group; head += MAX_VECTORS) {
+                v.count = (int)minimum(group - head, MAX_VECTORS);
+                for (int i = 0; i < v.count; i++) {
+                    v.q[i] = a.q + (a.query_start[seq] * a.q_stride + (kv_head * group + head + i) * a.dim) * sizeof(T);
+                    v.low[i] = low;
+                    v.high[i] = context;
+                }
+                reset(v, a.dim);
+                add_segment<T>(a, a.block_tables + seq * a.table_stride, kv_head, start, context, v, s);
+                float *partial = a.partials + (((seq * a.kv_heads + kv_head) * segments + segment) * group + head) * width;
+                for (int i = 0; i < v.count; i++) {
+                    partial[i * width] = v.maximum[i], partial[i * width + 1] = v.sum[i];
+                    memcpy(partial + i * width + 2, v.out + i * a.dim, a.dim * sizeof(float));
+                }
+            }
+        }
+#pragma omp for schedule(static)
+        for (int64_t task = 0; task < a.decodes * a.heads; task++) {
+            const int64_t seq = task / a.heads, head = task % a.heads, context = a.context_lens[seq];
+            const int64_t first = first_visible(a, context - 1) / SEGMENT;
+            float top = -__builtin_inff(), sum = 0.0f;
+            memset(v.out, 0, a.dim * sizeof(float));
+            for (int64_t segment = first; segment * SEGMENT < context; segment++) {
+                const int64_t place = (seq * a.kv_heads + head / group) * segments + segment;
+                const float *partial = a.partials + (place * group + head % group) * width;
+                combine(top, sum, v.out, partial[0], partial[1], partial + 2, a.dim);
+            }
+            finish<T>(a, v.out, sum, a.query_start[seq], head);
+        }
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// floats that `partials` must hold
+int64_t diptych_attention_workspace(int64_t decodes, int64_t max_context, int64_t heads, int64_t dim) {
+    return decodes * ((max_context + SEGMENT - 1) / SEGMENT) * heads * (dim + 2);
+}
+
+void diptych_attention(const void *q, const void *k_cache, const void *v_cache, const int32_t *block_tables,
+                       const int32_t *query_start, const int32_t *context_lens, void *out, float *partials,
+                       const int64_t *sizes, float scale, int64_t is_bf16) {
+    const Attention a{(const char *)q, (const char *)k_cache, (const char *)v_cache, block_tables, query_start,
+                      context_lens, (char *)out, partials, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5],
+                      sizes[6], sizes[7], sizes[8], scale};
+    if (a.decodes > 0) is_bf16 ? decode<bf16>(a) : decode<float>(a);
+    if (a.seqs > a.decodes) is_bf16 ? prefill<bf16>(a) : prefill<float>(a);
+}
+}

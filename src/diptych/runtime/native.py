@@ -1,0 +1,78 @@
+"""The native library: found, loaded and described once per process. Owns the one handle; knows no tensors.
+
+The library uses the OpenMP runtime that torch has loaded, so that ``torch.set_num_threads`` governs both and there is
+one pool of threads.
+"""
+
+import ctypes
+import functools
+import importlib.machinery
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+ABI = 1
+KERNELS = Path(__file__).parent / "attention" / "kernels"
+
+_P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_SIGNATURES: dict[str, list[type]] = {
+    "diptych_pack": [_P, _P, _I, _I, _I, _I],
+    "diptych_linear": [_P, _P, _P, _P, _I, _I, _I, _I, _I, _I],
+    "diptych_rms_norm": [_P, _P, _P, _I, _I, _F, _I],
+    "diptych_add_rms_norm": [_P, _P, _P, _P, _I, _I, _F, _I],
+    "diptych_silu_and_mul": [_P, _P, _I, _I, _I],
+    "diptych_rope_and_cache": [_P, _P, _P, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _F, _I],
+    "diptych_write_kv": [_P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _I, _I],
+    "diptych_attention": [_P, _P, _P, _P, _P, _P, _P, _P, _P, _F, _I],
+}
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLibrary:
+    """The loaded kernels and what this processor can run of them."""
+
+    functions: ctypes.CDLL
+    has_avx512: bool
+    has_bf16: bool
+    has_amx: bool
+
+    def supports(self, dtype: torch.dtype) -> bool:
+        """Whether the kernels run here for this dtype."""
+        return self.has_avx512 if dtype == torch.float32 else dtype == torch.bfloat16 and self.has_bf16
+
+
+@functools.cache
+def load_native() -> NativeLibrary | None:
+    """The library, or None when it was not built or this processor lacks AVX-512."""
+    path = next((KERNELS / f"_native{s}" for s in importlib.machinery.EXTENSION_SUFFIXES if _exists(s)), None)
+    if path is None:
+        return None
+    ctypes.CDLL(_openmp_runtime(), mode=ctypes.RTLD_GLOBAL)
+    library = ctypes.CDLL(str(path))
+    library.diptych_abi.restype = library.diptych_cpu_features.restype = _I
+    if library.diptych_abi() != ABI:  # an old build beside new sources
+        return None
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, None
+    library.diptych_attention_workspace.argtypes = [_I] * 4
+    library.diptych_attention_workspace.restype = _I
+    features = library.diptych_cpu_features()
+    if not features & 1:
+        return None
+    return NativeLibrary(library, True, bool(features & 2), bool(features & 4))
+
+
+def _exists(suffix: str) -> bool:
+    return (KERNELS / f"_native{suffix}").exists()
+
+
+def _openmp_runtime() -> str:
+    """The OpenMP runtime that is in this process already (torch's), else the system's."""
+    maps = Path("/proc/self/maps")
+    for line in maps.read_text().splitlines() if maps.exists() else []:
+        name = line.rpartition("/")[2]
+        if name.startswith(("libgomp", "libiomp5", "libomp")):
+            return line[line.index("/") :]
+    return "libgomp.so.1"

@@ -1,0 +1,268 @@
+"""The routes of the OpenAI-compatible server.
+
+Owns paths and their OpenAPI. Must never know sockets or processes: it is given an AsyncLLM.
+"""
+
+import time
+import uuid
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import Response
+from pydantic import BaseModel, ValidationError
+from pydantic.json_schema import models_json_schema
+
+from diptych import __version__
+from diptych.control.errors import InvalidRequestError
+from diptych.serving.api import errors, protocol
+from diptych.serving.api.chat import ChatWriter
+from diptych.serving.api.completions import CompletionWriter
+from diptych.serving.api.middleware import ApiKey, BodyLimit
+from diptych.serving.api.parameters import (
+    check_model,
+    completion_prompts,
+    conversation,
+    max_tokens_of,
+    refuse_unsupported,
+    sampling_of,
+    slo_of,
+)
+from diptych.serving.api.reply import ReplyContext, encode_json
+from diptych.serving.api.responses import GenerationResponse
+from diptych.serving.frontend import AsyncLLM
+
+Model = TypeVar("Model", bound=BaseModel)
+
+REF = "#/components/schemas/{model}"
+BODIES = (protocol.CompletionBody, protocol.ChatBody, protocol.TokenizeBody, protocol.DetokenizeBody)
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": protocol.ErrorReply, "description": text}
+    for status, text in {
+        400: "A field is wrong; param names it",
+        401: "API key missing or wrong",
+        404: "Unknown model",
+        413: "Body too large",
+        429: "A queue limit is reached; see Retry-After",
+        500: "The worker failed",
+        503: "Not ready, or draining; see Retry-After",
+    }.items()
+}
+
+
+class Service:
+    """What the routes need: the model, its public name and when it began to be served."""
+
+    def __init__(self, llm: AsyncLLM, model_name: str) -> None:
+        self.llm = llm
+        self.model_name = model_name
+        self.created = int(time.time())
+        llm.metrics.model_name = model_name
+
+    async def completions(self, body: protocol.CompletionBody) -> GenerationResponse:
+        """Submit a completion request."""
+        llm = self.llm
+        self._check(body)
+        ready = llm.require_ready()
+        prompts = await completion_prompts(body, llm)
+        max_tokens = max_tokens_of(body, max(map(len, prompts)), ready)
+        scored = body.logprobs if body.echo and body.logprobs is not None else None
+        sampling = sampling_of(body, max_tokens, body.logprobs, scored)
+        texts = [llm.tokenizer.decode(prompt) for prompt in prompts] if body.echo else []
+        if body.echo and isinstance(body.prompt, str):
+            texts = [body.prompt]
+        generation = llm.submit(
+            prompts,
+            sampling,
+            f"cmpl-{uuid.uuid4().hex}",
+            priority=body.priority or 0,
+            slo=slo_of(body),
+            cache_salt=body.cache_salt,
+        )
+        context = ReplyContext(generation, body, llm.tokenizer, self.model_name, int(time.time()))
+        return GenerationResponse(llm, generation, CompletionWriter(context, body, texts), stream=bool(body.stream))
+
+    async def chat(self, body: protocol.ChatBody) -> GenerationResponse:
+        """Submit a chat request."""
+        llm = self.llm
+        self._check(body)
+        if body.top_logprobs is not None and not body.logprobs:
+            raise InvalidRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+        ready = llm.require_ready()
+        prompt = llm.tokenizer.encode_chat(
+            conversation(body.messages),
+            add_generation_prompt=body.add_generation_prompt is not False,
+            template_arguments=body.chat_template_kwargs,
+        )
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        sampling = sampling_of(body, max_tokens_of(body, len(prompt), ready), logprobs)
+        generation = llm.submit(
+            [prompt],
+            sampling,
+            f"chatcmpl-{uuid.uuid4().hex}",
+            priority=body.priority or 0,
+            slo=slo_of(body),
+            cache_salt=body.cache_salt,
+        )
+        context = ReplyContext(generation, body, llm.tokenizer, self.model_name, int(time.time()))
+        return GenerationResponse(llm, generation, ChatWriter(context, body), stream=bool(body.stream))
+
+    def tokenize(self, body: protocol.TokenizeBody) -> Response:
+        """Token ids of a text or of a conversation."""
+        check_model(body.model, self.model_name)
+        tokenizer = self.llm.tokenizer
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequestError("give either prompt or messages", param="prompt")
+        if body.messages is not None:
+            tokens = tokenizer.encode_chat(
+                conversation(body.messages), add_generation_prompt=body.add_generation_prompt is not False
+            )
+        else:
+            tokens = tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
+        length = self.llm.require_ready().max_model_len
+        return _json({"count": len(tokens), "max_model_len": length, "tokens": tokens})
+
+    def detokenize(self, body: protocol.DetokenizeBody) -> Response:
+        """The text of token ids."""
+        check_model(body.model, self.model_name)
+        known = self.llm.require_ready().vocab_size
+        if any(token >= known for token in body.tokens):
+            raise InvalidRequestError(f"a token id is outside the vocabulary of {known} tokens", param="tokens")
+        return _json({"prompt": self.llm.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+    def card(self) -> dict[str, Any]:
+        """The served model."""
+        ready = self.llm.ready
+        return protocol.ModelCard(
+            id=self.model_name,
+            created=self.created,
+            root=self.llm.options.model,
+            max_model_len=ready.max_model_len if ready else None,
+        ).model_dump()
+
+    def _check(self, body: protocol.GenerationBody) -> None:
+        check_model(body.model, self.model_name)
+        refuse_unsupported(body)
+        if body.stream_options is not None and not body.stream:
+            raise InvalidRequestError("stream_options needs stream to be true", param="stream_options")
+
+
+def build_app(
+    llm: AsyncLLM, model_name: str, *, api_key: str | None = None, max_body_bytes: int = 16 * 2**20
+) -> FastAPI:
+    """The ASGI application around a model that is being served."""
+    app = FastAPI(title="Diptych", version=__version__, redirect_slashes=False)
+    service = Service(llm, model_name)
+    errors.install(app)
+    _add_generation_routes(app, service)
+    _add_information_routes(app, service)
+    app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
+    if api_key is not None:
+        app.add_middleware(ApiKey, key=api_key)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    return app
+
+
+def _add_generation_routes(app: FastAPI, service: Service) -> None:
+    stream = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+
+    @app.post(
+        "/v1/completions",
+        responses={**_ERRORS, 200: {"model": protocol.CompletionReply, **stream}},
+        openapi_extra=_takes(protocol.CompletionBody),
+    )
+    async def completions(request: Request) -> Response:
+        """Continue a text."""
+        return await service.completions(await _body(request, protocol.CompletionBody))
+
+    @app.post(
+        "/v1/chat/completions",
+        responses={**_ERRORS, 200: {"model": protocol.ChatReply, **stream}},
+        openapi_extra=_takes(protocol.ChatBody),
+    )
+    async def chat(request: Request) -> Response:
+        """Answer a conversation."""
+        return await service.chat(await _body(request, protocol.ChatBody))
+
+    @app.post(
+        "/tokenize",
+        responses={**_ERRORS, 200: {"model": protocol.TokenizeReply}},
+        openapi_extra=_takes(protocol.TokenizeBody),
+    )
+    async def tokenize(request: Request) -> Response:
+        """Token ids of a text or of a conversation."""
+        return service.tokenize(await _body(request, protocol.TokenizeBody))
+
+    @app.post(
+        "/detokenize",
+        responses={**_ERRORS, 200: {"model": protocol.DetokenizeReply}},
+        openapi_extra=_takes(protocol.DetokenizeBody),
+    )
+    async def detokenize(request: Request) -> Response:
+        """The text of token ids."""
+        return service.detokenize(await _body(request, protocol.DetokenizeBody))
+
+
+def _add_information_routes(app: FastAPI, service: Service) -> None:
+    llm = service.llm
+    no_key = {401: _ERRORS[401]}
+    not_ready = {503: {"model": protocol.StatusReply, "description": "Not now"}}
+
+    @app.get("/v1/models", responses={**no_key, 200: {"model": protocol.ModelList}})
+    async def models() -> Response:
+        """The served model."""
+        return _json({"object": "list", "data": [service.card()]})
+
+    @app.get("/v1/models/{name:path}", responses={**no_key, 404: _ERRORS[404], 200: {"model": protocol.ModelCard}})
+    async def model(name: str) -> Response:
+        """One model by its name."""
+        check_model(name, service.model_name)
+        return _json(service.card())
+
+    @app.get("/health", responses={200: {"model": protocol.StatusReply}})
+    async def health() -> Response:
+        """Whether this process is alive (not: whether it takes requests; see /ready)."""
+        return _json({"status": "ok", "detail": None})
+
+    @app.get("/ready", responses={200: {"model": protocol.StatusReply}, **not_ready})
+    async def ready() -> Response:
+        """Whether a request sent now would be taken."""
+        if llm.is_routable:
+            return _json({"status": "ready", "detail": None})
+        state = "draining" if llm.is_draining else str(llm.supervisor.state)
+        return _json({"status": "not ready", "detail": state}, 503)
+
+    @app.get("/version", responses={**no_key, 200: {"model": protocol.VersionReply}})
+    async def version() -> Response:
+        """The version of this server."""
+        return _json({"version": __version__})
+
+    @app.get("/metrics", responses={**no_key, 200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
+    async def metrics() -> Response:
+        """What Prometheus reads."""
+        return Response(llm.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    return Response(encode_json(content), status, media_type="application/json")
+
+
+async def _body(request: Request, model: type[Model]) -> Model:
+    try:
+        return model.model_validate(await errors.read_json(request))
+    except ValidationError as error:
+        raise errors.invalid_body(error) from None
+
+
+def _takes(model: type[BaseModel]) -> dict[str, Any]:
+    schema = {"$ref": REF.format(model=model.__name__)}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    if app.openapi_schema is None:
+        schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        _, bodies = models_json_schema([(model, "validation") for model in BODIES], ref_template=REF)
+        schema.setdefault("components", {}).setdefault("schemas", {}).update(bodies["$defs"])
+        app.openapi_schema = schema
+    return app.openapi_schema

@@ -1,0 +1,76 @@
+"""POST /v1/chat/completions: formats deltas as OpenAI's chat completions.
+
+Owns the JSON of chat choices. Must never wait or submit.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from diptych.serving.api.protocol import ChatBody
+from diptych.serving.api.reply import ReplyContext, chat_logprobs, encode_json, gather, prompt_logprobs
+from diptych.serving.sequence import Delta
+
+
+class ChatWriter:
+    """The Writer of /v1/chat/completions."""
+
+    def __init__(self, context: ReplyContext, body: ChatBody) -> None:
+        self._context = context
+        self._top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        self._wants_prompt_logprobs = body.prompt_logprobs is not None
+        self._prefix = context.event_prefix("chat.completion.chunk")
+        self._started = [False] * len(context.generation.sequences)
+
+    def events(self, deltas: Iterable[Delta]) -> bytes:
+        """One event per sequence that has something new; the first of each is preceded by its role."""
+        suffix = self._context.usage_suffix()
+        parts = []
+        for delta in deltas:
+            if not self._started[delta.index]:
+                self._started[delta.index] = True
+                parts.append(self._prefix + self._opening(delta.index) + suffix)
+            if self._top_logprobs is None and delta.finish_reason is None:
+                choice = b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}' % (
+                    delta.index,
+                    encode_json(delta.text),
+                )
+            else:
+                choice = encode_json({**self._choice(delta), "delta": {"content": delta.text}})
+            parts.append(self._prefix + choice + suffix)
+        return b"".join(parts)
+
+    def last_events(self) -> bytes:
+        """The usage, when it was asked for."""
+        if not self._context.wants_usage:
+            return b""
+        reply = {**self._context.head("chat.completion.chunk"), "choices": [], "usage": self._context.usage()}
+        return b"data: " + encode_json(reply) + b"\n\n"
+
+    def body(self, deltas: Iterable[Delta]) -> bytes:
+        """The whole reply."""
+        whole = gather(deltas, len(self._context.generation.sequences))
+        reply = {
+            **self._context.head("chat.completion"),
+            "choices": [
+                {**self._choice(one), "message": {"role": "assistant", "content": one.text, "refusal": None}}
+                for one in whole
+            ],
+            "usage": self._context.usage(),
+        }
+        if self._wants_prompt_logprobs:
+            first = self._context.generation.sequences[0]
+            reply["prompt_logprobs"] = prompt_logprobs(first.prompt_logprobs, self._context.tokenizer)
+        return encode_json(reply)
+
+    def _opening(self, index: int) -> bytes:
+        opening = {"role": "assistant", "content": ""}
+        return encode_json({"index": index, "delta": opening, "logprobs": None, "finish_reason": None})
+
+    def _choice(self, delta: Delta) -> dict[str, Any]:
+        logprobs = None
+        if self._top_logprobs is not None and delta.logprobs:
+            logprobs = chat_logprobs(delta.logprobs, self._top_logprobs, self._context.tokenizer)
+        choice: dict[str, Any] = {"index": delta.index, "logprobs": logprobs, "finish_reason": delta.finish_reason}
+        if delta.finish_reason is not None:
+            choice["stop_reason"] = self._context.generation.sequences[delta.index].stop_reason
+        return choice

@@ -1,0 +1,80 @@
+"""POST /v1/completions: formats deltas as OpenAI's text completions.
+
+Owns the JSON of completion choices. Must never wait or submit.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from diptych.serving.api.protocol import CompletionBody
+from diptych.serving.api.reply import ReplyContext, completion_logprobs, encode_json, gather, prompt_logprobs
+from diptych.serving.sequence import Delta
+
+
+class CompletionWriter:
+    """The Writer of /v1/completions. ``prompt_texts``: one per prompt, used by echo."""
+
+    def __init__(self, context: ReplyContext, body: CompletionBody, prompt_texts: list[str]) -> None:
+        self._context = context
+        self._logprobs = body.logprobs
+        self._wants_prompt_logprobs = body.prompt_logprobs is not None
+        self._echo = prompt_texts if body.echo else None
+        self._is_plain = body.logprobs is None and not body.echo and not self._wants_prompt_logprobs
+        self._prefix = context.event_prefix("text_completion")
+        self._started = [False] * len(context.generation.sequences)
+        self._offsets = [0] * len(context.generation.sequences)
+
+    def events(self, deltas: Iterable[Delta]) -> bytes:
+        """One event per sequence that has something new."""
+        suffix = self._context.usage_suffix()
+        parts = []
+        for delta in deltas:
+            if self._is_plain and delta.finish_reason is None:
+                choice = b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}' % (
+                    delta.index,
+                    encode_json(delta.text),
+                )
+            else:
+                choice = encode_json(self._choice(delta))
+            parts.append(self._prefix + choice + suffix)
+        return b"".join(parts)
+
+    def last_events(self) -> bytes:
+        """The usage, when it was asked for."""
+        if not self._context.wants_usage:
+            return b""
+        reply = {**self._context.head("text_completion"), "choices": [], "usage": self._context.usage()}
+        return b"data: " + encode_json(reply) + b"\n\n"
+
+    def body(self, deltas: Iterable[Delta]) -> bytes:
+        """The whole reply."""
+        whole = gather(deltas, len(self._context.generation.sequences))
+        return encode_json(
+            {
+                **self._context.head("text_completion"),
+                "choices": [self._choice(delta) for delta in whole],
+                "usage": self._context.usage(),
+            }
+        )
+
+    def _choice(self, delta: Delta) -> dict[str, Any]:
+        index, context = delta.index, self._context
+        one = context.generation.sequences[index]
+        is_first, self._started[index] = not self._started[index], True
+        text = delta.text
+        entries: list[Any] = list(delta.logprobs)
+        token_ids = list(delta.token_ids)
+        if is_first and self._echo is not None:
+            text = self._echo[index // context.n] + text
+            entries = [*(one.prompt_logprobs or [None] * len(one.prompt_token_ids)), *entries]
+            token_ids = [*one.prompt_token_ids, *token_ids]
+        choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": delta.finish_reason}
+        if self._logprobs is not None:
+            offset = self._offsets[index]
+            choice["logprobs"] = completion_logprobs(entries, token_ids, offset, self._logprobs, context.tokenizer)
+            self._offsets[index] += sum(len(token) for token in choice["logprobs"]["tokens"])
+        if delta.finish_reason is not None:
+            choice["stop_reason"] = one.stop_reason
+        if is_first and self._wants_prompt_logprobs:
+            choice["prompt_logprobs"] = prompt_logprobs(one.prompt_logprobs, context.tokenizer)
+        return choice

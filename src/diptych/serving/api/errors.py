@@ -1,0 +1,91 @@
+"""Errors as OpenAI's clients expect them: {"error": {message, type, param, code}} with the right status.
+
+Owns the translation of exceptions into replies. Must never hide a fault of ours as a fault of the client.
+"""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+
+from diptych.control.errors import DiptychError, InvalidRequestError, NotFoundError, RequestError
+
+logger = logging.getLogger(__name__)
+
+
+def error_body(error: DiptychError) -> bytes:
+    """The JSON of one error."""
+    detail = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
+    return msgspec.json.encode({"error": detail})
+
+
+def error_response(error: DiptychError) -> Response:
+    """A whole reply, with Retry-After where the error says when to come back."""
+    headers = {}
+    if isinstance(error, RequestError) and error.retry_after_s is not None:
+        headers["retry-after"] = str(max(1, round(error.retry_after_s)))
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return Response(error_body(error), error.status, headers, "application/json")
+
+
+def invalid_body(error: ValidationError) -> InvalidRequestError:
+    """The first thing wrong with a body, in words; param names the field."""
+    found = error.errors(include_url=False, include_input=False, include_context=False)
+    field = ".".join(_path(found[0]["loc"]))
+    top = field.split(".")[0]
+    related = {entry["msg"] for entry in found if entry["loc"] and str(entry["loc"][0]) == top}
+    message = found[0]["msg"] if len(related) == 1 else "; or ".join(sorted(related)[:4])
+    if found[0]["type"] == "missing":
+        message = "this field is required"
+    return InvalidRequestError(f"{field or 'body'}: {message}", param=(top if len(related) > 1 else field) or None)
+
+
+def _path(location: tuple[int | str, ...]) -> Iterator[str]:
+    """The parts of a location that the client wrote: pydantic puts the names of union members in between."""
+    for part in location:
+        text = str(part)
+        if isinstance(part, int) or (text.isidentifier() and text not in ("str", "int", "float", "bool")):
+            yield text
+
+
+def install(app: FastAPI) -> None:
+    """Make every failure of the app answer in this format."""
+
+    async def on_diptych_error(_: Request, error: Exception) -> Response:
+        assert isinstance(error, DiptychError)
+        if error.status >= 500 and not isinstance(error, RequestError):
+            logger.error("%s: %s", type(error).__name__, error.message)
+        return error_response(error)
+
+    async def on_http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        if error.status_code == 404:
+            return error_response(NotFoundError(f"there is no path {request.url.path}", code="unknown_path"))
+        plain = InvalidRequestError(str(error.detail), code="http_error")
+        plain.status = error.status_code
+        response = error_response(plain)
+        response.headers.update(error.headers or {})
+        return response
+
+    async def on_bug(request: Request, error: Exception) -> Response:
+        logger.error("unexpected failure at %s", request.url.path, exc_info=error)
+        return error_response(DiptychError("internal error; the server's log has the details"))
+
+    app.add_exception_handler(DiptychError, on_diptych_error)
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(Exception, on_bug)
+
+
+async def read_json(request: Request) -> Any:
+    """The body as JSON: strict (no NaN, no lone surrogates). Raises InvalidRequestError."""
+    data = await request.body()
+    try:
+        return msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequestError(f"the body is no valid JSON: {error}", code="invalid_json") from None

@@ -1,0 +1,60 @@
+"""What stands in front of every route, as plain ASGI: the body limit and the API key.
+
+Must never buffer a reply: streams pass through untouched.
+"""
+
+import hmac
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from diptych.control.errors import AuthenticationError, BodyTooLargeError
+from diptych.serving.api.errors import error_response
+
+OPEN_PATHS = ("/health", "/ready")
+
+
+class BodyLimit:
+    """Refuses bodies of more than ``max_bytes``, by their header or while they are read."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        error = BodyTooLargeError(f"the body is larger than {self._max_bytes} bytes")
+        length = Headers(scope=scope).get("content-length", "")
+        if length.isdigit() and int(length) > self._max_bytes:
+            await error_response(error)(scope, receive, send)
+            return
+        num_bytes = 0
+
+        async def counted() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_bytes:
+                raise error
+            return message
+
+        await self._app(scope, counted, send)
+
+
+class ApiKey:
+    """Asks for ``Authorization: Bearer KEY`` everywhere but at the paths that load balancers ask."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app = app
+        self._expected = f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            given = Headers(scope=scope).get("authorization", "").encode("latin-1", "replace")
+            if not hmac.compare_digest(given, self._expected):
+                error = AuthenticationError("the API key is missing or wrong (Authorization: Bearer ...)")
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)

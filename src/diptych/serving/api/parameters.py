@@ -1,0 +1,163 @@
+"""From a request body to what the engine understands: prompts, SamplingParams, Slo.
+
+Owns defaults and refusals: what would change the answer and is not served is refused by name, what would not is
+ignored. Must never submit anything.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from diptych.control.errors import ContextLengthError, InvalidRequestError, NotFoundError
+from diptych.control.request import SamplingParams
+from diptych.control.slo import NS_PER_MS, Slo
+from diptych.serving.api.protocol import ChatBody, CompletionBody, GenerationBody, Message
+from diptych.serving.frontend import AsyncLLM
+from diptych.serving.tokenizer import flatten_content
+from diptych.serving.wire import Ready
+
+DEFAULT_COMPLETION_TOKENS = 16
+
+# Fields that would change the answer, with the values at which they do not. null is always one of them.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "suffix": ("",),
+    "best_of": (1,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "prompt_embeds": (),
+    "continue_final_message": (False,),
+    "chat_template": (),
+    "documents": ([],),
+}
+_SAMPLING_FIELDS = (
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "ignore_eos",
+    "n",
+    "seed",
+    "prompt_logprobs",
+)
+
+
+def refuse_unsupported(body: GenerationBody) -> None:
+    """Raise InvalidRequestError for a field that would change the answer if it were served."""
+    for name, value in (body.model_extra or {}).items():
+        if name in UNSUPPORTED and value is not None and value not in UNSUPPORTED[name]:
+            raise InvalidRequestError(f"{name} is not supported by this server", param=name, code="unsupported")
+
+
+def check_model(name: str | None, served: str) -> None:
+    """Raise NotFoundError for a model that is not served here."""
+    if name is not None and name != served:
+        raise NotFoundError(f"model {name!r} is not served here; {served!r} is", param="model", code="model_not_found")
+
+
+def slo_of(body: GenerationBody) -> Slo | None:
+    """The objectives of a request, if it has any."""
+    if body.ttft_slo_ms is None and body.tpot_slo_ms is None:
+        return None
+    return Slo(_nanoseconds(body.ttft_slo_ms), _nanoseconds(body.tpot_slo_ms))
+
+
+def sampling_of(
+    body: GenerationBody, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None = None
+) -> SamplingParams:
+    """How to sample; what is not given takes the defaults of SamplingParams."""
+    given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
+    if prompt_logprobs is not None:
+        given["prompt_logprobs"] = prompt_logprobs
+    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    return SamplingParams(
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        stop=stop,
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        logit_bias=_logit_bias(body.logit_bias or {}),
+        **given,
+    )
+
+
+def max_tokens_of(body: GenerationBody, longest_prompt: int, ready: Ready) -> int:
+    """How many tokens to make at most. Raises ContextLengthError when the wish and the prompt do not fit together."""
+    param, wish = "max_tokens", body.max_tokens
+    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+        param, wish = "max_completion_tokens", body.max_completion_tokens
+    room = ready.max_model_len - longest_prompt
+    if wish is None:
+        limit = min(ready.max_model_len, ready.kv_capacity_tokens) - longest_prompt
+        default = limit if isinstance(body, ChatBody) else min(limit, DEFAULT_COMPLETION_TOKENS)
+        return max(1, default, min(body.min_tokens or 0, limit))
+    if 0 < room < wish:
+        raise ContextLengthError(
+            f"the prompt has {longest_prompt} tokens and {param} is {wish}; the context holds {ready.max_model_len}",
+            param=param,
+        )
+    return wish
+
+
+async def completion_prompts(body: CompletionBody, llm: AsyncLLM) -> list[list[int]]:
+    """The prompts of a completion request, as token ids."""
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        texts = [prompt]
+    elif not prompt:
+        raise InvalidRequestError("prompt is an empty list", param="prompt")
+    elif isinstance(prompt[0], str):
+        texts = prompt
+    elif isinstance(prompt[0], int):
+        return [prompt]
+    else:
+        return prompt
+    add_special_tokens = body.add_special_tokens is not False
+    return [await llm.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+
+
+def conversation(messages: list[Message]) -> list[dict[str, Any]]:
+    """Messages as a chat template reads them: content flattened to text, other fields as they came."""
+    return [
+        {
+            **(message.model_extra or {}),
+            "role": message.role,
+            "content": flatten_content(message.content, f"messages.{number}.content"),
+        }
+        for number, message in enumerate(messages)
+    ]
+
+
+def _nanoseconds(milliseconds: float | None) -> int | None:
+    return None if milliseconds is None else max(1, int(milliseconds * NS_PER_MS))
+
+
+def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:
+    try:
+        return {int(token_id): bias for token_id, bias in given.items()}
+    except ValueError:
+        raise InvalidRequestError("the keys of logit_bias are token ids", param="logit_bias") from None

@@ -1,0 +1,249 @@
+"""The bodies of requests and replies, as OpenAI defines them, with vLLM's additions. FastAPI publishes them as OpenAPI.
+
+Owns field names, types and ranges. Must never interpret them: parameters.py does.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+TokenId = Annotated[int, Field(ge=0, le=2**32 - 1)]
+Milliseconds = Annotated[float, Field(gt=0, le=1e9)]
+Finite = ConfigDict(strict=True, allow_inf_nan=False, extra="allow")
+
+
+class StreamOptions(BaseModel):
+    """What a stream carries besides text."""
+
+    model_config = Finite
+
+    include_usage: bool | None = Field(None, description="A last chunk without choices carries the usage.")
+    continuous_usage_stats: bool | None = Field(None, description="Every chunk carries the usage so far.")
+
+
+class GenerationBody(BaseModel):
+    """What completions and chat completions have in common. null means: not given."""
+
+    model_config = Finite
+
+    model: str | None = Field(None, description="The served model's name; may be left out.")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Count | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
+        None, description="Token id (as a string) to bias."
+    )
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: (
+        Annotated[str, Field(min_length=1)]
+        | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)]
+        | None
+    ) = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=256)] | None = None
+    ignore_eos: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    priority: Int32 | None = Field(None, description="Lower is served earlier (with --order priority).")
+    ttft_slo_ms: Milliseconds | None = Field(None, description="Objective for the time to the first token.")
+    tpot_slo_ms: Milliseconds | None = Field(None, description="Objective for the mean time per later token.")
+    cache_salt: str | None = Field(None, description="Only requests with the same salt share cached prefixes.")
+    return_latency: bool | None = Field(None, description="usage.latency tells where the time went.")
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]] = Field(
+        description="A text, a list of texts, a list of token ids, or a list of those."
+    )
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    add_special_tokens: bool | None = None
+
+
+class Message(BaseModel):
+    """One message of a conversation."""
+
+    model_config = Finite
+
+    role: Annotated[str, Field(min_length=1)]
+    content: str | list[dict[str, Any]] | None = None
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeBody(BaseModel):
+    """POST /tokenize: one of prompt and messages."""
+
+    model_config = Finite
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+
+
+class DetokenizeBody(BaseModel):
+    """POST /detokenize."""
+
+    model_config = Finite
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+class ErrorDetail(BaseModel):
+    """OpenAI's error."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(BaseModel):
+    """Every reply with a status of 400 or more."""
+
+    error: ErrorDetail
+
+
+class PromptTokensDetails(BaseModel):
+    """Of the prompt tokens."""
+
+    cached_tokens: int
+
+
+class LatencyReply(BaseModel):
+    """Where the time went; queue_ms + prefill_ms + decode_ms == total_ms."""
+
+    queue_ms: float
+    prefill_ms: float
+    decode_ms: float
+    total_ms: float
+
+
+class Usage(BaseModel):
+    """Tokens of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    latency: LatencyReply | None = None
+
+
+class CompletionChoice(BaseModel):
+    """One answer."""
+
+    index: int
+    text: str
+    logprobs: dict[str, Any] | None
+    finish_reason: str | None
+    stop_reason: str | int | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+
+
+class CompletionReply(BaseModel):
+    """The reply of /v1/completions."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class ChatMessage(BaseModel):
+    """The assistant's message."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: str | None = None
+
+
+class ChatChoice(BaseModel):
+    """One answer."""
+
+    index: int
+    message: ChatMessage
+    logprobs: dict[str, Any] | None
+    finish_reason: str | None
+    stop_reason: str | int | None = None
+
+
+class ChatReply(BaseModel):
+    """The reply of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+
+
+class ModelCard(BaseModel):
+    """The served model."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "diptych"
+    root: str
+    max_model_len: int | None
+
+
+class ModelList(BaseModel):
+    """The reply of /v1/models."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class TokenizeReply(BaseModel):
+    """The reply of /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+
+
+class DetokenizeReply(BaseModel):
+    """The reply of /detokenize."""
+
+    prompt: str
+
+
+class StatusReply(BaseModel):
+    """The reply of /health and /ready."""
+
+    status: str
+    detail: str | None = None
+
+
+class VersionReply(BaseModel):
+    """The reply of /version."""
+
+    version: str

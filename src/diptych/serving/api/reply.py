@@ -1,0 +1,138 @@
+"""What both kinds of replies share: the head of every chunk, usage with latency, and log-probabilities.
+
+Owns the JSON shapes of usage and logprobs. Must never wait.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from diptych.control.slo import NS_PER_MS
+from diptych.serving.api.protocol import GenerationBody
+from diptych.serving.results import request_metrics
+from diptych.serving.sequence import Delta, Generation
+from diptych.serving.tokenizer import Tokenizer
+from diptych.serving.wire import TokenLogprobs
+
+encode_json = msgspec.json.Encoder().encode
+
+
+class ReplyContext:
+    """One request's constant facts, and its usage."""
+
+    def __init__(
+        self, generation: Generation, body: GenerationBody, tokenizer: Tokenizer, model: str, created: int
+    ) -> None:
+        options = body.stream_options
+        self.generation = generation
+        self.tokenizer = tokenizer
+        self.id = generation.request_id
+        self.model = model
+        self.created = created
+        self.n = body.n or 1
+        self.wants_latency = bool(body.return_latency)
+        self.wants_usage = self.wants_latency or bool(options and options.include_usage)
+        self.wants_continuous_usage = bool(options and options.continuous_usage_stats)
+
+    def head(self, kind: str) -> dict[str, Any]:
+        """The fields that every chunk and reply begins with."""
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def event_prefix(self, kind: str) -> bytes:
+        """A server-sent event up to the list of choices, encoded once per request."""
+        return b"data: " + encode_json(self.head(kind))[:-1] + b',"choices":['
+
+    def usage(self, *, is_final: bool = True) -> dict[str, Any]:
+        """Tokens so far, and with ``return_latency`` at the end the latency breakdown of the slowest answer."""
+        sequences = self.generation.sequences
+        prompts = sequences[:: self.n]
+        num_prompt = sum(len(one.prompt_token_ids) for one in prompts)
+        num_output = sum(one.num_tokens for one in sequences)
+        usage: dict[str, Any] = {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_output,
+            "total_tokens": num_prompt + num_output,
+            "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in prompts)},
+        }
+        if self.wants_latency and is_final and (metrics := request_metrics(sequences)):
+            latency = metrics.latency
+            parts = {
+                "queue_ms": latency.queue_ns / NS_PER_MS,
+                "prefill_ms": latency.prefill_ns / NS_PER_MS,
+                "decode_ms": (latency.handoff_ns + latency.decode_ns) / NS_PER_MS,
+            }
+            usage["latency"] = {**parts, "total_ms": sum(parts.values())}
+        return usage
+
+    def usage_suffix(self) -> bytes:
+        """The end of an event after its choices: with usage when every chunk carries it."""
+        if not self.wants_continuous_usage:
+            return b"]}\n\n"
+        return b'],"usage":' + encode_json(self.usage(is_final=False)) + b"}\n\n"
+
+
+def gather(deltas: Iterable[Delta], count: int) -> list[Delta]:
+    """All deltas of each of ``count`` sequences as one."""
+    whole = [Delta(index, "", [], []) for index in range(count)]
+    for delta in deltas:
+        one = whole[delta.index]
+        one.text += delta.text
+        one.token_ids += delta.token_ids
+        one.logprobs += delta.logprobs
+        one.finish_reason = delta.finish_reason or one.finish_reason
+    return whole
+
+
+def completion_logprobs(
+    entries: Iterable[TokenLogprobs | None], token_ids: Iterable[int], offset: int, count: int, tokenizer: Tokenizer
+) -> dict[str, Any]:
+    """The logprobs object of completions; None entries stand for a prompt's first token. offset: of the text."""
+    tokens, values, tops, offsets = [], [], [], []
+    for token_id, entry in zip(token_ids, entries, strict=False):
+        text = tokenizer.token_text(token_id)
+        tokens.append(text)
+        offsets.append(offset)
+        offset += len(text)
+        values.append(None if entry is None else entry.logprob)
+        best = {} if entry is None else {tokenizer.token_text(top): value for top, value in entry.top[:count]}
+        if entry is not None:
+            best.setdefault(text, entry.logprob)
+        tops.append(best or None)
+    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+
+def chat_logprobs(entries: Iterable[TokenLogprobs], count: int, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The logprobs object of chat completions."""
+
+    def one(token_id: int, logprob: float) -> dict[str, Any]:
+        text, raw = tokenizer.token_text(token_id), tokenizer.token_bytes(token_id)
+        return {"token": text, "logprob": logprob, "bytes": list(raw)}
+
+    content = [
+        {**one(entry.token_id, entry.logprob), "top_logprobs": [one(*top) for top in entry.top[:count]]}
+        for entry in entries
+    ]
+    return {"content": content, "refusal": None}
+
+
+def prompt_logprobs(entries: list[TokenLogprobs | None] | None, tokenizer: Tokenizer) -> list[Any] | None:
+    """vLLM's prompt_logprobs: per position a map of token id to logprob, rank and text; None for the first."""
+    if entries is None:
+        return None
+    rows: list[Any] = []
+    for entry in entries:
+        if entry is None:
+            rows.append(None)
+            continue
+        row: dict[str, Any] = {}
+        for rank, (token_id, logprob) in enumerate(entry.top, start=1):
+            row[str(token_id)] = {
+                "logprob": logprob,
+                "rank": rank,
+                "decoded_token": tokenizer.token_text(token_id),
+            }
+        own = {"logprob": entry.logprob, "rank": None, "decoded_token": tokenizer.token_text(entry.token_id)}
+        row.setdefault(str(entry.token_id), own)
+        rows.append(row)
+    return rows

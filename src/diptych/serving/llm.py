@@ -1,0 +1,241 @@
+"""LLM: offline batches in this process, for scripts and notebooks. ``LLM(path).generate(prompts, params)``.
+
+Owns a replica's core and its model in the caller's process. Must never start threads, processes or sockets.
+"""
+
+import random
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from diptych.control.config import ShapeName, shape_preset
+from diptych.control.errors import ConfigError, WorkerError
+from diptych.control.events import Event, RequestAdmitted, RequestFinished
+from diptych.control.kvcache.prefix_cache import hash_blocks
+from diptych.control.request import FinishReason, Request, SamplingParams
+from diptych.serving.frontend import check_prompt, derive_seed
+from diptych.serving.options import BUNDLED_MODEL, DeviceName, DeviceOptions, DTypeName, EngineOptions, MemoryOptions
+from diptych.serving.outputs import RequestOutput
+from diptych.serving.results import OutputBuilder
+from diptych.serving.sequence import Generation
+from diptych.serving.sequence import Sequence as OneSequence
+from diptych.serving.tokenizer import Tokenizer, flatten_content
+from diptych.serving.worker import load_engine, pack_finished, pack_logprobs
+
+Prompt = str | Sequence[int]
+Params = SamplingParams | Sequence[SamplingParams] | None
+Conversation = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """A model in this process.
+
+    model: a Hugging Face directory; None takes the bundled one. shape: chunked or unified. kv_cache_bytes None: a
+    share of the free memory. Raises ConfigError for what cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        threads: int | None = None,
+        shape: str = "chunked",
+        max_model_len: int | None = None,
+        options: EngineOptions | None = None,
+    ) -> None:
+        if options is None:
+            options = EngineOptions(
+                model=str(model or BUNDLED_MODEL),
+                device=DeviceOptions(device=cast(DeviceName, device), dtype=cast(DTypeName, dtype), threads=threads),
+                memory=MemoryOptions(),
+                scheduler=shape_preset(cast(ShapeName, shape), max_waiting=2**31),
+                max_model_len=max_model_len,
+                warm_up=False,
+            )
+        self.options = options
+        self.tokenizer = Tokenizer(Path(options.model))
+        self._core, self._runner, self._ready = load_engine(options, lambda stage, fraction=None: None)
+        self._open: dict[str, OneSequence] = {}
+        self._num_requests = 0
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params = None,
+        *,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """Answers in the order of the prompts: a text, token ids, or a list of those; params for all or one each.
+
+        Raises InvalidRequestError or ContextLengthError before anything is computed.
+        """
+        batch = _as_batch(prompts)
+        sampling = _one_each(params, len(batch))
+        builders = []
+        try:
+            for prompt, one in zip(batch, sampling, strict=True):
+                builders.append(self._submit(prompt, one))
+            self._run(progress)
+        finally:
+            self._clear()
+        outputs = []
+        for builder in builders:
+            builder.add(builder.generation.take())
+            outputs.append(builder.output())
+        return outputs
+
+    def chat(
+        self,
+        conversations: Conversation | Sequence[Conversation],
+        params: Params = None,
+        *,
+        progress: bool = True,
+        add_generation_prompt: bool = True,
+    ) -> list[RequestOutput]:
+        """Like ``generate``, for one conversation (a list of messages) or several."""
+        if conversations and isinstance(conversations[0], Mapping):
+            conversations = [cast(Conversation, conversations)]
+        prompts: list[Prompt] = [
+            self.tokenizer.encode_chat(
+                [
+                    {**message, "content": flatten_content(message.get("content"), "messages")}
+                    for message in cast(Conversation, conversation)
+                ],
+                add_generation_prompt=add_generation_prompt,
+            )
+            for conversation in conversations
+        ]
+        return self.generate(prompts, params, progress=progress)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
+        """The text of one answer, piece by piece."""
+        builder = self._submit(prompt, params or SamplingParams())
+        try:
+            for _ in self._steps():
+                for delta in builder.generation.take():
+                    if delta.index == 0 and delta.text:
+                        yield delta.text
+        finally:
+            self._clear()
+
+    def _submit(self, prompt: Prompt, params: SamplingParams) -> OutputBuilder:
+        text = prompt if isinstance(prompt, str) else None
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        check_prompt(token_ids, params, self._ready)
+        request_id, self._num_requests = str(self._num_requests), self._num_requests + 1
+        seed = random.getrandbits(63) if params.seed is None else params.seed
+        sequences = [
+            OneSequence(
+                f"{request_id}-{number}",
+                number,
+                token_ids,
+                replace(params, n=1, seed=derive_seed(seed, number)),
+                self.tokenizer,
+            )
+            for number in range(params.n)
+        ]
+        generation = Generation(request_id, sequences)
+        hashes = hash_blocks(token_ids, self.options.memory.block_size)
+        for one in sequences:
+            request = Request(
+                one.request_id,
+                len(token_ids),
+                params.max_tokens,
+                block_hashes=hashes,
+                reads_prefix_cache=params.prompt_logprobs is None,
+            )
+            self._core.check_request(request)
+            self._runner.add_request(one.request_id, token_ids, one.sampling, block_hashes=hashes)
+            self._open[one.request_id] = one
+            self._core.add_request(request, time.monotonic_ns())
+        return OutputBuilder(generation, text, self.tokenizer)
+
+    def _run(self, progress: bool) -> None:
+        total = len(self._open)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        console = Console(file=sys.stderr)
+        with Progress(*columns, console=console) if progress and console.is_terminal else nullcontext() as bar:
+            task = bar.add_task("generating", total=total) if bar else None
+            for _ in self._steps():
+                if bar and task is not None:
+                    bar.update(task, completed=total - len(self._open))
+
+    def _steps(self) -> Iterator[None]:
+        """The loop of a worker, without a socket: one step each time, until nobody is left."""
+        core, runner = self._core, self._runner
+        while core.has_work:
+            output = core.begin_step(time.monotonic_ns())
+            if output is None:
+                raise WorkerError("the scheduler has work but no step for it; this is a bug")
+            result = runner.execute(output)
+            events = core.end_step(result, time.monotonic_ns())
+            self._take(events, result.payload)
+            yield
+
+    def _take(self, events: Sequence[Event], payload: Any) -> None:
+        ended = {event.request_id: event for event in events if isinstance(event, RequestFinished)}
+        for event in events:
+            if isinstance(event, RequestAdmitted) and event.is_first and event.request_id in self._open:
+                self._open[event.request_id].cached_tokens = event.num_cached_tokens
+        for request_id, (first, entries) in payload.prompt_logprobs.items():
+            if one := self._open.get(request_id):
+                one.add_prompt_logprobs(first, [pack_logprobs(entry) for entry in entries])
+        matched = []
+        for request_id, token_id in zip(payload.request_ids, payload.token_ids, strict=True):
+            one = self._open.get(request_id)
+            if one is None:
+                continue
+            logprobs = payload.logprobs.get(request_id)
+            end = ended.get(request_id)
+            is_stop_token = end is not None and end.reason is FinishReason.STOP
+            if one.push(token_id, is_stop_token=is_stop_token, logprobs=logprobs and pack_logprobs(logprobs)):
+                matched.append(request_id)
+            one.mark()
+        self._end(ended.values())
+        for request_id in matched:
+            self._end(
+                event
+                for event in self._core.abort(request_id, time.monotonic_ns(), FinishReason.STOP)
+                if isinstance(event, RequestFinished)
+            )
+
+    def _end(self, events: Any) -> None:
+        for event in events:
+            if one := self._open.pop(event.request_id, None):
+                if event.reason is FinishReason.ERROR:
+                    raise WorkerError(f"request {event.request_id} failed: {event.message}")
+                one.end(pack_finished(event))
+                one.mark()
+
+    def _clear(self) -> None:
+        """Abort whatever is left (after an error or an interrupt), so that the next call finds an empty replica."""
+        for request_id in list(self._open):
+            self._core.abort(request_id, time.monotonic_ns())
+        self._open.clear()
+        while self._core.has_work and (output := self._core.begin_step(time.monotonic_ns())) is not None:
+            self._core.end_step(self._runner.execute(output), time.monotonic_ns())
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [cast(Prompt, prompts)]
+    return list(cast(Sequence[Prompt], prompts))
+
+
+def _one_each(params: Params, count: int) -> list[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise ConfigError(f"there are {count} prompts and {len(params)} params; one for all, or one each")
+    return list(params)

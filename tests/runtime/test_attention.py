@@ -1,0 +1,161 @@
+"""Paged attention: native equals torch, whole equals chunked, alone equals in a batch."""
+
+import pytest
+import torch
+
+from diptych.runtime.attention import make_attention
+from diptych.runtime.attention.interface import AttentionBackend, AttentionShape
+from diptych.runtime.input_batch import InputBatch
+from diptych.runtime.native import load_native
+
+CPU = torch.device("cpu")
+
+
+def make_batch(chunks: list[tuple[int, int]], block_size: int, tables: list[list[int]]) -> InputBatch:
+    """Sequences as (context before, new tokens); decodes (one token) first."""
+    starts = [0]
+    for _, new in chunks:
+        starts.append(starts[-1] + new)
+    width = max(len(table) for table in tables)
+    padded = torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32)
+    positions = torch.cat([torch.arange(before, before + new) for before, new in chunks])
+    slots = torch.cat(
+        [
+            torch.tensor([table[p // block_size] * block_size + p % block_size for p in range(before, before + new)])
+            for (before, new), table in zip(chunks, tables, strict=True)
+        ]
+    )
+    return InputBatch(
+        token_ids=torch.zeros(starts[-1], dtype=torch.int64),
+        positions=positions,
+        slot_mapping=slots,
+        query_start=torch.tensor(starts, dtype=torch.int32),
+        context_lens=torch.tensor([before + new for before, new in chunks], dtype=torch.int32),
+        block_tables=padded,
+        sample_rows=torch.empty(0, dtype=torch.int64),
+        num_decodes=sum(new == 1 for _, new in chunks),
+        max_query_len=max(new for _, new in chunks),
+        max_context_len=max(before + new for before, new in chunks),
+    )
+
+
+class Sequences:
+    """Random q, k, v of several sequences in one cache, with blocks in random places."""
+
+    def __init__(self, shape: AttentionShape, lengths: list[int], seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.shape, self.lengths = shape, lengths
+        size = shape.block_size
+        counts = [-(-length // size) for length in lengths]
+        order = torch.randperm(sum(counts) + 3).tolist()
+        self.tables = [[order.pop() for _ in range(count)] for count in counts]
+        self.num_blocks = sum(counts) + 3
+        self.q = [torch.randn(length, shape.num_heads, shape.head_dim).to(shape.dtype) for length in lengths]
+        kv = (shape.num_kv_heads, shape.head_dim)
+        self.k = [torch.randn(length, *kv).to(shape.dtype) for length in lengths]
+        self.v = [torch.randn(length, *kv).to(shape.dtype) for length in lengths]
+
+    def cache(self, backend: AttentionBackend) -> tuple[torch.Tensor, torch.Tensor]:
+        """A cache that holds every token of every sequence."""
+        k_cache, v_cache = backend.allocate(self.num_blocks)
+        size = self.shape.block_size
+        for k, v, table in zip(self.k, self.v, self.tables, strict=True):
+            slots = torch.tensor([table[p // size] * size + p % size for p in range(len(k))])
+            backend.write(k, v, k_cache, v_cache, slots)
+        return k_cache, v_cache
+
+    def attend(
+        self, backend: AttentionBackend, chunks: list[tuple[int, int, int]], window: int | None = None
+    ) -> list[torch.Tensor]:
+        """Attention of (sequence, start, count) chunks in one call, decodes first; one result per chunk."""
+        batch = make_batch(
+            [(start, count) for _, start, count in chunks],
+            self.shape.block_size,
+            [self.tables[sequence] for sequence, _, _ in chunks],
+        )
+        q = torch.cat([self.q[sequence][start : start + count] for sequence, start, count in chunks])
+        out = backend.run(q, *self.cache(backend), backend.plan(batch, window))
+        return list(out.split([count for _, _, count in chunks]))
+
+
+def backends(shape: AttentionShape) -> tuple[AttentionBackend, AttentionBackend]:
+    library = load_native()
+    if library is None or not library.supports(shape.dtype):
+        pytest.skip("no native kernels here")
+    return make_attention(shape, CPU, native=True), make_attention(shape, CPU, native=False)
+
+
+def make_shape(heads: int, kv_heads: int, dim: int, block_size: int, dtype: torch.dtype) -> AttentionShape:
+    return AttentionShape(heads, kv_heads, dim, block_size, dtype, dim**-0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 1, 40, 300])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "block_size"),
+    [(4, 4, 32, 16), (4, 2, 64, 32), (9, 3, 64, 32), (14, 2, 64, 64), (8, 1, 80, 16), (2, 1, 128, 32), (60, 1, 96, 16)],
+)
+def test_native_attention_equals_torch(
+    dtype: torch.dtype, window: int | None, heads: int, kv_heads: int, dim: int, block_size: int
+) -> None:
+    shape = make_shape(heads, kv_heads, dim, block_size, dtype)
+    native, reference = backends(shape)
+    sequences = Sequences(shape, [1, 17, 300, 257, 700, 130])
+    chunks = [(0, 0, 1), (1, 16, 1), (2, 299, 1), (3, 200, 57), (4, 0, 700), (5, 3, 127)]
+    ours, theirs = sequences.attend(native, chunks, window), sequences.attend(reference, chunks, window)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.float(), other.float(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_token_is_bitwise_the_same_whole_chunked_decoded_and_in_any_batch(
+    dtype: torch.dtype, window: int | None
+) -> None:
+    shape = make_shape(6, 2, 64, 32, dtype)
+    native, _ = backends(shape)
+    sequences = Sequences(shape, [600, 90, 1000])
+    (whole,) = sequences.attend(native, [(0, 0, 600)], window)
+    for size in (1, 7, 64, 255, 256, 257):
+        for start in range(0, 600, max(size, 97)):
+            count = min(size, 600 - start)
+            (part,) = sequences.attend(native, [(0, start, count)], window)
+            assert torch.equal(part, whole[start : start + count])
+    crowd = sequences.attend(native, [(1, 89, 1), (0, 599, 1), (2, 0, 1000), (0, 300, 200)], window)
+    assert torch.equal(crowd[1], whole[599:600])
+    assert torch.equal(crowd[3], whole[300:500])
+
+
+def test_the_number_of_threads_does_not_matter() -> None:
+    shape = make_shape(4, 2, 64, 32, torch.float32)
+    native, _ = backends(shape)
+    sequences = Sequences(shape, [2000, 400])
+    chunks = [(0, 1999, 1), (1, 0, 400)]
+    before, results = torch.get_num_threads(), []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        results.append(sequences.attend(native, chunks))
+    torch.set_num_threads(before)
+    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
+
+
+def test_stale_memory_behind_the_last_token_is_never_seen() -> None:
+    shape = make_shape(2, 1, 32, 16, torch.bfloat16)
+    native, _ = backends(shape)
+    k_cache, v_cache = native.allocate(2)
+    k_cache.fill_(float("nan"))
+    v_cache.fill_(1e30)
+    k, v = torch.randn(5, 1, 32).bfloat16(), torch.randn(5, 1, 32).bfloat16()
+    native.write(k, v, k_cache, v_cache, torch.arange(5))
+    batch = make_batch([(4, 1)], 16, [[0]])
+    out = native.run(torch.randn(1, 2, 32).bfloat16(), k_cache, v_cache, native.plan(batch, None))
+    assert out.abs().max() < 10
+
+
+def test_there_is_one_openmp_runtime_in_the_process() -> None:
+    load_native()
+    with open("/proc/self/maps") as maps:
+        names = {line.rpartition("/")[2].strip() for line in maps if "/" in line}
+    runtimes = {name for name in names if name.startswith(("libgomp", "libomp", "libiomp5"))}
+    assert len(runtimes) == 1, runtimes

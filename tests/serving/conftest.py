@@ -1,0 +1,33 @@
+"""One real server with the bundled model, and one with the make-believe model, for the whole session."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from servers import CLI, RunningServer, fake_server, running
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[RunningServer]:
+    """``diptych serve`` with the bundled model on a free port."""
+    with running((*CLI, "serve", "--port", "0", "--kv-cache-memory", "64MiB", "--threads", "1")) as one:
+        yield one
+
+
+@pytest.fixture(scope="session")
+def fake() -> Iterator[RunningServer]:
+    """A fast server whose tokens can be foretold."""
+    with fake_server(step_ms=1) as one:
+        yield one
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[openai.OpenAI]:
+    """The official client, against the real server."""
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as one:
+        yield one

@@ -1,0 +1,80 @@
+"""Server processes for the tests: start, find the address, stop."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+CLI = (sys.executable, "-c", "from diptych.cli import main; main()")
+FAKE_SERVER = Path(__file__).parent / "fake_server.py"
+
+
+@dataclass
+class RunningServer:
+    """A server process that is ready."""
+
+    process: "subprocess.Popen[str]"
+    url: str
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics by name with labels (without model_name)."""
+        values = {}
+        for line in httpx.get(f"{self.url}/metrics").text.splitlines():
+            if not line.startswith("#"):
+                name, _, value = line.rpartition(" ")
+                values[re.sub(r',?model_name="[^"]*"', "", name).replace("{}", "")] = float(value)
+        return values
+
+    def terminate(self, timeout_s: float = 20.0) -> int:
+        """SIGTERM and the exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout_s)
+
+
+def wait_until(condition: Any, timeout_s: float = 10.0) -> None:
+    """Poll until the condition holds."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.02)
+
+
+@contextmanager
+def running(command: Sequence[str]) -> Iterator[RunningServer]:
+    """Start a server and read its output until it says where it serves."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        url = None
+        seen = []
+        for line in process.stdout:
+            seen.append(line)
+            if match := re.search(r"served at (http://\S+)", line):
+                url = match[1]
+                break
+        assert url, f"the server ended before it was ready: {seen}"
+        yield RunningServer(process, url)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def fake_server(**settings: Any) -> Any:
+    """A server with the make-believe model; see fake_server.py."""
+    return running((sys.executable, str(FAKE_SERVER), json.dumps(settings)))

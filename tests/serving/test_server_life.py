@@ -1,0 +1,193 @@
+"""The life of a server: many streams, clients that leave, overload, keys, signals, a worker that dies."""
+
+import asyncio
+import json
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from fake_worker import CRASH_TOKEN, FAIL_TOKEN
+from servers import CLI, RunningServer, fake_server, wait_until
+
+BODY = {"prompt": [5] * 40, "max_tokens": 5000, "ignore_eos": True, "stream": True}
+
+
+def stream(url: str, **fields: Any) -> Any:
+    return httpx.stream("POST", f"{url}/v1/completions", json={**BODY, **fields}, timeout=30)
+
+
+def first_event(reply: httpx.Response) -> tuple[str, Iterator[str]]:
+    lines = (line for line in reply.iter_lines() if line)
+    return next(lines), lines
+
+
+def is_empty(server: RunningServer) -> bool:
+    metrics = server.metrics()
+    return metrics["vllm:num_requests_running"] == 0 and metrics["vllm:num_requests_waiting"] == 0
+
+
+def test_fifty_streams_at_once_each_get_their_own_tokens(fake: RunningServer) -> None:
+    async def one(client: openai.AsyncOpenAI, length: int) -> None:
+        reply = await client.completions.create(
+            model="fake", prompt=[7] * length, max_tokens=30, stream=True, logprobs=0, extra_body={"ignore_eos": True}
+        )
+        tokens = [token async for chunk in reply for token in chunk.choices[0].logprobs.tokens]
+        expected = await client.post(
+            f"{fake.url}/detokenize", body={"tokens": list(range(length, length + 30))}, cast_to=dict[str, str]
+        )
+        assert "".join(tokens) == expected["prompt"]
+
+    async def main() -> None:
+        async with openai.AsyncOpenAI(base_url=f"{fake.url}/v1", api_key="none", max_retries=0) as client:
+            await asyncio.gather(*(one(client, 40 + 3 * number) for number in range(50)))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_client_that_leaves_frees_its_blocks(fake: RunningServer, streaming: bool) -> None:
+    wait_until(lambda: is_empty(fake))
+    if streaming:
+        with stream(fake.url) as reply:
+            first_event(reply)
+            wait_until(lambda: fake.metrics()["vllm:num_requests_running"] == 1)
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{fake.url}/v1/completions", json={**BODY, "stream": False}, timeout=0.3)
+    wait_until(lambda: is_empty(fake), 3)
+    assert fake.metrics()['vllm:request_success_total{finished_reason="abort"}'] >= 1
+
+
+def test_a_client_that_leaves_during_its_prefill_frees_it_too() -> None:
+    with fake_server(tokens_per_s=500) as server:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{server.url}/v1/completions", json={"prompt": [5] * 7000, "max_tokens": 5}, timeout=0.5)
+        started = time.monotonic()
+        httpx.post(f"{server.url}/v1/completions", json={"prompt": [6] * 10, "max_tokens": 2}, timeout=20)
+        assert time.monotonic() - started < 7  # the whole prompt would take 14 s
+        wait_until(lambda: is_empty(server))
+
+
+def test_more_than_may_wait_gets_429_with_retry_after() -> None:
+    async def main(url: str) -> list[httpx.Response]:
+        async with httpx.AsyncClient(timeout=30) as client:
+            body = {**BODY, "max_tokens": 60, "stream": False}
+            return await asyncio.gather(*(client.post(f"{url}/v1/completions", json=body) for _ in range(6)))
+
+    with fake_server(step_ms=5, scheduler={"max_num_seqs": 1, "max_waiting": 2}) as server:
+        replies = asyncio.run(main(server.url))
+        refused = [reply for reply in replies if reply.status_code == 429]
+        assert len(refused) in (3, 4)
+        assert all(reply.status_code in (200, 429) for reply in replies)
+        assert all(int(reply.headers["retry-after"]) >= 1 for reply in refused)
+        assert refused[0].json()["error"]["type"] == "rate_limit_error"
+
+
+def test_the_api_key_guards_everything_but_health() -> None:
+    with fake_server(serve={"api_key": "secret"}) as server:
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert httpx.get(f"{server.url}/ready").status_code == 200
+        for path in ("/v1/models", "/metrics", "/openapi.json"):
+            assert httpx.get(server.url + path).status_code == 401
+            assert httpx.get(server.url + path, headers={"authorization": "Bearer wrong"}).status_code == 401
+            assert httpx.get(server.url + path, headers={"authorization": "Bearer secret"}).status_code == 200
+        with (
+            openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0) as client,
+            pytest.raises(openai.AuthenticationError),
+        ):
+            client.models.list()
+
+
+def test_sigterm_lets_the_running_end_and_refuses_newcomers() -> None:
+    with fake_server(step_ms=5) as server:
+        with stream(server.url, max_tokens=150) as reply:
+            _, rest = first_event(reply)
+            server.process.terminate()
+            wait_until(lambda: httpx.get(f"{server.url}/ready").status_code == 503)
+            refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": [1]})
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "draining"
+            assert refused.headers["retry-after"]
+            events = list(rest)
+        assert events[-1] == "data: [DONE]"
+        assert len(events) >= 100
+        assert server.process.wait(10) == 0
+
+
+def test_a_second_signal_or_the_timeout_ends_the_drain() -> None:
+    with fake_server(step_ms=5, serve={"drain_timeout_s": 0.3}) as server, stream(server.url) as reply:
+        _, rest = first_event(reply)
+        assert server.terminate(10) == 0
+        events = list(rest)
+        assert "shutting down" in events[-2]
+
+
+def test_a_dead_worker_is_an_error_for_its_requests_and_comes_back() -> None:
+    with fake_server(step_ms=2) as server:
+        with stream(server.url) as reply:
+            _, rest = first_event(reply)
+            crash = httpx.post(f"{server.url}/v1/completions", json={"prompt": [CRASH_TOKEN]}, timeout=10)
+            assert crash.status_code == 500
+            assert crash.json()["error"]["code"] == "worker_failed"
+            events = list(rest)
+            assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == "worker_failed"
+        down = httpx.get(f"{server.url}/ready")
+        assert (down.status_code, httpx.get(f"{server.url}/health").status_code) == (503, 200)
+        wait_until(lambda: httpx.get(f"{server.url}/ready").status_code == 200)
+        assert httpx.post(f"{server.url}/v1/completions", json={"prompt": [1]}).status_code == 200
+        assert server.metrics()["diptych:worker_losses_total"] == 1
+
+
+def test_a_request_that_fails_alone_is_a_500_for_it_alone(fake: RunningServer) -> None:
+    assert httpx.post(f"{fake.url}/v1/completions", json={"prompt": [FAIL_TOKEN]}).status_code == 500
+    assert httpx.post(f"{fake.url}/v1/completions", json={"prompt": [1]}).status_code == 200
+
+
+def test_while_the_model_loads_it_is_alive_and_not_ready() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+
+    def status(path: str) -> int:
+        try:
+            return httpx.get(url + path).status_code
+        except httpx.ConnectError:
+            return 0
+
+    source = ("--port", str(port), "--kv-cache-memory", "16MiB")
+    process = subprocess.Popen((*CLI, "serve", *source), stdout=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: status("/health") == 200)
+        assert status("/ready") in (503, 200)
+        early = httpx.post(f"{url}/v1/completions", json={"prompt": [1], "max_tokens": 1})
+        assert early.status_code in (503, 200)
+        process.terminate()
+        assert process.wait(15) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_taken_port_and_a_wrong_model_are_told_in_one_line(tmp_path: Any) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = subprocess.run((*CLI, "serve", "--port", str(port)), capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert result.stderr == (
+        f"error: cannot listen on 127.0.0.1:{port}: Address already in use; choose another one with --port\n"
+    )
+    (tmp_path / "config.json").write_text('{"architectures": ["Unheard"], "model_type": "unheard"}')
+    command = (*CLI, "serve", "--port", "0", "--model", str(tmp_path))
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "Unheard" in result.stderr
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
