@@ -53,6 +53,8 @@ from diptych.runtime.step_layout import StepLayout, lay_out_decodes, lay_out_ste
 SCORED_ROWS_AT_ONCE = 64  # logits of prompt tokens are computed in slices: a whole prompt's would take gigabytes
 NOT_A_NUMBER = "the model computed a logit that is not a number"
 
+PromptLogprobs = dict[str, tuple[int, list[TokenLogprobs]]]
+
 
 @dataclass(frozen=True, slots=True)
 class RunnerConfig:
@@ -86,7 +88,17 @@ class StepTokens:
     request_ids: list[str]
     token_ids: list[int]
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
-    prompt_logprobs: dict[str, tuple[int, list[TokenLogprobs]]] = field(default_factory=dict)
+    prompt_logprobs: PromptLogprobs = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Sampled:
+    """What the sampling rows of a step got. is_silent: rows that failed, now or in an earlier step, or had ended."""
+
+    token_ids: npt.NDArray[np.int64]
+    is_silent: npt.NDArray[np.bool_]
+    failed: list[tuple[str, str]] = field(default_factory=list)
+    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
 
 
 class ModelRunner:
@@ -160,9 +172,9 @@ class ModelRunner:
         if layout.num_samples == 0:
             payload = StepTokens([], [], prompt_logprobs=prompt_logprobs)
             return StepResult(output.step_id, full_blocks=full_blocks, payload=payload)
-        logits = self.model.logits(hidden[: layout.num_samples])
-        token_ids, logprobs, failed = self._sample(layout, logits)
-        return self._conclude(output.step_id, layout, token_ids, failed, full_blocks, logprobs, prompt_logprobs)
+        sampled = self._sample(layout, self.model.logits(hidden[: layout.num_samples]))
+        payload, stopped = self._conclude(layout, sampled, prompt_logprobs)
+        return StepResult(output.step_id, stopped, full_blocks, tuple(sampled.failed), payload)
 
     def _apply_membership(self, output: SchedulerOutput) -> None:
         batch = self._batch
@@ -201,16 +213,15 @@ class ModelRunner:
                 full += state.hash_through(end, state.token_ids)
         return tuple(full)
 
-    def _sample(
-        self, layout: StepLayout, logits: torch.Tensor
-    ) -> tuple[npt.NDArray[np.int64], dict[str, TokenLogprobs], list[tuple[str, str]]]:
-        """One token per sampling slot, the log probabilities that were asked for, and who failed."""
-        batch, first = self._batch, layout.first_slot
+    def _sample(self, layout: StepLayout, logits: torch.Tensor) -> _Sampled:
+        """One token per sampling slot. Members that ended in an earlier step, and only wait for the plan that says so
+        (steps in flight), are computed like the others but never reported."""
+        batch, first, last = self._batch, layout.first_slot, layout.last_slot
         token_ids, is_finite = sample_greedy(logits)
-        logprobs: dict[str, TokenLogprobs] = {}
-        failed = [(batch.request_ids[first + row], NOT_A_NUMBER) for row in np.flatnonzero(~is_finite)]
-        token_ids[~is_finite] = 0
-        rows = np.flatnonzero(~batch.is_plain[first : layout.last_slot] & is_finite)
+        sampled = _Sampled(token_ids, batch.is_ended[first:last] | ~is_finite)
+        for row in np.flatnonzero(~is_finite & ~batch.is_ended[first:last]):
+            sampled.failed.append((batch.request_ids[first + row], NOT_A_NUMBER))
+        rows = np.flatnonzero(~batch.is_plain[first:last] & ~sampled.is_silent)
         seeds = np.array([batch.states[first + row].sampling_seed for row in rows], dtype=np.int64)
         numbers = uniforms(seeds, batch.positions[first + rows] + 1)
         for row, uniform in zip(rows.tolist(), numbers.tolist(), strict=True):
@@ -218,47 +229,35 @@ class ModelRunner:
             values = row_as_float32(logits, row)
             raw = values.copy() if state.params.logprobs is not None else values
             tokens = batch.tokens_of(first + row)
-            sampling = RowSampling(state.params, state.sampling_seed, tokens, state.num_prompt_tokens, state.stop_ids)
+            parameters = RowSampling(state.params, uniform, tokens, state.num_prompt_tokens, state.stop_ids)
             try:
-                token_ids[row] = sample_row(values, sampling)
+                token_ids[row] = sample_row(values, parameters)
             except SamplingError as error:
-                failed.append((state.request_id, str(error)))
+                sampled.failed.append((state.request_id, str(error)))
+                sampled.is_silent[row] = True
                 continue
             if state.params.logprobs is not None:
-                logprobs[state.request_id] = token_logprobs(raw, int(token_ids[row]), state.params.logprobs)
-        return token_ids, logprobs, failed
+                entry = token_logprobs(raw, int(token_ids[row]), state.params.logprobs)
+                sampled.logprobs[state.request_id] = entry
+        return sampled
 
     def _conclude(
-        self,
-        step_id: int,
-        layout: StepLayout,
-        token_ids: npt.NDArray[np.int64],
-        failed: list[tuple[str, str]],
-        full_blocks: tuple[tuple[str, bytes], ...],
-        logprobs: dict[str, TokenLogprobs],
-        prompt_logprobs: dict[str, tuple[int, list[TokenLogprobs]]],
-    ) -> StepResult:
-        """Advance the batch and report. Members that ended in an earlier step, and only wait for the plan that says
-        so (steps in flight), are computed but not reported."""
+        self, layout: StepLayout, sampled: _Sampled, prompt_logprobs: PromptLogprobs
+    ) -> tuple[StepTokens, tuple[tuple[str, FinishReason], ...]]:
+        """Advance the batch. Returns the tokens to report and who stopped."""
         batch, first, last = self._batch, layout.first_slot, layout.last_slot
+        token_ids, is_silent = sampled.token_ids, sampled.is_silent
         batch.advance(first, last, token_ids)
-        request_ids = batch.request_ids[first:last]
         stops = self._ends_sequence[token_ids] & ~batch.ignores_eos[first:last]
         for row in np.flatnonzero(batch.has_stop_ids[first:last]):
             stops[row] |= int(token_ids[row]) in batch.states[first + row].stop_ids
-        is_silent = batch.is_ended[first:last].copy()
-        failures = dict(failed)
-        if failures:
-            is_silent |= np.array([request_id in failures for request_id in request_ids])
+        request_ids, tokens = batch.request_ids[first:last], token_ids.tolist()
         stopped = tuple((request_ids[row], FinishReason.STOP) for row in np.flatnonzero(stops & ~is_silent))
-        reported = tuple(entry for entry in failed if not batch.is_ended[batch.slot_of(entry[0])])
         batch.is_ended[first:last] |= stops | is_silent
-        tokens = token_ids.tolist()
         if is_silent.any():
-            loud = np.flatnonzero(~is_silent)
-            request_ids, tokens = [request_ids[row] for row in loud], [tokens[row] for row in loud]
-        payload = StepTokens(request_ids, tokens, logprobs, prompt_logprobs)
-        return StepResult(step_id, stopped=stopped, full_blocks=full_blocks, failed=reported, payload=payload)
+            reported = np.flatnonzero(~is_silent)
+            request_ids, tokens = [request_ids[row] for row in reported], [tokens[row] for row in reported]
+        return StepTokens(request_ids, tokens, sampled.logprobs, prompt_logprobs), stopped
 
     def _score_prompts(self, layout: StepLayout, hidden: torch.Tensor) -> dict[str, tuple[int, list[TokenLogprobs]]]:
         """Log probabilities of prompt tokens, from the rows behind the sampled ones."""

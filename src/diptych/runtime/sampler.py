@@ -16,6 +16,7 @@ from diptych.control.request import SamplingParams
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 
+GREEDY_BELOW = 1e-5  # temperature
 BLOCK = 512  # of the two-level inverse CDF
 NUCLEUS_CANDIDATES = (64, 512)  # how many of the best top_p looks at before it cuts by histogram
 NUCLEUS_BINS = 4096
@@ -91,7 +92,7 @@ def sample_row(logits: Floats, row: RowSampling) -> int:
     best = int(logits.argmax())
     if not np.isfinite(logits[best]):
         raise SamplingError("the model computed a logit that is not a number, or every token is masked")
-    if params.temperature == 0:
+    if params.temperature < GREEDY_BELOW:
         return best
     scaled = np.subtract(logits, logits[best])
     scaled *= 1.0 / params.temperature

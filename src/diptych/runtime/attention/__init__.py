@@ -3,6 +3,7 @@
 import torch
 
 from diptych.control.errors import ConfigError
+from diptych.runtime.attention.cuda import CudaAttention
 from diptych.runtime.attention.interface import AttentionBackend, AttentionShape
 from diptych.runtime.attention.native_cpu import NativeCpuAttention
 from diptych.runtime.attention.torch_cpu import TorchCpuAttention
@@ -12,8 +13,10 @@ from diptych.runtime.native import load_native
 def make_attention(shape: AttentionShape, device: torch.device, native: bool | None = None) -> AttentionBackend:
     """The backend for a device. native: None uses the kernels when they are built and cover the shape; True insists;
     False takes plain torch."""
+    if device.type == "cuda":
+        return CudaAttention(shape, device)
     if device.type != "cpu":
-        raise ConfigError(f"device is {device}; supported: cpu", param="device")
+        raise ConfigError(f"device is {device}; supported: cpu, cuda", param="device")
     library = load_native() if native is not False else None
     if library is not None and NativeCpuAttention.covers(library, shape):
         return NativeCpuAttention(library, shape)

@@ -2,6 +2,8 @@
 
 import torch
 
+from diptych.runtime.memory import large_empty
+
 GROUP = 16  # tokens of K that lie side by side
 
 
@@ -11,9 +13,9 @@ def allocate_cpu(
     """Zeroed K and V of one layer in the CPU layout."""
     v = 4 // dtype.itemsize
     k_shape = (num_blocks, num_kv_heads, block_size // GROUP, head_dim // v, GROUP, v)
-    return torch.zeros(k_shape, dtype=dtype), torch.zeros(
-        (num_blocks, num_kv_heads, block_size // v, head_dim, v), dtype=dtype
-    )
+    v_shape = (num_blocks, num_kv_heads, block_size // v, head_dim, v)
+    count = num_blocks * num_kv_heads * block_size * head_dim
+    return large_empty(count, dtype).zero_().view(k_shape), large_empty(count, dtype).zero_().view(v_shape)
 
 
 def write_cpu(
@@ -43,3 +45,8 @@ def write_cuda(
     """k, v [num_tokens, num_kv_heads, head_dim] to ``slots`` of the CUDA layout."""
     k_cache.view(-1, *k_cache.shape[2:])[slots] = k
     v_cache.view(-1, *v_cache.shape[2:])[slots] = v
+
+
+def read_cuda(k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V at ``slots``, [len(slots), num_kv_heads, head_dim] each."""
+    return k_cache.view(-1, *k_cache.shape[2:])[slots], v_cache.view(-1, *v_cache.shape[2:])[slots]

@@ -6,6 +6,7 @@ weights for all batch sizes. Each call costs a few microseconds on top of its wo
 
 import torch
 
+from diptych.runtime.memory import large_empty
 from diptych.runtime.native import NativeLibrary
 from diptych.runtime.ops.interface import Linear
 from diptych.runtime.ops.torch_ops import TorchOps
@@ -29,7 +30,7 @@ class NativeLinear:
         width = PANEL // 2 if gated else PANEL
         panels = -(-self.out_features // width)
         # room behind the last panel: the kernel prefetches past it
-        self._packed = torch.empty(panels * PANEL * self.in_features + 4096, dtype=weight.dtype)
+        self._packed = large_empty(panels * PANEL * self.in_features + 4096, weight.dtype)
         source = weight.contiguous()
         library.functions.diptych_pack(
             source.data_ptr(), self._packed.data_ptr(), self._rows, self.in_features, self._gated, self._is_bf16
