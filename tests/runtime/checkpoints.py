@@ -77,6 +77,7 @@ class Reference:
     def check_greedy(self, prompt: list[int], outputs: list[int]) -> None:
         """Assert that each output is the most likely token after what precedes it, or that the reference itself
         cannot tell it from that: its logit is within ROUNDING of the best."""
+        assert outputs, "no token was generated"
         logits = self.logits(prompt + outputs[:-1])[len(prompt) - 1 :]
         chosen = logits[torch.arange(len(outputs)), torch.tensor(outputs)]
         lost = logits.max(dim=-1).values - chosen

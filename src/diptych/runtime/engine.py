@@ -131,9 +131,11 @@ class LocalEngine:
             if request_id in self._open:
                 self._open[request_id].token_ids.append(token_id)
         for request_id, entry in tokens.logprobs.items():
-            self._open[request_id].logprobs.append(entry)
+            if request_id in self._open:
+                self._open[request_id].logprobs.append(entry)
         for request_id, (_, entries) in tokens.prompt_logprobs.items():
-            self._open[request_id].prompt_logprobs.extend(entries)
+            if request_id in self._open:
+                self._open[request_id].prompt_logprobs.extend(entries)
 
     def _take(self, events: list[Event]) -> None:
         self.events += events

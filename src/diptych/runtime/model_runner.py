@@ -18,6 +18,7 @@ Owns the tokens, the decode batch and the KV memory. Never decides what runs, ne
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,7 @@ from diptych.runtime.decode_batch import DecodeBatch
 from diptych.runtime.kv_tensors import KVTensors, blocks_within
 from diptych.runtime.loader import Checkpoint, Progress, Weights, resolve_dtype
 from diptych.runtime.model_config import ModelConfig, read_model_config
+from diptych.runtime.models.cuda_graphs import GraphedDecoder
 from diptych.runtime.models.decoder import Decoder
 from diptych.runtime.models.layers import LayerLoader
 from diptych.runtime.models.registry import MODELS
@@ -114,6 +116,10 @@ class ModelRunner:
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
         self.note = note
+        if model.device.type == "cuda":
+            self._forward = GraphedDecoder(model, kv.layers, max_model_len).forward
+        else:
+            self._forward = partial(model.forward, caches=kv.layers)
         self._requests: dict[str, RequestState] = {}
         self._batch = DecodeBatch(max_num_seqs, max_model_len, self.block_size)
         self._ends_sequence = np.zeros(self.model_config.vocab_size, dtype=np.bool_)
@@ -166,7 +172,7 @@ class ModelRunner:
         if not output.is_compute:
             return StepResult(output.step_id, payload=StepTokens([], []))
         layout = self._lay_out(output)
-        hidden = self.model.forward(layout.batch, self.kv.layers)
+        hidden = self._forward(layout.batch)
         prompt_logprobs = self._score_prompts(layout, hidden)
         full_blocks = self._hash_full_blocks(layout)
         if layout.num_samples == 0:

@@ -32,7 +32,9 @@ class RequestState:
         "token_ids",
     )
 
-    def __init__(self, request_id: str, token_ids: Sequence[int], num_prompt_tokens: int, params: SamplingParams):
+    def __init__(
+        self, request_id: str, token_ids: Sequence[int], num_prompt_tokens: int, params: SamplingParams
+    ) -> None:
         self.request_id = request_id
         self.token_ids: npt.NDArray[np.int32] = np.array(token_ids, dtype=np.int32)
         self.num_prompt_tokens = num_prompt_tokens
