@@ -6,15 +6,17 @@ miss: every command ends in a call of the serving package.
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from diptych import __version__
-from diptych.control.config import CapsConfig, SchedulerConfig, shape_preset
+from diptych.control.config import BudgetConfig, CapsConfig, PreemptionConfig, SchedulerConfig, shape_preset
 from diptych.control.errors import ConfigError, DiptychError
 from diptych.control.slo import NS_PER_MS, Slo
 from diptych.serving.options import (
@@ -25,6 +27,8 @@ from diptych.serving.options import (
     parse_bytes,
     parse_cores,
 )
+
+Config = TypeVar("Config", SchedulerConfig, BudgetConfig, CapsConfig, PreemptionConfig)
 
 app = typer.Typer(
     name="diptych",
@@ -86,6 +90,15 @@ class DType(StrEnum):
     float32 = "float32"
 
 
+class LogLevel(StrEnum):
+    """--log-level."""
+
+    debug = "debug"
+    info = "info"
+    warning = "warning"
+    error = "error"
+
+
 def _option(help_text: str, panel: str, **settings: Any) -> Any:
     return typer.Option(help=help_text, rich_help_panel=panel, **settings)
 
@@ -106,7 +119,7 @@ def serve(
     max_waiting: Annotated[int | None, _option("Requests that may wait; more get 429.", SERVER)] = None,
     max_body: Annotated[str, _option("Largest request body; more gets 413.", SERVER)] = "16MiB",
     drain_timeout: Annotated[float, _option("Seconds for running requests after SIGTERM.", SERVER)] = 30.0,
-    log_level: Annotated[str, _option("debug, info, warning or error.", SERVER)] = "warning",
+    log_level: Annotated[LogLevel, _option("How much the server tells.", SERVER)] = LogLevel.warning,
     ttft_slo_ms: Annotated[
         float | None, _option("Objective: time to first token, for requests that name none.", OBJECTIVES)
     ] = None,
@@ -145,14 +158,10 @@ def serve(
     cores: Annotated[str | None, _option("Cores to compute on, such as 0-3.", MACHINE)] = None,
 ) -> None:
     """Serve a model over an OpenAI-compatible API."""
-    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
     given = dict(locals())
-    try:
+    with _errors_in_words():
         options = engine_options(given)
-        name = served_model_name or Path(options.model).resolve().name
-        _serve(options, name, given)
-    except DiptychError as error:
-        _fail(error)
+        _serve(options, served_model_name or Path(options.model).resolve().name, given)
 
 
 def engine_options(given: dict[str, Any]) -> EngineOptions:
@@ -219,7 +228,7 @@ def scheduler_config(given: dict[str, Any]) -> SchedulerConfig:
     )
 
 
-def _changed(config: Any, **changes: Any) -> Any:
+def _changed(config: Config, **changes: Any) -> Config:
     return replace(config, **{name: value for name, value in changes.items() if value is not None})
 
 
@@ -228,6 +237,7 @@ def _nanoseconds(milliseconds: float | None) -> int | None:
 
 
 def _serve(options: EngineOptions, name: str, given: dict[str, Any]) -> None:
+    logging.basicConfig(level=given["log_level"].value.upper(), format="%(asctime)s %(levelname)s %(message)s")
     from diptych.serving.frontend import AsyncLLM
     from diptych.serving.server import ServerOptions, run_server
     from diptych.serving.terminal import StartScreen
@@ -239,7 +249,7 @@ def _serve(options: EngineOptions, name: str, given: dict[str, Any]) -> None:
         api_key=given["api_key"],
         max_body_bytes=parse_bytes(given["max_body"], "max_body"),
         drain_timeout_s=given["drain_timeout"],
-        log_level=given["log_level"].lower(),
+        log_level=given["log_level"].value,
     )
     with StartScreen(name, has_key=server.api_key is not None) as screen:
         run_server(AsyncLLM(options), server, screen.on_loading, screen.on_ready)
@@ -260,7 +270,7 @@ def generate(
     from diptych.control.request import SamplingParams
 
     text = sys.stdin.read() if prompt == "-" else prompt
-    try:
+    with _errors_in_words():
         from diptych.serving.llm import LLM
 
         llm = LLM(model, dtype=dtype.value, threads=threads)
@@ -270,8 +280,6 @@ def generate(
             sys.stdout.write(piece)
             sys.stdout.flush()
         sys.stdout.write("\n")
-    except DiptychError as error:
-        _fail(error)
 
 
 @app.command()
@@ -280,9 +288,14 @@ def version() -> None:
     print(f"diptych {__version__}")
 
 
-def _fail(error: DiptychError) -> None:
-    print(f"error: {error.message}", file=sys.stderr)
-    raise typer.Exit(1)
+@contextmanager
+def _errors_in_words() -> Iterator[None]:
+    """What was raised on purpose is one line on standard error and status 1, not a traceback."""
+    try:
+        yield
+    except DiptychError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        raise typer.Exit(1) from None
 
 
 def main() -> None:

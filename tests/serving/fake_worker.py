@@ -169,7 +169,7 @@ def main() -> int:
     parser.add_argument("directory", type=Path)
     arguments = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with_parent()
+    die_with_parent(arguments.directory)
     return serve(arguments.directory, fake_load(arguments))
 
 

@@ -166,6 +166,16 @@ def test_sampling_parameters_are_taken(client: openai.OpenAI) -> None:
     assert top_one == complete(client).choices[0].text
 
 
+def test_token_ids_come_when_asked(client: openai.OpenAI) -> None:
+    choice = complete(client, **extra(return_token_ids=True)).choices[0]
+    assert choice.prompt_token_ids == TOKENIZER.encode(PROMPT)
+    assert TOKENIZER.decode(choice.token_ids) == choice.text
+    chunks = [chunk.choices[0] for chunk in chat(client, stream=True, **extra(return_token_ids=True))]
+    token_ids = [token_id for chunk in chunks for token_id in getattr(chunk, "token_ids", None) or []]
+    assert TOKENIZER.decode(token_ids) == "".join(chunk.delta.content or "" for chunk in chunks)
+    assert sum(hasattr(chunk, "prompt_token_ids") for chunk in chunks) == 1
+
+
 def test_harmless_fields_of_clients_are_ignored(client: openai.OpenAI) -> None:
     assert complete(client, user="me", **extra(metadata={"a": "b"}, store=False, best_of=1)).choices
     assert chat(client, user="me", store=False, response_format={"type": "text"}, tools=[]).choices

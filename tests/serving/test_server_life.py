@@ -54,8 +54,9 @@ def test_a_client_that_leaves_frees_its_blocks(fake: RunningServer, streaming: b
     wait_until(lambda: is_empty(fake))
     if streaming:
         with stream(fake.url) as reply:
-            first_event(reply)
+            _, rest = first_event(reply)  # dropping the iterator would close the connection
             wait_until(lambda: fake.metrics()["vllm:num_requests_running"] == 1)
+            del rest
     else:
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{fake.url}/v1/completions", json={**BODY, "stream": False}, timeout=0.3)

@@ -79,7 +79,7 @@ class SamplingParams:
         _check_range("min_p", self.min_p, 0.0, 1.0)
         _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_range("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _check_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _check_range("n", self.n, 1, 128)
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)

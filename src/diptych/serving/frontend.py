@@ -5,11 +5,14 @@ Owns the sequences in flight and the worker's supervisor. Must never compute tok
 
 import asyncio
 import hashlib
+import logging
 import random
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from diptych.control.errors import (
     ContextLengthError,
@@ -43,7 +46,10 @@ from diptych.serving.wire import (
     unpack_error,
 )
 
+logger = logging.getLogger(__name__)
+
 Prompt = str | Sequence[int]
+LONG_TEXT = 16_384  # characters that are encoded in a thread
 
 
 class AsyncLLM:
@@ -145,9 +151,26 @@ class AsyncLLM:
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, off the event loop when it is long."""
-        if len(text) < 16_384:
+        if len(text) < LONG_TEXT:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation, off the event loop when it is long."""
+        encode = partial(
+            self.tokenizer.encode_chat,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            template_arguments=template_arguments,
+        )
+        is_long = sum(len(message["content"]) for message in messages) >= LONG_TEXT
+        return await asyncio.to_thread(encode) if is_long else encode()
 
     def submit(
         self,
@@ -163,18 +186,22 @@ class AsyncLLM:
         ready = self.require_ready()
         for prompt in prompts:
             check_prompt(prompt, sampling, ready)
+        if sampling.stop and not self.tokenizer.has_text:
+            raise InvalidRequestError("stop needs text, and this model has no tokenizer.json", param="stop")
+        count, limit = len(prompts) * sampling.n, ready.max_waiting + ready.max_num_seqs
+        if not 0 < count <= limit:
+            raise InvalidRequestError(f"{count} answers in one request; between 1 and {limit}", param="prompt")
+        if self._num_untouched + count > limit:
+            raise OverloadedError(f"{self._num_untouched} requests are waiting for their first token already")
         request_id = request_id or f"req-{uuid.uuid4().hex}"
         seed = random.getrandbits(63) if sampling.seed is None else sampling.seed
         sequences = []
-        for number in range(len(prompts) * sampling.n):
-            own_id = request_id if len(prompts) * sampling.n == 1 else f"{request_id}-{number}"
+        for number in range(count):
+            own_id = request_id if count == 1 else f"{request_id}-{number}"
             if own_id in self._sequences:
                 raise InvalidRequestError(f"request id {own_id!r} is in use", param="request_id")
             child = replace(sampling, n=1, seed=derive_seed(seed, number))
             sequences.append(OneSequence(own_id, number, prompts[number // sampling.n], child, self.tokenizer))
-        limit = ready.max_waiting + ready.max_num_seqs
-        if self._num_untouched + len(sequences) > limit:
-            raise OverloadedError(f"{self._num_untouched} requests are waiting for their first token already")
         generation = Generation(request_id, sequences)
         now = asyncio.get_running_loop().time()
         wire = []
@@ -230,9 +257,12 @@ class AsyncLLM:
                 self.metrics.time_to_first_token.observe(now - one.submitted_s)
             one.last_token_s = now
             logprobs = message.logprobs.get(request_id) if message.logprobs else None
-            if one.push(token_id, is_stop_token=request_id in stopped, logprobs=logprobs):
-                stopped_by_text.append(request_id)
-            one.mark()
+            try:
+                if one.push(token_id, is_stop_token=request_id in stopped, logprobs=logprobs):
+                    stopped_by_text.append(request_id)
+                one.mark()
+            except Exception as error:  # the text of one answer must not cost the others theirs
+                self._fail_one(one, error)
         self.metrics.on_gaps(gaps, num_tokens)
         for end in message.finished:
             self._on_finished(end, now)
@@ -258,6 +288,12 @@ class AsyncLLM:
     def _on_lost(self, error: DiptychError) -> None:
         self._fail_all(WorkerError(f"{error.message}; the request was lost with it"))
         self.metrics.on_worker_lost()
+
+    def _fail_one(self, one: OneSequence, error: Exception) -> None:
+        logger.error("request %s failed in the front end", one.request_id, exc_info=error)
+        assert one.generation is not None
+        one.generation.fail(DiptychError("internal error; the server's log has the details"))
+        self.abort(one.generation)
 
     def _fail_all(self, error: DiptychError) -> None:
         for request_id, one in list(self._sequences.items()):

@@ -202,4 +202,4 @@ class ServingMetrics(Collector):
         yield ended
 
     def _count(self, name: str) -> int:
-        return self._lost_counts.get(name, 0) + self.replica.get(name, 0)
+        return self._lost_counts.get(name, 0) + int(self.replica.get(name, 0))

@@ -49,7 +49,10 @@ class OutputBuilder:
             num_cached_tokens=first.cached_tokens,
             prompt_logprobs=None
             if first.prompt_logprobs is None
-            else [entry and logprobs_at(entry, self._tokenizer.token_text) for entry in first.prompt_logprobs],
+            else [
+                None if entry is None else logprobs_at(entry, self._tokenizer.token_text)
+                for entry in first.prompt_logprobs
+            ],
             metrics=request_metrics(sequences) if finished else None,
         )
 

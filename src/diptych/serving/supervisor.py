@@ -33,6 +33,7 @@ from diptych.serving.wire import (
 logger = logging.getLogger(__name__)
 
 WORKER_COMMAND = (sys.executable, "-m", "diptych.serving.worker")
+MAX_DIRECTORY_CHARACTERS = 90
 FIRST_PAUSE_S, LONGEST_PAUSE_S, HEALTHY_S = 0.5, 30.0, 60.0
 
 
@@ -94,10 +95,13 @@ class Supervisor:
         """End the worker: ask, then terminate, then kill."""
         if self._life is None:
             return
-        self.state = WorkerState.STOPPED
+        is_loading, self.state = self.state is WorkerState.STARTING, WorkerState.STOPPED
         self.send(Shutdown())
         process = self._process
         if process is not None:
+            if is_loading and process.returncode is None:  # it reads no messages yet
+                with contextlib.suppress(ProcessLookupError):
+                    process.terminate()
             for signal_it in (process.terminate, process.kill):
                 try:
                     await asyncio.wait_for(process.wait(), timeout_s)
@@ -119,7 +123,10 @@ class Supervisor:
         while self.state is not WorkerState.STOPPED:
             self.state = WorkerState.STARTING
             self._failure = None
-            status = await self._run_once()
+            try:
+                status = await self._run_once()
+            except OSError as cause:
+                status, self._failure = 0, WorkerError(f"the worker process cannot be started: {cause}")
             if self.state is WorkerState.STOPPED:
                 return
             error = self._failure or WorkerError(f"the worker process ended unexpectedly ({_describe(status)})")
@@ -138,7 +145,7 @@ class Supervisor:
 
     async def _run_once(self) -> int:
         """One life of the process, from start to exit status."""
-        directory = Path(tempfile.mkdtemp(prefix="diptych-"))  # mode 0700
+        directory = private_directory()
         loop = asyncio.get_running_loop()
         socket: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
         try:
@@ -166,7 +173,7 @@ class Supervisor:
 
     def _receive(self) -> None:
         """Take every message that is there: the descriptor reports changes only, so none may be left behind."""
-        while self._socket is not None and self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while self._socket is not None and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             try:
                 message = decode_from_worker(self._socket.recv(zmq.NOBLOCK))
             except zmq.Again:
@@ -179,9 +186,21 @@ class Supervisor:
                 self._ready_at = asyncio.get_running_loop().time()
             elif isinstance(message, Failed):
                 self._failure = unpack_error(message.error)
-            self._on_message(message)
+            try:
+                self._on_message(message)
+            except Exception:  # one bad record must not leave those behind it unread
+                logger.exception("a message of the worker could not be handled")
             if isinstance(message, Ready) and self.ready and not self.ready.done():
                 self.ready.set_result(message)
+
+
+def private_directory() -> Path:
+    """A fresh directory that only this user can enter (0700), with a path short enough for a unix socket."""
+    directory = Path(tempfile.mkdtemp(prefix="diptych-"))
+    if len(str(directory)) > MAX_DIRECTORY_CHARACTERS:
+        directory.rmdir()
+        directory = Path(tempfile.mkdtemp(prefix="diptych-", dir="/tmp"))
+    return directory
 
 
 def _describe(status: int) -> str:

@@ -147,8 +147,8 @@ FrontendMessage = Submit | Abort | Shutdown
 WorkerMessage = Loading | Ready | Failed | Tokens | Stats
 
 _encoder = msgspec.msgpack.Encoder()
-_from_frontend = msgspec.msgpack.Decoder(FrontendMessage)
-_from_worker = msgspec.msgpack.Decoder(WorkerMessage)
+_from_frontend: msgspec.msgpack.Decoder[FrontendMessage] = msgspec.msgpack.Decoder(FrontendMessage)
+_from_worker: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(WorkerMessage)
 
 
 def encode(message: FrontendMessage | WorkerMessage) -> bytes:

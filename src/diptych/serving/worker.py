@@ -6,6 +6,7 @@ clock (beyond one monotonic reading per turn), and never wait while there is wor
 
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -245,12 +246,14 @@ def connect(directory: Path) -> "zmq.Socket[bytes]":
     return socket
 
 
-def die_with_parent() -> None:
-    """End this process when its standard input does: the front end holds the other end of that pipe."""
+def die_with_parent(directory: Path) -> None:
+    """End this process when its standard input does: the front end holds the other end of that pipe. Whoever is last
+    removes the private directory."""
 
     def watch() -> None:
-        while sys.stdin.buffer.raw.read(4096):  # type: ignore[attr-defined]
+        while os.read(0, 4096):
             pass
+        shutil.rmtree(directory, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=watch, name="watch-parent", daemon=True).start()
@@ -358,8 +361,9 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s worker %(levelname)s %(message)s")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front end decides when to stop
-    die_with_parent()
-    return serve(Path(sys.argv[1]), load_engine)
+    directory = Path(sys.argv[1])
+    die_with_parent(directory)
+    return serve(directory, load_engine)
 
 
 if __name__ == "__main__":

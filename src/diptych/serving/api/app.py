@@ -30,7 +30,7 @@ from diptych.serving.api.parameters import (
 )
 from diptych.serving.api.reply import ReplyContext, encode_json
 from diptych.serving.api.responses import GenerationResponse
-from diptych.serving.frontend import AsyncLLM
+from diptych.serving.frontend import AsyncLLM, check_prompt
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -68,9 +68,11 @@ class Service:
         max_tokens = max_tokens_of(body, max(map(len, prompts)), ready)
         scored = body.logprobs if body.echo and body.logprobs is not None else None
         sampling = sampling_of(body, max_tokens, body.logprobs, scored)
-        texts = [llm.tokenizer.decode(prompt) for prompt in prompts] if body.echo else []
-        if body.echo and isinstance(body.prompt, str):
-            texts = [body.prompt]
+        texts = [body.prompt] if isinstance(body.prompt, str) else []
+        if body.echo and not texts:
+            for prompt in prompts:
+                check_prompt(prompt, sampling, ready)
+            texts = [llm.tokenizer.decode(prompt) for prompt in prompts]
         generation = llm.submit(
             prompts,
             sampling,
@@ -89,7 +91,7 @@ class Service:
         if body.top_logprobs is not None and not body.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
         ready = llm.require_ready()
-        prompt = llm.tokenizer.encode_chat(
+        prompt = await llm.encode_chat(
             conversation(body.messages),
             add_generation_prompt=body.add_generation_prompt is not False,
             template_arguments=body.chat_template_kwargs,
@@ -107,18 +109,17 @@ class Service:
         context = ReplyContext(generation, body, llm.tokenizer, self.model_name, int(time.time()))
         return GenerationResponse(llm, generation, ChatWriter(context, body), stream=bool(body.stream))
 
-    def tokenize(self, body: protocol.TokenizeBody) -> Response:
+    async def tokenize(self, body: protocol.TokenizeBody) -> Response:
         """Token ids of a text or of a conversation."""
         check_model(body.model, self.model_name)
-        tokenizer = self.llm.tokenizer
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequestError("give either prompt or messages", param="prompt")
         if body.messages is not None:
-            tokens = tokenizer.encode_chat(
+            tokens = await self.llm.encode_chat(
                 conversation(body.messages), add_generation_prompt=body.add_generation_prompt is not False
             )
         else:
-            tokens = tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
+            tokens = await self.llm.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
         length = self.llm.require_ready().max_model_len
         return _json({"count": len(tokens), "max_model_len": length, "tokens": tokens})
 
@@ -164,7 +165,8 @@ def build_app(
 
 
 def _add_generation_routes(app: FastAPI, service: Service) -> None:
-    stream = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+    event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+    stream = {"content": {"text/event-stream": {"schema": event}}}  # the schema is one event's
 
     @app.post(
         "/v1/completions",
@@ -191,7 +193,7 @@ def _add_generation_routes(app: FastAPI, service: Service) -> None:
     )
     async def tokenize(request: Request) -> Response:
         """Token ids of a text or of a conversation."""
-        return service.tokenize(await _body(request, protocol.TokenizeBody))
+        return await service.tokenize(await _body(request, protocol.TokenizeBody))
 
     @app.post(
         "/detokenize",
@@ -205,8 +207,8 @@ def _add_generation_routes(app: FastAPI, service: Service) -> None:
 
 def _add_information_routes(app: FastAPI, service: Service) -> None:
     llm = service.llm
-    no_key = {401: _ERRORS[401]}
-    not_ready = {503: {"model": protocol.StatusReply, "description": "Not now"}}
+    no_key: dict[int | str, dict[str, Any]] = {401: _ERRORS[401]}
+    not_ready: dict[int | str, dict[str, Any]] = {503: {"model": protocol.StatusReply, "description": "Not now"}}
 
     @app.get("/v1/models", responses={**no_key, 200: {"model": protocol.ModelList}})
     async def models() -> Response:

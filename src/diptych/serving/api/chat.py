@@ -17,6 +17,7 @@ class ChatWriter:
     def __init__(self, context: ReplyContext, body: ChatBody) -> None:
         self._context = context
         self._top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        self._is_plain = not body.logprobs and not body.return_token_ids
         self._wants_prompt_logprobs = body.prompt_logprobs is not None
         self._prefix = context.event_prefix("chat.completion.chunk")
         self._started = [False] * len(context.generation.sequences)
@@ -26,16 +27,16 @@ class ChatWriter:
         suffix = self._context.usage_suffix()
         parts = []
         for delta in deltas:
-            if not self._started[delta.index]:
+            if is_first := not self._started[delta.index]:
                 self._started[delta.index] = True
                 parts.append(self._prefix + self._opening(delta.index) + suffix)
-            if self._top_logprobs is None and delta.finish_reason is None:
+            if self._is_plain and delta.finish_reason is None:
                 choice = b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}' % (
                     delta.index,
                     encode_json(delta.text),
                 )
             else:
-                choice = encode_json({**self._choice(delta), "delta": {"content": delta.text}})
+                choice = encode_json({**self._choice(delta, is_first=is_first), "delta": {"content": delta.text}})
             parts.append(self._prefix + choice + suffix)
         return b"".join(parts)
 
@@ -52,7 +53,10 @@ class ChatWriter:
         reply = {
             **self._context.head("chat.completion"),
             "choices": [
-                {**self._choice(one), "message": {"role": "assistant", "content": one.text, "refusal": None}}
+                {
+                    **self._choice(one, is_first=True),
+                    "message": {"role": "assistant", "content": one.text, "refusal": None},
+                }
                 for one in whole
             ],
             "usage": self._context.usage(),
@@ -66,11 +70,12 @@ class ChatWriter:
         opening = {"role": "assistant", "content": ""}
         return encode_json({"index": index, "delta": opening, "logprobs": None, "finish_reason": None})
 
-    def _choice(self, delta: Delta) -> dict[str, Any]:
+    def _choice(self, delta: Delta, *, is_first: bool) -> dict[str, Any]:
         logprobs = None
         if self._top_logprobs is not None and delta.logprobs:
             logprobs = chat_logprobs(delta.logprobs, self._top_logprobs, self._context.tokenizer)
         choice: dict[str, Any] = {"index": delta.index, "logprobs": logprobs, "finish_reason": delta.finish_reason}
+        choice.update(self._context.token_ids(delta, is_first=is_first))
         if delta.finish_reason is not None:
             choice["stop_reason"] = self._context.generation.sequences[delta.index].stop_reason
         return choice

@@ -19,7 +19,8 @@ class CompletionWriter:
         self._logprobs = body.logprobs
         self._wants_prompt_logprobs = body.prompt_logprobs is not None
         self._echo = prompt_texts if body.echo else None
-        self._is_plain = body.logprobs is None and not body.echo and not self._wants_prompt_logprobs
+        extras = (body.logprobs is not None, body.echo, self._wants_prompt_logprobs, body.return_token_ids)
+        self._is_plain = not any(extras)
         self._prefix = context.event_prefix("text_completion")
         self._started = [False] * len(context.generation.sequences)
         self._offsets = [0] * len(context.generation.sequences)
@@ -69,6 +70,7 @@ class CompletionWriter:
             entries = [*(one.prompt_logprobs or [None] * len(one.prompt_token_ids)), *entries]
             token_ids = [*one.prompt_token_ids, *token_ids]
         choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": delta.finish_reason}
+        choice.update(context.token_ids(delta, is_first=is_first))
         if self._logprobs is not None:
             offset = self._offsets[index]
             choice["logprobs"] = completion_logprobs(entries, token_ids, offset, self._logprobs, context.tokenizer)

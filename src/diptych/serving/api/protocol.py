@@ -40,7 +40,7 @@ class GenerationBody(BaseModel):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
         None, description="Token id (as a string) to bias."
     )
@@ -57,6 +57,7 @@ class GenerationBody(BaseModel):
     ttft_slo_ms: Milliseconds | None = Field(None, description="Objective for the time to the first token.")
     tpot_slo_ms: Milliseconds | None = Field(None, description="Objective for the mean time per later token.")
     cache_salt: str | None = Field(None, description="Only requests with the same salt share cached prefixes.")
+    return_token_ids: bool | None = Field(None, description="Choices carry token_ids, the first also the prompt's.")
     return_latency: bool | None = Field(None, description="usage.latency tells where the time went.")
 
 
@@ -160,6 +161,8 @@ class CompletionChoice(BaseModel):
     logprobs: dict[str, Any] | None
     finish_reason: str | None
     stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[dict[str, Any] | None] | None = None
 
 
@@ -190,6 +193,8 @@ class ChatChoice(BaseModel):
     logprobs: dict[str, Any] | None
     finish_reason: str | None
     stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class ChatReply(BaseModel):

@@ -31,6 +31,7 @@ class ReplyContext:
         self.model = model
         self.created = created
         self.n = body.n or 1
+        self.wants_token_ids = bool(body.return_token_ids)
         self.wants_latency = bool(body.return_latency)
         self.wants_usage = self.wants_latency or bool(options and options.include_usage)
         self.wants_continuous_usage = bool(options and options.continuous_usage_stats)
@@ -42,6 +43,13 @@ class ReplyContext:
     def event_prefix(self, kind: str) -> bytes:
         """A server-sent event up to the list of choices, encoded once per request."""
         return b"data: " + encode_json(self.head(kind))[:-1] + b',"choices":['
+
+    def token_ids(self, delta: Delta, *, is_first: bool) -> dict[str, Any]:
+        """The token ids of a choice, when they were asked for; the first chunk of a sequence has its prompt's too."""
+        if not self.wants_token_ids:
+            return {}
+        prompt = self.generation.sequences[delta.index].prompt_token_ids
+        return {"token_ids": delta.token_ids, **({"prompt_token_ids": prompt} if is_first else {})}
 
     def usage(self, *, is_final: bool = True) -> dict[str, Any]:
         """Tokens so far, and with ``return_latency`` at the end the latency breakdown of the slowest answer."""

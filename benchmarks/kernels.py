@@ -1,0 +1,229 @@
+"""The native kernels beside oneDNN, torch's attention and what the machine can do.
+
+    python benchmarks/kernels.py [--threads 1] [--json kernels.json]
+
+Candidates take turns and the best of several repetitions counts. With one thread (the default) time is the thread's own
+processor time, so that a busy machine disturbs little; with more it is wall time on a machine that should be idle.
+"gflops" counts the multiplications that are asked for, "gbps" the bytes of weights or of KV that must be read. Operands that
+decode reads (weights, KV) are rotated through more memory than the caches hold.
+"""
+
+import argparse
+import ctypes
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from common import report
+
+from diptych.runtime.attention import make_attention
+from diptych.runtime.attention.interface import AttentionShape
+from diptych.runtime.input_batch import InputBatch
+from diptych.runtime.native import NativeLibrary, load_native
+from diptych.runtime.ops.native_ops import NativeLinear, OneDnnLinear
+
+BF16 = torch.bfloat16
+COLD_BYTES = 150e6
+LINEARS = (  # what, out_features, in_features, gated
+    ("qwen2.5-0.5b qkv", 1152, 896, False),
+    ("qwen2.5-0.5b gate_up", 9728, 896, True),
+    ("qwen2.5-0.5b down", 896, 4864, False),
+    ("smollm2-135m gate_up", 3072, 576, True),
+    ("smollm2-135m lm_head", 49152, 576, False),
+)
+ROWS = (1, 4, 8, 16, 32, 128, 512, 2048)
+HEADS = ((14, 2, 64), (9, 3, 64), (16, 8, 128))
+
+PEAK = r"""
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512bf16")
+#include <immintrin.h>
+#define LOOP(NAME, OP, TYPE)                                                                 \
+    extern "C" float NAME(long n) {                                                          \
+        __m512 s[24]; TYPE a = (TYPE)_mm512_set1_ps(1), b = a; float r = 0;                  \
+        _Pragma("GCC unroll 24") for (int i = 0; i < 24; i++) s[i] = _mm512_set1_ps(i);      \
+        while (n--) {                                                                        \
+            _Pragma("GCC unroll 24") for (int i = 0; i < 24; i++) s[i] = OP;                 \
+            asm volatile("" : "+v"(a), "+v"(b));                                             \
+        }                                                                                    \
+        for (int i = 0; i < 24; i++) r += _mm512_reduce_add_ps(s[i]);                        \
+        return r;                                                                            \
+    }
+LOOP(peak_bf16, _mm512_dpbf16_ps(s[i], a, b), __m512bh)
+LOOP(peak_fp32, _mm512_fmadd_ps(a, b, s[i]), __m512)
+extern "C" float read_all(const float *p, long n) {
+    __m512 s[8]; float r = 0;
+    for (int i = 0; i < 8; i++) s[i] = _mm512_setzero_ps();
+    for (; n >= 128; n -= 128, p += 128)
+        for (int i = 0; i < 8; i++) s[i] = _mm512_add_ps(s[i], _mm512_loadu_ps(p + i * 16));
+    for (int i = 0; i < 8; i++) r += _mm512_reduce_add_ps(s[i]);
+    return r;
+}
+"""
+
+
+def best_of(calls: Sequence[Callable[[], Any]], repetitions: int) -> list[float]:
+    """Seconds of each call, taking turns: the best of ``repetitions``."""
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    best = [float("inf")] * len(calls)
+    for _ in range(repetitions + 1):
+        for index, call in enumerate(calls):
+            began = clock()
+            call()
+            best[index] = min(best[index], clock() - began)
+    return best
+
+
+def ceilings(library: NativeLibrary, repetitions: int) -> dict[str, float]:
+    """Per core: multiply-add peaks (GFLOP/s) and streaming read bandwidth (GB/s). Empty without a compiler."""
+    if shutil.which("g++") is None:
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        source, built = Path(folder) / "peak.cpp", Path(folder) / "peak.so"
+        source.write_text(PEAK)
+        subprocess.run(["g++", "-O2", "-shared", "-fPIC", "-w", str(source), "-o", str(built)], check=True)
+        peak = ctypes.CDLL(str(built))
+    peak.read_all.argtypes, steps = [ctypes.c_void_p, ctypes.c_long], 2_000_000
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    big = torch.ones(1 << 27)
+    fp32, read = best_of(
+        [lambda: peak.peak_fp32(steps), lambda: peak.read_all(big.data_ptr(), big.numel())], repetitions
+    )
+    result = {"fp32_gflops": 24 * 32 * steps / fp32 / 1e9, "read_gbps": big.numel() * 4 / read / 1e9}
+    if library.has_bf16:
+        result["bf16_gflops"] = 24 * 64 * steps / best_of([lambda: peak.peak_bf16(steps)], repetitions)[0] / 1e9
+    torch.set_num_threads(threads)
+    return {name: round(value, 1) for name, value in result.items()}
+
+
+def linear_rows(library: NativeLibrary, repetitions: int) -> list[dict[str, Any]]:
+    """Ours and oneDNN's prepacked linear layers in bf16, silu(gate) * up included where it belongs."""
+    rows = []
+    for what, outputs, inputs, gated in LINEARS:
+        weight = torch.randn(outputs, inputs).to(BF16)
+        size = outputs * inputs * 2
+        copies = max(1, int(COLD_BYTES / size))
+        ours = [NativeLinear(library, weight, None, gated) for _ in range(copies)]
+        theirs = [OneDnnLinear(weight, None) for _ in range(copies)]
+        for num_rows in ROWS if outputs < 40_000 else ROWS[:5]:
+            x = torch.randn(num_rows, inputs).to(BF16)
+            flop = 2 * num_rows * outputs * inputs
+            count = max(1, min(copies, int(0.03 / (flop / 2e11 + size / 1e10))))
+
+            def native(layers: list[NativeLinear] = ours, x: torch.Tensor = x, count: int = count) -> None:
+                for layer in layers[:count]:
+                    layer(x)
+
+            def onednn(
+                layers: list[OneDnnLinear] = theirs, x: torch.Tensor = x, count: int = count, gated: bool = gated
+            ) -> None:
+                for layer in layers[:count]:
+                    y = layer(x)
+                    if gated:
+                        gate, up = y.chunk(2, dim=-1)
+                        F.silu(gate) * up
+
+            seconds = [value / count for value in best_of([native, onednn], repetitions)]
+            row: dict[str, Any] = {"what": what, "rows": num_rows}
+            for name, value in zip(("native", "onednn"), seconds, strict=True):
+                row[f"{name} gflops"] = round(flop / value / 1e9, 1)
+                row[f"{name} gbps"] = round(size / value / 1e9, 1)
+            row["ratio"] = round(seconds[1] / seconds[0], 2)
+            rows.append(row)
+    return rows
+
+
+def make_batch(before: int, new: int, num_seqs: int, block_size: int) -> InputBatch:
+    """``num_seqs`` sequences of ``new`` tokens after ``before``, in blocks at random places."""
+    context = before + new
+    blocks = -(-context // block_size)
+    order = torch.randperm(num_seqs * blocks, dtype=torch.int32).view(num_seqs, blocks)
+    tokens = torch.zeros(num_seqs * new, dtype=torch.int64)
+    starts = torch.arange(0, num_seqs * new + 1, new, dtype=torch.int32)
+    contexts = torch.full((num_seqs,), context, dtype=torch.int32)
+    decodes = num_seqs if new == 1 else 0
+    return InputBatch(tokens, tokens, tokens, starts, contexts, order, tokens[:0], decodes, new, context)
+
+
+def attention_rows(repetitions: int) -> list[dict[str, Any]]:
+    """Paged attention: prefill against torch's SDPA over contiguous tensors, decode against reading the KV once."""
+    rows = []
+    for heads, kv_heads, dim in HEADS:
+        shape = AttentionShape(heads, kv_heads, dim, 32, BF16, dim**-0.5)
+        backend = make_attention(shape, torch.device("cpu"), native=True)
+        for before, new, num_seqs in (
+            (0, 512, 1),
+            (0, 2048, 1),
+            (6144, 2048, 1),
+            (511, 1, 1),
+            (4095, 1, 1),
+            (511, 1, 32),
+        ):
+            batch = make_batch(before, new, num_seqs, shape.block_size)
+            blocks = batch.block_tables.numel()
+            size = blocks * shape.block_size * kv_heads * dim * 4
+            caches = [backend.allocate(blocks) for _ in range(1 if new > 1 else max(1, int(COLD_BYTES / size)))]
+            for k_cache, v_cache in caches:
+                k_cache.normal_(), v_cache.normal_()
+            q, plan = torch.randn(num_seqs * new, heads, dim).to(BF16), backend.plan(batch, None)
+            flop = 4 * heads * dim * num_seqs * sum(range(before + 1, before + new + 1))
+
+            def native(backend=backend, q=q, caches=caches, plan=plan) -> None:  # type: ignore[no-untyped-def]
+                for k_cache, v_cache in caches:
+                    backend.run(q, k_cache, v_cache, plan)
+
+            calls: list[Callable[[], Any]] = [native]
+            if new > 1 and before == 0:
+                k, v = torch.randn(2, 1, kv_heads, new, dim).to(BF16)
+                query = q.transpose(0, 1)[None]
+                calls.append(
+                    lambda q=query, k=k, v=v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+                )
+            seconds = best_of(calls, repetitions)
+            ours = seconds[0] / len(caches)
+            rows.append(
+                {
+                    "what": "prefill" if new > 1 else "decode",
+                    "heads": f"{heads}/{kv_heads}x{dim}",
+                    "sequences": num_seqs,
+                    "context": before + new,
+                    "new": new,
+                    "native gflops": round(flop / ours / 1e9, 1),
+                    "native gbps": None if new > 1 else round(size / ours / 1e9, 1),
+                    "sdpa gflops": round(flop / seconds[1] / 1e9, 1) if len(seconds) > 1 else None,
+                }
+            )
+    return rows
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repetitions", type=int, default=4)
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    library = load_native()
+    if library is None or not library.has_bf16:
+        raise SystemExit("the native bf16 kernels are not built, or this processor lacks AVX512_BF16")
+    torch.set_num_threads(options.threads)
+    limits = ceilings(library, options.repetitions)
+    print("per core:", limits, flush=True)
+    linears = linear_rows(library, options.repetitions)
+    report("linear layers, bf16", linears)
+    attention = attention_rows(options.repetitions)
+    how = "thread CPU time" if options.threads == 1 else "wall time"
+    report(
+        "attention, bf16", attention, options.json,
+        linear=linears, ceilings_per_core=limits, threads=options.threads, time=how,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""The native library builds from its sources, and its absence is a slower start, never a failing one."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from diptych.runtime import native
+from diptych.runtime.attention import make_attention
+from diptych.runtime.attention.interface import AttentionShape
+from diptych.runtime.ops import make_ops
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+
+
+def build(target: Path, compiler: str) -> subprocess.CompletedProcess[str]:
+    """Run setup.py's build of the library into ``target`` with a given compiler."""
+    pytest.importorskip("setuptools")
+    return subprocess.run(
+        [sys.executable, "setup.py", "build_ext", f"--build-lib={target}", f"--build-temp={target / 'objects'}"],
+        cwd=ROOT,
+        env={**os.environ, "CC": compiler, "CXX": compiler},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_without_a_compiler_the_build_warns_and_succeeds(tmp_path: Path) -> None:
+    done = build(tmp_path, "/nonexistent/compiler")
+    assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.rglob("_native*.so"))
+    assert "warning" in (done.stdout + done.stderr).lower() or sys.platform != "linux"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a compiler")
+def test_with_a_compiler_the_library_is_built(tmp_path: Path) -> None:
+    done = build(tmp_path, "g++")
+    assert done.returncode == 0, done.stderr
+    assert list(tmp_path.rglob("_native*.so")), done.stderr
+
+
+def test_without_the_library_torch_does_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "KERNELS", tmp_path)
+    native.load_native.cache_clear()
+    try:
+        assert native.load_native() is None
+        shape = AttentionShape(4, 2, 64, 32, torch.bfloat16, 0.125)
+        assert (make_ops(CPU, torch.bfloat16).name, make_attention(shape, CPU).name) == ("torch", "torch-cpu")
+    finally:
+        native.load_native.cache_clear()
+
+
+def test_torch_sets_the_number_of_threads_of_the_kernels() -> None:
+    """In a process of its own: a call with two threads starts one more thread, which torch then shares."""
+    if native.load_native() is None:
+        pytest.skip("no native kernels here")
+    script = """
+import os, torch
+from diptych.runtime.ops import make_ops
+tasks = lambda: len(os.listdir("/proc/self/task"))
+ops = make_ops(torch.device("cpu"), torch.float32, native=True)
+torch.set_num_threads(1)
+layer, x = ops.pack_linear(torch.randn(512, 64), None), torch.randn(300, 64)
+alone = tasks()
+layer(x)
+assert tasks() == alone, "one thread was asked for"
+torch.set_num_threads(2)
+layer(x)
+assert tasks() == alone + 1, "two threads were asked for"
+torch.randn(2000, 2000).exp()
+assert tasks() == alone + 1, "torch started a pool of its own"
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,87 @@
+"""LLM: offline batches with the bundled model."""
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+from servers import RunningServer
+
+from diptych import LLM, SamplingParams
+from diptych.control.errors import ConfigError, ContextLengthError, InvalidRequestError
+
+GREEDY = SamplingParams(max_tokens=16, temperature=0)
+PROMPTS = ["def f(x):\n", "class Reader:\n    def", "import os\nimport sys\n\n\n"]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    one = LLM(threads=1)
+    yield one
+
+
+def test_results_come_in_order_with_the_names_of_vllm(llm: LLM) -> None:
+    together = llm.generate(PROMPTS, GREEDY)
+    alone = [llm.generate(prompt, GREEDY)[0] for prompt in PROMPTS]
+    assert [one.prompt for one in together] == PROMPTS
+    assert [one.outputs[0].token_ids for one in together] == [one.outputs[0].token_ids for one in alone]
+    assert all(len(one.outputs[0].token_ids) == 16 for one in together)
+    assert together[0].outputs[0].text == llm.tokenizer.decode(together[0].outputs[0].token_ids)
+    assert together[0].finished
+    assert together[0].metrics is not None
+
+
+def test_texts_and_token_ids_one_and_many(llm: LLM) -> None:
+    ids = llm.tokenizer.encode(PROMPTS[0])
+    expected = llm.generate(PROMPTS[0], GREEDY)[0].outputs[0].token_ids
+    assert llm.generate(ids, GREEDY)[0].outputs[0].token_ids == expected
+    assert [one.outputs[0].token_ids for one in llm.generate([ids, ids], GREEDY)] == [expected] * 2
+    assert llm.generate([], GREEDY) == []
+
+
+def test_offline_and_served_say_the_same(llm: LLM, server: RunningServer) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        for prompt in PROMPTS:
+            served = client.completions.create(model="stdlib-python", prompt=prompt, max_tokens=16, temperature=0)
+            assert served.choices[0].text == llm.generate(prompt, GREEDY)[0].outputs[0].text
+
+
+def test_params_for_each_prompt_and_several_answers(llm: LLM) -> None:
+    params = [SamplingParams(max_tokens=number, temperature=1, n=2, seed=3) for number in (2, 5)]
+    outputs = llm.generate(PROMPTS[:2], params)
+    assert [[len(one.token_ids) for one in output.outputs] for output in outputs] == [[2, 2], [5, 5]]
+    with pytest.raises(ConfigError, match="2 prompts and 1 params"):
+        llm.generate(PROMPTS[:2], params[:1])
+
+
+def test_stop_strings_and_logprobs(llm: LLM) -> None:
+    text = llm.generate(PROMPTS[0], GREEDY)[0].outputs[0].text
+    params = SamplingParams(max_tokens=16, temperature=0, stop=(text[6:9],), logprobs=1, prompt_logprobs=0)
+    output = llm.generate(PROMPTS[0], params)[0]
+    assert output.outputs[0].text == text[: text.index(text[6:9])]
+    assert output.outputs[0].stop_reason == text[6:9]
+    assert output.outputs[0].logprobs is not None
+    assert len(output.outputs[0].logprobs) == len(output.outputs[0].token_ids)
+    assert output.prompt_logprobs is not None
+    assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+
+
+def test_chat_and_stream(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "open a file"}]
+    assert llm.chat(messages, GREEDY)[0].outputs[0].text == llm.chat([messages], GREEDY)[0].outputs[0].text
+    assert "".join(llm.stream(PROMPTS[0], GREEDY)) == llm.generate(PROMPTS[0], GREEDY)[0].outputs[0].text
+
+
+def test_a_bad_prompt_is_refused_before_anything_runs_and_leaves_nothing(llm: LLM) -> None:
+    with pytest.raises(ContextLengthError, match="8192"):
+        llm.generate([PROMPTS[0], [1] * 9000], GREEDY)
+    with pytest.raises(InvalidRequestError, match="vocabulary"):
+        llm.generate([[4096]], GREEDY)
+    stream = llm.stream(PROMPTS[0], GREEDY)
+    next(stream)
+    stream.close()
+    assert llm.generate(PROMPTS[0], GREEDY)[0].finished
+
+
+def test_a_wrong_directory_is_a_configuration_error() -> None:
+    with pytest.raises(ConfigError, match="nowhere"):
+        LLM("/nowhere")
