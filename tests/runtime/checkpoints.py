@@ -4,6 +4,8 @@ Initial weights are wide (std 0.12 and more), so that the best logit leads by fa
 norms and biases are not left at 1 and 0.
 """
 
+import atexit
+import shutil
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -105,6 +107,7 @@ def reference(family: str, dtype: str = "float32") -> Reference:
                 parameter.copy_(noise * (0.5 if "lm_head" in key or "embed" in key else 0.15))
             parameter.copy_(parameter.to(getattr(torch, dtype)))  # the reference computes with the stored values
     directory = Path(mkdtemp(prefix=f"diptych-{family}-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
     model.to(getattr(torch, dtype)).save_pretrained(directory)
     return Reference(model.float(), directory)
 
