@@ -4,8 +4,8 @@
 
 Candidates take turns and the best of several repetitions counts. With one thread (the default) time is the thread's own
 processor time, so that a busy machine disturbs little; with more it is wall time on a machine that should be idle.
-"gflops" counts the multiplications that are asked for, "gbps" the bytes of weights or of KV that must be read. Operands that
-decode reads (weights, KV) are rotated through more memory than the caches hold.
+"gflops" counts the multiplications that are asked for, "gbps" the bytes of weights or of KV that must be read. What a
+decode reads (weights, KV) is rotated through more memory than the caches hold.
 """
 
 import argparse

@@ -93,7 +93,16 @@ def make_shape(heads: int, kv_heads: int, dim: int, block_size: int, dtype: torc
 @pytest.mark.parametrize("window", [None, 1, 40, 300])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "block_size"),
-    [(4, 4, 32, 16), (4, 2, 64, 32), (9, 3, 64, 32), (14, 2, 64, 64), (8, 1, 80, 16), (2, 1, 128, 32), (60, 1, 96, 16)],
+    [
+        (4, 4, 32, 16),
+        (4, 2, 64, 32),
+        (9, 3, 64, 32),
+        (14, 2, 64, 64),
+        (8, 1, 80, 16),
+        (2, 1, 128, 32),
+        (60, 1, 96, 16),
+        (2, 1, 256, 16),
+    ],
 )
 def test_native_attention_equals_torch(
     dtype: torch.dtype, window: int | None, heads: int, kv_heads: int, dim: int, block_size: int
@@ -127,6 +136,12 @@ def test_a_token_is_bitwise_the_same_whole_chunked_decoded_and_in_any_batch(
     assert torch.equal(crowd[3], whole[300:500])
 
 
+@pytest.mark.parametrize(("dim", "block_size", "dtype"), [(40, 16, torch.float32), (64, 32, torch.float16)])
+def test_shapes_that_the_kernels_do_not_cover_go_to_torch(dim: int, block_size: int, dtype: torch.dtype) -> None:
+    shape = make_shape(4, 2, dim, block_size, dtype)
+    assert make_attention(shape, CPU).name == "torch-cpu"
+
+
 def test_the_number_of_threads_does_not_matter() -> None:
     shape = make_shape(4, 2, 64, 32, torch.float32)
     native, _ = backends(shape)
@@ -145,7 +160,7 @@ def test_stale_memory_behind_the_last_token_is_never_seen() -> None:
     native, _ = backends(shape)
     k_cache, v_cache = native.allocate(2)
     k_cache.fill_(float("nan"))
-    v_cache.fill_(1e30)
+    v_cache.fill_(float("nan"))
     k, v = torch.randn(5, 1, 32).bfloat16(), torch.randn(5, 1, 32).bfloat16()
     native.write(k, v, k_cache, v_cache, torch.arange(5))
     batch = make_batch([(4, 1)], 16, [[0]])

@@ -93,7 +93,7 @@ def test_rope_rotates_and_fills_the_cache(dtype: torch.dtype, norms: bool, heads
     angles = torch.rand(100, dim // 2) * 6
     cos_sin = torch.cat([angles.cos(), angles.sin()], 1).contiguous()
     positions = torch.randint(0, 100, (rows,))
-    slots = torch.cat([torch.arange(3, 23), torch.arange(50, 67)])  # two sequences, in order as they always are
+    slots = torch.randperm(6 * block_size)[:rows]
     weights = (torch.randn(dim).to(dtype), torch.randn(dim).to(dtype), 1e-6) if norms else (None, None, 0.0)
     results = []
     for implementation in (ops, reference):
@@ -103,15 +103,6 @@ def test_rope_rotates_and_fills_the_cache(dtype: torch.dtype, norms: bool, heads
         results.append((q, *read_cpu(k_cache, v_cache, slots)))
     for ours, theirs in zip(*results, strict=True):
         close(ours, theirs, dtype)
-
-
-def test_writing_an_even_slot_clears_its_stale_partner() -> None:
-    ops = native(torch.bfloat16)
-    k_cache, v_cache = allocate_cpu(1, 1, 16, 32, torch.bfloat16)
-    v_cache.fill_(float("nan"))
-    angles = torch.zeros(4, 32)
-    ops.rope_and_cache(torch.randn(1, 96).bfloat16(), torch.tensor([0]), angles, torch.tensor([4]), k_cache, v_cache)
-    assert torch.isfinite(read_cpu(k_cache, v_cache, torch.tensor([4, 5]))[1]).all()
 
 
 def test_the_onednn_layer_multiplies() -> None:

@@ -49,7 +49,7 @@ class Ops(Protocol):
         qkv: torch.Tensor,  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
         positions: torch.Tensor,  # [num_tokens] int64
         cos_sin: torch.Tensor,  # [max_positions, head_dim] fp32: head_dim/2 cosines, then head_dim/2 sines
-        slots: torch.Tensor,  # [num_tokens] int64; those of one sequence ascend
+        slots: torch.Tensor,  # [num_tokens] int64
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         q_norm: torch.Tensor | None = None,  # [head_dim]: RMS norm of each query head first

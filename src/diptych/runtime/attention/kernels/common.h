@@ -80,4 +80,26 @@ INLINE __m512 exp_ps(__m512 x) {
     return _mm512_maskz_scalef_ps(keep, p, n);
 }
 
-INLINE float exp_one(float x) { return _mm512_cvtss_f32(exp_ps(_mm512_set1_ps(x))); }
+// 2^x as 2^n * p(r), |r| <= 1/2; the relative error is below 3e-7 (fp32) or 3e-6 (where the result becomes bf16)
+template <typename T>
+INLINE __m512 exp2_ps(__m512 x) {
+    const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m512 r = _mm512_sub_ps(x, n);
+    __m512 p;
+    if (sizeof(T) == 4) {
+        p = _mm512_set1_ps(1.3276471483e-03f);
+        p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(9.6755413304e-03f));
+        p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.5507132751e-02f));
+        p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.4022119724e-01f));
+        p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.9314696706e-01f));
+    } else {
+        p = _mm512_set1_ps(9.5701013979e-03f);
+        p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.5917860279e-02f));
+        p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.4024744841e-01f));
+        p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.9312181474e-01f));
+    }
+    return _mm512_scalef_ps(_mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f)), n);
+}
+
+// 2^x; 0 for -inf
+INLINE float exp2_one(float x) { return _mm512_cvtss_f32(exp2_ps<float>(_mm512_set1_ps(x < -200.0f ? -200.0f : x))); }

@@ -98,12 +98,7 @@ INLINE void write_kv(const Rope &r, int64_t row, int64_t head, const T *k, const
         memcpy(vc, v, r.dim * sizeof(T));
         return;
     }
-    // the partner of an even slot is cleared unless this call writes it: what lies there must be finite
-    const bool clear = offset % 2 == 0 && !(row + 1 < r.rows && r.slots[row + 1] == slot + 1);
-    for (int64_t d = 0; d < r.dim; d++) {
-        vc[d * L + offset % L] = v[d];
-        if (clear) vc[d * L + (L - 1)] = 0;
-    }
+    for (int64_t d = 0; d < r.dim; d++) vc[d * L + offset % L] = v[d];
 }
 
 template <typename T>
