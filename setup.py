@@ -32,7 +32,7 @@ if sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64"):
     extensions.append(
         Extension(
             "diptych.runtime.attention.kernels._native",
-            sources=[f"{KERNELS}/{name}.cpp" for name in ("cpu", "gemm", "elementwise", "attention")],
+            sources=[f"{KERNELS}/{name}.cpp" for name in ("cpu", "threads", "gemm", "elementwise", "attention")],
             depends=[f"{KERNELS}/common.h"],
             # no contraction: a fused multiply-add happens where the source says so, in every tile alike
             extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=off", "-fopenmp", "-w"],

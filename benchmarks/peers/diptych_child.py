@@ -15,7 +15,7 @@ from diptych.runtime.threads import configure_threads
 
 def main() -> None:
     """Serve commands until standard input ends."""
-    configure_threads(int(sys.argv[2]))
+    configure_threads(int(sys.argv[2]), bind=True)
     config = RunnerConfig(
         model=Path(sys.argv[1]), dtype="bfloat16", max_num_seqs=32, max_model_len=8192 + 256, kv_bytes=2 << 30
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-ABI = 1
+ABI = 2
 KERNELS = Path(__file__).parent / "attention" / "kernels"
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -56,6 +56,7 @@ def load_native() -> NativeLibrary | None:
     for name, arguments in _SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, None
+    library.diptych_bind_threads.argtypes, library.diptych_bind_threads.restype = [_P, _I], _I
     library.diptych_attention_workspace.argtypes = [_I] * 4
     library.diptych_attention_workspace.restype = _I
     features = library.diptych_cpu_features()

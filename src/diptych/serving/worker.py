@@ -293,7 +293,7 @@ def load_engine(options: EngineOptions, report: Report) -> tuple[ReplicaCore, "M
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     cores = parse_cores(options.device.cores) if options.device.cores else None
-    threads = configure_threads(options.device.threads, cores)
+    threads = configure_threads(options.device.threads, cores, bind=device == "cpu")
     memory = options.memory
     kv_bytes, num_host_blocks = _cache_sizes(options)
     config = RunnerConfig(
