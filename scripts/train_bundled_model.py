@@ -46,7 +46,7 @@ SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 SPLIT = r"[^\s\p{L}\p{N}]\p{L}+| ?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+"
 CONFIG: dict[str, Any] = json.loads((OUT / "config.json").read_text())
 # Progress at which each phase begins, sequence length, sequences per micro-batch, micro-batches per step.
-PHASES = [(0.0, 512, 16, 1), (0.72, 2048, 4, 1), (0.86, 8192, 1, 2)]
+PHASES = [(0.0, 512, 16, 1), (0.72, 2048, 4, 1), (0.86, 8192, 1, 1)]
 
 
 def corpus(args: argparse.Namespace) -> None:
