@@ -1,0 +1,63 @@
+"""What goes wrong and when: scripted faults, or random ones drawn from one seed."""
+
+import random
+from dataclasses import dataclass
+from typing import Literal
+
+from diptych.control.errors import ConfigError
+
+FaultKind = Literal["crash", "hang", "slow", "link_loss", "delay", "reorder", "duplicate"]
+WORKER_FAULTS: tuple[FaultKind, ...] = ("crash", "hang", "slow")
+MESSAGE_FAULTS: tuple[FaultKind, ...] = ("link_loss", "delay", "reorder", "duplicate")
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault of one replica, from ``at_ns`` for ``duration_ns``.
+
+    crash: the worker's state is gone; it is back, empty, after the duration. hang: it takes no message and ends no
+    step in the meantime. slow: its steps take ``factor`` times as long. Messages between it and the front end are,
+    by link_loss, held back until the end (a connection that retransmits); by delay, late by up to ``factor``
+    milliseconds; by reorder, late by random amounts, so that they overtake each other; by duplicate, delivered twice.
+    """
+
+    kind: FaultKind
+    replica: int
+    at_ns: int
+    duration_ns: int
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in WORKER_FAULTS + MESSAGE_FAULTS:
+            known = ", ".join(WORKER_FAULTS + MESSAGE_FAULTS)
+            raise ConfigError(f"fault kind is {self.kind!r}; one of {known}", param="kind")
+        if self.replica < 0 or self.at_ns < 0 or self.duration_ns < 1:
+            raise ConfigError(
+                f"fault of replica {self.replica} at {self.at_ns} ns for {self.duration_ns} ns; replica and time must "
+                "be at least 0, the duration at least 1",
+                param="faults",
+            )
+        if self.kind == "slow" and self.factor < 1:
+            raise ConfigError(f"factor is {self.factor}; a slow worker's is at least 1", param="factor")
+
+
+def random_faults(
+    seed: int,
+    *,
+    num_replicas: int,
+    until_ns: int,
+    count: int,
+    kinds: tuple[FaultKind, ...] = WORKER_FAULTS + MESSAGE_FAULTS,
+    mean_duration_ns: int = 5_000_000_000,
+) -> tuple[Fault, ...]:
+    """``count`` faults at uniform times of random replicas; equal arguments give equal faults."""
+    rng = random.Random(seed)
+    faults = []
+    for _ in range(count):
+        kind = kinds[rng.randrange(len(kinds))]
+        replica = rng.randrange(num_replicas)
+        at_ns = rng.randrange(max(1, until_ns))
+        duration_ns = 1 + rng.randrange(2 * mean_duration_ns)
+        factor = 1.0 + rng.randrange(1, 90) / 10
+        faults.append(Fault(kind, replica, at_ns, duration_ns, factor))
+    return tuple(sorted(faults, key=lambda fault: (fault.at_ns, fault.replica, fault.kind)))

@@ -1,0 +1,196 @@
+"""What a simulation gives: one row per request in compact columns, and sums per replica.
+
+Owns percentiles and the summary. Times are integer nanoseconds of the simulation's clock.
+"""
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from diptych.control.request import FinishReason
+from diptych.control.slo import NS_PER_MS, NS_PER_S
+
+PERCENTILES = (50.0, 90.0, 95.0, 99.0)
+REASONS = tuple(FinishReason)
+
+
+@dataclass(slots=True)
+class RequestTable:
+    """Columns; row i is the i-th request that ended. -1 stands for "never" in the time columns."""
+
+    number: array[int] = field(default_factory=lambda: array("q"))  # place in the workload
+    arrival_ns: array[int] = field(default_factory=lambda: array("q"))
+    queue_ns: array[int] = field(default_factory=lambda: array("q"))
+    prefill_ns: array[int] = field(default_factory=lambda: array("q"))
+    handoff_ns: array[int] = field(default_factory=lambda: array("q"))
+    decode_ns: array[int] = field(default_factory=lambda: array("q"))
+    prompt_tokens: array[int] = field(default_factory=lambda: array("q"))
+    cached_tokens: array[int] = field(default_factory=lambda: array("q"))
+    output_tokens: array[int] = field(default_factory=lambda: array("q"))
+    preemptions: array[int] = field(default_factory=lambda: array("H"))
+    reason: array[int] = field(default_factory=lambda: array("B"))  # index into REASONS
+    slo_met: array[int] = field(default_factory=lambda: array("b"))  # 1, 0, or -1: it had no objective
+    replica: array[int] = field(default_factory=lambda: array("i"))  # -1: refused before any
+    kind: list[str] = field(default_factory=list)  # interned class names
+
+    def __len__(self) -> int:
+        return len(self.number)
+
+    def is_completed(self, row: int) -> bool:
+        """Whether the request got its whole answer."""
+        return REASONS[self.reason[row]] in (FinishReason.STOP, FinishReason.LENGTH)
+
+    def completed_rows(self) -> list[int]:
+        """Rows of requests that got their whole answer."""
+        return [row for row in range(len(self)) if self.is_completed(row)]
+
+    def ttft_ns(self, row: int) -> int:
+        """Arrival to first token."""
+        return self.queue_ns[row] + self.prefill_ns[row]
+
+    def tpot_ns(self, row: int) -> int | None:
+        """Mean time per token after the first; None with fewer than two tokens."""
+        later = self.output_tokens[row] - 1
+        return (self.handoff_ns[row] + self.decode_ns[row]) // later if later > 0 else None
+
+    def e2e_ns(self, row: int) -> int:
+        """Arrival to last token."""
+        return self.queue_ns[row] + self.prefill_ns[row] + self.handoff_ns[row] + self.decode_ns[row]
+
+
+@dataclass(slots=True)
+class ReplicaUsage:
+    """What one replica did. busy_*_ns: time in steps of that kind; the rest of ``SimulationResult.duration_ns`` it
+    idled. kv_block_ns / kv_peak_blocks: used blocks, integrated over time and at most."""
+
+    num_blocks: int
+    busy_prefill_ns: int = 0  # steps with prefills only
+    busy_decode_ns: int = 0
+    busy_mixed_ns: int = 0
+    num_steps: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    kv_block_ns: int = 0
+    kv_peak_blocks: int = 0
+    num_preemptions: int = 0
+    down_ns: int = 0  # crashed or hung
+
+
+@dataclass(slots=True)
+class GapHistogram:
+    """Gaps between the tokens of a stream (ITL), weighted by how many streams saw them; exact up to merging equal
+    gaps of one run of decode steps into their mean."""
+
+    weights: dict[int, int] = field(default_factory=dict)  # gap in microseconds -> number of tokens
+
+    def add(self, gap_ns: int, count: int) -> None:
+        """``count`` tokens came ``gap_ns`` after the ones before them."""
+        key = (gap_ns + 500) // 1000
+        self.weights[key] = self.weights.get(key, 0) + count
+
+    def percentiles(self, wanted: Sequence[float]) -> list[float]:
+        """In nanoseconds; 0 when there are none."""
+        total = sum(self.weights.values())
+        if not total:
+            return [0.0] * len(wanted)
+        ordered = sorted(self.weights.items())
+        answers: dict[float, float] = {}
+        reached, index = 0, -1
+        for percent in sorted(wanted):
+            rank = max(1.0, percent / 100 * total)
+            while reached < rank:
+                index += 1
+                reached += ordered[index][1]
+            answers[percent] = ordered[index][0] * 1000.0
+        return [answers[percent] for percent in wanted]
+
+    def mean_ns(self) -> float:
+        """0 when there are none."""
+        total = sum(self.weights.values())
+        return 1000.0 * sum(gap * count for gap, count in self.weights.items()) / total if total else 0.0
+
+
+@dataclass(slots=True)
+class SimulationResult:
+    """Everything that a report needs."""
+
+    requests: RequestTable
+    gaps: GapHistogram
+    replicas: list[ReplicaUsage]
+    duration_ns: int  # from 0 to the last event
+    num_events: int = 0  # events handled by the environment
+    wall_s: float = 0.0  # what the simulation itself took
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """Linear interpolation between the closest ranks (numpy's default); 0 for an empty sequence."""
+    if not ordered:
+        return 0.0
+    position = percent / 100 * (len(ordered) - 1)
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def distribution_ms(values_ns: Iterable[int]) -> dict[str, float]:
+    """mean, p50, p90, p95, p99 and max in milliseconds."""
+    ordered = sorted(values_ns)
+    spread = {f"p{percent:g}": percentile(ordered, percent) / NS_PER_MS for percent in PERCENTILES}
+    mean = sum(ordered) / len(ordered) / NS_PER_MS if ordered else 0.0
+    return {"mean": mean, **spread, "max": (ordered[-1] if ordered else 0) / NS_PER_MS}
+
+
+def summarize(result: SimulationResult, rows: Sequence[int] | None = None) -> dict[str, Any]:
+    """The report as plain data: latencies in ms, rates per second, shares 0 to 1. ``rows``: only these requests."""
+    table = result.requests
+    every = range(len(table)) if rows is None else rows
+    done = [row for row in every if table.is_completed(row)]
+    seconds = result.duration_ns / NS_PER_S
+    judged = [row for row in every if table.slo_met[row] >= 0]
+    met = sum(table.slo_met[row] == 1 for row in judged)
+    tpots = [tpot for row in done if (tpot := table.tpot_ns(row)) is not None]
+    gaps = result.gaps.percentiles(PERCENTILES)
+    itl = {"mean": result.gaps.mean_ns() / NS_PER_MS}
+    itl |= {f"p{percent:g}": value / NS_PER_MS for percent, value in zip(PERCENTILES, gaps, strict=True)}
+    itl["max"] = max(result.gaps.weights, default=0) / 1000
+    outputs = sum(table.output_tokens[row] for row in done)
+    prompts = sum(table.prompt_tokens[row] for row in done)
+    return {
+        "num_requests": len(every),
+        "num_completed": len(done),
+        "num_failed": len(every) - len(done),
+        "duration_s": seconds,
+        "ttft_ms": distribution_ms(table.ttft_ns(row) for row in done),
+        "tpot_ms": distribution_ms(tpots),
+        "itl_ms": itl,
+        "e2e_ms": distribution_ms(table.e2e_ns(row) for row in done),
+        "queue_ms": distribution_ms(table.queue_ns[row] for row in done),
+        "attainment": met / len(judged) if judged else None,
+        "goodput_rps": met / seconds if judged and seconds else None,
+        "throughput_rps": len(done) / seconds if seconds else 0.0,
+        "output_tokens_per_s": outputs / seconds if seconds else 0.0,
+        "total_tokens_per_s": (outputs + prompts) / seconds if seconds else 0.0,
+        "cached_token_share": sum(table.cached_tokens[row] for row in done) / prompts if prompts else 0.0,
+        "preemptions": sum(table.preemptions[row] for row in every),
+        "utilization": utilization(result),
+    }
+
+
+def utilization(result: SimulationResult) -> dict[str, float]:
+    """Shares of the fleet's time by phase, and of its KV blocks."""
+    span = max(1, result.duration_ns) * max(1, len(result.replicas))
+    usage = result.replicas
+    busy = {
+        "prefill": sum(one.busy_prefill_ns for one in usage) / span,
+        "decode": sum(one.busy_decode_ns for one in usage) / span,
+        "mixed": sum(one.busy_mixed_ns for one in usage) / span,
+        "down": sum(one.down_ns for one in usage) / span,
+    }
+    blocks = sum(one.num_blocks for one in usage) * max(1, result.duration_ns)
+    return {
+        **busy,
+        "idle": max(0.0, 1.0 - sum(busy.values())),
+        "kv_mean": sum(one.kv_block_ns for one in usage) / max(1, blocks),
+        "kv_peak": max((one.kv_peak_blocks / one.num_blocks for one in usage), default=0.0),
+    }

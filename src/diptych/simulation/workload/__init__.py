@@ -1,0 +1,1 @@
+"""Who arrives when with what: arrival processes, length distributions, prefix sharing and traces."""
