@@ -12,10 +12,11 @@ from diptych.control.config import (
     shape_preset,
 )
 from diptych.control.errors import ConfigError
-from diptych.control.events import RequestPreempted, RequestResumed
+from diptych.control.events import RequestPreempted, RequestResumed, StepFinished
 from diptych.control.request import FinishReason
+from diptych.control.scheduler.step_time import LEARN_EVERY
 from diptych.control.slo import NS_PER_MS, Slo
-from diptych.control.step import StepFeatures
+from diptych.control.step import StepFeatures, StepResult
 from tests.control.driver import Driver
 
 
@@ -292,14 +293,71 @@ def test_what_can_never_fit_is_refused_with_a_reason() -> None:
     assert ended["fine"].reason is FinishReason.LENGTH
 
 
-def test_a_plan_says_how_often_it_may_repeat() -> None:
-    driver = make()
-    driver.add("a", 20, 100)
+def trusted(driver: Driver) -> Driver:
+    """The step-time model has seen enough to be left alone for a while."""
+    for tokens in range(16, 48):
+        driver.core.observe(StepFeatures(tokens, tokens * tokens, 1, tokens), 5_000_000 + 50_000 * tokens)
+    return driver
+
+
+def test_a_plan_repeats_until_somebody_ends_or_there_is_something_to_learn() -> None:
+    driver = trusted(make())
+    driver.add("short", 20, 6)
+    driver.add("b", 20, 300)
     driver.step()
     output = driver.step()
     assert output is not None
-    assert output.max_repeats == 12  # tokens 21 .. 32 fill the block that exists
+    assert output.max_repeats == 5  # five tokens after the first, and the shorter of the two has ended
+    for _ in range(5):
+        output = driver.step()
+    assert output is not None
+    assert output.max_repeats == LEARN_EVERY - 5
     driver.run()
+
+
+def test_a_plan_repeats_only_up_to_the_next_block_when_blocks_are_scarce() -> None:
+    driver = trusted(optimistic(make(num_blocks=8)))
+    driver.add("a", 20, 40)
+    driver.add("b", 44, 40)
+    driver.step()
+    output = driver.step()
+    assert output is not None
+    assert output.max_repeats == 4  # tokens 45 .. 48 fill the third block of b
+    driver.run()
+
+
+def test_a_full_house_repeats_its_plan_although_others_wait() -> None:
+    driver = trusted(make(max_num_seqs=1))
+    driver.add("a", 20, 12)
+    driver.add("waits", 20, 12)
+    driver.step()
+    output = driver.step()
+    assert output is not None
+    assert (output.num_decodes, output.max_repeats) == (1, 11)
+    driver.run()
+
+
+def test_a_repeated_step_is_as_good_as_its_steps() -> None:
+    one_by_one, at_once = trusted(make(num_blocks=100)), trusted(make(num_blocks=100))
+    for driver in (one_by_one, at_once):
+        driver.add("a", 20, 30)
+        driver.add("b", 40, 90)
+        driver.step()
+    for _ in range(25):
+        one_by_one.step()
+    core = at_once.core
+    output = core.begin_step(at_once.now)
+    assert output is not None
+    at_once.now = one_by_one.now
+    events = core.end_step(StepResult(output.step_id), at_once.now, num_steps=25)
+    assert events == [
+        StepFinished(output.step_id, events[0].start_ns, at_once.now, (), 2, 62, output.predicted_ns, num_steps=25)  # type: ignore[union-attr]
+    ]
+    for request_id, request in core.requests.items():
+        twin = one_by_one.core.requests[request_id]
+        assert request.block_ids == twin.block_ids
+        assert core.scheduler.batch.num_outputs(request) == one_by_one.core.scheduler.batch.num_outputs(twin) == 26
+    assert core.scheduler.batch.context == one_by_one.core.scheduler.batch.context
 
 
 def test_a_steady_decode_step_names_no_request() -> None:

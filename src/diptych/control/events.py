@@ -71,7 +71,11 @@ class RequestFinished:
 
 @dataclass(frozen=True, slots=True)
 class StepFinished:
-    """One step of the executor, with what it computed; the timeline and the step-time model read this."""
+    """One step of the executor, with what it computed; the timeline and the step-time model read this.
+
+    num_steps > 1 (only under virtual time): so many decode steps in a row with the same batch and nothing between
+    them. step_id, decode_context and predicted_ns are those of the first, end_ns is that of the last.
+    """
 
     step_id: int
     start_ns: int
@@ -80,6 +84,7 @@ class StepFinished:
     num_decodes: int
     decode_context: int
     predicted_ns: int
+    num_steps: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,10 +52,10 @@ class _StepInFlight:
 class ReplicaCore:
     """One replica. All requests live here from ``add_request`` to their RequestFinished event."""
 
-    def __init__(self, config: ReplicaConfig) -> None:
+    def __init__(self, config: ReplicaConfig, model: StepTimeModel | None = None) -> None:
         self.config = config
         self.kv = KVCacheManager(config.cache)
-        self.model = StepTimeModel()
+        self.model = model or StepTimeModel()
         self.scheduler = Scheduler(config, self.kv, self.model)
         self.requests: dict[str, Request] = {}
         self._in_flight: deque[_StepInFlight] = deque()
@@ -114,11 +114,21 @@ class ReplicaCore:
         self._in_flight.append(_StepInFlight(output, now, lives))
         return output
 
-    def end_step(self, result: StepResult, now: int) -> list[Event]:
-        """Take in the result of the oldest step in flight: the only place where computed-token counts grow."""
+    def end_step(
+        self, result: StepResult, now: int, *, num_steps: int = 1, last_start_ns: int | None = None
+    ) -> list[Event]:
+        """Take in the result of the oldest step in flight: the only place where computed-token counts grow.
+
+        num_steps: the plan was taken so many times in a row (at most its max_repeats), the last time from
+        ``last_start_ns`` on; ``result`` is that of the last.
+        """
         step = self._in_flight.popleft()
         output = step.output
         assert result.step_id == output.step_id, f"result of step {result.step_id}, expected {output.step_id}"
+        if num_steps > 1:
+            assert num_steps <= output.max_repeats, f"{num_steps} steps of a plan for {output.max_repeats}"
+            self.scheduler.repeat(num_steps - 1)
+            self._num_steps += num_steps - 1
         events = self.take_events()
         endings = dict(result.stopped)
         failures = dict(result.failed)
@@ -137,7 +147,7 @@ class ReplicaCore:
             if request.request_id in self.requests:
                 events.append(self._finish(request, FinishReason.LENGTH, now))
         if output.is_compute:
-            events.append(self._measure(step, now))
+            events.append(self._measure(step, now, num_steps, last_start_ns))
         stored, evicted = self.kv.pool.drain_changes()
         if evicted:
             events.append(BlocksEvicted(now, evicted))
@@ -229,11 +239,16 @@ class ReplicaCore:
                 computed = self.scheduler.batch.num_computed(request)
             self.kv.remember_computed(request, computed)
 
-    def _measure(self, step: _StepInFlight, now: int) -> StepFinished:
+    def _measure(self, step: _StepInFlight, now: int, num_steps: int, last_start_ns: int | None) -> StepFinished:
         start_ns = max(step.begun_ns, self._last_end_ns)
         self._last_end_ns = now
         output = step.output
-        self.model.observe(output.features, now - start_ns)
+        features = output.features
+        if self.model.wants(features, self.scheduler.batch.ticks_completed):
+            if num_steps > 1:
+                context = features.decode_context + (num_steps - 1) * features.decode_seqs
+                features = StepFeatures(0, 0, features.decode_seqs, context)
+            self.model.observe(features, now - (start_ns if last_start_ns is None else last_start_ns))
         return StepFinished(
             step_id=output.step_id,
             start_ns=start_ns,
@@ -242,6 +257,7 @@ class ReplicaCore:
             num_decodes=output.num_decodes,
             decode_context=output.features.decode_context,
             predicted_ns=output.predicted_ns,
+            num_steps=num_steps,
         )
 
     def _finish(self, request: Request, reason: FinishReason, now: int, message: str = "") -> RequestFinished:

@@ -49,7 +49,9 @@ class SchedulerOutput:
     (keep their tokens). swap_out / swap_in: (device block, host block) / (host block, device block) copies.
     new_blocks: (request_id, block id) appended to the block table of a decode member.
     num_decodes: members of the decode batch that compute a token in this step (0: the decode batch rests).
-    max_repeats: this many identical steps may be run if no message arrives (>= 1); see Scheduler.
+    max_repeats: if no message arrives, this many steps (>= 1) in a row decide nothing: the batch stays, nobody ends
+    before the last of them, and the blocks that members need meanwhile are there. A live executor runs one step of it
+    and asks again; a simulated one may take them at once and say so to ``ReplicaCore.end_step``.
     """
 
     step_id: int

@@ -19,19 +19,19 @@ REASONS = tuple(FinishReason)
 class RequestTable:
     """Columns; row i is the i-th request that ended. -1 stands for "never" in the time columns."""
 
-    number: array[int] = field(default_factory=lambda: array("q"))  # place in the workload
-    arrival_ns: array[int] = field(default_factory=lambda: array("q"))
-    queue_ns: array[int] = field(default_factory=lambda: array("q"))
-    prefill_ns: array[int] = field(default_factory=lambda: array("q"))
-    handoff_ns: array[int] = field(default_factory=lambda: array("q"))
-    decode_ns: array[int] = field(default_factory=lambda: array("q"))
-    prompt_tokens: array[int] = field(default_factory=lambda: array("q"))
-    cached_tokens: array[int] = field(default_factory=lambda: array("q"))
-    output_tokens: array[int] = field(default_factory=lambda: array("q"))
-    preemptions: array[int] = field(default_factory=lambda: array("H"))
-    reason: array[int] = field(default_factory=lambda: array("B"))  # index into REASONS
-    slo_met: array[int] = field(default_factory=lambda: array("b"))  # 1, 0, or -1: it had no objective
-    replica: array[int] = field(default_factory=lambda: array("i"))  # -1: refused before any
+    number: "array[int]" = field(default_factory=lambda: array("q"))  # place in the workload
+    arrival_ns: "array[int]" = field(default_factory=lambda: array("q"))
+    queue_ns: "array[int]" = field(default_factory=lambda: array("q"))
+    prefill_ns: "array[int]" = field(default_factory=lambda: array("q"))
+    handoff_ns: "array[int]" = field(default_factory=lambda: array("q"))
+    decode_ns: "array[int]" = field(default_factory=lambda: array("q"))
+    prompt_tokens: "array[int]" = field(default_factory=lambda: array("q"))
+    cached_tokens: "array[int]" = field(default_factory=lambda: array("q"))
+    output_tokens: "array[int]" = field(default_factory=lambda: array("q"))
+    preemptions: "array[int]" = field(default_factory=lambda: array("H"))
+    reason: "array[int]" = field(default_factory=lambda: array("B"))  # index into REASONS
+    slo_met: "array[int]" = field(default_factory=lambda: array("b"))  # 1, 0, or -1: it had no objective
+    replica: "array[int]" = field(default_factory=lambda: array("i"))  # -1: refused before any
     kind: list[str] = field(default_factory=list)  # interned class names
 
     def __len__(self) -> int:

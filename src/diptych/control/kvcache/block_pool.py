@@ -28,6 +28,11 @@ class BlockPool:
         return len(self._free) + len(self._cached)
 
     @property
+    def num_free(self) -> int:
+        """Blocks that can be handed out without an eviction."""
+        return len(self._free)
+
+    @property
     def num_used(self) -> int:
         """Blocks with at least one reference."""
         return self.num_blocks - self.num_available

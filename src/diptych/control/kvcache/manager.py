@@ -62,22 +62,22 @@ class KVCacheManager:
         full_blocks = (request.num_tokens - 1) // self.block_size
         return index < min(len(request.block_hashes), full_blocks) and request.block_hashes[index] in self._in_progress
 
-    def fits(self, request: Request, cached: list[int], expected_tokens: int, others: Demands | None) -> bool:
-        """Whether the whole prompt fits now and the expected peak of all fits later.
-
-        others: gives (blocks held alone, tokens to come) of every admitted request; None when nothing else is admitted
-        (then the expected growth does not matter: a request that is alone may use everything). It is only called when
-        the sum of all expectations does not fit, so that admission costs nothing while memory is plentiful.
-        """
+    def fits_now(self, request: Request, cached: list[int], *, alone: bool) -> bool:
+        """Whether there are blocks for the whole prompt (``alone``: nothing else is admitted, all may be used)."""
         new_blocks = self.num_blocks_for(request.num_tokens) - len(cached)
-        available = self.pool.num_available - self.pool.num_idle(cached)
-        if others is None:
-            return new_blocks <= available
-        if new_blocks + self.config.watermark_blocks > available:
-            return False
+        spare = 0 if alone else self.config.watermark_blocks
+        return new_blocks + spare <= self.pool.num_available - self.pool.num_idle(cached)
+
+    def fits_later(self, request: Request, cached: list[int], expected_tokens: int, others: Demands) -> bool:
+        """Whether the expected peak of all that is admitted and this one fits.
+
+        others: gives (blocks held alone, tokens to come) of every admitted request. It is only called when the sum of
+        all expectations does not fit, so that admission costs nothing while memory is plentiful.
+        """
         total = self._num_reserved + self.num_blocks_for(request.num_tokens + expected_tokens)
         if total + self.config.watermark_blocks <= self.pool.num_blocks:
             return True
+        new_blocks = self.num_blocks_for(request.num_tokens) - len(cached)
         demands = [*others(), (new_blocks, expected_tokens)]
         held = sum(blocks for blocks, _ in demands) - new_blocks
         shared = self.pool.num_used + self.pool.num_idle(cached) - held  # not owned by one request alone
@@ -85,7 +85,7 @@ class KVCacheManager:
         return peak + self.config.watermark_blocks <= self.pool.num_blocks
 
     def admit(self, request: Request, cached: list[int], expected_tokens: int) -> None:
-        """Take the blocks of the whole prompt; the caller has asked ``fits``."""
+        """Take the blocks of the whole prompt; the caller has asked ``fits_now``."""
         self._reserve(request, request.num_tokens + expected_tokens)
         self.pool.share(cached)
         total = self.num_blocks_for(request.num_tokens)

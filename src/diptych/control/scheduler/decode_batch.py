@@ -5,11 +5,13 @@ which it joined, and whatever will happen to it (it needs a block, it reaches it
 calendar under the tick at which it happens. A step therefore costs what changes in it, not what runs in it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from diptych.control.request import Request, RequestStatus
+
+UNLIMITED = 2**62
 
 
 @dataclass(slots=True)
@@ -31,7 +33,8 @@ class DecodeBatch:
         self._stays: dict[str, _Stay] = {}
         self._block_due: dict[int, list[_Stay]] = {}
         self._end_due: dict[int, list[_Stay]] = {}  # by the tick of the member's last step
-        self._ticks_due: list[int] = []  # a heap of the calendars' ticks
+        self._block_ticks: list[int] = []  # heaps of the calendars' ticks
+        self._end_ticks: list[int] = []
         self._tpot_counts: dict[int, int] = {}
         self._num_entries = 0
         self.ticks_scheduled = 0
@@ -62,7 +65,7 @@ class DecodeBatch:
         request.last_resume_tick = self.ticks_scheduled
         self._stays[request.request_id] = stay
         last_tick = stay.joined_tick + request.max_tokens - num_outputs - 1
-        self._note(self._end_due, last_tick, stay)
+        self._note(self._end_due, self._end_ticks, last_tick, stay)
         self._schedule_block(stay)
         tpot = (request.slo.tpot_ns if request.slo else None) or 0
         self._tpot_counts[tpot] = self._tpot_counts.get(tpot, 0) + 1
@@ -114,11 +117,30 @@ class DecodeBatch:
         self.ticks_completed += 1
         return [stay.request for stay in last if stay.request.decode_entry in (stay.entry, -stay.entry)]
 
-    def steps_until_change(self) -> int:
-        """Steps, counted from the one just handed out, before somebody needs a block or ends (at least 1)."""
-        while self._ticks_due and self._ticks_due[0] < self.ticks_scheduled:
-            heappop(self._ticks_due)
-        return 1 + self._ticks_due[0] - self.ticks_scheduled if self._ticks_due else 1
+    def steps_until_end(self) -> int:
+        """Steps, counted from the one just handed out, up to and with the first that is somebody's last."""
+        while self._end_ticks and self._end_ticks[0] < self.ticks_scheduled - 1:
+            heappop(self._end_ticks)
+        return 2 + self._end_ticks[0] - self.ticks_scheduled if self._end_ticks else 1
+
+    def steps_until_block(self) -> int:
+        """Steps, counted from the one just handed out, before somebody needs a block."""
+        while self._block_ticks and self._block_ticks[0] < self.ticks_scheduled:
+            heappop(self._block_ticks)
+        return 1 + self._block_ticks[0] - self.ticks_scheduled if self._block_ticks else UNLIMITED
+
+    def skip(self, num_steps: int, grow: Callable[[Request], int | None]) -> None:
+        """Hand out ``num_steps`` more steps, in which nobody joins or leaves; ``grow`` gives blocks and cannot fail."""
+        last = self.ticks_scheduled + num_steps
+        self.context += len(self._stays) * num_steps
+        self.ticks_completed += num_steps
+        while self._block_ticks and self._block_ticks[0] < last:
+            self.ticks_scheduled = max(self.ticks_scheduled, heappop(self._block_ticks))
+            for request in self.take_block_due():
+                block_id = grow(request)
+                assert block_id is not None, "a plan was repeated further than it allows"
+                self.block_added(request)
+        self.ticks_scheduled = last
 
     def num_outputs(self, request: Request) -> int:
         """Sampled tokens of a member, confirmed steps only."""
@@ -137,12 +159,13 @@ class DecodeBatch:
         due = stay.joined_tick + room
         last_tick = stay.joined_tick + stay.request.max_tokens - stay.outputs_at_join - 1
         if due <= last_tick:
-            self._note(self._block_due, max(due, self.ticks_scheduled), stay)
+            self._note(self._block_due, self._block_ticks, max(due, self.ticks_scheduled), stay)
 
-    def _note(self, calendar: dict[int, list[_Stay]], tick: int, stay: _Stay) -> None:
+    @staticmethod
+    def _note(calendar: dict[int, list[_Stay]], ticks: list[int], tick: int, stay: _Stay) -> None:
         entries = calendar.get(tick)
         if entries is None:
             calendar[tick] = [stay]
-            heappush(self._ticks_due, tick)
+            heappush(ticks, tick)
         else:
             entries.append(stay)

@@ -13,15 +13,16 @@ from diptych.control.kvcache.manager import KVCacheManager
 from diptych.control.request import Request, RequestStatus
 from diptych.control.scheduler.budget import make_budget
 from diptych.control.scheduler.caps import Caps
-from diptych.control.scheduler.decode_batch import DecodeBatch
+from diptych.control.scheduler.decode_batch import UNLIMITED, DecodeBatch
 from diptych.control.scheduler.order import make_order, ttft_ns
 from diptych.control.scheduler.plan import StepPlan
 from diptych.control.scheduler.preemption import Preemption
-from diptych.control.scheduler.step_time import StepTimeModel
+from diptych.control.scheduler.step_time import LEARN_EVERY, StepTimeModel
 from diptych.control.scheduler.waiting import WaitingQueue
 from diptych.control.step import ResumedDecode, SchedulerOutput, StepFeatures
 
 MAX_SKIPPED = 64  # waiting requests passed over in one step before the loop looks no further
+REFUSAL_STEPS = 8  # decode steps for which a refusal for lack of memory to come stands
 HOPELESS_DEFERRAL = 8  # a deadline that cannot be met any more moves back by this many objectives
 
 
@@ -49,6 +50,9 @@ class Scheduler:
         self.swapped: dict[str, Request] = {}
         self.lengths = OutputLengths()
         self.preemption = Preemption(settings.preemption, kv, self.batch)
+        self._num_departures = 0
+        self._refusal = (-1, 0, 0)  # for lack of memory to come: (request number, departures so far, until this tick)
+        self._refused_until = 0  # the tick before which the waiting queue need not be asked again (0: no promise)
 
     @property
     def num_running(self) -> int:
@@ -66,6 +70,7 @@ class Scheduler:
     def remove(self, request: Request) -> int:
         """The request ends, wherever it is. Returns its confirmed output tokens."""
         request_id, outputs = request.request_id, request.num_output_tokens
+        self._num_departures += 1
         if request_id in self.batch:
             outputs = self.batch.num_outputs(request)
             self.batch.leave(request)
@@ -95,10 +100,24 @@ class Scheduler:
         if plan.num_decodes:
             self.batch.advance_scheduled()
         features = plan.features
-        repeats = 1
-        if plan.num_decodes and not (plan.prefills or self.waiting or self.prefilling or self.joining or self.swapped):
-            repeats = self.batch.steps_until_change() if not self.batch.take_ended() else 1
-        return plan.output(step_id, finished, self._model.predict_ns(features), repeats), plan.events
+        return plan.output(step_id, finished, self._model.predict_ns(features), self._repeats(plan)), plan.events
+
+    def repeat(self, num_steps: int) -> None:
+        """The step just handed out was taken ``num_steps`` more times (see SchedulerOutput.max_repeats)."""
+        self.batch.skip(num_steps, self._kv.grow)
+
+    def _repeats(self, plan: StepPlan) -> int:
+        """For how many steps in a row nothing is to be decided unless a message arrives."""
+        others = plan.prefills or self.prefilling or self.joining or self.swapped
+        if not plan.num_decodes or others or self._config.max_steps_in_flight > 1 or not self._model.is_trusted:
+            return 1
+        steps = LEARN_EVERY - self.batch.ticks_completed % LEARN_EVERY
+        if self.waiting:
+            steps = min(steps, self._refused_until + 1 - self.batch.ticks_scheduled)
+        steps = min(steps, self.batch.steps_until_end())
+        if steps > 1 and len(self.batch) * (steps // self._kv.block_size + 1) > self._kv.pool.num_free:
+            steps = min(steps, self.batch.steps_until_block())
+        return max(1, steps)
 
     def _settle(self, plan: StepPlan) -> None:
         """Bring membership of the decode batch up to date with the steps handed out."""
@@ -146,6 +165,7 @@ class Scheduler:
 
     def _plan_prefills(self, plan: StepPlan) -> None:
         """Admitted and waiting prompts in one order, each as far as budget, caps and memory allow."""
+        self._refused_until = 0
         self._budget.open(StepFeatures(0, 0, plan.num_decodes, plan.decode_context), self.batch)
         self._caps.open(self.prefilling.values())
         for request in self.prefilling.values():
@@ -166,6 +186,8 @@ class Scheduler:
                 open_to_new = verdict is not _Verdict.STOP and len(skipped) < MAX_SKIPPED
             else:
                 break
+        if skipped or self._config.scheduler.order == "deadline" or self._config.scheduler.preemption.from_waiting:
+            self._refused_until = 0  # who is first may change with time
         for request in skipped:
             self.waiting.push(request, is_long=request.is_long)
 
@@ -232,11 +254,28 @@ class Scheduler:
 
     def _has_room(self, request: Request, cached: list[int]) -> bool:
         if self.num_running >= self._config.scheduler.max_num_seqs:
+            self._refused_until = UNLIMITED  # until somebody ends
             return False
         if self.swapped and min(swapped.order_key for swapped in self.swapped.values()) <= request.order_key:
             return False  # those who were here before come back first
-        others = self._demands if self.num_running else None
-        return self._kv.fits(request, cached, self._expected(request), others)
+        is_alone = self.num_running == 0
+        if not self._kv.fits_now(request, cached, alone=is_alone):
+            self._refused_until = UNLIMITED
+            return False
+        return is_alone or self._fits_later(request, cached)
+
+    def _fits_later(self, request: Request, cached: list[int]) -> bool:
+        """Ask for the expected peak. A refusal stands until somebody leaves, or for a few steps: the answer costs a
+        look at every running request and changes slowly."""
+        number, departures, until = self._refusal
+        if number == request.number and departures == self._num_departures and self.batch.ticks_scheduled < until:
+            self._refused_until = until
+            return False
+        if self._kv.fits_later(request, cached, self._expected(request), self._demands):
+            return True
+        self._refused_until = self.batch.ticks_scheduled + REFUSAL_STEPS
+        self._refusal = (request.number, self._num_departures, self._refused_until)
+        return False
 
     def _expected(self, request: Request) -> int:
         return self.lengths.expected_remaining(request.num_output_tokens, request.max_tokens)
@@ -254,6 +293,7 @@ class Scheduler:
         return demands
 
     def _preempt(self, plan: StepPlan, victim: Request, *, by_priority: bool = False) -> None:
+        self._num_departures += 1
         self.preemption.preempt(plan, victim, by_priority=by_priority)
         if victim.status is RequestStatus.SWAPPED:
             victim.order_key = self._order(victim)

@@ -14,7 +14,8 @@ from diptych.control.step import StepFeatures, chunk_attention
 
 NUM_TERMS = 5
 FORGET = 0.995  # weight of a step after one more of its kind: a memory of about 200 steps
-REFIT_EVERY = 8
+REFIT_EVERY = 8  # while the model is young; four times as many later
+LEARN_EVERY = 32  # of pure decode steps, which are all alike, one in so many is looked at once the model is trusted
 OUTLIER_RATIO = 4.0
 OUTLIERS_BELIEVED = 4  # so many in a row are the new truth
 RIDGE = 1e-6
@@ -56,6 +57,15 @@ class StepTimeModel:
         self._kinds = (_Statistics.empty(), _Statistics.empty())
         self._outliers = 0
 
+    @property
+    def is_trusted(self) -> bool:
+        """Whether enough steps were measured to judge new ones by the model."""
+        return self.num_observed >= 2 * REFIT_EVERY
+
+    def wants(self, features: StepFeatures, tick: int) -> bool:
+        """Whether a step is worth learning from; ``tick`` counts decode steps."""
+        return features.prefill_tokens > 0 or tick % LEARN_EVERY == 0 or not self.is_trusted
+
     def predict_ns(self, features: StepFeatures) -> int:
         """Expected duration of a step."""
         c0, c1, c2, c3, c4 = self.coefficients
@@ -87,7 +97,7 @@ class StepTimeModel:
         if duration_ns <= 0:
             return
         ratio = duration_ns / max(self.predict_ns(features), 1)
-        trusted = self.num_observed >= 2 * REFIT_EVERY
+        trusted = self.is_trusted
         if trusted and ratio > OUTLIER_RATIO and self._outliers < OUTLIERS_BELIEVED:
             self._outliers += 1
             return
@@ -105,7 +115,8 @@ class StepTimeModel:
         ]
         self._kinds[1 if features.prefill_tokens else 0].add(row)
         self.num_observed += 1
-        if self.num_observed % REFIT_EVERY == 0 or self.num_observed < REFIT_EVERY:
+        every = REFIT_EVERY if self.num_observed < 32 * REFIT_EVERY else 4 * REFIT_EVERY
+        if self.num_observed % every == 0 or self.num_observed < REFIT_EVERY:
             self._refit()
 
     def _refit(self) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from diptych.control.slo import Slo
 
@@ -17,6 +17,7 @@ class RequestSpec:
     the same place means the same tokens up to its end (each id stands for the whole prefix), as in Mooncake's traces.
     Empty: nothing is shared.
     kind: the class that reports group by (for example "chat", "long"). session: turns of one conversation.
+    abort_after_ns: the client goes away this long after it asked.
     """
 
     arrival_ns: int
@@ -29,6 +30,7 @@ class RequestSpec:
     slo: Slo | None = None
     kind: str = ""
     session: int = -1
+    abort_after_ns: int | None = None
 
 
 class Workload(Protocol):
@@ -41,6 +43,7 @@ class Workload(Protocol):
         ...
 
 
+@runtime_checkable
 class ClosedLoop(Protocol):
     """Closed loop: ``concurrency`` clients, each sends its next request ``think_ns`` after its last answer ended."""
 

@@ -1,0 +1,87 @@
+"""Picking a replica by load: round robin, fewest outstanding requests, or the better of two drawn at random.
+
+Owns the front end's own count of what it has sent where; never asks a worker. Randomness is a seeded sequence of its
+own, so that equal histories give equal picks.
+"""
+
+from heapq import heappop, heappush
+from typing import Literal
+
+from diptych.control.errors import ConfigError
+
+PickerName = Literal["round_robin", "least_loaded", "power_of_two"]
+PICKERS: tuple[PickerName, ...] = ("round_robin", "least_loaded", "power_of_two")
+_MASK = 2**64 - 1
+
+
+class Picker:
+    """Replicas 0 .. num_replicas - 1, each with the requests that it was given and has not ended."""
+
+    def __init__(self, kind: PickerName, num_replicas: int, seed: int = 0) -> None:
+        if kind not in PICKERS:
+            raise ConfigError(f"routing is {kind!r}; one of {', '.join(PICKERS)}", param="routing")
+        self._kind = kind
+        self._state = seed & _MASK
+        self._next = 0
+        self.outstanding = [0] * num_replicas
+        self.is_up = [True] * num_replicas
+        self._heap = [(0, index) for index in range(num_replicas)]  # lazily updated (outstanding, replica)
+
+    def pick(self) -> int | None:
+        """The replica for the next request (None: none is up); counts the request as sent."""
+        if self._kind == "round_robin":
+            choice = self._in_turn()
+        elif self._kind == "least_loaded":
+            choice = self._least_loaded()
+        else:
+            choice = self._better_of_two()
+        if choice is not None:
+            self._change(choice, 1)
+        return choice
+
+    def ended(self, replica: int) -> None:
+        """A request of this replica ended."""
+        self._change(replica, -1)
+
+    def set_up(self, replica: int, is_up: bool) -> None:
+        """The replica came or went."""
+        self.is_up[replica] = is_up
+        if is_up:
+            heappush(self._heap, (self.outstanding[replica], replica))
+
+    def _change(self, replica: int, by: int) -> None:
+        self.outstanding[replica] += by
+        if self._kind == "least_loaded":
+            heappush(self._heap, (self.outstanding[replica], replica))
+
+    def _in_turn(self) -> int | None:
+        for _ in self.outstanding:
+            choice = self._next
+            self._next = (choice + 1) % len(self.outstanding)
+            if self.is_up[choice]:
+                return choice
+        return None
+
+    def _least_loaded(self) -> int | None:
+        heap = self._heap
+        while heap:
+            load, replica = heap[0]
+            if self.is_up[replica] and self.outstanding[replica] == load:
+                return replica
+            heappop(heap)
+        return None
+
+    def _better_of_two(self) -> int | None:
+        up = [replica for replica, is_up in enumerate(self.is_up) if is_up]
+        if not up:
+            return None
+        first, second = up[self._draw(len(up))], up[self._draw(len(up))]
+        return min(first, second, key=lambda replica: (self.outstanding[replica], replica))
+
+    def _draw(self, limit: int) -> int:
+        """Below ``limit``: SplitMix64 (Steele, Lea and Flood 2014)."""
+        self._state = (self._state + 0x9E3779B97F4A7C15) & _MASK
+        mixed = self._state
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+        return (mixed ^ (mixed >> 31)) % limit

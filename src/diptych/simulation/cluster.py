@@ -1,0 +1,219 @@
+"""A fleet under virtual time: one front end, its workers, the messages between them, and what goes wrong.
+
+The front end here is as thin as can be: it picks a replica (diptych.control.router), sends, hears who finished, and
+sees to it that every request ends exactly once, whatever is lost. Must decide nothing else.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from diptych.control.events import Event, RequestFinished
+from diptych.control.request import FinishReason
+from diptych.control.router.picker import Picker
+from diptych.control.slo import NS_PER_MS, LatencyBreakdown
+from diptych.control.step import SchedulerOutput
+from diptych.simulation.collector import Collector
+from diptych.simulation.environment import MESSAGE, Environment
+from diptych.simulation.event_log import EventLog
+from diptych.simulation.executor import make_request
+from diptych.simulation.faults import MESSAGE_FAULTS, Fault
+from diptych.simulation.replica import SimulatedReplica, WorkerModel
+from diptych.simulation.scenario import Scenario
+from diptych.simulation.workload.spec import ClosedLoop, RequestSpec
+
+FRONT_END = -1  # in the log: who reports when it is no worker
+Progress = Callable[[int], None]  # how many requests have ended
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A request that has not ended yet, as the front end knows it."""
+
+    number: int
+    spec: RequestSpec
+    replica: int
+    client: int = -1
+    is_delivered: bool = False
+
+
+class _Wire:
+    """Messages between the front end and one worker, and the faults that befall them."""
+
+    def __init__(self, environment: Environment, faults: list[Fault], seed: int) -> None:
+        self._environment = environment
+        self._faults = faults
+        self._rng = random.Random(seed)
+
+    def send(self, deliver: Callable[[], None]) -> None:
+        """Deliver the message now, or as late and as often as the faults of this moment say."""
+        now = self._environment.now
+        active = [fault for fault in self._faults if fault.at_ns <= now < fault.at_ns + fault.duration_ns]
+        if not active:
+            deliver()
+            return
+        delay, copies = 0, 1
+        for fault in active:
+            if fault.kind == "link_loss":
+                delay = max(delay, fault.at_ns + fault.duration_ns - now)
+            elif fault.kind == "duplicate":
+                copies = 2
+            else:  # delay: the same for all at one time; reorder: each message its own
+                most = max(1, int(fault.factor * NS_PER_MS))
+                delay += most if fault.kind == "delay" else self._rng.randrange(most)
+        for copy in range(copies):
+            self._environment.at(now + delay + copy, MESSAGE, deliver)
+
+
+class Cluster:
+    """Everything that happens in one simulation."""
+
+    def __init__(self, scenario: Scenario, worker: WorkerModel, progress: Progress | None = None) -> None:
+        self.environment = Environment()
+        self.collector = Collector(scenario.num_replicas)
+        self.log = EventLog() if scenario.record_events else None
+        self.last_end_ns = 0
+        self._scenario = scenario
+        self._block_size = scenario.replica.cache.block_size
+        self._picker = Picker(scenario.routing, scenario.num_replicas, scenario.seed)
+        self._progress = progress
+        self._sent: dict[str, _Sent] = {}
+        self._num_arrived = 0
+        self._wires = [self._wire(index) for index in range(scenario.num_replicas)] if scenario.faults else None
+        self.replicas = [
+            SimulatedReplica(index, worker, self.environment, self._on_events) for index in range(scenario.num_replicas)
+        ]
+
+    def run(self) -> None:
+        """From the first arrival until nothing is left to happen."""
+        for fault in self._scenario.faults:
+            if fault.kind not in MESSAGE_FAULTS and fault.replica < len(self.replicas):
+                self.environment.at(fault.at_ns, MESSAGE, partial(self._strike, fault))
+        workload = self._scenario.workload
+        if isinstance(workload, ClosedLoop):
+            for client in range(workload.concurrency):
+                self._next_of(client, workload)
+        else:
+            self._await_next(iter(workload))
+        self.environment.run()
+        assert not self._sent, f"{len(self._sent)} requests never ended"
+
+    def _wire(self, replica: int) -> _Wire:
+        mine = [fault for fault in self._scenario.faults if fault.replica == replica and fault.kind in MESSAGE_FAULTS]
+        return _Wire(self.environment, mine, self._scenario.seed * 1_000_003 + replica)
+
+    def _await_next(self, arrivals: Iterator[RequestSpec]) -> None:
+        spec = next(arrivals, None)
+        if spec is not None:
+            self.environment.at(spec.arrival_ns, MESSAGE, partial(self._arrive, spec, arrivals))
+
+    def _arrive(self, spec: RequestSpec, arrivals: Iterator[RequestSpec]) -> None:
+        self._await_next(arrivals)
+        self._submit(spec)
+
+    def _next_of(self, client: int, workload: ClosedLoop) -> None:
+        spec = workload.next_request(client, self.environment.now)
+        if spec is not None:
+            self.environment.at(spec.arrival_ns, MESSAGE, partial(self._submit, spec, client))
+
+    def _submit(self, spec: RequestSpec, client: int = -1) -> None:
+        """A request comes to the front end: pick a worker and send it there."""
+        number = self._num_arrived
+        self._num_arrived += 1
+        request_id = str(number)
+        replica = self._picker.pick()
+        sent = _Sent(number, spec, -1 if replica is None else replica, client)
+        self._sent[request_id] = sent
+        if replica is None:
+            self._end(request_id, self._lost(request_id, sent, "no worker is up"))
+            return
+        if spec.abort_after_ns is not None:
+            self.environment.at(self.environment.now + spec.abort_after_ns, MESSAGE, partial(self._hang_up, request_id))
+        if self._wires is None:
+            self.replicas[replica].submit(make_request(request_id, spec, self._block_size), spec)
+        else:
+            self._wires[replica].send(partial(self._deliver, request_id))
+
+    def _deliver(self, request_id: str) -> None:
+        """The request reaches its worker (perhaps twice, perhaps after it ended)."""
+        sent = self._sent.get(request_id)
+        if sent is None or sent.is_delivered:
+            return
+        sent.is_delivered = True
+        self.replicas[sent.replica].submit(make_request(request_id, sent.spec, self._block_size), sent.spec)
+
+    def _hang_up(self, request_id: str) -> None:
+        sent = self._sent.get(request_id)
+        if sent is None:
+            return
+        replica = self.replicas[sent.replica]
+        if self._wires is None:
+            replica.abort(request_id)
+        else:  # the front end ends it at once; the worker hears of it when it can
+            self._end(request_id, self._lost(request_id, sent, "", FinishReason.ABORT))
+            self._wires[sent.replica].send(partial(replica.abort, request_id))
+
+    def _on_events(self, replica: int, events: list[Event], output: SchedulerOutput | None) -> None:
+        """A worker reports."""
+        if self.log is not None:
+            self.log.extend(replica, events)
+        self.collector.take(replica, events, output, self.replicas[replica].usage)
+        for event in events:
+            if type(event) is RequestFinished:
+                if self._wires is None:
+                    self._end(event.request_id, event)
+                else:
+                    self._wires[replica].send(partial(self._end, event.request_id, event))
+
+    def _end(self, request_id: str, event: RequestFinished) -> None:
+        """The front end hears of the end of a request (of an end that it has heard of before, nothing comes)."""
+        sent = self._sent.pop(request_id, None)
+        if sent is None:
+            return
+        if sent.replica >= 0:
+            self._picker.ended(sent.replica)
+        self.last_end_ns = self.environment.now
+        arrival_ns = sent.spec.arrival_ns
+        self.collector.add_row(event, sent.number, arrival_ns, sent.replica, sent.spec.kind)
+        if self._progress is not None:
+            self._progress(len(self.collector.requests))
+        workload = self._scenario.workload
+        if sent.client >= 0 and isinstance(workload, ClosedLoop):
+            self._next_of(sent.client, workload)
+
+    def _lost(
+        self, request_id: str, sent: _Sent, message: str, reason: FinishReason = FinishReason.ERROR
+    ) -> RequestFinished:
+        """The terminal event of a request that no worker will end."""
+        now, spec = self.environment.now, sent.spec
+        latency = LatencyBreakdown(now - spec.arrival_ns, 0, 0, 0)
+        has_objective = spec.slo is not None or self._scenario.replica.slo != type(self._scenario.replica.slo)()
+        event = RequestFinished(
+            now, request_id, reason, spec.prompt_tokens, 0, 0, latency, False if has_objective else None, message
+        )
+        if self.log is not None:
+            self.log.extend(FRONT_END, [event])
+        return event
+
+    def _strike(self, fault: Fault) -> None:
+        """A worker's fault begins."""
+        replica, environment = self.replicas[fault.replica], self.environment
+        end_ns = environment.now + fault.duration_ns
+        if fault.kind == "crash":
+            self._picker.set_up(fault.replica, False)
+            replica.crash(end_ns)
+            for request_id, sent in list(self._sent.items()):
+                if sent.replica == fault.replica:
+                    self._end(request_id, self._lost(request_id, sent, "the worker was lost"))
+            environment.at(end_ns, MESSAGE, partial(self._recover, fault.replica))
+        elif fault.kind == "hang":
+            replica.hang(end_ns)
+            environment.at(end_ns, MESSAGE, replica.wake)
+        else:
+            replica.slow_down(fault.factor)
+            environment.at(end_ns, MESSAGE, partial(replica.slow_down, 1))
+
+    def _recover(self, replica: int) -> None:
+        if not self.replicas[replica].is_down:  # else it crashed again in the meantime
+            self._picker.set_up(replica, True)

@@ -1,0 +1,104 @@
+"""Turns events into rows and histograms as they happen; keeps no event."""
+
+from diptych.control.events import (
+    Event,
+    FirstToken,
+    RequestFinished,
+    RequestPreempted,
+    RequestResumed,
+    StepFinished,
+)
+from diptych.control.step import SchedulerOutput
+from diptych.simulation.results import REASONS, GapHistogram, ReplicaUsage, RequestTable
+
+_REASON_INDEX = {reason: index for index, reason in enumerate(REASONS)}
+
+
+class _Streams:
+    """The gaps between tokens on one replica, from what each step did to the batch as a whole."""
+
+    __slots__ = ("joined", "last_token_ns", "preempted", "resumed")
+
+    def __init__(self) -> None:
+        self.last_token_ns = 0  # when the batch last gave tokens
+        self.joined: list[tuple[int, int]] = []  # (time of their newest token, how many) since then
+        self.preempted: dict[str, int] = {}  # request -> time of its newest token
+        self.resumed: list[int] = []  # times of the newest tokens of those that came back from the host tier
+
+
+class Collector:
+    """Listens to every replica."""
+
+    def __init__(self, num_replicas: int) -> None:
+        self.requests = RequestTable()
+        self.gaps = GapHistogram()
+        self._streams = [_Streams() for _ in range(num_replicas)]
+
+    def take(self, replica: int, events: list[Event], output: SchedulerOutput | None, usage: ReplicaUsage) -> None:
+        """Count what one replica reports, except who finished (see ``add_row``); ``output``: the plan that ended."""
+        streams = self._streams[replica]
+        for event in events:
+            kind = type(event)
+            if kind is StepFinished:
+                self._step(streams, event, output)  # type: ignore[arg-type]
+            elif kind is FirstToken:
+                streams.joined.append((event.time_ns, 1))  # type: ignore[union-attr]
+            elif kind is RequestPreempted:
+                usage.num_preemptions += 1
+                streams.preempted[event.request_id] = streams.last_token_ns  # type: ignore[union-attr]
+            elif kind is RequestResumed:
+                newest = streams.preempted.pop(event.request_id, streams.last_token_ns)  # type: ignore[union-attr]
+                streams.resumed.append(newest)
+            elif kind is RequestFinished and streams.preempted:
+                streams.preempted.pop(event.request_id, None)  # type: ignore[union-attr]
+
+    def _step(self, streams: _Streams, step: StepFinished, output: SchedulerOutput | None) -> None:
+        if step.num_decodes:
+            self._decode(streams, step)
+        if streams.preempted and output is not None:  # one that was preempted has been computed again: its next token
+            for chunk in output.prefills:
+                if chunk.is_last and chunk.request_id in streams.preempted:
+                    self.gaps.add(step.end_ns - streams.preempted.pop(chunk.request_id), 1)
+                    streams.joined.append((step.end_ns, 1))
+
+    def _decode(self, streams: _Streams, step: StepFinished) -> None:
+        """The first step of a run ends the pause since each member's newest token; the others follow at once."""
+        duration = step.end_ns - step.start_ns
+        mean = duration // step.num_steps
+        first_end = step.start_ns + mean
+        old = step.num_decodes
+        joined, resumed = streams.joined, streams.resumed
+        if joined:
+            for time_ns, count in joined:
+                if time_ns != step.end_ns:  # who joins with this very step takes no token in it
+                    self.gaps.add(first_end - time_ns, count)
+                    old -= count
+            streams.joined = [entry for entry in joined if entry[0] == step.end_ns]
+        if resumed:
+            for time_ns in resumed:
+                self.gaps.add(first_end - time_ns, 1)
+            old -= len(resumed)
+            resumed.clear()
+        if old > 0:
+            self.gaps.add(first_end - streams.last_token_ns, old)
+        if step.num_steps > 1:
+            self.gaps.add(mean, step.num_decodes * (step.num_steps - 1))
+        streams.last_token_ns = step.end_ns
+
+    def add_row(self, event: RequestFinished, number: int, arrival_ns: int, replica: int, kind: str) -> None:
+        """The one terminal event of a request, as a row."""
+        table, latency = self.requests, event.latency
+        table.number.append(number)
+        table.arrival_ns.append(arrival_ns)
+        table.queue_ns.append(latency.queue_ns)
+        table.prefill_ns.append(latency.prefill_ns)
+        table.handoff_ns.append(latency.handoff_ns)
+        table.decode_ns.append(latency.decode_ns)
+        table.prompt_tokens.append(event.num_prompt_tokens)
+        table.cached_tokens.append(event.num_cached_tokens)
+        table.output_tokens.append(latency.num_output_tokens)
+        table.preemptions.append(event.num_preemptions)
+        table.reason.append(_REASON_INDEX[event.reason])
+        table.slo_met.append(-1 if event.slo_met is None else int(event.slo_met))
+        table.replica.append(replica)
+        table.kind.append(kind)

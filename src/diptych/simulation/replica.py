@@ -1,0 +1,257 @@
+"""A worker under virtual time: a ReplicaCore, a simulated executor, and the worker's loop as events.
+
+Owns when steps begin and end. It must decide nothing: what runs is the core's business, what it costs the cost
+model's. A run of decode steps in which nothing is to be decided is one event; whoever comes meanwhile cuts it at the
+end of the step that is then under way, exactly where a worker that takes step after step would listen.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+
+from diptych.control.config import ReplicaConfig
+from diptych.control.events import Event
+from diptych.control.replica import ReplicaCore
+from diptych.control.request import FinishReason, Request
+from diptych.control.scheduler.step_time import StepTimeModel
+from diptych.control.step import SchedulerOutput, StepResult
+from diptych.simulation.costs.interface import CostModel, DecodeLine
+from diptych.simulation.environment import STEP_END, Environment
+from diptych.simulation.executor import SimulatedExecutor
+from diptych.simulation.results import ReplicaUsage
+from diptych.simulation.workload.spec import RequestSpec
+
+Listener = Callable[[int, list[Event], SchedulerOutput | None], None]  # (replica, events, the plan that ended)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerModel:
+    """What equal workers share: settings, costs, and the step-time model as warm-up leaves it."""
+
+    config: ReplicaConfig
+    cost: CostModel
+    model: StepTimeModel
+    fast_forward: bool = True
+
+
+@dataclass(slots=True)
+class _Run:
+    """What is under way: ``num_steps`` steps of one plan, from ``start_ns`` to ``end_ns``."""
+
+    output: SchedulerOutput
+    start_ns: int
+    end_ns: int
+    num_steps: int
+    used_blocks: int
+    timer: int = 0
+    result: StepResult | None = None  # known at once when several steps are in flight
+    last_start_ns: int = 0
+
+
+class SimulatedReplica:
+    """One worker. ``listener`` hears every event in the order in which it happens."""
+
+    def __init__(self, number: int, worker: WorkerModel, environment: Environment, listener: Listener) -> None:
+        config = worker.config
+        self.number = number
+        self.config = config
+        self._priority = STEP_END + number
+        self.usage = ReplicaUsage(config.cache.num_blocks)
+        self._worker = worker
+        self._cost = worker.cost
+        self._environment = environment
+        self._listener = listener
+        self._fast_forward = worker.fast_forward and config.max_steps_in_flight == 1
+        self._hung_until = 0
+        self._down_until = 0
+        self._inbox: list[Callable[[], None]] = []  # messages that came while it hung
+        self._slowness = 1000  # per mille
+        self._runs: deque[_Run] = deque()
+        self._start(worker.model)
+
+    def _start(self, model: StepTimeModel) -> None:
+        """Begin, or begin again after a crash, empty."""
+        self.core = ReplicaCore(self.config, deepcopy(model))
+        self.executor = SimulatedExecutor(self._cost, self.config.cache.block_size)
+        for run in self._runs:
+            self._environment.cancel(run.timer)
+        self._runs.clear()
+
+    def submit(self, request: Request, spec: RequestSpec) -> None:
+        """A request arrives at this worker."""
+        now = self._environment.now
+        if now < self._hung_until:
+            self._inbox.append(lambda: self.submit(request, spec))
+            return
+        self._cut(now)
+        events = self.core.add_request(request, now)
+        if request.request_id in self.core.requests:
+            self.executor.add(request, spec)
+        self._listener(self.number, events, None)
+        self._begin()
+
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
+        """The client of a request went away."""
+        now = self._environment.now
+        if now < self._hung_until:
+            self._inbox.append(lambda: self.abort(request_id, reason))
+            return
+        self._cut(now)
+        self._listener(self.number, self.core.abort(request_id, now, reason), None)
+        self._begin()
+
+    def crash(self, until_ns: int) -> None:
+        """Lose everything; an empty worker takes this one's place at ``until_ns``."""
+        now = self._environment.now
+        self._cut(now)
+        for run in self._runs:
+            self._account(run, now)
+        self._inbox.clear()
+        self.usage.down_ns += max(0, until_ns - max(now, self._down_until))
+        self._down_until = max(self._down_until, until_ns)
+        self._hung_until = 0
+        self._start(self._worker.model)
+
+    @property
+    def is_down(self) -> bool:
+        """Whether it has crashed and is not back yet."""
+        return self._environment.now < self._down_until
+
+    def hang(self, until_ns: int) -> None:
+        """Take no message and end no step before then."""
+        now = self._environment.now
+        if now < self._down_until:
+            return
+        self._cut(now)
+        self.usage.down_ns += max(0, until_ns - max(now, self._hung_until))
+        self._hung_until = max(self._hung_until, until_ns)
+
+    def wake(self) -> None:
+        """After a hang: handle what came meanwhile."""
+        if self._environment.now < self._hung_until:
+            return
+        inbox, self._inbox = self._inbox, []
+        for message in inbox:
+            message()
+        self._begin()
+
+    def slow_down(self, factor: float) -> None:
+        """Steps that begin from now on take ``factor`` times as long (1: as usual)."""
+        self._cut(self._environment.now)
+        self._slowness = round(1000 * factor)
+
+    def _begin(self) -> None:
+        """Hand out plans as long as the core has some and there is room in flight."""
+        core, environment = self.core, self._environment
+        now = environment.now
+        if now < self._hung_until or len(self._runs) >= self.config.max_steps_in_flight:
+            return
+        while (output := core.begin_step(now)) is not None:
+            if not output.is_compute and not output.swap_out and not output.swap_in:
+                self._tell(output, now)
+                continue
+            run = self._price(output, now)
+            run.timer = environment.at(run.end_ns, self._priority, self._end)
+            self._runs.append(run)
+            if len(self._runs) >= self.config.max_steps_in_flight:
+                return
+        if events := core.take_events():
+            self._listener(self.number, events, None)
+
+    def _tell(self, output: SchedulerOutput, now: int) -> None:
+        """A plan that only tells the executor who left takes no time (several in flight: it ends in its turn)."""
+        result = self.executor.execute(output)
+        if self._runs:
+            end_ns = self._runs[-1].end_ns
+            run = _Run(output, end_ns, end_ns, 1, self.core.kv.pool.num_used, result=result)
+            run.timer = self._environment.at(end_ns, self._priority, self._end)
+            self._runs.append(run)
+        else:
+            self._listener(self.number, self.core.end_step(result, now), output)
+
+    def _price(self, output: SchedulerOutput, now: int) -> _Run:
+        start_ns = self._runs[-1].end_ns if self._runs else now
+        used = self.core.kv.pool.num_used
+        if self.config.max_steps_in_flight > 1:
+            result = self.executor.execute(output)
+            return _Run(output, start_ns, start_ns + self._step_ns(output), 1, used, result=result)
+        limit = self.executor.begin(output)
+        if not self._fast_forward or limit == 1 or self._slowness != 1000:
+            return _Run(output, start_ns, start_ns + self._step_ns(output), 1, used)
+        return self._price_run(_Run(output, start_ns, 0, limit, used))
+
+    def _step_ns(self, output: SchedulerOutput) -> int:
+        return max(1, self._cost.step_ns(output) * self._slowness // 1000)
+
+    def _price_run(self, run: _Run) -> _Run:
+        """Set the end of a run of decode steps: exact sums along the lines of the cost model."""
+        seqs = run.output.num_decodes
+        context = run.output.features.decode_context
+        end_ns, left = run.start_ns, run.num_steps
+        while left:
+            line = self._cost.decode_line(seqs, context)
+            steps = min(left, -(-(line.until_context - context) // seqs))
+            left -= steps
+            end_ns += line.total_ns(context, seqs, steps)
+            context += steps * seqs
+        run.end_ns = end_ns
+        run.last_start_ns = end_ns - line.step_ns(context - seqs)
+        return run
+
+    def _cut(self, now: int) -> None:
+        """Somebody comes: the run under way ends with the step that ends now or next."""
+        if not self._runs or self._runs[0].num_steps == 1:
+            return
+        run = self._runs[0]
+        seqs = run.output.num_decodes
+        context = run.output.features.decode_context
+        end_ns, steps, last_start_ns = run.start_ns, 0, run.start_ns
+        line = DecodeLine(0, 0, 0)
+        while end_ns < now or steps == 0:
+            if context >= line.until_context:
+                line = self._cost.decode_line(seqs, context)
+            last_start_ns = end_ns
+            end_ns += line.step_ns(context)
+            context += seqs
+            steps += 1
+        if steps < run.num_steps:
+            self._environment.cancel(run.timer)
+            run.num_steps, run.end_ns, run.last_start_ns = steps, end_ns, last_start_ns
+            run.timer = self._environment.at(end_ns, self._priority, self._end)
+
+    def _end(self) -> None:
+        now = self._environment.now
+        if now < self._hung_until:
+            self._runs[0].timer = self._environment.at(self._hung_until, self._priority, self._end)
+            return
+        run = self._runs.popleft()
+        self._account(run, now)
+        if run.result is not None:
+            events = self.core.end_step(run.result, now)
+        elif run.num_steps == 1:
+            events = self.core.end_step(self.executor.end(1), now)
+        else:
+            result = self.executor.end(run.num_steps)
+            events = self.core.end_step(result, now, num_steps=run.num_steps, last_start_ns=run.last_start_ns)
+        self._listener(self.number, events, run.output)
+        self._begin()
+
+    def _account(self, run: _Run, now: int) -> None:
+        usage, output = self.usage, run.output
+        duration = max(0, now - run.start_ns)
+        if output.prefills:
+            usage.prefill_tokens += output.features.prefill_tokens
+            if output.num_decodes:
+                usage.busy_mixed_ns += duration
+            else:
+                usage.busy_prefill_ns += duration
+        else:
+            usage.busy_decode_ns += duration
+        tokens = output.num_decodes * run.num_steps
+        usage.num_steps += run.num_steps
+        usage.decode_tokens += tokens
+        grown = (tokens - output.num_decodes) // self.config.cache.block_size  # on average, within a run
+        usage.kv_block_ns += (run.used_blocks + grown // 2) * duration
+        if run.used_blocks + grown > usage.kv_peak_blocks:
+            usage.kv_peak_blocks = min(usage.num_blocks, run.used_blocks + grown)

@@ -1,0 +1,45 @@
+"""simulate(scenario): from a scenario to a result."""
+
+import time
+from collections.abc import Callable
+
+from diptych.simulation.cluster import Cluster
+from diptych.simulation.event_log import EventLog
+from diptych.simulation.replica import WorkerModel
+from diptych.simulation.results import SimulationResult
+from diptych.simulation.scenario import Scenario
+from diptych.simulation.warm_up import warmed_up_model
+
+Progress = Callable[[float], None]  # share of the requests that have ended, 0 to 1
+REPORT_EVERY = 1000
+
+
+def simulate(scenario: Scenario, progress: Progress | None = None) -> SimulationResult:
+    """Run the scenario to its end. Equal scenarios give equal results."""
+    return simulate_with_log(scenario, progress)[0]
+
+
+def simulate_with_log(scenario: Scenario, progress: Progress | None = None) -> tuple[SimulationResult, EventLog | None]:
+    """Like ``simulate``, with the event log (None unless ``record_events``)."""
+    begun = time.perf_counter()
+    total = max(1, len(scenario.workload))
+
+    def on_end(num_ended: int) -> None:
+        if progress is not None and num_ended % REPORT_EVERY == 0:
+            progress(min(1.0, num_ended / total))
+
+    model = warmed_up_model(scenario.replica, scenario.cost)
+    worker = WorkerModel(scenario.replica, scenario.cost, model, scenario.fast_forward)
+    cluster = Cluster(scenario, worker, on_end if progress else None)
+    cluster.run()
+    result = SimulationResult(
+        requests=cluster.collector.requests,
+        gaps=cluster.collector.gaps,
+        replicas=[replica.usage for replica in cluster.replicas],
+        duration_ns=cluster.last_end_ns,
+        num_events=cluster.environment.num_events,
+        wall_s=time.perf_counter() - begun,
+    )
+    if progress is not None:
+        progress(1.0)
+    return result, cluster.log
