@@ -155,6 +155,27 @@ class ReplicaCore:
             events.append(BlocksStored(now, stored))
         return events
 
+    def end_repeats(self, num_steps: int, now: int) -> tuple[SchedulerOutput, list[Event]]:
+        """Of a plan that is taken many times in a row, ``num_steps`` are over and one more is under way since ``now``.
+
+        Returns the plan of that one, and what ``end_step`` would have. For drivers under virtual time, when a message
+        comes whose effect depends on how far the requests are.
+        """
+        step = self._in_flight.popleft()
+        assert num_steps < step.output.max_repeats, f"{num_steps} + 1 steps of a plan for {step.output.max_repeats}"
+        events = self.take_events()
+        self.scheduler.repeat(num_steps)
+        self._num_steps += num_steps
+        events.append(self._measure(step, now, num_steps, None))
+        seqs = step.output.num_decodes
+        features = StepFeatures(0, 0, seqs, step.output.features.decode_context + num_steps * seqs)
+        step_id = step.output.step_id + num_steps
+        output = SchedulerOutput(
+            step_id, num_decodes=seqs, features=features, predicted_ns=self.model.predict_ns(features)
+        )
+        self._in_flight.appendleft(_StepInFlight(output, now, ()))
+        return output, events
+
     def take_events(self) -> list[Event]:
         """Events that planning caused since the last call."""
         events, self._pending_events = self._pending_events, []

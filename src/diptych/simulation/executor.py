@@ -12,6 +12,8 @@ from diptych.control.step import SchedulerOutput, StepResult
 from diptych.simulation.costs.interface import CostModel
 from diptych.simulation.workload.spec import RequestSpec
 
+NEVER = 2**62
+
 
 def block_hashes(spec: RequestSpec, num_tokens: int, block_size: int) -> list[bytes]:
     """The hashes of the full blocks within the first ``num_tokens`` tokens, as far as the spec identifies them."""
@@ -40,7 +42,7 @@ def make_request(request_id: str, spec: RequestSpec, block_size: int) -> Request
 class _Answer:
     """What will become of one request. While it decodes, its counts follow from the tick at which it joined."""
 
-    output_tokens: int
+    output_tokens: int  # after which it stops by itself
     hashes: list[bytes]  # of blocks that hold output
     first_hash: int  # index of the block that hashes[0] stands for
     num_reported: int = 0
@@ -69,8 +71,9 @@ class SimulatedExecutor:
         num_tokens = spec.prompt_tokens + spec.output_tokens
         first = spec.prompt_tokens // self._block_size
         hashes = block_hashes(spec, num_tokens, self._block_size)[first:] if spec.hash_ids else []
-        if hashes or spec.output_tokens < request.max_tokens:
-            self._answers[request.request_id] = _Answer(spec.output_tokens, hashes, first)
+        stops = spec.output_tokens < request.max_tokens  # else the scheduler ends it at its limit
+        if hashes or stops:
+            self._answers[request.request_id] = _Answer(spec.output_tokens if stops else NEVER, hashes, first)
 
     def execute(self, output: SchedulerOutput) -> StepResult:
         """One step (see diptych.control.step.Executor)."""
@@ -149,7 +152,7 @@ class SimulatedExecutor:
         if answer.num_reported < len(answer.hashes):
             end = (answer.first_hash + answer.num_reported + 1) * self._block_size
             tick = min(tick, answer.joined_tick + end - answer.kv_tokens)
-        if tick > self._ticks:
+        if self._ticks < tick < NEVER // 2:
             heappush(self._calendar, (tick, answer.stay, request_id))
 
     def _report(self, request_id: str) -> None:

@@ -8,7 +8,8 @@ end of the step that is then under way, exactly where a worker that takes step a
 from collections import deque
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from diptych.control.config import ReplicaConfig
 from diptych.control.events import Event
@@ -65,6 +66,7 @@ class SimulatedReplica:
         self._fast_forward = worker.fast_forward and config.max_steps_in_flight == 1
         self._hung_until = 0
         self._down_until = 0
+        self._last_end_ns = 0
         self._inbox: list[Callable[[], None]] = []  # messages that came while it hung
         self._slowness = 1000  # per mille
         self._runs: deque[_Run] = deque()
@@ -98,6 +100,7 @@ class SimulatedReplica:
             self._inbox.append(lambda: self.abort(request_id, reason))
             return
         self._cut(now)
+        self._settle()
         self._listener(self.number, self.core.abort(request_id, now, reason), None)
         self._begin()
 
@@ -105,6 +108,7 @@ class SimulatedReplica:
         """Lose everything; an empty worker takes this one's place at ``until_ns``."""
         now = self._environment.now
         self._cut(now)
+        self._settle()
         for run in self._runs:
             self._account(run, now)
         self._inbox.clear()
@@ -143,8 +147,7 @@ class SimulatedReplica:
 
     def _begin(self) -> None:
         """Hand out plans as long as the core has some and there is room in flight."""
-        core, environment = self.core, self._environment
-        now = environment.now
+        core, now = self.core, self._environment.now
         if now < self._hung_until or len(self._runs) >= self.config.max_steps_in_flight:
             return
         while (output := core.begin_step(now)) is not None:
@@ -152,26 +155,30 @@ class SimulatedReplica:
                 self._tell(output, now)
                 continue
             run = self._price(output, now)
-            run.timer = environment.at(run.end_ns, self._priority, self._end)
-            self._runs.append(run)
+            self._push(run)
             if len(self._runs) >= self.config.max_steps_in_flight:
                 return
         if events := core.take_events():
             self._listener(self.number, events, None)
 
+    def _push(self, run: _Run) -> None:
+        run.timer = self._environment.at(
+            max(run.end_ns, self._environment.now), self._priority, partial(self._end, run)
+        )
+        self._runs.append(run)
+
     def _tell(self, output: SchedulerOutput, now: int) -> None:
         """A plan that only tells the executor who left takes no time (several in flight: it ends in its turn)."""
         result = self.executor.execute(output)
         if self._runs:
-            end_ns = self._runs[-1].end_ns
+            end_ns = max(now, self._runs[-1].end_ns)
             run = _Run(output, end_ns, end_ns, 1, self.core.kv.pool.num_used, result=result)
-            run.timer = self._environment.at(end_ns, self._priority, self._end)
-            self._runs.append(run)
+            self._push(run)
         else:
             self._listener(self.number, self.core.end_step(result, now), output)
 
     def _price(self, output: SchedulerOutput, now: int) -> _Run:
-        start_ns = self._runs[-1].end_ns if self._runs else now
+        start_ns = max(now, self._runs[-1].end_ns) if self._runs else now
         used = self.core.kv.pool.num_used
         if self.config.max_steps_in_flight > 1:
             result = self.executor.execute(output)
@@ -218,14 +225,15 @@ class SimulatedReplica:
         if steps < run.num_steps:
             self._environment.cancel(run.timer)
             run.num_steps, run.end_ns, run.last_start_ns = steps, end_ns, last_start_ns
-            run.timer = self._environment.at(end_ns, self._priority, self._end)
+            run.timer = self._environment.at(end_ns, self._priority, partial(self._end, run))
 
-    def _end(self) -> None:
+    def _end(self, run: _Run) -> None:
         now = self._environment.now
-        if now < self._hung_until:
-            self._runs[0].timer = self._environment.at(self._hung_until, self._priority, self._end)
+        if now < self._hung_until or run is not self._runs[0]:  # after a hang, steps end in the order of their plans
+            later = max(now, self._hung_until)
+            run.timer = self._environment.at(later, self._priority, partial(self._end, run))
             return
-        run = self._runs.popleft()
+        self._runs.popleft()
         self._account(run, now)
         if run.result is not None:
             events = self.core.end_step(run.result, now)
@@ -237,9 +245,26 @@ class SimulatedReplica:
         self._listener(self.number, events, run.output)
         self._begin()
 
+    def _settle(self) -> None:
+        """Of a run, the steps that are over are ended now, and the one under way is begun on its own, as a worker
+        that takes step after step has done already. After ``_cut``, and only when somebody will look at the counts.
+        """
+        if not self._runs or self._runs[0].num_steps == 1:
+            return
+        run = self._runs.popleft()
+        self._environment.cancel(run.timer)
+        done = replace(run, num_steps=run.num_steps - 1, end_ns=run.last_start_ns)
+        self._account(done, done.end_ns)
+        self.executor.end(done.num_steps)
+        output, events = self.core.end_repeats(done.num_steps, done.end_ns)
+        self._listener(self.number, events, run.output)
+        self.executor.begin(output)
+        self._push(_Run(output, done.end_ns, run.end_ns, 1, run.used_blocks))
+
     def _account(self, run: _Run, now: int) -> None:
         usage, output = self.usage, run.output
-        duration = max(0, now - run.start_ns)
+        duration = max(0, now - max(run.start_ns, self._last_end_ns))
+        self._last_end_ns = now
         if output.prefills:
             usage.prefill_tokens += output.features.prefill_tokens
             if output.num_decodes:

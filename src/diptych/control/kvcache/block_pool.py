@@ -84,6 +84,11 @@ class BlockPool:
         if self._enable_prefix_cache and self.prefix_cache.insert(block_hash, block_id):
             self._stored.append(block_hash)
 
+    @property
+    def has_changes(self) -> bool:
+        """Whether ``drain_changes`` would return something."""
+        return bool(self._stored or self._evicted)
+
     def drain_changes(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
         """(stored, evicted) hashes since the last call."""
         if not self._stored and not self._evicted:

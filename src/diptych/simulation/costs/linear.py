@@ -27,6 +27,8 @@ class LinearCost:
         """See CostModel."""
         features = output.features
         line = self.decode_line(features.decode_seqs, features.decode_context)
-        extra = self.prefill_token_ns * features.prefill_tokens + self.prefill_pair_ns * features.prefill_attention
-        total = line.intercept + line.slope * features.decode_context + round(extra * (1 << FRACTION_BITS))
-        return total >> FRACTION_BITS
+        if not features.prefill_tokens:
+            return line.step_ns(features.decode_context)
+        rest = self.prefill_token_ns * features.prefill_tokens + self.prefill_pair_ns * features.prefill_attention
+        rest += self.base_ns + self.decode_seq_ns * features.decode_seqs
+        return max(1, (round(rest * (1 << FRACTION_BITS)) + line.slope * features.decode_context) >> FRACTION_BITS)

@@ -1,0 +1,333 @@
+"""Replay: a fresh replica is told what a live one was told, at the same times, and must decide the same.
+
+Owns the reading of recordings (written by ``diptych serve --record``) and the comparison. Must never look inside the
+replica: only its public methods are called, and only with what the recording says.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from diptych.control.config import ReplicaConfig
+from diptych.control.errors import ConfigError, RequestError
+from diptych.control.events import Event, FirstToken, RequestFinished, StepFinished
+from diptych.control.recording import DecisionChain, plan_summary
+from diptych.control.replica import ReplicaCore
+from diptych.control.request import FinishReason, Request
+from diptych.control.slo import Slo
+from diptych.control.step import SchedulerOutput, StepFeatures, StepResult
+from diptych.simulation.results import REASONS, GapHistogram, ReplicaUsage, RequestTable, SimulationResult
+
+FORMAT, VERSION = "diptych recording", 1
+PARTS = ("finished", "paused", "swapped out", "swapped in", "resumed", "new blocks")
+
+
+@dataclass(frozen=True, slots=True)
+class RecordingHeader:
+    """The first line of a recording."""
+
+    diptych: str  # version that wrote it
+    config: ReplicaConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first decision that was not the same. ``explanation`` names the field that differs, in words."""
+
+    line: int  # of the recording, from 1
+    time_ns: int
+    expected: str
+    actual: str
+    explanation: str
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """What a step computed and how long it took on the live machine, loop included (from the end of the step before
+    it, or from its own begin where the replica was idle)."""
+
+    features: StepFeatures
+    duration_ns: int
+
+
+@dataclass(slots=True)
+class ReplayReport:
+    """What came out of a replay. ``result`` describes the requests and steps up to the first difference, with the
+    clock at 0 at the first input. is_complete: the recording has its closing line."""
+
+    path: Path
+    header: RecordingHeader
+    num_rows: int = 0
+    num_steps: int = 0  # plans compared
+    num_refused: int = 0
+    num_aborted: int = 0
+    is_complete: bool = False
+    difference: Difference | None = None
+    result: SimulationResult = field(default_factory=lambda: SimulationResult(RequestTable(), GapHistogram(), [], 0))
+    steps: list[MeasuredStep] = field(default_factory=list)
+
+    @property
+    def is_identical(self) -> bool:
+        """Whether every decision was the same."""
+        return self.difference is None
+
+
+def read_recording(path: Path) -> tuple[RecordingHeader, Iterator[list[Any]]]:
+    """The header and the rows after it. A last line that was cut off (the worker was killed) is left out.
+
+    Raises ConfigError for a file that is no recording, or of another version.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", param="path") from None
+    try:
+        fields = msgspec.json.decode(lines[0], type=dict[str, Any])
+        known = fields.get("format") == FORMAT
+    except msgspec.DecodeError:
+        known = False
+    if not known:
+        raise ConfigError(f"{path} is no recording of diptych serve --record", param="path")
+    if fields.get("version") != VERSION:
+        raise ConfigError(
+            f"{path} is a recording of version {fields.get('version')}; this reads {VERSION}", param="path"
+        )
+    header = RecordingHeader(fields["diptych"], msgspec.convert(fields["config"], ReplicaConfig))
+    return header, _rows(path, lines)
+
+
+def _rows(path: Path, lines: Sequence[bytes]) -> Iterator[list[Any]]:
+    decoder = msgspec.json.Decoder(list[Any])
+    for number, line in enumerate(lines[1:], 2):
+        if number == len(lines):  # behind the last newline: nothing, or half a row
+            return
+        try:
+            yield decoder.decode(line)
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"line {number} of {path} is unreadable: {error}", param="path") from None
+
+
+def replay(path: str | Path) -> ReplayReport:
+    """Tell a fresh replica what the recording says and compare every plan; ends at the first difference.
+
+    Raises ConfigError when the file is no recording.
+    """
+    header, rows = read_recording(Path(path))
+    report = ReplayReport(Path(path), header)
+    replica = _ReplayedReplica(report)
+    for line, row in enumerate(rows, 2):
+        report.num_rows += 1
+        try:
+            difference = replica.apply(row, line)
+        except ConfigError:
+            raise
+        except (AssertionError, LookupError, TypeError, ValueError) as error:
+            text = f"the replica could not take it: {type(error).__name__}: {error}"
+            difference = Difference(line, replica.now, str(row[0]), type(error).__name__, text)
+        if difference:
+            report.difference = difference
+            break
+    replica.conclude()
+    return report
+
+
+class _ReplayedReplica:
+    """A core on its way through a recording, and what it did."""
+
+    def __init__(self, report: ReplayReport) -> None:
+        self.core = ReplicaCore(report.header.config)
+        self.now = 0
+        self._report = report
+        self._chain = DecisionChain()
+        self._start_ns: int | None = None
+        self._in_flight: list[SchedulerOutput] = []
+        self._begun_ns: list[int] = []
+        self._last_end_ns = 0
+        self._usage = ReplicaUsage(report.header.config.cache.num_blocks)
+        self._numbers: dict[str, tuple[int, int]] = {}  # of requests in the replica: place of arrival, time of it
+        self._num_arrivals = 0
+        self._fresh: dict[str, int] = {}  # time of the first token of those that have not decoded yet
+        self._last_decode_ns = 0
+
+    def apply(self, row: list[Any], line: int) -> Difference | None:
+        """One row; the difference that it showed, if any."""
+        kind, *fields = row
+        if kind == "observe":
+            features, duration_ns = fields
+            self.core.observe(StepFeatures(*features), duration_ns)
+        elif kind == "add":
+            self._add(fields)
+        elif kind == "refuse":
+            return self._refuse(fields, line)
+        elif kind == "abort":
+            now, request_id, reason = fields
+            self._tick(now)
+            self._report.num_aborted += reason == FinishReason.ABORT
+            self._take(self.core.abort(request_id, now, FinishReason(reason)))
+        elif kind == "begin":
+            return self._begin(fields, line)
+        elif kind == "end":
+            self._end(fields)
+        elif kind == "closed":
+            self._report.is_complete = True
+        else:
+            raise ConfigError(f"line {line} of the recording has the unknown kind {kind!r}", param="path")
+        return None
+
+    def conclude(self) -> None:
+        """Fill in what is known at the end."""
+        result = self._report.result
+        result.duration_ns = self.now - (self._start_ns or 0)
+        result.replicas = [self._usage]
+        self._usage.num_preemptions = self.core.stats().num_preemptions
+
+    def _tick(self, now: int) -> None:
+        if self._start_ns is None:
+            self._start_ns = now
+        self.now = now
+
+    def _add(self, fields: list[Any]) -> None:
+        now, request_id, num_prompt, max_tokens, hashes, priority, ttft_ns, tpot_ns, reads = fields
+        self._tick(now)
+        request = Request(
+            request_id,
+            num_prompt,
+            max_tokens,
+            block_hashes=tuple(one.encode() for one in hashes),
+            priority=priority,
+            slo=Slo(ttft_ns, tpot_ns) if ttft_ns or tpot_ns else None,
+            reads_prefix_cache=reads,
+        )
+        self._numbers[request_id] = (self._num_arrivals, now)
+        self._num_arrivals += 1
+        self._take(self.core.add_request(request, now))
+
+    def _refuse(self, fields: list[Any], line: int) -> Difference | None:
+        request_id, num_prompt, max_tokens, expected = fields
+        self._report.num_refused += 1
+        try:
+            self.core.check_request(Request(request_id, num_prompt, max_tokens))
+            actual = "no refusal"
+        except RequestError as error:
+            actual = type(error).__name__
+        if actual == expected:
+            return None
+        text = f"request {request_id} was refused with {expected}; here it meets {actual}"
+        return Difference(line, self.now, expected, actual, text)
+
+    def _begin(self, fields: list[Any], line: int) -> Difference | None:
+        now = fields[0]
+        self._tick(now)
+        output = self.core.begin_step(now)
+        if output is not None:
+            self._in_flight.append(output)
+            self._begun_ns.append(now)
+        expected = fields[2] if len(fields) > 1 else None
+        if expected is None and output is None:
+            return None
+        self._report.num_steps += 1
+        actual = None if output is None else msgspec.to_builtins(plan_summary(output))
+        if output is not None and expected is not None:
+            if msgspec.to_builtins(self._chain.add(output)) == fields[1]:
+                return None
+            actual = msgspec.json.decode(msgspec.json.encode(actual))
+        text = explain(expected, actual)
+        return Difference(line, now, describe(expected), str(output) if expected == actual else describe(actual), text)
+
+    def _end(self, fields: list[Any]) -> None:
+        now, step_id, stopped, full_blocks, failed, repeats = fields
+        num_steps, last_start_ns = repeats or (1, None)
+        self._tick(now)
+        result = StepResult(
+            step_id,
+            stopped=tuple((one, FinishReason(reason)) for one, reason in stopped),
+            full_blocks=tuple((one, block_hash.encode()) for one, block_hash in full_blocks),
+            failed=tuple((one, message) for one, message in failed),
+        )
+        output, begun_ns = self._in_flight.pop(0), self._begun_ns.pop(0)
+        if output.is_compute:
+            start_ns = max(begun_ns, self._last_end_ns)
+            self._last_end_ns = now
+            self._report.steps.append(MeasuredStep(output.features, now - start_ns))
+        events = self.core.end_step(result, now, num_steps=num_steps, last_start_ns=last_start_ns)
+        self._take(events, output.num_decodes)
+
+    def _take(self, events: Sequence[Event], num_decodes: int = 0) -> None:
+        """Note what happened; ``num_decodes``: streams that got a token from the step that ended."""
+        gaps = self._report.result.gaps
+        if num_decodes:
+            joined = len(self._fresh)
+            for first_ns in self._fresh.values():
+                gaps.add(self.now - first_ns, 1)
+            if num_decodes > joined:
+                gaps.add(self.now - self._last_decode_ns, num_decodes - joined)
+            self._fresh.clear()
+            self._last_decode_ns = self.now
+        for event in events:
+            if isinstance(event, FirstToken):
+                self._fresh[event.request_id] = event.time_ns
+            elif isinstance(event, StepFinished):
+                self._note_step(event)
+            elif isinstance(event, RequestFinished):
+                self._fresh.pop(event.request_id, None)
+                self._note_finished(event)
+
+    def _note_step(self, event: StepFinished) -> None:
+        usage, duration_ns = self._usage, event.end_ns - event.start_ns
+        usage.num_steps += event.num_steps
+        usage.prefill_tokens += sum(tokens for _, _, tokens in event.prefills)
+        usage.decode_tokens += event.num_decodes * event.num_steps
+        if event.prefills and event.num_decodes:
+            usage.busy_mixed_ns += duration_ns
+        elif event.prefills:
+            usage.busy_prefill_ns += duration_ns
+        else:
+            usage.busy_decode_ns += duration_ns
+        blocks = round(self.core.stats().kv_usage * usage.num_blocks)
+        usage.kv_peak_blocks = max(usage.kv_peak_blocks, blocks)
+        usage.kv_block_ns += blocks * duration_ns
+
+    def _note_finished(self, event: RequestFinished) -> None:
+        number, arrival_ns = self._numbers.pop(event.request_id)
+        table, latency = self._report.result.requests, event.latency
+        table.number.append(number)
+        table.arrival_ns.append(arrival_ns - (self._start_ns or 0))
+        table.queue_ns.append(latency.queue_ns)
+        table.prefill_ns.append(latency.prefill_ns)
+        table.handoff_ns.append(latency.handoff_ns)
+        table.decode_ns.append(latency.decode_ns)
+        table.prompt_tokens.append(event.num_prompt_tokens)
+        table.cached_tokens.append(event.num_cached_tokens)
+        table.output_tokens.append(latency.num_output_tokens)
+        table.preemptions.append(event.num_preemptions)
+        table.reason.append(REASONS.index(event.reason))
+        table.slo_met.append(-1 if event.slo_met is None else int(event.slo_met))
+        table.replica.append(0)
+        table.kind.append("")
+
+
+def describe(summary: Sequence[Any] | None) -> str:
+    """A plan's summary in words."""
+    if summary is None:
+        return "no step"
+    step_id, chunks, num_decodes, context, predicted_ns, changes = summary
+    parts = [f"step {step_id}"]
+    parts += [f"prefill {name}[{start}:{start + count}]{' (last)' * last}" for name, start, count, last in chunks]
+    if num_decodes:
+        parts.append(f"{num_decodes} decodes at context {context}")
+    parts += [f"{count} {part}" for part, count in zip(PARTS, changes or (), strict=False) if count]
+    return ", ".join(parts) + f", predicted {predicted_ns} ns"
+
+
+def explain(expected: Sequence[Any] | None, actual: Sequence[Any] | None) -> str:
+    """The first part of two plan summaries that differs, in words."""
+    if expected is None or actual is None:
+        return "one of the two has nothing to do"
+    names = ("step id", "prompt chunks", "number of decodes", "context of the decodes", "predicted time", "membership")
+    for name, one, other in zip(names, expected, actual, strict=True):
+        if one != other:
+            return f"{name}: {one} in the recording, {other} here"
+    return "the same work, but with other block ids, other requests leaving or joining, or in another order"

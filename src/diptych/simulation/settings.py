@@ -1,0 +1,317 @@
+"""Everything that ``diptych simulate`` can be told, as one TOML file or as flags, and the scenario that it means.
+
+Owns the names, types and limits of the settings and how flags override a file. Must never print, and never decide
+what a policy means (control/config.py) or what a workload is (workload/).
+"""
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from diptych.control.config import (
+    BudgetConfig,
+    BudgetName,
+    CacheConfig,
+    CapsConfig,
+    OrderName,
+    PreemptionConfig,
+    PreemptionName,
+    ReplicaConfig,
+    SchedulerConfig,
+    ShapeName,
+    shape_preset,
+)
+from diptych.control.errors import ConfigError
+from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo
+from diptych.simulation.costs.choice import CostChoice, choose_cost
+from diptych.simulation.costs.fitted import Calibration
+from diptych.simulation.faults import Fault, FaultKind, random_faults
+from diptych.simulation.models import kv_bytes_per_gpu, kv_capacity_tokens
+from diptych.simulation.scenario import RoutingName, Scenario
+from diptych.simulation.workload.config import WorkloadConfig, build
+
+AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
+AtLeastZero = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+NotNegative = Annotated[float, msgspec.Meta(ge=0)]
+Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
+
+
+class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A table of the file."""
+
+
+class SchedulerSettings(_Part, frozen=True, kw_only=True):
+    """Details on top of the shape's preset; the names of ``diptych serve``. None: as the preset has it."""
+
+    order: OrderName | None = None
+    budget: BudgetName | None = None
+    max_batched_tokens: int | None = None
+    step_target_ms: Positive | None = None
+    max_num_seqs: int | None = None
+    max_waiting: int | None = None
+    max_partial_prefills: int | None = None
+    max_long_partial_prefills: int | None = None
+    long_prefill_threshold: int | None = None
+    preemption: PreemptionName | None = None
+    preempt_for_priority: bool = False
+
+
+class MemorySettings(_Part, frozen=True, kw_only=True):
+    """The KV cache of one replica. kv_cache_tokens or kv_cache_bytes (of each GPU) replace what fits beside the
+    weights in ``gpu_memory_utilization`` of the memory; swap_bytes: host memory for swapped requests."""
+
+    block_size: AtLeastOne = 32
+    kv_cache_tokens: AtLeastOne | None = None
+    kv_cache_bytes: AtLeastOne | None = None
+    gpu_memory_utilization: Share = 0.9
+    swap_bytes: AtLeastZero = 0
+    prefix_cache: bool = True
+
+
+class SloSettings(_Part, frozen=True, kw_only=True):
+    """Objectives of requests that name none."""
+
+    ttft_ms: Positive | None = None
+    tpot_ms: Positive | None = None
+
+
+class FaultSettings(_Part, frozen=True, kw_only=True):
+    """One scripted fault; see faults.py."""
+
+    kind: FaultKind
+    at_s: NotNegative
+    duration_s: Positive
+    replica: AtLeastZero = 0
+    factor: float = 1.0
+
+
+class RandomFaultSettings(_Part, frozen=True, kw_only=True):
+    """``count`` faults at random times of random replicas before ``until_s``, from the run's seed."""
+
+    count: AtLeastZero
+    until_s: Positive
+    mean_duration_s: Positive = 5.0
+
+
+class Settings(_Part, frozen=True, kw_only=True):
+    """One simulation. ``model`` and ``hardware``: names of the catalogue (or a config.json); not needed when ``cost``
+    is a file of ``diptych calibrate``, which knows both."""
+
+    model: str | None = None
+    hardware: str | None = None
+    tensor_parallel: AtLeastOne = 1
+    weight_bits: Literal[4, 8, 16] = 16
+    kv_bits: Literal[8, 16] = 16
+    cost: str = "auto"
+    shape: ShapeName = "chunked"
+    replicas: AtLeastOne = 1
+    routing: RoutingName = "least_loaded"
+    max_model_len: Annotated[int, msgspec.Meta(ge=2)] | None = None
+    seed: int = 0
+    scheduler: SchedulerSettings = SchedulerSettings()
+    memory: MemorySettings = MemorySettings()
+    slo: SloSettings = SloSettings()
+    workload: WorkloadConfig = msgspec.field(default_factory=WorkloadConfig)
+    faults: tuple[FaultSettings, ...] = ()
+    random_faults: RandomFaultSettings | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A scenario, what it is priced with, and what the replicas cost."""
+
+    scenario: Scenario
+    cost: CostChoice
+
+
+def read_settings(path: Path | None = None, overrides: Mapping[str, Any] | None = None) -> Settings:
+    """The settings of a TOML file (None: all defaults), changed by dotted path.
+
+    Raises ConfigError naming the path, the value and the limit of what is wrong.
+    """
+    raw: dict[str, Any] = {}
+    if path is not None:
+        try:
+            raw = tomllib.loads(path.read_text())
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}", param="config") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} is no TOML file: {error}", param="config") from None
+    for name, value in (overrides or {}).items():
+        raw = with_value(raw, name, value)
+    return settings_from(raw)
+
+
+def settings_from(raw: Mapping[str, Any]) -> Settings:
+    """Settings from plain data. Raises ConfigError."""
+    try:
+        return msgspec.convert(raw, Settings)
+    except msgspec.ValidationError as error:
+        message, _, where = str(error).partition(" - at `$")
+        path = where.rstrip("`").lstrip(".")
+        path = re.sub(r"\[\.\.\.\]", "", path)
+        value = _value_at(raw, path)
+        given = "" if isinstance(value, Mapping) or value is None else f" is {value!r}"
+        prefix = f"{path}{given}: " if path else ""
+        raise ConfigError(f"{prefix}{message[0].lower()}{message[1:]}", param=path or None) from None
+
+
+def plain(settings: Settings) -> dict[str, Any]:
+    """The settings that differ from their defaults, as plain data that ``settings_from`` reads."""
+    data = msgspec.to_builtins(settings)
+    assert isinstance(data, dict)
+    return data
+
+
+def with_value(raw: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """A copy with the value at a dotted path replaced. Raises ConfigError when the path leads through no table."""
+    name, _, rest = path.partition(".")
+    if not rest:
+        return {**raw, name: value}
+    inner = raw.get(name, {})
+    if not isinstance(inner, Mapping):
+        raise ConfigError(f"{path}: {name} is {inner!r}, no table", param=path)
+    return {**raw, name: with_value(inner, rest, value)}
+
+
+def scheduler_config(settings: Settings) -> SchedulerConfig:
+    """What ``diptych serve`` would run with the same options. Raises ConfigError."""
+    base, given = shape_preset(settings.shape), settings.scheduler
+    target_ns = None if given.step_target_ms is None else int(given.step_target_ms * NS_PER_MS)
+    budget: BudgetConfig = _changed(
+        base.budget, kind=given.budget, max_batched_tokens=given.max_batched_tokens, target_ns=target_ns
+    )
+    caps = base.caps if budget.kind != "whole" else CapsConfig()
+    if caps.long_prefill_threshold >= budget.max_batched_tokens and given.long_prefill_threshold is None:
+        caps = replace(caps, long_prefill_threshold=budget.max_batched_tokens // 2)
+    caps = _changed(
+        caps,
+        max_partial_prefills=given.max_partial_prefills,
+        max_long_partial_prefills=given.max_long_partial_prefills,
+        long_prefill_threshold=given.long_prefill_threshold,
+    )
+    preemption: PreemptionConfig = _changed(
+        base.preemption, kind=given.preemption, from_waiting=given.preempt_for_priority or None
+    )
+    config: SchedulerConfig = _changed(
+        base,
+        order=given.order,
+        budget=budget,
+        caps=caps,
+        preemption=preemption,
+        max_num_seqs=given.max_num_seqs,
+        max_waiting=given.max_waiting,
+    )
+    return config
+
+
+def to_scenario(settings: Settings, *, record_events: bool = False) -> Scenario:
+    """The scenario that the settings mean. Raises ConfigError."""
+    return prepare(settings, record_events=record_events).scenario
+
+
+def prepare(settings: Settings, *, record_events: bool = False) -> Prepared:
+    """The scenario together with the choice of its cost model. Raises ConfigError."""
+    scheduler = scheduler_config(settings)
+    choice = choose_cost(
+        settings.cost,
+        model=settings.model,
+        hardware=settings.hardware,
+        tensor_parallel=settings.tensor_parallel,
+        weight_bits=settings.weight_bits,
+        kv_bits=settings.kv_bits,
+    )
+    scenario = Scenario(
+        replica=ReplicaConfig(
+            cache=_cache(settings, scheduler, choice),
+            scheduler=scheduler,
+            slo=Slo(_nanoseconds(settings.slo.ttft_ms), _nanoseconds(settings.slo.tpot_ms)),
+            max_model_len=settings.max_model_len or choice.max_model_len,
+        ),
+        cost=choice.cost,
+        workload=build(settings.workload, settings.seed),
+        num_replicas=settings.replicas,
+        routing=settings.routing,
+        faults=_faults(settings),
+        seed=settings.seed,
+        record_events=record_events,
+    )
+    return Prepared(scenario, choice)
+
+
+def _cache(settings: Settings, scheduler: SchedulerConfig, choice: CostChoice) -> CacheConfig:
+    memory = settings.memory
+    if isinstance(choice.source, Calibration):
+        cache = choice.source.cache
+        if memory.kv_cache_tokens is not None:
+            cache = replace(cache, num_blocks=memory.kv_cache_tokens // cache.block_size)
+        return replace(cache, enable_prefix_cache=memory.prefix_cache)
+    model, hardware = choice.source
+    token_bytes = kv_bytes_per_gpu(model, settings.tensor_parallel, settings.kv_bits)
+    tokens = memory.kv_cache_tokens
+    if tokens is None and memory.kv_cache_bytes is not None:
+        tokens = memory.kv_cache_bytes // token_bytes
+    if tokens is None:
+        tokens = kv_capacity_tokens(
+            model,
+            hardware,
+            tensor_parallel=settings.tensor_parallel,
+            weight_bits=settings.weight_bits,
+            kv_bits=settings.kv_bits,
+            utilization=memory.gpu_memory_utilization,
+            step_tokens=scheduler.budget.max_batched_tokens,
+        )
+    return CacheConfig(
+        num_blocks=tokens // memory.block_size,
+        block_size=memory.block_size,
+        num_host_blocks=memory.swap_bytes // (memory.block_size * token_bytes * settings.tensor_parallel),
+        enable_prefix_cache=memory.prefix_cache,
+    )
+
+
+def _faults(settings: Settings) -> tuple[Fault, ...]:
+    scripted = tuple(
+        Fault(one.kind, one.replica, round(one.at_s * NS_PER_S), max(1, round(one.duration_s * NS_PER_S)), one.factor)
+        for one in settings.faults
+    )
+    for index, fault in enumerate(scripted):
+        if fault.replica >= settings.replicas:
+            raise ConfigError(
+                f"faults[{index}].replica is {fault.replica}; it must be below replicas ({settings.replicas})",
+                param="faults",
+            )
+    drawn = settings.random_faults
+    if drawn is None:
+        return scripted
+    return scripted + random_faults(
+        settings.seed,
+        num_replicas=settings.replicas,
+        until_ns=round(drawn.until_s * NS_PER_S),
+        count=drawn.count,
+        mean_duration_ns=round(drawn.mean_duration_s * NS_PER_S),
+    )
+
+
+def _changed(config: Any, **changes: Any) -> Any:
+    return replace(config, **{name: value for name, value in changes.items() if value is not None})
+
+
+def _nanoseconds(milliseconds: float | None) -> int | None:
+    return None if milliseconds is None else int(milliseconds * NS_PER_MS)
+
+
+def _value_at(raw: Any, path: str) -> Any:
+    for part in re.findall(r"[^.\[\]]+", path):
+        if isinstance(raw, Mapping):
+            raw = raw.get(part)
+        elif isinstance(raw, list | tuple) and part.isdigit() and int(part) < len(raw):
+            raw = raw[int(part)]
+        else:
+            return None
+    return raw

@@ -1,0 +1,194 @@
+"""Many points of one scenario: what to vary, and running the points in parallel processes.
+
+Owns the grammar of ``--sweep`` and the order of the points. Every point is simulated from its settings alone, with the
+same seed, so that results do not depend on how many processes there are.
+"""
+
+import multiprocessing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from itertools import product
+from typing import Any
+
+import msgspec
+
+from diptych.control.errors import ConfigError
+from diptych.simulation.event_log import EventLog
+from diptych.simulation.report.economy import FleetPrice
+from diptych.simulation.report.outcome import outcome
+from diptych.simulation.results import SimulationResult
+from diptych.simulation.run import Progress, simulate_with_log
+from diptych.simulation.settings import Prepared, Settings, plain, prepare, scheduler_config, settings_from, with_value
+
+MAX_POINTS = 1000
+ALIASES = {"rate": "workload.rate", "chunk": "scheduler.max_batched_tokens"}
+
+Value = int | float | str
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """One setting and the values it takes. ``name``: as it was given; ``path``: the dotted path in the settings."""
+
+    name: str
+    path: str
+    values: tuple[Value, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One simulation that was run here, in this process."""
+
+    point: dict[str, Any]  # see outcome()
+    result: SimulationResult
+    log: EventLog | None
+    prepared: Prepared
+
+
+def parse_sweep(text: str) -> Sweep:
+    """``rate=1:20``, ``rate=0.5:4:0.5`` (both ends belong to it) or ``chunk=256,512``; any path of the settings.
+
+    Raises ConfigError.
+    """
+    name, equals, listed = text.partition("=")
+    if not equals or not name or not listed:
+        raise ConfigError(f"sweep is {text!r}; expected name=from:to, name=from:to:step or name=a,b,c", param="sweep")
+    values = _range(text, listed) if ":" in listed else tuple(parse_value(item) for item in listed.split(","))
+    if len(set(values)) != len(values):
+        raise ConfigError(f"sweep is {text!r}; a value comes twice", param="sweep")
+    return Sweep(name, setting_path(name), values)
+
+
+def setting_path(name: str) -> str:
+    """The dotted path of a setting that was named by its path, by a short name or, where there is only one setting of
+    that name, by its last part. Raises ConfigError."""
+    if name in ALIASES:
+        return ALIASES[name]
+    paths = tuple(_paths(Settings))
+    matches = [path for path in paths if path == name] or [path for path in paths if path.split(".")[-1] == name]
+    if len(matches) != 1:
+        near = f"it could be {', '.join(matches)}" if matches else f"known: {', '.join(paths)}"
+        raise ConfigError(f"{name} is no setting; {near}" if not matches else f"{name}: {near}", param=name)
+    return matches[0]
+
+
+def parse_value(text: str) -> Value:
+    """A number where it is one, else the word."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text.strip()
+
+
+def grid(settings: Settings, sweeps: Sequence[Sweep]) -> list[tuple[dict[str, Value], Settings]]:
+    """Every combination, the last sweep varying fastest, as (values by name, settings). Raises ConfigError for the
+    first that is impossible, and for more than MAX_POINTS."""
+    count = 1
+    for sweep in sweeps:
+        count *= len(sweep.values)
+    if count > MAX_POINTS:
+        raise ConfigError(f"the sweep has {count:,} points; at most {MAX_POINTS:,}", param="sweep")
+    if len({sweep.path for sweep in sweeps}) != len(sweeps):
+        raise ConfigError(f"{sweeps[-1].name} is swept twice", param="sweep")
+    points = []
+    for combination in product(*(sweep.values for sweep in sweeps)):
+        raw = plain(settings)
+        for sweep, value in zip(sweeps, combination, strict=True):
+            raw = with_value(raw, sweep.path, value)
+        changed = settings_from(raw)
+        scheduler_config(changed)
+        points.append(({sweep.name: value for sweep, value in zip(sweeps, combination, strict=True)}, changed))
+    return points
+
+
+def run_here(
+    settings: Settings,
+    *,
+    values: Mapping[str, Value] | None = None,
+    record_events: bool = False,
+    progress: Progress | None = None,
+) -> Run:
+    """Simulate one point in this process. Raises ConfigError."""
+    prepared = prepare(settings, record_events=record_events)
+    result, log = simulate_with_log(prepared.scenario, progress)
+    choice = prepared.cost
+    price = FleetPrice(
+        num_gpus=settings.replicas * settings.tensor_parallel,
+        usd_per_hour=choice.usd_per_hour,
+        watts_busy=choice.watts_busy,
+        watts_idle=choice.watts_idle,
+    )
+    point = outcome(result, settings=plain(settings), cost_model=choice.words, price=price, values=values)
+    return Run(point, result, log, prepared)
+
+
+def run_points(
+    points: Sequence[tuple[Mapping[str, Value], Settings]],
+    *,
+    num_workers: int,
+    on_done: Callable[[int], None] | None = None,
+) -> list[dict[str, Any]]:
+    """The outcome of every point, in their order, from ``num_workers`` processes. Raises ConfigError.
+
+    on_done: told how many points are done.
+    """
+    tasks = [msgspec.json.encode((values, plain(settings))) for values, settings in points]
+    num_workers = min(num_workers, len(tasks))
+    if num_workers <= 1:
+        return _collect(map(_run_task, tasks), on_done)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_workers, mp_context=context) as pool:
+        try:
+            return _collect(pool.map(_run_task, tasks), on_done)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _run_task(task: bytes) -> bytes:
+    """One point, from JSON to JSON."""
+    values, raw = msgspec.json.decode(task)
+    return msgspec.json.encode(run_here(settings_from(raw), values=values).point)
+
+
+def _collect(answers: Iterable[bytes], on_done: Callable[[int], None] | None) -> list[dict[str, Any]]:
+    outcomes = []
+    for answer in answers:
+        outcomes.append(msgspec.json.decode(answer))
+        if on_done is not None:
+            on_done(len(outcomes))
+    return outcomes
+
+
+def _range(text: str, listed: str) -> tuple[Value, ...]:
+    parts = listed.split(":")
+    try:
+        numbers = [Decimal(part) for part in parts]
+    except InvalidOperation:
+        numbers = []
+    if len(numbers) not in (2, 3) or not all(one.is_finite() for one in numbers):
+        raise ConfigError(f"sweep is {text!r}; a range is from:to or from:to:step, in numbers", param="sweep")
+    first, last, step = (*numbers, Decimal(1))[:3]
+    if step <= 0 or last < first:
+        raise ConfigError(f"sweep is {text!r}; a range ascends by a step above 0", param="sweep")
+    count = int((last - first) / step) + 1
+    if count > MAX_POINTS:
+        raise ConfigError(f"sweep is {text!r}: {count:,} points; at most {MAX_POINTS:,}", param="sweep")
+    steps = (first + index * step for index in range(count))
+    return tuple(int(one) if one == one.to_integral_value() else float(one) for one in steps)
+
+
+def _paths(struct: type, prefix: str = "") -> Iterator[str]:
+    """Dotted paths of all settings but those inside lists."""
+    for field in msgspec.inspect.type_info(struct).fields:  # type: ignore[attr-defined]
+        kinds = getattr(field.type, "types", (field.type,))
+        inner = [kind.cls for kind in kinds if hasattr(kind, "cls") and hasattr(kind, "fields")]
+        if inner:
+            for one in inner:
+                yield from _paths(one, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}"

@@ -1,0 +1,167 @@
+"""The simulator runs the very same core, step by step or in strides, and loses nothing."""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from diptych.control.config import BudgetConfig, CacheConfig, ReplicaConfig, SchedulerConfig, shape_preset
+from diptych.control.events import StepFinished
+from diptych.control.slo import NS_PER_S
+from diptych.simulation.costs.interface import FRACTION_BITS, DecodeLine, floor_sum
+from diptych.simulation.costs.linear import LinearCost
+from diptych.simulation.run import simulate, simulate_with_log
+from diptych.simulation.scenario import Scenario
+from diptych.simulation.workload.spec import RequestSpec
+from tests.simulation.scenarios import check_laws, random_scenario, run
+
+# seeds that found something once stay here
+REGRESSION_SEEDS: tuple[int, ...] = ()
+GOLDEN_DIGEST = "42fb5adbfeeb72a76144fb1de0d1fafd"
+
+
+@pytest.mark.parametrize("seed", [*range(150), *REGRESSION_SEEDS])
+def test_strides_give_the_log_of_single_steps_byte_for_byte(seed: int) -> None:
+    strides = run(random_scenario(seed))
+    steps = run(random_scenario(seed, fast_forward=False))
+    assert strides.log is not None
+    assert steps.log is not None
+    assert list(strides.log.lines()) == list(steps.log.lines())
+    assert strides.collector.requests == steps.collector.requests
+
+
+@pytest.mark.parametrize("seed", [*range(150, 350), *REGRESSION_SEEDS])
+def test_nothing_is_lost_whatever_goes_wrong(seed: int) -> None:
+    scenario = random_scenario(seed)
+    check_laws(scenario, run(scenario))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_nothing_is_lost_in_ten_thousand_scenarios() -> None:
+    for seed in range(10_000):
+        scenario = random_scenario(seed)
+        cluster = run(scenario)
+        check_laws(scenario, cluster)
+
+
+def test_equal_scenarios_give_equal_bytes() -> None:
+    for seed in range(20):
+        first, second = run(random_scenario(seed)).log, run(random_scenario(seed)).log
+        assert first is not None
+        assert second is not None
+        assert first.digest() == second.digest()
+
+
+def test_the_log_of_one_scenario_is_the_same_on_every_machine() -> None:
+    """Golden: it changes when a decision changes, and never for another reason."""
+    log = run(random_scenario(7)).log
+    assert log is not None
+    assert log.digest() == GOLDEN_DIGEST
+
+
+def chat(num: int, *, rate: float, output: int = 200, seed: int = 0) -> list[RequestSpec]:
+    rng = random.Random(seed)
+    arrival_ns, specs = 0, []
+    for _ in range(num):
+        arrival_ns += round(rng.expovariate(rate) * NS_PER_S)
+        specs.append(RequestSpec(arrival_ns=arrival_ns, prompt_tokens=500, output_tokens=output))
+    return specs
+
+
+def one_replica(**changes: object) -> Scenario:
+    scenario = Scenario(
+        replica=ReplicaConfig(CacheConfig(4000), shape_preset("chunked"), max_model_len=4096),
+        cost=LinearCost(5e6, 3e4, 0.3, 1e4, 10.0),
+        workload=chat(50, rate=3),  # type: ignore[arg-type]
+    )
+    return replace(scenario, **changes)  # type: ignore[arg-type]
+
+
+def test_the_work_of_a_simulation_grows_with_decisions_not_with_tokens() -> None:
+    short = simulate(one_replica(workload=chat(20, rate=0.5, output=40)))
+    long = simulate(one_replica(workload=chat(20, rate=0.5, output=640)))
+    assert long.replicas[0].num_steps > 8 * short.replicas[0].num_steps
+    assert long.num_events < 4 * short.num_events
+
+
+def test_steps_can_be_expanded_because_their_sum_is_exact() -> None:
+    scenario = one_replica(record_events=True)
+    _, log = simulate_with_log(scenario)
+    assert log is not None
+    runs = [event for _, event in log if isinstance(event, StepFinished) and event.num_steps > 1]
+    assert runs
+    for run_ in runs:
+        context, end_ns = run_.decode_context, run_.start_ns
+        for _ in range(run_.num_steps):
+            end_ns += scenario.cost.decode_line(run_.num_decodes, context).step_ns(context)
+            context += run_.num_decodes
+        assert end_ns == run_.end_ns
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_floor_sums_are_exact(seed: int) -> None:
+    rng = random.Random(seed)
+    n, modulus = rng.randrange(0, 60), rng.randrange(1, 1000)
+    a, b = rng.randrange(0, 5000), rng.randrange(0, 5000)
+    assert floor_sum(n, modulus, a, b) == sum((a * i + b) // modulus for i in range(n))
+    line = DecodeLine(rng.randrange(1 << FRACTION_BITS, 1 << 40), rng.randrange(1 << 30))
+    context, seqs = rng.randrange(1, 10**6), rng.randrange(1, 300)
+    assert line.total_ns(context, seqs, n) == sum(line.step_ns(context + i * seqs) for i in range(n))
+
+
+def single_server(specs: list[RequestSpec], ns_per_token: float) -> Scenario:
+    """A server that serves one request at a time, in order of arrival, each for as long as its one step takes."""
+    budget = BudgetConfig("whole", 1, min_chunk_tokens=1)
+    settings = SchedulerConfig(order="fcfs", budget=budget, max_num_seqs=1, max_waiting=10**6)
+    return Scenario(
+        replica=ReplicaConfig(CacheConfig(100_000, 16), settings, max_model_len=10**6),
+        cost=LinearCost(0, ns_per_token),
+        workload=specs,  # type: ignore[arg-type]
+    )
+
+
+def poisson(num: int, load: float, tokens: Callable[[], int], seed: int) -> list[RequestSpec]:
+    """Requests of 1 ms on average (1000 tokens at 1000 ns) at ``load`` of what the server can do."""
+    rng = random.Random(seed)
+    now, specs = 0.0, []
+    for _ in range(num):
+        now += rng.expovariate(load / 1e6)
+        specs.append(RequestSpec(arrival_ns=round(now), prompt_tokens=tokens(), output_tokens=1))
+    return specs
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_single_server_waits_exactly_as_lindley_says(seed: int) -> None:
+    """W' = max(0, W + service - time to the next arrival), to the nanosecond."""
+    rng = random.Random(seed)
+    specs = poisson(1500, 0.8, lambda: 1 + int(rng.expovariate(1 / 1000)), seed)
+    result = simulate(single_server(specs, 1000))
+    queue_ns = dict(zip(result.requests.number, result.requests.queue_ns, strict=True))
+    wait = 0
+    for number, spec in enumerate(specs):
+        assert queue_ns[number] == wait
+        if number + 1 < len(specs):
+            wait = max(0, wait + 1000 * spec.prompt_tokens - (specs[number + 1].arrival_ns - spec.arrival_ns))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
+def test_deterministic_service_waits_as_m_d_1(load: float) -> None:
+    """Pollaczek-Khinchine: W / S = load / (2 (1 - load))."""
+    result = simulate(single_server(poisson(400_000, load, lambda: 1000, seed=1), 1000))
+    waits = result.requests.queue_ns
+    assert sum(waits) / len(waits) / 1e6 == pytest.approx(load / (2 * (1 - load)), rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
+def test_exponential_service_waits_as_m_m_1(load: float) -> None:
+    """W / S = load / (1 - load)."""
+    rng = random.Random(5)
+    specs = poisson(800_000, load, lambda: 1 + int(rng.expovariate(1 / 1000)), seed=2)
+    waits = simulate(single_server(specs, 1000)).requests.queue_ns
+    assert sum(waits) / len(waits) / 1e6 == pytest.approx(load / (1 - load), rel=0.02)
