@@ -130,17 +130,15 @@ class ReplicaCore:
             self.scheduler.repeat(num_steps - 1)
             self._num_steps += num_steps - 1
         events = self.take_events()
-        endings = dict(result.stopped)
-        failures = dict(result.failed)
-        reached_limit = self._end_prefills(step, now, events)
+        reached_limit = self._end_prefills(step, now, events) if output.prefills else []
         if output.num_decodes:
             reached_limit += self.scheduler.batch.advance_completed()
         for request_id, block_hash in result.full_blocks:
             self._remember_output_block(request_id, block_hash)
-        for request_id, message in failures.items():
+        for request_id, message in result.failed:
             if request := self.requests.get(request_id):
                 events.append(self._finish(request, FinishReason.ERROR, now, message))
-        for request_id, reason in endings.items():
+        for request_id, reason in result.stopped:
             if request := self.requests.get(request_id):
                 events.append(self._finish(request, reason, now))
         for request in reached_limit:
@@ -148,11 +146,12 @@ class ReplicaCore:
                 events.append(self._finish(request, FinishReason.LENGTH, now))
         if output.is_compute:
             events.append(self._measure(step, now, num_steps, last_start_ns))
-        stored, evicted = self.kv.pool.drain_changes()
-        if evicted:
-            events.append(BlocksEvicted(now, evicted))
-        if stored:
-            events.append(BlocksStored(now, stored))
+        if self.kv.pool.has_changes:
+            stored, evicted = self.kv.pool.drain_changes()
+            if evicted:
+                events.append(BlocksEvicted(now, evicted))
+            if stored:
+                events.append(BlocksStored(now, stored))
         return events
 
     def end_repeats(self, num_steps: int, now: int) -> tuple[SchedulerOutput, list[Event]]:

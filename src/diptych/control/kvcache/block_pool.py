@@ -44,16 +44,18 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """``count`` private blocks; the caller has checked ``num_available``. Evicts the least recently used."""
         assert count <= self.num_available, f"asked for {count} blocks, {self.num_available} available"
-        blocks = []
-        for _ in range(count):
-            if self._free:
-                block_id = self._free.pop()
-            else:
-                block_id = next(iter(self._cached))
-                del self._cached[block_id]
-                self._evicted.append(self.prefix_cache.remove(block_id))
-            self._references[block_id] = 1
+        free = self._free
+        taken = min(count, len(free))
+        blocks = free[len(free) - taken :]
+        blocks.reverse()
+        del free[len(free) - taken :]
+        for _ in range(count - taken):
+            block_id = next(iter(self._cached))
+            del self._cached[block_id]
+            self._evicted.append(self.prefix_cache.remove(block_id))
             blocks.append(block_id)
+        for block_id in blocks:
+            self._references[block_id] = 1
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -69,15 +71,16 @@ class BlockPool:
 
     def release(self, blocks: Sequence[int]) -> None:
         """Give up one reference to each block. The tail is released first, so that prefixes stay longest."""
+        references, holds, free = self._references, self.prefix_cache.holds, self._free
         for block_id in reversed(blocks):
-            count = self._references[block_id] - 1
+            count = references[block_id] - 1
             assert count >= 0, f"block {block_id} released more often than held"
-            self._references[block_id] = count
+            references[block_id] = count
             if count == 0:
-                if self.prefix_cache.holds(block_id):
+                if holds(block_id):
                     self._cached[block_id] = None
                 else:
-                    self._free.append(block_id)
+                    free.append(block_id)
 
     def remember(self, block_hash: bytes, block_id: int) -> None:
         """Make a full, computed block that somebody holds findable by its content."""

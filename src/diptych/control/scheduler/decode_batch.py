@@ -108,8 +108,8 @@ class DecodeBatch:
 
     def take_ended(self) -> list[Request]:
         """Members that have been handed their last step and are still here (steps in flight), to be taken out."""
-        last = self._end_due.get(self.ticks_scheduled - 1, ())
-        return [stay.request for stay in last if stay.request.decode_entry == stay.entry]
+        last = self._end_due.get(self.ticks_scheduled - 1)
+        return [stay.request for stay in last if stay.request.decode_entry == stay.entry] if last else []
 
     def advance_completed(self) -> list[Request]:
         """A decode step is done. Returns the requests whose last step it was, if they still are where they were."""
@@ -152,6 +152,8 @@ class DecodeBatch:
         return stay.tokens_at_join + max(0, self.ticks_completed - stay.joined_tick)
 
     def _outputs(self, stay: _Stay) -> int:
+        if stay.request.num_computed_tokens < stay.tokens_at_join:  # its last chunk is still in flight
+            return stay.outputs_at_join - 1
         return stay.outputs_at_join + max(0, self.ticks_completed - stay.joined_tick)
 
     def _schedule_block(self, stay: _Stay) -> None:

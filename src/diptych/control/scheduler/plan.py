@@ -39,7 +39,9 @@ class StepPlan:
         """What the step's duration depends on."""
         return StepFeatures(self.prefill_tokens, self.prefill_attention, self.num_decodes, self.decode_context)
 
-    def output(self, step_id: int, finished: tuple[str, ...], predicted_ns: int, max_repeats: int) -> SchedulerOutput:
+    def output(
+        self, step_id: int, finished: tuple[str, ...], features: StepFeatures, predicted_ns: int, max_repeats: int
+    ) -> SchedulerOutput:
         """The frozen plan for the executor."""
         return SchedulerOutput(
             step_id=step_id,
@@ -51,7 +53,7 @@ class StepPlan:
             swap_in=tuple(self.swap_in),
             resumed=tuple(self.resumed),
             new_blocks=tuple(self.new_blocks),
-            features=self.features,
+            features=features,
             predicted_ns=predicted_ns,
             max_repeats=max_repeats,
         )

@@ -100,7 +100,8 @@ class Scheduler:
         if plan.num_decodes:
             self.batch.advance_scheduled()
         features = plan.features
-        return plan.output(step_id, finished, self._model.predict_ns(features), self._repeats(plan)), plan.events
+        predicted_ns = self._model.predict_ns(features)
+        return plan.output(step_id, finished, features, predicted_ns, self._repeats(plan)), plan.events
 
     def repeat(self, num_steps: int) -> None:
         """The step just handed out was taken ``num_steps`` more times (see SchedulerOutput.max_repeats)."""
@@ -166,6 +167,8 @@ class Scheduler:
     def _plan_prefills(self, plan: StepPlan) -> None:
         """Admitted and waiting prompts in one order, each as far as budget, caps and memory allow."""
         self._refused_until = 0
+        if not self.waiting and not self.prefilling:
+            return
         self._budget.open(StepFeatures(0, 0, plan.num_decodes, plan.decode_context), self.batch)
         self._caps.open(self.prefilling.values())
         for request in self.prefilling.values():

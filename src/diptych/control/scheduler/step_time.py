@@ -40,10 +40,8 @@ class _Statistics:
     def add(self, row: Sequence[float]) -> None:
         """One step: ``row`` is its terms divided by its duration, so that the target is 1."""
         for i, value in enumerate(row):
-            gram_row = self.gram[i]
-            for j, other in enumerate(row):
-                gram_row[j] = FORGET * gram_row[j] + value * other
-            self.moment[i] = FORGET * self.moment[i] + value
+            self.gram[i] = [FORGET * old + value * other for old, other in zip(self.gram[i], row, strict=True)]
+        self.moment = [FORGET * old + value for old, value in zip(self.moment, row, strict=True)]
 
 
 class StepTimeModel:

@@ -46,7 +46,10 @@ class DecodeLine:
 class CostModel(Protocol):
     """Prices the steps of one replica. Stateless: equal arguments give equal answers, in any order of calls."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What reports call it."""
+        ...
 
     def decode_line(self, num_seqs: int, context: int) -> DecodeLine:
         """The line that holds for pure decode steps of ``num_seqs`` sequences from ``context`` on (>= 1 each).

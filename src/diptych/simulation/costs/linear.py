@@ -1,9 +1,12 @@
 """The five-term law of the scheduler's own step-time model, as a cost model; also constant service times."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from diptych.control.step import SchedulerOutput
 from diptych.simulation.costs.interface import FRACTION_BITS, DecodeLine
+
+_line = lru_cache(maxsize=8192)(DecodeLine.of)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +24,7 @@ class LinearCost:
 
     def decode_line(self, num_seqs: int, context: int) -> DecodeLine:
         """See CostModel."""
-        return DecodeLine.of(self.base_ns + self.decode_seq_ns * num_seqs, self.decode_token_ns)
+        return _line(self.base_ns + self.decode_seq_ns * num_seqs, self.decode_token_ns)
 
     def step_ns(self, output: SchedulerOutput) -> int:
         """See CostModel."""
