@@ -9,6 +9,7 @@ from diptych.control.slo import NS_PER_MS, Slo
 OrderName = Literal["fcfs", "priority", "shortest", "deadline"]
 BudgetName = Literal["whole", "fixed", "slo"]
 PreemptionName = Literal["recompute", "swap"]
+AdmissionName = Literal["expected", "greedy"]
 ShapeName = Literal["unified", "chunked"]
 
 
@@ -22,7 +23,9 @@ class CacheConfig:
     """The KV cache of one replica, in blocks of ``block_size`` tokens.
 
     watermark_blocks: blocks that admission leaves free for the growth of running decodes.
-    num_host_blocks: the host tier for swapping (0: none).
+    num_host_blocks: the host tier for swapping (0: none). admission: a prompt is let in when the expected peak of all
+    that run fits ("expected"), or as soon as its own blocks do ("greedy", as other engines do: more run at once, more
+    are preempted).
     """
 
     num_blocks: int
@@ -30,6 +33,7 @@ class CacheConfig:
     num_host_blocks: int = 0
     watermark_blocks: int = 4
     enable_prefix_cache: bool = True
+    admission: AdmissionName = "expected"
 
     def __post_init__(self) -> None:
         _require(self.block_size >= 1, f"block_size is {self.block_size}; it must be at least 1", "block_size")
@@ -39,6 +43,8 @@ class CacheConfig:
             "num_blocks",
         )
         _require(self.num_host_blocks >= 0, f"num_host_blocks is {self.num_host_blocks}; minimum 0", "num_host_blocks")
+        known = ("expected", "greedy")
+        _require(self.admission in known, f"admission is {self.admission!r}; expected or greedy", "admission")
 
 
 @dataclass(frozen=True, slots=True)

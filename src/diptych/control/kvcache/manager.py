@@ -75,7 +75,7 @@ class KVCacheManager:
         all expectations does not fit, so that admission costs nothing while memory is plentiful.
         """
         total = self._num_reserved + self.num_blocks_for(request.num_tokens + expected_tokens)
-        if total + self.config.watermark_blocks <= self.pool.num_blocks:
+        if self.config.admission == "greedy" or total + self.config.watermark_blocks <= self.pool.num_blocks:
             return True
         new_blocks = self.num_blocks_for(request.num_tokens) - len(cached)
         demands = [*others(), (new_blocks, expected_tokens)]

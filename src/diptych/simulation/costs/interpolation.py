@@ -1,0 +1,141 @@
+"""Piecewise-linear functions of measured points: curves, surfaces with rows of their own knots, and dense grids.
+
+Owns the arithmetic of interpolation: additions and multiplications only, so that equal tables give equal answers on
+every platform. Knows nothing of steps, layers or units.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from diptych.control.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A function of one variable: linear between knots, constant below the first.
+
+    Above the last knot it goes on with the slope of the upper half of the table (from the knot nearest to half the
+    last one), which a single noisy point cannot turn around, and never falls.
+    """
+
+    knots: tuple[float, ...]
+    values: tuple[float, ...]
+    slopes: tuple[float, ...] = field(init=False, repr=False)  # slopes[i] holds from knots[i] on
+
+    def __post_init__(self) -> None:
+        knots, values = self.knots, self.values
+        if not knots or len(knots) != len(values):
+            raise ConfigError(f"a curve has {len(knots)} knots and {len(values)} values; as many, at least 1")
+        if any(right <= left for left, right in pairwise(knots)):
+            raise ConfigError(f"knots of a curve must rise: {knots}")
+        slopes = [(values[i + 1] - values[i]) / (knots[i + 1] - knots[i]) for i in range(len(knots) - 1)]
+        slopes.append(max(0.0, _upper_slope(knots, values)))
+        object.__setattr__(self, "slopes", tuple(slopes))
+
+    def __call__(self, x: float) -> float:
+        """The value at ``x``."""
+        index = bisect_right(self.knots, x) - 1
+        if index < 0:
+            return self.values[0]
+        return self.values[index] + self.slopes[index] * (x - self.knots[index])
+
+    def segment(self, x: float) -> tuple[float, float, float]:
+        """(value at 0, slope, end) of the straight line that the curve follows from ``x`` to ``end`` (exclusive)."""
+        index = bisect_right(self.knots, x) - 1
+        if index < 0:
+            return self.values[0], 0.0, self.knots[0]
+        end = self.knots[index + 1] if index + 1 < len(self.knots) else float("inf")
+        slope = self.slopes[index]
+        return self.values[index] - slope * self.knots[index], slope, end
+
+
+@dataclass(frozen=True, slots=True)
+class Surface:
+    """A function of two variables: a curve of the second for each knot of the first, linear between neighbours.
+
+    Rows may have different knots, because large batches are only measured up to the contexts that fit in memory. Below
+    the first row it is constant; above the last it grows in proportion to the first variable.
+    """
+
+    knots: tuple[float, ...]
+    rows: tuple[Curve, ...]
+    doubled: Curve = field(init=False, repr=False)  # twice the last row
+
+    def __post_init__(self) -> None:
+        if not self.knots or len(self.knots) != len(self.rows):
+            raise ConfigError(f"a surface has {len(self.knots)} knots and {len(self.rows)} rows; as many, at least 1")
+        last = self.rows[-1]
+        object.__setattr__(self, "doubled", Curve(last.knots, tuple([2 * value for value in last.values])))
+
+    def __call__(self, x: float, y: float) -> float:
+        """The value at row coordinate ``x`` and column coordinate ``y``."""
+        low, high, weight = self.between(x)
+        value = low(y)
+        return value + weight * (high(y) - value) if weight else value
+
+    def between(self, x: float) -> tuple[Curve, Curve, float]:
+        """Two rows and the weight of the second: the surface at ``x`` is low + weight * (high - low)."""
+        index = bisect_right(self.knots, x) - 1
+        if index < 0:
+            return self.rows[0], self.rows[0], 0.0
+        knot = self.knots[index]
+        if index + 1 == len(self.knots):
+            return self.rows[index], self.doubled, x / knot - 1.0
+        return self.rows[index], self.rows[index + 1], (x - knot) / (self.knots[index + 1] - knot)
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A function of several variables on a full grid: multi-linear inside, constant outside.
+
+    ``values`` is flat; the last axis runs fastest.
+    """
+
+    axes: tuple[tuple[float, ...], ...]
+    values: tuple[float, ...]
+    strides: tuple[int, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        strides, size = [], 1
+        for axis in reversed(self.axes):
+            strides.append(size)
+            size *= len(axis)
+        if size != len(self.values):
+            raise ConfigError(f"a grid of {size} points has {len(self.values)} values")
+        object.__setattr__(self, "strides", tuple(reversed(strides)))
+
+    def __call__(self, point: Sequence[float]) -> float:
+        """The value at ``point`` (one coordinate an axis)."""
+        corners = [(0, 1.0)]  # (offset into values, weight)
+        for axis, stride, x in zip(self.axes, self.strides, point, strict=True):
+            index = bisect_right(axis, x) - 1
+            if index < 0:
+                continue
+            offset = index * stride
+            weight = 0.0
+            if index + 1 < len(axis):
+                weight = (x - axis[index]) / (axis[index + 1] - axis[index])
+            if weight:
+                corners = [
+                    corner
+                    for base, share in corners
+                    for corner in (
+                        (base + offset, share * (1.0 - weight)),
+                        (base + offset + stride, share * weight),
+                    )
+                ]
+            else:
+                corners = [(base + offset, share) for base, share in corners]
+        values = self.values
+        return sum([values[offset] * share for offset, share in corners])
+
+
+def _upper_slope(knots: Sequence[float], values: Sequence[float]) -> float:
+    """Slope from the knot (not the last) nearest to half of the last one to the last."""
+    if len(knots) < 2:
+        return 0.0
+    half = knots[-1] / 2
+    index = min(range(len(knots) - 1), key=lambda index: abs(knots[index] - half))
+    return (values[-1] - values[index]) / (knots[-1] - knots[index])
