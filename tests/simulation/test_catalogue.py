@@ -1,0 +1,161 @@
+"""The catalogue: published parameter counts, exact KV sizes, what fits, and errors that help."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from diptych.control.errors import ConfigError, UnsupportedModelError
+from diptych.simulation.hardware import hardware_names, load_hardware
+from diptych.simulation.models import kv_bytes_per_gpu, kv_capacity_tokens, load_model, model_names
+
+# Totals as their owners publish them (checkpoint indexes and model cards), in millions.
+PUBLISHED_MILLIONS = {
+    "llama-2-7b": 6_738.4,
+    "llama-2-13b": 13_015.9,
+    "llama-2-70b": 68_976.6,
+    "llama-3-8b": 8_030.3,
+    "llama-3-70b": 70_553.7,
+    "llama-3.1-8b": 8_030.3,
+    "llama-3.1-70b": 70_553.7,
+    "llama-3.1-405b": 405_853.4,
+    "qwen2.5-0.5b": 494.0,
+    "qwen2.5-1.5b": 1_543.7,
+    "qwen2.5-7b": 7_615.6,
+    "qwen2.5-14b": 14_770.0,
+    "qwen2.5-32b": 32_763.9,
+    "qwen2.5-72b": 72_706.2,
+    "qwen3-0.6b": 596.0,
+    "qwen3-4b": 4_022.5,
+    "qwen3-8b": 8_190.7,
+    "qwen3-14b": 14_768.3,
+    "qwen3-32b": 32_762.1,
+    "qwen3-30b-a3b": 30_532.1,
+    "qwen3-235b-a22b": 235_093.6,
+    "mistral-7b": 7_241.7,
+    "mixtral-8x7b": 46_702.8,
+    "mixtral-8x22b": 140_630.1,
+    "opt-13b": 12_853.5,
+    "opt-66b": 65_720.0,
+    "opt-175b": 174_600.0,
+    "bloom-176b": 176_247.3,
+    "yi-34b": 34_388.9,
+    "falcon-180b": 179_522.6,
+    "deepseek-v3": 671_026.4,
+    "smollm2-135m": 134.5,
+}
+
+
+def test_parameter_counts_are_the_published_ones() -> None:
+    assert set(PUBLISHED_MILLIONS) == set(model_names())
+    for name, millions in PUBLISHED_MILLIONS.items():
+        assert load_model(name).num_parameters / 1e6 == pytest.approx(millions, rel=0.001), name
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("qwen3-30b-a3b", 3.3), ("qwen3-235b-a22b", 22.0), ("mixtral-8x7b", 12.9), ("deepseek-v3", 37.5)],
+)
+def test_active_parameters_of_mixtures_are_the_published_ones(name: str, billions: float) -> None:
+    assert load_model(name).active_parameters / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+def test_kv_of_llama_70b_is_exact() -> None:
+    model = load_model("llama-3.1-70b")
+    assert model.kv_bytes_per_token() == 327_680
+    assert 2048 * model.kv_bytes_per_token() == 671_088_640
+    assert 128 * 1024 * model.kv_bytes_per_token() == 42_949_672_960
+    assert model.kv_bytes_per_token(1) == 163_840
+
+
+def test_latent_attention_caches_576_numbers_a_layer_on_every_gpu() -> None:
+    model = load_model("deepseek-v3")
+    assert model.kv_bytes_per_token() == 61 * (512 + 64) * 2
+    assert kv_bytes_per_gpu(model, 8) == model.kv_bytes_per_token()
+
+
+def test_kv_heads_are_split_over_gpus_and_copied_when_they_run_out() -> None:
+    model = load_model("llama-3.1-70b")
+    assert kv_bytes_per_gpu(model, 4) == model.kv_bytes_per_token() // 4
+    assert kv_bytes_per_gpu(model, 16) == kv_bytes_per_gpu(model, 8)
+
+
+def test_capacity_is_close_to_what_an_engine_reported() -> None:
+    # vLLM 0.19 on an RTX 4090, 2,048 tokens a step, utilisation 0.9: 41,408 tokens.
+    tokens = kv_capacity_tokens(load_model("llama-3.1-8b"), load_hardware("rtx4090"))
+    assert tokens == pytest.approx(41_408, rel=0.03)
+
+
+def test_weights_that_do_not_fit_are_refused_with_both_sizes() -> None:
+    with pytest.raises(ConfigError, match=r"141\.1 GB .* 77\.0 GB") as error:
+        kv_capacity_tokens(load_model("llama-3.1-70b"), load_hardware("h100"))
+    assert error.value.param == "tensor_parallel"
+    assert kv_capacity_tokens(load_model("llama-3.1-70b"), load_hardware("h100"), tensor_parallel=4) > 300_000
+
+
+def test_heads_that_cannot_be_split_are_refused() -> None:
+    with pytest.raises(ConfigError, match="must divide the 14 heads"):
+        kv_capacity_tokens(load_model("qwen2.5-0.5b"), load_hardware("h100"), tensor_parallel=4)
+
+
+def test_every_device_is_complete_and_plausible() -> None:
+    assert len(hardware_names()) >= 10
+    for name in hardware_names():
+        hardware = load_hardware(name)
+        assert hardware.flops["bf16"] > 1e14
+        assert hardware.idle_power_w < hardware.power_w
+        assert hardware.price_per_hour > 0
+        assert hardware.sources["paper"]
+        assert "measured" in hardware.sources or "assumed" in hardware.sources
+        assert hardware.interconnect.all_reduce_s(2, 1e6) > hardware.interconnect.all_reduce_s(2, 0) > 0
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [("h100", "h100-sxm"), ("H100", "h100-sxm"), ("a100", "a100-80gb"), ("rtx4090", "rtx-4090"), ("h200-sxm", "h200")],
+)
+def test_devices_have_the_names_that_people_type(alias: str, name: str) -> None:
+    assert load_hardware(alias).name == name
+
+
+def test_models_have_the_names_that_people_type() -> None:
+    assert load_model("Llama3-8B").name == "llama-3-8b"
+    assert load_model("meta-llama/Llama-3.1-8B-Instruct").name == "llama-3.1-8b"
+
+
+def test_unknown_names_are_answered_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"'h900' .*h100-sxm.*mi300x"):
+        load_hardware("h900")
+    with pytest.raises(ConfigError, match=r"'gpt-5' .*llama-3\.1-8b.*yi-34b"):
+        load_model("gpt-5")
+
+
+def test_a_file_of_ones_own_extends_the_catalogue(tmp_path: Path) -> None:
+    catalogue = Path(__file__).parents[2] / "src/diptych/simulation/catalogue/hardware.toml"
+    text = catalogue.read_text()
+    entry = text[text.index("[h200]") : text.index("[b200]")].replace("[h200", "[mine").replace("h200-sxm", "my-box")
+    own = tmp_path / "mine.toml"
+    own.write_text(entry.replace("price_per_hour = 3.60", "price_per_hour = 0.10"))
+    assert load_hardware("my-box", extra=own).price_per_hour == 0.10
+    assert load_hardware("h200", extra=own).price_per_hour == 3.60
+    own.write_text(entry.replace("power_w = 700.0", "pwer_w = 700.0", 1))
+    with pytest.raises(ConfigError, match="pwer_w"):
+        load_hardware("mine", extra=own)
+
+
+def test_a_config_json_gives_the_model_of_the_catalogue(tmp_path: Path) -> None:
+    config = {
+        "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144, "vocab_size": 151936, "num_experts": 128,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 768, "max_position_embeddings": 40960,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model, known = load_model(str(tmp_path)), load_model("qwen3-30b-a3b")
+    assert (model.num_parameters, model.active_parameters) == (known.num_parameters, known.active_parameters)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "mamba"}))
+    with pytest.raises(UnsupportedModelError, match="mamba"):
+        load_model(str(tmp_path))
+    del config["vocab_size"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="lacks vocab_size"):
+        load_model(str(tmp_path))

@@ -1,0 +1,104 @@
+"""The roofline: laws that any cost model keeps, and a few measured steps it must come close to."""
+
+import math
+from itertools import pairwise
+
+import pytest
+
+from diptych.control.errors import ConfigError
+from diptych.control.step import ScheduledPrefill, SchedulerOutput, StepFeatures, chunk_attention
+from diptych.simulation.costs.interface import UNBOUNDED
+from diptych.simulation.costs.roofline import RooflineCost, expert_ns, expert_ops
+from diptych.simulation.hardware import load_hardware
+from diptych.simulation.models import load_model
+
+
+def roofline(model: str, hardware: str, tensor_parallel: int = 1, weight_bits: int = 16) -> RooflineCost:
+    return RooflineCost(load_model(model), load_hardware(hardware), tensor_parallel, weight_bits=weight_bits)
+
+
+def plan(chunks: tuple[tuple[int, int], ...] = (), num_decodes: int = 0, context: int = 0) -> SchedulerOutput:
+    prefills = tuple(ScheduledPrefill(f"r{i}", start, n, (), True) for i, (start, n) in enumerate(chunks))
+    features = StepFeatures(
+        sum(n for _, n in chunks), sum(chunk_attention(start, n) for start, n in chunks), num_decodes, context
+    )
+    return SchedulerOutput(0, prefills=prefills, num_decodes=num_decodes, features=features)
+
+
+COSTS = [
+    roofline("llama-3.1-8b", "h100"),
+    roofline("qwen3-30b-a3b", "rtx-pro-6000"),
+    roofline("deepseek-v3", "h200", 8, 8),
+    roofline("opt-66b", "a100", 4),
+]
+
+
+@pytest.mark.parametrize("cost", COSTS, ids=lambda cost: cost.name)
+def test_a_pure_decode_step_costs_what_its_line_says(cost: RooflineCost) -> None:
+    for num_seqs in (1, 7, 300):
+        for context in (num_seqs, 90 * num_seqs, 5000 * num_seqs):
+            line = cost.decode_line(num_seqs, context)
+            assert line.until_context > context
+            assert cost.step_ns(plan(num_decodes=num_seqs, context=context)) == line.step_ns(context) >= 1
+
+
+@pytest.mark.parametrize("cost", COSTS, ids=lambda cost: cost.name)
+def test_more_work_never_takes_less_time(cost: RooflineCost) -> None:
+    steps = [cost.step_ns(plan(num_decodes=n, context=1000 * n)) for n in (1, 2, 8, 33, 128, 129, 512)]
+    assert all(fewer <= more for fewer, more in pairwise(steps))
+    chunks = [cost.prefill_ns(n) for n in (1, 16, 100, 512, 513, 4096)]
+    assert all(fewer <= more for fewer, more in pairwise(chunks))
+    assert cost.prefill_ns(512) < cost.prefill_ns(512, start=4096)
+    alone, decodes = cost.step_ns(plan(((0, 512),))), cost.step_ns(plan(num_decodes=16, context=16000))
+    assert max(alone, decodes) < cost.step_ns(plan(((0, 512),), 16, 16000)) < alone + decodes
+
+
+def test_the_latent_line_changes_slope_without_a_jump_when_compute_takes_over() -> None:
+    cost = roofline("deepseek-v3", "rtx-pro-6000", 1, 8)  # many heads share the latent, and memory is fast enough
+    num_seqs = 64
+    first = cost.decode_line(num_seqs, num_seqs)
+    assert first.until_context < UNBOUNDED
+    second = cost.decode_line(num_seqs, first.until_context)
+    assert second.slope > first.slope
+    assert second.until_context == UNBOUNDED
+    gap = second.step_ns(first.until_context) - first.step_ns(first.until_context)
+    assert 0 <= gap <= math.ceil((second.slope - first.slope) / 2**20) + 1
+
+
+def test_experts_are_read_once_however_many_tokens_visit_them() -> None:
+    model, hardware = load_model("qwen3-30b-a3b"), load_hardware("h100")
+    op = expert_ops(model, hardware, 1, 16)[0]
+    assert model.moe is not None
+    one, many, more = (expert_ns(op, model.moe, n) / op.count - op.launch_ns for n in (1, 256, 512))
+    assert one == pytest.approx(8 * (op.weight_ns + op.token_io_ns))
+    assert more - many == pytest.approx(256 * 8 * op.token_io_ns, rel=0.01)
+
+
+def test_order_of_calls_changes_nothing() -> None:
+    first, second = roofline("llama-3.1-8b", "h100"), roofline("llama-3.1-8b", "h100")
+    plans = [plan(((0, n), (64, 32)), n, 100 * n) for n in (1, 50, 500)]
+    forward = [first.step_ns(one) for one in plans]
+    assert forward == [second.step_ns(one) for one in reversed(plans)][::-1]
+
+
+def test_eight_bit_weights_halve_the_read_and_need_no_eight_bit_arithmetic() -> None:
+    for hardware in ("h100", "a100"):  # the second has no fp8: its int8 arithmetic is used
+        wide, narrow = roofline("llama-3.1-8b", hardware), roofline("llama-3.1-8b", hardware, weight_bits=8)
+        assert 0.5 < narrow.decode_line(1, 1).step_ns(1) / wide.decode_line(1, 1).step_ns(1) < 0.75
+
+
+def test_measured_steps_are_near() -> None:
+    """Llama-3-8B on an H100: 6 ms a decode step, 116 ms for 4,096 tokens; Yi-34B on two A100 (Sarathi-Serve, table of
+    prefill times): 366 ms for 2,048 tokens and 1,863 ms for 8,192."""
+    small, large = roofline("llama-3-8b", "h100"), roofline("yi-34b", "a100", 2)
+    assert small.decode_line(1, 500).step_ns(500) / 1e6 == pytest.approx(6, rel=0.25)
+    assert small.prefill_ns(4096) / 1e6 == pytest.approx(116, rel=0.25)
+    assert large.prefill_ns(2048) / 1e6 == pytest.approx(366, rel=0.15)
+    assert large.prefill_ns(8192) / 1e6 == pytest.approx(1863, rel=0.15)
+
+
+def test_impossible_splits_are_refused() -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel is 3"):
+        roofline("llama-3.1-8b", "h100", 3)
+    with pytest.raises(ConfigError, match="joins at most 8 devices"):
+        roofline("llama-3.1-8b", "h100", 16)
