@@ -19,10 +19,15 @@ MAY_IMPORT = {
     "advisor": {"control", "simulation"},
     "web": set(),
     "bundled": set(),
-    "cli": {"control", "runtime", "simulation", "serving", "bench", "advisor", "web", "__version__"},
+    "cli": {
+        "control", "runtime", "simulation", "serving", "bench", "advisor", "web", "__version__", "cli_calibrate",
+        "cli_simulate",
+    },
+    "cli_calibrate": {"control", "runtime", "simulation", "serving", "bench", "advisor", "web", "__version__"},
+    "cli_simulate": {"control", "runtime", "simulation", "serving", "bench", "advisor", "web", "__version__"},
     "__init__": {"control", "serving"},
     "__main__": {"cli"},
-}
+}  # fmt: skip
 
 # Not in control: whatever reads a clock, waits, talks, or draws from a global random.
 FORBIDDEN_IN_CONTROL = {
@@ -32,7 +37,7 @@ FORBIDDEN_IN_CONTROL = {
 }  # fmt: skip
 
 # The front end never loads torch; only these modules of serving may.
-SERVING_WITH_TORCH = {"worker", "llm"}
+SERVING_WITH_TORCH = {"worker", "llm", "calibration_steps"}
 
 
 def modules() -> Iterator[tuple[str, Path]]:

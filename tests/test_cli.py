@@ -3,12 +3,14 @@
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from diptych import __version__, cli
+from diptych.cli_simulate import simulate
 from diptych.control.config import CapsConfig, shape_preset
 from diptych.control.errors import ConfigError
 from diptych.serving.options import parse_bytes, parse_cores
@@ -25,6 +27,7 @@ SERVE_OPTIONS = {
     "max_body": "16MiB",
     "drain_timeout": 30.0,
     "log_level": "warning",
+    "record": None,
     "ttft_slo_ms": None,
     "tpot_slo_ms": None,
     "shape": "chunked",
@@ -48,6 +51,16 @@ SERVE_OPTIONS = {
 }
 
 
+# All of them default to None (what the file or the settings say), but for --json.
+SIMULATE_OPTIONS = (
+    "config model hardware tensor_parallel weight_bits kv_bits cost replicas routing max_model_len rate num_requests "
+    "arrivals prompt_tokens output_tokens trace seed ttft_slo_ms tpot_slo_ms shape order budget max_batched_tokens "
+    "step_target_ms max_num_seqs max_waiting max_partial_prefills max_long_partial_prefills long_prefill_threshold "
+    "preemption preempt_for_priority block_size kv_cache_tokens kv_cache_memory swap_memory prefix_cache assign sweep "
+    "workers as_json records report timeline timeline_window"
+)
+
+
 def given(**changes: Any) -> dict[str, Any]:
     """The values of the options of ``serve`` with some changed."""
     defaults = {name: one.default for name, one in inspect.signature(cli.serve).parameters.items()}
@@ -58,15 +71,40 @@ def test_the_options_of_serve_and_their_defaults() -> None:
     assert given() == SERVE_OPTIONS
 
 
+def test_the_options_of_simulate_and_their_defaults() -> None:
+    defaults = {name: one.default for name, one in inspect.signature(simulate).parameters.items()}
+    assert defaults == {name: False if name == "as_json" else None for name in SIMULATE_OPTIONS.split()}
+
+
+CALIBRATE_OPTIONS = {
+    "model": None,
+    "out": Path("calibration.json"),
+    "seconds": 90.0,
+    "max_model_len": None,
+    "kv_cache_memory": None,
+    "block_size": 32,
+    "threads": None,
+    "cores": None,
+}
+
+
+def test_the_options_of_calibrate_and_their_defaults() -> None:
+    defaults = {name: one.default for name, one in inspect.signature(cli.cli_calibrate.calibrate).parameters.items()}
+    assert defaults == CALIBRATE_OPTIONS
+
+
 def test_the_commands() -> None:
     assert [command.callback.__name__ for command in cli.app.registered_commands if command.callback] == [
         "serve",
         "generate",
         "version",
+        "calibrate",
+        "replay",
+        "simulate",
     ]
 
 
-@pytest.mark.parametrize("command", ["serve", "generate", "version"])
+@pytest.mark.parametrize("command", ["serve", "generate", "version", "calibrate", "replay", "simulate"])
 def test_every_command_has_help(command: str) -> None:
     result = CliRunner().invoke(cli.app, [command, "--help"])
     assert result.exit_code == 0

@@ -1,4 +1,4 @@
-"""``diptych serve | generate | version``: the command line.
+"""``diptych serve | generate | calibrate | replay | version``: the command line.
 
 Owns option names, their help and what people see in the terminal. Must never hold logic that a library user would
 miss: every command ends in a call of the serving package.
@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from diptych import __version__
+from diptych import __version__, cli_calibrate, cli_simulate
 from diptych.control.config import BudgetConfig, CapsConfig, PreemptionConfig, SchedulerConfig, shape_preset
 from diptych.control.errors import ConfigError, DiptychError
 from diptych.control.slo import NS_PER_MS, Slo
@@ -120,6 +120,7 @@ def serve(
     max_body: Annotated[str, _option("Largest request body; more gets 413.", SERVER)] = "16MiB",
     drain_timeout: Annotated[float, _option("Seconds for running requests after SIGTERM.", SERVER)] = 30.0,
     log_level: Annotated[LogLevel, _option("How much the server tells.", SERVER)] = LogLevel.warning,
+    record: Annotated[Path | None, _option("Record what decisions depend on, for diptych replay.", SERVER)] = None,
     ttft_slo_ms: Annotated[
         float | None, _option("Objective: time to first token, for requests that name none.", OBJECTIVES)
     ] = None,
@@ -190,6 +191,7 @@ def engine_options(given: dict[str, Any]) -> EngineOptions:
         scheduler=scheduler_config(given),
         slo=slo,
         max_model_len=given["max_model_len"],
+        record=None if given["record"] is None else str(given["record"].resolve()),
     )
 
 
@@ -286,6 +288,10 @@ def generate(
 def version() -> None:
     """Print the version."""
     print(f"diptych {__version__}")
+
+
+cli_calibrate.register(app)
+cli_simulate.register(app)
 
 
 @contextmanager

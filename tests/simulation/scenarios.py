@@ -119,8 +119,11 @@ def random_scenario(seed: int, *, fast_forward: bool = True, with_faults: bool =
 
 def run(scenario: Scenario) -> Cluster:
     """To the end."""
-    model = warmed_up_model(scenario.replica, scenario.cost)
-    cluster = Cluster(scenario, WorkerModel(scenario.replica, scenario.cost, model, scenario.fast_forward))
+    workers = []
+    for config in (scenario.replica, (scenario.pools and scenario.pools.prefill) or scenario.replica):
+        model = warmed_up_model(config, scenario.cost)
+        workers.append(WorkerModel(config, scenario.cost, model, scenario.fast_forward))
+    cluster = Cluster(scenario, workers[0], prefill_worker=workers[1])
     cluster.run()
     return cluster
 

@@ -47,6 +47,26 @@ class RequestResumed:
 
 
 @dataclass(frozen=True, slots=True)
+class HandoffReserved:
+    """A decode replica holds the blocks of a prompt that another replica will compute.
+
+    num_cached_tokens: leading tokens whose KV it has already; only the rest need travel.
+    """
+
+    time_ns: int
+    request_id: str
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffReleased:
+    """A prefill replica gave up the blocks of a prompt that a decode replica has taken over."""
+
+    time_ns: int
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class FirstToken:
     """The prefill of the request ended and its first token exists."""
 
@@ -108,6 +128,8 @@ Event = (
     | RequestAdmitted
     | RequestPreempted
     | RequestResumed
+    | HandoffReserved
+    | HandoffReleased
     | FirstToken
     | RequestFinished
     | StepFinished

@@ -14,6 +14,7 @@ from diptych.control.events import (
     BlocksStored,
     Event,
     FirstToken,
+    HandoffReleased,
     RequestFinished,
     RequestQueued,
     StepFinished,
@@ -70,16 +71,8 @@ class ReplicaCore:
 
         Raises ConfigError for an id that is in use: that is the caller's mistake.
         """
-        if request.request_id in self.requests:
-            raise ConfigError(f"request id {request.request_id!r} is in use", param="request_id")
-        request.arrival_ns = now
-        request.max_tokens = min(request.max_tokens, self.config.max_model_len - request.num_prompt_tokens)
-        request.slo = self._effective_slo(request.slo)
-        if refusal := self._refusal(request):
-            return [self._finished_event(request, FinishReason.ERROR, now, 0, refusal.message)]
-        request.number = self._num_arrivals
-        self._num_arrivals += 1
-        self.requests[request.request_id] = request
+        if refused := self._enter(request, now):
+            return refused
         self.scheduler.add(request)
         return [RequestQueued(now, request.request_id, request.num_prompt_tokens)]
 
@@ -93,6 +86,39 @@ class ReplicaCore:
         may end on its own while the abort is on its way)."""
         request = self.requests.get(request_id)
         return [self._finish(request, reason, now)] if request else []
+
+    def reserve(self, request: Request, now: int) -> list[Event]:
+        """Hold blocks for a prompt that another replica will compute; HandoffReserved says when they are there.
+
+        Refused like ``add_request``; ``abort`` gives them back. ``deliver`` starts the decode.
+        """
+        refused = self._enter(request, now)
+        if not refused:
+            self.scheduler.reserve(request)
+        return refused
+
+    def deliver(self, request_id: str, now: int, *, first_step_ns: int, first_token_ns: int) -> None:
+        """The KV of the whole prompt lies in the reserved blocks and the first token is known: decode from the next
+        plan on. The times are those of the prefill replica, on this replica's clock. An id that is not reserved is
+        ignored (it may have been aborted meanwhile)."""
+        request = self.scheduler.incoming.reserved.get(request_id)
+        if request is None:
+            return
+        request.first_step_ns, request.first_token_ns = first_step_ns, first_token_ns
+        self.scheduler.incoming.deliver(request)
+        self.kv.remember_computed(request, request.num_prompt_tokens)
+
+    def release(self, request_id: str, now: int) -> list[Event]:
+        """Another replica has taken over a request that was added with ``hands_off``: give up its blocks. An id that
+        is not being handed off is ignored."""
+        request = self.scheduler.outgoing.get(request_id)
+        if request is None:
+            return []
+        self.scheduler.remove(request)
+        self.kv.release(request)
+        del self.requests[request_id]
+        self._finished_ids.append(request_id)
+        return [HandoffReleased(now, request_id)]
 
     @property
     def has_work(self) -> bool:
@@ -200,6 +226,20 @@ class ReplicaCore:
             step_time_coefficients=self.model.coefficients,
         )
 
+    def _enter(self, request: Request, now: int) -> list[Event]:
+        """Number the request and take it in; or the terminal event with which it is refused."""
+        if request.request_id in self.requests:
+            raise ConfigError(f"request id {request.request_id!r} is in use", param="request_id")
+        request.arrival_ns = now
+        request.max_tokens = min(request.max_tokens, self.config.max_model_len - request.num_prompt_tokens)
+        request.slo = self._effective_slo(request.slo)
+        if refusal := self._refusal(request):
+            return [self._finished_event(request, FinishReason.ERROR, now, 0, refusal.message)]
+        request.number = self._num_arrivals
+        self._num_arrivals += 1
+        self.requests[request.request_id] = request
+        return []
+
     def _effective_slo(self, own: Slo | None) -> Slo | None:
         default = self.config.slo
         merged = Slo(
@@ -293,7 +333,12 @@ class ReplicaCore:
         self, request: Request, reason: FinishReason, now: int, num_outputs: int, message: str
     ) -> RequestFinished:
         latency = breakdown_from_times(
-            request.arrival_ns, request.first_step_ns, request.first_token_ns, now, num_outputs
+            request.arrival_ns,
+            request.first_step_ns,
+            request.first_token_ns,
+            now,
+            num_outputs,
+            request.handoff_end_ns,
         )
         completed = reason in (FinishReason.STOP, FinishReason.LENGTH)
         return RequestFinished(

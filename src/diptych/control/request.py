@@ -26,6 +26,8 @@ class RequestStatus(StrEnum):
     PREFILLING = "prefilling"  # admitted: holds the blocks of its whole prompt
     DECODING = "decoding"  # a member of the decode batch
     SWAPPED = "swapped"  # its KV lies in the host tier
+    RESERVED = "reserved"  # another replica prefills it; its blocks here wait for the KV
+    HANDING_OFF = "handing_off"  # prefilled here; its blocks are kept until another replica has their content
     FINISHED = "finished"
 
 
@@ -116,6 +118,8 @@ class Request:
         "decode_entry",
         "first_step_ns",
         "first_token_ns",
+        "handoff_end_ns",
+        "hands_off",
         "host_block_ids",
         "is_long",
         "last_resume_tick",
@@ -162,6 +166,8 @@ class Request:
         self.arrival_ns = 0
         self.first_step_ns: int | None = None
         self.first_token_ns: int | None = None
+        self.hands_off = False  # after the first token another replica decodes it
+        self.handoff_end_ns: int | None = None  # when this replica took it over from the one that prefilled it
         self.block_ids: list[int] = []
         self.host_block_ids: list[int] = []
         self.num_hashed_blocks = 0  # leading blocks already offered to the prefix cache

@@ -66,14 +66,21 @@ class LatencyBreakdown:
 
 
 def breakdown_from_times(
-    arrival_ns: int, first_step_ns: int | None, first_token_ns: int | None, end_ns: int, num_output_tokens: int
+    arrival_ns: int,
+    first_step_ns: int | None,
+    first_token_ns: int | None,
+    end_ns: int,
+    num_output_tokens: int,
+    handoff_end_ns: int | None = None,
 ) -> LatencyBreakdown:
-    """Split [arrival, end] at the two event times in between; a part that was never reached takes no time."""
+    """Split [arrival, end] at the event times in between; a part that was never reached takes no time."""
     start = end_ns if first_step_ns is None else first_step_ns
     token = end_ns if first_token_ns is None else first_token_ns
+    taken_over = token if handoff_end_ns is None else handoff_end_ns
     return LatencyBreakdown(
         queue_ns=start - arrival_ns,
         prefill_ns=token - start,
-        decode_ns=end_ns - token,
+        handoff_ns=taken_over - token,
+        decode_ns=end_ns - taken_over,
         num_output_tokens=num_output_tokens,
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from diptych.control.events import Event, RequestFinished
-from diptych.control.request import FinishReason
+from diptych.control.request import FinishReason, Request
 from diptych.control.router.picker import Picker
 from diptych.control.slo import NS_PER_MS, LatencyBreakdown
 from diptych.control.step import SchedulerOutput
@@ -19,6 +19,7 @@ from diptych.simulation.environment import MESSAGE, Environment
 from diptych.simulation.event_log import EventLog
 from diptych.simulation.executor import make_request
 from diptych.simulation.faults import MESSAGE_FAULTS, Fault
+from diptych.simulation.pools import HandoffDriver
 from diptych.simulation.replica import SimulatedReplica, WorkerModel
 from diptych.simulation.scenario import Scenario
 from diptych.simulation.workload.spec import ClosedLoop, RequestSpec
@@ -35,6 +36,7 @@ class _Sent:
     spec: RequestSpec
     replica: int
     client: int = -1
+    prefill: int = -1  # with pools: who prefills it
     is_delivered: bool = False
 
 
@@ -69,21 +71,38 @@ class _Wire:
 class Cluster:
     """Everything that happens in one simulation."""
 
-    def __init__(self, scenario: Scenario, worker: WorkerModel, progress: Progress | None = None) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        worker: WorkerModel,
+        progress: Progress | None = None,
+        prefill_worker: WorkerModel | None = None,
+    ) -> None:
+        prefill_worker = prefill_worker or worker
         self.environment = Environment()
         self.collector = Collector(scenario.num_replicas)
         self.log = EventLog() if scenario.record_events else None
         self.last_end_ns = 0
         self._scenario = scenario
+        self._first_decode = scenario.pools.num_prefill if scenario.pools else 0
         self._block_size = scenario.replica.cache.block_size
-        self._picker = Picker(scenario.routing, scenario.num_replicas, scenario.seed)
+        self._picker = self._make_picker(self._first_decode, scenario.num_replicas)
+        self._prefill_picker = self._make_picker(0, self._first_decode)
         self._progress = progress
         self._sent: dict[str, _Sent] = {}
         self._num_arrived = 0
         self._wires = [self._wire(index) for index in range(scenario.num_replicas)] if scenario.faults else None
         self.replicas = [
-            SimulatedReplica(index, worker, self.environment, self._on_events) for index in range(scenario.num_replicas)
+            SimulatedReplica(
+                index, prefill_worker if index < self._first_decode else worker, self.environment, self._on_events
+            )
+            for index in range(scenario.num_replicas)
         ]
+        self.driver: HandoffDriver | None = None
+        if scenario.pools:
+            self.driver = HandoffDriver(
+                scenario.pools, self._block_size, self.environment, self.replicas, self._make_request
+            )
 
     def run(self) -> None:
         """From the first arrival until nothing is left to happen."""
@@ -98,6 +117,18 @@ class Cluster:
             self._await_next(iter(workload))
         self.environment.run()
         assert not self._sent, f"{len(self._sent)} requests never ended"
+
+    def _make_picker(self, first: int, end: int) -> Picker:
+        """Of the replicas first .. end - 1; the others are never up."""
+        picker = Picker(self._scenario.routing, self._scenario.num_replicas, self._scenario.seed)
+        for replica in range(self._scenario.num_replicas):
+            if not first <= replica < end:
+                picker.set_up(replica, False)
+        return picker
+
+    def _make_request(self, request_id: str) -> tuple[Request, RequestSpec]:
+        spec = self._sent[request_id].spec
+        return make_request(request_id, spec, self._block_size), spec
 
     def _wire(self, replica: int) -> _Wire:
         mine = [fault for fault in self._scenario.faults if fault.replica == replica and fault.kind in MESSAGE_FAULTS]
@@ -130,10 +161,26 @@ class Cluster:
             return
         if spec.abort_after_ns is not None:
             self.environment.at(self.environment.now + spec.abort_after_ns, MESSAGE, partial(self._hang_up, request_id))
-        if self._wires is None:
+        if self.driver is not None:
+            self._submit_to_pools(request_id, sent)
+        elif self._wires is None:
             self.replicas[replica].submit(make_request(request_id, spec, self._block_size), spec)
         else:
             self._wires[replica].send(partial(self._deliver, request_id))
+
+    def _submit_to_pools(self, request_id: str, sent: _Sent) -> None:
+        """Prefill here, decode there; an answer of one token needs no second replica."""
+        assert self.driver is not None
+        prefill = self._prefill_picker.pick()
+        if prefill is None:
+            self._end(request_id, self._lost(request_id, sent, "no prefill worker is up"))
+            return
+        sent.prefill = prefill
+        if (sent.spec.max_tokens or sent.spec.output_tokens) == 1:
+            self.replicas[prefill].submit(make_request(request_id, sent.spec, self._block_size), sent.spec)
+            return
+        self.collector.expect_handoff(request_id)
+        self.driver.begin(request_id, sent.spec.prompt_tokens, prefill, sent.replica)
 
     def _deliver(self, request_id: str) -> None:
         """The request reaches its worker (perhaps twice, perhaps after it ended)."""
@@ -148,7 +195,11 @@ class Cluster:
         if sent is None:
             return
         replica = self.replicas[sent.replica]
-        if self._wires is None:
+        if self.driver is not None:
+            self._end(request_id, self._lost(request_id, sent, "", FinishReason.ABORT))
+            for index in (sent.prefill, sent.replica):
+                self.replicas[index].abort(request_id)
+        elif self._wires is None:
             replica.abort(request_id)
         else:  # the front end ends it at once; the worker hears of it when it can
             self._end(request_id, self._lost(request_id, sent, "", FinishReason.ABORT))
@@ -159,6 +210,8 @@ class Cluster:
         if self.log is not None:
             self.log.extend(replica, events)
         self.collector.take(replica, events, output, self.replicas[replica].usage)
+        if self.driver is not None:
+            self.driver.on_events(events)
         for event in events:
             if type(event) is RequestFinished:
                 if self._wires is None:
@@ -173,6 +226,10 @@ class Cluster:
             return
         if sent.replica >= 0:
             self._picker.ended(sent.replica)
+        if sent.prefill >= 0:
+            self._prefill_picker.ended(sent.prefill)
+        if self.driver is not None:
+            self.driver.drop(request_id)
         self.last_end_ns = self.environment.now
         arrival_ns = sent.spec.arrival_ns
         self.collector.add_row(event, sent.number, arrival_ns, sent.replica, sent.spec.kind)
@@ -201,10 +258,10 @@ class Cluster:
         replica, environment = self.replicas[fault.replica], self.environment
         end_ns = environment.now + fault.duration_ns
         if fault.kind == "crash":
-            self._picker.set_up(fault.replica, False)
+            self._picker_of(fault.replica).set_up(fault.replica, False)
             replica.crash(end_ns)
             for request_id, sent in list(self._sent.items()):
-                if sent.replica == fault.replica:
+                if sent.replica == fault.replica or self._is_prefilling(request_id, sent, fault.replica):
                     self._end(request_id, self._lost(request_id, sent, "the worker was lost"))
             environment.at(end_ns, MESSAGE, partial(self._recover, fault.replica))
         elif fault.kind == "hang":
@@ -216,4 +273,13 @@ class Cluster:
 
     def _recover(self, replica: int) -> None:
         if not self.replicas[replica].is_down:  # else it crashed again in the meantime
-            self._picker.set_up(replica, True)
+            self._picker_of(replica).set_up(replica, True)
+
+    def _picker_of(self, replica: int) -> Picker:
+        return self._prefill_picker if replica < self._first_decode else self._picker
+
+    def _is_prefilling(self, request_id: str, sent: _Sent, replica: int) -> bool:
+        """Whether the request still needs this prefill replica."""
+        if sent.prefill != replica or self.driver is None:
+            return False
+        return request_id in self.driver.handoffs or (sent.spec.max_tokens or sent.spec.output_tokens) == 1

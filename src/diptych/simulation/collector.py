@@ -33,6 +33,11 @@ class Collector:
         self.requests = RequestTable()
         self.gaps = GapHistogram()
         self._streams = [_Streams() for _ in range(num_replicas)]
+        self._handoffs: dict[str, int] = {}  # request that one replica prefills and another decodes -> its first token
+
+    def expect_handoff(self, request_id: str) -> None:
+        """The request will go on elsewhere after its first token."""
+        self._handoffs[request_id] = -1
 
     def take(self, replica: int, events: list[Event], output: SchedulerOutput | None, usage: ReplicaUsage) -> None:
         """Count what one replica reports, except who finished (see ``add_row``); ``output``: the plan that ended."""
@@ -42,7 +47,10 @@ class Collector:
             if kind is StepFinished:
                 self._step(streams, event, output)  # type: ignore[arg-type]
             elif kind is FirstToken:
-                streams.joined.append((event.time_ns, 1))  # type: ignore[union-attr]
+                if event.request_id in self._handoffs:  # type: ignore[union-attr]
+                    self._handoffs[event.request_id] = event.time_ns  # type: ignore[union-attr]
+                else:
+                    streams.joined.append((event.time_ns, 1))  # type: ignore[union-attr]
             elif kind is RequestPreempted:
                 usage.num_preemptions += 1
                 streams.preempted[event.request_id] = streams.last_token_ns  # type: ignore[union-attr]
@@ -53,6 +61,9 @@ class Collector:
                 streams.preempted.pop(event.request_id, None)  # type: ignore[union-attr]
 
     def _step(self, streams: _Streams, step: StepFinished, output: SchedulerOutput | None) -> None:
+        if output is not None and output.resumed and self._handoffs:
+            taken = [self._handoffs.pop(one.request_id) for one in output.resumed if one.request_id in self._handoffs]
+            streams.resumed.extend(taken)
         if step.num_decodes:
             self._decode(streams, step)
         if streams.preempted and output is not None:  # one that was preempted has been computed again: its next token
@@ -88,6 +99,8 @@ class Collector:
     def add_row(self, event: RequestFinished, number: int, arrival_ns: int, replica: int, kind: str) -> None:
         """The one terminal event of a request, as a row."""
         table, latency = self.requests, event.latency
+        if self._handoffs:
+            self._handoffs.pop(event.request_id, None)
         table.number.append(number)
         table.arrival_ns.append(arrival_ns)
         table.queue_ns.append(latency.queue_ns)

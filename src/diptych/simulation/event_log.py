@@ -14,7 +14,7 @@ from diptych.control.events import Event, StepFinished
 
 
 class EventLog:
-    """Events of many replicas (-1: the front end), in order of time, then of being reported."""
+    """Events of many replicas (-1: the front end), in order of time, then of replica, then of being reported."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[int, Event]] = []
@@ -29,7 +29,7 @@ class EventLog:
             for replica in sorted(self._runs):
                 self._entries.append((replica, self._runs[replica]))
             self._runs.clear()
-            self._entries.sort(key=_time_of)
+            self._entries.sort(key=_place)
             self._is_sorted = True
         return iter(self._entries)
 
@@ -71,9 +71,10 @@ class EventLog:
         return digest.hexdigest()
 
 
-def _time_of(entry: tuple[int, Event]) -> int:
-    event = entry[1]
-    return event.end_ns if type(event) is StepFinished else event.time_ns  # type: ignore[union-attr]
+def _place(entry: tuple[int, Event]) -> tuple[int, int]:
+    replica, event = entry
+    time_ns = event.end_ns if type(event) is StepFinished else event.time_ns  # type: ignore[union-attr]
+    return time_ns, replica
 
 
 def _plain(event: Event) -> object:

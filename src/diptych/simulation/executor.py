@@ -75,6 +75,11 @@ class SimulatedExecutor:
         if hashes or stops:
             self._answers[request.request_id] = _Answer(spec.output_tokens if stops else NEVER, hashes, first)
 
+    def deliver(self, request_id: str) -> None:
+        """The first token was sampled elsewhere."""
+        if answer := self._answers.get(request_id):
+            answer.sampled = 1
+
     def execute(self, output: SchedulerOutput) -> StepResult:
         """One step (see diptych.control.step.Executor)."""
         self.begin(output)

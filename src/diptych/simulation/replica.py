@@ -93,6 +93,40 @@ class SimulatedReplica:
         self._listener(self.number, events, None)
         self._begin()
 
+    def reserve(self, request: Request, spec: RequestSpec) -> None:
+        """Hold blocks for a request that another replica prefills."""
+        now = self._environment.now
+        if now < self._hung_until:
+            self._inbox.append(partial(self.reserve, request, spec))
+            return
+        self._cut(now)
+        events = self.core.reserve(request, now)
+        if request.request_id in self.core.requests:
+            self.executor.add(request, spec)
+        self._listener(self.number, events, None)
+        self._begin()
+
+    def deliver(self, request_id: str, first_step_ns: int, first_token_ns: int) -> None:
+        """The KV of a reserved request is here."""
+        now = self._environment.now
+        if now < self._hung_until:
+            self._inbox.append(partial(self.deliver, request_id, first_step_ns, first_token_ns))
+            return
+        self._cut(now)
+        self.executor.deliver(request_id)
+        self.core.deliver(request_id, now, first_step_ns=first_step_ns, first_token_ns=first_token_ns)
+        self._begin()
+
+    def release(self, request_id: str) -> None:
+        """Another replica has what this one prefilled."""
+        now = self._environment.now
+        if now < self._hung_until:
+            self._inbox.append(partial(self.release, request_id))
+            return
+        self._cut(now)
+        self._listener(self.number, self.core.release(request_id, now), None)
+        self._begin()
+
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """The client of a request went away."""
         now = self._environment.now
@@ -151,11 +185,13 @@ class SimulatedReplica:
         if now < self._hung_until or len(self._runs) >= self.config.max_steps_in_flight:
             return
         while (output := core.begin_step(now)) is not None:
+            events = core.take_events()
             if not output.is_compute and not output.swap_out and not output.swap_in:
                 self._tell(output, now)
-                continue
-            run = self._price(output, now)
-            self._push(run)
+            else:
+                self._push(self._price(output, now))
+            if events:
+                self._listener(self.number, events, None)
             if len(self._runs) >= self.config.max_steps_in_flight:
                 return
         if events := core.take_events():

@@ -31,7 +31,12 @@ def simulate_with_log(scenario: Scenario, progress: Progress | None = None) -> t
 
     model = warmed_up_model(scenario.replica, scenario.cost)
     worker = WorkerModel(scenario.replica, scenario.cost, model, scenario.fast_forward)
-    cluster = Cluster(scenario, worker, on_end if progress else None)
+    prefill_worker = None
+    if scenario.pools and scenario.pools.prefill:
+        config = scenario.pools.prefill
+        learned = warmed_up_model(config, scenario.cost)
+        prefill_worker = WorkerModel(config, scenario.cost, learned, scenario.fast_forward)
+    cluster = Cluster(scenario, worker, on_end if progress else None, prefill_worker)
     collects = gc.isenabled()
     gc.disable()  # nothing here makes cycles that live long; looking for them takes a fifth of the time
     try:

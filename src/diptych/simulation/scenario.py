@@ -6,7 +6,8 @@ from typing import Literal
 from diptych.control.config import ReplicaConfig
 from diptych.control.errors import ConfigError
 from diptych.simulation.costs.interface import CostModel
-from diptych.simulation.faults import Fault
+from diptych.simulation.faults import MESSAGE_FAULTS, WORKER_FAULTS, Fault
+from diptych.simulation.pools import Pools
 from diptych.simulation.workload.spec import ClosedLoop, Workload
 
 RoutingName = Literal["round_robin", "least_loaded", "power_of_two"]
@@ -17,7 +18,8 @@ class Scenario:
     """``simulate(Scenario(...))`` runs it.
 
     record_events: keep the whole event log (memory grows with the run). fast_forward: take decode steps in which
-    nothing can change all at once; the log is the same either way.
+    nothing can change all at once; the log is the same either way. pools: prefill and decode on separate replicas
+    (then they say how many there are).
     """
 
     replica: ReplicaConfig
@@ -29,7 +31,14 @@ class Scenario:
     seed: int = 0
     record_events: bool = False
     fast_forward: bool = True
+    pools: Pools | None = None
 
     def __post_init__(self) -> None:
+        if self.pools is not None:
+            object.__setattr__(self, "num_replicas", self.pools.num_prefill + self.pools.num_decode)
+            if any(fault.kind in MESSAGE_FAULTS for fault in self.faults):
+                raise ConfigError(
+                    f"faults of messages are not simulated with pools; only {WORKER_FAULTS}", param="faults"
+                )
         if self.num_replicas < 1:
             raise ConfigError(f"num_replicas is {self.num_replicas}; it must be at least 1", param="num_replicas")

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
+import msgspec.inspect
+import msgspec.structs
 
 from diptych.control.config import (
     BudgetConfig,
@@ -33,7 +35,8 @@ from diptych.simulation.costs.fitted import Calibration
 from diptych.simulation.faults import Fault, FaultKind, random_faults
 from diptych.simulation.models import kv_bytes_per_gpu, kv_capacity_tokens
 from diptych.simulation.scenario import RoutingName, Scenario
-from diptych.simulation.workload.config import WorkloadConfig, build
+from diptych.simulation.workload.config import build
+from diptych.simulation.workload.description import WorkloadConfig
 
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 AtLeastZero = Annotated[int, msgspec.Meta(ge=0)]
@@ -117,7 +120,7 @@ class Settings(_Part, frozen=True, kw_only=True):
     scheduler: SchedulerSettings = SchedulerSettings()
     memory: MemorySettings = MemorySettings()
     slo: SloSettings = SloSettings()
-    workload: WorkloadConfig = msgspec.field(default_factory=WorkloadConfig)
+    workload: WorkloadConfig = WorkloadConfig()
     faults: tuple[FaultSettings, ...] = ()
     random_faults: RandomFaultSettings | None = None
 
@@ -156,10 +159,7 @@ def settings_from(raw: Mapping[str, Any]) -> Settings:
         message, _, where = str(error).partition(" - at `$")
         path = where.rstrip("`").lstrip(".")
         path = re.sub(r"\[\.\.\.\]", "", path)
-        value = _value_at(raw, path)
-        given = "" if isinstance(value, Mapping) or value is None else f" is {value!r}"
-        prefix = f"{path}{given}: " if path else ""
-        raise ConfigError(f"{prefix}{message[0].lower()}{message[1:]}", param=path or None) from None
+        raise ConfigError(_in_words(raw, path, message.replace("`", "")), param=path or None) from None
 
 
 def plain(settings: Settings) -> dict[str, Any]:
@@ -216,8 +216,11 @@ def to_scenario(settings: Settings, *, record_events: bool = False) -> Scenario:
     return prepare(settings, record_events=record_events).scenario
 
 
-def prepare(settings: Settings, *, record_events: bool = False) -> Prepared:
-    """The scenario together with the choice of its cost model. Raises ConfigError."""
+def prepare(settings: Settings, *, record_events: bool = False, most_recorded: int | None = None) -> Prepared:
+    """The scenario together with the choice of its cost model. Raises ConfigError.
+
+    most_recorded: with more requests than that, events are not kept after all.
+    """
     scheduler = scheduler_config(settings)
     choice = choose_cost(
         settings.cost,
@@ -227,6 +230,7 @@ def prepare(settings: Settings, *, record_events: bool = False) -> Prepared:
         weight_bits=settings.weight_bits,
         kv_bits=settings.kv_bits,
     )
+    workload = build(settings.workload, settings.seed)
     scenario = Scenario(
         replica=ReplicaConfig(
             cache=_cache(settings, scheduler, choice),
@@ -235,12 +239,12 @@ def prepare(settings: Settings, *, record_events: bool = False) -> Prepared:
             max_model_len=settings.max_model_len or choice.max_model_len,
         ),
         cost=choice.cost,
-        workload=build(settings.workload, settings.seed),
+        workload=workload,
         num_replicas=settings.replicas,
         routing=settings.routing,
         faults=_faults(settings),
         seed=settings.seed,
-        record_events=record_events,
+        record_events=record_events and (most_recorded is None or len(workload) <= most_recorded),
     )
     return Prepared(scenario, choice)
 
@@ -304,6 +308,38 @@ def _changed(config: Any, **changes: Any) -> Any:
 
 def _nanoseconds(milliseconds: float | None) -> int | None:
     return None if milliseconds is None else int(milliseconds * NS_PER_MS)
+
+
+def _in_words(raw: Mapping[str, Any], path: str, message: str) -> str:
+    """What is wrong with the value at a path. "Expected int >= 1, got str" is msgspec's way to say it."""
+    value = _value_at(raw, path)
+    if message.startswith("Invalid enum value"):
+        return f"{path} is {value!r}; one of {', '.join(map(str, choices(path)))}"
+    if message.startswith("Expected"):
+        return f"{path} is {value!r}; it must be {message.removeprefix('Expected ').partition(',')[0]}"
+    where = f"{path}: " if path else ""
+    return f"{where}{message[0].lower()}{message[1:]}"
+
+
+def choices(path: str, struct: type = Settings) -> tuple[Any, ...]:
+    """The values that a setting of few values takes, by its dotted path; () for any other."""
+    name, _, rest = re.sub(r"\[.*?\]", "", path).partition(".")
+    for field in msgspec.structs.fields(struct):
+        if field.name == name:
+            found = msgspec.inspect.type_info(field.type)
+            kinds = _members(found)
+            if rest:
+                inner = [kind.cls for kind in kinds if isinstance(kind, msgspec.inspect.StructType)]
+                return choices(rest, inner[0]) if inner else ()
+            return next((kind.values for kind in kinds if isinstance(kind, msgspec.inspect.LiteralType)), ())
+    return ()
+
+
+def _members(kind: msgspec.inspect.Type) -> tuple[msgspec.inspect.Type, ...]:
+    """What a union or a list is of."""
+    if isinstance(kind, msgspec.inspect.UnionType):
+        return kind.types
+    return (kind.item_type,) if isinstance(kind, msgspec.inspect.VarTupleType) else (kind,)
 
 
 def _value_at(raw: Any, path: str) -> Any:

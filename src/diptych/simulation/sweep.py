@@ -5,16 +5,19 @@ same seed, so that results do not depend on how many processes there are.
 """
 
 import multiprocessing
+import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
+from difflib import get_close_matches
 from itertools import product
 from typing import Any
 
 import msgspec
 
-from diptych.control.errors import ConfigError
+from diptych.control.errors import ConfigError, DiptychError
 from diptych.simulation.event_log import EventLog
 from diptych.simulation.report.economy import FleetPrice
 from diptych.simulation.report.outcome import outcome
@@ -68,9 +71,13 @@ def setting_path(name: str) -> str:
         return ALIASES[name]
     paths = tuple(_paths(Settings))
     matches = [path for path in paths if path == name] or [path for path in paths if path.split(".")[-1] == name]
-    if len(matches) != 1:
-        near = f"it could be {', '.join(matches)}" if matches else f"known: {', '.join(paths)}"
-        raise ConfigError(f"{name} is no setting; {near}" if not matches else f"{name}: {near}", param=name)
+    if len(matches) > 1:
+        raise ConfigError(f"{name} is the name of several settings; one of {', '.join(matches)}", param=name)
+    if not matches:
+        last = {path.split(".")[-1]: path for path in paths}
+        near = get_close_matches(name, paths) or [last[key] for key in get_close_matches(name.split(".")[-1], last)]
+        hint = f"; did you mean {' or '.join(near)}?" if near else "; docs/simulation.md lists them"
+        raise ConfigError(f"{name} is no setting{hint}", param=name)
     return matches[0]
 
 
@@ -110,10 +117,11 @@ def run_here(
     *,
     values: Mapping[str, Value] | None = None,
     record_events: bool = False,
+    most_recorded: int | None = None,
     progress: Progress | None = None,
 ) -> Run:
-    """Simulate one point in this process. Raises ConfigError."""
-    prepared = prepare(settings, record_events=record_events)
+    """Simulate one point in this process; the arguments are those of ``prepare``. Raises ConfigError."""
+    prepared = prepare(settings, record_events=record_events, most_recorded=most_recorded)
     result, log = simulate_with_log(prepared.scenario, progress)
     choice = prepared.cost
     price = FleetPrice(
@@ -141,18 +149,30 @@ def run_points(
     if num_workers <= 1:
         return _collect(map(_run_task, tasks), on_done)
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_workers, mp_context=context) as pool:
+    with ProcessPoolExecutor(num_workers, mp_context=context, initializer=_end_silently) as pool:
         try:
             return _collect(pool.map(_run_task, tasks), on_done)
+        except BrokenProcessPool:
+            message = "a process of the sweep was killed; was the memory used up? Fewer workers need less of it"
+            raise DiptychError(message, param="workers") from None
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
 
+def _end_silently() -> None:
+    """Ctrl-C ends a worker without a traceback; the parent says what is to be said."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def _run_task(task: bytes) -> bytes:
-    """One point, from JSON to JSON."""
+    """One point, from JSON to JSON. Raises ConfigError saying at which values."""
     values, raw = msgspec.json.decode(task)
-    return msgspec.json.encode(run_here(settings_from(raw), values=values).point)
+    try:
+        return msgspec.json.encode(run_here(settings_from(raw), values=values).point)
+    except DiptychError as error:
+        where = ", ".join(f"{name}={value}" for name, value in values.items())
+        raise ConfigError(f"at {where}: {error.message}") from None
 
 
 def _collect(answers: Iterable[bytes], on_done: Callable[[int], None] | None) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ A block is in exactly one state: in use (references > 0), cached (no reference, 
 free. "Recently used" is the order of releases, never a clock.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from diptych.control.kvcache.prefix_cache import PrefixCache
@@ -18,7 +19,7 @@ class BlockPool:
         self._enable_prefix_cache = enable_prefix_cache
         self._references = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack; low ids first
-        self._cached: dict[int, None] = {}  # least recently used first
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._stored: list[bytes] = []
         self._evicted: list[bytes] = []
 
@@ -50,8 +51,7 @@ class BlockPool:
         blocks.reverse()
         del free[len(free) - taken :]
         for _ in range(count - taken):
-            block_id = next(iter(self._cached))
-            del self._cached[block_id]
+            block_id, _ = self._cached.popitem(last=False)
             self._evicted.append(self.prefix_cache.remove(block_id))
             blocks.append(block_id)
         for block_id in blocks:

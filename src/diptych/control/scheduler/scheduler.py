@@ -7,13 +7,14 @@ scheduler sees counts and block ids, never token ids, and never waits.
 from enum import Enum
 
 from diptych.control.config import ReplicaConfig
-from diptych.control.events import Event, RequestAdmitted, RequestResumed
+from diptych.control.events import Event, HandoffReserved, RequestAdmitted, RequestResumed
 from diptych.control.kvcache.demand import OutputLengths
 from diptych.control.kvcache.manager import KVCacheManager
 from diptych.control.request import Request, RequestStatus
 from diptych.control.scheduler.budget import make_budget
 from diptych.control.scheduler.caps import Caps
 from diptych.control.scheduler.decode_batch import UNLIMITED, DecodeBatch
+from diptych.control.scheduler.incoming import Incoming
 from diptych.control.scheduler.order import make_order, ttft_ns
 from diptych.control.scheduler.plan import StepPlan
 from diptych.control.scheduler.preemption import Preemption
@@ -48,6 +49,8 @@ class Scheduler:
         self.joining: dict[str, Request] = {}  # last chunk handed out; in the decode batch from the next step on
         self.batch = DecodeBatch(kv.block_size)
         self.swapped: dict[str, Request] = {}
+        self.incoming = Incoming()  # prefilled elsewhere
+        self.outgoing: dict[str, Request] = {}  # prefilled here, to be decoded elsewhere
         self.lengths = OutputLengths()
         self.preemption = Preemption(settings.preemption, kv, self.batch)
         self._num_departures = 0
@@ -57,7 +60,7 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Requests that hold blocks."""
-        return len(self.prefilling) + len(self.joining) + len(self.batch)
+        return len(self.prefilling) + len(self.joining) + len(self.batch) + len(self.incoming)
 
     def add(self, request: Request) -> None:
         """A new request, or one that lost its blocks, waits for admission."""
@@ -66,6 +69,11 @@ class Scheduler:
         request.is_long = self._caps.is_long(request.num_tokens - request.cached_tokens_at_arrival)
         request.order_key = self._order(request)
         self.waiting.push(request, is_long=request.is_long)
+
+    def reserve(self, request: Request) -> None:
+        """A request that another replica prefills waits for its blocks here, behind those that came before it."""
+        request.order_key = self._order(request)
+        self.incoming.waiting[request.request_id] = request
 
     def remove(self, request: Request) -> int:
         """The request ends, wherever it is. Returns its confirmed output tokens."""
@@ -77,8 +85,9 @@ class Scheduler:
         elif request_id in self.waiting:
             self.waiting.remove(request)
         else:
-            for place in (self.prefilling, self.joining, self.swapped):
+            for place in (self.prefilling, self.joining, self.swapped, self.outgoing):
                 place.pop(request_id, None)
+            self.incoming.remove(request_id)
         request.decode_entry = 0
         request.status = RequestStatus.FINISHED
         return outputs
@@ -88,6 +97,7 @@ class Scheduler:
         plan = StepPlan(now)
         self._kv.begin_plan()
         self._settle(plan)
+        self._seat_incoming(plan)
         if self._budget.mixes_phases:
             self._plan_decodes(plan)
             self._plan_prefills(plan)
@@ -115,6 +125,8 @@ class Scheduler:
         steps = LEARN_EVERY - self.batch.ticks_completed % LEARN_EVERY
         if self.waiting:
             steps = min(steps, self._refused_until + 1 - self.batch.ticks_scheduled)
+        if self.incoming.waiting:
+            steps = min(steps, self.incoming.refused_until + 1 - self.batch.ticks_scheduled)
         steps = min(steps, self.batch.steps_until_end())
         if steps > 1 and len(self.batch) * (steps // self._kv.block_size + 1) > self._kv.pool.num_free:
             steps = min(steps, self.batch.steps_until_block())
@@ -125,7 +137,17 @@ class Scheduler:
         for request in self.batch.take_ended():  # its last step is in flight: it must not be in another one
             self.batch.end(request)
             plan.paused.append(request.request_id)
+        for request in self.incoming.take_delivered():
+            request.handoff_end_ns = plan.now
+            self.batch.join(request, request.num_prompt_tokens, 1)
+            blocks = tuple(request.block_ids)
+            plan.resumed.append(ResumedDecode(request.request_id, request.num_prompt_tokens, blocks))
         for request in self.joining.values():
+            if request.hands_off:
+                request.status = RequestStatus.HANDING_OFF
+                self.outgoing[request.request_id] = request
+                plan.paused.append(request.request_id)
+                continue
             in_flight = request.num_computed_tokens < request.num_scheduled_tokens
             outputs = request.num_output_tokens + in_flight
             if outputs < request.max_tokens:
@@ -133,6 +155,21 @@ class Scheduler:
             else:
                 plan.paused.append(request.request_id)
         self.joining.clear()
+
+    def _seat_incoming(self, plan: StepPlan) -> None:
+        """Blocks for requests that are prefilled elsewhere, first come, first served."""
+        incoming = self.incoming
+        while incoming.waiting:
+            request = next(iter(incoming.waiting.values()))
+            cached = self._kv.cached_blocks(request)
+            self._refused_until = 0
+            if not self._has_room(request, cached):
+                incoming.refused_until = self._refused_until
+                return
+            self._kv.admit(request, cached, self._expected(request))
+            request.num_cached_tokens = len(cached) * self._kv.block_size
+            incoming.seat(request)
+            plan.events.append(HandoffReserved(plan.now, request.request_id, request.num_cached_tokens))
 
     def _plan_decodes(self, plan: StepPlan) -> None:
         """Every member of the decode batch takes a token; those at the end of a block get a new one first."""
@@ -281,6 +318,8 @@ class Scheduler:
         return False
 
     def _expected(self, request: Request) -> int:
+        if request.hands_off:
+            return 0
         return self.lengths.expected_remaining(request.num_output_tokens, request.max_tokens)
 
     def _demands(self) -> list[tuple[int, int]]:
@@ -290,9 +329,10 @@ class Scheduler:
         for request in self.batch:
             own = len(request.block_ids) - request.num_shared_blocks
             demands.append((own, expected(self.batch.num_outputs(request), request.max_tokens)))
-        for request in (*self.prefilling.values(), *self.joining.values()):
-            own = len(request.block_ids) - request.num_shared_blocks
-            demands.append((own, expected(request.num_output_tokens, request.max_tokens)))
+        for request in (*self.prefilling.values(), *self.joining.values(), *self.incoming.holders()):
+            demands.append((len(request.block_ids) - request.num_shared_blocks, self._expected(request)))
+        for request in self.outgoing.values():
+            demands.append((len(request.block_ids) - request.num_shared_blocks, 0))
         return demands
 
     def _preempt(self, plan: StepPlan, victim: Request, *, by_priority: bool = False) -> None:

@@ -1,0 +1,221 @@
+"""Cost models from published step-time profiles: whole steps that others measured, as a fitted law or as a table.
+
+Owns the two forms such profiles come in and how a plan is priced by each. Never mixes profiles, never scales one
+device's numbers to another, and says nothing about steps that the profile's authors did not measure, except where a
+step mixes both phases: the law used there is named below. Layers and operators are the business of layer_tables.py.
+"""
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import resources
+from importlib.resources.abc import Traversable
+from typing import Any, Protocol
+
+from diptych.control.errors import ConfigError
+from diptych.control.step import SchedulerOutput, StepFeatures
+from diptych.simulation.costs.interface import FRACTION_BITS, UNBOUNDED, DecodeLine
+from diptych.simulation.costs.interpolation import Curve
+
+SUFFIX = ".json"
+NS_PER_MS = 1_000_000
+ONE = 1 << FRACTION_BITS
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileInfo:
+    """What a profile describes, where it comes from and under which licence.
+
+    kv_tokens: tokens of KV that fit beside the weights, by number of pipeline stages (empty: not published). Step
+    times hold for one stage.
+    """
+
+    name: str
+    hardware: str
+    model: str
+    tensor_parallel: int
+    engine: str
+    source: str
+    licence: str
+    changes: str
+    kv_tokens: dict[int, int]
+    kv_bytes_per_token: int
+
+
+class StepLaw(Protocol):
+    """What a step takes, in 2**-FRACTION_BITS nanoseconds."""
+
+    def decode_line(self, num_seqs: int) -> tuple[int, int]:
+        """(intercept, slope in context tokens) of a pure decode step."""
+        ...
+
+    def with_prefill(self, features: StepFeatures) -> int:
+        """A step with at least one prompt token."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FittedLaw:
+    """DistServe's law (Zhong et al., OSDI 2024): a prefill step of prompts of n_i tokens takes a + b*sum(n_i) +
+    c*sum(n_i**2), a decode step of ``batch`` sequences a + b*sum(context) + c*batch, with other coefficients from
+    ``threshold`` sequences on. All in 2**-FRACTION_BITS nanoseconds.
+
+    A chunk after ``start`` tokens counts (start + n)**2 - start**2 squares. A step with both phases takes the prefill
+    plus what the decodes add to their own intercept (not measured; the engines profiled never mixed).
+    """
+
+    prefill: tuple[int, int, int]
+    decode_small: tuple[int, int, int]
+    decode_large: tuple[int, int, int]
+    threshold: int
+
+    def decode_line(self, num_seqs: int) -> tuple[int, int]:
+        """See StepLaw."""
+        base, per_context, per_seq = self.decode_small if num_seqs < self.threshold else self.decode_large
+        return base + per_seq * num_seqs, per_context
+
+    def with_prefill(self, features: StepFeatures) -> int:
+        """See StepLaw."""
+        base, per_token, per_square = self.prefill
+        tokens, seqs = features.prefill_tokens, features.decode_seqs
+        squares = 2 * features.prefill_attention - tokens  # sum of (start + n)**2 - start**2, from the pairs
+        total = base + per_token * tokens + per_square * squares
+        if seqs:
+            _, per_context, per_seq = self.decode_small if seqs < self.threshold else self.decode_large
+            total += per_context * features.decode_context + per_seq * seqs
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class TabledLaw:
+    """Splitwise's measurements (Patel et al., ISCA 2024): curves in nanoseconds, linear between measured points.
+
+    prefill: by prompt tokens of the step. decode: by ``decode_axis`` sequences; the context does not count. A step
+    with both phases takes ``mixed_factor`` times the prefill of all its tokens (each decode is one), as the authors'
+    simulator has it, and never less than its decodes alone.
+    """
+
+    prefill: Curve
+    decode: Curve
+    mixed_factor: float
+
+    def decode_line(self, num_seqs: int) -> tuple[int, int]:
+        """See StepLaw."""
+        return round(self.decode(num_seqs) * ONE), 0
+
+    def with_prefill(self, features: StepFeatures) -> int:
+        """See StepLaw."""
+        seqs = features.decode_seqs
+        if not seqs:
+            return round(self.prefill(features.prefill_tokens) * ONE)
+        both = self.mixed_factor * self.prefill(features.prefill_tokens + seqs)
+        return round(max(both, self.decode(seqs)) * ONE)
+
+
+@dataclass(frozen=True, slots=True)
+class PowerProfile:
+    """Measured power as a share of the devices' rated power.
+
+    peak: of a run with one prompt, by its tokens (reached in its prefill). mean: of a run of prompts of 512 tokens
+    and answers of 128, by batch size (mostly decode).
+    """
+
+    peak: Curve
+    mean: Curve
+
+
+@dataclass(frozen=True)
+class ProfiledCost:
+    """The CostModel of one profile."""
+
+    info: ProfileInfo
+    law: StepLaw
+    power: PowerProfile | None = None
+
+    @cached_property
+    def name(self) -> str:
+        """The profile's name."""
+        return self.info.name
+
+    @cached_property
+    def _lines(self) -> dict[int, DecodeLine]:
+        """Lines of the batch sizes that were asked for (they never change)."""
+        return {}
+
+    def decode_line(self, num_seqs: int, context: int) -> DecodeLine:
+        """See CostModel; one line holds for every context."""
+        line = self._lines.get(num_seqs)
+        if line is None:
+            intercept, slope = self.law.decode_line(num_seqs)
+            line = self._lines[num_seqs] = DecodeLine(max(ONE, intercept), max(0, slope), UNBOUNDED)
+        return line
+
+    def step_ns(self, output: SchedulerOutput) -> int:
+        """See CostModel."""
+        features = output.features
+        if not features.prefill_tokens:
+            return self.decode_line(features.decode_seqs, 0).step_ns(features.decode_context)
+        return max(1, self.law.with_prefill(features) >> FRACTION_BITS)
+
+
+def profile_names() -> tuple[str, ...]:
+    """Every profile of the catalogue, sorted."""
+    return tuple(sorted(name for file in _files() for name in json.loads(file.read_text("utf-8"))["profiles"]))
+
+
+def load_profile(name: str) -> ProfiledCost:
+    """The profile of this name; ConfigError when there is none."""
+    for file in _files():
+        document = json.loads(file.read_text("utf-8"))
+        if name in document["profiles"]:
+            return parse_profile(name, document)
+    raise ConfigError(f"profile is {name!r}; one of {', '.join(profile_names())}", param="profile")
+
+
+def parse_profile(name: str, document: dict[str, Any]) -> ProfiledCost:
+    """One profile of a document as scripts/derive_profiles.py writes it (times in milliseconds)."""
+    entry = document["profiles"][name]
+    info = ProfileInfo(
+        name=name,
+        hardware=entry["hardware"],
+        model=entry["model"],
+        tensor_parallel=entry["tensor_parallel"],
+        engine=entry["engine"],
+        source=document["source"],
+        licence=document["licence"],
+        changes=document["changes"],
+        kv_tokens={int(stages): tokens for stages, tokens in entry.get("kv_tokens", {}).items()},
+        kv_bytes_per_token=entry.get("kv_bytes_per_token", 0),
+    )
+    if document["form"] == "fitted":
+        return ProfiledCost(
+            info, fitted_law(entry["prefill"], entry["decode_small"], entry["decode_large"], entry["threshold"])
+        )
+    law = TabledLaw(_curve(entry["prefill"], NS_PER_MS), _curve(entry["decode"], NS_PER_MS), entry["mixed_factor"])
+    power = PowerProfile(_curve(entry["peak_power"]), _curve(entry["mean_power"])) if "peak_power" in entry else None
+    return ProfiledCost(info, law, power)
+
+
+Coefficients = tuple[float, float, float]
+
+
+def fitted_law(
+    prefill: Coefficients, decode_small: Coefficients, decode_large: Coefficients, threshold: int
+) -> FittedLaw:
+    """DistServe's law from coefficients in milliseconds: of a prefill (1, tokens, squares), of a decode (1, context,
+    sequences)."""
+    scaled = [
+        tuple(round(value * NS_PER_MS * ONE) for value in coefficients)
+        for coefficients in (prefill, decode_small, decode_large)
+    ]
+    (p0, p1, p2), (s0, s1, s2), (l0, l1, l2) = scaled
+    return FittedLaw((p0, p1, p2), (s0, s1, s2), (l0, l1, l2), threshold)
+
+
+def _curve(points: dict[str, list[float]], scale: float = 1.0) -> Curve:
+    return Curve(tuple(points["knots"]), tuple(value * scale for value in points["values"]))
+
+
+def _files() -> list[Traversable]:
+    folder = resources.files("diptych.simulation") / "catalogue" / "profiles"
+    return sorted((file for file in folder.iterdir() if file.name.endswith(SUFFIX)), key=lambda file: file.name)

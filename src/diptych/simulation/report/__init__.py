@@ -1,0 +1,1 @@
+"""How a simulation is shown: tables, a page, a timeline."""

@@ -1,0 +1,157 @@
+"""The page of a run: one self-contained HTML file without scripts and without a request to anywhere.
+
+Owns the order of the page and the words around the figures. Everything that comes from settings is escaped here.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any
+
+from diptych.simulation.report import charts
+from diptych.simulation.report.plots import patterns
+from diptych.simulation.report.series import LoggedEvent
+from diptych.simulation.report.style import STYLE
+from diptych.simulation.report.text import (
+    Table,
+    class_table,
+    latency_table,
+    milliseconds,
+    number,
+    percent,
+    resource_table,
+    service_table,
+    sweep_table,
+)
+from diptych.simulation.results import SimulationResult
+
+LOGO = (
+    '<svg viewBox="0 0 34 24" aria-hidden="true"><rect x="1" y="1" width="15" height="22" rx="2" '
+    'fill="var(--prefill)"/><rect x="18" y="1" width="15" height="22" rx="2" fill="var(--decode)"/>'
+    '<path d="M5 6h7M5 10h7M5 14h7M5 18h7" stroke="var(--paper)" stroke-width="1.6"/>'
+    '<path d="M22 6v12M25.5 6v12M29 6v12" stroke="var(--paper)" stroke-width="1.6" stroke-dasharray="2 2"/></svg>'
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """What a page shows. ``point``: settings, cost_model, summary, classes and economy of the run (see sweep.py).
+
+    result and events belong to that point. sweep: every point, under the swept ``names``; a page of a sweep has no
+    result of its own and leaves the charts of a single run out.
+    """
+
+    title: str
+    lead: str
+    command: str
+    point: Mapping[str, Any]
+    result: SimulationResult | None = None
+    events: Sequence[LoggedEvent] = ()
+    kv_capacity_tokens: int = 0
+    slo_ms: Mapping[str, float] = field(default_factory=dict)  # "ttft", "tpot"
+    sweep_names: Sequence[str] = ()
+    sweep: Sequence[Mapping[str, Any]] = ()
+
+
+def render(page: Page) -> str:
+    """The whole file as text."""
+    parts = [_head(page), "<main>"]
+    if page.sweep:
+        figures = charts.sweep_figures(page.sweep_names, page.sweep)
+        parts += [_heading("Over the sweep"), _grid(figures), _html_table(sweep_table(page.sweep_names, page.sweep))]
+    if page.result is not None:
+        parts += [_heading("Latency"), _grid(charts.latency_figures(page.result, page.slo_ms))]
+        parts += [_numbers(page.point)]
+        parts += [_heading("Over time"), _grid(charts.time_figures(page.result, page.events, page.kv_capacity_tokens))]
+    parts += [_how(page), "</main>", _foot(page)]
+    return "".join(parts)
+
+
+def _head(page: Page) -> str:
+    title = escape(page.title)
+    cards = "" if page.sweep else _cards(page.point)
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        f"<title>{title} - Diptych</title><style>{STYLE}</style></head><body>{patterns()}"
+        f'<header><div class="mark">{LOGO}<span>Diptych simulation</span></div><h1>{title}</h1>'
+        f'<p class="lead">{escape(page.lead)}</p>{cards}</header>'
+    )
+
+
+def _cards(point: Mapping[str, Any]) -> str:
+    summary = point["summary"]
+    cards = []
+    if summary["attainment"] is not None:
+        cards.append(("Attainment", percent(summary["attainment"])))
+        cards.append(("Goodput, requests/s", number(summary["goodput_rps"], 2)))
+    cards += [
+        ("TTFT p99, ms", milliseconds(summary["ttft_ms"]["p99"])),
+        ("TPOT p99, ms", milliseconds(summary["tpot_ms"]["p99"])),
+        ("Output, tokens/s", number(summary["output_tokens_per_s"], 0)),
+    ]
+    cost = point["economy"]["usd_per_million_output_tokens"]
+    if cost is not None:
+        cards.append(("Per 1M output tokens", f"${number(cost, 2)}"))
+    if len(cards) % 2:
+        cards.append(("KV cache, peak", percent(summary["utilization"]["kv_peak"])))
+    drawn = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in cards)
+    return f'<dl class="cards">{drawn}</dl>'
+
+
+def _numbers(point: Mapping[str, Any]) -> str:
+    summary = point["summary"]
+    tables = [latency_table(summary)]
+    if len(point["classes"]) > 1:
+        tables.append(class_table(point["classes"]))
+    pair = [service_table(summary, point["economy"]), resource_table(summary)]
+    wide = "".join(_html_table(table) for table in tables)
+    narrow = "".join(_html_table(table) for table in pair)
+    return f'{_heading("Numbers")}{wide}<div class="grid2">{narrow}</div>'
+
+
+def _html_table(table: Table) -> str:
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in table.columns)
+    rows = "".join(
+        f'<tr><th scope="row">{escape(row[0])}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in row[1:])}</tr>'
+        for row in table.rows
+    )
+    title = escape(table.title)
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{title}"><table><caption>{title}</caption>'
+        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
+    )
+
+
+def _grid(figures: Sequence[str]) -> str:
+    return f'<div class="grid2 charts">{"".join(figures)}</div>'
+
+
+def _heading(words: str) -> str:
+    return f"<h2>{escape(words)}</h2>"
+
+
+def _how(page: Page) -> str:
+    settings = escape(json.dumps(page.point["settings"], indent=2))
+    command = re.sub(r"(--[a-z-]+)", r'<span class="word">\1</span>', escape(page.command))
+    return (
+        f"{_heading('How this was made')}<p>Step durations: {escape(page.point['cost_model'])}.</p>"
+        f"<pre>{command}</pre>"
+        f"<details><summary>All settings</summary><pre>{settings}</pre></details>"
+    )
+
+
+def _foot(page: Page) -> str:
+    words = [
+        "The same scheduler that serves took every decision here, under a virtual clock; step durations and the "
+        "workload are models. The same command gives the same numbers."
+    ]
+    if page.point["economy"]["kwh_per_million_output_tokens"] is not None:
+        words.append(
+            "Cost counts every GPU from the first arrival to the last token; energy takes the rated board power during "
+            "steps and the idle power otherwise."
+        )
+    return f"<footer><p>{escape(' '.join(words))}</p></footer></body></html>\n"

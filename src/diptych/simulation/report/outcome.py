@@ -1,0 +1,75 @@
+"""One simulated point as plain data: what --json prints, what crosses process borders, what tables and pages read.
+
+Owns the shape of that record. Holds nothing that a second run would not give again (no wall-clock times).
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from diptych.control.slo import NS_PER_S
+from diptych.simulation.report.economy import FleetPrice, economy
+from diptych.simulation.results import REASONS, RequestTable, SimulationResult, summarize
+
+FLEET_WIDE = ("itl_ms", "utilization", "preemptions")  # of the whole fleet, so no class has its own
+
+
+def outcome(
+    result: SimulationResult,
+    *,
+    settings: Mapping[str, Any],
+    cost_model: str,
+    price: FleetPrice,
+    values: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The record. values: the swept settings and what they are at this point."""
+    summary = summarize(result)
+    return {
+        "settings": dict(settings),
+        "values": dict(values or {}),
+        "cost_model": cost_model,
+        "summary": summary,
+        "classes": classes(result),
+        "economy": economy(summary, price),
+        "num_events": result.num_events,
+    }
+
+
+def classes(result: SimulationResult) -> dict[str, dict[str, Any]]:
+    """The summary of each class of requests, by name; {} when all are of one."""
+    rows: dict[str, list[int]] = {}
+    for row, kind in enumerate(result.requests.kind):
+        rows.setdefault(kind, []).append(row)
+    if len(rows) < 2:
+        return {}
+    summaries = {kind: summarize(result, rows[kind]) for kind in sorted(rows)}
+    return {
+        kind: {key: value for key, value in summary.items() if key not in FLEET_WIDE}
+        for kind, summary in summaries.items()
+    }
+
+
+def records(table: RequestTable) -> Iterable[bytes]:
+    """One JSON line per request, in the order in which they ended; times in seconds."""
+    encoder = msgspec.json.Encoder()
+    for row in range(len(table)):
+        has_token = table.output_tokens[row] > 0
+        tpot_ns = table.tpot_ns(row) if table.is_completed(row) else None
+        record = {
+            "number": table.number[row],
+            "kind": table.kind[row],
+            "replica": table.replica[row],
+            "reason": REASONS[table.reason[row]],
+            "arrival_s": table.arrival_ns[row] / NS_PER_S,
+            "queue_s": table.queue_ns[row] / NS_PER_S,
+            "ttft_s": table.ttft_ns(row) / NS_PER_S if has_token else None,
+            "tpot_s": None if tpot_ns is None else tpot_ns / NS_PER_S,
+            "e2e_s": table.e2e_ns(row) / NS_PER_S,
+            "prompt_tokens": table.prompt_tokens[row],
+            "cached_tokens": table.cached_tokens[row],
+            "output_tokens": table.output_tokens[row],
+            "preemptions": table.preemptions[row],
+            "slo_met": {1: True, 0: False}.get(table.slo_met[row]),
+        }
+        yield encoder.encode(record) + b"\n"

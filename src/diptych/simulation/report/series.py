@@ -1,0 +1,148 @@
+"""What happened over time: requests in the system, phases and held context, from rows and from the event log.
+
+Owns the binning. Shares of a bin are exact: a step that spans two bins counts in each with the time it was there.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from diptych.control.events import Event, FirstToken, RequestAdmitted, RequestFinished, RequestPreempted, StepFinished
+from diptych.control.slo import NS_PER_MS, NS_PER_S
+from diptych.simulation.results import RequestTable, percentile
+
+LoggedEvent = tuple[int, Event]  # (replica, what happened there), as EventLog gives them; -1: the front end
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseSeries:
+    """Bins of equal width. Shares are of the fleet's time; ``context_tokens`` is a mean over the bin.
+
+    context_tokens: what running requests attend to, a block that several share counted for each.
+    """
+
+    edges_s: list[float]
+    prefill: list[float]
+    mixed: list[float]
+    decode: list[float]
+    context_tokens: list[float]
+
+
+@dataclass(slots=True)
+class _Bins:
+    width_ns: int
+    count: int
+    sums: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, name: str, start_ns: int, end_ns: int, weight: float = 1.0) -> None:
+        """Spread [start, end) times ``weight`` over the bins."""
+        row = self.sums.setdefault(name, [0.0] * self.count)
+        index = min(self.count - 1, start_ns // self.width_ns)
+        while start_ns < end_ns:
+            border = (index + 1) * self.width_ns if index < self.count - 1 else end_ns
+            stop = min(end_ns, border)
+            row[index] += (stop - start_ns) * weight
+            start_ns, index = stop, index + 1
+
+    def shares(self, name: str, whole: float) -> list[float]:
+        """Each bin's sum over ``whole``."""
+        return [value / whole for value in self.sums.get(name, [0.0] * self.count)]
+
+
+def phase_of(step: StepFinished) -> str:
+    """Which kind of step it was."""
+    if not step.prefills:
+        return "decode"
+    return "mixed" if step.num_decodes else "prefill"
+
+
+def step_context(step: StepFinished) -> float:
+    """Tokens that the decodes of a step attend to; for a run of steps, in its middle."""
+    return step.decode_context + step.num_decodes * (step.num_steps - 1) / 2
+
+
+def prefill_context(step: StepFinished, prompts: dict[str, int]) -> int:
+    """Tokens of prompts in the cache during a step; notes the progress of those in ``prompts``. A prompt that ended
+    with this step is not there any more (its FirstToken comes before), nor is one that is computed once more."""
+    held = sum(prompts.values())
+    for request_id, start, num_tokens in step.prefills:
+        held += start + num_tokens - prompts.get(request_id, 0)
+        if request_id in prompts:
+            prompts[request_id] = start + num_tokens
+    return held
+
+
+def phase_series(
+    events: Iterable[LoggedEvent], duration_ns: int, num_replicas: int, num_bins: int = 120
+) -> PhaseSeries:
+    """Utilisation per phase and the context held, over the whole run."""
+    width = max(1, -(-duration_ns // num_bins))
+    bins = _Bins(width, num_bins)
+    prompts: list[dict[str, int]] = [{} for _ in range(num_replicas)]  # being prefilled: request -> tokens so far
+    for replica, event in events:
+        if replica < 0:  # the front end ends a request that its worker lost
+            if isinstance(event, RequestFinished):
+                for tokens in prompts:
+                    tokens.pop(event.request_id, None)
+        elif isinstance(event, StepFinished):
+            bins.add(phase_of(event), event.start_ns, event.end_ns)
+            held = step_context(event) + prefill_context(event, prompts[replica])
+            bins.add("context", event.start_ns, event.end_ns, held)
+        elif isinstance(event, FirstToken | RequestFinished | RequestPreempted):
+            prompts[replica].pop(event.request_id, None)
+        elif isinstance(event, RequestAdmitted) and event.is_first:
+            prompts[replica][event.request_id] = event.num_cached_tokens
+    whole = float(width * num_replicas)
+    return PhaseSeries(
+        edges_s=[index * width / NS_PER_S for index in range(num_bins + 1)],
+        prefill=bins.shares("prefill", whole),
+        mixed=bins.shares("mixed", whole),
+        decode=bins.shares("decode", whole),
+        context_tokens=bins.shares("context", float(width)),
+    )
+
+
+def in_system(table: RequestTable, duration_ns: int, num_points: int = 240) -> list[tuple[float, int]]:
+    """(seconds, requests that have arrived and not ended) at equal distances."""
+    arrivals = sorted(table.arrival_ns)
+    ends = sorted(table.arrival_ns[row] + table.e2e_ns(row) for row in range(len(table)))
+    points = []
+    for index in range(num_points + 1):
+        now = duration_ns * index // num_points
+        points.append((now / NS_PER_S, bisect_right(arrivals, now) - bisect_right(ends, now)))
+    return points
+
+
+def ttft_over_time(table: RequestTable, duration_ns: int, num_bins: int = 60) -> list[tuple[float, float, float]]:
+    """(seconds, median TTFT, largest TTFT) in ms of the completed requests that arrived in each bin, if any did."""
+    width = max(1, -(-duration_ns // num_bins))
+    bins: dict[int, list[int]] = {}
+    for row in table.completed_rows():
+        bins.setdefault(table.arrival_ns[row] // width, []).append(table.ttft_ns(row))
+    return [
+        ((index + 0.5) * width / NS_PER_S, percentile(sorted(values), 50) / NS_PER_MS, max(values) / NS_PER_MS)
+        for index, values in sorted(bins.items())
+    ]
+
+
+def cumulative(values: Sequence[float], num_points: int = 160) -> list[tuple[float, float]]:
+    """(value, share of the values that are at most that) at equal shares, with the last percent in detail."""
+    ordered = sorted(values)
+    if not ordered:
+        return []
+    shares = sorted({index / num_points for index in range(num_points + 1)} | {0.995, 0.999})
+    last = len(ordered) - 1
+    return [(ordered[round(share * last)], share) for share in shares]
+
+
+def weighted_cumulative(weights: dict[int, int], scale: float, num_points: int = 240) -> list[tuple[float, float]]:
+    """The same for a histogram of value -> count; values are multiplied by ``scale``."""
+    total = sum(weights.values())
+    points: list[tuple[float, float]] = []
+    reached = 0
+    for value, count in sorted(weights.items()):
+        reached += count
+        share = reached / total
+        if not points or share - points[-1][1] >= 1 / num_points or reached == total:
+            points.append((value * scale, share))
+    return points

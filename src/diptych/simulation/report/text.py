@@ -1,0 +1,134 @@
+"""The figures of a run as tables of words: what the terminal and the page both show.
+
+Owns the choice of rows, their order and how a number is written. Must never compute a figure of its own (see
+results.py and economy.py) and must never know how a table is drawn.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+LATENCIES = (
+    ("ttft_ms", "TTFT"),
+    ("tpot_ms", "TPOT"),
+    ("itl_ms", "ITL"),
+    ("e2e_ms", "E2E"),
+    ("queue_ms", "queue"),
+)
+STATISTICS = ("p50", "p90", "p99", "mean", "max")
+PHASES = {
+    "prefill": "time in prefill steps",
+    "mixed": "time in mixed steps",
+    "decode": "time in decode steps",
+    "idle": "time idle",
+    "down": "time down",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of text under column names; the first column is the name of the row, the others are numbers."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def number(value: float | None, digits: int = 1) -> str:
+    """With thousands separated; what does not exist is a dash."""
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def percent(share: float | None) -> str:
+    """A share of 1 in percent, one digit."""
+    return number(None if share is None else 100 * share) + ("" if share is None else " %")
+
+
+def milliseconds(value: float) -> str:
+    """Three digits that matter, never fewer than the whole milliseconds."""
+    return number(value, 0 if value >= 100 else 1 if value >= 10 else 2)
+
+
+def latency_table(summary: Mapping[str, Any], title: str = "Latency, ms") -> Table:
+    """One row per latency that the summary holds."""
+    rows = tuple(
+        (name, *(milliseconds(summary[key][statistic]) for statistic in STATISTICS))
+        for key, name in LATENCIES
+        if key in summary
+    )
+    return Table(title, ("", *STATISTICS), rows)
+
+
+def service_table(summary: Mapping[str, Any], economy: Mapping[str, float | None]) -> Table:
+    """What the fleet gave, and what it cost."""
+    failed = summary["num_failed"]
+    rows = [
+        ("requests", f"{summary['num_requests']:,}" + (f" ({failed:,} failed)" if failed else "")),
+        ("time simulated", f"{number(summary['duration_s'])} s"),
+        ("attainment", percent(summary["attainment"])),
+        ("goodput", _with_unit(summary["goodput_rps"], 2, "requests/s")),
+        ("throughput", _with_unit(summary["throughput_rps"], 2, "requests/s")),
+        ("output", _with_unit(summary["output_tokens_per_s"], 0, "tokens/s")),
+        ("prompt + output", _with_unit(summary["total_tokens_per_s"], 0, "tokens/s")),
+    ]
+    cost, energy = economy["usd_per_million_output_tokens"], economy["kwh_per_million_output_tokens"]
+    if cost is not None:
+        rows.append(("cost per million output tokens", f"${number(cost, 2)}"))
+    if energy is not None:
+        rows.append(("energy per million output tokens", f"{number(energy, 2)} kWh"))
+    return Table("Service", ("", "value"), tuple(rows))
+
+
+def resource_table(summary: Mapping[str, Any]) -> Table:
+    """Where the replicas' time and memory went."""
+    shares = summary["utilization"]
+    rows = [(PHASES[phase], percent(shares[phase])) for phase in PHASES if phase != "down" or shares[phase]]
+    rows += [
+        ("KV cache, mean", percent(shares["kv_mean"])),
+        ("KV cache, peak", percent(shares["kv_peak"])),
+        ("prompt tokens found in the cache", percent(summary["cached_token_share"])),
+        ("preemptions", f"{summary['preemptions']:,}"),
+    ]
+    return Table("Time and memory", ("", "share"), tuple(rows))
+
+
+def class_table(classes: Mapping[str, Mapping[str, Any]]) -> Table:
+    """One row per class of requests."""
+    columns = ("class", "requests", "TTFT p50", "TTFT p99", "TPOT p99", "E2E p99", "attainment")
+    shown = (("ttft_ms", "p50"), ("ttft_ms", "p99"), ("tpot_ms", "p99"), ("e2e_ms", "p99"))
+    rows = tuple(
+        (
+            name or "(none)",
+            f"{one['num_requests']:,}",
+            *(milliseconds(one[key][which]) for key, which in shown),
+            percent(one["attainment"]),
+        )
+        for name, one in classes.items()
+    )
+    return Table("By class, ms", columns, rows)
+
+
+def sweep_table(names: Sequence[str], points: Sequence[Mapping[str, Any]]) -> Table:
+    """One row per point of a sweep: the swept values, then what came of them."""
+    columns = ("attainment", "goodput", "requests/s", "tokens/s", "TTFT p99", "TPOT p99", "$/M")
+    rows = []
+    for point in points:
+        summary = point["summary"]
+        cost = point["economy"]["usd_per_million_output_tokens"]
+        rows.append(
+            (
+                *(str(point["values"][name]) for name in names),
+                percent(summary["attainment"]),
+                number(summary["goodput_rps"], 2),
+                number(summary["throughput_rps"], 2),
+                number(summary["output_tokens_per_s"], 0),
+                *(milliseconds(summary[key]["p99"]) for key in ("ttft_ms", "tpot_ms")),
+                number(cost, 2),
+            )
+        )
+    title = "Points: ms, $ per million output tokens"
+    return Table(title, (*names, *columns), tuple(rows))
+
+
+def _with_unit(value: float | None, digits: int, unit: str) -> str:
+    return number(value, digits) + ("" if value is None else f" {unit}")

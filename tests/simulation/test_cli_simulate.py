@@ -1,0 +1,247 @@
+"""``diptych simulate``: settings from files and flags, sweeps, files it writes, and errors in one line."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from diptych import cli
+from diptych.cli_simulate import PATHS, command_line, overrides, parse_window
+from diptych.control.config import CacheConfig, shape_preset
+from diptych.control.errors import ConfigError
+from diptych.control.slo import NS_PER_S, Slo
+from diptych.simulation.costs.fitted import Calibration, FittedCost, write_calibration
+from diptych.simulation.settings import (
+    plain,
+    prepare,
+    read_settings,
+    scheduler_config,
+    settings_from,
+    to_scenario,
+)
+from diptych.simulation.sweep import grid, parse_sweep, run_points, setting_path
+from tests.test_cli import given as served
+
+BASE = ("--model", "llama-3-8b", "--hardware", "h100", "--rate", "8", "--num-requests", "40", "--seed", "1")
+SMALL = {"model": "llama-3-8b", "hardware": "h100", "workload": {"rate": 8.0, "num_requests": 30}}
+
+
+def invoke(*words: str) -> Any:
+    """Run ``diptych simulate`` here."""
+    return CliRunner().invoke(cli.app, ["simulate", *words])
+
+
+def test_a_simulation_prints_its_tables() -> None:
+    result = invoke(*BASE, "--ttft-slo-ms", "500")
+    assert result.exit_code == 0, result.output
+    for word in ("TTFT", "TPOT", "ITL", "E2E", "goodput", "attainment", "KV cache, peak", "preemptions", "$"):
+        assert word in result.output
+
+
+def test_json_is_one_object_and_equal_runs_print_equal_bytes() -> None:
+    first, second = invoke(*BASE, "--json"), invoke(*BASE, "--json")
+    assert first.stdout == second.stdout
+    data = json.loads(first.stdout)
+    assert set(data) == {"settings", "values", "cost_model", "summary", "classes", "economy", "num_events"}
+    assert data["summary"]["num_completed"] == 40
+    assert data["settings"]["workload"]["num_requests"] == 40
+    assert settings_from(data["settings"]).seed == 1
+    assert data["cost_model"]
+
+
+def test_it_writes_records_a_page_and_a_timeline(tmp_path: Path) -> None:
+    files = {name: tmp_path / f"run.{name}" for name in ("records", "report", "timeline")}
+    words = [word for name, path in files.items() for word in (f"--{name}", str(path))]
+    result = invoke(*BASE, *words, "--timeline-window", "0:1")
+    assert result.exit_code == 0, result.output
+    assert len(files["records"].read_text().splitlines()) == 40
+    shown = re.sub(r"<[^>]*>", "", files["report"].read_text())
+    assert "diptych simulate --model llama-3-8b --hardware h100 --rate 8 --num-requests 40" in shown
+    assert max(event["ts"] for event in json.loads(files["timeline"].read_text())["traceEvents"]) <= 1e6
+
+
+def test_it_runs_without_torch_and_numpy() -> None:
+    code = (
+        "import sys\n"
+        "sys.modules['torch'] = sys.modules['numpy'] = None\n"
+        f"sys.argv = ['diptych', 'simulate', '--json', *{BASE!r}]\n"
+        "from diptych.cli import main; main()"
+    )
+    result = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=True)
+    assert json.loads(result.stdout)["summary"]["num_completed"] == 40
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--model", "nobody", "--hardware", "h100"), "model 'nobody'"),
+        (("--hardware", "h100"), "model is not set"),
+        ((*BASE, "--shape", "square"), "shape is 'square'; one of chunked, unified"),
+        ((*BASE, "--replicas", "0"), "replicas is 0; it must be int >= 1"),
+        ((*BASE, "--max-num-seqs", "0"), "max_num_seqs is 0"),
+        ((*BASE, "--cost", "magic"), "cost is 'magic'"),
+        ((*BASE, "--cost", "tables", "--hardware", "mi300x"), "does not hold llama-3-8b on 1 x mi300x"),
+        ((*BASE, "--set", "scheduler.zeal=1"), "scheduler.zeal is no setting"),
+        ((*BASE, "--set", "seed"), "expected PATH=VALUE"),
+        ((*BASE, "--kv-cache-memory", "much"), "kv_cache_memory is 'much'"),
+        ((*BASE, "--sweep", "rate=5:1"), "ascends"),
+        ((*BASE, "--sweep", "rate=1:2", "--timeline", "x.json"), "timeline is of one run"),
+        ((*BASE, "--workers", "2"), "workers has no effect without --sweep"),
+        ((*BASE, "--timeline-window", "1:2"), "timeline_window has no effect"),
+        ((*BASE, "--report", "nowhere/x.html"), "there is no folder"),
+        ((*BASE, "--sweep", "memory.kv_cache_tokens=10,4000", "--workers", "1"), "at memory.kv_cache_tokens=10:"),
+        (("absent.toml",), "cannot read absent.toml"),
+    ],
+)
+def test_what_is_wrong_is_one_line(words: tuple[str, ...], message: str) -> None:
+    result = invoke(*words)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert message in result.stderr
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"replica": 1}, "unknown field replica"),
+        ({"slo": {"ttft_ms": -1}}, r"slo.ttft_ms is -1; it must be float > 0.0"),
+        ({"faults": [{"kind": "fire", "at_s": 0, "duration_s": 1}]}, r"is 'fire'; one of .*crash"),
+        ({"faults": [{"kind": "crash", "at_s": 0}]}, "missing required field duration_s"),
+        ({"scheduler": 3}, "scheduler is 3; it must be object"),
+    ],
+)
+def test_a_wrong_file_is_an_error_with_the_path_the_value_and_the_limit(raw: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        settings_from(raw)
+
+
+def test_options_override_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.toml"
+    path.write_text('model = "llama-3-8b"\nreplicas = 3\n[scheduler]\nmax_num_seqs = 8\norder = "fcfs"\n')
+    options = {"replicas": 2, "max_num_seqs": 16, "assign": ["memory.prefix_cache=false", "slo.tpot_ms=30"]}
+    settings = read_settings(path, overrides(options))
+    assert (settings.replicas, settings.scheduler.max_num_seqs, settings.scheduler.order) == (2, 16, "fcfs")
+    assert (settings.memory.prefix_cache, settings.slo.tpot_ms) == (False, 30.0)
+    assert settings_from(plain(settings)) == settings
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"shape": "unified"},
+        {"max_batched_tokens": 512, "max_num_seqs": 8, "max_waiting": 3, "step_target_ms": 50.0, "order": "deadline"},
+        {"budget": "whole"},
+        {"order": "priority", "preempt_for_priority": True, "preemption": "swap"},
+        {"long_prefill_threshold": 64, "max_partial_prefills": 3, "max_long_partial_prefills": 2},
+    ],
+)
+def test_the_same_options_mean_the_same_scheduler_as_for_serve(changes: dict[str, Any]) -> None:
+    kinds = {"shape": cli.Shape, "order": cli.Order, "budget": cli.Budget, "preemption": cli.Preemption}
+    live = cli.scheduler_config(served(**{n: kinds[n](v) if n in kinds else v for n, v in changes.items()}))
+    assert scheduler_config(read_settings(None, overrides(changes))) == live
+
+
+def test_settings_become_a_scenario() -> None:
+    settings = settings_from(
+        {
+            **SMALL,
+            "replicas": 2,
+            "slo": {"ttft_ms": 250},
+            "memory": {"kv_cache_tokens": 6400, "block_size": 64},
+            "faults": [{"kind": "slow", "replica": 1, "at_s": 1.5, "duration_s": 2, "factor": 2}],
+            "random_faults": {"count": 3, "until_s": 10},
+        }
+    )
+    scenario = to_scenario(settings)
+    assert scenario.replica.cache.num_blocks == 100
+    assert scenario.replica.slo == Slo(250_000_000, None)
+    assert scenario.replica.scheduler == shape_preset("chunked")
+    assert (scenario.num_replicas, len(scenario.faults), scenario.faults[0].at_ns) == (2, 4, 1_500_000_000)
+    assert len(scenario.workload) == 30
+    with pytest.raises(ConfigError, match="must be below replicas"):
+        to_scenario(settings_from({**plain(settings), "replicas": 1}))
+
+
+def test_auto_takes_measured_layers_where_there_are_any_and_says_so() -> None:
+    measured = prepare(settings_from({**SMALL, "model": "llama-3.1-8b", "hardware": "rtx-4090"}))
+    assert measured.cost.words.startswith("measured layers of meta-llama/Llama-3.1-8B on 1 x RTX4090")
+    summed = prepare(settings_from({**SMALL, "model": "llama-3.1-70b", "tensor_parallel": 8}))
+    assert summed.cost.words.startswith("measured operators, summed over the layers of llama-3.1-70b on 8 x h100-sxm")
+    other = prepare(settings_from({**SMALL, "hardware": "mi300x"}))
+    assert other.cost.words == "roofline of llama-3-8b on 1 x mi300x, with measured efficiencies"
+
+
+def test_a_calibration_brings_its_model_its_cache_and_its_context_length(tmp_path: Path) -> None:
+    path = tmp_path / "here.json"
+    cost = FittedCost((0, 1), (5e6, 6e6), (10.0, 10.0), (0, 1), (0.0, 4e4), 2.0, "linear")
+    cache = CacheConfig(num_blocks=500, block_size=16)
+    write_calibration(path, Calibration(model="some/small-model", cost=cost, cache=cache, max_model_len=1024))
+    words = ("--cost", str(path), "--num-requests", "20", "--json")
+    data = json.loads(invoke(*words).stdout)
+    assert data["cost_model"] == "calibration of small-model on this machine (here.json, linear law)"
+    assert data["economy"]["usd"] is None
+    prepared = prepare(settings_from({"cost": str(path)}))
+    assert prepared.scenario.replica.cache == cache
+    assert prepared.scenario.replica.max_model_len == 1024
+    tables = invoke(*words[:-1])
+    assert "$" not in tables.output and "goodput" in tables.output
+
+
+def test_the_grammar_of_sweeps() -> None:
+    assert parse_sweep("rate=1:4").values == (1, 2, 3, 4)
+    assert parse_sweep("rate=0.1:0.5:0.1").values == (0.1, 0.2, 0.3, 0.4, 0.5)
+    assert parse_sweep("chunk=256,512").path == "scheduler.max_batched_tokens"
+    assert parse_sweep("shape=unified,chunked").values == ("unified", "chunked")
+    assert setting_path("block_size") == "memory.block_size"
+    assert set(PATHS.values()) <= {setting_path(path) for path in PATHS.values()}
+    for text in ("rate", "rate=", "rate=1:2:3:4", "rate=1:2:0", "rate=a:b", "rate=1,1", "rate=1:1e6", "what=1"):
+        with pytest.raises(ConfigError):
+            parse_sweep(text)
+
+
+def test_points_are_the_same_in_any_number_of_processes() -> None:
+    points = grid(settings_from(SMALL), [parse_sweep("rate=4,40"), parse_sweep("replicas=1,2")])
+    assert [values for values, _ in points] == [
+        {"rate": rate, "replicas": replicas} for rate in (4, 40) for replicas in (1, 2)
+    ]
+    done: list[int] = []
+    alone = run_points(points, num_workers=1, on_done=done.append)
+    assert done == [1, 2, 3, 4]
+    assert run_points(points, num_workers=2) == alone
+    assert alone[3]["settings"]["replicas"] == alone[3]["values"]["replicas"] == 2
+
+
+def test_an_impossible_point_is_found_before_anything_runs() -> None:
+    with pytest.raises(ConfigError, match="max_num_seqs is 512"):
+        grid(settings_from(SMALL), [parse_sweep("max_num_seqs=16,512"), parse_sweep("chunk=256,1024")])
+
+
+def test_a_sweep_prints_a_table_and_writes_a_page(tmp_path: Path) -> None:
+    page = tmp_path / "sweep.html"
+    result = invoke(*BASE, "--tpot-slo-ms", "20", "--sweep", "rate=4:12:4", "--workers", "1", "--report", str(page))
+    assert result.exit_code == 0, result.output
+    assert "goodput" in result.output
+    assert "--sweep rate=4:12:4" in re.sub(r"<[^>]*>", "", page.read_text())
+    data = json.loads(invoke(*BASE, "--sweep", "rate=4,8", "--workers", "1", "--json").stdout)
+    assert data["sweep"] == ["rate"] and [point["values"]["rate"] for point in data["points"]] == [4, 8]
+
+
+def test_a_page_shows_a_command_that_can_be_pasted() -> None:
+    given = {"config": Path("a b.toml"), "rate": 2.0, "as_json": True, "sweep": ["rate=1:2"], "assign": ["seed=3"]}
+    assert command_line(given) == "diptych simulate 'a b.toml' --rate 2 --json --sweep rate=1:2 --set seed=3"
+    assert command_line({"prefix_cache": False}) == "diptych simulate --no-prefix-cache"
+
+
+def test_windows_are_in_seconds() -> None:
+    assert parse_window("1.5:2").start_ns == 1_500_000_000
+    assert parse_window(":2").end_ns == 2 * NS_PER_S
+    for text in ("5", "2:1", "a:b", "-1:2"):
+        with pytest.raises(ConfigError, match="timeline_window"):
+            parse_window(text)

@@ -1,0 +1,178 @@
+"""A recording, replayed, gives the same decisions; a recording that was changed does not."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from diptych import cli
+from diptych.control.errors import ConfigError
+from diptych.control.recording import RecordingCore, Row, canonical_plan
+from diptych.control.slo import NS_PER_MS, Slo
+from diptych.control.step import SchedulerOutput
+from diptych.serving.recording import Recorder
+from diptych.simulation.replay import replay
+from tests.control.driver import Driver
+from tests.control.test_conservation import random_config
+
+
+def record_scenario(seed: int, path: Path) -> Driver:
+    """Random arrivals with shared prefixes, aborts and preemptions under virtual time, recorded to a file."""
+    rng = random.Random(seed)
+    driver = Driver(random_config(rng), seed=seed)
+    recorder = Recorder(path, driver.config)
+    core = RecordingCore(driver.config, recorder.write)
+    driver.core = core
+    stems = [[rng.randrange(1000) for _ in range(60)] for _ in range(2)]
+    for number in range(30):
+        for _ in range(rng.choice([0, 0, 1, 5])):
+            driver.step()
+        stem = rng.choice(stems)[: rng.randrange(60)] if rng.random() < 0.5 else []
+        prompt = stem + [rng.randrange(1000) for _ in range(rng.randrange(1, 60))]
+        slo = rng.choice([None, Slo(tpot_ns=rng.choice([1, 7, 20]) * NS_PER_MS)])
+        stop = rng.choice([None, 1, 5])
+        driver.add(f"r{number}", prompt, rng.choice([1, 7, 30]), stop_after=stop, priority=rng.randrange(3), slo=slo)
+        if rng.random() < 0.15:
+            driver.abort(f"r{rng.randrange(number + 1)}")
+    driver.run()
+    recorder.close()
+    return driver
+
+
+def rows_of(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_rows(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_scenario_replays_to_the_same_decisions(seed: int, tmp_path: Path) -> None:
+    driver = record_scenario(seed, tmp_path / "run.jsonl")
+    report = replay(tmp_path / "run.jsonl")
+    assert report.is_identical, report.difference
+    assert report.is_complete
+    assert report.header.config == driver.config
+    assert report.num_steps == len(driver.outputs)
+    table = report.result.requests
+    ended = driver.finished()
+    assert len(table) == len(ended)
+    assert sorted(table.e2e_ns(row) for row in range(len(table))) == sorted(e.latency.total_ns for e in ended.values())
+
+
+def first(rows: list[Any], kind: str, wanted: Callable[[Any], bool] = lambda row: True) -> int:
+    return next(i for i, row in enumerate(rows) if i and row[0] == kind and wanted(row))
+
+
+def forget_a_request(rows: list[Any]) -> None:
+    del rows[first(rows, "add")]
+
+
+def lengthen_a_prompt(rows: list[Any]) -> None:
+    rows[first(rows, "add")][3] += 1
+
+
+def delay_the_end_of_a_step(rows: list[Any]) -> None:
+    rows[first(rows, "end")][1] += NS_PER_MS
+
+
+def stop_a_request_early(rows: list[Any]) -> None:
+    where = first(rows, "end", lambda row: not row[3])
+    running = {row[2] for row in rows[1:where] if row[0] == "add"}
+    rows[where][3] = [[name, "stop"] for name in sorted(running)]
+
+
+def change_the_order(rows: list[Any]) -> None:
+    scheduler = rows[0]["config"]["scheduler"]
+    scheduler["max_num_seqs"] = 1 if scheduler["max_num_seqs"] > 1 else 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [forget_a_request, lengthen_a_prompt, delay_the_end_of_a_step, stop_a_request_early, change_the_order],
+)
+def test_a_changed_recording_is_noticed_and_explained(change: Callable[[list[Any]], None], tmp_path: Path) -> None:
+    record_scenario(3, tmp_path / "run.jsonl")
+    rows = rows_of(tmp_path / "run.jsonl")
+    change(rows)
+    difference = replay(write_rows(tmp_path / "changed.jsonl", rows)).difference
+    assert difference is not None
+    assert difference.explanation
+    assert rows[difference.line - 1][0] in ("begin", "end")
+
+
+def test_the_first_difference_names_what_was_planned_and_what_is(tmp_path: Path) -> None:
+    record_scenario(3, tmp_path / "run.jsonl")
+    rows = rows_of(tmp_path / "run.jsonl")
+    where = first(rows, "begin", lambda row: len(row) > 2 and row[3][1])
+    rows[where][2] = "x" * 16
+    rows[where][3][1][0][2] += 1  # one token more in the first chunk
+    difference = replay(write_rows(tmp_path / "changed.jsonl", rows)).difference
+    assert difference is not None
+    assert difference.line == where + 1
+    assert "prompt chunks" in difference.explanation
+    assert difference.expected != difference.actual
+
+
+def test_the_command_says_what_it_found_and_ends_accordingly(tmp_path: Path) -> None:
+    record_scenario(3, tmp_path / "run.jsonl")
+    same = CliRunner().invoke(cli.app, ["replay", str(tmp_path / "run.jsonl")])
+    assert same.exit_code == 0
+    assert "identical" in same.output
+    assert "TTFT" in same.output
+    rows = rows_of(tmp_path / "run.jsonl")
+    lengthen_a_prompt(rows)
+    other = CliRunner().invoke(cli.app, ["replay", str(write_rows(tmp_path / "changed.jsonl", rows))])
+    assert other.exit_code == 1
+    assert "recorded:" in other.output
+    assert CliRunner().invoke(cli.app, ["replay", str(tmp_path / "nowhere")]).exit_code == 1
+
+
+def test_a_recording_that_was_cut_off_replays_as_far_as_it_goes(tmp_path: Path) -> None:
+    record_scenario(5, tmp_path / "run.jsonl")
+    data = (tmp_path / "run.jsonl").read_bytes()
+    (tmp_path / "cut.jsonl").write_bytes(data[: len(data) // 2])
+    report = replay(tmp_path / "cut.jsonl")
+    assert report.is_identical
+    assert not report.is_complete
+    assert 0 < report.num_steps < replay(tmp_path / "run.jsonl").num_steps
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no recording"),
+        ("[1]\n", "no recording"),
+        ('{"format": "diptych recording", "version": 99}\n', "version 99"),
+    ],
+)
+def test_what_is_no_recording_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        replay(tmp_path / "file")
+    with pytest.raises(ConfigError, match="cannot read"):
+        replay(tmp_path / "nowhere")
+
+
+def test_equal_plans_have_equal_bytes_and_others_do_not() -> None:
+    plan = SchedulerOutput(3, num_decodes=2, new_blocks=(("a", 7),))
+    assert canonical_plan(plan) == canonical_plan(SchedulerOutput(3, num_decodes=2, new_blocks=(("a", 7),)))
+    assert canonical_plan(plan) != canonical_plan(SchedulerOutput(3, num_decodes=2, new_blocks=(("a", 8),)))
+
+
+def test_a_recorded_core_decides_as_a_plain_one() -> None:
+    plain, recorded = Driver(random_config(random.Random(1))), Driver(random_config(random.Random(1)))
+    rows: list[Row] = []
+    recorded.core = RecordingCore(recorded.config, rows.append)
+    for driver in (plain, recorded):
+        driver.add("a", 20, 5)
+        driver.run()
+    assert plain.outputs == recorded.outputs
+    assert plain.log == recorded.log
+    assert {row[0] for row in rows} == {"add", "begin", "end"}

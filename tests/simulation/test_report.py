@@ -1,0 +1,298 @@
+"""Tables, pages and timelines: what they say is what happened, and nothing in them can do harm."""
+
+import json
+import re
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from diptych.control.config import CacheConfig, ReplicaConfig, shape_preset
+from diptych.control.events import StepFinished
+from diptych.control.slo import NS_PER_S, Slo
+from diptych.simulation.costs.linear import LinearCost
+from diptych.simulation.event_log import EventLog
+from diptych.simulation.faults import Fault
+from diptych.simulation.report.economy import FleetPrice, economy
+from diptych.simulation.report.html import Page, render
+from diptych.simulation.report.outcome import outcome, records
+from diptych.simulation.report.plots import linear_scale, linear_ticks, log_scale, log_ticks
+from diptych.simulation.report.series import in_system, phase_series
+from diptych.simulation.report.text import class_table, latency_table, resource_table, service_table, sweep_table
+from diptych.simulation.report.timeline import Window, trace
+from diptych.simulation.results import SimulationResult
+from diptych.simulation.run import simulate_with_log
+from diptych.simulation.scenario import Scenario
+from diptych.simulation.workload.spec import RequestSpec
+from tests.simulation.scenarios import random_scenario
+
+VOID = {"meta", "br"}
+
+
+class Arrivals:
+    """Two classes of requests at even distances."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[RequestSpec]:
+        for index in range(self.count):
+            is_long = index % 5 == 0
+            yield RequestSpec(
+                arrival_ns=index * 40_000_000,
+                prompt_tokens=2500 if is_long else 100 + 7 * index,
+                output_tokens=1 + index % 60,
+                kind="long <i>" if is_long else "chat",
+            )
+
+    def __len__(self) -> int:
+        return self.count
+
+
+def run(
+    count: int = 60, *, num_blocks: int = 600, faults: tuple[Fault, ...] = (), replicas: int = 1
+) -> tuple[SimulationResult, EventLog]:
+    """A small simulation with its log."""
+    scenario = Scenario(
+        replica=ReplicaConfig(
+            CacheConfig(num_blocks=num_blocks, block_size=16),
+            shape_preset("chunked"),
+            Slo(300_000_000, 15_000_000),
+        ),
+        cost=LinearCost(6e6, 40e3, 2, 50e3, 15),
+        workload=Arrivals(count),
+        num_replicas=replicas,
+        faults=faults,
+        record_events=True,
+    )
+    result, log = simulate_with_log(scenario)
+    assert log is not None
+    return result, log
+
+
+def point(result: SimulationResult, **changes: Any) -> dict[str, Any]:
+    """The record of a run."""
+    given = {"settings": {"model": "<script>alert(1)</script>"}, "cost_model": "linear & plain", **changes}
+    return outcome(result, price=FleetPrice(num_gpus=2, usd_per_hour=3.0, watts_busy=700, watts_idle=100), **given)
+
+
+class Checker(HTMLParser):
+    """Notes tags that do not close, and every tag and address."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.addresses: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "data")]
+        assert not any(name.startswith("on") for name, _ in attrs)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def check_page(text: str) -> Checker:
+    """The laws of every page."""
+    checker = Checker()
+    checker.feed(text)
+    assert checker.open == []
+    assert "script" not in checker.tags
+    assert checker.addresses == []
+    assert "://" not in text
+    assert all(address.startswith("#") for address in re.findall(r"url\(([^)]*)\)", text))
+    assert not re.search(r"\bnan\b|\binf\b", text)
+    return checker
+
+
+def test_a_page_is_whole_self_contained_and_escapes_what_it_is_given() -> None:
+    result, log = run()
+    page = Page(
+        title="a <model>",
+        lead='"lead" & more',
+        command="diptych simulate --model '<b>'",
+        point=point(result),
+        result=result,
+        events=list(log),
+        kv_capacity_tokens=9600,
+        slo_ms={"ttft": 300.0, "tpot": 15.0},
+    )
+    text = render(page)
+    checker = check_page(text)
+    assert text.count('role="img"') == text.count("<desc>") == 6
+    assert "a &lt;model&gt;" in text and "long &lt;i&gt;" in text and "alert(1)" in text
+    assert "i" not in checker.tags and "b" not in checker.tags
+    assert render(page) == text
+
+
+def test_a_page_without_events_or_completed_requests_still_renders() -> None:
+    result, _ = run(3, num_blocks=6)
+    assert not result.requests.completed_rows()
+    check_page(render(Page(title="t", lead="l", command="c", point=point(result), result=result)))
+
+
+def test_a_page_of_a_sweep_draws_numbers_and_words() -> None:
+    result, _ = run(10)
+    shapes = [point(result, values={"shape": name, "rate": rate}) for name in ("a", "b<") for rate in range(9)]
+    for names in (["rate", "shape"], ["shape", "rate"], ["rate"]):
+        text = render(Page(title="t", lead="l", command="c", point=shapes[0], sweep_names=names, sweep=shapes))
+        check_page(text)
+    assert "The first 6 of 9 curves" in render(
+        Page(title="t", lead="l", command="c", point=shapes[0], sweep_names=["shape", "rate"], sweep=shapes)
+    )
+    assert len(sweep_table(["rate"], shapes).rows) == 18
+
+
+def test_the_tables_have_a_cell_for_every_column() -> None:
+    result, _ = run()
+    one = point(result)
+    summary = one["summary"]
+    tables = [latency_table(summary), service_table(summary, one["economy"]), resource_table(summary)]
+    for table in [*tables, class_table(one["classes"]), sweep_table([], [one])]:
+        assert {len(row) for row in table.rows} == {len(table.columns)}
+    assert list(one["classes"]) == ["chat", "long <i>"]
+    assert sum(each["num_requests"] for each in one["classes"].values()) == summary["num_requests"]
+
+
+def test_money_and_energy_follow_the_gpu_hours() -> None:
+    summary = {
+        "duration_s": 1800.0,
+        "output_tokens_per_s": 1000.0,
+        "utilization": {"prefill": 0.1, "mixed": 0.2, "decode": 0.2},
+    }
+    spent = economy(summary, FleetPrice(num_gpus=4, usd_per_hour=2.0, watts_busy=500.0, watts_idle=100.0))
+    assert spent["usd"] == 4.0  # two GPU hours
+    assert spent["usd_per_million_output_tokens"] == pytest.approx(4.0 / 1.8)
+    assert spent["kwh"] == pytest.approx(2 * 0.3)
+    unknown = economy(summary, FleetPrice(num_gpus=4))
+    assert unknown["usd"] is None and unknown["kwh_per_million_output_tokens"] is None
+
+
+def test_every_request_is_one_record() -> None:
+    result, _ = run()
+    rows = [json.loads(line) for line in records(result.requests)]
+    assert sorted(row["number"] for row in rows) == list(range(60))
+    assert all(row["e2e_s"] >= row["ttft_s"] >= row["queue_s"] for row in rows)
+    assert {row["slo_met"] for row in rows} <= {True, False}
+
+
+def test_phases_over_time_sum_to_the_usage_of_the_replicas() -> None:
+    result, log = run(replicas=2)
+    series = phase_series(log, result.duration_ns, 2)
+    width = (series.edges_s[1] - series.edges_s[0]) * NS_PER_S
+    for values, busy in (
+        (series.decode, sum(one.busy_decode_ns for one in result.replicas)),
+        (series.mixed, sum(one.busy_mixed_ns for one in result.replicas)),
+        (series.prefill, sum(one.busy_prefill_ns for one in result.replicas)),
+    ):
+        assert sum(values) * width * 2 == pytest.approx(busy, rel=1e-6)
+    held = sum(series.context_tokens) * width
+    used = 16 * sum(one.kv_block_ns for one in result.replicas)
+    assert 0.6 * used < held < used  # blocks are taken for whole prompts, and are not full
+
+
+def test_the_count_in_the_system_begins_and_ends_with_nobody() -> None:
+    result, _ = run()
+    points = in_system(result.requests, result.duration_ns)
+    assert points[0] == (0.0, 1)  # the first request arrives at 0
+    assert points[-1][1] == 0
+    assert max(count for _, count in points) <= 60
+
+
+def check_trace(data: dict[str, Any]) -> None:
+    """The trace-event format: known kinds, the fields each needs, slices that nest."""
+    assert set(data) == {"traceEvents", "displayTimeUnit", "otherData"}
+    open_slices: dict[tuple[int, str], list[str]] = {}
+    last_ts = 0.0
+    ends: dict[tuple[int, int], float] = {}
+    for event in data["traceEvents"]:
+        assert {"ph", "name", "pid", "ts"} <= set(event)
+        assert event["ts"] >= last_ts or event["ph"] == "M"
+        last_ts = max(last_ts, event["ts"])
+        if event["ph"] == "X":
+            assert event["dur"] > 0
+            if event["tid"] == 1:
+                key = (event["pid"], event["tid"])
+                assert event["ts"] >= ends.get(key, 0.0) - 1e-3
+                ends[key] = event["ts"] + event["dur"]
+        elif event["ph"] == "C":
+            assert all(value >= 0 for value in event["args"].values())
+        elif event["ph"] in "be":
+            stack = open_slices.setdefault((event["pid"], event["id"]), [])
+            if event["ph"] == "b":
+                stack.append(event["name"])
+            else:
+                assert stack.pop() == event["name"]
+        else:
+            assert event["ph"] == "M"
+    assert not any(open_slices.values())
+
+
+def test_a_timeline_holds_every_step_and_every_request_of_random_scenarios() -> None:
+    num_preempted = 0
+    for seed in range(60):
+        scenario = random_scenario(seed)
+        result, log = simulate_with_log(scenario)
+        assert log is not None
+        data, note = trace(log, max(result.duration_ns, last_ns(log)), faults=scenario.faults)
+        check_trace(json.loads(json.dumps(data)))
+        assert note == ""
+        slices = [event for event in data["traceEvents"] if event["ph"] == "X" and event["tid"] == 1]
+        steps = [event for _, event in log if isinstance(event, StepFinished) and event.end_ns > event.start_ns]
+        assert sum(one["args"]["steps"] for one in slices) == sum(step.num_steps for step in steps)
+        assert sum(one["dur"] for one in slices) * 1000 == pytest.approx(sum(s.end_ns - s.start_ns for s in steps))
+        drawn = {event["id"] for event in data["traceEvents"] if event["ph"] == "e" and event["name"] == "prefill"}
+        table = result.requests
+        assert {str(table.number[row]) for row in table.completed_rows()} <= drawn
+        waiting = {event["pid"]: event for event in data["traceEvents"] if event["name"] == "waiting"}
+        assert all(event["args"]["requests"] == 0 for event in waiting.values())
+        num_preempted += sum(usage.num_preemptions for usage in result.replicas)
+    assert num_preempted > 0
+
+
+def last_ns(log: EventLog) -> int:
+    """When the last thing happened anywhere."""
+    return max(event.end_ns if isinstance(event, StepFinished) else event.time_ns for _, event in log)
+
+
+def test_a_timeline_shows_faults_on_their_replica() -> None:
+    faults = (Fault("crash", 1, NS_PER_S, NS_PER_S), Fault("slow", 0, NS_PER_S // 2, NS_PER_S, 3.0))
+    result, log = run(faults=faults, replicas=2)
+    data, _ = trace(log, result.duration_ns, faults=faults)
+    check_trace(data)
+    shown = {(event["name"], event["pid"]) for event in data["traceEvents"] if event.get("tid") == 2}
+    assert shown == {("crash", 2), ("slow", 1), ("thread_name", 1), ("thread_name", 2)}
+
+
+def test_a_timeline_keeps_to_its_window_and_its_cap_and_says_so() -> None:
+    result, log = run()
+    window = Window(NS_PER_S, 2 * NS_PER_S)
+    data, note = trace(log, result.duration_ns, window=window)
+    check_trace(data)
+    drawn = [event for event in data["traceEvents"] if event["ph"] != "M"]
+    assert note == "" and drawn
+    assert all(1e6 <= event["ts"] <= 2e6 for event in drawn)
+    assert all(event["ts"] + event.get("dur", 0) <= 2e6 + 1e-3 for event in drawn)
+    capped, note = trace(log, result.duration_ns, max_trace_events=100)
+    check_trace(capped)
+    assert "at most 100 trace events" in note and capped["otherData"]["note"] == note
+    assert len(capped["traceEvents"]) < 200
+
+
+def test_scales_end_on_round_numbers() -> None:
+    assert linear_ticks(0, 10) == (0, 2, 4, 6, 8, 10)
+    assert log_ticks(1, 100) == (1, 2, 5, 10, 20, 50, 100)
+    assert log_ticks(1, 1e6) == (1, 10, 100, 1000, 10_000, 100_000, 1_000_000)
+    scale = log_scale([3.0, 700.0, 0.0], "ms")
+    assert (scale.low, scale.high, scale.place(2.0), scale.place(1000.0)) == (2.0, 1000.0, 0.0, 1.0)
+    assert linear_scale([], "").high == 1.0
+    assert [scale.write(value) for value in (0.5, 20.0, 1500.0, 2e6)] == ["0.5", "20", "1.5k", "2M"]
