@@ -156,6 +156,7 @@ def summarize(result: SimulationResult, rows: Sequence[int] | None = None) -> di
     itl["max"] = max(result.gaps.weights, default=0) / 1000
     outputs = sum(table.output_tokens[row] for row in done)
     prompts = sum(table.prompt_tokens[row] for row in done)
+    handoffs = {"handoff_ms": distribution_ms(table.handoff_ns[row] for row in done)} if any(table.handoff_ns) else {}
     return {
         "num_requests": len(every),
         "num_completed": len(done),
@@ -166,6 +167,7 @@ def summarize(result: SimulationResult, rows: Sequence[int] | None = None) -> di
         "itl_ms": itl,
         "e2e_ms": distribution_ms(table.e2e_ns(row) for row in done),
         "queue_ms": distribution_ms(table.queue_ns[row] for row in done),
+        **handoffs,
         "attainment": met / len(judged) if judged else None,
         "goodput_rps": met / seconds if judged and seconds else None,
         "throughput_rps": len(done) / seconds if seconds else 0.0,

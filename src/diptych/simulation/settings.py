@@ -32,8 +32,9 @@ from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo
 from diptych.simulation.costs.choice import CostChoice, choose_cost
 from diptych.simulation.costs.fitted import Calibration
-from diptych.simulation.faults import Fault, FaultKind, random_faults
+from diptych.simulation.faults import MESSAGE_FAULTS, WORKER_FAULTS, Fault, FaultKind, random_faults
 from diptych.simulation.models import kv_bytes_per_gpu, kv_capacity_tokens
+from diptych.simulation.pools import Pools
 from diptych.simulation.scenario import RoutingName, Scenario
 from diptych.simulation.workload.config import build
 from diptych.simulation.workload.description import WorkloadConfig
@@ -84,6 +85,15 @@ class SloSettings(_Part, frozen=True, kw_only=True):
     tpot_ms: Positive | None = None
 
 
+class PoolSettings(_Part, frozen=True, kw_only=True):
+    """Prefill and decode on separate replicas (0 of either: together, on ``replicas`` of them). link: the name of one
+    of simulation/links.py; every replica has one of its own in each direction."""
+
+    prefill: AtLeastZero = 0
+    decode: AtLeastZero = 0
+    link: str = "ib400"
+
+
 class FaultSettings(_Part, frozen=True, kw_only=True):
     """One scripted fault; see faults.py."""
 
@@ -121,8 +131,14 @@ class Settings(_Part, frozen=True, kw_only=True):
     memory: MemorySettings = MemorySettings()
     slo: SloSettings = SloSettings()
     workload: WorkloadConfig = WorkloadConfig()
+    pools: PoolSettings = PoolSettings()
     faults: tuple[FaultSettings, ...] = ()
     random_faults: RandomFaultSettings | None = None
+
+    @property
+    def num_replicas(self) -> int:
+        """Of the whole fleet."""
+        return self.pools.prefill + self.pools.decode or self.replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,9 +256,10 @@ def prepare(settings: Settings, *, record_events: bool = False, most_recorded: i
         ),
         cost=choice.cost,
         workload=workload,
-        num_replicas=settings.replicas,
+        num_replicas=settings.num_replicas,
         routing=settings.routing,
         faults=_faults(settings),
+        pools=_pools(settings, choice),
         seed=settings.seed,
         record_events=record_events and (most_recorded is None or len(workload) <= most_recorded),
     )
@@ -279,15 +296,36 @@ def _cache(settings: Settings, scheduler: SchedulerConfig, choice: CostChoice) -
     )
 
 
+def _pools(settings: Settings, choice: CostChoice) -> Pools | None:
+    pools = settings.pools
+    if not pools.prefill and not pools.decode:
+        return None
+    for name, count in (("prefill", pools.prefill), ("decode", pools.decode)):
+        if not count:
+            raise ConfigError(f"pools.{name} is 0; with separate pools there is at least 1 of either", param="pools")
+    if settings.replicas != 1:
+        raise ConfigError(
+            f"replicas is {settings.replicas}, but pools.prefill and pools.decode say how many there are",
+            param="replicas",
+        )
+    if isinstance(choice.source, Calibration):
+        raise ConfigError(
+            "pools need a model of the catalogue, whose KV size is known; cost is a calibration", param="cost"
+        )
+    model, _ = choice.source
+    kv_bytes = model.kv_bytes_per_token(settings.kv_bits // 8)
+    return Pools(num_prefill=pools.prefill, num_decode=pools.decode, kv_bytes_per_token=kv_bytes, link=pools.link)
+
+
 def _faults(settings: Settings) -> tuple[Fault, ...]:
     scripted = tuple(
         Fault(one.kind, one.replica, round(one.at_s * NS_PER_S), max(1, round(one.duration_s * NS_PER_S)), one.factor)
         for one in settings.faults
     )
     for index, fault in enumerate(scripted):
-        if fault.replica >= settings.replicas:
+        if fault.replica >= settings.num_replicas:
             raise ConfigError(
-                f"faults[{index}].replica is {fault.replica}; it must be below replicas ({settings.replicas})",
+                f"faults[{index}].replica is {fault.replica}; it must be below replicas ({settings.num_replicas})",
                 param="faults",
             )
     drawn = settings.random_faults
@@ -295,7 +333,8 @@ def _faults(settings: Settings) -> tuple[Fault, ...]:
         return scripted
     return scripted + random_faults(
         settings.seed,
-        num_replicas=settings.replicas,
+        num_replicas=settings.num_replicas,
+        kinds=WORKER_FAULTS if settings.pools.prefill else WORKER_FAULTS + MESSAGE_FAULTS,
         until_ns=round(drawn.until_s * NS_PER_S),
         count=drawn.count,
         mean_duration_ns=round(drawn.mean_duration_s * NS_PER_S),

@@ -14,6 +14,7 @@ LATENCIES = (
     ("itl_ms", "ITL"),
     ("e2e_ms", "E2E"),
     ("queue_ms", "queue"),
+    ("handoff_ms", "handoff"),
 )
 STATISTICS = ("p50", "p90", "p99", "mean", "max")
 PHASES = {

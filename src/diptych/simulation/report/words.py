@@ -19,7 +19,7 @@ def page(run: Run, settings: Settings, command: str) -> Page:
         point=run.point,
         result=run.result,
         events=list(run.log or ()),
-        kv_capacity_tokens=cache.num_blocks * cache.block_size * settings.replicas,
+        kv_capacity_tokens=cache.num_blocks * cache.block_size * settings.num_replicas,
         slo_ms={name: value for name, value in given.items() if value is not None},
     )
 
@@ -50,7 +50,7 @@ def sweep_lead(settings: Settings, sweeps: Sequence[Sweep]) -> str:
     """What was varied, and what was not."""
     varied = " and ".join(f"{sweep.name} over {len(sweep.values)} values" for sweep in sweeps)
     paths = {sweep.path for sweep in sweeps}
-    fixed = [] if paths & {"replicas", "tensor_parallel"} else [fleet(settings)]
+    fixed = [] if paths & {"replicas", "tensor_parallel", "pools.prefill", "pools.decode"} else [fleet(settings)]
     fixed += [] if "shape" in paths else [f"shape {settings.shape}"]
     asked = [] if paths & {"slo.ttft_ms", "slo.tpot_ms"} else objectives(settings)
     sentence = f"{varied}, every point with the same seed".capitalize()
@@ -65,6 +65,9 @@ def objectives(settings: Settings) -> list[str]:
 
 def fleet(settings: Settings) -> str:
     """How many replicas of what size."""
+    pools = settings.pools
     replicas = f"{settings.replicas} replica{'s' if settings.replicas > 1 else ''}"
+    if pools.prefill:
+        replicas = f"{pools.prefill} prefill and {pools.decode} decode replicas ({pools.link})"
     devices = settings.tensor_parallel
     return replicas if devices == 1 else f"{replicas} of {devices} devices each"

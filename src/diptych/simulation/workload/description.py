@@ -219,7 +219,7 @@ class TraceConfig(_Part, frozen=True, kw_only=True):
 
 
 class WorkloadConfig(_Part, frozen=True, kw_only=True):
-    """A workload. rate: requests per second (None: 1, or the trace's own). num_requests: None: 1000, or the whole trace.
+    """A workload. rate: requests per second (None: 1, or the trace's own). num_requests: None: 1000, or the trace.
 
     classes: a mix; empty: all requests are alike. hash_block_tokens: tokens per identity of shared content (spec.py).
     """

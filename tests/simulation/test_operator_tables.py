@@ -1,0 +1,116 @@
+"""The cost model from measured operators: exact at measured points, sane between and beyond them, one law for steps."""
+
+import pytest
+
+from diptych.control.errors import ConfigError
+from diptych.control.step import ScheduledPrefill, SchedulerOutput, StepFeatures, chunk_attention
+from diptych.simulation.costs.interpolation import Curve, Surface
+from diptych.simulation.costs.operator_tables import OperatorTableCost, chunked, linear_shapes
+from diptych.simulation.costs.operators import (
+    AttentionHeads,
+    AttentionTable,
+    load_operator_tables,
+    operator_data,
+    operator_table_names,
+)
+from diptych.simulation.hardware import load_hardware
+from diptych.simulation.models import load_model
+
+A100 = load_hardware("a100-80gb")
+
+
+def decode(num_seqs: int, context: int) -> SchedulerOutput:
+    return SchedulerOutput(0, num_decodes=num_seqs, features=StepFeatures(0, 0, num_seqs, context))
+
+
+def prefill(num_tokens: int, start: int = 0) -> SchedulerOutput:
+    chunk = ScheduledPrefill("a", start, num_tokens, (), True)
+    return SchedulerOutput(0, (chunk,), features=StepFeatures(num_tokens, chunk_attention(start, num_tokens)))
+
+
+def test_every_file_belongs_to_the_hardware_catalogue_and_names_its_source_and_licence():
+    for name in operator_table_names():
+        assert load_hardware(name).name == name
+        for source in operator_data(name)["sources"]:
+            assert source["repository"].startswith("ai-dynamo/aiconfigurator @ ")
+            assert source["licence"].startswith("Apache-2.0")
+            assert source["changes"]
+
+
+def test_a_measured_product_is_returned_as_it_was_measured():
+    linear = load_operator_tables(A100).linear[16]
+    row = next(row for row in operator_data("a100-80gb")["gemm"]["16"] if (row["n"], row["k"]) == (4096, 4096))
+    assert [linear.us(m, 4096, 4096) for m in row["knots"]] == row["us"]
+
+
+def test_an_unmeasured_product_lies_between_its_neighbours_and_a_larger_one_grows_like_its_work():
+    linear = load_operator_tables(A100).linear[16]
+    assert linear.us(4096, 4096, 4096) < linear.us(4096, 4608, 4096) < linear.us(4096, 5120, 4096)
+    assert linear.us(4096, 131072, 4096) == pytest.approx(2 * linear.us(4096, 65536, 4096), rel=0.02)
+
+
+def test_as_many_bytes_of_kv_take_as_long_when_only_the_heads_differ():
+    surface = Surface((1.0, 8.0), (Curve((1.0, 1000.0), (5.0, 10.0)), Curve((1.0, 1000.0), (6.0, 40.0))))
+    table = AttentionTable({AttentionHeads(128, 16, 8, 8): surface})
+    assert table.surface(AttentionHeads(128, 16, 16, 16))(4, 1000) == surface(8, 1000)
+    assert table.surface(AttentionHeads(64, 16, 8, 8))(8, 1000) == surface(8, 1000) / 2
+
+
+def test_a_chunk_after_other_tokens_takes_longer_and_the_chunks_of_a_prompt_no_less_than_the_whole():
+    tables = OperatorTableCost(load_model("llama-3.1-8b"), A100).tables
+    chunks = tables.prefill_attention
+    assert chunks(512, 0) < chunks(512, 4096) < chunks(512, 100_000)
+    assert sum(chunks(1024, start) for start in range(0, 8192, 1024)) > 0.8 * chunks(8192, 0)
+    flat = chunked(Surface((1.0,), (Curve((1.0, 1024.0), (7.0, 7.0)),)), lambda length: 7.0)
+    assert flat(16, 0) == 7.0
+
+
+@pytest.mark.parametrize(("model", "devices"), [("llama-3.1-8b", 1), ("qwen3-30b-a3b", 2), ("opt-13b", 4)])
+def test_a_pure_decode_step_follows_its_line_and_larger_batches_and_contexts_do_not_get_cheaper(model, devices):
+    cost = OperatorTableCost(load_model(model), A100, devices)
+    for num_seqs in (1, 3, 40, 300):
+        for context in (num_seqs, 900 * num_seqs, 3000 * num_seqs):
+            line = cost.decode_line(num_seqs, context)
+            assert line.until_context > context
+            assert cost.step_ns(decode(num_seqs, context)) == line.step_ns(context)
+    steps = [cost.step_ns(decode(64, 64 * mean)) for mean in (100, 1000, 2000, 4000, 8000)]
+    assert steps == sorted(steps)
+    prompts = [cost.step_ns(prefill(tokens)) for tokens in (64, 512, 2048, 8192, 20_000)]
+    assert prompts == sorted(prompts)
+
+
+def test_the_products_of_a_layer_hold_all_parameters_that_the_model_counts():
+    for name in ("llama-3.1-70b", "opt-13b", "qwen3-30b-a3b"):
+        model = load_model(name)
+        products = sum(count * n * k for count, n, k in linear_shapes(model, 1))
+        experts = model.num_moe_layers * model.moe.experts * model.expert_parameters if model.moe else 0
+        assert products + experts == model.layer_parameters()
+
+
+def test_tensor_parallel_devices_share_the_work_and_pay_for_the_sums():
+    model = load_model("llama-3.1-70b")
+    two, eight = (OperatorTableCost(model, A100, devices) for devices in (2, 8))
+    assert 1 < two.step_ns(prefill(4096)) / eight.step_ns(prefill(4096)) < 4
+
+
+def test_the_time_of_the_host_is_added_to_every_step():
+    model = load_model("llama-3.1-8b")
+    free, slow = (OperatorTableCost(model, A100, step_overhead_s=seconds) for seconds in (0.0, 0.002))
+    assert slow.step_ns(decode(8, 800)) - free.step_ns(decode(8, 800)) == pytest.approx(2_000_000, abs=2)
+    assert slow.step_ns(prefill(100)) - free.step_ns(prefill(100)) == pytest.approx(2_000_000, abs=2)
+
+
+@pytest.mark.parametrize(
+    ("model", "hardware", "options", "param"),
+    [
+        ("llama-3.1-8b", "rtx-4090", {}, "hardware"),
+        ("deepseek-v3", "a100-80gb", {"tensor_parallel": 8}, "model"),
+        ("llama-3.1-8b", "a100-80gb", {"weight_bits": 8}, "weight_bits"),
+        ("llama-3.1-8b", "a100-80gb", {"kv_bits": 8}, "kv_bits"),
+        ("llama-3.1-8b", "a100-80gb", {"tensor_parallel": 16}, "tensor_parallel"),
+    ],
+)
+def test_what_was_not_measured_is_refused_by_name(model, hardware, options, param):
+    with pytest.raises(ConfigError) as caught:
+        OperatorTableCost(load_model(model), load_hardware(hardware), **options)
+    assert caught.value.param == param
