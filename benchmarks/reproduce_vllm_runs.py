@@ -13,6 +13,10 @@ artifact's profile holds neither collectives nor fused norms nor the host: "eage
 profile as it is; "fused" takes norms, rotary embedding and attention from measurements of vLLM's kernels instead;
 "sync" also adds the measured host time of a synchronous engine, and is what such an engine should take. One more row
 shows what the unrecorded token budget matters: 512 tokens a step, an older default (from 2,048 up nothing changes).
+R8, and R9's disaggregated run (PDD): one prefill and one decode instance on NVLink. TTFT is stamped on the decode side,
+whose first token comes with its own first step. Transfers at the link's speed cannot explain the measured times: in the
+measured system the engines stand still meanwhile, on both sides. How long for each request is the one constant; it is
+found from the TPOT of R8 alone, and R8's TTFT and throughput and the whole of R9's run are predicted with it.
 R10: vLLM 0.19 on an RTX 4090 and an RTX PRO 6000, logs of single requests. Arrivals are the logged ones. The log counts
 from the moment the engine takes a request in, between two steps, so its TTFT and latency lack the wait for the step
 under way when the request arrives; "from arrival" adds the logged gap back.
@@ -35,7 +39,10 @@ from common import report
 
 from diptych.control.config import BudgetConfig, CacheConfig, ReplicaConfig, SchedulerConfig
 from diptych.control.events import FirstToken, StepFinished
+from diptych.control.step import SchedulerOutput
+from diptych.simulation.costs.interface import CostModel, DecodeLine
 from diptych.simulation.costs.layer_tables import load_layer_table
+from diptych.simulation.pools import Pools
 from diptych.simulation.results import SimulationResult, percentile
 from diptych.simulation.run import simulate, simulate_with_log
 from diptych.simulation.scenario import Scenario
@@ -48,6 +55,7 @@ H100_TABLES = {
     "fused": "h100-llama-3.1-70b-tp4",
     "sync": "h100-llama-3.1-70b-tp4-sync",
 }
+TRANSFER_NS = 16_000_000  # what R8 finds, used for R9's disaggregated run
 H100_BLOCKS = 40_000  # not binding: 160 GB of 320 hold the weights, a block takes 5.2 MB
 
 
@@ -149,6 +157,69 @@ def figure_8(folder: Path) -> list[Row]:
     return rows
 
 
+@dataclass(frozen=True)
+class BlockingTransfers:
+    """A cost model in which each handoff also stops the engine for a while: the prefill replica in the step that ends
+    the prompt, the decode replica in the step that takes the request over."""
+
+    cost: CostModel
+    transfer_ns: int
+    name: str = "with blocking transfers"
+
+    def decode_line(self, num_seqs: int, context: int) -> DecodeLine:
+        """See CostModel."""
+        return self.cost.decode_line(num_seqs, context)
+
+    def step_ns(self, output: SchedulerOutput) -> int:
+        """See CostModel."""
+        transfers = len(output.resumed) + sum(chunk.is_last for chunk in output.prefills)
+        return self.cost.step_ns(output) + transfers * self.transfer_ns
+
+
+def disaggregated(workload: Requests, table: str, transfer_ns: int, **changes: Any) -> Scenario:
+    """One prefill and one decode instance on NVLink."""
+    replica = vllm_replica(H100_BLOCKS, 256, 2048, 131072)
+    pools = Pools(num_prefill=1, num_decode=1, kv_bytes_per_token=327_680, link="nvlink4")
+    cost = BlockingTransfers(load_layer_table(table), transfer_ns)
+    return Scenario(replica=replica, cost=cost, workload=workload, pools=pools, **changes)
+
+
+def stamped_on_decode(result: SimulationResult) -> tuple[float, float]:
+    """Mean TTFT and TPOT in milliseconds as a client of the decode instance sees them: its first token is the one of
+    its own first step, so the tokens that it counts are one fewer."""
+    table = result.requests
+    ttft, tpot = [], []
+    for one in table.completed_rows():
+        later = table.output_tokens[one] - 1
+        step_ns = table.decode_ns[one] / max(1, later)
+        ttft.append(table.ttft_ns(one) + table.handoff_ns[one] + step_ns)
+        if later > 1:
+            tpot.append((table.decode_ns[one] - step_ns) / (later - 1))
+    return fmean(ttft) / 1e6, fmean(tpot) / 1e6
+
+
+def figure_8_disaggregated(folder: Path) -> list[Row]:
+    """R8: one prefill and one decode instance; the transfer constant is found from TPOT alone."""
+    evaluation = folder / "llmservingsim/ispass26"
+    lines = tsv(evaluation / "evaluation/figure_8/reference/PDD_latency.tsv")
+    measured = [float(value) for value in next(line[1:] for line in lines if line[0] == "vLLM")]
+    workload = read_workload(evaluation / "dataset/sharegpt_req300_rate10_llama.lens.jsonl.gz", shared=False)
+    tokens = sum(spec.output_tokens for spec in workload)
+    rows = []
+    results = {ms: simulate(disaggregated(workload, H100_TABLES["sync"], ms * 1_000_000)) for ms in range(0, 41, 2)}
+    best = min(results, key=lambda ms: abs(stamped_on_decode(results[ms])[1] - measured[2]))
+    for run, transfer_ms in (("free transfers", 0), (f"{best} ms a transfer, from TPOT", best)):
+        result = results[transfer_ms]
+        ttft, tpot = stamped_on_decode(result)
+        rows += [
+            row(f"R8 PDD {run}", "output tokens/s", measured[0], tokens / (result.duration_ns / 1e9), "10 %"),
+            row(f"R8 PDD {run}", "TTFT mean, decode side (ms)", measured[1], ttft, "10 %"),
+            row(f"R8 PDD {run}", "TPOT mean (ms)", measured[2], tpot, "10 %" if not transfer_ms else "fitted"),
+        ]
+        rows.append({"run": f"R8 PDD {run}", "metric": "TTFT mean, prefill side (ms)", "simulated": mean_ms(result)[0]})
+    return rows
+
+
 def tokens_per_second(scenario: Scenario, seconds: int) -> list[float]:
     """Output tokens in each second of the run; a token counts when its step ends."""
     _, log = simulate_with_log(scenario)
@@ -173,18 +244,21 @@ def figure_5(folder: Path) -> list[Row]:
     evaluation = folder / "llmservingsim/ispass26"
     workload = read_workload(evaluation / "dataset/sharegpt_req300_rate10_llama.lens.jsonl.gz")
     rows = []
-    for shape, num_replicas in (("SD+PC", 1), ("MD", 2)):
+    for shape, num_replicas in (("SD+PC", 1), ("MD", 2), ("PDD", 2)):
         path = evaluation / f"evaluation/figure_5/H100/reference/{shape}_throughput.tsv"
         measured = [float(line[1]) for line in tsv(path)]
         for name, table in H100_TABLES.items():
-            scenario = Scenario(
-                replica=vllm_replica(H100_BLOCKS, 256, 2048, 131072),
-                cost=load_layer_table(table),
-                workload=workload,
-                num_replicas=num_replicas,
-                routing="round_robin",
-                record_events=True,
-            )
+            if shape == "PDD":
+                scenario = disaggregated(workload, table, TRANSFER_NS, record_events=True)
+            else:
+                scenario = Scenario(
+                    replica=vllm_replica(H100_BLOCKS, 256, 2048, 131072),
+                    cost=load_layer_table(table),
+                    workload=workload,
+                    num_replicas=num_replicas,
+                    routing="round_robin",
+                    record_events=True,
+                )
             simulated = tokens_per_second(scenario, len(measured) + 30)
             padded = [*measured, *(0.0 for _ in simulated[len(measured) :])]
             difference = sum(abs(ours - theirs) for ours, theirs in zip(simulated, padded, strict=True))
@@ -267,7 +341,7 @@ def logged_rows(run: str, logged: Sequence[dict[str, Any]], result: SimulationRe
     return rows
 
 
-RUNS = {"R7": figure_8, "R9": figure_5, "R10": single_requests}
+RUNS = {"R7": figure_8, "R8": figure_8_disaggregated, "R9": figure_5, "R10": single_requests}
 
 
 def main() -> None:

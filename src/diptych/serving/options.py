@@ -37,7 +37,7 @@ class MemoryOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a worker needs to load a model and to serve it."""
+    """Everything a worker needs to load a model and to serve it. record: a file for its recording (None: none)."""
 
     model: str = str(BUNDLED_MODEL)
     device: DeviceOptions = DeviceOptions()
@@ -46,6 +46,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     slo: Slo = msgspec.field(default_factory=Slo)
     max_model_len: int | None = None
     warm_up: bool = True
+    record: str | None = None
 
 
 def parse_cores(text: str) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ from diptych.control.request import FinishReason, Request, SamplingParams
 from diptych.control.slo import NS_PER_MS, LatencyBreakdown
 from diptych.control.step import SchedulerOutput, StepResult
 from diptych.serving.options import EngineOptions, parse_cores
+from diptych.serving.recording import close_recording, make_core
 from diptych.serving.wire import (
     Abort,
     Failed,
@@ -274,7 +275,10 @@ def serve(directory: Path, load: Callable[[EngineOptions, Report], tuple[Replica
         socket.close()
         return 1
     socket.send(encode(ready))
-    Worker(core, runner, socket).run()
+    try:
+        Worker(core, runner, socket).run()
+    finally:
+        close_recording(core)
     socket.close()
     return 0
 
@@ -308,7 +312,7 @@ def load_engine(options: EngineOptions, report: Report) -> tuple[ReplicaCore, "M
     )
     runner = load_runner(config, lambda done, total: report("loading weights", done / max(1, total)))
     replica = replica_config(runner, options.scheduler, enable_prefix_cache=memory.prefix_cache, slo=options.slo)
-    core = ReplicaCore(replica)
+    core = make_core(replica, options.record)
     if options.warm_up:
         report("warming up")
         for features, duration_ns in warm_up(runner):

@@ -1,0 +1,260 @@
+"""Calibrate once, then predict what live servers do that the calibration never saw.
+
+    python benchmarks/live_prediction.py [--model DIR] [--calibration FILE] [--seconds 20] [--repeats 2]
+                                         [--json live_prediction.json] [--plot live_prediction.svg]
+
+Without --calibration, ``diptych calibrate`` runs first. Each case is a list of requests (arrival, prompt and answer
+lengths) that is sent to ``diptych serve`` over HTTP, open loop, with fresh random prompts, --repeats times; the
+simulator gets the same list, the calibration, and nothing else. Compared are the percentiles of TTFT and TPOT as the
+HTTP client sees them. "repeat" is how much the live percentiles differ between the repeats: no prediction can be
+better than that. The worker computes on core 0 with one thread, so that the front end and the client, which share the
+machine, have a core that is theirs. "others' cores": what unrelated processes used meanwhile; it should be next to
+nothing.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from client import Stream, percentile, run_stream
+from common import RESULTS, report
+from interference import URL, Server
+from other_load import OtherLoad
+from prediction_plot import plot
+
+from diptych.control.config import shape_preset
+from diptych.control.slo import NS_PER_S, Slo
+from diptych.serving.options import BUNDLED_MODEL
+from diptych.simulation.costs.fitted import Calibration, read_calibration
+from diptych.simulation.run import simulate
+from diptych.simulation.scenario import Scenario
+from diptych.simulation.workload.spec import RequestSpec
+
+SHARES = (50, 90, 99)
+MACHINE = ("--threads", "1", "--cores", "0")
+Lengths = Callable[[random.Random], tuple[int, int]]  # prompt and answer tokens
+Latencies = dict[str, list[float]]  # "ttft" and "tpot" of every request, in seconds
+
+
+@dataclass(frozen=True)
+class Case:
+    """``load``: share of the machine's time that the requests would take one by one (the rate follows from it and
+    from the calibration). burst: requests that come together."""
+
+    name: str
+    shape: str
+    load: float
+    lengths: Lengths
+    burst: int = 1
+    tpot_slo_ms: float | None = None
+
+
+def lognormal(prompt: int, answer: int, sigma: float) -> Lengths:
+    """Lengths with these medians, cut off at 1/8 and 8 times."""
+
+    def draw(rng: random.Random) -> tuple[int, int]:
+        factors = (min(8.0, max(0.125, rng.lognormvariate(0, sigma))) for _ in range(2))
+        one, other = (round(median * factor) for median, factor in zip((prompt, answer), factors, strict=True))
+        return max(4, one), max(2, other)
+
+    return draw
+
+
+def bimodal(rng: random.Random) -> tuple[int, int]:
+    """Four chats for every long document with a short answer."""
+    return (rng.randint(40, 120), rng.randint(60, 180)) if rng.random() < 0.8 else (rng.randint(1200, 2400), 16)
+
+
+CASES = (
+    Case("chat, light", "chunked", 0.5, lognormal(128, 64, 0.6)),
+    Case("chat, busy", "chunked", 1.2, lognormal(128, 64, 0.6)),
+    Case("chat, busy", "unified", 1.2, lognormal(128, 64, 0.6)),
+    Case("bursts of 8", "chunked", 0.8, lognormal(96, 48, 0.3), burst=8),
+    Case("bursts of 12", "unified", 0.8, lognormal(96, 48, 0.3), burst=12),
+    Case("long prompts", "chunked", 0.6, lognormal(1000, 32, 0.4), tpot_slo_ms=40),
+    Case("long prompts", "unified", 0.6, lognormal(1000, 32, 0.4)),
+    Case("chats and documents", "chunked", 0.8, bimodal),
+)
+
+
+def requests_of(case: Case, calibration: Calibration, seconds: float, seed: int) -> tuple[RequestSpec, ...]:
+    """The requests of a case, arrivals as a Poisson process of bursts."""
+    rng = random.Random(seed)
+    longest = calibration.max_model_len
+    sizes = [case.lengths(rng) for _ in range(4000)]
+    alone_s = sum(seconds_alone(calibration, *size) for size in sizes) / len(sizes)
+    rate = case.load / alone_s / case.burst
+    slo = Slo(tpot_ns=round(case.tpot_slo_ms * 1e6)) if case.tpot_slo_ms else None
+    specs: list[RequestSpec] = []
+    now = 0.0
+    while (now := now + rng.expovariate(rate)) < seconds and len(specs) < len(sizes):
+        for prompt, answer in sizes[len(specs) : len(specs) + case.burst]:
+            prompt = min(prompt, longest - answer - 1)
+            arrival_ns = round(now * NS_PER_S)
+            specs.append(RequestSpec(arrival_ns=arrival_ns, prompt_tokens=prompt, output_tokens=answer, slo=slo))
+    return tuple(specs)
+
+
+def seconds_alone(calibration: Calibration, prompt: int, answer: int) -> float:
+    """What a request takes on the idle machine."""
+    cost, points = calibration.cost, calibration.points[0]
+    prefill = cost.features_ns(points.of(0, 0, prompt))
+    return (prefill + (answer - 1) * cost.features_ns(points.of(1, prompt + answer // 2, 0))) / NS_PER_S
+
+
+def predict(case: Case, calibration: Calibration, specs: tuple[RequestSpec, ...]) -> Latencies:
+    """What the simulator says; requests reach the replica after the front end's delay."""
+    front_end = calibration.front_end
+    delays = [front_end.delay_ns(spec.prompt_tokens) for spec in specs]
+    late = sorted(
+        (spec.arrival_ns + delay, number, spec) for number, (spec, delay) in enumerate(zip(specs, delays, strict=True))
+    )
+    workload = tuple(
+        RequestSpec(
+            arrival_ns=arrival_ns, prompt_tokens=spec.prompt_tokens, output_tokens=spec.output_tokens, slo=spec.slo
+        )
+        for arrival_ns, _, spec in late
+    )
+    replica = calibration.replica(shape_preset("unified" if case.shape == "unified" else "chunked"))
+    table = simulate(Scenario(replica=replica, cost=calibration.cost, workload=workload)).requests
+    rows = range(len(table))
+    ttft = [(table.ttft_ns(row) + delays[late[table.number[row]][1]]) / NS_PER_S for row in rows]
+    tpot = [value / NS_PER_S for row in rows if (value := table.tpot_ns(row)) is not None]
+    return {"ttft": ttft, "tpot": tpot}
+
+
+async def measure(specs: tuple[RequestSpec, ...], seed: int, vocab_size: int) -> Latencies:
+    """The same requests against the server that is running."""
+    rng = random.Random(seed)
+    bodies = []
+    for spec in specs:
+        prompt = [rng.randrange(vocab_size // 2, vocab_size) for _ in range(spec.prompt_tokens)]
+        body = {"prompt": prompt, "max_tokens": spec.output_tokens, "temperature": 0, "ignore_eos": True}
+        body |= {"return_token_ids": True, "stream_options": {"include_usage": True}}
+        if spec.slo and spec.slo.tpot_ns:
+            body |= {"tpot_slo_ms": spec.slo.tpot_ns / 1e6}
+        bodies.append(body)
+    streams = [Stream() for _ in specs]
+    start = time.perf_counter() + 0.2
+    tasks = []
+    for spec, body, stream in zip(specs, bodies, streams, strict=True):
+        await asyncio.sleep(max(0.0, start + spec.arrival_ns / NS_PER_S - time.perf_counter()))
+        tasks.append(asyncio.create_task(run_stream(URL, body, stream)))
+    await asyncio.gather(*tasks)
+    for stream, spec in zip(streams, specs, strict=True):
+        if stream.error or not stream.usage or stream.usage["completion_tokens"] != spec.output_tokens:
+            raise RuntimeError(stream.error or f"{stream.usage} instead of {spec.output_tokens} tokens")
+    return {
+        "ttft": [stream.ttft for stream in streams],
+        "tpot": [  # tokens that come together share an event, so events are not counted
+            (one.stamps[-1] - one.stamps[0]) / (spec.output_tokens - 1)
+            for one, spec in zip(streams, specs, strict=True)
+        ],
+    }
+
+
+def compare(case: Case, num_requests: int, live: list[Latencies], predicted: Latencies) -> dict[str, Any]:
+    """One row of the report."""
+    row: dict[str, Any] = {"case": case.name, "shape": case.shape, "requests": num_requests}
+    for metric in ("ttft", "tpot"):
+        pooled = [value for run in live for value in run[metric]]
+        for share in SHARES:
+            measured, expected = percentile(pooled, share), percentile(predicted[metric], share)
+            each = [percentile(run[metric], share) for run in live]
+            row[f"{metric} p{share} ms"] = round(1e3 * measured, 2)
+            row[f"{metric} p{share} error %"] = round(100 * (expected - measured) / measured, 1)
+            row[f"{metric} p{share} repeat %"] = round(100 * (max(each) - min(each)) / measured, 1)
+    return row
+
+
+def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Absolute errors over all cases, per figure."""
+    lines = []
+    for metric in ("ttft", "tpot"):
+        for share in SHARES:
+            key = f"{metric} p{share}"
+            errors = sorted(abs(row[f"{key} error %"]) for row in rows)
+            repeats = sorted(row[f"{key} repeat %"] for row in rows)
+            median = percentile(errors, 50)
+            goal = 5 if share == 50 else 12
+            lines.append(
+                {"figure": key, "median error %": round(median, 1), "worst error %": errors[-1],
+                 "within goal": f"{sum(error <= goal for error in errors)} of {len(errors)} (<= {goal} %)",
+                 "median repeat %": round(percentile(repeats, 50), 1)}
+            )  # fmt: skip
+    return lines
+
+
+def calibrate(model: Path, path: Path, seconds: float) -> None:
+    """Run ``diptych calibrate``."""
+    program = str(Path(sys.executable).parent / "diptych")
+    command = [program, "calibrate", "--model", str(model), "--out", str(path), "--seconds", str(seconds), *MACHINE]
+    subprocess.run(command, check=True)
+
+
+def main() -> None:
+    """Calibrate, run the cases shape by shape, and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=BUNDLED_MODEL)
+    parser.add_argument("--calibration", type=Path)
+    parser.add_argument("--calibration-seconds", type=float, default=120.0)
+    parser.add_argument("--seconds", type=float, default=20.0, help="length of each case")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json")
+    parser.add_argument("--plot")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        path = options.calibration or Path(directory) / "calibration.json"
+        if not options.calibration:
+            calibrate(options.model, path, options.calibration_seconds)
+        calibration = read_calibration(path)
+    vocab_size = json.loads((options.model / "config.json").read_text())["vocab_size"]
+    workloads = [requests_of(case, calibration, options.seconds, options.seed + i) for i, case in enumerate(CASES)]
+    live: list[list[Latencies]] = [[] for _ in CASES]
+    others: dict[Case, list[float]] = {}
+    program = str(Path(sys.executable).parent / "diptych")
+    for number in range(options.repeats):
+        for shape in ("chunked", "unified"):
+            command = [program, "serve", "--model", str(options.model), "--port", URL.rpartition(":")[2]]
+            server = Server([*command, "--shape", shape, *MACHINE])
+            try:
+                warm = requests_of(CASES[0], calibration, 2.0, 99)
+                asyncio.run(measure(warm, 99, vocab_size))
+                for case, specs, runs in zip(CASES, workloads, live, strict=True):
+                    if case.shape == shape:
+                        load = OtherLoad()
+                        runs.append(asyncio.run(measure(specs, 1000 * number + len(specs), vocab_size)))
+                        others.setdefault(case, []).append(load.cores())
+                        text = f"{number + 1}: {case.name}, {shape}: others used {others[case][-1]:.2f} cores"
+                        print(text, file=sys.stderr, flush=True)
+            finally:
+                server.close()
+    predicted = [predict(case, calibration, specs) for case, specs in zip(CASES, workloads, strict=True)]
+    rows = [
+        {**compare(case, len(specs), runs, guess), "others' cores": round(max(others[case]), 2)}
+        for case, specs, runs, guess in zip(CASES, workloads, live, predicted, strict=True)
+    ]
+    name = f"live prediction {options.model.name}"
+    settings = {"calibration": {"cost": calibration.cost.name, "errors": calibration.errors}, "seed": options.seed}
+    totals = summary(rows)
+    report(name, rows, options.json, goals={"p50 error %": 5, "p99 error %": 12}, summary=totals, **settings)
+    report(f"{name}: summary", totals)
+    if options.plot:
+        target = RESULTS / options.plot
+        labels = [f"{case.name} ({case.shape})" for case in CASES]
+        target.write_text(plot(labels, live, predicted))
+        print(f"written to {target}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
