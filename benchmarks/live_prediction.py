@@ -125,7 +125,8 @@ def predict(case: Case, calibration: Calibration, specs: tuple[RequestSpec, ...]
         for arrival_ns, _, spec in late
     )
     replica = calibration.replica(shape_preset("unified" if case.shape == "unified" else "chunked"))
-    table = simulate(Scenario(replica=replica, cost=calibration.cost, workload=workload)).requests
+    scenario = Scenario(replica=replica, cost=calibration.cost, workload=workload, warm_up=calibration.warm_up)
+    table = simulate(scenario).requests
     rows = range(len(table))
     ttft = [(table.ttft_ns(row) + delays[late[table.number[row]][1]]) / NS_PER_S for row in rows]
     tpot = [value / NS_PER_S for row in rows if (value := table.tpot_ns(row)) is not None]

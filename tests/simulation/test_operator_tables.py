@@ -9,6 +9,7 @@ from diptych.simulation.costs.operator_tables import OperatorTableCost, chunked,
 from diptych.simulation.costs.operators import (
     AttentionHeads,
     AttentionTable,
+    LinearTable,
     load_operator_tables,
     operator_data,
     operator_table_names,
@@ -47,6 +48,13 @@ def test_an_unmeasured_product_lies_between_its_neighbours_and_a_larger_one_grow
     linear = load_operator_tables(A100).linear[16]
     assert linear.us(4096, 4096, 4096) < linear.us(4096, 4608, 4096) < linear.us(4096, 5120, 4096)
     assert linear.us(4096, 131072, 4096) == pytest.approx(2 * linear.us(4096, 65536, 4096), rel=0.02)
+
+
+def test_a_hole_in_the_grid_of_products_is_filled_from_its_neighbours():
+    whole = load_operator_tables(A100).linear[16]
+    curves = {pair: curve for pair, curve in whole.curves.items() if pair != (4096, 4096)}
+    holed = LinearTable.of(A100, 16, curves)
+    assert holed.us(4096, 4096, 4096) == pytest.approx(whole.us(4096, 4096, 4096), rel=0.1)
 
 
 def test_as_many_bytes_of_kv_take_as_long_when_only_the_heads_differ():

@@ -29,12 +29,12 @@ def simulate_with_log(scenario: Scenario, progress: Progress | None = None) -> t
         if progress is not None and num_ended % REPORT_EVERY == 0:
             progress(min(1.0, num_ended / total))
 
-    model = warmed_up_model(scenario.replica, scenario.cost)
+    model = warmed_up_model(scenario.replica, scenario.cost, scenario.warm_up)
     worker = WorkerModel(scenario.replica, scenario.cost, model, scenario.fast_forward)
     prefill_worker = None
     if scenario.pools and scenario.pools.prefill:
         config = scenario.pools.prefill
-        learned = warmed_up_model(config, scenario.cost)
+        learned = warmed_up_model(config, scenario.cost, scenario.warm_up)
         prefill_worker = WorkerModel(config, scenario.cost, learned, scenario.fast_forward)
     cluster = Cluster(scenario, worker, on_end if progress else None, prefill_worker)
     collects = gc.isenabled()

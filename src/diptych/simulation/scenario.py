@@ -5,6 +5,7 @@ from typing import Literal
 
 from diptych.control.config import ReplicaConfig
 from diptych.control.errors import ConfigError
+from diptych.control.step import StepFeatures
 from diptych.simulation.costs.interface import CostModel
 from diptych.simulation.faults import MESSAGE_FAULTS, WORKER_FAULTS, Fault
 from diptych.simulation.pools import Pools
@@ -19,7 +20,8 @@ class Scenario:
 
     record_events: keep the whole event log (memory grows with the run). fast_forward: take decode steps in which
     nothing can change all at once; the log is the same either way. pools: prefill and decode on separate replicas
-    (then they say how many there are).
+    (then they say how many there are). warm_up: measured steps that the step-time model begins with, as a live worker's
+    does (empty: the usual ones, at what the cost model says).
     """
 
     replica: ReplicaConfig
@@ -32,6 +34,7 @@ class Scenario:
     record_events: bool = False
     fast_forward: bool = True
     pools: Pools | None = None
+    warm_up: tuple[tuple[StepFeatures, int], ...] = ()
 
     def __post_init__(self) -> None:
         if self.pools is not None:

@@ -260,6 +260,7 @@ def prepare(settings: Settings, *, record_events: bool = False, most_recorded: i
         routing=settings.routing,
         faults=_faults(settings),
         pools=_pools(settings, choice),
+        warm_up=choice.source.warm_up if isinstance(choice.source, Calibration) else (),
         seed=settings.seed,
         record_events=record_events and (most_recorded is None or len(workload) <= most_recorded),
     )

@@ -1,5 +1,7 @@
 """What a worker learns before its first request: the steps that a live worker's warm-up measures, priced."""
 
+from collections.abc import Sequence
+
 from diptych.control.config import ReplicaConfig
 from diptych.control.scheduler.step_time import StepTimeModel
 from diptych.control.step import ScheduledPrefill, SchedulerOutput, StepFeatures, chunk_attention
@@ -11,9 +13,16 @@ BATCHES = (1, 4, 16, 64, 256)
 CONTEXTS = (64, 512, 2048)
 
 
-def warmed_up_model(config: ReplicaConfig, cost: CostModel) -> StepTimeModel:
-    """A step-time model that has seen prefills and decodes of all sizes that the replica can run."""
+def warmed_up_model(
+    config: ReplicaConfig, cost: CostModel, measured: Sequence[tuple[StepFeatures, int]] = ()
+) -> StepTimeModel:
+    """A step-time model that has seen these steps, or else prefills and decodes of all sizes that the replica can
+    run, at what they cost."""
     model = StepTimeModel()
+    for features, duration_ns in measured:
+        model.observe(features, duration_ns)
+    if measured:
+        return model
     capacity = min(config.max_model_len, config.cache.num_blocks * config.cache.block_size)
     longest = config.scheduler.budget.max_batched_tokens
     for start in STARTS:

@@ -119,7 +119,14 @@ class Scheduler:
 
     def _repeats(self, plan: StepPlan) -> int:
         """For how many steps in a row nothing is to be decided unless a message arrives."""
-        others = plan.resumed or plan.prefills or self.prefilling or self.joining or self.swapped or self._kv.pool.has_changes
+        others = (
+            plan.resumed
+            or plan.prefills
+            or self.prefilling
+            or self.joining
+            or self.swapped
+            or self._kv.pool.has_changes
+        )
         if not plan.num_decodes or others or self._config.max_steps_in_flight > 1 or not self._model.is_trusted:
             return 1
         steps = LEARN_EVERY - self.batch.ticks_completed % LEARN_EVERY

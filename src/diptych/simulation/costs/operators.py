@@ -13,11 +13,11 @@ shape take the nearest shape's time, scaled by the rooflines of both.
 import gzip
 import json
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 from diptych.control.errors import ConfigError
@@ -52,15 +52,26 @@ class LinearTable:
         measured = self.curves.get((n, k))
         if measured is not None:
             return measured(m)
-        total = weights = 0.0
-        for n_knot, n_weight in _neighbours(self.ns, n):
-            for k_knot, k_weight in _neighbours(self.ks, k):
-                curve = self.curves.get((n_knot, k_knot))
-                if curve is not None:
-                    total += n_weight * k_weight * curve(m) / self.roofline_us(m, n_knot, k_knot)
-                    weights += n_weight * k_weight
-        ratio = total / weights if weights else 1.0
+        ratio = self._ratio(m, _neighbours(self.ns, n), _neighbours(self.ks, k))
+        if ratio is None:  # a hole in the grid: the nearest along either dimension
+            others_n = _neighbours([knot for knot in self.ns if knot != n], n)
+            others_k = _neighbours([knot for knot in self.ks if knot != k], k)
+            along = [self._ratio(m, others_n, ((k, 1.0),)), self._ratio(m, ((n, 1.0),), others_k)]
+            known = [value for value in along if value is not None]
+            ratio = sum(known) / len(known) if known else 1.0
         return ratio * self.roofline_us(m, n, k)
+
+    def _ratio(
+        self, m: int, n_knots: Iterable[tuple[int, float]], k_knots: Iterable[tuple[int, float]]
+    ) -> float | None:
+        """Weighted mean of measured time over roofline; None when none of these products was measured."""
+        total = weights = 0.0
+        for (n, n_weight), (k, k_weight) in product(n_knots, k_knots):
+            curve = self.curves.get((n, k))
+            if curve is not None:
+                total += n_weight * k_weight * curve(m) / self.roofline_us(m, n, k)
+                weights += n_weight * k_weight
+        return total / weights if weights else None
 
     def roofline_us(self, m: int, n: int, k: int) -> float:
         """max(FLOP, bytes) + launch, with the shares of the hardware entry."""
