@@ -1,0 +1,142 @@
+"""Which replica holds which blocks: an exact index from the replicas' own events, and predictions for what is coming.
+
+One dictionary from block hash to a bit mask of replicas: a lookup walks the prompt once, however many replicas there
+are. Owns sequence numbers and gaps: a replica whose events do not follow each other is known to be unknown until a snapshot
+comes. Must never guess silently: predicted entries are kept apart and expire.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+
+class PrefixIndex:
+    """Replicas 0 .. num_replicas - 1. Memory: one dictionary entry per distinct block."""
+
+    def __init__(self, num_replicas: int) -> None:
+        self.num_replicas = num_replicas
+        self._masks: dict[bytes, int] = {}
+        self._blocks: list[set[bytes]] = [set() for _ in range(num_replicas)]  # what each replica has said it holds
+        self._sequence = [0] * num_replicas  # of the last event heard
+        self._has_gap = [False] * num_replicas
+        self._predicted: dict[bytes, dict[int, int]] = {}  # hash -> replica -> until when it is believed
+        self._expiry: deque[tuple[int, int, tuple[bytes, ...]]] = deque()  # (until, replica, hashes), oldest first
+
+    def has_gap(self, replica: int) -> bool:
+        """Whether events of this replica were missed: ask it for a snapshot."""
+        return self._has_gap[replica]
+
+    def num_blocks(self, replica: int) -> int:
+        """Blocks that the replica is known to hold."""
+        return len(self._blocks[replica])
+
+    def on_events(
+        self, replica: int, sequence: int, stored: Iterable[bytes] = (), evicted: Iterable[bytes] = ()
+    ) -> bool:
+        """One publication of a replica, numbered from 1. Evictions count before what is stored, as they happen.
+
+        Returns False when publications are missing in between: the index then says nothing of this replica until
+        ``on_snapshot``. A publication that was heard before is ignored.
+        """
+        if sequence <= self._sequence[replica]:
+            return not self._has_gap[replica]
+        if self._has_gap[replica] or sequence != self._sequence[replica] + 1:
+            self._forget_blocks(replica)
+            self._has_gap[replica] = True
+            return False
+        self._sequence[replica] = sequence
+        for block_hash in evicted:
+            self._discard(replica, block_hash)
+        for block_hash in stored:
+            self._add(replica, block_hash)
+        return True
+
+    def on_snapshot(self, replica: int, sequence: int, hashes: Iterable[bytes]) -> None:
+        """All that the replica holds, as of its publication ``sequence``. An older one than was heard is ignored."""
+        if sequence < self._sequence[replica]:
+            return
+        self._forget_blocks(replica)
+        self._sequence[replica] = sequence
+        self._has_gap[replica] = False
+        for block_hash in hashes:
+            self._add(replica, block_hash)
+
+    def predict(self, replica: int, hashes: Sequence[bytes], until_ns: int) -> None:
+        """A prompt was just sent there: its blocks will soon be. Believed until they are confirmed, or ``until_ns``.
+
+        Calls must come with times that do not decrease.
+        """
+        for block_hash in hashes:
+            believed = self._predicted.setdefault(block_hash, {})
+            believed[replica] = max(until_ns, believed.get(replica, 0))
+        self._expiry.append((until_ns, replica, tuple(hashes)))
+
+    def matches(self, hashes: Sequence[bytes], now: int) -> list[int]:
+        """For each replica, how many leading blocks of the prompt it holds or is about to hold."""
+        self._expire(now)
+        lengths = [0] * self.num_replicas
+        mask = (1 << self.num_replicas) - 1
+        for index, block_hash in enumerate(hashes):
+            held = self._masks.get(block_hash, 0)
+            for replica in self._predicted.get(block_hash, ()):
+                held |= 1 << replica
+            lost = mask & ~held
+            mask &= held
+            while lost:
+                low = lost & -lost
+                lengths[low.bit_length() - 1] = index
+                lost ^= low
+            if not mask:
+                return lengths
+        while mask:
+            low = mask & -mask
+            lengths[low.bit_length() - 1] = len(hashes)
+            mask ^= low
+        return lengths
+
+    def remove(self, replica: int) -> None:
+        """The replica is gone, and a later one of this number starts empty, with publication 1."""
+        self._forget_blocks(replica)
+        self._sequence[replica] = 0
+        self._has_gap[replica] = False
+        for block_hash in [one for one, believed in self._predicted.items() if replica in believed]:
+            self._unpredict(block_hash, replica)
+
+    def check(self) -> None:
+        """Assert that the masks are the union of what each replica holds (for tests)."""
+        union: dict[bytes, int] = {}
+        for replica, blocks in enumerate(self._blocks):
+            for block_hash in blocks:
+                union[block_hash] = union.get(block_hash, 0) | 1 << replica
+        assert union == self._masks
+
+    def _add(self, replica: int, block_hash: bytes) -> None:
+        self._blocks[replica].add(block_hash)
+        self._masks[block_hash] = self._masks.get(block_hash, 0) | 1 << replica
+        self._unpredict(block_hash, replica)
+
+    def _discard(self, replica: int, block_hash: bytes) -> None:
+        if block_hash not in self._blocks[replica]:
+            return
+        self._blocks[replica].discard(block_hash)
+        mask = self._masks[block_hash] & ~(1 << replica)
+        if mask:
+            self._masks[block_hash] = mask
+        else:
+            del self._masks[block_hash]
+
+    def _forget_blocks(self, replica: int) -> None:
+        for block_hash in list(self._blocks[replica]):
+            self._discard(replica, block_hash)
+
+    def _unpredict(self, block_hash: bytes, replica: int) -> None:
+        believed = self._predicted.get(block_hash)
+        if believed is not None and believed.pop(replica, None) is not None and not believed:
+            del self._predicted[block_hash]
+
+    def _expire(self, now: int) -> None:
+        expiry = self._expiry
+        while expiry and expiry[0][0] <= now:
+            until_ns, replica, hashes = expiry.popleft()
+            for block_hash in hashes:
+                if self._predicted.get(block_hash, {}).get(replica, until_ns + 1) <= until_ns:
+                    self._unpredict(block_hash, replica)
