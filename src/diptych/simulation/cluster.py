@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from diptych.control.events import Event, RequestFinished
+from diptych.control.events import Event, HandoffReleased, RequestFinished
 from diptych.control.request import FinishReason, Request
 from diptych.control.router.picker import Picker
-from diptych.control.slo import NS_PER_MS, LatencyBreakdown
+from diptych.control.slo import NS_PER_MS, LatencyBreakdown, Slo
 from diptych.control.step import SchedulerOutput
 from diptych.simulation.collector import Collector
 from diptych.simulation.environment import MESSAGE, Environment
@@ -198,7 +198,8 @@ class Cluster:
         if self.driver is not None:
             self._end(request_id, self._lost(request_id, sent, "", FinishReason.ABORT))
             for index in (sent.prefill, sent.replica):
-                self.replicas[index].abort(request_id)
+                if index >= 0:
+                    self.replicas[index].abort(request_id)
         elif self._wires is None:
             replica.abort(request_id)
         else:  # the front end ends it at once; the worker hears of it when it can
@@ -218,6 +219,9 @@ class Cluster:
                     self._end(event.request_id, event)
                 else:
                     self._wires[replica].send(partial(self._end, event.request_id, event))
+            elif type(event) is HandoffReleased and event.request_id in self._sent:
+                self._prefill_picker.ended(replica)
+                self._sent[event.request_id].prefill = -1
 
     def _end(self, request_id: str, event: RequestFinished) -> None:
         """The front end hears of the end of a request (of an end that it has heard of before, nothing comes)."""
@@ -245,7 +249,7 @@ class Cluster:
         """The terminal event of a request that no worker will end."""
         now, spec = self.environment.now, sent.spec
         latency = LatencyBreakdown(now - spec.arrival_ns, 0, 0, 0)
-        has_objective = spec.slo is not None or self._scenario.replica.slo != type(self._scenario.replica.slo)()
+        has_objective = spec.slo is not None or self._scenario.replica.slo != Slo()
         event = RequestFinished(
             now, request_id, reason, spec.prompt_tokens, 0, 0, latency, False if has_objective else None, message
         )

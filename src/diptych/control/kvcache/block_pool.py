@@ -4,10 +4,18 @@ A block is in exactly one state: in use (references > 0), cached (no reference, 
 free. "Recently used" is the order of releases, never a clock.
 """
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 from diptych.control.kvcache.prefix_cache import PrefixCache
+
+
+@lru_cache(maxsize=4)
+def _block_ids(num_blocks: int) -> tuple[int, ...]:
+    """The same number objects for every pool of a size: a simulated fleet has hundreds of them."""
+    return tuple(range(num_blocks))
 
 
 class BlockPool:
@@ -17,8 +25,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.prefix_cache = PrefixCache()
         self._enable_prefix_cache = enable_prefix_cache
-        self._references = [0] * num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))  # a stack; low ids first
+        self._references = array("i", bytes(4 * num_blocks))
+        self._free = list(reversed(_block_ids(num_blocks)))  # a stack; low ids first
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._stored: list[bytes] = []
         self._evicted: list[bytes] = []
@@ -58,6 +66,14 @@ class BlockPool:
             self._references[block_id] = 1
         return blocks
 
+    def take_one(self) -> int | None:
+        """One private block; None when there is none. Evicts like ``allocate``."""
+        if self._free:
+            block_id = self._free.pop()
+            self._references[block_id] = 1
+            return block_id
+        return self.allocate(1)[0] if self._cached else None
+
     def share(self, blocks: Iterable[int]) -> None:
         """One more holder for each of these cached or used blocks."""
         for block_id in blocks:
@@ -72,6 +88,12 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """Give up one reference to each block. The tail is released first, so that prefixes stay longest."""
         references, holds, free = self._references, self.prefix_cache.holds, self._free
+        if not len(self.prefix_cache):  # nothing is shared, nothing stays findable
+            for block_id in blocks:
+                assert references[block_id] == 1, f"block {block_id} released more often than held"
+                references[block_id] = 0
+            free.extend(reversed(blocks))
+            return
         for block_id in reversed(blocks):
             count = references[block_id] - 1
             assert count >= 0, f"block {block_id} released more often than held"

@@ -99,10 +99,9 @@ class KVCacheManager:
 
     def grow(self, request: Request) -> int | None:
         """One more block for a decode; None when there is none."""
-        if self.pool.num_available == 0:
-            return None
-        (block_id,) = self.pool.allocate(1)
-        request.block_ids.append(block_id)
+        block_id = self.pool.take_one()
+        if block_id is not None:
+            request.block_ids.append(block_id)
         return block_id
 
     def remember_computed(self, request: Request, num_computed_tokens: int) -> None:

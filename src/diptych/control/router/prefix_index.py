@@ -1,8 +1,8 @@
 """Which replica holds which blocks: an exact index from the replicas' own events, and predictions for what is coming.
 
 One dictionary from block hash to a bit mask of replicas: a lookup walks the prompt once, however many replicas there
-are. Owns sequence numbers and gaps: a replica whose events do not follow each other is known to be unknown until a snapshot
-comes. Must never guess silently: predicted entries are kept apart and expire.
+are. Owns sequence numbers and gaps: a replica whose events do not follow each other is known to be unknown until a
+snapshot comes. Must never guess silently: predicted entries are kept apart and expire.
 """
 
 from collections import deque

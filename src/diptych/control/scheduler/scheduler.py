@@ -192,6 +192,8 @@ class Scheduler:
         plan.decode_context = self.batch.context
 
     def _resume_swapped(self, plan: StepPlan) -> None:
+        if not self.swapped:
+            return
         for request in sorted(self.swapped.values(), key=lambda swapped: swapped.order_key):
             if request.request_id in plan.paused or self.num_running >= self._config.scheduler.max_num_seqs:
                 continue

@@ -8,7 +8,6 @@ is known of prefill. Pure Python: one prediction is five multiplications, one fi
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from diptych.control.step import StepFeatures, chunk_attention
 
@@ -26,22 +25,35 @@ PRIOR_NS = (5e6, 5e4, 1.0, 2e5, 50.0)
 Vector = list[float]
 
 
-@dataclass(slots=True)
 class _Statistics:
-    """X'WX and X'Wy of one kind of step, forgotten exponentially."""
+    """X'WX and X'Wy of one kind of step, forgotten exponentially: the upper triangle of the one, row by row, then the
+    other."""
 
-    gram: list[Vector]
-    moment: Vector
+    __slots__ = ("_sums",)
 
-    @classmethod
-    def empty(cls) -> "_Statistics":
-        return cls([[0.0] * NUM_TERMS for _ in range(NUM_TERMS)], [0.0] * NUM_TERMS)
+    def __init__(self) -> None:
+        self._sums: Vector = [0.0] * (NUM_TERMS * (NUM_TERMS + 1) // 2 + NUM_TERMS)
 
-    def add(self, row: Sequence[float]) -> None:
-        """One step: ``row`` is its terms divided by its duration, so that the target is 1."""
-        for i, value in enumerate(row):
-            self.gram[i] = [FORGET * old + value * other for old, other in zip(self.gram[i], row, strict=True)]
-        self.moment = [FORGET * old + value for old, value in zip(self.moment, row, strict=True)]
+    def add(self, a: float, b: float, c: float, d: float, e: float) -> None:
+        """One step: its terms divided by its duration, so that the target is 1."""
+        products = (
+            a * a, a * b, a * c, a * d, a * e, b * b, b * c, b * d, b * e, c * c, c * d, c * e, d * d, d * e, e * e,
+            a, b, c, d, e,
+        )  # fmt: skip
+        self._sums = [FORGET * old + new for old, new in zip(self._sums, products, strict=True)]
+
+    def gram(self) -> list[Vector]:
+        """X'WX as a full matrix."""
+        triangle = iter(self._sums)
+        matrix = [[0.0] * NUM_TERMS for _ in range(NUM_TERMS)]
+        for i in range(NUM_TERMS):
+            for j in range(i, NUM_TERMS):
+                matrix[i][j] = matrix[j][i] = next(triangle)
+        return matrix
+
+    def moment(self) -> Vector:
+        """X'Wy."""
+        return self._sums[-NUM_TERMS:]
 
 
 class StepTimeModel:
@@ -52,7 +64,7 @@ class StepTimeModel:
         self.num_observed = 0
         self.relative_error = 0.0  # recent mean of |predicted - measured| / measured
         self.spread = 1.0  # high recent quantile of measured / predicted, at least 1
-        self._kinds = (_Statistics.empty(), _Statistics.empty())
+        self._kinds = (_Statistics(), _Statistics())
         self._outliers = 0
 
     @property
@@ -104,14 +116,13 @@ class StepTimeModel:
             self.relative_error += 0.05 * (abs(1 / ratio - 1) - self.relative_error)
             # a quantile tracker: rises by 9 when above for every 1 it falls, so that it settles at the 90th percentile
             self.spread = min(1.5, max(1.0, self.spread + (0.018 if ratio > self.spread else -0.002)))
-        row = [
+        self._kinds[1 if features.prefill_tokens else 0].add(
             1.0 / duration_ns,
             features.prefill_tokens / duration_ns,
             features.prefill_attention / duration_ns,
             features.decode_seqs / duration_ns,
             features.decode_context / duration_ns,
-        ]
-        self._kinds[1 if features.prefill_tokens else 0].add(row)
+        )
         self.num_observed += 1
         every = REFIT_EVERY if self.num_observed < 32 * REFIT_EVERY else 4 * REFIT_EVERY
         if self.num_observed % every == 0 or self.num_observed < REFIT_EVERY:
@@ -120,8 +131,8 @@ class StepTimeModel:
     def _refit(self) -> None:
         decode, prefill = self._kinds
         # each term is scaled to unit diagonal, and a little of the present belief keeps unseen terms where they are
-        gram = [[a + b for a, b in zip(p, q, strict=True)] for p, q in zip(decode.gram, prefill.gram, strict=True)]
-        moment = [a + b for a, b in zip(decode.moment, prefill.moment, strict=True)]
+        gram = [[a + b for a, b in zip(p, q, strict=True)] for p, q in zip(decode.gram(), prefill.gram(), strict=True)]
+        moment = [a + b for a, b in zip(decode.moment(), prefill.moment(), strict=True)]
         scale = [gram[i][i] ** 0.5 if gram[i][i] > 0 else 0.0 for i in range(NUM_TERMS)]
         terms = [i for i in range(NUM_TERMS) if scale[i] > 0]
         belief = [self.coefficients[i] * scale[i] for i in terms]
