@@ -2,8 +2,8 @@
 
     python benchmarks/router.py [--json router.json]
 
-decision: 64 replicas whose caches hold 100,000 blocks in all, prompts of 256 blocks of which a random part is known; the
-time of Router.route with everything that it does (match, cost, pick, remember), and of taking in an event of 16 blocks.
+decision: 64 replicas whose caches hold 100,000 blocks in all, prompts of 256 blocks of which a random part is known:
+the time of Router.route with all that it does (match, cost, pick, remember), and of taking in an event of 16 blocks.
 trace: Mooncake's conversation trace on 8 replicas (Llama-3.1-70B on four H100 each), least-loaded against kv_aware:
 prompt tokens found in the cache, TTFT, and how wrong the router's picture of the caches was.
 """

@@ -77,7 +77,7 @@ def simulate(
     prefill: Annotated[Whole, _option("Replicas that only prefill (with --decode).", FLEET)] = None,
     decode: Annotated[Whole, _option("Replicas that decode what those hand over.", FLEET)] = None,
     link: Annotated[Text, _option("Between them: ib400, eth100, nvlink4, ...", FLEET)] = None,
-    routing: Annotated[Text, _option("round_robin, least_loaded or power_of_two.", FLEET)] = None,
+    routing: Annotated[Text, _option("kv_aware, least_loaded, power_of_two or round_robin.", FLEET)] = None,
     max_model_len: Annotated[Whole, _option("Context length. Default: the model's own.", FLEET)] = None,
     rate: Annotated[Number, _option("Requests per second.", WORKLOAD)] = None,
     num_requests: Annotated[Whole, _option("Requests in all.", WORKLOAD)] = None,

@@ -109,7 +109,7 @@ def random_scenario(seed: int, *, fast_forward: bool = True, with_faults: bool =
         cost=LinearCost(5e6, 3e4, rng.choice([0.0, 40.0]), 1e5, rng.choice([0.0, 20.0, 333.3])),
         workload=specs,  # type: ignore[arg-type]  # a list iterates and has a length
         num_replicas=num_replicas,
-        routing=rng.choice(["round_robin", "least_loaded", "power_of_two"]),
+        routing=rng.choice(["round_robin", "least_loaded", "power_of_two", "kv_aware"]),
         faults=faults,
         seed=seed,
         record_events=True,
@@ -142,7 +142,7 @@ def check_laws(scenario: Scenario, cluster: Cluster) -> None:
         assert usage.busy_prefill_ns + usage.busy_decode_ns + usage.busy_mixed_ns <= cluster.environment.now
     assert cluster.log is not None
     check_log(cluster.log, scenario)
-    assert not cluster._picker.outstanding or set(cluster._picker.outstanding) == {0}
+    assert set(cluster._decode.picker.outstanding) == {0}
 
 
 def check_row(table: RequestTable, row: int, spec: RequestSpec, scenario: Scenario) -> None:

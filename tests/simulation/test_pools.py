@@ -152,7 +152,7 @@ def check_pools(scenario: Scenario, cluster: Cluster) -> None:
     assert cluster.driver is not None
     assert len(cluster.driver.handoffs) == 0
     assert not cluster.driver._transfers
-    assert set(cluster._picker.outstanding) | set(cluster._prefill_picker.outstanding) == {0}
+    assert set(cluster._decode.picker.outstanding) | set(cluster._prefill.picker.outstanding) == {0}
     assert not cluster.collector._handoffs
 
 

@@ -87,6 +87,26 @@ def test_the_work_of_a_simulation_grows_with_decisions_not_with_tokens() -> None
     assert long.num_events < 4 * short.num_events
 
 
+def test_a_router_that_knows_the_caches_finds_more_in_them() -> None:
+    """Seven conversations whose turns come in turn, on four replicas."""
+    specs = []
+    for number in range(140):
+        session, turn = number % 7, number // 7
+        tokens = 200 * (turn + 1)
+        ids = tuple(1000 * session + index for index in range(tokens // 20))
+        spec = RequestSpec(
+            arrival_ns=number * NS_PER_S // 4, prompt_tokens=tokens, output_tokens=5, hash_ids=ids, hash_block_tokens=20
+        )
+        specs.append(spec)
+    cached = {}
+    for routing in ("round_robin", "least_loaded", "kv_aware"):
+        result = simulate(one_replica(workload=specs, num_replicas=4, routing=routing))
+        cached[routing] = sum(result.requests.cached_tokens)
+    assert cached["kv_aware"] > 1.2 * max(cached["round_robin"], cached["least_loaded"])
+    assert result.hit_error is not None
+    assert result.hit_error < 0.05
+
+
 def test_steps_can_be_expanded_because_their_sum_is_exact() -> None:
     scenario = one_replica(record_events=True)
     _, log = simulate_with_log(scenario)

@@ -21,6 +21,7 @@ from diptych.control.events import (
 )
 from diptych.control.kvcache.manager import KVCacheManager
 from diptych.control.request import FinishReason, Request
+from diptych.control.router.load import LoadReport
 from diptych.control.scheduler.scheduler import Scheduler
 from diptych.control.scheduler.step_time import StepTimeModel
 from diptych.control.slo import Slo, breakdown_from_times
@@ -224,6 +225,18 @@ class ReplicaCore:
             num_preemptions=scheduler.preemption.num_preemptions,
             step_time_error=self.model.relative_error,
             step_time_coefficients=self.model.coefficients,
+        )
+
+    def load(self, now: int) -> LoadReport:
+        """What a router needs to know."""
+        pool, model = self.kv.pool, self.model
+        return LoadReport(
+            time_ns=now,
+            backlog_ns=self.scheduler.backlog_ns(),
+            num_blocks=pool.num_blocks,
+            used_blocks=pool.num_used,
+            token_ns=model.coefficients[1],
+            pair_ns=model.coefficients[2],
         )
 
     def _enter(self, request: Request, now: int) -> list[Event]:

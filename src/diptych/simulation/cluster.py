@@ -11,10 +11,10 @@ from functools import partial
 
 from diptych.control.events import Event, HandoffReleased, RequestFinished
 from diptych.control.request import FinishReason, Request
-from diptych.control.router.picker import Picker
 from diptych.control.slo import NS_PER_MS, LatencyBreakdown, Slo
 from diptych.control.step import SchedulerOutput
 from diptych.simulation.collector import Collector
+from diptych.simulation.dispatch import Dispatch
 from diptych.simulation.environment import MESSAGE, Environment
 from diptych.simulation.event_log import EventLog
 from diptych.simulation.executor import make_request
@@ -86,8 +86,8 @@ class Cluster:
         self._scenario = scenario
         self._first_decode = scenario.pools.num_prefill if scenario.pools else 0
         self._block_size = scenario.replica.cache.block_size
-        self._picker = self._make_picker(self._first_decode, scenario.num_replicas)
-        self._prefill_picker = self._make_picker(0, self._first_decode)
+        self._decode = Dispatch(scenario, self._first_decode, scenario.num_replicas)
+        self._prefill = Dispatch(scenario, 0, self._first_decode)
         self._progress = progress
         self._sent: dict[str, _Sent] = {}
         self._num_arrived = 0
@@ -104,6 +104,11 @@ class Cluster:
                 scenario.pools, self._block_size, self.environment, self.replicas, self._make_request
             )
 
+    @property
+    def hit_error(self) -> float | None:
+        """How wrong the picture of the caches was, of the pool that prefills."""
+        return (self._prefill if self.driver else self._decode).hit_error
+
     def run(self) -> None:
         """From the first arrival until nothing is left to happen."""
         for fault in self._scenario.faults:
@@ -117,14 +122,6 @@ class Cluster:
             self._await_next(iter(workload))
         self.environment.run()
         assert not self._sent, f"{len(self._sent)} requests never ended"
-
-    def _make_picker(self, first: int, end: int) -> Picker:
-        """Of the replicas first .. end - 1; the others are never up."""
-        picker = Picker(self._scenario.routing, self._scenario.num_replicas, self._scenario.seed)
-        for replica in range(self._scenario.num_replicas):
-            if not first <= replica < end:
-                picker.set_up(replica, False)
-        return picker
 
     def _make_request(self, request_id: str) -> tuple[Request, RequestSpec]:
         spec = self._sent[request_id].spec
@@ -153,7 +150,8 @@ class Cluster:
         number = self._num_arrived
         self._num_arrived += 1
         request_id = str(number)
-        replica = self._picker.pick()
+        request = make_request(request_id, spec, self._block_size)
+        replica = self._decode.choose(request, self._scenario.replica, self.environment.now)
         sent = _Sent(number, spec, -1 if replica is None else replica, client)
         self._sent[request_id] = sent
         if replica is None:
@@ -162,22 +160,23 @@ class Cluster:
         if spec.abort_after_ns is not None:
             self.environment.at(self.environment.now + spec.abort_after_ns, MESSAGE, partial(self._hang_up, request_id))
         if self.driver is not None:
-            self._submit_to_pools(request_id, sent)
+            self._submit_to_pools(request, sent)
         elif self._wires is None:
-            self.replicas[replica].submit(make_request(request_id, spec, self._block_size), spec)
+            self.replicas[replica].submit(request, spec)
         else:
             self._wires[replica].send(partial(self._deliver, request_id))
 
-    def _submit_to_pools(self, request_id: str, sent: _Sent) -> None:
+    def _submit_to_pools(self, request: Request, sent: _Sent) -> None:
         """Prefill here, decode there; an answer of one token needs no second replica."""
         assert self.driver is not None
-        prefill = self._prefill_picker.pick()
+        request_id = request.request_id
+        prefill = self._prefill.choose(request, self._scenario.replica, self.environment.now)
         if prefill is None:
             self._end(request_id, self._lost(request_id, sent, "no prefill worker is up"))
             return
         sent.prefill = prefill
         if (sent.spec.max_tokens or sent.spec.output_tokens) == 1:
-            self.replicas[prefill].submit(make_request(request_id, sent.spec, self._block_size), sent.spec)
+            self.replicas[prefill].submit(request, sent.spec)
             return
         self.collector.expect_handoff(request_id)
         self.driver.begin(request_id, sent.spec.prompt_tokens, prefill, sent.replica)
@@ -211,6 +210,9 @@ class Cluster:
         if self.log is not None:
             self.log.extend(replica, events)
         self.collector.take(replica, events, output, self.replicas[replica].usage)
+        self._pool_of(replica).on_events(
+            self.replicas[replica], events, self.environment.now, is_step_end=output is not None
+        )
         if self.driver is not None:
             self.driver.on_events(events)
         for event in events:
@@ -220,7 +222,7 @@ class Cluster:
                 else:
                     self._wires[replica].send(partial(self._end, event.request_id, event))
             elif type(event) is HandoffReleased and event.request_id in self._sent:
-                self._prefill_picker.ended(replica)
+                self._prefill.ended(event.request_id, replica)
                 self._sent[event.request_id].prefill = -1
 
     def _end(self, request_id: str, event: RequestFinished) -> None:
@@ -229,9 +231,9 @@ class Cluster:
         if sent is None:
             return
         if sent.replica >= 0:
-            self._picker.ended(sent.replica)
+            self._decode.ended(request_id, sent.replica)
         if sent.prefill >= 0:
-            self._prefill_picker.ended(sent.prefill)
+            self._prefill.ended(request_id, sent.prefill)
         if self.driver is not None:
             self.driver.drop(request_id)
         self.last_end_ns = self.environment.now
@@ -262,7 +264,7 @@ class Cluster:
         replica, environment = self.replicas[fault.replica], self.environment
         end_ns = environment.now + fault.duration_ns
         if fault.kind == "crash":
-            self._picker_of(fault.replica).set_up(fault.replica, False)
+            self._pool_of(fault.replica).set_up(fault.replica, False)
             replica.crash(end_ns)
             for request_id, sent in list(self._sent.items()):
                 if sent.replica == fault.replica or self._is_prefilling(request_id, sent, fault.replica):
@@ -277,10 +279,10 @@ class Cluster:
 
     def _recover(self, replica: int) -> None:
         if not self.replicas[replica].is_down:  # else it crashed again in the meantime
-            self._picker_of(replica).set_up(replica, True)
+            self._pool_of(replica).set_up(replica, True)
 
-    def _picker_of(self, replica: int) -> Picker:
-        return self._prefill_picker if replica < self._first_decode else self._picker
+    def _pool_of(self, replica: int) -> Dispatch:
+        return self._prefill if replica < self._first_decode else self._decode
 
     def _is_prefilling(self, request_id: str, sent: _Sent, replica: int) -> bool:
         """Whether the request still needs this prefill replica."""

@@ -121,6 +121,7 @@ class SimulationResult:
     duration_ns: int  # from 0 to the last event
     num_events: int = 0  # events handled by the environment
     wall_s: float = 0.0  # what the simulation itself took
+    hit_error: float | None = None  # of routing kv_aware: |predicted - actual| cached share of the prompt tokens
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:

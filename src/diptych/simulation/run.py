@@ -49,6 +49,7 @@ def simulate_with_log(scenario: Scenario, progress: Progress | None = None) -> t
         gaps=cluster.collector.gaps,
         replicas=[replica.usage for replica in cluster.replicas],
         duration_ns=cluster.last_end_ns,
+        hit_error=cluster.hit_error,
         num_events=cluster.environment.num_events,
         wall_s=time.perf_counter() - begun,
     )

@@ -11,7 +11,7 @@ from diptych.simulation.faults import MESSAGE_FAULTS, WORKER_FAULTS, Fault
 from diptych.simulation.pools import Pools
 from diptych.simulation.workload.spec import ClosedLoop, Workload
 
-RoutingName = Literal["round_robin", "least_loaded", "power_of_two"]
+RoutingName = Literal["kv_aware", "round_robin", "least_loaded", "power_of_two"]
 
 
 @dataclass(frozen=True, kw_only=True)

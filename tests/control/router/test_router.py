@@ -5,9 +5,10 @@ import random
 import pytest
 
 from diptych.control.errors import ConfigError
+from diptych.control.router.load import LoadReport
 from diptych.control.router.picker import PICKERS, Picker
-from diptych.control.router.prefix_index import PrefixIndex
-from diptych.control.router.router import LoadReport, Router, RouterConfig
+from diptych.control.router.prefix_index import PERIOD_NS, PrefixIndex
+from diptych.control.router.router import Router, RouterConfig
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 
 
@@ -46,10 +47,13 @@ def test_what_was_heard_twice_counts_once() -> None:
 
 def test_a_dispatched_prompt_counts_until_it_is_confirmed_or_expires() -> None:
     index = PrefixIndex(2)
-    index.predict(1, blocks(1, 2), until_ns=100)
-    assert index.matches(blocks(1, 2), now=99) == [0, 2]
+    index.predict(1, blocks(1, 2), now=0)
+    assert index.matches(blocks(1, 2), now=PERIOD_NS) == [0, 2]
     index.on_events(1, 1, stored=blocks(1))
-    assert index.matches(blocks(1, 2), now=100) == [0, 1]
+    assert index.matches(blocks(1, 2), now=2 * PERIOD_NS) == [0, 1]
+    index.predict(1, blocks(1, 2), now=2 * PERIOD_NS)
+    index.on_events(1, 2, evicted=blocks(1))
+    assert index.matches(blocks(1, 2), now=2 * PERIOD_NS) == [0, 0]
 
 
 @pytest.mark.parametrize("seed", range(20))

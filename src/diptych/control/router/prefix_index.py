@@ -2,11 +2,14 @@
 
 One dictionary from block hash to a bit mask of replicas: a lookup walks the prompt once, however many replicas there
 are. Owns sequence numbers and gaps: a replica whose events do not follow each other is known to be unknown until a
-snapshot comes. Must never guess silently: predicted entries are kept apart and expire.
+snapshot comes. Must never guess silently: predicted entries are kept apart, and are believed for one to two periods.
 """
 
-from collections import deque
 from collections.abc import Iterable, Sequence
+
+from diptych.control.slo import NS_PER_S
+
+PERIOD_NS = 15 * NS_PER_S  # a prediction is believed for one to two of these
 
 
 class PrefixIndex:
@@ -18,8 +21,8 @@ class PrefixIndex:
         self._blocks: list[set[bytes]] = [set() for _ in range(num_replicas)]  # what each replica has said it holds
         self._sequence = [0] * num_replicas  # of the last event heard
         self._has_gap = [False] * num_replicas
-        self._predicted: dict[bytes, dict[int, int]] = {}  # hash -> replica -> until when it is believed
-        self._expiry: deque[tuple[int, int, tuple[bytes, ...]]] = deque()  # (until, replica, hashes), oldest first
+        self._believed: tuple[dict[bytes, int], dict[bytes, int]] = ({}, {})  # masks of this period, of the one before
+        self._period_end_ns = 0
 
     def has_gap(self, replica: int) -> bool:
         """Whether events of this replica were missed: ask it for a snapshot."""
@@ -60,28 +63,26 @@ class PrefixIndex:
         for block_hash in hashes:
             self._add(replica, block_hash)
 
-    def predict(self, replica: int, hashes: Sequence[bytes], until_ns: int) -> None:
-        """A prompt was just sent there: its blocks will soon be. Believed until they are confirmed, or ``until_ns``.
-
-        Calls must come with times that do not decrease.
-        """
+    def predict(self, replica: int, hashes: Sequence[bytes], now: int) -> None:
+        """A prompt was just sent there: its blocks will soon be. Believed until they are evicted, or for a while."""
+        self._pass_time(now)
+        masks, bit = self._believed[0], 1 << replica
         for block_hash in hashes:
-            believed = self._predicted.setdefault(block_hash, {})
-            believed[replica] = max(until_ns, believed.get(replica, 0))
-        self._expiry.append((until_ns, replica, tuple(hashes)))
+            masks[block_hash] = masks.get(block_hash, 0) | bit
 
     def matches(self, hashes: Sequence[bytes], now: int) -> list[int]:
         """For each replica, how many leading blocks of the prompt it holds or is about to hold."""
-        self._expire(now)
+        self._pass_time(now)
         lengths = [0] * self.num_replicas
         mask = (1 << self.num_replicas) - 1
+        known, (new, old) = self._masks, self._believed
         for index, block_hash in enumerate(hashes):
-            held = self._masks.get(block_hash, 0)
-            for replica in self._predicted.get(block_hash, ()):
-                held |= 1 << replica
+            held = known.get(block_hash, 0) | new.get(block_hash, 0) | old.get(block_hash, 0)
             lost = mask & ~held
+            if not lost:
+                continue
             mask &= held
-            while lost:
+            while lost and index:  # (at the first block, nothing is their length already)
                 low = lost & -lost
                 lengths[low.bit_length() - 1] = index
                 lost ^= low
@@ -98,8 +99,9 @@ class PrefixIndex:
         self._forget_blocks(replica)
         self._sequence[replica] = 0
         self._has_gap[replica] = False
-        for block_hash in [one for one, believed in self._predicted.items() if replica in believed]:
-            self._unpredict(block_hash, replica)
+        for masks in self._believed:
+            for block_hash in masks:
+                masks[block_hash] &= ~(1 << replica)
 
     def check(self) -> None:
         """Assert that the masks are the union of what each replica holds (for tests)."""
@@ -112,9 +114,11 @@ class PrefixIndex:
     def _add(self, replica: int, block_hash: bytes) -> None:
         self._blocks[replica].add(block_hash)
         self._masks[block_hash] = self._masks.get(block_hash, 0) | 1 << replica
-        self._unpredict(block_hash, replica)
 
     def _discard(self, replica: int, block_hash: bytes) -> None:
+        for masks in self._believed:
+            if block_hash in masks:
+                masks[block_hash] &= ~(1 << replica)
         if block_hash not in self._blocks[replica]:
             return
         self._blocks[replica].discard(block_hash)
@@ -128,15 +132,9 @@ class PrefixIndex:
         for block_hash in list(self._blocks[replica]):
             self._discard(replica, block_hash)
 
-    def _unpredict(self, block_hash: bytes, replica: int) -> None:
-        believed = self._predicted.get(block_hash)
-        if believed is not None and believed.pop(replica, None) is not None and not believed:
-            del self._predicted[block_hash]
-
-    def _expire(self, now: int) -> None:
-        expiry = self._expiry
-        while expiry and expiry[0][0] <= now:
-            until_ns, replica, hashes = expiry.popleft()
-            for block_hash in hashes:
-                if self._predicted.get(block_hash, {}).get(replica, until_ns + 1) <= until_ns:
-                    self._unpredict(block_hash, replica)
+    def _pass_time(self, now: int) -> None:
+        """Forget what was predicted in the period before the last one."""
+        if now >= self._period_end_ns:
+            is_recent = now < self._period_end_ns + PERIOD_NS
+            self._believed = ({}, self._believed[0] if is_recent else {})
+            self._period_end_ns = now + PERIOD_NS

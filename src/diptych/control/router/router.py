@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from diptych.control.errors import ConfigError
+from diptych.control.router.load import LoadReport
 from diptych.control.router.prefix_index import PrefixIndex
-from diptych.control.slo import NS_PER_MS, NS_PER_S
-from diptych.control.step import chunk_attention
+from diptych.control.slo import NS_PER_MS
 
+UNBOUNDED = 2**62
 OTHERS_SHARE = 8  # one part in so many of a prompt's work is charged again, for those who come after it
-PREDICTION_NS = 30 * NS_PER_S  # how long a dispatched prompt's blocks are believed to come
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +32,6 @@ class RouterConfig:
             value = getattr(self, name)
             if value < 0:
                 raise ConfigError(f"{name} is {value}; it must be at least 0", param=name)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadReport:
-    """What a replica says of itself. backlog_ns: prompt work of all that wait or are half done there, as its
-    step-time model sees it. token_ns, pair_ns: that model's prices of a prompt token and of a (query, key) pair."""
-
-    time_ns: int
-    backlog_ns: int
-    num_blocks: int
-    used_blocks: int
-    token_ns: float
-    pair_ns: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,20 +111,20 @@ class Router:
         matches = self.index.matches(hashes, now)
         longest = (num_prompt_tokens - 1) // self._block_size
         best: Decision | None = None
+        least = UNBOUNDED
         for replica, view in enumerate(self._views):
-            if not self._may_take(view, num_blocks, now):
-                continue
-            cached = min(matches[replica], longest) * self._block_size
-            cost_ns = self._cost_ns(view, num_prompt_tokens, cached, now)
-            if best is None or cost_ns < best.cost_ns:
-                best = Decision(replica, cost_ns, cached)
+            if view.is_up and (view.report is None or self._may_take(view.report, num_blocks, now)):
+                cached = min(matches[replica], longest) * self._block_size
+                cost_ns = self._cost_ns(view, num_prompt_tokens - cached, cached, now)
+                if cost_ns < least:
+                    least, best = cost_ns, Decision(replica, cost_ns, cached)
         if best is None:
             return None
         view = self._views[best.replica]
-        work_ns = self._work_ns(view, num_prompt_tokens, best.num_cached_tokens)
+        work_ns = self._work_ns(view, num_prompt_tokens - best.num_cached_tokens, best.num_cached_tokens)
         new_blocks = -(-(num_prompt_tokens - best.num_cached_tokens) // self._block_size)
         view.add(request_id, now, work_ns, new_blocks)
-        self.index.predict(best.replica, hashes, now + PREDICTION_NS)
+        self.index.predict(best.replica, hashes[matches[best.replica] :], now)
         self._expected[request_id] = (best.replica, best.num_cached_tokens)
         return best
 
@@ -156,30 +143,26 @@ class Router:
         if expected is not None:
             self._views[expected[0]].drop(request_id)
 
-    def _may_take(self, view: _View, num_blocks: int, now: int) -> bool:
-        if not view.is_up:
-            return False
+    def _may_take(self, report: LoadReport, num_blocks: int, now: int) -> bool:
+        stale_ns = self._config.stale_ns
+        return num_blocks <= report.num_blocks and not (stale_ns and now - report.time_ns > stale_ns)
+
+    def _work_ns(self, view: _View, left: int, cached: int) -> int:
+        """What computing ``left`` tokens after ``cached`` ones takes."""
         report = view.report
         if report is None:
-            return True
-        if self._config.stale_ns and now - report.time_ns > self._config.stale_ns:
-            return False
-        return num_blocks <= report.num_blocks
+            return left
+        return int(report.token_ns * left + report.pair_ns * (left * cached + left * (left + 1) // 2))
 
-    def _work_ns(self, view: _View, num_prompt_tokens: int, cached: int) -> int:
-        report = view.report
-        token_ns, pair_ns = (report.token_ns, report.pair_ns) if report else (1.0, 0.0)
-        left = num_prompt_tokens - cached
-        return int(token_ns * left + pair_ns * chunk_attention(cached, left))
-
-    def _cost_ns(self, view: _View, num_prompt_tokens: int, cached: int, now: int) -> int:
-        work_ns = self._work_ns(view, num_prompt_tokens, cached)
-        cost = work_ns + work_ns // OTHERS_SHARE + view.sent_work_ns
+    def _cost_ns(self, view: _View, left: int, cached: int, now: int) -> int:
         report = view.report
         if report is None:
-            return cost
-        cost += max(0, report.backlog_ns - (now - report.time_ns))
-        used = report.used_blocks + view.sent_blocks
-        used += -(-(num_prompt_tokens - cached) // self._block_size)
-        share = min(0.999, used / max(1, report.num_blocks))
-        return cost + int(self._config.kv_price_ns * share / (1 - share))
+            return left + left // OTHERS_SHARE + view.sent_work_ns
+        pairs = left * cached + left * (left + 1) // 2
+        work_ns = int(report.token_ns * left + report.pair_ns * pairs)
+        waiting_ns = max(0, report.backlog_ns - now + report.time_ns)
+        cost_ns = work_ns + work_ns // OTHERS_SHARE + view.sent_work_ns + waiting_ns
+        free = report.num_blocks - report.used_blocks - view.sent_blocks - left // self._block_size - 1
+        if free * 1000 < report.num_blocks:  # less than a thousandth is left: as dear as memory gets
+            return cost_ns + 999 * self._config.kv_price_ns
+        return cost_ns + self._config.kv_price_ns * (report.num_blocks - free) // free

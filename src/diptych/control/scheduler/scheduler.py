@@ -75,6 +75,17 @@ class Scheduler:
         request.order_key = self._order(request)
         self.incoming.waiting[request.request_id] = request
 
+    def backlog_ns(self) -> int:
+        """Prompt work of all that wait here or are half done, as the step-time model sees it."""
+        work = self._model.prefill_work_ns
+        waiting = sum(
+            work(one.cached_tokens_at_arrival, one.num_tokens - one.cached_tokens_at_arrival) for one in self.waiting
+        )
+        admitted = self.prefilling.values()
+        return waiting + sum(
+            work(one.num_scheduled_tokens, one.num_tokens - one.num_scheduled_tokens) for one in admitted
+        )
+
     def remove(self, request: Request) -> int:
         """The request ends, wherever it is. Returns its confirmed output tokens."""
         request_id, outputs = request.request_id, request.num_output_tokens

@@ -1,6 +1,7 @@
 """The waiting queue: a heap for short prompts and one for long ones, so that a cap on long prompts skips them all at
 once and the short ones behind them are never blocked."""
 
+from collections.abc import Iterator
 from heapq import heappop, heappush
 
 from diptych.control.request import Request
@@ -38,6 +39,14 @@ class WaitingQueue:
         if short is None or (long is not None and long[:2] < short[:2]):
             return long[2] if long else None
         return short[2]
+
+    def __iter__(self) -> Iterator[Request]:
+        """All that wait, in no particular order that means anything (but always the same)."""
+        entry_of = self._entry_of
+        for heap in self._heaps:
+            for _, entry, request in heap:
+                if entry_of.get(request.request_id, (0, False))[0] == entry:
+                    yield request
 
     def requests(self) -> list[Request]:
         """All that wait, in order (for reports and tests; O(n log n))."""
