@@ -21,10 +21,11 @@ MAY_IMPORT = {
     "bundled": set(),
     "cli": {
         "control", "runtime", "simulation", "serving", "bench", "advisor", "web", "__version__", "cli_calibrate",
-        "cli_simulate",
+        "cli_errors", "cli_simulate",
     },
-    "cli_calibrate": {"control", "runtime", "simulation", "serving", "bench", "advisor", "web", "__version__"},
-    "cli_simulate": {"control", "runtime", "simulation", "serving", "bench", "advisor", "web", "__version__"},
+    "cli_calibrate": {"control", "simulation", "serving", "__version__", "cli_errors"},
+    "cli_simulate": {"control", "simulation", "serving", "cli_errors"},
+    "cli_errors": {"control"},
     "__init__": {"control", "serving"},
     "__main__": {"cli"},
 }  # fmt: skip

@@ -6,8 +6,6 @@ miss: every command ends in a call of the serving package.
 
 import logging
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -16,8 +14,9 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from diptych import __version__, cli_calibrate, cli_simulate
+from diptych.cli_errors import errors_in_words
 from diptych.control.config import BudgetConfig, CapsConfig, PreemptionConfig, SchedulerConfig, shape_preset
-from diptych.control.errors import ConfigError, DiptychError
+from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_MS, Slo
 from diptych.serving.options import (
     BUNDLED_MODEL,
@@ -160,7 +159,7 @@ def serve(
 ) -> None:
     """Serve a model over an OpenAI-compatible API."""
     given = dict(locals())
-    with _errors_in_words():
+    with errors_in_words():
         options = engine_options(given)
         _serve(options, served_model_name or Path(options.model).resolve().name, given)
 
@@ -272,7 +271,7 @@ def generate(
     from diptych.control.request import SamplingParams
 
     text = sys.stdin.read() if prompt == "-" else prompt
-    with _errors_in_words():
+    with errors_in_words():
         from diptych.serving.llm import LLM
 
         llm = LLM(model, dtype=dtype.value, threads=threads)
@@ -292,16 +291,6 @@ def version() -> None:
 
 cli_calibrate.register(app)
 cli_simulate.register(app)
-
-
-@contextmanager
-def _errors_in_words() -> Iterator[None]:
-    """What was raised on purpose is one line on standard error and status 1, not a traceback."""
-    try:
-        yield
-    except DiptychError as error:
-        print(f"error: {error.message}", file=sys.stderr)
-        raise typer.Exit(1) from None
 
 
 def main() -> None:

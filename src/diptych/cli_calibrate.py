@@ -7,8 +7,6 @@ diptych.simulation.costs.fitted, comparing is diptych.simulation.replay.
 import os
 import platform
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +16,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from diptych import __version__
-from diptych.control.errors import ConfigError, DiptychError
+from diptych.cli_errors import errors_in_words
+from diptych.control.errors import ConfigError
 from diptych.serving.options import BUNDLED_MODEL, DeviceOptions, EngineOptions, MemoryOptions, parse_bytes
 from diptych.simulation.costs.fitted import (
     Calibration,
@@ -55,7 +54,7 @@ def calibrate(
 
     The machine should do nothing else meanwhile.
     """
-    with _errors_in_words():
+    with errors_in_words():
         directory = Path(model or BUNDLED_MODEL).resolve()
         if not (directory / "config.json").exists():
             raise ConfigError(f"{directory} is no model directory: it has no config.json", param="model")
@@ -143,7 +142,7 @@ def replay(
 
     Ends with status 1 at the first decision that differs.
     """
-    with _errors_in_words():
+    with errors_in_words():
         report = replay_recording(file)
         _show_replay(report)
     if not report.is_identical:
@@ -171,12 +170,3 @@ def _show_replay(report: ReplayReport) -> None:
     console.print(f"[bold red]different[/bold red] at line {difference.line}: {difference.explanation}")
     console.print(f"  recorded: {difference.expected}", soft_wrap=True)
     console.print(f"  replayed: {difference.actual}", soft_wrap=True)
-
-
-@contextmanager
-def _errors_in_words() -> Iterator[None]:
-    try:
-        yield
-    except DiptychError as error:
-        print(f"error: {error.message}", file=sys.stderr)
-        raise typer.Exit(1) from None

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from diptych.control.errors import ConfigError, DiptychError
+from diptych.cli_errors import errors_in_words
+from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_S
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def simulate(
     """Simulate serving: the real scheduler under a virtual clock, on modelled hardware."""
     given = {name: value for name, value in locals().items() if value is not None and value != []}
     given = {name: value for name, value in given.items() if name in PATHS or value is not False}
-    with _errors_in_words():
+    with errors_in_words():
         (_simulate_sweep if sweep else _simulate_one)(given)
 
 
@@ -348,13 +349,3 @@ def _progress(words: str, given: Mapping[str, Any]) -> Iterator[Callable[[float]
     with bar:
         task = bar.add_task(words, total=1.0)
         yield lambda share: bar.update(task, completed=share)
-
-
-@contextmanager
-def _errors_in_words() -> Iterator[None]:
-    """What was raised on purpose is one line on standard error and status 1, not a traceback."""
-    try:
-        yield
-    except DiptychError as error:
-        print(f"error: {error.message}", file=sys.stderr)
-        raise typer.Exit(1) from None

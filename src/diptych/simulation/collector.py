@@ -9,9 +9,7 @@ from diptych.control.events import (
     StepFinished,
 )
 from diptych.control.step import SchedulerOutput
-from diptych.simulation.results import REASONS, GapHistogram, ReplicaUsage, RequestTable
-
-_REASON_INDEX = {reason: index for index, reason in enumerate(REASONS)}
+from diptych.simulation.results import GapHistogram, ReplicaUsage, RequestTable
 
 
 class _Streams:
@@ -97,21 +95,7 @@ class Collector:
         streams.last_token_ns = step.end_ns
 
     def add_row(self, event: RequestFinished, number: int, arrival_ns: int, replica: int, kind: str) -> None:
-        """The one terminal event of a request, as a row."""
-        table, latency = self.requests, event.latency
+        """The one terminal event of a request."""
         if self._handoffs:
             self._handoffs.pop(event.request_id, None)
-        table.number.append(number)
-        table.arrival_ns.append(arrival_ns)
-        table.queue_ns.append(latency.queue_ns)
-        table.prefill_ns.append(latency.prefill_ns)
-        table.handoff_ns.append(latency.handoff_ns)
-        table.decode_ns.append(latency.decode_ns)
-        table.prompt_tokens.append(event.num_prompt_tokens)
-        table.cached_tokens.append(event.num_cached_tokens)
-        table.output_tokens.append(latency.num_output_tokens)
-        table.preemptions.append(event.num_preemptions)
-        table.reason.append(_REASON_INDEX[event.reason])
-        table.slo_met.append(-1 if event.slo_met is None else int(event.slo_met))
-        table.replica.append(replica)
-        table.kind.append(kind)
+        self.requests.add(event, number, arrival_ns, replica=replica, kind=kind)

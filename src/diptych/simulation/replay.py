@@ -19,7 +19,7 @@ from diptych.control.replica import ReplicaCore
 from diptych.control.request import FinishReason, Request
 from diptych.control.slo import Slo
 from diptych.control.step import SchedulerOutput, StepFeatures, StepResult
-from diptych.simulation.results import REASONS, GapHistogram, ReplicaUsage, RequestTable, SimulationResult
+from diptych.simulation.results import GapHistogram, ReplicaUsage, RequestTable, SimulationResult
 
 FORMAT, VERSION = "diptych recording", 1
 PARTS = ("finished", "paused", "swapped out", "swapped in", "resumed", "new blocks")
@@ -292,21 +292,7 @@ class _ReplayedReplica:
 
     def _note_finished(self, event: RequestFinished) -> None:
         number, arrival_ns = self._numbers.pop(event.request_id)
-        table, latency = self._report.result.requests, event.latency
-        table.number.append(number)
-        table.arrival_ns.append(arrival_ns - (self._start_ns or 0))
-        table.queue_ns.append(latency.queue_ns)
-        table.prefill_ns.append(latency.prefill_ns)
-        table.handoff_ns.append(latency.handoff_ns)
-        table.decode_ns.append(latency.decode_ns)
-        table.prompt_tokens.append(event.num_prompt_tokens)
-        table.cached_tokens.append(event.num_cached_tokens)
-        table.output_tokens.append(latency.num_output_tokens)
-        table.preemptions.append(event.num_preemptions)
-        table.reason.append(REASONS.index(event.reason))
-        table.slo_met.append(-1 if event.slo_met is None else int(event.slo_met))
-        table.replica.append(0)
-        table.kind.append("")
+        self._report.result.requests.add(event, number, arrival_ns - (self._start_ns or 0))
 
 
 def describe(summary: Sequence[Any] | None) -> str:

@@ -8,11 +8,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from diptych.control.events import RequestFinished
 from diptych.control.request import FinishReason
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 
 PERCENTILES = (50.0, 90.0, 95.0, 99.0)
 REASONS = tuple(FinishReason)
+_REASON_INDEX = {reason: index for index, reason in enumerate(REASONS)}
 
 
 @dataclass(slots=True)
@@ -36,6 +38,24 @@ class RequestTable:
 
     def __len__(self) -> int:
         return len(self.number)
+
+    def add(self, event: RequestFinished, number: int, arrival_ns: int, *, replica: int = 0, kind: str = "") -> None:
+        """The one terminal event of a request, as a row."""
+        latency = event.latency
+        self.number.append(number)
+        self.arrival_ns.append(arrival_ns)
+        self.queue_ns.append(latency.queue_ns)
+        self.prefill_ns.append(latency.prefill_ns)
+        self.handoff_ns.append(latency.handoff_ns)
+        self.decode_ns.append(latency.decode_ns)
+        self.prompt_tokens.append(event.num_prompt_tokens)
+        self.cached_tokens.append(event.num_cached_tokens)
+        self.output_tokens.append(latency.num_output_tokens)
+        self.preemptions.append(event.num_preemptions)
+        self.reason.append(_REASON_INDEX[event.reason])
+        self.slo_met.append(-1 if event.slo_met is None else int(event.slo_met))
+        self.replica.append(replica)
+        self.kind.append(kind)
 
     def is_completed(self, row: int) -> bool:
         """Whether the request got its whole answer."""
