@@ -112,23 +112,17 @@ def seconds_alone(calibration: Calibration, prompt: int, answer: int) -> float:
 
 
 def predict(case: Case, calibration: Calibration, specs: tuple[RequestSpec, ...]) -> Latencies:
-    """What the simulator says; requests reach the replica after the front end's delay."""
-    front_end = calibration.front_end
-    delays = [front_end.delay_ns(spec.prompt_tokens) for spec in specs]
-    late = sorted(
-        (spec.arrival_ns + delay, number, spec) for number, (spec, delay) in enumerate(zip(specs, delays, strict=True))
+    """What the simulator says."""
+    scenario = Scenario(
+        replica=calibration.replica(shape_preset("unified" if case.shape == "unified" else "chunked")),
+        cost=calibration.cost,
+        workload=specs,
+        front_end=calibration.front_end,
+        warm_up=calibration.warm_up,
     )
-    workload = tuple(
-        RequestSpec(
-            arrival_ns=arrival_ns, prompt_tokens=spec.prompt_tokens, output_tokens=spec.output_tokens, slo=spec.slo
-        )
-        for arrival_ns, _, spec in late
-    )
-    replica = calibration.replica(shape_preset("unified" if case.shape == "unified" else "chunked"))
-    scenario = Scenario(replica=replica, cost=calibration.cost, workload=workload, warm_up=calibration.warm_up)
     table = simulate(scenario).requests
     rows = range(len(table))
-    ttft = [(table.ttft_ns(row) + delays[late[table.number[row]][1]]) / NS_PER_S for row in rows]
+    ttft = [table.ttft_ns(row) / NS_PER_S for row in rows]
     tpot = [value / NS_PER_S for row in rows if (value := table.tpot_ns(row)) is not None]
     return {"ttft": ttft, "tpot": tpot}
 

@@ -122,7 +122,7 @@ def run(scenario: Scenario) -> Cluster:
     workers = []
     for config in (scenario.replica, (scenario.pools and scenario.pools.prefill) or scenario.replica):
         model = warmed_up_model(config, scenario.cost)
-        workers.append(WorkerModel(config, scenario.cost, model, scenario.fast_forward))
+        workers.append(WorkerModel(config, scenario.cost, model, scenario.fast_forward, scenario.swap_block_ns))
     cluster = Cluster(scenario, workers[0], prefill_worker=workers[1])
     cluster.run()
     return cluster

@@ -6,11 +6,19 @@ from dataclasses import replace
 
 import pytest
 
-from diptych.control.config import BudgetConfig, CacheConfig, ReplicaConfig, SchedulerConfig, shape_preset
+from diptych.control.config import (
+    BudgetConfig,
+    CacheConfig,
+    PreemptionConfig,
+    ReplicaConfig,
+    SchedulerConfig,
+    shape_preset,
+)
 from diptych.control.events import StepFinished
-from diptych.control.slo import NS_PER_S
+from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo
 from diptych.simulation.costs.interface import FRACTION_BITS, DecodeLine, floor_sum
 from diptych.simulation.costs.linear import LinearCost
+from diptych.simulation.front_end import FrontEnd
 from diptych.simulation.run import simulate, simulate_with_log
 from diptych.simulation.scenario import Scenario
 from diptych.simulation.workload.spec import RequestSpec
@@ -187,3 +195,28 @@ def test_exponential_service_waits_as_m_m_1(load: float) -> None:
     specs = poisson(800_000, load, lambda: 1 + int(rng.expovariate(1 / 1000)), seed=2)
     waits = simulate(single_server(specs, 1000)).requests.queue_ns
     assert sum(waits) / len(waits) / 1e6 == pytest.approx(load / (1 - load), rel=0.02)
+
+
+def test_what_the_front_end_takes_counts_in_the_time_to_first_token() -> None:
+    plain = simulate(one_replica()).requests
+    objective = Slo(ttft_ns=max(plain.ttft_ns(row) for row in range(len(plain))))
+    replica = replace(one_replica().replica, slo=objective)
+    assert set(simulate(one_replica(replica=replica)).requests.slo_met) == {1}
+    slow = simulate(one_replica(replica=replica, front_end=FrontEnd(3e9))).requests
+    assert min(slow.ttft_ns(row) for row in range(len(slow))) > 3 * NS_PER_S
+    assert set(slow.slo_met) == {0}
+    assert slow.prefill_ns == plain.prefill_ns
+
+
+def test_swapping_takes_time_when_it_is_given_a_price() -> None:
+    settings = SchedulerConfig(budget=BudgetConfig("fixed", 256), preemption=PreemptionConfig("swap"), max_num_seqs=8)
+    cache = CacheConfig(60, 16, num_host_blocks=200, watermark_blocks=0, admission="greedy")
+    scenario = one_replica(
+        replica=ReplicaConfig(cache, settings, max_model_len=900),
+        workload=[RequestSpec(arrival_ns=number, prompt_tokens=200, output_tokens=200) for number in range(6)],
+    )
+    free, dear = simulate(scenario), simulate(replace(scenario, swap_block_ns=NS_PER_MS))
+    assert free.replicas[0].num_preemptions > 0
+    assert dear.duration_ns > free.duration_ns + 10 * NS_PER_MS
+    steps = simulate(replace(scenario, swap_block_ns=NS_PER_MS, fast_forward=False))
+    assert steps.requests == dear.requests

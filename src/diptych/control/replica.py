@@ -254,11 +254,7 @@ class ReplicaCore:
         return []
 
     def _effective_slo(self, own: Slo | None) -> Slo | None:
-        default = self.config.slo
-        merged = Slo(
-            ttft_ns=(own.ttft_ns if own else None) or default.ttft_ns,
-            tpot_ns=(own.tpot_ns if own else None) or default.tpot_ns,
-        )
+        merged = (own or Slo()).or_else(self.config.slo)
         return merged if merged != Slo() else None
 
     def _refusal(self, request: Request) -> RequestError | None:

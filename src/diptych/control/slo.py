@@ -24,6 +24,10 @@ class Slo:
             if value is not None and value <= 0:
                 raise InvalidRequestError(f"{name} is {value}; it must be positive", param=name)
 
+    def or_else(self, default: "Slo") -> "Slo":
+        """These objectives, and the default's where there is none."""
+        return Slo(self.ttft_ns or default.ttft_ns, self.tpot_ns or default.tpot_ns)
+
     def is_met(self, breakdown: "LatencyBreakdown") -> bool:
         """Whether a finished request met every objective it has (a one-token answer has no TPOT)."""
         if self.ttft_ns is not None and breakdown.ttft_ns > self.ttft_ns:

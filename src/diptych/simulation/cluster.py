@@ -6,7 +6,7 @@ sees to it that every request ends exactly once, whatever is lost. Must decide n
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from diptych.control.events import Event, HandoffReleased, RequestFinished
@@ -38,6 +38,7 @@ class _Sent:
     client: int = -1
     prefill: int = -1  # with pools: who prefills it
     is_delivered: bool = False
+    delay_ns: int = 0  # what the front end took
 
 
 class _Wire:
@@ -138,21 +139,30 @@ class Cluster:
 
     def _arrive(self, spec: RequestSpec, arrivals: Iterator[RequestSpec]) -> None:
         self._await_next(arrivals)
-        self._submit(spec)
+        self._accept(spec)
 
     def _next_of(self, client: int, workload: ClosedLoop) -> None:
         spec = workload.next_request(client, self.environment.now)
         if spec is not None:
-            self.environment.at(spec.arrival_ns, MESSAGE, partial(self._submit, spec, client))
+            self.environment.at(spec.arrival_ns, MESSAGE, partial(self._accept, spec, client))
 
-    def _submit(self, spec: RequestSpec, client: int = -1) -> None:
-        """A request comes to the front end: pick a worker and send it there."""
+    def _accept(self, spec: RequestSpec, client: int = -1) -> None:
+        """A request comes to the front end, which takes its time with it."""
         number = self._num_arrived
         self._num_arrived += 1
+        delay_ns = self._scenario.front_end.delay_ns(spec.prompt_tokens)
+        if delay_ns:
+            self.environment.at(self.environment.now + delay_ns, MESSAGE, partial(self._submit, number, spec, client))
+        else:
+            self._submit(number, spec, client)
+
+    def _submit(self, number: int, spec: RequestSpec, client: int) -> None:
+        """Pick a worker and send the request there."""
         request_id = str(number)
         request = make_request(request_id, spec, self._block_size)
         replica = self._decode.choose(request, self._scenario.replica, self.environment.now)
         sent = _Sent(number, spec, -1 if replica is None else replica, client)
+        sent.delay_ns = self._scenario.front_end.delay_ns(spec.prompt_tokens)
         self._sent[request_id] = sent
         if replica is None:
             self._end(request_id, self._lost(request_id, sent, "no worker is up"))
@@ -238,12 +248,22 @@ class Cluster:
             self.driver.drop(request_id)
         self.last_end_ns = self.environment.now
         arrival_ns = sent.spec.arrival_ns
+        if sent.delay_ns and event.reason is not FinishReason.ERROR:
+            event = self._seen_by_client(event, sent)
         self.collector.add_row(event, sent.number, arrival_ns, sent.replica, sent.spec.kind)
         if self._progress is not None:
             self._progress(len(self.collector.requests))
         workload = self._scenario.workload
         if sent.client >= 0 and isinstance(workload, ClosedLoop):
             self._next_of(sent.client, workload)
+
+    def _seen_by_client(self, event: RequestFinished, sent: _Sent) -> RequestFinished:
+        """What the replica did not see counts too."""
+        latency = replace(event.latency, queue_ns=event.latency.queue_ns + sent.delay_ns)
+        slo_met = event.slo_met
+        if slo_met:
+            slo_met = (sent.spec.slo or Slo()).or_else(self._scenario.replica.slo).is_met(latency)
+        return replace(event, latency=latency, slo_met=slo_met)
 
     def _lost(
         self, request_id: str, sent: _Sent, message: str, reason: FinishReason = FinishReason.ERROR

@@ -34,6 +34,7 @@ class WorkerModel:
     cost: CostModel
     model: StepTimeModel
     fast_forward: bool = True
+    swap_block_ns: int = 0
 
 
 @dataclass(slots=True)
@@ -220,12 +221,15 @@ class SimulatedReplica:
             result = self.executor.execute(output)
             return _Run(output, start_ns, start_ns + self._step_ns(output), 1, used, result=result)
         limit = self.executor.begin(output)
-        if not self._fast_forward or limit == 1 or self._slowness != 1000:
+        is_plain = self._slowness == 1000 and not output.swap_out and not output.swap_in
+        if not self._fast_forward or limit == 1 or not is_plain:
             return _Run(output, start_ns, start_ns + self._step_ns(output), 1, used)
         return self._price_run(_Run(output, start_ns, 0, limit, used))
 
     def _step_ns(self, output: SchedulerOutput) -> int:
-        return max(1, self._cost.step_ns(output) * self._slowness // 1000)
+        copies = len(output.swap_out) + len(output.swap_in)
+        duration = self._cost.step_ns(output) + copies * self._worker.swap_block_ns
+        return max(1, duration * self._slowness // 1000)
 
     def _price_run(self, run: _Run) -> _Run:
         """Set the end of a run of decode steps: exact sums along the lines of the cost model."""

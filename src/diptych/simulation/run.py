@@ -30,12 +30,12 @@ def simulate_with_log(scenario: Scenario, progress: Progress | None = None) -> t
             progress(min(1.0, num_ended / total))
 
     model = warmed_up_model(scenario.replica, scenario.cost, scenario.warm_up)
-    worker = WorkerModel(scenario.replica, scenario.cost, model, scenario.fast_forward)
+    worker = WorkerModel(scenario.replica, scenario.cost, model, scenario.fast_forward, scenario.swap_block_ns)
     prefill_worker = None
     if scenario.pools and scenario.pools.prefill:
         config = scenario.pools.prefill
         learned = warmed_up_model(config, scenario.cost, scenario.warm_up)
-        prefill_worker = WorkerModel(config, scenario.cost, learned, scenario.fast_forward)
+        prefill_worker = WorkerModel(config, scenario.cost, learned, scenario.fast_forward, scenario.swap_block_ns)
     cluster = Cluster(scenario, worker, on_end if progress else None, prefill_worker)
     collects = gc.isenabled()
     gc.disable()  # nothing here makes cycles that live long; looking for them takes a fifth of the time

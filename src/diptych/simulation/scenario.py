@@ -8,6 +8,7 @@ from diptych.control.errors import ConfigError
 from diptych.control.step import StepFeatures
 from diptych.simulation.costs.interface import CostModel
 from diptych.simulation.faults import MESSAGE_FAULTS, WORKER_FAULTS, Fault
+from diptych.simulation.front_end import FrontEnd
 from diptych.simulation.pools import Pools
 from diptych.simulation.workload.spec import ClosedLoop, Workload
 
@@ -21,7 +22,8 @@ class Scenario:
     record_events: keep the whole event log (memory grows with the run). fast_forward: take decode steps in which
     nothing can change all at once; the log is the same either way. pools: prefill and decode on separate replicas
     (then they say how many there are). warm_up: measured steps that the step-time model begins with, as a live worker's
-    does (empty: the usual ones, at what the cost model says).
+    does (empty: the usual ones, at what the cost model says). front_end: what passes before a request reaches its
+    replica; part of its queueing time. swap_block_ns: copying one block between device and host, one after the other.
     """
 
     replica: ReplicaConfig
@@ -34,6 +36,8 @@ class Scenario:
     record_events: bool = False
     fast_forward: bool = True
     pools: Pools | None = None
+    front_end: FrontEnd = field(default_factory=FrontEnd)
+    swap_block_ns: int = 0
     warm_up: tuple[tuple[StepFeatures, int], ...] = ()
 
     def __post_init__(self) -> None:

@@ -18,7 +18,6 @@ import msgspec.structs
 from diptych.control.config import (
     BudgetConfig,
     BudgetName,
-    CacheConfig,
     CapsConfig,
     OrderName,
     PreemptionConfig,
@@ -33,9 +32,9 @@ from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo
 from diptych.simulation.costs.choice import CostChoice, choose_cost
 from diptych.simulation.costs.fitted import Calibration
 from diptych.simulation.faults import MESSAGE_FAULTS, WORKER_FAULTS, Fault, FaultKind, random_faults
-from diptych.simulation.models import kv_bytes_per_gpu, kv_capacity_tokens
-from diptych.simulation.pools import Pools
+from diptych.simulation.front_end import FrontEnd
 from diptych.simulation.scenario import RoutingName, Scenario
+from diptych.simulation.sizing import cache_config, fleet_pools, swap_block_ns
 from diptych.simulation.workload.config import build
 from diptych.simulation.workload.description import WorkloadConfig
 
@@ -68,13 +67,15 @@ class SchedulerSettings(_Part, frozen=True, kw_only=True):
 
 class MemorySettings(_Part, frozen=True, kw_only=True):
     """The KV cache of one replica. kv_cache_tokens or kv_cache_bytes (of each GPU) replace what fits beside the
-    weights in ``gpu_memory_utilization`` of the memory; swap_bytes: host memory for swapped requests."""
+    weights in ``gpu_memory_utilization`` of the memory; swap_bytes: host memory for swapped requests, which
+    travel over ``swap_link`` (one of simulation/links.py)."""
 
     block_size: AtLeastOne = 32
     kv_cache_tokens: AtLeastOne | None = None
     kv_cache_bytes: AtLeastOne | None = None
     gpu_memory_utilization: Share = 0.9
     swap_bytes: AtLeastZero = 0
+    swap_link: str = "pcie4"
     prefix_cache: bool = True
 
 
@@ -249,7 +250,7 @@ def prepare(settings: Settings, *, record_events: bool = False, most_recorded: i
     workload = build(settings.workload, settings.seed)
     scenario = Scenario(
         replica=ReplicaConfig(
-            cache=_cache(settings, scheduler, choice),
+            cache=cache_config(settings, scheduler, choice),
             scheduler=scheduler,
             slo=Slo(_nanoseconds(settings.slo.ttft_ms), _nanoseconds(settings.slo.tpot_ms)),
             max_model_len=settings.max_model_len or choice.max_model_len,
@@ -259,63 +260,14 @@ def prepare(settings: Settings, *, record_events: bool = False, most_recorded: i
         num_replicas=settings.num_replicas,
         routing=settings.routing,
         faults=_faults(settings),
-        pools=_pools(settings, choice),
+        pools=fleet_pools(settings, choice),
+        front_end=choice.source.front_end if isinstance(choice.source, Calibration) else FrontEnd(),
+        swap_block_ns=swap_block_ns(settings, choice),
         warm_up=choice.source.warm_up if isinstance(choice.source, Calibration) else (),
         seed=settings.seed,
         record_events=record_events and (most_recorded is None or len(workload) <= most_recorded),
     )
     return Prepared(scenario, choice)
-
-
-def _cache(settings: Settings, scheduler: SchedulerConfig, choice: CostChoice) -> CacheConfig:
-    memory = settings.memory
-    if isinstance(choice.source, Calibration):
-        cache = choice.source.cache
-        if memory.kv_cache_tokens is not None:
-            cache = replace(cache, num_blocks=memory.kv_cache_tokens // cache.block_size)
-        return replace(cache, enable_prefix_cache=memory.prefix_cache)
-    model, hardware = choice.source
-    token_bytes = kv_bytes_per_gpu(model, settings.tensor_parallel, settings.kv_bits)
-    tokens = memory.kv_cache_tokens
-    if tokens is None and memory.kv_cache_bytes is not None:
-        tokens = memory.kv_cache_bytes // token_bytes
-    if tokens is None:
-        tokens = kv_capacity_tokens(
-            model,
-            hardware,
-            tensor_parallel=settings.tensor_parallel,
-            weight_bits=settings.weight_bits,
-            kv_bits=settings.kv_bits,
-            utilization=memory.gpu_memory_utilization,
-            step_tokens=scheduler.budget.max_batched_tokens,
-        )
-    return CacheConfig(
-        num_blocks=tokens // memory.block_size,
-        block_size=memory.block_size,
-        num_host_blocks=memory.swap_bytes // (memory.block_size * token_bytes * settings.tensor_parallel),
-        enable_prefix_cache=memory.prefix_cache,
-    )
-
-
-def _pools(settings: Settings, choice: CostChoice) -> Pools | None:
-    pools = settings.pools
-    if not pools.prefill and not pools.decode:
-        return None
-    for name, count in (("prefill", pools.prefill), ("decode", pools.decode)):
-        if not count:
-            raise ConfigError(f"pools.{name} is 0; with separate pools there is at least 1 of either", param="pools")
-    if settings.replicas != 1:
-        raise ConfigError(
-            f"replicas is {settings.replicas}, but pools.prefill and pools.decode say how many there are",
-            param="replicas",
-        )
-    if isinstance(choice.source, Calibration):
-        raise ConfigError(
-            "pools need a model of the catalogue, whose KV size is known; cost is a calibration", param="cost"
-        )
-    model, _ = choice.source
-    kv_bytes = model.kv_bytes_per_token(settings.kv_bits // 8)
-    return Pools(num_prefill=pools.prefill, num_decode=pools.decode, kv_bytes_per_token=kv_bytes, link=pools.link)
 
 
 def _faults(settings: Settings) -> tuple[Fault, ...]:

@@ -21,6 +21,7 @@ from diptych.control.errors import ConfigError
 from diptych.control.scheduler.step_time import nonnegative_least_squares
 from diptych.control.step import SchedulerOutput, StepFeatures, chunk_attention
 from diptych.simulation.costs.interface import FRACTION_BITS, DecodeLine
+from diptych.simulation.front_end import FrontEnd
 
 FORMAT, VERSION = "diptych calibration", 1
 BELIEF, LIVE_BELIEF = 0.01, 8.0  # how many measured steps a belief counts for, in tables of single and live steps
@@ -87,19 +88,6 @@ class FittedCost:
         return total >> FRACTION_BITS
 
 
-@dataclass(frozen=True, slots=True)
-class FrontEnd:
-    """What a client of the HTTP server waits besides the replica: nanoseconds from sending a request to the worker's
-    notice of it and from a first token to the client, together; a part for each request and one per prompt token."""
-
-    request_ns: float = 0.0
-    prompt_token_ns: float = 0.0
-
-    def delay_ns(self, prompt_tokens: int) -> int:
-        """To add to the time to first token that a replica gives."""
-        return round(self.request_ns + self.prompt_token_ns * prompt_tokens)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
     """All that is known of "this machine" with one model.
@@ -113,7 +101,7 @@ class Calibration:
     cost: FittedCost
     cache: CacheConfig
     max_model_len: int
-    front_end: FrontEnd = FrontEnd()
+    front_end: FrontEnd = field(default_factory=FrontEnd)
     warm_up: tuple[tuple[StepFeatures, int], ...] = ()
     points: tuple[MeasuredPoint, ...] = ()
     steps: tuple[MeasuredPoint, ...] = ()
