@@ -75,13 +75,14 @@ class PrefixIndex:
         self._pass_time(now)
         lengths = [0] * self.num_replicas
         mask = (1 << self.num_replicas) - 1
-        known, (new, old) = self._masks, self._believed
+        known, new, old = self._masks.get, self._believed[0].get, self._believed[1].get
         for index, block_hash in enumerate(hashes):
-            held = known.get(block_hash, 0) | new.get(block_hash, 0) | old.get(block_hash, 0)
-            lost = mask & ~held
-            if not lost:
+            held = known(block_hash, 0) & mask
+            if held == mask:
                 continue
-            mask &= held
+            held |= (new(block_hash, 0) | old(block_hash, 0)) & mask
+            lost = mask ^ held
+            mask = held
             while lost and index:  # (at the first block, nothing is their length already)
                 low = lost & -lost
                 lengths[low.bit_length() - 1] = index

@@ -45,13 +45,19 @@ class Decision:
 
 @dataclass(slots=True)
 class _View:
-    """One replica as the front end sees it. ``sent``: (time, work, blocks) of dispatches that no report covers yet."""
+    """One replica as the front end sees it. ``sent``: (time, work, blocks) of dispatches that no report covers yet.
+
+    idle_at_ns: when what it reported will be done. standing_ns: what it costs any prompt now, besides that and the
+    prompt's own work: the work sent since, and the price of its memory.
+    """
 
     report: LoadReport | None = None
     is_up: bool = True
     sent: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     sent_work_ns: int = 0  # sums over ``sent``
     sent_blocks: int = 0
+    idle_at_ns: int = 0
+    standing_ns: int = 0
 
     def add(self, request_id: str, now: int, work_ns: int, num_blocks: int) -> None:
         """A dispatch."""
@@ -64,6 +70,28 @@ class _View:
         _, work_ns, num_blocks = self.sent.pop(request_id, (0, 0, 0))
         self.sent_work_ns -= work_ns
         self.sent_blocks -= num_blocks
+
+    def reprice(self, kv_price_ns: int) -> None:
+        """After a change: the memory price is convex, u / (1 - u), and ends at 999."""
+        self.standing_ns = self.sent_work_ns
+        if self.report is not None:
+            used = self.report.used_blocks + self.sent_blocks
+            free = self.report.num_blocks - used
+            is_full = free * 1000 < self.report.num_blocks
+            self.standing_ns += 999 * kv_price_ns if is_full else kv_price_ns * used // free
+
+    def own_ns(self, left: int, cached: int, num_blocks: int, kv_price_ns: int) -> int:
+        """What the prompt itself costs there: its work, a share of it again, and the memory that it will fill."""
+        work_ns = self.work_ns(left, cached)
+        memory_ns = kv_price_ns * num_blocks // self.report.num_blocks if self.report else 0
+        return work_ns + work_ns // OTHERS_SHARE + memory_ns
+
+    def work_ns(self, left: int, cached: int) -> int:
+        """What computing ``left`` prompt tokens after ``cached`` ones takes there."""
+        if self.report is None:
+            return left
+        pairs = left * cached + left * (left + 1) // 2
+        return int(self.report.token_ns * left + self.report.pair_ns * pairs)
 
 
 class Router:
@@ -93,8 +121,10 @@ class Router:
         """A replica reports; dispatches before that are in its backlog."""
         view = self._views[replica]
         view.report = report
+        view.idle_at_ns = report.time_ns + report.backlog_ns
         for request_id in [one for one, entry in view.sent.items() if entry[0] <= report.time_ns]:
             view.drop(request_id)
+        view.reprice(self._config.kv_price_ns)
 
     def set_up(self, replica: int, is_up: bool) -> None:
         """The replica came (empty) or went."""
@@ -109,21 +139,13 @@ class Router:
         """The replica for a request; None when none may take it. ``num_blocks``: what it will need at most (a replica
         that does not have so many in all is left out)."""
         matches = self.index.matches(hashes, now)
-        longest = (num_prompt_tokens - 1) // self._block_size
-        best: Decision | None = None
-        least = UNBOUNDED
-        for replica, view in enumerate(self._views):
-            if view.is_up and (view.report is None or self._may_take(view.report, num_blocks, now)):
-                cached = min(matches[replica], longest) * self._block_size
-                cost_ns = self._cost_ns(view, num_prompt_tokens - cached, cached, now)
-                if cost_ns < least:
-                    least, best = cost_ns, Decision(replica, cost_ns, cached)
+        best = self._cheapest(matches, num_prompt_tokens, num_blocks, now)
         if best is None:
             return None
         view = self._views[best.replica]
-        work_ns = self._work_ns(view, num_prompt_tokens - best.num_cached_tokens, best.num_cached_tokens)
-        new_blocks = -(-(num_prompt_tokens - best.num_cached_tokens) // self._block_size)
-        view.add(request_id, now, work_ns, new_blocks)
+        left = num_prompt_tokens - best.num_cached_tokens
+        view.add(request_id, now, view.work_ns(left, best.num_cached_tokens), -(-left // self._block_size))
+        view.reprice(self._config.kv_price_ns)
         self.index.predict(best.replica, hashes[matches[best.replica] :], now)
         self._expected[request_id] = (best.replica, best.num_cached_tokens)
         return best
@@ -141,28 +163,39 @@ class Router:
         """The request ended, wherever it was."""
         expected = self._expected.pop(request_id, None)
         if expected is not None:
-            self._views[expected[0]].drop(request_id)
+            view = self._views[expected[0]]
+            view.drop(request_id)
+            view.reprice(self._config.kv_price_ns)
+
+    def _cheapest(self, matches: list[int], num_tokens: int, num_blocks: int, now: int) -> Decision | None:
+        """One pass over the replicas; most have nothing of the prompt, and their work is computed once per price."""
+        size, kv_price_ns = self._block_size, self._config.kv_price_ns
+        longest = (num_tokens - 1) // size
+        best, least = -1, UNBOUNDED
+        prices: tuple[float, float, int] | None = None
+        whole_ns = 0
+        for replica, view in enumerate(self._views):
+            report = view.report
+            if not view.is_up or (report is not None and not self._may_take(report, num_blocks, now)):
+                continue
+            matched = matches[replica]
+            if matched:
+                left = num_tokens - min(matched, longest) * size
+                own_ns = view.own_ns(left, num_tokens - left, -(-left // size), kv_price_ns)
+            else:
+                here = (report.token_ns, report.pair_ns, report.num_blocks) if report else None
+                if here != prices or not whole_ns:
+                    prices, whole_ns = here, view.own_ns(num_tokens, 0, -(-num_tokens // size), kv_price_ns)
+                own_ns = whole_ns
+            cost_ns = view.standing_ns + own_ns
+            if view.idle_at_ns > now:
+                cost_ns += view.idle_at_ns - now
+            if cost_ns < least:
+                best, least = replica, cost_ns
+        if best < 0:
+            return None
+        return Decision(best, least, min(matches[best], longest) * self._block_size)
 
     def _may_take(self, report: LoadReport, num_blocks: int, now: int) -> bool:
         stale_ns = self._config.stale_ns
         return num_blocks <= report.num_blocks and not (stale_ns and now - report.time_ns > stale_ns)
-
-    def _work_ns(self, view: _View, left: int, cached: int) -> int:
-        """What computing ``left`` tokens after ``cached`` ones takes."""
-        report = view.report
-        if report is None:
-            return left
-        return int(report.token_ns * left + report.pair_ns * (left * cached + left * (left + 1) // 2))
-
-    def _cost_ns(self, view: _View, left: int, cached: int, now: int) -> int:
-        report = view.report
-        if report is None:
-            return left + left // OTHERS_SHARE + view.sent_work_ns
-        pairs = left * cached + left * (left + 1) // 2
-        work_ns = int(report.token_ns * left + report.pair_ns * pairs)
-        waiting_ns = max(0, report.backlog_ns - now + report.time_ns)
-        cost_ns = work_ns + work_ns // OTHERS_SHARE + view.sent_work_ns + waiting_ns
-        free = report.num_blocks - report.used_blocks - view.sent_blocks - left // self._block_size - 1
-        if free * 1000 < report.num_blocks:  # less than a thousandth is left: as dear as memory gets
-            return cost_ns + 999 * self._config.kv_price_ns
-        return cost_ns + self._config.kv_price_ns * (report.num_blocks - free) // free
