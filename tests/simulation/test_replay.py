@@ -11,9 +11,11 @@ from typer.testing import CliRunner
 
 from diptych import cli
 from diptych.control.errors import ConfigError
+from diptych.control.events import FirstToken
 from diptych.control.recording import RecordingCore, Row, canonical_plan
+from diptych.control.request import Request
 from diptych.control.slo import NS_PER_MS, Slo
-from diptych.control.step import SchedulerOutput
+from diptych.control.step import SchedulerOutput, StepResult
 from diptych.serving.recording import Recorder
 from diptych.simulation.replay import replay
 from tests.control.driver import Driver
@@ -64,6 +66,45 @@ def test_any_scenario_replays_to_the_same_decisions(seed: int, tmp_path: Path) -
     ended = driver.finished()
     assert len(table) == len(ended)
     assert sorted(table.e2e_ns(row) for row in range(len(table))) == sorted(e.latency.total_ns for e in ended.values())
+
+
+def test_both_ends_of_a_handoff_replay_to_the_same_decisions(tmp_path: Path) -> None:
+    config = random_config(random.Random(3)).with_(max_steps_in_flight=1)
+    recorders = [Recorder(tmp_path / f"{side}.jsonl", config) for side in ("prefill", "decode")]
+    prefill, decode = (RecordingCore(config, recorder.write) for recorder in recorders)
+    now = 0
+    first_tokens: dict[str, int] = {}
+
+    def step(core: RecordingCore) -> None:
+        nonlocal now
+        output = core.begin_step(now)
+        if output is not None:
+            now += NS_PER_MS
+            for event in core.end_step(StepResult(output.step_id), now):
+                if isinstance(event, FirstToken):
+                    first_tokens[event.request_id] = event.time_ns
+
+    for number in range(4):
+        request = Request(f"r{number}", 10 + number, 6)
+        assert decode.reserve(request, now) == []
+        step(decode)
+        twin = Request(f"r{number}", 10 + number, 6)
+        twin.hands_off = True
+        prefill.add_request(twin, now)
+        while f"r{number}" not in first_tokens:
+            step(prefill)
+        step(prefill)
+        decode.deliver(f"r{number}", now, first_step_ns=now, first_token_ns=first_tokens[f"r{number}"])
+        assert prefill.release(f"r{number}", now)
+    while decode.requests:
+        step(decode)
+    step(prefill)
+    for recorder, side, ended in zip(recorders, ("prefill", "decode"), (0, 4), strict=True):
+        recorder.close()
+        report = replay(tmp_path / f"{side}.jsonl")
+        assert report.is_identical, report.difference
+        assert report.is_complete
+        assert len(report.result.requests) == ended
 
 
 def first(rows: list[Any], kind: str, wanted: Callable[[Any], bool] = lambda row: True) -> int:

@@ -6,7 +6,10 @@ holds counts, ids, times and block hashes, never tokens. Must never do I/O: rows
     row = (kind, ...)           what the replica was told, in order
     observe                     step features (4 numbers), nanoseconds: teaches the step-time model
     add                         now, id, prompt tokens, max_tokens, block hashes, priority, ttft_ns, tpot_ns,
-                                reads_prefix_cache
+                                reads_prefix_cache, hands_off
+    reserve                     as add: blocks for a prompt that another replica computes
+    deliver                     now, id, first_step_ns, first_token_ns: its KV is here
+    release                     now, id: another replica has taken it over
     refuse                      id, prompt tokens, max_tokens, name of the error: check_request said no
     abort                       now, id, reason
     begin                       now, the plan (None: nothing to do)
@@ -44,22 +47,23 @@ class RecordingCore(ReplicaCore):
 
     def add_request(self, request: Request, now: int) -> list[Event]:
         """See ReplicaCore."""
-        slo = request.slo
-        self._write(
-            (
-                "add",
-                now,
-                request.request_id,
-                request.num_prompt_tokens,
-                request.max_tokens,
-                tuple(request.block_hashes),
-                request.priority,
-                slo.ttft_ns if slo else None,
-                slo.tpot_ns if slo else None,
-                request.reads_prefix_cache,
-            )
-        )
+        self._write(("add", now, *_request_row(request)))
         return super().add_request(request, now)
+
+    def reserve(self, request: Request, now: int) -> list[Event]:
+        """See ReplicaCore."""
+        self._write(("reserve", now, *_request_row(request)))
+        return super().reserve(request, now)
+
+    def deliver(self, request_id: str, now: int, *, first_step_ns: int, first_token_ns: int) -> None:
+        """See ReplicaCore."""
+        self._write(("deliver", now, request_id, first_step_ns, first_token_ns))
+        super().deliver(request_id, now, first_step_ns=first_step_ns, first_token_ns=first_token_ns)
+
+    def release(self, request_id: str, now: int) -> list[Event]:
+        """See ReplicaCore."""
+        self._write(("release", now, request_id))
+        return super().release(request_id, now)
 
     def check_request(self, request: Request) -> None:
         """See ReplicaCore."""
@@ -93,6 +97,21 @@ class RecordingCore(ReplicaCore):
         """See ReplicaCore."""
         self._write(("observe", feature_row(features), duration_ns))
         super().observe(features, duration_ns)
+
+
+def _request_row(request: Request) -> Row:
+    slo = request.slo
+    return (
+        request.request_id,
+        request.num_prompt_tokens,
+        request.max_tokens,
+        tuple(request.block_hashes),
+        request.priority,
+        slo.ttft_ns if slo else None,
+        slo.tpot_ns if slo else None,
+        request.reads_prefix_cache,
+        request.hands_off,
+    )
 
 
 def measured_steps(rows: Iterable[Sequence[Any]]) -> Iterator[tuple[StepFeatures, int]]:

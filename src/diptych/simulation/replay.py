@@ -159,7 +159,18 @@ class _ReplayedReplica:
             features, duration_ns = fields
             self.core.observe(StepFeatures(*features), duration_ns)
         elif kind == "add":
-            self._add(fields)
+            self._take(self.core.add_request(self._request(fields), self.now))
+        elif kind == "reserve":
+            self._take(self.core.reserve(self._request(fields), self.now))
+        elif kind == "deliver":
+            now, request_id, first_step_ns, first_token_ns = fields
+            self._tick(now)
+            self.core.deliver(request_id, now, first_step_ns=first_step_ns, first_token_ns=first_token_ns)
+        elif kind == "release":
+            now, request_id = fields
+            self._tick(now)
+            self._numbers.pop(request_id, None)
+            self._take(self.core.release(request_id, now))
         elif kind == "refuse":
             return self._refuse(fields, line)
         elif kind == "abort":
@@ -189,8 +200,9 @@ class _ReplayedReplica:
             self._start_ns = now
         self.now = now
 
-    def _add(self, fields: list[Any]) -> None:
-        now, request_id, num_prompt, max_tokens, hashes, priority, ttft_ns, tpot_ns, reads = fields
+    def _request(self, fields: list[Any]) -> Request:
+        """The request of an "add" or "reserve"; its time becomes now."""
+        now, request_id, num_prompt, max_tokens, hashes, priority, ttft_ns, tpot_ns, reads, hands_off = fields
         self._tick(now)
         request = Request(
             request_id,
@@ -201,9 +213,10 @@ class _ReplayedReplica:
             slo=Slo(ttft_ns, tpot_ns) if ttft_ns or tpot_ns else None,
             reads_prefix_cache=reads,
         )
+        request.hands_off = hands_off
         self._numbers[request_id] = (self._num_arrivals, now)
         self._num_arrivals += 1
-        self._take(self.core.add_request(request, now))
+        return request
 
     def _refuse(self, fields: list[Any], line: int) -> Difference | None:
         request_id, num_prompt, max_tokens, expected = fields
