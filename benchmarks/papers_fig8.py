@@ -14,7 +14,7 @@ whole pass and have a share of its memory.
 
 import csv
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -40,28 +40,16 @@ NUM_REQUESTS = 2000  # per point
 SEED = 1
 
 
-@dataclass(frozen=True)
-class Requests:
-    """A workload that is known whole."""
-
-    specs: tuple[RequestSpec, ...]
-
-    def __iter__(self) -> Iterator[RequestSpec]:
-        return iter(self.specs)
-
-    def __len__(self) -> int:
-        return len(self.specs)
+Requests = tuple[RequestSpec, ...]
 
 
 def poisson(lengths: Lengths, rate: float, seed: int = SEED) -> Requests:
     """Requests of these lengths at exponential gaps; every rate stretches the same gaps."""
     gaps = Stream(seed, "arrivals")
     times = accumulate(gaps.exponential() for _ in lengths)
-    return Requests(
-        tuple(
-            RequestSpec(arrival_ns=round(time / rate * NS_PER_S), prompt_tokens=prompt, output_tokens=output)
-            for time, (prompt, output) in zip(times, lengths, strict=True)
-        )
+    return tuple(
+        RequestSpec(arrival_ns=round(time / rate * NS_PER_S), prompt_tokens=prompt, output_tokens=output)
+        for time, (prompt, output) in zip(times, lengths, strict=True)
     )
 
 
@@ -214,10 +202,10 @@ def vllm_met(setting: Setting, lengths: Lengths, rate: float, seed: int) -> int:
 
 def distserve_met(setting: Setting, lengths: Lengths, rate: float, seed: int) -> int:
     """The same of one prefill instance and one decode instance."""
-    arrivals = poisson(lengths, rate, seed).specs
+    arrivals = poisson(lengths, rate, seed)
     tp, stages = setting.prefill
     cost = profile("distserve", setting.model, tp)
-    first = Requests(tuple(replace(spec, output_tokens=1) for spec in arrivals))
+    first = tuple(replace(spec, output_tokens=1) for spec in arrivals)
     prefills = pool(cost, stages, first, BudgetConfig("whole", max_batched_tokens=8192), max_num_seqs=128)
     ttft = {number: prefills.ttft_ns(row) for row, number in enumerate(prefills.number)}
     handoffs = []
@@ -227,7 +215,7 @@ def distserve_met(setting: Setting, lengths: Lengths, rate: float, seed: int) ->
     handoffs.sort(key=lambda handoff: (handoff[0], handoff[2]))
     tp, stages = setting.decode
     received = DecodeOnly(profile("distserve", setting.model, tp))
-    second = Requests(tuple(replace(spec, arrival_ns=ready_ns) for ready_ns, _, _, spec in handoffs))
+    second = tuple(replace(spec, arrival_ns=ready_ns) for ready_ns, _, _, spec in handoffs)
     decodes = pool(received, stages, second, BudgetConfig("whole", max_batched_tokens=65_536), max_num_seqs=1024)
     met = 0
     for row in decodes.completed_rows():

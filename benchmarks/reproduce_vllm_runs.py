@@ -29,7 +29,7 @@ rows add the measured effect of unequal contexts, with longest over mean context
 import argparse
 import gzip
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -59,17 +59,7 @@ TRANSFER_NS = 16_000_000  # what R8 finds, used for R9's disaggregated run
 H100_BLOCKS = 40_000  # not binding: 160 GB of 320 hold the weights, a block takes 5.2 MB
 
 
-@dataclass(frozen=True)
-class Requests:
-    """A workload that is known whole."""
-
-    specs: tuple[RequestSpec, ...]
-
-    def __iter__(self) -> Iterator[RequestSpec]:
-        return iter(self.specs)
-
-    def __len__(self) -> int:
-        return len(self.specs)
+Requests = tuple[RequestSpec, ...]
 
 
 def read_workload(path: Path, arrivals_ns: Sequence[int] | None = None, *, shared: bool = True) -> Requests:
@@ -87,7 +77,7 @@ def read_workload(path: Path, arrivals_ns: Sequence[int] | None = None, *, share
                     hash_block_tokens=BLOCK,
                 )
             )
-    return Requests(tuple(specs))
+    return tuple(specs)
 
 
 def vllm_replica(num_blocks: int, max_num_seqs: int, max_batched_tokens: int, max_model_len: int) -> ReplicaConfig:

@@ -40,7 +40,7 @@ def scenario(workload: WorkloadConfig, num_replicas: int = 1, *, fast_forward: b
             max_model_len=16_384,
         ),
         cost=load_layer_table("h100-llama-3.1-8b"),
-        workload=build(workload, seed=1),  # type: ignore[arg-type]
+        workload=build(workload, seed=1),
         num_replicas=num_replicas,
         fast_forward=fast_forward,
     )

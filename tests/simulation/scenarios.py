@@ -19,10 +19,8 @@ from diptych.simulation.cluster import FRONT_END, Cluster
 from diptych.simulation.costs.linear import LinearCost
 from diptych.simulation.event_log import EventLog
 from diptych.simulation.faults import random_faults
-from diptych.simulation.replica import WorkerModel
 from diptych.simulation.results import REASONS, RequestTable
 from diptych.simulation.scenario import Scenario
-from diptych.simulation.warm_up import warmed_up_model
 from diptych.simulation.workload.spec import RequestSpec
 
 
@@ -107,7 +105,7 @@ def random_scenario(seed: int, *, fast_forward: bool = True, with_faults: bool =
     return Scenario(
         replica=replica,
         cost=LinearCost(5e6, 3e4, rng.choice([0.0, 40.0]), 1e5, rng.choice([0.0, 20.0, 333.3])),
-        workload=specs,  # type: ignore[arg-type]  # a list iterates and has a length
+        workload=specs,
         num_replicas=num_replicas,
         routing=rng.choice(["round_robin", "least_loaded", "power_of_two", "kv_aware"]),
         faults=faults,
@@ -119,11 +117,7 @@ def random_scenario(seed: int, *, fast_forward: bool = True, with_faults: bool =
 
 def run(scenario: Scenario) -> Cluster:
     """To the end."""
-    workers = []
-    for config in (scenario.replica, (scenario.pools and scenario.pools.prefill) or scenario.replica):
-        model = warmed_up_model(config, scenario.cost)
-        workers.append(WorkerModel(config, scenario.cost, model, scenario.fast_forward, scenario.swap_block_ns))
-    cluster = Cluster(scenario, workers[0], prefill_worker=workers[1])
+    cluster = Cluster(scenario)
     cluster.run()
     return cluster
 

@@ -66,7 +66,7 @@ def scenario(specs: list[RequestSpec], pools: Pools | None, **changes: object) -
     base = Scenario(
         replica=ReplicaConfig(CacheConfig(4000), shape_preset("chunked"), max_model_len=20_000),
         cost=LinearCost(5e6, 3e4, 0.3, 1e4, 10.0),
-        workload=specs,  # type: ignore[arg-type]
+        workload=specs,
         pools=pools,
         record_events=True,
     )
@@ -129,7 +129,7 @@ def random_pools(seed: int, *, fast_forward: bool = True, with_faults: bool = Fa
     return Scenario(
         replica=replica,
         cost=LinearCost(5e6, 3e4, 40.0, 1e5, 20.0),
-        workload=specs,  # type: ignore[arg-type]
+        workload=specs,
         pools=pools,
         faults=faults,
         seed=seed,

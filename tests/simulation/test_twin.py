@@ -83,7 +83,7 @@ def one_replica(**changes: object) -> Scenario:
     scenario = Scenario(
         replica=ReplicaConfig(CacheConfig(4000), shape_preset("chunked"), max_model_len=4096),
         cost=LinearCost(5e6, 3e4, 0.3, 1e4, 10.0),
-        workload=chat(50, rate=3),  # type: ignore[arg-type]
+        workload=chat(50, rate=3),
     )
     return replace(scenario, **changes)  # type: ignore[arg-type]
 
@@ -148,7 +148,7 @@ def single_server(specs: list[RequestSpec], ns_per_token: float) -> Scenario:
     return Scenario(
         replica=ReplicaConfig(CacheConfig(100_000, 16), settings, max_model_len=10**6),
         cost=LinearCost(0, ns_per_token),
-        workload=specs,  # type: ignore[arg-type]
+        workload=specs,
     )
 
 

@@ -16,9 +16,10 @@ MADV_HUGEPAGE = 14
 def _madvise() -> Callable[[int, int, int], int] | None:
     if sys.platform != "linux":
         return None
-    function = ctypes.CDLL(None).madvise
-    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return function  # type: ignore[no-any-return]
+    library = ctypes.CDLL(None)
+    library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    function: Callable[[int, int, int], int] = library.madvise
+    return function
 
 
 def large_empty(num_elements: int, dtype: torch.dtype) -> torch.Tensor:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
+from diptych.control.config import ReplicaConfig
 from diptych.control.events import Event, HandoffReleased, RequestFinished
 from diptych.control.request import FinishReason, Request
 from diptych.control.slo import NS_PER_MS, LatencyBreakdown, Slo
@@ -22,6 +23,7 @@ from diptych.simulation.faults import MESSAGE_FAULTS, Fault
 from diptych.simulation.pools import HandoffDriver
 from diptych.simulation.replica import SimulatedReplica, WorkerModel
 from diptych.simulation.scenario import Scenario
+from diptych.simulation.warm_up import warmed_up_model
 from diptych.simulation.workload.spec import ClosedLoop, RequestSpec
 
 FRONT_END = -1  # in the log: who reports when it is no worker
@@ -69,17 +71,19 @@ class _Wire:
             self._environment.at(now + delay + copy, MESSAGE, deliver)
 
 
+def _worker_model(scenario: Scenario, config: ReplicaConfig) -> WorkerModel:
+    """A warmed-up worker of the scenario, with these settings."""
+    model = warmed_up_model(config, scenario.cost, scenario.warm_up)
+    return WorkerModel(config, scenario.cost, model, scenario.fast_forward, scenario.swap_block_ns)
+
+
 class Cluster:
     """Everything that happens in one simulation."""
 
-    def __init__(
-        self,
-        scenario: Scenario,
-        worker: WorkerModel,
-        progress: Progress | None = None,
-        prefill_worker: WorkerModel | None = None,
-    ) -> None:
-        prefill_worker = prefill_worker or worker
+    def __init__(self, scenario: Scenario, progress: Progress | None = None) -> None:
+        worker = prefill_worker = _worker_model(scenario, scenario.replica)
+        if scenario.pools and scenario.pools.prefill:
+            prefill_worker = _worker_model(scenario, scenario.pools.prefill)
         self.environment = Environment()
         self.collector = Collector(scenario.num_replicas)
         self.log = EventLog() if scenario.record_events else None

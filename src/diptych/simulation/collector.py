@@ -41,22 +41,20 @@ class Collector:
         """Count what one replica reports, except who finished (see ``add_row``); ``output``: the plan that ended."""
         streams = self._streams[replica]
         for event in events:
-            kind = type(event)
-            if kind is StepFinished:
-                self._step(streams, event, output)  # type: ignore[arg-type]
-            elif kind is FirstToken:
-                if event.request_id in self._handoffs:  # type: ignore[union-attr]
-                    self._handoffs[event.request_id] = event.time_ns  # type: ignore[union-attr]
+            if isinstance(event, StepFinished):
+                self._step(streams, event, output)
+            elif isinstance(event, FirstToken):
+                if event.request_id in self._handoffs:
+                    self._handoffs[event.request_id] = event.time_ns
                 else:
-                    streams.joined.append((event.time_ns, 1))  # type: ignore[union-attr]
-            elif kind is RequestPreempted:
+                    streams.joined.append((event.time_ns, 1))
+            elif isinstance(event, RequestPreempted):
                 usage.num_preemptions += 1
-                streams.preempted[event.request_id] = streams.last_token_ns  # type: ignore[union-attr]
-            elif kind is RequestResumed:
-                newest = streams.preempted.pop(event.request_id, streams.last_token_ns)  # type: ignore[union-attr]
-                streams.resumed.append(newest)
-            elif kind is RequestFinished and streams.preempted:
-                streams.preempted.pop(event.request_id, None)  # type: ignore[union-attr]
+                streams.preempted[event.request_id] = streams.last_token_ns
+            elif isinstance(event, RequestResumed):
+                streams.resumed.append(streams.preempted.pop(event.request_id, streams.last_token_ns))
+            elif isinstance(event, RequestFinished) and streams.preempted:
+                streams.preempted.pop(event.request_id, None)
 
     def _step(self, streams: _Streams, step: StepFinished, output: SchedulerOutput | None) -> None:
         if output is not None and output.resumed and self._handoffs:

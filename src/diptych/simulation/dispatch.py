@@ -53,18 +53,15 @@ class Dispatch:
             return
         index = replica.number - self._first
         for event in events:
-            kind = type(event)
-            if kind is BlocksStored:
+            if isinstance(event, BlocksStored | BlocksEvicted):
                 self._sequence[index] += 1
-                router.index.on_events(index, self._sequence[index], stored=event.hashes)  # type: ignore[union-attr]
-            elif kind is BlocksEvicted:
-                self._sequence[index] += 1
-                router.index.on_events(index, self._sequence[index], evicted=event.hashes)  # type: ignore[union-attr]
-            elif kind is RequestAdmitted and event.is_first:  # type: ignore[union-attr]
-                request = replica.core.requests.get(event.request_id)  # type: ignore[union-attr]
+                stored, evicted = (event.hashes, ()) if isinstance(event, BlocksStored) else ((), event.hashes)
+                router.index.on_events(index, self._sequence[index], stored, evicted)
+            elif isinstance(event, RequestAdmitted) and event.is_first:
+                request = replica.core.requests.get(event.request_id)
                 if request is not None:
-                    router.on_admitted(request.request_id, request.num_prompt_tokens, event.num_cached_tokens)  # type: ignore[union-attr]
-        is_news = is_step_end and any(type(event) is not StepFinished for event in events)
+                    router.on_admitted(request.request_id, request.num_prompt_tokens, event.num_cached_tokens)
+        is_news = is_step_end and any(not isinstance(event, StepFinished) for event in events)
         if is_news and now >= self._reported_ns[index] + REPORT_NS:
             self._reported_ns[index] = now
             router.on_report(index, replica.core.load(now))

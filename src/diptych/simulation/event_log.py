@@ -10,7 +10,7 @@ from hashlib import blake2b
 
 import msgspec
 
-from diptych.control.events import Event, StepFinished
+from diptych.control.events import BlocksEvicted, BlocksStored, Event, StepFinished
 
 
 class EventLog:
@@ -73,11 +73,10 @@ class EventLog:
 
 def _place(entry: tuple[int, Event]) -> tuple[int, int]:
     replica, event = entry
-    time_ns = event.end_ns if type(event) is StepFinished else event.time_ns  # type: ignore[union-attr]
-    return time_ns, replica
+    return event.end_ns if isinstance(event, StepFinished) else event.time_ns, replica
 
 
 def _plain(event: Event) -> object:
-    if type(event).__name__.startswith("Blocks"):
-        return {"time_ns": event.time_ns, "hashes": [block.hex() for block in event.hashes]}  # type: ignore[union-attr]
+    if isinstance(event, BlocksStored | BlocksEvicted):
+        return {"time_ns": event.time_ns, "hashes": [block.hex() for block in event.hashes]}
     return event

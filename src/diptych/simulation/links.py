@@ -65,7 +65,6 @@ class Transfer:
     on_done: Callable[[], None]
     left: int = 0
     rate: int = 0
-    started_ns: int = 0
     timer: int = 0
 
 
@@ -107,7 +106,6 @@ class Network:
     def _start(self, transfer: Transfer) -> None:
         self._advance()
         transfer.timer = 0
-        transfer.started_ns = self._environment.now
         for link in transfer.path:
             link.transfers[transfer.number] = transfer
         self._share()

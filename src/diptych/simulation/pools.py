@@ -83,13 +83,12 @@ class HandoffDriver:
     def on_events(self, events: list[Event]) -> None:
         """What a replica reports, as far as handoffs care."""
         for event in events:
-            kind = type(event)
-            if kind is HandoffReserved:
-                self._do(self.handoffs.on_reserved(event.request_id, event.num_cached_tokens))  # type: ignore[union-attr]
-            elif kind is RequestAdmitted and event.is_first:  # type: ignore[union-attr]
-                self.handoffs.on_started(event.request_id, event.time_ns)  # type: ignore[union-attr]
-            elif kind is StepFinished and event.prefills:  # type: ignore[union-attr]
-                for request_id, start, num_tokens in event.prefills:  # type: ignore[union-attr]
+            if isinstance(event, HandoffReserved):
+                self._do(self.handoffs.on_reserved(event.request_id, event.num_cached_tokens))
+            elif isinstance(event, RequestAdmitted) and event.is_first:
+                self.handoffs.on_started(event.request_id, event.time_ns)
+            elif isinstance(event, StepFinished):
+                for request_id, start, num_tokens in event.prefills:
                     if request_id in self.handoffs:
                         now = self._environment.now
                         self._do(self.handoffs.on_computed(request_id, start + num_tokens, now))

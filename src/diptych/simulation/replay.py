@@ -290,18 +290,10 @@ class _ReplayedReplica:
 
     def _note_step(self, event: StepFinished) -> None:
         usage, duration_ns = self._usage, event.end_ns - event.start_ns
-        usage.num_steps += event.num_steps
-        usage.prefill_tokens += sum(tokens for _, _, tokens in event.prefills)
-        usage.decode_tokens += event.num_decodes * event.num_steps
-        if event.prefills and event.num_decodes:
-            usage.busy_mixed_ns += duration_ns
-        elif event.prefills:
-            usage.busy_prefill_ns += duration_ns
-        else:
-            usage.busy_decode_ns += duration_ns
+        tokens = sum(count for _, _, count in event.prefills)
+        usage.add_step(tokens, event.num_decodes, event.num_steps, duration_ns)
         blocks = round(self.core.stats().kv_usage * usage.num_blocks)
-        usage.kv_peak_blocks = max(usage.kv_peak_blocks, blocks)
-        usage.kv_block_ns += blocks * duration_ns
+        usage.add_blocks(blocks, blocks, duration_ns)
 
     def _note_finished(self, event: RequestFinished) -> None:
         number, arrival_ns = self._numbers.pop(event.request_id)

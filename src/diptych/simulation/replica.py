@@ -83,61 +83,51 @@ class SimulatedReplica:
 
     def submit(self, request: Request, spec: RequestSpec) -> None:
         """A request arrives at this worker."""
-        now = self._environment.now
-        if now < self._hung_until:
-            self._inbox.append(lambda: self.submit(request, spec))
-            return
-        self._cut(now)
-        events = self.core.add_request(request, now)
-        if request.request_id in self.core.requests:
-            self.executor.add(request, spec)
-        self._listener(self.number, events, None)
-        self._begin()
+        self._hear(lambda now: self._take_in(request, spec, self.core.add_request(request, now)))
 
     def reserve(self, request: Request, spec: RequestSpec) -> None:
         """Hold blocks for a request that another replica prefills."""
-        now = self._environment.now
-        if now < self._hung_until:
-            self._inbox.append(partial(self.reserve, request, spec))
-            return
-        self._cut(now)
-        events = self.core.reserve(request, now)
-        if request.request_id in self.core.requests:
-            self.executor.add(request, spec)
-        self._listener(self.number, events, None)
-        self._begin()
+        self._hear(lambda now: self._take_in(request, spec, self.core.reserve(request, now)))
 
     def deliver(self, request_id: str, first_step_ns: int, first_token_ns: int) -> None:
         """The KV of a reserved request is here."""
-        now = self._environment.now
-        if now < self._hung_until:
-            self._inbox.append(partial(self.deliver, request_id, first_step_ns, first_token_ns))
-            return
-        self._cut(now)
-        self.executor.deliver(request_id)
-        self.core.deliver(request_id, now, first_step_ns=first_step_ns, first_token_ns=first_token_ns)
-        self._begin()
+
+        def act(now: int) -> list[Event]:
+            self.executor.deliver(request_id)
+            self.core.deliver(request_id, now, first_step_ns=first_step_ns, first_token_ns=first_token_ns)
+            return []
+
+        self._hear(act)
 
     def release(self, request_id: str) -> None:
         """Another replica has what this one prefilled."""
-        now = self._environment.now
-        if now < self._hung_until:
-            self._inbox.append(partial(self.release, request_id))
-            return
-        self._cut(now)
-        self._listener(self.number, self.core.release(request_id, now), None)
-        self._begin()
+        self._hear(lambda now: self.core.release(request_id, now))
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """The client of a request went away."""
+
+        def act(now: int) -> list[Event]:
+            self._settle()  # how far the request is will be told
+            return self.core.abort(request_id, now, reason)
+
+        self._hear(act)
+
+    def _hear(self, act: Callable[[int], list[Event]]) -> None:
+        """A message comes: act on it at the time when the worker would, and say what happened."""
         now = self._environment.now
         if now < self._hung_until:
-            self._inbox.append(lambda: self.abort(request_id, reason))
+            self._inbox.append(partial(self._hear, act))
             return
         self._cut(now)
-        self._settle()
-        self._listener(self.number, self.core.abort(request_id, now, reason), None)
+        if events := act(now):
+            self._listener(self.number, events, None)
         self._begin()
+
+    def _take_in(self, request: Request, spec: RequestSpec, events: list[Event]) -> list[Event]:
+        """The executor hears of a request unless the core has refused it."""
+        if request.request_id in self.core.requests:
+            self.executor.add(request, spec)
+        return events
 
     def crash(self, until_ns: int) -> None:
         """Lose everything; an empty worker takes this one's place at ``until_ns``."""
@@ -305,18 +295,7 @@ class SimulatedReplica:
         usage, output = self.usage, run.output
         duration = max(0, now - max(run.start_ns, self._last_end_ns))
         self._last_end_ns = now
-        if output.prefills:
-            usage.prefill_tokens += output.features.prefill_tokens
-            if output.num_decodes:
-                usage.busy_mixed_ns += duration
-            else:
-                usage.busy_prefill_ns += duration
-        else:
-            usage.busy_decode_ns += duration
         tokens = output.num_decodes * run.num_steps
-        usage.num_steps += run.num_steps
-        usage.decode_tokens += tokens
         grown = (tokens - output.num_decodes) // self.config.cache.block_size  # on average, within a run
-        usage.kv_block_ns += (run.used_blocks + grown // 2) * duration
-        if run.used_blocks + grown > usage.kv_peak_blocks:
-            usage.kv_peak_blocks = min(usage.num_blocks, run.used_blocks + grown)
+        usage.add_step(output.features.prefill_tokens, output.num_decodes, run.num_steps, duration)
+        usage.add_blocks(run.used_blocks + grown // 2, run.used_blocks + grown, duration)

@@ -96,6 +96,23 @@ class ReplicaUsage:
     num_preemptions: int = 0
     down_ns: int = 0  # crashed or hung
 
+    def add_step(self, prefill_tokens: int, num_decodes: int, num_steps: int, duration_ns: int) -> None:
+        """Steps of one kind in a row; a step without prompt tokens counts as decode."""
+        self.num_steps += num_steps
+        self.prefill_tokens += prefill_tokens
+        self.decode_tokens += num_decodes * num_steps
+        if not prefill_tokens:
+            self.busy_decode_ns += duration_ns
+        elif num_decodes:
+            self.busy_mixed_ns += duration_ns
+        else:
+            self.busy_prefill_ns += duration_ns
+
+    def add_blocks(self, mean: int, most: int, duration_ns: int) -> None:
+        """Blocks that were in use for a while."""
+        self.kv_block_ns += mean * duration_ns
+        self.kv_peak_blocks = max(self.kv_peak_blocks, min(most, self.num_blocks))
+
 
 @dataclass(slots=True)
 class GapHistogram:

@@ -6,10 +6,8 @@ from collections.abc import Callable
 
 from diptych.simulation.cluster import Cluster
 from diptych.simulation.event_log import EventLog
-from diptych.simulation.replica import WorkerModel
 from diptych.simulation.results import SimulationResult
 from diptych.simulation.scenario import Scenario
-from diptych.simulation.warm_up import warmed_up_model
 
 Progress = Callable[[float], None]  # share of the requests that have ended, 0 to 1
 REPORT_EVERY = 1000
@@ -29,14 +27,7 @@ def simulate_with_log(scenario: Scenario, progress: Progress | None = None) -> t
         if progress is not None and num_ended % REPORT_EVERY == 0:
             progress(min(1.0, num_ended / total))
 
-    model = warmed_up_model(scenario.replica, scenario.cost, scenario.warm_up)
-    worker = WorkerModel(scenario.replica, scenario.cost, model, scenario.fast_forward, scenario.swap_block_ns)
-    prefill_worker = None
-    if scenario.pools and scenario.pools.prefill:
-        config = scenario.pools.prefill
-        learned = warmed_up_model(config, scenario.cost, scenario.warm_up)
-        prefill_worker = WorkerModel(config, scenario.cost, learned, scenario.fast_forward, scenario.swap_block_ns)
-    cluster = Cluster(scenario, worker, on_end if progress else None, prefill_worker)
+    cluster = Cluster(scenario, on_end if progress else None)
     collects = gc.isenabled()
     gc.disable()  # nothing here makes cycles that live long; looking for them takes a fifth of the time
     try:
