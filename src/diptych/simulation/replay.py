@@ -13,12 +13,13 @@ import msgspec
 
 from diptych.control.config import ReplicaConfig
 from diptych.control.errors import ConfigError, RequestError
-from diptych.control.events import Event, FirstToken, RequestFinished, StepFinished
+from diptych.control.events import Event, RequestFinished, StepFinished
 from diptych.control.recording import DecisionChain, plan_summary
 from diptych.control.replica import ReplicaCore
 from diptych.control.request import FinishReason, Request
 from diptych.control.slo import Slo
 from diptych.control.step import SchedulerOutput, StepFeatures, StepResult
+from diptych.simulation.collector import Collector
 from diptych.simulation.results import GapHistogram, ReplicaUsage, RequestTable, SimulationResult
 
 FORMAT, VERSION = "diptych recording", 1
@@ -149,8 +150,7 @@ class _ReplayedReplica:
         self._usage = ReplicaUsage(report.header.config.cache.num_blocks)
         self._numbers: dict[str, tuple[int, int]] = {}  # of requests in the replica: place of arrival, time of it
         self._num_arrivals = 0
-        self._fresh: dict[str, int] = {}  # time of the first token of those that have not decoded yet
-        self._last_decode_ns = 0
+        self._collector = Collector(1)
 
     def apply(self, row: list[Any], line: int) -> Difference | None:
         """One row; the difference that it showed, if any."""
@@ -191,9 +191,9 @@ class _ReplayedReplica:
     def conclude(self) -> None:
         """Fill in what is known at the end."""
         result = self._report.result
+        result.requests, result.gaps = self._collector.requests, self._collector.gaps
         result.duration_ns = self.now - (self._start_ns or 0)
         result.replicas = [self._usage]
-        self._usage.num_preemptions = self.core.stats().num_preemptions
 
     def _tick(self, now: int) -> None:
         if self._start_ns is None:
@@ -266,27 +266,17 @@ class _ReplayedReplica:
             self._last_end_ns = now
             self._report.steps.append(MeasuredStep(output.features, now - start_ns))
         events = self.core.end_step(result, now, num_steps=num_steps, last_start_ns=last_start_ns)
-        self._take(events, output.num_decodes)
+        self._take(events, output)
 
-    def _take(self, events: Sequence[Event], num_decodes: int = 0) -> None:
-        """Note what happened; ``num_decodes``: streams that got a token from the step that ended."""
-        gaps = self._report.result.gaps
-        if num_decodes:
-            joined = len(self._fresh)
-            for first_ns in self._fresh.values():
-                gaps.add(self.now - first_ns, 1)
-            if num_decodes > joined:
-                gaps.add(self.now - self._last_decode_ns, num_decodes - joined)
-            self._fresh.clear()
-            self._last_decode_ns = self.now
+    def _take(self, events: list[Event], output: SchedulerOutput | None = None) -> None:
+        """Note what happened; ``output``: the plan of the step that ended."""
+        self._collector.take(0, events, output, self._usage)
         for event in events:
-            if isinstance(event, FirstToken):
-                self._fresh[event.request_id] = event.time_ns
-            elif isinstance(event, StepFinished):
+            if isinstance(event, StepFinished):
                 self._note_step(event)
             elif isinstance(event, RequestFinished):
-                self._fresh.pop(event.request_id, None)
-                self._note_finished(event)
+                number, arrival_ns = self._numbers.pop(event.request_id)
+                self._collector.add_row(event, number, arrival_ns - (self._start_ns or 0), 0, "")
 
     def _note_step(self, event: StepFinished) -> None:
         usage, duration_ns = self._usage, event.end_ns - event.start_ns
@@ -294,10 +284,6 @@ class _ReplayedReplica:
         usage.add_step(tokens, event.num_decodes, event.num_steps, duration_ns)
         blocks = round(self.core.stats().kv_usage * usage.num_blocks)
         usage.add_blocks(blocks, blocks, duration_ns)
-
-    def _note_finished(self, event: RequestFinished) -> None:
-        number, arrival_ns = self._numbers.pop(event.request_id)
-        self._report.result.requests.add(event, number, arrival_ns - (self._start_ns or 0))
 
 
 def describe(summary: Sequence[Any] | None) -> str:
