@@ -8,7 +8,7 @@ import os
 import platform
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -19,17 +19,10 @@ from diptych import __version__
 from diptych.cli_errors import errors_in_words
 from diptych.control.errors import ConfigError
 from diptych.serving.options import BUNDLED_MODEL, DeviceOptions, EngineOptions, MemoryOptions, parse_bytes
-from diptych.simulation.costs.fitted import (
-    Calibration,
-    MeasuredPoint,
-    fit,
-    fit_front_end,
-    fit_live,
-    write_calibration,
-)
-from diptych.simulation.replay import ReplayReport
-from diptych.simulation.replay import replay as replay_recording
-from diptych.simulation.results import summarize
+
+if TYPE_CHECKING:
+    from diptych.simulation.costs.fitted import Calibration
+    from diptych.simulation.replay import ReplayReport
 
 BUSY = 0.5  # load average from which a measurement is doubtful
 
@@ -69,13 +62,16 @@ def calibrate(
         )
         if hasattr(os, "getloadavg") and (load := os.getloadavg()[0]) > BUSY:
             print(f"warning: the machine is busy (load {load:.1f}), and so will its calibration be", file=sys.stderr)
+        from diptych.simulation.costs.fitted import write_calibration
+
         calibration = _measure_and_fit(options, seconds, directory.name)
         write_calibration(out, calibration)
         _show_calibration(calibration, out)
 
 
-def _measure_and_fit(options: EngineOptions, seconds: float, name: str) -> Calibration:
+def _measure_and_fit(options: EngineOptions, seconds: float, name: str) -> "Calibration":
     from diptych.serving.calibrate import measure
+    from diptych.simulation.costs.fitted import Calibration, MeasuredPoint, fit, fit_front_end, fit_live
 
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
@@ -120,7 +116,9 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-def _show_calibration(calibration: Calibration, out: Path) -> None:
+def _show_calibration(calibration: "Calibration", out: Path) -> None:
+    from diptych.simulation.costs.fitted import MeasuredPoint
+
     console = Console(highlight=False)
     table = Table("step", "ms", title=f"{calibration.model}: {calibration.settings['engine']}", title_justify="left")
     kinds = [("1 decode", 1, 0), ("8 decodes", 8, 0), ("32 decodes", 32, 0), ("prompt of 256", 0, 256)]
@@ -142,6 +140,8 @@ def replay(
 
     Ends with status 1 at the first decision that differs.
     """
+    from diptych.simulation.replay import replay as replay_recording
+
     with errors_in_words():
         report = replay_recording(file)
         _show_replay(report)
@@ -149,7 +149,9 @@ def replay(
         raise typer.Exit(1)
 
 
-def _show_replay(report: ReplayReport) -> None:
+def _show_replay(report: "ReplayReport") -> None:
+    from diptych.simulation.results import summarize
+
     console = Console(highlight=False)
     summary = summarize(report.result)
     ending = "" if report.is_complete else " (it was cut off: the end is missing)"
