@@ -31,6 +31,7 @@ from diptych.control.step import SchedulerOutput, StepFeatures, StepResult, chun
 
 Row = tuple[Any, ...]
 
+FORMAT, VERSION = "diptych recording", 2  # of a file of rows; 1 had no handoffs
 DIGEST_BYTES = 12
 
 

@@ -4,7 +4,7 @@ Owns the file. The worker's loop only appends rows to a queue; encoding, hashing
 must never stop or slow serving: when the file cannot be written any more (a full disk, the size limit), it ends with
 one line in the log. Read by diptych.simulation.replay.
 
-    {"format": "diptych recording", "version": 1, "diptych": ..., "config": {ReplicaConfig}}
+    {"format": "diptych recording", "version": 2, "diptych": ..., "config": {ReplicaConfig}}
     ["add", now, ...]                     rows as in diptych.control.recording, where a plan is written as
     ["begin", now, digest, [summary]]     (base64 digest of all plans so far) or ["begin", now] for none
     ["closed", number of rows]            missing when the worker was killed or recording had to stop
@@ -24,13 +24,12 @@ import msgspec
 from diptych import __version__
 from diptych.control.config import ReplicaConfig
 from diptych.control.errors import ConfigError
-from diptych.control.recording import DecisionChain, RecordingCore, Row, measured_steps, plan_summary
+from diptych.control.recording import FORMAT, VERSION, DecisionChain, RecordingCore, Row, measured_steps, plan_summary
 from diptych.control.replica import ReplicaCore
 from diptych.control.step import StepFeatures
 
 logger = logging.getLogger(__name__)
 
-FORMAT, VERSION = "diptych recording", 1
 WRITE_INTERVAL_S = 0.05
 MAX_BYTES = 4 * 2**30
 

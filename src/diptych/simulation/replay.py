@@ -14,7 +14,7 @@ import msgspec
 from diptych.control.config import ReplicaConfig
 from diptych.control.errors import ConfigError, RequestError
 from diptych.control.events import Event, RequestFinished, StepFinished
-from diptych.control.recording import DecisionChain, plan_summary
+from diptych.control.recording import FORMAT, VERSION, DecisionChain, plan_summary
 from diptych.control.replica import ReplicaCore
 from diptych.control.request import FinishReason, Request
 from diptych.control.slo import Slo
@@ -22,7 +22,6 @@ from diptych.control.step import SchedulerOutput, StepFeatures, StepResult
 from diptych.simulation.collector import Collector
 from diptych.simulation.results import GapHistogram, ReplicaUsage, RequestTable, SimulationResult
 
-FORMAT, VERSION = "diptych recording", 1
 PARTS = ("finished", "paused", "swapped out", "swapped in", "resumed", "new blocks")
 
 
