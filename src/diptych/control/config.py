@@ -25,7 +25,8 @@ class CacheConfig:
     watermark_blocks: blocks that admission leaves free for the growth of running decodes.
     num_host_blocks: the host tier for swapping (0: none). admission: a prompt is let in when the expected peak of all
     that run fits ("expected"), or as soon as its own blocks do ("greedy", as other engines do: more run at once, more
-    are preempted).
+    are preempted). first_block: the number of the first block; replicas that share one pool of memory number theirs
+    one after the other.
     """
 
     num_blocks: int
@@ -34,6 +35,7 @@ class CacheConfig:
     watermark_blocks: int = 4
     enable_prefix_cache: bool = True
     admission: AdmissionName = "expected"
+    first_block: int = 0
 
     def __post_init__(self) -> None:
         _require(self.block_size >= 1, f"block_size is {self.block_size}; it must be at least 1", "block_size")
@@ -42,6 +44,7 @@ class CacheConfig:
             f"num_blocks is {self.num_blocks}; it must exceed watermark_blocks ({self.watermark_blocks})",
             "num_blocks",
         )
+        _require(self.first_block >= 0, f"first_block is {self.first_block}; minimum 0", "first_block")
         _require(self.num_host_blocks >= 0, f"num_host_blocks is {self.num_host_blocks}; minimum 0", "num_host_blocks")
         known = ("expected", "greedy")
         _require(self.admission in known, f"admission is {self.admission!r}; expected or greedy", "admission")

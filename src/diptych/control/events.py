@@ -50,20 +50,39 @@ class RequestResumed:
 class HandoffReserved:
     """A decode replica holds the blocks of a prompt that another replica will compute.
 
-    num_cached_tokens: leading tokens whose KV it has already; only the rest need travel.
+    num_cached_tokens: leading tokens whose KV it has already; only the rest need travel. block_ids: all of its blocks,
+    those included.
     """
 
     time_ns: int
     request_id: str
     num_cached_tokens: int
+    block_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffDelivered:
+    """A decode replica has the KV of the whole prompt and the first token, and goes on with it."""
+
+    time_ns: int
+    request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class HandoffReleased:
-    """A prefill replica gave up the blocks of a prompt that a decode replica has taken over."""
+    """A replica has forgotten a leg: a decode replica took it over, or it was dropped (known or not)."""
 
     time_ns: int
     request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffExpired:
+    """Nobody renewed the lease of a leg here in time: its blocks are free. is_sender: it was prefilled here."""
+
+    time_ns: int
+    request_id: str
+    is_sender: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +148,9 @@ Event = (
     | RequestPreempted
     | RequestResumed
     | HandoffReserved
+    | HandoffDelivered
     | HandoffReleased
+    | HandoffExpired
     | FirstToken
     | RequestFinished
     | StepFinished

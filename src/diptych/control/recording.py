@@ -6,10 +6,13 @@ holds counts, ids, times and block hashes, never tokens. Must never do I/O: rows
     row = (kind, ...)           what the replica was told, in order
     observe                     step features (4 numbers), nanoseconds: teaches the step-time model
     add                         now, id, prompt tokens, max_tokens, block hashes, priority, ttft_ns, tpot_ns,
-                                reads_prefix_cache, hands_off
+                                reads_prefix_cache, hands_off, lease_ns, borrowed block ids, borrowed tokens
     reserve                     as add: blocks for a prompt that another replica computes
     deliver                     now, id, first_step_ns, first_token_ns: its KV is here
     release                     now, id: another replica has taken it over
+    drop                        now, id: end it wherever it is
+    renew                       now, ids: their leases begin again
+    expire                      now: leases run out
     refuse                      id, prompt tokens, max_tokens, name of the error: check_request said no
     abort                       now, id, reason
     begin                       now, the plan (None: nothing to do)
@@ -31,7 +34,7 @@ from diptych.control.step import SchedulerOutput, StepFeatures, StepResult, chun
 
 Row = tuple[Any, ...]
 
-FORMAT, VERSION = "diptych recording", 2  # of a file of rows; 1 had no handoffs
+FORMAT, VERSION = "diptych recording", 3  # of a file of rows; 1 had no handoffs, 2 no leases
 DIGEST_BYTES = 12
 
 
@@ -51,15 +54,34 @@ class RecordingCore(ReplicaCore):
         self._write(("add", now, *_request_row(request)))
         return super().add_request(request, now)
 
-    def reserve(self, request: Request, now: int) -> list[Event]:
+    def reserve(self, request: Request, now: int, lease_ns: int = 0) -> list[Event]:
         """See ReplicaCore."""
+        request.lease_ns = lease_ns
         self._write(("reserve", now, *_request_row(request)))
-        return super().reserve(request, now)
+        return super().reserve(request, now, lease_ns)
 
-    def deliver(self, request_id: str, now: int, *, first_step_ns: int, first_token_ns: int) -> None:
+    def deliver(self, request_id: str, now: int, *, first_step_ns: int, first_token_ns: int) -> list[Event]:
         """See ReplicaCore."""
         self._write(("deliver", now, request_id, first_step_ns, first_token_ns))
-        super().deliver(request_id, now, first_step_ns=first_step_ns, first_token_ns=first_token_ns)
+        return super().deliver(request_id, now, first_step_ns=first_step_ns, first_token_ns=first_token_ns)
+
+    def drop(self, request_id: str, now: int) -> list[Event]:
+        """See ReplicaCore."""
+        self._write(("drop", now, request_id))
+        return super().drop(request_id, now)
+
+    def renew(self, leg_ids: Iterable[str], now: int) -> None:
+        """See ReplicaCore."""
+        leg_ids = tuple(leg_ids)
+        self._write(("renew", now, leg_ids))
+        super().renew(leg_ids, now)
+
+    def expire(self, now: int) -> list[Event]:
+        """See ReplicaCore."""
+        expired = super().expire(now)
+        if expired:
+            self._write(("expire", now))
+        return expired
 
     def release(self, request_id: str, now: int) -> list[Event]:
         """See ReplicaCore."""
@@ -112,6 +134,9 @@ def _request_row(request: Request) -> Row:
         slo.tpot_ns if slo else None,
         request.reads_prefix_cache,
         request.hands_off,
+        request.lease_ns,
+        request.borrowed_block_ids,
+        request.num_borrowed_tokens,
     )
 
 

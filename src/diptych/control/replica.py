@@ -5,21 +5,26 @@ driver's whole job is to call ``begin_step``, let an executor run the plan, and 
 """
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from diptych.control.config import ReplicaConfig
-from diptych.control.errors import ConfigError, ContextLengthError, OverloadedError, RequestError
+from diptych.control.errors import ConfigError, RequestError
 from diptych.control.events import (
     BlocksEvicted,
     BlocksStored,
     Event,
     FirstToken,
+    HandoffDelivered,
+    HandoffExpired,
     HandoffReleased,
     RequestFinished,
     RequestQueued,
     StepFinished,
 )
 from diptych.control.kvcache.manager import KVCacheManager
+from diptych.control.leases import Leases
+from diptych.control.limits import refusal
 from diptych.control.request import FinishReason, Request
 from diptych.control.router.load import LoadReport
 from diptych.control.scheduler.scheduler import Scheduler
@@ -28,9 +33,12 @@ from diptych.control.slo import Slo, breakdown_from_times
 from diptych.control.step import SchedulerOutput, StepFeatures, StepResult
 
 
+NUM_DROPPED = 4096  # dropped legs that are remembered, lest they come later
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaStats:
-    """A snapshot of one replica for metrics and routing."""
+    """A snapshot of one replica for metrics."""
 
     num_waiting: int
     num_prefilling: int
@@ -60,6 +68,8 @@ class ReplicaCore:
         self.model = model or StepTimeModel()
         self.scheduler = Scheduler(config, self.kv, self.model)
         self.requests: dict[str, Request] = {}
+        self.leases = Leases()
+        self._dropped: dict[str, None] = {}  # oldest first
         self._in_flight: deque[_StepInFlight] = deque()
         self._finished_ids: list[str] = []  # ended since the last plan: the executor is told with the next one
         self._num_arrivals = 0
@@ -70,8 +80,11 @@ class ReplicaCore:
     def add_request(self, request: Request, now: int) -> list[Event]:
         """Queue a request, or refuse it with its terminal event (the executor then never hears of it).
 
-        Raises ConfigError for an id that is in use: that is the caller's mistake.
+        Raises ConfigError for an id that is in use: that is the caller's mistake. One that was dropped before it came
+        is answered with HandoffReleased.
         """
+        if request.request_id in self._dropped:
+            return [HandoffReleased(now, request.request_id)]
         if refused := self._enter(request, now):
             return refused
         self.scheduler.add(request)
@@ -79,8 +92,8 @@ class ReplicaCore:
 
     def check_request(self, request: Request) -> None:
         """Raise the error with which ``add_request`` would refuse this request now."""
-        if refusal := self._refusal(request):
-            raise refusal
+        if error := self._refusal(request):
+            raise error
 
     def abort(self, request_id: str, now: int, reason: FinishReason = FinishReason.ABORT) -> list[Event]:
         """End a request wherever it is; its blocks are free for the next step. Unknown ids are ignored (a request
@@ -88,38 +101,69 @@ class ReplicaCore:
         request = self.requests.get(request_id)
         return [self._finish(request, reason, now)] if request else []
 
-    def reserve(self, request: Request, now: int) -> list[Event]:
+    def reserve(self, request: Request, now: int, lease_ns: int = 0) -> list[Event]:
         """Hold blocks for a prompt that another replica will compute; HandoffReserved says when they are there.
 
-        Refused like ``add_request``; ``abort`` gives them back. ``deliver`` starts the decode.
+        Refused like ``add_request``; ``drop`` and ``abort`` give them back, and so does ``expire`` when nobody renews
+        them for ``lease_ns`` (0: never). ``deliver`` starts the decode.
         """
+        if request.request_id in self._dropped:
+            return [HandoffReleased(now, request.request_id)]
         refused = self._enter(request, now)
         if not refused:
             self.scheduler.reserve(request)
+            self.leases.grant(request.request_id, lease_ns, now)
         return refused
 
-    def deliver(self, request_id: str, now: int, *, first_step_ns: int, first_token_ns: int) -> None:
+    def renew(self, leg_ids: Iterable[str], now: int) -> None:
+        """Somebody still wants these legs."""
+        self.leases.renew(leg_ids, now)
+
+    def deliver(self, request_id: str, now: int, *, first_step_ns: int, first_token_ns: int) -> list[Event]:
         """The KV of the whole prompt lies in the reserved blocks and the first token is known: decode from the next
         plan on. The times are those of the prefill replica, on this replica's clock. An id that is not reserved is
         ignored (it may have been aborted meanwhile)."""
         request = self.scheduler.incoming.reserved.get(request_id)
         if request is None:
-            return
+            return []
+        self.leases.end(request_id)
         request.first_step_ns, request.first_token_ns = first_step_ns, first_token_ns
         self.scheduler.incoming.deliver(request)
         self.kv.remember_computed(request, request.num_prompt_tokens)
+        return [HandoffDelivered(now, request_id)]
 
     def release(self, request_id: str, now: int) -> list[Event]:
-        """Another replica has taken over a request that was added with ``hands_off``: give up its blocks. An id that
-        is not being handed off is ignored."""
-        request = self.scheduler.outgoing.get(request_id)
-        if request is None:
-            return []
-        self.scheduler.remove(request)
-        self.kv.release(request)
-        del self.requests[request_id]
-        self._finished_ids.append(request_id)
+        """Another replica has taken over a prompt that was prefilled here: give up its blocks. Unknown ids are answered
+        too; one whose prefill is not over is left alone."""
+        request = self.requests.get(request_id)
+        if request is not None:
+            if not request.is_handed_off:
+                return []
+            self._forget(request)
         return [HandoffReleased(now, request_id)]
+
+    def drop(self, request_id: str, now: int) -> list[Event]:
+        """End a leg wherever it is, and refuse it should it come later. Answered by RequestFinished when it was
+        running here, else by HandoffReleased."""
+        self._dropped[request_id] = None
+        if len(self._dropped) > NUM_DROPPED:
+            del self._dropped[next(iter(self._dropped))]
+        request = self.requests.get(request_id)
+        if request is None or request.is_handed_off:
+            return self.release(request_id, now)
+        return [self._finish(request, FinishReason.ABORT, now)]
+
+    def expire(self, now: int) -> list[Event]:
+        """Give up the legs whose leases have run out: reservations whose KV never came, and blocks that nobody took."""
+        expired = [self.requests[leg_id] for leg_id in self.leases.take_expired(now)]
+        for request in expired:
+            self._forget(request)
+        return [HandoffExpired(now, request.request_id, is_sender=request.hands_off) for request in expired]
+
+    @property
+    def next_expiry_ns(self) -> int | None:
+        """No lease expires before then: call ``expire`` at that time. None: there are none."""
+        return self.leases.next_expiry_ns
 
     @property
     def has_work(self) -> bool:
@@ -246,8 +290,8 @@ class ReplicaCore:
         request.arrival_ns = now
         request.max_tokens = min(request.max_tokens, self.config.max_model_len - request.num_prompt_tokens)
         request.slo = self._effective_slo(request.slo)
-        if refusal := self._refusal(request):
-            return [self._finished_event(request, FinishReason.ERROR, now, 0, refusal.message)]
+        if error := self._refusal(request):
+            return [self._finished_event(request, FinishReason.ERROR, now, 0, error.message)]
         request.number = self._num_arrivals
         self._num_arrivals += 1
         self.requests[request.request_id] = request
@@ -258,24 +302,7 @@ class ReplicaCore:
         return merged if merged != Slo() else None
 
     def _refusal(self, request: Request) -> RequestError | None:
-        length, prompt = self.config.max_model_len, request.num_prompt_tokens
-        if prompt < 1:
-            return ContextLengthError("the prompt has 0 tokens; it must have at least 1", param="prompt")
-        if prompt >= length:
-            return ContextLengthError(
-                f"the prompt has {prompt} tokens; the context holds {length}, of which at least 1 is for the answer",
-                param="prompt",
-            )
-        needed = prompt + min(request.max_tokens, length - prompt)
-        if needed > self.kv.capacity_tokens:
-            return ContextLengthError(
-                f"prompt and max_tokens make {needed} tokens; the KV cache holds {self.kv.capacity_tokens}",
-                param="max_tokens",
-            )
-        limit = self.config.scheduler.max_waiting
-        if len(self.scheduler.waiting) >= limit:
-            return OverloadedError(f"{limit} requests are waiting already (max_waiting)")
-        return None
+        return refusal(request, self.config, self.kv.capacity_tokens, len(self.scheduler.waiting))
 
     def _end_prefills(self, step: _StepInFlight, now: int, events: list[Event]) -> list[Request]:
         """Confirm the step's chunks. Returns requests whose first token was also their last."""
@@ -291,6 +318,8 @@ class ReplicaCore:
                 continue
             request.num_computed_tokens = max(request.num_computed_tokens, chunk.start + chunk.num_tokens)
             self.kv.remember_computed(request, request.num_computed_tokens)
+            if chunk.is_last and request.hands_off:
+                self.leases.grant(request.request_id, request.lease_ns, now)
             if chunk.is_last and request.decode_entry == 0:  # else the decode batch counts its first token
                 request.num_output_tokens += 1
                 if request.num_output_tokens >= request.max_tokens:
@@ -329,7 +358,16 @@ class ReplicaCore:
             num_steps=num_steps,
         )
 
+    def _forget(self, request: Request) -> None:
+        """The request leaves without a terminal event: it goes on, or is ended, elsewhere."""
+        self.leases.end(request.request_id)
+        self.scheduler.remove(request)
+        self.kv.release(request)
+        del self.requests[request.request_id]
+        self._finished_ids.append(request.request_id)
+
     def _finish(self, request: Request, reason: FinishReason, now: int, message: str = "") -> RequestFinished:
+        self.leases.end(request.request_id)
         num_outputs = self.scheduler.remove(request)
         self.kv.release(request)
         del self.requests[request.request_id]

@@ -114,6 +114,7 @@ class Request:
         "arrival_ns",
         "block_hashes",
         "block_ids",
+        "borrowed_block_ids",
         "cached_tokens_at_arrival",
         "decode_entry",
         "first_step_ns",
@@ -122,8 +123,10 @@ class Request:
         "hands_off",
         "host_block_ids",
         "is_long",
+        "lease_ns",
         "last_resume_tick",
         "max_tokens",
+        "num_borrowed_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_hashed_blocks",
@@ -167,6 +170,9 @@ class Request:
         self.first_step_ns: int | None = None
         self.first_token_ns: int | None = None
         self.hands_off = False  # after the first token another replica decodes it
+        self.borrowed_block_ids: tuple[int, ...] = ()  # of the replica that will decode it: computed into directly
+        self.num_borrowed_tokens = 0  # leading tokens whose KV these blocks hold already
+        self.lease_ns = 0  # with hands_off: how long its blocks are kept without a sign of the other side (0: for ever)
         self.handoff_end_ns: int | None = None  # when this replica took it over from the one that prefilled it
         self.block_ids: list[int] = []
         self.host_block_ids: list[int] = []
@@ -187,6 +193,11 @@ class Request:
     def num_tokens(self) -> int:
         """Prompt plus sampled tokens (while decoding: ask the decode batch, which counts for its members)."""
         return self.num_prompt_tokens + self.num_output_tokens
+
+    @property
+    def is_handed_off(self) -> bool:
+        """Whether all that is to be done here is done, and its blocks wait for another replica to have them."""
+        return self.hands_off and self.num_output_tokens > 0
 
     @property
     def phase(self) -> Phase:

@@ -12,6 +12,7 @@ import msgspec
 
 from diptych.control import errors, events
 from diptych.control.request import FinishReason, SamplingParams
+from diptych.control.router.load import LoadReport
 from diptych.control.slo import LatencyBreakdown, Slo
 
 MAX_TOKEN_ID = 2**32 - 1
@@ -24,6 +25,10 @@ _EVENT_CLASSES: dict[str, type] = {
         events.RequestAdmitted,
         events.RequestPreempted,
         events.RequestResumed,
+        events.HandoffReserved,
+        events.HandoffDelivered,
+        events.HandoffReleased,
+        events.HandoffExpired,
         events.FirstToken,
         events.RequestFinished,
         events.StepFinished,
@@ -44,7 +49,8 @@ _ERROR_CLASSES: dict[str, type[errors.DiptychError]] = {
 
 
 class WireRequest(msgspec.Struct, frozen=True, array_like=True):
-    """One sequence to generate. ``prompt``: token ids as packed little-endian uint32."""
+    """One leg of a sequence to generate. ``prompt``, ``output``: token ids as packed little-endian uint32; the output is
+    what other workers have sampled already (sampling.max_tokens counts it)."""
 
     request_id: str
     prompt: bytes
@@ -52,6 +58,7 @@ class WireRequest(msgspec.Struct, frozen=True, array_like=True):
     priority: int = 0
     slo: Slo | None = None
     cache_salt: str | None = None
+    output: bytes = b""
 
 
 class WireError(msgspec.Struct, frozen=True, array_like=True):
@@ -75,6 +82,52 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
     reason: FinishReason = FinishReason.ABORT
 
 
+class ReserveLeg(msgspec.Struct, frozen=True, array_like=True, tag="reserve"):
+    """Hold blocks for this leg, which another worker prefills (control.commands.Reserve)."""
+
+    request: WireRequest
+    lease_ns: int
+    borrowed: bool
+
+
+class PrefillLeg(msgspec.Struct, frozen=True, array_like=True, tag="prefill"):
+    """Prefill this leg and hand it to the connector at ``address`` (control.commands.Prefill)."""
+
+    request: WireRequest
+    address: str
+    num_cached_tokens: int
+    block_ids: list[int]  # of the target, when they are borrowed
+    lease_ns: int
+
+
+class ReleaseLegs(msgspec.Struct, frozen=True, array_like=True, tag="release"):
+    """Forget these legs: another worker has them."""
+
+    leg_ids: list[str]
+
+
+class DropLegs(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
+    """End these legs wherever they are, and refuse them should they come later."""
+
+    leg_ids: list[str]
+
+
+class RenewLegs(msgspec.Struct, frozen=True, array_like=True, tag="renew"):
+    """These legs are still wanted."""
+
+    leg_ids: list[str]
+
+
+class AskBlocks(msgspec.Struct, frozen=True, array_like=True, tag="ask_blocks"):
+    """Say everything that the prefix cache holds (a Blocks record with ``is_snapshot``)."""
+
+
+class ForgetPeer(msgspec.Struct, frozen=True, array_like=True, tag="forget_peer"):
+    """The worker with this number is gone; answer with PeerForgotten once nothing here touches its memory."""
+
+    worker: int
+
+
 class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
     """Leave the loop and exit."""
 
@@ -96,6 +149,50 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     max_num_seqs: int
     eos_token_ids: list[int]
     description: str  # one line for people: dtype, device, threads, cache
+    address: str = ""  # of its KV connector
+    num_blocks: int = 0
+    block_size: int = 0
+
+
+class Happened(msgspec.Struct, frozen=True, array_like=True, tag="happened"):
+    """Events that the cluster's decisions need at once (the others wait for the next Stats record)."""
+
+    events: list[tuple[str, Any]]
+
+
+class Delivered(msgspec.Struct, frozen=True, array_like=True, tag="delivered"):
+    """The worker has taken over a handoff. first_token: what the prefill worker sampled (it has said so itself,
+    unless it died)."""
+
+    leg_id: str
+    time_ns: int
+    first_token: int
+    logprobs: "TokenLogprobs | None" = None
+    num_bytes: int = 0  # that travelled
+    transfer_ns: int = 0  # from the first byte to the commit
+
+
+class TransferLost(msgspec.Struct, frozen=True, array_like=True, tag="transfer_lost"):
+    """KV of this leg cannot be moved."""
+
+    leg_id: str
+    is_sender: bool
+    message: str
+
+
+class Blocks(msgspec.Struct, frozen=True, array_like=True, tag="blocks"):
+    """What the prefix cache gained and lost since the last publication, or (is_snapshot) all that it holds."""
+
+    sequence: int
+    stored: list[bytes]
+    evicted: list[bytes]
+    is_snapshot: bool = False
+
+
+class PeerForgotten(msgspec.Struct, frozen=True, array_like=True, tag="peer_forgotten"):
+    """Nothing here touches that worker's memory any more."""
+
+    worker: int
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
@@ -141,10 +238,15 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag="stats"):
 
     replica: dict[str, Any]
     events: list[tuple[str, Any]] = []
+    load: LoadReport | None = None
 
 
-FrontendMessage = Submit | Abort | Shutdown
-WorkerMessage = Loading | Ready | Failed | Tokens | Stats
+FrontendMessage = (
+    Submit | Abort | ReserveLeg | PrefillLeg | ReleaseLegs | DropLegs | RenewLegs | AskBlocks | ForgetPeer | Shutdown
+)
+WorkerMessage = (
+    Loading | Ready | Failed | Tokens | Stats | Happened | Delivered | TransferLost | Blocks | PeerForgotten
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _from_frontend: msgspec.msgpack.Decoder[FrontendMessage] = msgspec.msgpack.Decoder(FrontendMessage)

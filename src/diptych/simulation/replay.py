@@ -160,16 +160,28 @@ class _ReplayedReplica:
         elif kind == "add":
             self._take(self.core.add_request(self._request(fields), self.now))
         elif kind == "reserve":
-            self._take(self.core.reserve(self._request(fields), self.now))
+            request = self._request(fields)
+            self._take(self.core.reserve(request, self.now, request.lease_ns))
         elif kind == "deliver":
             now, request_id, first_step_ns, first_token_ns = fields
             self._tick(now)
-            self.core.deliver(request_id, now, first_step_ns=first_step_ns, first_token_ns=first_token_ns)
-        elif kind == "release":
+            times = {"first_step_ns": first_step_ns, "first_token_ns": first_token_ns}
+            self._take(self.core.deliver(request_id, now, **times))
+        elif kind in ("release", "drop"):
             now, request_id = fields
             self._tick(now)
-            self._numbers.pop(request_id, None)
-            self._take(self.core.release(request_id, now))
+            act = self.core.release if kind == "release" else self.core.drop
+            self._take(act(request_id, now))
+            if request_id not in self.core.requests:
+                self._numbers.pop(request_id, None)
+        elif kind == "renew":
+            now, leg_ids = fields
+            self._tick(now)
+            self.core.renew(leg_ids, now)
+        elif kind == "expire":
+            (now,) = fields
+            self._tick(now)
+            self._take(self.core.expire(now))
         elif kind == "refuse":
             return self._refuse(fields, line)
         elif kind == "abort":
@@ -201,7 +213,7 @@ class _ReplayedReplica:
 
     def _request(self, fields: list[Any]) -> Request:
         """The request of an "add" or "reserve"; its time becomes now."""
-        now, request_id, num_prompt, max_tokens, hashes, priority, ttft_ns, tpot_ns, reads, hands_off = fields
+        now, request_id, num_prompt, max_tokens, hashes, priority, ttft_ns, tpot_ns, reads, *handoff = fields
         self._tick(now)
         request = Request(
             request_id,
@@ -212,7 +224,8 @@ class _ReplayedReplica:
             slo=Slo(ttft_ns, tpot_ns) if ttft_ns or tpot_ns else None,
             reads_prefix_cache=reads,
         )
-        request.hands_off = hands_off
+        request.hands_off, request.lease_ns, borrowed, request.num_borrowed_tokens = handoff
+        request.borrowed_block_ids = tuple(borrowed)
         self._numbers[request_id] = (self._num_arrivals, now)
         self._num_arrivals += 1
         return request

@@ -13,20 +13,21 @@ from diptych.control.kvcache.prefix_cache import PrefixCache
 
 
 @lru_cache(maxsize=4)
-def _block_ids(num_blocks: int) -> tuple[int, ...]:
+def _block_ids(first: int, num_blocks: int) -> tuple[int, ...]:
     """The same number objects for every pool of a size: a simulated fleet has hundreds of them."""
-    return tuple(range(num_blocks))
+    return tuple(range(first, first + num_blocks))
 
 
 class BlockPool:
-    """Owner of block ids 0 .. num_blocks - 1."""
+    """Owner of block ids first_block .. first_block + num_blocks - 1."""
 
-    def __init__(self, num_blocks: int, *, enable_prefix_cache: bool = True) -> None:
+    def __init__(self, num_blocks: int, *, enable_prefix_cache: bool = True, first_block: int = 0) -> None:
         self.num_blocks = num_blocks
+        self.first_block = first_block
         self.prefix_cache = PrefixCache()
         self._enable_prefix_cache = enable_prefix_cache
-        self._references = array("i", bytes(4 * num_blocks))
-        self._free = list(reversed(_block_ids(num_blocks)))  # a stack; low ids first
+        self._references = array("i", bytes(4 * (first_block + num_blocks)))
+        self._free = list(reversed(_block_ids(first_block, num_blocks)))  # a stack; low ids first
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._stored: list[bytes] = []
         self._evicted: list[bytes] = []
@@ -128,7 +129,8 @@ class BlockPool:
         free, cached = set(self._free), set(self._cached)
         assert len(free) == len(self._free)
         assert not free & cached
-        for block_id, count in enumerate(self._references):
+        for block_id in range(self.first_block, self.first_block + self.num_blocks):
+            count = self._references[block_id]
             assert (count == 0) == (block_id in free or block_id in cached), block_id
             assert (block_id in cached) <= self.prefix_cache.holds(block_id)
             assert not (block_id in free and self.prefix_cache.holds(block_id))

@@ -21,7 +21,9 @@ class KVCacheManager:
     def __init__(self, config: CacheConfig) -> None:
         self.config = config
         self.block_size = config.block_size
-        self.pool = BlockPool(config.num_blocks, enable_prefix_cache=config.enable_prefix_cache)
+        self.pool = BlockPool(
+            config.num_blocks, enable_prefix_cache=config.enable_prefix_cache, first_block=config.first_block
+        )
         self.host = HostTier(config.num_host_blocks)
         self.queried_tokens = 0  # prompt tokens looked up at admission
         self.hit_tokens = 0
@@ -45,7 +47,7 @@ class KVCacheManager:
 
     def cached_blocks(self, request: Request) -> list[int]:
         """Blocks of the longest cached prefix, leaving at least one token to compute."""
-        if not request.reads_prefix_cache or not self.config.enable_prefix_cache:
+        if not request.reads_prefix_cache or not self.config.enable_prefix_cache or request.borrowed_block_ids:
             return []
         limit = (request.num_tokens - 1) // self.block_size
         return self.pool.prefix_cache.longest_prefix(request.block_hashes[:limit])
@@ -58,12 +60,16 @@ class KVCacheManager:
         """Whether an admitted prefill is about to compute the next block of this prompt (then waiting is cheaper)."""
         if not self._in_progress or not request.reads_prefix_cache or not self.config.enable_prefix_cache:
             return False
+        if request.borrowed_block_ids:
+            return False
         index = len(cached)
         full_blocks = (request.num_tokens - 1) // self.block_size
         return index < min(len(request.block_hashes), full_blocks) and request.block_hashes[index] in self._in_progress
 
     def fits_now(self, request: Request, cached: list[int], *, alone: bool) -> bool:
         """Whether there are blocks for the whole prompt (``alone``: nothing else is admitted, all may be used)."""
+        if request.borrowed_block_ids:
+            return True
         new_blocks = self.num_blocks_for(request.num_tokens) - len(cached)
         spare = 0 if alone else self.config.watermark_blocks
         return new_blocks + spare <= self.pool.num_available - self.pool.num_idle(cached)
@@ -74,6 +80,8 @@ class KVCacheManager:
         others: gives (blocks held alone, tokens to come) of every admitted request. It is only called when the sum of
         all expectations does not fit, so that admission costs nothing while memory is plentiful.
         """
+        if request.borrowed_block_ids:
+            return True
         total = self._num_reserved + self.num_blocks_for(request.num_tokens + expected_tokens)
         if self.config.admission == "greedy" or total + self.config.watermark_blocks <= self.pool.num_blocks:
             return True
@@ -85,7 +93,13 @@ class KVCacheManager:
         return peak + self.config.watermark_blocks <= self.pool.num_blocks
 
     def admit(self, request: Request, cached: list[int], expected_tokens: int) -> None:
-        """Take the blocks of the whole prompt; the caller has asked ``fits_now``."""
+        """Take the blocks of the whole prompt; the caller has asked ``fits_now``. A prompt that is computed into the
+        blocks of another replica takes those, and nothing of it is found or kept here."""
+        if request.borrowed_block_ids:
+            request.block_ids = list(request.borrowed_block_ids)
+            request.num_hashed_blocks = request.num_shared_blocks = len(request.block_ids)
+            request.num_computed_tokens = request.num_scheduled_tokens = request.num_borrowed_tokens
+            return
         self._reserve(request, request.num_tokens + expected_tokens)
         self.pool.share(cached)
         total = self.num_blocks_for(request.num_tokens)
@@ -115,7 +129,9 @@ class KVCacheManager:
 
     def release(self, request: Request) -> None:
         """Give up everything that the request holds, on the device and on the host."""
-        if request.block_ids:
+        if request.borrowed_block_ids:
+            request.block_ids = []
+        elif request.block_ids:
             for block_hash in request.block_hashes[request.num_hashed_blocks :]:
                 self._forget_in_progress(block_hash)
             self.pool.release(request.block_ids)

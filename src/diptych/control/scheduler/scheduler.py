@@ -65,7 +65,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """A new request, or one that lost its blocks, waits for admission."""
         request.status = RequestStatus.WAITING
-        request.cached_tokens_at_arrival = self._kv.num_cached_tokens(request)
+        request.cached_tokens_at_arrival = request.num_borrowed_tokens or self._kv.num_cached_tokens(request)
         request.is_long = self._caps.is_long(request.num_tokens - request.cached_tokens_at_arrival)
         request.order_key = self._order(request)
         self.waiting.push(request, is_long=request.is_long)
@@ -187,7 +187,10 @@ class Scheduler:
             self._kv.admit(request, cached, self._expected(request))
             request.num_cached_tokens = len(cached) * self._kv.block_size
             incoming.seat(request)
-            plan.events.append(HandoffReserved(plan.now, request.request_id, request.num_cached_tokens))
+            reserved = HandoffReserved(
+                plan.now, request.request_id, request.num_cached_tokens, tuple(request.block_ids)
+            )
+            plan.events.append(reserved)
 
     def _plan_decodes(self, plan: StepPlan) -> None:
         """Every member of the decode batch takes a token; those at the end of a block get a new one first."""
@@ -272,7 +275,7 @@ class Scheduler:
         if self._is_hopeless(request, plan.now):
             return _Verdict.SKIP
         cached = self._kv.cached_blocks(request)
-        start = len(cached) * self._kv.block_size
+        start = request.num_borrowed_tokens or len(cached) * self._kv.block_size
         remaining = request.num_tokens - start
         request.is_long = self._caps.is_long(remaining)
         if self._kv.awaits_sibling(request, cached):
