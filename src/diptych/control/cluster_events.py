@@ -103,6 +103,4 @@ class Tick:
     """Time has passed: see ClusterCore.next_time."""
 
 
-ClusterEvent = (
-    Arrived | Cancelled | WorkerUp | WorkerDown | Reported | Published | Snapshot | TransferFailed | Tick
-)
+ClusterEvent = Arrived | Cancelled | WorkerUp | WorkerDown | Reported | Published | Snapshot | TransferFailed | Tick

@@ -1,169 +1,132 @@
-"""The way of one request from the replica that prefills it to the one that decodes it.
+"""One attempt to serve a request (a leg), on one worker or on two: who holds what of it, and who must be told what.
 
-    RESERVING   the decode replica looks for blocks; prefill has not begun      -> HandoffReserved
-    PREFILLING  chunks are computed and, as each ends, sent (what the decode replica has cached is never sent)
-                                                                                -> the last chunk: the first token
-    SENDING     everything is computed and on its way                           -> the last byte has arrived
-    DELIVERED   the decode replica goes on; the prefill replica's blocks are free
+              Reserve            HandoffReserved        FirstToken           HandoffDelivered
+    (begin) ----------> RESERVING ------------> PREFILLING -------> SENDING ----------------> DELIVERED --.
+       |                    |        Prefill         |  (KV streams)   |         Release           |      |
+       | Serve              |                        |                 |                           |      | the decode
+       '--> SERVING --------+------------------------+-----------------+---------------------------'      | worker
+                            |  cancelled, a worker lost, a lease expired, a transfer failed, the end      | finishes
+                            v                                                                             v
+                         CLOSING: whoever may hold something is told to drop it ----- acknowledged -----> gone
 
-Reserve first: nothing is computed before there is a place for it. Owns what has been sent and has arrived; returns
-what should be done and never does it. A handoff can be dropped in every state.
+Reserve first: nothing is computed before there is a place for it. In DELIVERED the prefill worker matters no more.
+
+Two ways to hand over. *Copied*: the prefill worker has blocks of its own and sends their content; the decode worker
+fences by ignoring legs that it has forgotten. *Borrowed* (one pool of memory): the prefill worker computes into the
+decode worker's blocks, so these must not be given to anybody else while it may still write: a dropped leg leaves the
+decode worker only after the prefill worker has said that it forgot it, or is known to be dead.
+
+Owns this picture for one leg; returns what should be done and never does it. Why a leg closes is the cluster's
+business.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
+from diptych.control.commands import Command, Drop, Prefill, Release, Reserve, Serve
 
-class HandoffState(StrEnum):
+
+class LegState(StrEnum):
     """See the module's picture."""
 
+    SERVING = "serving"
     RESERVING = "reserving"
     PREFILLING = "prefilling"
     SENDING = "sending"
     DELIVERED = "delivered"
+    CLOSING = "closing"
 
 
-@dataclass(frozen=True, slots=True)
-class Reserve:
-    """Ask the decode replica for blocks."""
+@dataclass(eq=False, slots=True)
+class Leg:
+    """One attempt. prefill == decode: one worker does all of it. ``lease_ns``: of both sides, when copied."""
 
-    replica: int
+    leg_id: str
     request_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Prefill:
-    """Give the request to the prefill replica, to be handed off."""
-
-    replica: int
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """Send the KV of tokens [start, start + num_tokens)."""
-
-    request_id: str
-    source: int
-    target: int
-    start: int
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Deliver:
-    """Everything is there: the decode replica goes on."""
-
-    replica: int
-    request_id: str
-    first_step_ns: int
-    first_token_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """The prefill replica may forget the request."""
-
-    replica: int
-    request_id: str
-
-
-Command = Reserve | Prefill | Transfer | Deliver | Release
-
-
-@dataclass(slots=True)
-class _Handoff:
-    request_id: str
-    num_tokens: int
     prefill: int
     decode: int
-    state: HandoffState = HandoffState.RESERVING
-    sent: int = 0  # leading tokens that are there, or on their way
-    num_pending: int = 0  # transfers on their way
-    first_step_ns: int = -1
-    first_token_ns: int = -1
+    is_borrowed: bool
+    lease_ns: int
+    state: LegState = LegState.RESERVING
+    is_at_prefill: bool = False  # that worker may hold something of this leg
+    is_at_decode: bool = False
 
+    @property
+    def is_handoff(self) -> bool:
+        """Whether two workers share it."""
+        return self.prefill != self.decode
 
-@dataclass(slots=True)
-class Handoffs:
-    """All handoffs under way. ``block_size``: chunks travel in whole blocks, except the last."""
+    @property
+    def is_gone(self) -> bool:
+        """Whether no worker holds anything of it."""
+        return not (self.is_at_prefill or self.is_at_decode)
 
-    block_size: int
-    _handoffs: dict[str, _Handoff] = field(default_factory=dict)
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the handoff is not over: leases must be renewed, and losing either worker loses the leg."""
+        return self.state in (LegState.RESERVING, LegState.PREFILLING, LegState.SENDING)
 
-    def __len__(self) -> int:
-        return len(self._handoffs)
+    def needs(self, worker: int) -> bool:
+        """Whether the leg is lost when this worker is."""
+        return worker == self.decode or (worker == self.prefill and self.is_under_way)
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._handoffs
+    def begin(self) -> list[Command]:
+        """The attempt starts."""
+        self.is_at_decode = True
+        if not self.is_handoff:
+            self.state = LegState.SERVING
+            return [Serve(self.decode, self.request_id, self.leg_id)]
+        return [Reserve(self.decode, self.request_id, self.leg_id, self._lease_ns, self.is_borrowed)]
 
-    def state(self, request_id: str) -> HandoffState | None:
-        """Where a handoff is; None when there is none."""
-        handoff = self._handoffs.get(request_id)
-        return handoff.state if handoff else None
-
-    def replicas(self, request_id: str) -> tuple[int, int] | None:
-        """(prefill replica, decode replica) of a handoff."""
-        handoff = self._handoffs.get(request_id)
-        return (handoff.prefill, handoff.decode) if handoff else None
-
-    def begin(self, request_id: str, num_prompt_tokens: int, prefill: int, decode: int) -> list[Command]:
-        """A request is to be prefilled here and decoded there."""
-        self._handoffs[request_id] = _Handoff(request_id, num_prompt_tokens, prefill, decode)
-        return [Reserve(decode, request_id)]
-
-    def on_reserved(self, request_id: str, num_cached_tokens: int) -> list[Command]:
-        """The decode replica has the blocks, and the KV of the leading ``num_cached_tokens`` already."""
-        handoff = self._handoffs.get(request_id)
-        if handoff is None or handoff.state is not HandoffState.RESERVING:
+    def on_reserved(self, num_cached_tokens: int, block_ids: tuple[int, ...]) -> list[Command]:
+        """The decode worker has the blocks, and the KV of the leading ``num_cached_tokens`` already."""
+        if self.state is not LegState.RESERVING:
             return []
-        handoff.state = HandoffState.PREFILLING
-        handoff.sent = num_cached_tokens
-        return [Prefill(handoff.prefill, request_id)]
+        self.state = LegState.PREFILLING
+        self.is_at_prefill = True
+        borrowed = block_ids if self.is_borrowed else ()
+        return [
+            Prefill(
+                self.prefill, self.request_id, self.leg_id, self.decode, num_cached_tokens, borrowed, self._lease_ns
+            )
+        ]
 
-    def on_started(self, request_id: str, now: int) -> None:
-        """The prefill replica begins the step that computes its first chunk."""
-        handoff = self._handoffs.get(request_id)
-        if handoff is not None and handoff.first_step_ns < 0:
-            handoff.first_step_ns = now
+    def on_first_token(self) -> None:
+        """The prefill worker has computed everything."""
+        if self.state is LegState.PREFILLING:
+            self.state = LegState.SENDING
 
-    def on_computed(self, request_id: str, num_tokens: int, now: int) -> list[Command]:
-        """The prefill replica has the KV of the leading ``num_tokens``; with all of them it has the first token."""
-        handoff = self._handoffs.get(request_id)
-        if handoff is None or handoff.state is not HandoffState.PREFILLING:
+    def on_delivered(self) -> list[Command]:
+        """The decode worker goes on with it."""
+        if self.state not in (LegState.PREFILLING, LegState.SENDING):
             return []
-        is_last = num_tokens >= handoff.num_tokens
-        end = handoff.num_tokens if is_last else num_tokens - num_tokens % self.block_size
-        commands: list[Command] = []
-        if end > handoff.sent:
-            commands.append(Transfer(request_id, handoff.prefill, handoff.decode, handoff.sent, end - handoff.sent))
-            handoff.sent = end
-            handoff.num_pending += 1
-        if is_last:
-            handoff.first_token_ns = now
-            handoff.state = HandoffState.SENDING
-            if not handoff.num_pending:
-                commands += self._deliver(handoff)
-        return commands
+        self.state = LegState.DELIVERED
+        return [Release(self.prefill, self.leg_id)] if self.is_at_prefill else []
 
-    def on_arrived(self, request_id: str) -> list[Command]:
-        """One transfer has arrived."""
-        handoff = self._handoffs.get(request_id)
-        if handoff is None:
-            return []
-        handoff.num_pending -= 1
-        if handoff.state is HandoffState.SENDING and not handoff.num_pending:
-            return self._deliver(handoff)
+    def on_forgotten(self, worker: int) -> list[Command]:
+        """This worker holds nothing of the leg any more (it said so, or it is dead)."""
+        was_at_prefill = self.is_at_prefill
+        if worker == self.prefill:
+            self.is_at_prefill = False
+        if worker == self.decode:
+            self.is_at_decode = False
+        if self.state is LegState.CLOSING and self.is_borrowed and was_at_prefill and not self.is_at_prefill:
+            return self._drop_decode()
         return []
 
-    def drop(self, request_id: str) -> None:
-        """The request ended, or is to be done otherwise: forget it (whoever drops tells both replicas)."""
-        self._handoffs.pop(request_id, None)
+    def close(self) -> list[Command]:
+        """The leg is over, whatever its state: tell whoever may hold something of it."""
+        if self.state is LegState.CLOSING:
+            return []
+        self.state = LegState.CLOSING
+        commands: list[Command] = [Drop(self.prefill, self.leg_id)] if self.is_at_prefill else []
+        if not (self.is_borrowed and self.is_at_prefill):
+            commands += self._drop_decode()
+        return commands
 
-    def _deliver(self, handoff: _Handoff) -> list[Command]:
-        handoff.state = HandoffState.DELIVERED
-        del self._handoffs[handoff.request_id]
-        return [
-            Deliver(handoff.decode, handoff.request_id, handoff.first_step_ns, handoff.first_token_ns),
-            Release(handoff.prefill, handoff.request_id),
-        ]
+    def _drop_decode(self) -> list[Command]:
+        return [Drop(self.decode, self.leg_id)] if self.is_at_decode else []
+
+    @property
+    def _lease_ns(self) -> int:
+        return 0 if self.is_borrowed else self.lease_ns

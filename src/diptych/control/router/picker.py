@@ -27,8 +27,17 @@ class Picker:
         self.is_up = [True] * num_replicas
         self._heap = [(0, index) for index in range(num_replicas)]  # lazily updated (outstanding, replica)
 
-    def pick(self) -> int | None:
-        """The replica for the next request (None: none is up); counts the request as sent."""
+    def pick(self, avoid: frozenset[int] = frozenset()) -> int | None:
+        """The replica for the next request (None: none is up); counts the request as sent. ``avoid``: as if they were
+        down."""
+        if avoid:
+            hidden = [replica for replica in sorted(avoid) if self.is_up[replica]]
+            for replica in hidden:
+                self.set_up(replica, False)
+            choice = self.pick()
+            for replica in hidden:
+                self.set_up(replica, True)
+            return choice
         if self._kind == "round_robin":
             choice = self._in_turn()
         elif self._kind == "least_loaded":
@@ -38,6 +47,10 @@ class Picker:
         if choice is not None:
             self._change(choice, 1)
         return choice
+
+    def sent(self, replica: int) -> None:
+        """A request was sent there that nobody picked here."""
+        self._change(replica, 1)
 
     def ended(self, replica: int) -> None:
         """A request of this replica ended."""

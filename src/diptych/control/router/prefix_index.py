@@ -6,6 +6,7 @@ snapshot comes. Must never guess silently: predicted entries are kept apart, and
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 
 from diptych.control.slo import NS_PER_S
 
@@ -19,6 +20,7 @@ class PrefixIndex:
         self.num_replicas = num_replicas
         self._masks: dict[bytes, int] = {}
         self._blocks: list[set[bytes]] = [set() for _ in range(num_replicas)]  # what each replica has said it holds
+        self._host: dict[bytes, int] = {}  # masks of the host tiers
         self._sequence = [0] * num_replicas  # of the last event heard
         self._has_gap = [False] * num_replicas
         self._believed: tuple[dict[bytes, int], dict[bytes, int]] = ({}, {})  # masks of this period, of the one before
@@ -31,6 +33,11 @@ class PrefixIndex:
     def num_blocks(self, replica: int) -> int:
         """Blocks that the replica is known to hold."""
         return len(self._blocks[replica])
+
+    @property
+    def has_host_blocks(self) -> bool:
+        """Whether any replica has said that blocks lie in its host tier."""
+        return bool(self._host)
 
     def on_events(
         self, replica: int, sequence: int, stored: Iterable[bytes] = (), evicted: Iterable[bytes] = ()
@@ -63,24 +70,46 @@ class PrefixIndex:
         for block_hash in hashes:
             self._add(replica, block_hash)
 
+    def on_host_events(self, replica: int, stored: Iterable[bytes] = (), evicted: Iterable[bytes] = ()) -> None:
+        """Blocks came into the replica's host tier, or left it (in order, like ``on_events``; they have no numbers of
+        their own)."""
+        bit = 1 << replica
+        for block_hash in evicted:
+            _clear(self._host, block_hash, bit)
+        for block_hash in stored:
+            self._host[block_hash] = self._host.get(block_hash, 0) | bit
+
     def predict(self, replica: int, hashes: Sequence[bytes], now: int) -> None:
         """A prompt was just sent there: its blocks will soon be. Believed until they are evicted, or for a while."""
         self._pass_time(now)
         masks, bit = self._believed[0], 1 << replica
+        if masks.keys().isdisjoint(hashes):  # mostly, and then twice as fast
+            masks.update(dict.fromkeys(hashes, bit))
+            return
         for block_hash in hashes:
             masks[block_hash] = masks.get(block_hash, 0) | bit
 
     def matches(self, hashes: Sequence[bytes], now: int) -> list[int]:
         """For each replica, how many leading blocks of the prompt it holds or is about to hold."""
         self._pass_time(now)
+        return self._leading(hashes, self._masks, self._believed)
+
+    def host_matches(self, hashes: Sequence[bytes]) -> list[int]:
+        """For each replica, how many leading blocks of the prompt it holds on the device or in its host tier."""
+        return self._leading(hashes, self._masks, (self._host,))
+
+    def _leading(
+        self, hashes: Sequence[bytes], first: dict[bytes, int], others: tuple[dict[bytes, int], ...]
+    ) -> list[int]:
+        """For each replica, how many leading blocks any of the tables gives it; ``first`` suffices mostly."""
         lengths = [0] * self.num_replicas
         mask = (1 << self.num_replicas) - 1
-        known, new, old = self._masks.get, self._believed[0].get, self._believed[1].get
-        for index, block_hash in enumerate(hashes):
-            held = known(block_hash, 0) & mask
+        for index, held in enumerate(map(first.get, hashes, repeat(0))):
+            held &= mask
             if held == mask:
                 continue
-            held |= (new(block_hash, 0) | old(block_hash, 0)) & mask
+            for table in others:
+                held |= table.get(hashes[index], 0) & mask
             lost = mask ^ held
             mask = held
             while lost and index:  # (at the first block, nothing is their length already)
@@ -103,6 +132,8 @@ class PrefixIndex:
         for masks in self._believed:
             for block_hash in masks:
                 masks[block_hash] &= ~(1 << replica)
+        for block_hash in list(self._host):
+            _clear(self._host, block_hash, 1 << replica)
 
     def check(self) -> None:
         """Assert that the masks are the union of what each replica holds (for tests)."""
@@ -123,11 +154,7 @@ class PrefixIndex:
         if block_hash not in self._blocks[replica]:
             return
         self._blocks[replica].discard(block_hash)
-        mask = self._masks[block_hash] & ~(1 << replica)
-        if mask:
-            self._masks[block_hash] = mask
-        else:
-            del self._masks[block_hash]
+        _clear(self._masks, block_hash, 1 << replica)
 
     def _forget_blocks(self, replica: int) -> None:
         for block_hash in list(self._blocks[replica]):
@@ -139,3 +166,12 @@ class PrefixIndex:
             is_recent = now < self._period_end_ns + PERIOD_NS
             self._believed = ({}, self._believed[0] if is_recent else {})
             self._period_end_ns = now + PERIOD_NS
+
+
+def _clear(masks: dict[bytes, int], block_hash: bytes, bit: int) -> None:
+    """Take one replica out of a block's mask."""
+    mask = masks.get(block_hash, 0) & ~bit
+    if mask:
+        masks[block_hash] = mask
+    else:
+        masks.pop(block_hash, None)

@@ -1,22 +1,17 @@
 """Where a request goes: filter the replicas, give each a cost in seconds, take the cheapest.
 
-    cost = work waiting there + work sent there since its last report + work of this prompt that is not cached there
-           + a convex price of its KV memory
-
-Every term is time, from the step-time model that the replica itself has fitted, so nothing needs weights. Owns the
-front end's picture of the replicas; never asks one. Whether the picture was right is counted: see ``hit_error``.
+The costs are those of scorers.py, for replicas that do both jobs. Owns the front end's picture of the replicas; never
+asks one. Whether the picture was right is counted: see ``hit_error``.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from diptych.control.errors import ConfigError
 from diptych.control.router.load import LoadReport
 from diptych.control.router.prefix_index import PrefixIndex
+from diptych.control.router.scorers import UNBOUNDED, WorkerView
 from diptych.control.slo import NS_PER_MS
-
-UNBOUNDED = 2**62
-OTHERS_SHARE = 8  # one part in so many of a prompt's work is charged again, for those who come after it
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,57 +38,6 @@ class Decision:
     num_cached_tokens: int
 
 
-@dataclass(slots=True)
-class _View:
-    """One replica as the front end sees it. ``sent``: (time, work, blocks) of dispatches that no report covers yet.
-
-    idle_at_ns: when what it reported will be done. standing_ns: what it costs any prompt now, besides that and the
-    prompt's own work: the work sent since, and the price of its memory.
-    """
-
-    report: LoadReport | None = None
-    is_up: bool = True
-    sent: dict[str, tuple[int, int, int]] = field(default_factory=dict)
-    sent_work_ns: int = 0  # sums over ``sent``
-    sent_blocks: int = 0
-    idle_at_ns: int = 0
-    standing_ns: int = 0
-
-    def add(self, request_id: str, now: int, work_ns: int, num_blocks: int) -> None:
-        """A dispatch."""
-        self.sent[request_id] = (now, work_ns, num_blocks)
-        self.sent_work_ns += work_ns
-        self.sent_blocks += num_blocks
-
-    def drop(self, request_id: str) -> None:
-        """It ended, or a report covers it."""
-        _, work_ns, num_blocks = self.sent.pop(request_id, (0, 0, 0))
-        self.sent_work_ns -= work_ns
-        self.sent_blocks -= num_blocks
-
-    def reprice(self, kv_price_ns: int) -> None:
-        """After a change: the memory price is convex, u / (1 - u), and ends at 999."""
-        self.standing_ns = self.sent_work_ns
-        if self.report is not None:
-            used = self.report.used_blocks + self.sent_blocks
-            free = self.report.num_blocks - used
-            is_full = free * 1000 < self.report.num_blocks
-            self.standing_ns += 999 * kv_price_ns if is_full else kv_price_ns * used // free
-
-    def own_ns(self, left: int, cached: int, num_blocks: int, kv_price_ns: int) -> int:
-        """What the prompt itself costs there: its work, a share of it again, and the memory that it will fill."""
-        work_ns = self.work_ns(left, cached)
-        memory_ns = kv_price_ns * num_blocks // self.report.num_blocks if self.report else 0
-        return work_ns + work_ns // OTHERS_SHARE + memory_ns
-
-    def work_ns(self, left: int, cached: int) -> int:
-        """What computing ``left`` prompt tokens after ``cached`` ones takes there."""
-        if self.report is None:
-            return left
-        pairs = left * cached + left * (left + 1) // 2
-        return int(self.report.token_ns * left + self.report.pair_ns * pairs)
-
-
 class Router:
     """All replicas of one pool."""
 
@@ -109,7 +53,7 @@ class Router:
         self.prompt_tokens = 0
         self._config = config or RouterConfig()
         self._block_size = block_size
-        self._views = [_View() for _ in range(num_replicas)]
+        self._views = [WorkerView() for _ in range(num_replicas)]
         self._expected: dict[str, tuple[int, int]] = {}  # request -> (replica, tokens expected in the cache)
 
     @property
@@ -120,17 +64,14 @@ class Router:
     def on_report(self, replica: int, report: LoadReport) -> None:
         """A replica reports; dispatches before that are in its backlog."""
         view = self._views[replica]
-        view.report = report
-        view.idle_at_ns = report.time_ns + report.backlog_ns
-        for request_id in [one for one, entry in view.sent.items() if entry[0] <= report.time_ns]:
-            view.drop(request_id)
+        view.on_report(report)
         view.reprice(self._config.kv_price_ns)
 
     def set_up(self, replica: int, is_up: bool) -> None:
         """The replica came (empty) or went."""
         if not is_up:
             self.index.remove(replica)
-            self._views[replica] = _View(is_up=False)
+            self._views[replica] = WorkerView(is_up=False)
         self._views[replica].is_up = is_up
 
     def route(
@@ -144,7 +85,7 @@ class Router:
             return None
         view = self._views[best.replica]
         left = num_prompt_tokens - best.num_cached_tokens
-        view.add(request_id, now, view.work_ns(left, best.num_cached_tokens), -(-left // self._block_size))
+        view.send(request_id, now, view.work_ns(left, best.num_cached_tokens), -(-left // self._block_size))
         view.reprice(self._config.kv_price_ns)
         self.index.predict(best.replica, hashes[matches[best.replica] :], now)
         self._expected[request_id] = (best.replica, best.num_cached_tokens)
@@ -169,7 +110,7 @@ class Router:
 
     def _cheapest(self, matches: list[int], num_tokens: int, num_blocks: int, now: int) -> Decision | None:
         """One pass over the replicas; most have nothing of the prompt, and their work is computed once per price."""
-        size, kv_price_ns = self._block_size, self._config.kv_price_ns
+        size = self._block_size
         longest = (num_tokens - 1) // size
         best, least = -1, UNBOUNDED
         prices: tuple[float, float, int] | None = None
@@ -181,20 +122,23 @@ class Router:
             matched = matches[replica]
             if matched:
                 left = num_tokens - min(matched, longest) * size
-                own_ns = view.own_ns(left, num_tokens - left, -(-left // size), kv_price_ns)
+                own_ns = self._own_ns(view, left, num_tokens - left)
             else:
                 here = (report.token_ns, report.pair_ns, report.num_blocks) if report else None
                 if here != prices or not whole_ns:
-                    prices, whole_ns = here, view.own_ns(num_tokens, 0, -(-num_tokens // size), kv_price_ns)
+                    prices, whole_ns = here, self._own_ns(view, num_tokens, 0)
                 own_ns = whole_ns
-            cost_ns = view.standing_ns + own_ns
-            if view.idle_at_ns > now:
-                cost_ns += view.idle_at_ns - now
+            cost_ns = view.queue_ns(now) + own_ns
             if cost_ns < least:
                 best, least = replica, cost_ns
         if best < 0:
             return None
         return Decision(best, least, min(matches[best], longest) * self._block_size)
+
+    def _own_ns(self, view: WorkerView, left: int, cached: int) -> int:
+        """What the prompt itself costs there: its work, a share of it again, and the memory that it will fill."""
+        num_blocks = -(-left // self._block_size)
+        return view.charged_ns(view.work_ns(left, cached)) + view.blocks_ns(num_blocks, self._config.kv_price_ns)
 
     def _may_take(self, report: LoadReport, num_blocks: int, now: int) -> bool:
         stale_ns = self._config.stale_ns

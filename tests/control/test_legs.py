@@ -1,0 +1,185 @@
+"""The replica's side of a leg: leases, drops that come too early, blocks that belong to somebody else, what to send."""
+
+import random
+
+import pytest
+
+from diptych.control.config import CacheConfig, ReplicaConfig
+from diptych.control.events import (
+    HandoffDelivered,
+    HandoffExpired,
+    HandoffReleased,
+    HandoffReserved,
+    RequestFinished,
+)
+from diptych.control.leases import Leases
+from diptych.control.outgoing import Chunk, Outgoing
+from diptych.control.replica import ReplicaCore
+from diptych.control.request import Request
+from diptych.control.step import StepResult
+
+BLOCK = 16
+
+
+def core(first_block: int = 0, num_blocks: int = 32) -> ReplicaCore:
+    return ReplicaCore(ReplicaConfig(CacheConfig(num_blocks, BLOCK, first_block=first_block)))
+
+
+def reserve(decode: ReplicaCore, request_id: str = "a", lease_ns: int = 0, now: int = 0) -> HandoffReserved:
+    assert decode.reserve(Request(request_id, 100, 8), now, lease_ns) == []
+    output = decode.begin_step(now)
+    events = decode.take_events() if output is None else decode.end_step(StepResult(output.step_id), now)
+    (event,) = events
+    assert isinstance(event, HandoffReserved)
+    return event
+
+
+def borrowing(blocks: tuple[int, ...], num_cached: int = 0, request_id: str = "a") -> Request:
+    request = Request(request_id, 100, 8)
+    request.hands_off = True
+    request.borrowed_block_ids, request.num_borrowed_tokens = blocks, num_cached
+    return request
+
+
+def prefill(replica: ReplicaCore, request: Request, now: int = 0) -> list[tuple[int, ...]]:
+    """Run a prompt to its first token; the block tables that the executor saw."""
+    replica.add_request(request, now)
+    tables = []
+    while request.num_output_tokens == 0:
+        output = replica.begin_step(now)
+        assert output is not None
+        tables += [chunk.block_ids for chunk in output.prefills]
+        replica.end_step(StepResult(output.step_id), now + 1)
+    return tables
+
+
+def test_a_prompt_is_computed_into_the_blocks_that_the_decode_replica_reserved() -> None:
+    decode, writer = core(first_block=1000), core()
+    reserved = reserve(decode)
+    assert len(reserved.block_ids) == 7 and min(reserved.block_ids) >= 1000
+    request = borrowing(reserved.block_ids, 32)
+    assert set(prefill(writer, request)) == {reserved.block_ids}
+    assert request.num_computed_tokens == 100
+    assert writer.kv.pool.num_used == 0  # nothing of its own
+    assert writer.release("a", 2) == [HandoffReleased(2, "a")]
+    writer.kv.check()
+    assert not writer.requests
+    assert decode.deliver("a", 3, first_step_ns=0, first_token_ns=1) == [HandoffDelivered(3, "a")]
+    output = decode.begin_step(3)
+    assert output is not None and output.resumed[0].block_ids[: len(reserved.block_ids)] == reserved.block_ids
+
+
+def test_a_replica_without_memory_prefills_for_others() -> None:
+    decode, writer = core(first_block=100), core(num_blocks=5)
+    assert prefill(writer, borrowing(reserve(decode).block_ids))
+
+
+def test_a_drop_that_comes_first_refuses_what_comes_after_it() -> None:
+    replica = core()
+    assert replica.drop("a", 1) == [HandoffReleased(1, "a")]
+    assert replica.reserve(Request("a", 100, 8), 2) == [HandoffReleased(2, "a")]
+    assert replica.add_request(Request("a", 100, 8), 3) == [HandoffReleased(3, "a")]
+    assert not replica.requests
+
+
+@pytest.mark.parametrize("stage", ["waiting", "reserved", "delivered", "decoding"])
+def test_a_drop_ends_a_leg_of_the_decode_replica_wherever_it_is(stage: str) -> None:
+    replica = core()
+    if stage == "waiting":
+        replica.reserve(Request("a", 100, 8), 0)
+    else:
+        reserve(replica)
+    if stage in ("delivered", "decoding"):
+        replica.deliver("a", 1, first_step_ns=0, first_token_ns=1)
+    if stage == "decoding":
+        output = replica.begin_step(2)
+        assert output is not None
+        replica.end_step(StepResult(output.step_id), 3)
+    (event,) = replica.drop("a", 4)
+    assert isinstance(event, RequestFinished)
+    assert replica.kv.pool.num_used == 0
+    replica.kv.check()
+
+
+def test_a_finished_prefill_that_is_dropped_is_released() -> None:
+    replica = core()
+    request = Request("a", 100, 8)
+    request.hands_off = True
+    prefill(replica, request)
+    assert replica.kv.pool.num_used == 7
+    assert replica.drop("a", 5) == [HandoffReleased(5, "a")]
+    assert replica.kv.pool.num_used == 0
+
+
+def test_a_reservation_expires_unless_it_is_renewed_and_never_after_its_delivery() -> None:
+    replica = core()
+    reserve(replica, lease_ns=100)
+    assert replica.next_expiry_ns == 100
+    replica.renew(["a", "unknown"], 60)
+    assert replica.expire(100) == [] and replica.next_expiry_ns == 160
+    assert replica.expire(160) == [HandoffExpired(160, "a", is_sender=False)]
+    assert replica.kv.pool.num_used == 0 and replica.next_expiry_ns is None
+    assert replica.deliver("a", 170, first_step_ns=0, first_token_ns=1) == []
+    reserve(replica, "b", lease_ns=100, now=200)
+    replica.deliver("b", 250, first_step_ns=0, first_token_ns=1)
+    assert replica.next_expiry_ns is None and replica.expire(10_000) == []
+
+
+def test_finished_blocks_that_nobody_takes_expire() -> None:
+    replica = core()
+    request = Request("a", 100, 8)
+    request.hands_off, request.lease_ns = True, 50
+    replica_now = 10
+    prefill(replica, request, replica_now)
+    assert replica.next_expiry_ns == replica_now + 1 + 50
+    assert replica.expire(replica_now + 51) == [HandoffExpired(replica_now + 51, "a", is_sender=True)]
+    assert replica.kv.pool.num_used == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_leases_expire_exactly_when_nobody_has_renewed_them(seed: int) -> None:
+    rng = random.Random(seed)
+    leases, expiry = Leases(), dict[str, int]()
+    lengths: dict[str, int] = {}
+    now = 0
+    for number in range(300):
+        now += rng.randrange(4)
+        name = f"leg{number}"
+        if rng.random() < 0.4:
+            lengths[name] = rng.randrange(1, 40)
+            expiry[name] = now + lengths[name]
+            leases.grant(name, lengths[name], now)
+        elif expiry and rng.random() < 0.6:
+            chosen = rng.choice(list(expiry))
+            leases.renew([chosen], now)
+            expiry[chosen] = now + lengths[chosen]
+        elif expiry:
+            leases.end(chosen := rng.choice(list(expiry)))
+            del expiry[chosen]
+        due = {one for one, when in expiry.items() if when <= now}
+        assert set(leases.take_expired(now)) == due
+        for one in due:
+            del expiry[one]
+        assert leases.next_expiry_ns == min(expiry.values(), default=None)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 33, 100, 1000])
+@pytest.mark.parametrize("cached", [0, 32, 96])
+def test_whatever_the_chunks_each_token_is_sent_once_in_whole_blocks(chunk: int, cached: int) -> None:
+    outgoing, sent = Outgoing(BLOCK), list[Chunk]()
+    outgoing.begin("a", cached, 107)
+    for start in range(0, 107, chunk):
+        sent += outgoing.on_step([("a", start, min(chunk, 107 - start)), ("stranger", 0, 5)])
+    position = cached
+    for piece in sent:
+        assert piece.start == position and not piece.is_last or piece is sent[-1]
+        assert piece.num_tokens % BLOCK == 0 or piece.is_last
+        position += piece.num_tokens
+    assert position == 107 and sent[-1].is_last and len(outgoing) == 0
+
+
+def test_of_borrowed_blocks_only_the_commit_is_sent() -> None:
+    outgoing = Outgoing(BLOCK)
+    outgoing.begin("a", 0, 100, is_borrowed=True)
+    assert outgoing.on_step([("a", 0, 64)]) == []
+    assert outgoing.on_step([("a", 64, 36)]) == [Chunk("a", 100, 0, True)]
