@@ -12,6 +12,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 KERNELS = "src/diptych/runtime/attention/kernels"
+SOURCES = ("cpu", "threads", "gemm", "elementwise", "attention", "codec")
 
 
 class OptionalBuild(build_ext):
@@ -32,7 +33,7 @@ if sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64"):
     extensions.append(
         Extension(
             "diptych.runtime.attention.kernels._native",
-            sources=[f"{KERNELS}/{name}.cpp" for name in ("cpu", "threads", "gemm", "elementwise", "attention")],
+            sources=[f"{KERNELS}/{name}.cpp" for name in SOURCES],
             depends=[f"{KERNELS}/common.h"],
             # no contraction: a fused multiply-add happens where the source says so, in every tile alike
             extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=off", "-fopenmp", "-w"],

@@ -13,8 +13,9 @@ SOURCE = Path(__file__).parent.parent / "src" / "diptych"
 MAY_IMPORT = {
     "control": set(),
     "runtime": {"control"},
-    "simulation": {"control"},
-    "serving": {"control", "runtime"},
+    "timeline": {"control"},
+    "simulation": {"control", "timeline"},
+    "serving": {"control", "runtime", "timeline"},
     "bench": {"control"},
     "advisor": {"control", "simulation"},
     "web": set(),
@@ -24,7 +25,7 @@ MAY_IMPORT = {
         "cli_errors", "cli_simulate",
     },
     "cli_calibrate": {"control", "simulation", "serving", "__version__", "cli_errors"},
-    "cli_simulate": {"control", "simulation", "serving", "cli_errors"},
+    "cli_simulate": {"control", "simulation", "serving", "timeline", "cli_errors"},
     "cli_errors": {"control"},
     "__init__": {"control", "serving"},
     "__main__": {"cli"},
@@ -38,7 +39,7 @@ FORBIDDEN_IN_CONTROL = {
 }  # fmt: skip
 
 # The front end never loads torch; only these modules of serving may.
-SERVING_WITH_TORCH = {"worker", "llm", "calibration_steps"}
+SERVING_WITH_TORCH = {"worker", "worker_handoff", "load_engine", "llm", "calibration_steps"}
 
 
 def modules() -> Iterator[tuple[str, Path]]:

@@ -21,9 +21,9 @@ from diptych.control.slo import NS_PER_S
 
 if TYPE_CHECKING:
     from diptych.simulation.report.text import Table
-    from diptych.simulation.report.timeline import Window
     from diptych.simulation.settings import Settings
     from diptych.simulation.sweep import Run
+    from diptych.timeline.lanes import Window
 
 FLEET, WORKLOAD, OBJECTIVES = "Model and fleet", "Workload", "Objectives"
 SCHEDULER, MEMORY, OUTPUT = "Scheduler (details; --shape presets them)", "Memory", "Output"
@@ -263,7 +263,7 @@ def _write_files(run: "Run", settings: "Settings", window: "Window", given: Mapp
 
 def parse_window(text: str | None) -> "Window":
     """``from:to`` in seconds. Raises ConfigError."""
-    from diptych.simulation.report.timeline import Window
+    from diptych.timeline.lanes import Window
 
     if text is None:
         return Window()

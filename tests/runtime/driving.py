@@ -30,7 +30,7 @@ def generate(
     """Prefill in these chunks, then decode to max_tokens, in blocks scattered over the whole cache."""
     size = runner.block_size
     needed = -(-(len(prompt) + sampling.max_tokens) // size)
-    blocks = random.Random(block_seed).sample(range(runner.num_blocks), needed)
+    blocks = random.Random(block_seed).sample(range(runner.first_block, runner.first_block + runner.num_blocks), needed)
     runner.add_request(request_id, prompt, sampling)
     held = -(-len(prompt) // size)
     results, tokens, start = [], [], 0

@@ -6,7 +6,7 @@ import torch
 from diptych.control.errors import ConfigError
 from diptych.runtime.attention import make_attention
 from diptych.runtime.attention.interface import AttentionShape
-from diptych.runtime.kv_tensors import KVTensors, blocks_within, bytes_per_block
+from diptych.runtime.kv_tensors import KVTensors, geometry_of
 
 SHAPE = AttentionShape(4, 2, 16, 32, torch.bfloat16, 0.25)
 
@@ -33,8 +33,9 @@ def test_blocks_survive_the_way_to_the_host_and_back() -> None:
 def test_bytes_per_block_is_what_a_block_takes() -> None:
     kv = KVTensors(make_attention(SHAPE, torch.device("cpu"), native=False), num_layers=3, num_blocks=5)
     total = sum(cache.nbytes for layer in kv.layers for cache in layer)
-    size = bytes_per_block(SHAPE, 3)
+    geometry = geometry_of(SHAPE, 3)
+    size = geometry.block_bytes
     assert total == 5 * size
-    assert blocks_within(5 * size + size - 1, SHAPE, 3) == 5
+    assert geometry.blocks_within(5 * size + size - 1) == 5
     with pytest.raises(ConfigError, match=f"kv_bytes is 5; one block of this model takes {size}"):
-        blocks_within(5, SHAPE, 3)
+        geometry.blocks_within(5)

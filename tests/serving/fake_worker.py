@@ -1,7 +1,8 @@
 """A worker process with a make-believe model: real sockets, real scheduling, tokens that can be foretold.
 
-Token number i after a prompt of p tokens is ``(p + i) % vocab_size``. A prompt with CRASH_TOKEN kills the process;
-one with FAIL_TOKEN fails alone. No torch. ``python fake_worker.py [--step-ms 2] [--max-model-len N] DIRECTORY``.
+Token number i after a prompt of p tokens is ``(p + i) % vocab_size``, whoever sampled those before it. A prompt with
+CRASH_TOKEN kills the process; one with FAIL_TOKEN fails alone. A worker with a place hands off through a FakeConnector.
+No torch. ``python fake_worker.py [--step-ms 2] [--max-model-len N] DIRECTORY``.
 """
 
 import argparse
@@ -13,6 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from fake_connector import FakeConnector
 
 from diptych.control.config import CacheConfig, ReplicaConfig
 from diptych.control.replica import ReplicaCore
@@ -79,9 +82,15 @@ class FakeRunner:
         *,
         salt: str | None = None,
         block_hashes: Sequence[bytes] | None = None,
+        output_token_ids: Sequence[int] = (),
     ) -> None:
         """Remember it."""
-        self.requests[request_id] = FakeState(list(prompt_token_ids), sampling)
+        assert request_id not in self.requests, request_id
+        self.requests[request_id] = FakeState(list(prompt_token_ids), sampling, len(output_token_ids))
+
+    def forget(self, request_id: str) -> None:
+        """It will be in no plan."""
+        self.requests.pop(request_id, None)
 
     def execute(self, output: SchedulerOutput) -> StepResult:
         """Membership as the plan says, then one token per decode and per ended prompt."""
@@ -141,7 +150,9 @@ def fake_load(arguments: argparse.Namespace) -> Callable[..., tuple[ReplicaCore,
     def load(options: EngineOptions, report: Callable[..., None]) -> tuple[ReplicaCore, FakeRunner, Ready]:
         report("pretending", 0.5)
         time.sleep(arguments.load_s)
-        cache = CacheConfig(num_blocks=arguments.num_blocks, block_size=options.memory.block_size)
+        pool = options.place.pool if options.place else None
+        num_blocks, first_block = (pool.num_blocks, pool.first_block) if pool else (arguments.num_blocks, 0)
+        cache = CacheConfig(num_blocks, options.memory.block_size, first_block=first_block)
         length = options.max_model_len or arguments.max_model_len
         core = ReplicaCore(ReplicaConfig(cache, options.scheduler, options.slo, length))
         runner = FakeRunner(arguments.step_ms / 1000, arguments.tokens_per_s)
@@ -150,6 +161,11 @@ def fake_load(arguments: argparse.Namespace) -> Callable[..., tuple[ReplicaCore,
         return core, runner, Ready(VOCAB_SIZE, length, capacity, waiting, seqs, [EOS_TOKEN], "a fake model")
 
     return load
+
+
+def fake_connect(options: EngineOptions, runner: FakeRunner, directory: Path) -> FakeConnector | None:
+    """What ``serve`` calls instead of connecting real memory."""
+    return FakeConnector(directory / "kv") if options.place else None
 
 
 def fake_command(**arguments: Any) -> tuple[str, ...]:
@@ -170,7 +186,7 @@ def main() -> int:
     arguments = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(arguments.directory)
-    return serve(arguments.directory, fake_load(arguments))
+    return serve(arguments.directory, fake_load(arguments), fake_connect)
 
 
 if __name__ == "__main__":

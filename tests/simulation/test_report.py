@@ -20,11 +20,12 @@ from diptych.simulation.report.outcome import outcome, records
 from diptych.simulation.report.plots import linear_scale, linear_ticks, log_scale, log_ticks
 from diptych.simulation.report.series import in_system, phase_series
 from diptych.simulation.report.text import class_table, latency_table, resource_table, service_table, sweep_table
-from diptych.simulation.report.timeline import Window, trace
+from diptych.simulation.report.timeline import trace
 from diptych.simulation.results import SimulationResult
 from diptych.simulation.run import simulate_with_log
 from diptych.simulation.scenario import Scenario
 from diptych.simulation.workload.spec import RequestSpec
+from diptych.timeline.lanes import Window
 from tests.simulation.scenarios import random_scenario
 
 VOID = {"meta", "br"}

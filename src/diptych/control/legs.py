@@ -82,6 +82,7 @@ class Legs:
 
     def _bury(self, leg: Leg) -> None:
         """Forget a leg that is over and that nobody holds."""
-        if leg.is_gone and leg.state is LegState.CLOSING and self._legs.pop(leg.leg_id, None):
+        if leg.is_gone and leg.state is LegState.CLOSING and leg.leg_id in self._legs:
+            del self._legs[leg.leg_id]
             del self._legs_of[leg.prefill][leg.leg_id]
             self._legs_of[leg.decode].pop(leg.leg_id, None)

@@ -49,6 +49,7 @@ def replica_config(
     """Control's settings for a runner: its blocks, its block size, its context. ``changes``: of ReplicaConfig."""
     cache = CacheConfig(
         num_blocks=runner.num_blocks,
+        first_block=runner.first_block,
         block_size=runner.block_size,
         num_host_blocks=runner.num_host_blocks,
         watermark_blocks=min(4, runner.num_blocks - 1),

@@ -7,32 +7,42 @@ from collections.abc import Sequence
 
 import torch
 
-from diptych.control.errors import ConfigError
 from diptych.runtime.attention.interface import AttentionBackend, AttentionShape
+from diptych.runtime.kv_geometry import KVGeometry
+from diptych.runtime.shared_pool import SharedPool, map_pool
 
 LayerCache = tuple[torch.Tensor, torch.Tensor]  # k_cache, v_cache: block i is [i] of each, in the backend's layout
 
 
-def bytes_per_block(shape: AttentionShape, num_layers: int) -> int:
-    """Bytes of one block over all layers, K and V."""
-    return 2 * num_layers * shape.block_size * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
-
-
-def blocks_within(kv_bytes: int, shape: AttentionShape, num_layers: int) -> int:
-    """How many blocks fit in ``kv_bytes``. Raises ConfigError when not even one does."""
-    size = bytes_per_block(shape, num_layers)
-    if kv_bytes < size:
-        raise ConfigError(f"kv_bytes is {kv_bytes}; one block of this model takes {size}", param="kv_bytes")
-    return kv_bytes // size
+def geometry_of(shape: AttentionShape, num_layers: int) -> KVGeometry:
+    """The same in numbers, without torch."""
+    return KVGeometry(num_layers, shape.num_kv_heads, shape.head_dim, shape.block_size, shape.dtype.itemsize)
 
 
 class KVTensors:
-    """All layers' caches on the device, and the host tier beside them (the source of swapped requests)."""
+    """All layers' caches on the device, and the host tier beside them (the source of swapped requests).
 
-    def __init__(self, backend: AttentionBackend, num_layers: int, num_blocks: int, num_host_blocks: int = 0) -> None:
+    The caches are this worker's own, or those of ``pool``: then they hold the blocks of all its workers, of which
+    ``num_blocks`` from ``first_block`` on belong to this one. Swapping names own blocks only.
+    """
+
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        num_layers: int,
+        num_blocks: int,
+        num_host_blocks: int = 0,
+        pool: SharedPool | None = None,
+    ) -> None:
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
-        self.layers: list[LayerCache] = [backend.allocate(num_blocks) for _ in range(num_layers)]
+        self.first_block = 0 if pool is None else pool.first_block
+        if pool is None:
+            self.layers: list[LayerCache] = [backend.allocate(num_blocks) for _ in range(num_layers)]
+        else:
+            geometry = geometry_of(backend.shape, num_layers)
+            regions = map_pool(pool, geometry, num_blocks, backend.shape.dtype)
+            self.layers = [backend.laid_out(k, v) for k, v in regions]
         self._host: list[LayerCache] = [
             (self._host_twin(k, num_host_blocks), self._host_twin(v, num_host_blocks)) for k, v in self.layers
         ]

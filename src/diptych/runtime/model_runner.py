@@ -3,7 +3,8 @@
 For drivers (serving, engine.py):
 
     runner = load_runner(RunnerConfig(model=path), progress)    # blocks until the weights are in memory
-    runner.num_blocks, runner.block_size, runner.num_host_blocks, runner.max_model_len  -> CacheConfig, ReplicaConfig
+    runner.first_block, runner.num_blocks, runner.block_size, runner.num_host_blocks, runner.max_model_len
+                                  for CacheConfig and ReplicaConfig; block ids begin at first_block
     runner.model_config.eos_token_ids, .vocab_size, ...
     runner.add_request(request_id, prompt_token_ids, sampling, salt=..., block_hashes=..., output_token_ids=...)
                                   before the first plan that names it; raises InvalidRequestError (then do not queue it)
@@ -30,13 +31,14 @@ from diptych.control.request import FinishReason, SamplingParams
 from diptych.control.step import SchedulerOutput, StepResult
 from diptych.runtime.attention import make_attention
 from diptych.runtime.attention.interface import AttentionShape
+from diptych.runtime.checkpoint import Checkpoint
 from diptych.runtime.decode_batch import DecodeBatch
-from diptych.runtime.kv_tensors import KVTensors, blocks_within
-from diptych.runtime.loader import Checkpoint, Progress, Weights, resolve_dtype
+from diptych.runtime.kv_tensors import KVTensors, geometry_of
+from diptych.runtime.loader import Progress, Weights, resolve_dtype
 from diptych.runtime.model_config import ModelConfig, read_model_config
 from diptych.runtime.models.cuda_graphs import GraphedDecoder
 from diptych.runtime.models.decoder import Decoder
-from diptych.runtime.models.layers import LayerLoader
+from diptych.runtime.models.layers import DecoderWeights, LayerLoader
 from diptych.runtime.models.registry import MODELS
 from diptych.runtime.ops import make_ops
 from diptych.runtime.request_state import RequestState, check_tokens
@@ -50,7 +52,10 @@ from diptych.runtime.sampler import (
     token_logprobs,
     uniforms,
 )
+from diptych.runtime.shared_pool import SharedPool
+from diptych.runtime.shared_weights import load_shared, weights_key
 from diptych.runtime.step_layout import StepLayout, lay_out_decodes, lay_out_step
+from diptych.runtime.weight_memory import PrivateMemory, WeightMemory
 
 SCORED_ROWS_AT_ONCE = 64  # logits of prompt tokens are computed in slices: a whole prompt's would take gigabytes
 NOT_A_NUMBER = "the model computed a logit that is not a number"
@@ -64,7 +69,9 @@ class RunnerConfig:
 
     dtype: auto | bfloat16 | float32. native: None picks the native kernels when they work here, True insists, False
     takes the torch fallbacks. kv_bytes: memory of the KV cache, unless ``num_blocks`` says it in blocks.
-    max_model_len: None for what the checkpoint supports.
+    max_model_len: None for what the checkpoint supports. shared_pool: the KV cache lies in a pool that other workers
+    map, too; ``num_blocks`` of its blocks are this worker's. shared_weights: the descriptor of a file in memory that
+    holds the weights for all workers, or will when the first of them has loaded. Both on the cpu only.
     """
 
     model: str | Path
@@ -77,6 +84,8 @@ class RunnerConfig:
     max_num_seqs: int = 256
     max_model_len: int | None = None
     native: bool | None = None
+    shared_pool: SharedPool | None = None
+    shared_weights: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +120,7 @@ class ModelRunner:
         self.model_config: ModelConfig = model.config
         self.kv = kv
         self.block_size = model.attention.shape.block_size
+        self.first_block = kv.first_block
         self.num_blocks = kv.num_blocks
         self.num_host_blocks = kv.num_host_blocks
         self.max_num_seqs = max_num_seqs
@@ -296,18 +306,32 @@ def load_runner(config: RunnerConfig, progress: Progress | None = None) -> Model
     checkpoint = Checkpoint(model_config.path)
     dtype, note = resolve_dtype(config.dtype, model_config, checkpoint)
     device = torch.device(config.device)
+    if device.type != "cpu" and (config.shared_pool is not None or config.shared_weights is not None):
+        raise ConfigError(f"device is {device}; memory is shared between cpu workers only", param="device")
     ops = make_ops(device, dtype, native=config.native)
     heads = model_config.attention
     shape = AttentionShape(
         heads.num_heads, heads.num_kv_heads, heads.head_dim, config.block_size, dtype, heads.head_dim**-0.5
     )
     attention = make_attention(shape, device, native=config.native)
-    num_blocks = config.num_blocks or blocks_within(config.kv_bytes, shape, model_config.num_layers)
-    loader = LayerLoader(model_config, Weights(checkpoint, dtype, device, progress), ops)
-    weights = MODELS[model_config.architecture](loader)
+    num_blocks = config.num_blocks or geometry_of(shape, model_config.num_layers).blocks_within(config.kv_bytes)
+
+    def load(memory: WeightMemory) -> DecoderWeights:
+        loader = LayerLoader(model_config, Weights(checkpoint, dtype, device, progress, memory), ops)
+        return MODELS[model_config.architecture](loader)
+
+    if config.shared_weights is None:
+        weights, why_private = load(PrivateMemory(device)), ""
+    elif ops.keeps_weights_in_memory:
+        key = weights_key(model_config, checkpoint, dtype, ops.name)
+        weights, why_private = load_shared(config.shared_weights, key, load)
+    else:
+        weights, why_private = load(PrivateMemory(device)), "weights packed by oneDNN cannot be shared: loaded its own"
+    if progress is not None:
+        progress(checkpoint.num_bytes, checkpoint.num_bytes)
     model = Decoder(model_config, weights, ops, attention, max_model_len)
-    kv = KVTensors(attention, model_config.num_layers, num_blocks, config.num_host_blocks)
-    return ModelRunner(model, kv, config.max_num_seqs, max_model_len, note)
+    kv = KVTensors(attention, model_config.num_layers, num_blocks, config.num_host_blocks, config.shared_pool)
+    return ModelRunner(model, kv, config.max_num_seqs, max_model_len, "; ".join(filter(None, (note, why_private))))
 
 
 def _max_model_len(wanted: int | None, model_config: ModelConfig) -> int:

@@ -49,11 +49,12 @@ class RequestState:
         self.num_hashed_blocks = 0
 
     def start_hashing(self, block_size: int, salt: str | None, block_hashes: Sequence[bytes] | None) -> None:
-        """Begin the chain of block hashes after the full blocks of the tokens known so far."""
+        """Begin the chain of block hashes after those that control knows: ``block_hashes``, or (None) those of all full
+        blocks so far. The two differ by one where a prompt was computed elsewhere and its first token fills a block."""
         self.block_size = block_size
-        self.num_hashed_blocks = len(self.token_ids) // block_size
-        if block_hashes is None or len(block_hashes) != self.num_hashed_blocks:
+        if block_hashes is None:
             block_hashes = hash_blocks(self.token_ids.tolist(), block_size, salt)
+        self.num_hashed_blocks = len(block_hashes)
         self.hash_parent = block_hashes[-1] if block_hashes else root_hash(salt)
 
     def hash_through(self, num_computed: int, token_ids: npt.NDArray[np.int32]) -> list[tuple[str, bytes]]:

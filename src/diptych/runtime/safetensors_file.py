@@ -1,7 +1,7 @@
-"""Reads tensors of a safetensors file in place: 8 bytes of header length, a JSON header, then the data.
+"""Gives the tensors of a safetensors file in place: 8 bytes of header length, a JSON header, then the data.
 
 The file is mapped, not read: a tensor costs memory only for the pages that are touched, and ``release`` gives those
-back. Never writes to a file and never interprets a tensor's name.
+back. Never writes to a file, never interprets a tensor's name, and never imports torch.
 """
 
 import json
@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from diptych.control.errors import ConfigError, UnsupportedModelError
 
 MAX_HEADER_BYTES = 100_000_000
-DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+DTYPE_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,7 @@ class TensorEntry:
 
 
 class SafetensorsFile:
-    """One mapped file. Tensors it gives are views of the map and keep it alive."""
+    """One mapped file. The buffers it gives are views of the map and keep it alive."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -42,18 +41,15 @@ class SafetensorsFile:
             raise self._broken(f"cannot be mapped ({error})") from None
         self.entries = self._read_header()
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """The tensor as a view of the file. Raises UnsupportedModelError for a dtype other than those of DTYPES."""
+    def data(self, name: str) -> memoryview:
+        """The bytes of a tensor whose dtype is one of DTYPE_NAMES; raises UnsupportedModelError for another dtype."""
         entry = self.entries[name]
-        if entry.dtype not in DTYPES:
+        if entry.dtype not in DTYPE_NAMES:
             raise UnsupportedModelError(
-                f"{self.path}: tensor {name} has dtype {entry.dtype}; supported: {', '.join(DTYPES)}", param="dtype"
+                f"{self.path}: tensor {name} has dtype {entry.dtype}; supported: {', '.join(DTYPE_NAMES)}",
+                param="dtype",
             )
-        if entry.start == entry.end:
-            return torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-        dtype = DTYPES[entry.dtype]
-        count = (entry.end - entry.start) // dtype.itemsize
-        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=entry.start).view(entry.shape)
+        return memoryview(self._map)[entry.start : entry.end]
 
     def release(self, name: str) -> None:
         """Give back the memory of the pages that only this tensor touched; later reads fetch them again."""
@@ -82,11 +78,11 @@ class SafetensorsFile:
     def _entry(self, name: str, value: dict[str, Any], data_start: int) -> TensorEntry:
         start, end = value["data_offsets"]
         shape = tuple(value["shape"])
-        dtype = DTYPES.get(value["dtype"])
+        itemsize = ITEM_BYTES.get(value["dtype"])
         count = 1
         for extent in shape:
             count *= extent
-        if not 0 <= start <= end or (dtype is not None and count * dtype.itemsize != end - start):
+        if not 0 <= start <= end or (itemsize is not None and count * itemsize != end - start):
             raise ValueError(f"tensor {name} of shape {list(shape)} lies at bytes {start} to {end}")
         return TensorEntry(value["dtype"], shape, data_start + start, data_start + end)
 

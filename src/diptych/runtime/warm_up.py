@@ -42,7 +42,7 @@ def warm_up(
 
 def _decode(runner: ModelRunner, num_seqs: int, context: int, clock: Callable[[], int]) -> list[Measurement]:
     """One unmeasured step and REPEATS measured ones. All sequences share the same blocks: only the cost matters."""
-    blocks = tuple(range((context + REPEATS + 1) // runner.block_size + 1))
+    blocks = _first_blocks(runner, context + REPEATS + 2)
     ids = _add_requests(runner, num_seqs, context + 1)
     resumed = tuple(ResumedDecode(request_id, context, blocks) for request_id in ids)
     runner.execute(SchedulerOutput(0, num_decodes=num_seqs, resumed=resumed))
@@ -58,7 +58,7 @@ def _decode(runner: ModelRunner, num_seqs: int, context: int, clock: Callable[[]
 
 def _prefill(runner: ModelRunner, num_tokens: int, context: int, clock: Callable[[], int]) -> Measurement:
     """One chunk, once unmeasured and once measured."""
-    blocks = tuple(range((context + num_tokens - 1) // runner.block_size + 1))
+    blocks = _first_blocks(runner, context + num_tokens)
     features = StepFeatures(prefill_tokens=num_tokens, prefill_attention=chunk_attention(context, num_tokens))
     duration_ns = 0
     for _ in range(2):
@@ -69,6 +69,12 @@ def _prefill(runner: ModelRunner, num_tokens: int, context: int, clock: Callable
         duration_ns = clock() - start
         runner.execute(SchedulerOutput(0, finished=(request_id,)))
     return features, duration_ns
+
+
+def _first_blocks(runner: ModelRunner, num_tokens: int) -> tuple[int, ...]:
+    """Blocks of this worker's own that hold so many tokens."""
+    count = -(-num_tokens // runner.block_size)
+    return tuple(range(runner.first_block, runner.first_block + count))
 
 
 def _add_requests(runner: ModelRunner, count: int, num_tokens: int) -> Sequence[str]:

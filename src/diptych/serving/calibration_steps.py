@@ -139,7 +139,7 @@ def main() -> int:
 
     options, budget_s = msgspec.json.decode(sys.stdin.read(), type=tuple[EngineOptions, float])
     try:
-        from diptych.serving.worker import load_engine
+        from diptych.serving.load_engine import load_engine
 
         _, runner, _ = load_engine(options, lambda stage, fraction=None: None)
         points: Iterable[tuple[StepFeatures, int]] = measure(runner, budget_s, lambda share: say("progress", share))

@@ -31,6 +31,7 @@ from diptych.serving.results import OutputBuilder
 from diptych.serving.sequence import Generation
 from diptych.serving.sequence import Sequence as OneSequence
 from diptych.serving.supervisor import Supervisor, WorkerState
+from diptych.serving.timeline import Timeline
 from diptych.serving.tokenizer import Tokenizer
 from diptych.serving.wire import (
     Abort,
@@ -44,6 +45,7 @@ from diptych.serving.wire import (
     WorkerMessage,
     pack_tokens,
     unpack_error,
+    unpack_events,
 )
 
 logger = logging.getLogger(__name__)
@@ -64,6 +66,7 @@ class AsyncLLM:
         self.supervisor = supervisor or Supervisor(self.options)
         self.tokenizer = Tokenizer(Path(self.options.model))
         self.metrics = ServingMetrics()
+        self.timeline = Timeline()
         self.ready: Ready | None = None
         self.loading = Loading("starting")
         self.is_draining = False
@@ -92,6 +95,7 @@ class AsyncLLM:
         """Stop the worker; requests that still run fail with UnavailableError."""
         self._fail_all(UnavailableError("the server is shutting down"))
         await self.supervisor.stop()
+        self.timeline.close()
 
     async def __aenter__(self) -> "AsyncLLM":
         try:
@@ -228,6 +232,7 @@ class AsyncLLM:
             self._on_tokens(message)
         elif isinstance(message, Stats):
             self.metrics.on_stats(message)
+            self.timeline.on_events(0, unpack_events(message.events))
         elif isinstance(message, Loading):
             self.loading = message
         elif isinstance(message, Ready):

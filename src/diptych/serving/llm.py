@@ -21,13 +21,14 @@ from diptych.control.events import Event, RequestAdmitted, RequestFinished
 from diptych.control.kvcache.prefix_cache import hash_blocks
 from diptych.control.request import FinishReason, Request, SamplingParams
 from diptych.serving.frontend import check_prompt, derive_seed
+from diptych.serving.load_engine import load_engine
 from diptych.serving.options import BUNDLED_MODEL, DeviceName, DeviceOptions, DTypeName, EngineOptions, MemoryOptions
 from diptych.serving.outputs import RequestOutput
 from diptych.serving.results import OutputBuilder
 from diptych.serving.sequence import Generation
 from diptych.serving.sequence import Sequence as OneSequence
 from diptych.serving.tokenizer import Tokenizer, flatten_content
-from diptych.serving.worker import load_engine, pack_finished, pack_logprobs
+from diptych.serving.worker import pack_finished, pack_logprobs
 
 Prompt = str | Sequence[int]
 Params = SamplingParams | Sequence[SamplingParams] | None

@@ -14,6 +14,9 @@ from diptych.control.slo import Slo
 
 DTypeName = Literal["auto", "bfloat16", "float32"]
 DeviceName = Literal["auto", "cpu", "cuda"]
+RoleName = Literal["prefill", "decode", "both"]
+TransferName = Literal["shared_memory", "tcp", "nixl"]
+CodecName = Literal["none", "int8", "int4", "auto"]
 
 BUNDLED_MODEL = Path(__file__).parent.parent / "bundled" / "stdlib-python"
 
@@ -36,8 +39,42 @@ class MemoryOptions(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache: bool = True
 
 
+class PoolShare(msgspec.Struct, frozen=True, kw_only=True):
+    """KV memory that all workers of a host map. fd: of the memfd that the front end made and this worker inherits;
+    its file holds ``total_blocks`` blocks, of which the worker owns [first_block, first_block + num_blocks)."""
+
+    fd: int
+    total_blocks: int
+    first_block: int
+    num_blocks: int
+
+
+class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a worker stands among the workers of a front end, and how KV moves between them.
+
+    pool: with shared_memory (None: its own memory, and KV is copied). weights_fd: of a memfd with prepared weights.
+    listen: where others reach its connector; "": a unix socket in the private directory for shared_memory, a free port
+    of 127.0.0.1 for the others. secret: shared by all workers; it is never on a command line. publishes_blocks: say
+    what enters and leaves the prefix cache, for a router.
+    """
+
+    number: int = 0
+    role: RoleName = "both"
+    pool: PoolShare | None = None
+    weights_fd: int | None = None
+    transfer: TransferName = "shared_memory"
+    listen: str = ""
+    codec: CodecName = "none"
+    secret: bytes = b""
+    publishes_blocks: bool = True
+
+    def __repr__(self) -> str:
+        return f"WorkerPlace(number={self.number}, role={self.role!r}, transfer={self.transfer!r}, ...)"
+
+
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a worker needs to load a model and to serve it. record: a file for its recording (None: none)."""
+    """Everything a worker needs to load a model and to serve it. record: a file for its recording (None: none).
+    place: None for a worker that is alone (it takes no part in handoffs)."""
 
     model: str = str(BUNDLED_MODEL)
     device: DeviceOptions = DeviceOptions()
@@ -47,6 +84,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None
     warm_up: bool = True
     record: str | None = None
+    place: WorkerPlace | None = None
 
 
 def parse_cores(text: str) -> tuple[int, ...]:

@@ -37,17 +37,20 @@ class Sequence:
         "cached_tokens",
         "finish_reason",
         "finished",
+        "first_token_s",
         "generation",
         "index",
         "is_dirty",
         "last_token_s",
-        "num_tokens",
+        "leg_id",
+        "num_before_leg",
         "prompt_logprobs",
         "prompt_token_ids",
         "request_id",
         "sampling",
         "stop_reason",
         "submitted_s",
+        "token_ids",
     )
 
     def __init__(
@@ -58,13 +61,16 @@ class Sequence:
         self.prompt_token_ids = prompt_token_ids
         self.sampling = sampling
         self.generation: Generation | None = None
-        self.num_tokens = 0
+        self.token_ids: list[int] = []  # all that the client has or is about to get
+        self.leg_id = request_id  # the attempt that feeds it
+        self.num_before_leg = 0  # tokens when that attempt began
         self.finished: Finished | None = None
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.cached_tokens = 0
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self.submitted_s = 0.0
+        self.first_token_s = 0.0
         self.last_token_s = 0.0
         self.is_dirty = False
         self._detokenizer = tokenizer.detokenizer(prompt_token_ids)
@@ -73,6 +79,11 @@ class Sequence:
         self._new_text = ""
         self._logprobs: list[TokenLogprobs] = []
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far."""
+        return len(self.token_ids)
+
     def push(self, token_id: int, *, is_stop_token: bool = False, logprobs: TokenLogprobs | None = None) -> bool:
         """Take one sampled token. Returns True when it completed a stop string: the worker must be told to stop.
 
@@ -80,7 +91,7 @@ class Sequence:
         """
         if self.stop_reason is not None:
             return False
-        self.num_tokens += 1
+        self.token_ids.append(token_id)
         self._new_ids.append(token_id)
         if logprobs is not None:
             self._logprobs.append(logprobs)
@@ -91,17 +102,19 @@ class Sequence:
         return False
 
     def add_prompt_logprobs(self, first: int, entries: list[TokenLogprobs]) -> None:
-        """Log-probabilities of the prompt's tokens from position ``first`` on (the first token has none)."""
+        """Log-probabilities of the prompt's tokens from position ``first`` on (the first token has none). A later attempt
+        says them again; what it says of tokens behind the prompt is left out."""
         if self.prompt_logprobs is None:
             self.prompt_logprobs = [None] * len(self.prompt_token_ids)
-        self.prompt_logprobs[first : first + len(entries)] = entries
+        fitting = entries[: max(0, len(self.prompt_logprobs) - first)]
+        self.prompt_logprobs[first : first + len(fitting)] = fitting
 
     def end(self, finished: Finished) -> None:
         """The worker's last word on this sequence."""
         self.finished = finished
         if self.generation is not None:
             self.generation.num_open -= 1
-        self.cached_tokens = finished.num_cached_tokens
+        self.cached_tokens = max(self.cached_tokens, finished.num_cached_tokens)
         matched = self._stops is not None and self._stops.matched is not None
         if not matched:
             if self._detokenizer is not None:

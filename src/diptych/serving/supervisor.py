@@ -1,23 +1,26 @@
-"""The life of a worker process: start it, talk to it, notice its end, start it again with growing pauses.
+"""The life of one worker process: start it, talk to it, notice its end, start it again with growing pauses.
 
-Owns the process, the private directory (mode 0700) and the socket in it. Must never know requests: messages are
-handed to a callback, and so is the loss of the worker.
+Owns the process, the private directory (mode 0700) and the socket in it. Must never know requests or other workers:
+messages are handed to a callback, and so is the loss of the worker.
 """
 
 import asyncio
 import contextlib
 import logging
 import shutil
+import signal
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import zmq
 
 from diptych.control.errors import DiptychError, WorkerError
+from diptych.serving.exit_status import Loss, count_oom_kills, in_words, is_crash
 from diptych.serving.options import EngineOptions
 from diptych.serving.wire import (
     Failed,
@@ -38,7 +41,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S, HEALTHY_S = 0.5, 30.0, 60.0
 
 
 class WorkerState(StrEnum):
-    """Where the worker is in its life."""
+    """Where a worker is in its life."""
 
     STARTING = "starting"
     READY = "ready"
@@ -46,36 +49,60 @@ class WorkerState(StrEnum):
     STOPPED = "stopped"
 
 
+class Listener(Protocol):
+    """Who hears of a worker: the fleet."""
+
+    def on_message(self, worker: int, message: WorkerMessage) -> None:
+        """It said something."""
+        ...
+
+    def on_lost(self, worker: int, loss: Loss) -> None:
+        """Its process has ended for certain; all that it said before has been handed over."""
+        ...
+
+
 class Supervisor:
-    """One worker process for the life of the front end.
+    """Worker ``number`` for the life of the front end, one process after the other.
 
     The command gets one argument: the private directory, with options.json and the socket "worker" in it. The worker
-    ends when its standard input does, so that it never outlives this process.
+    ends when its standard input does, so that it never outlives this process. pass_fds: file descriptors that it
+    inherits under the same numbers.
     """
 
-    def __init__(self, options: EngineOptions, command: Sequence[str] = WORKER_COMMAND) -> None:
+    def __init__(
+        self,
+        number: int,
+        options: EngineOptions,
+        command: Sequence[str] = WORKER_COMMAND,
+        *,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        self.number = number
         self.state = WorkerState.STOPPED
         self.num_restarts = 0
+        self.directory: Path | None = None  # of the present process
         self.ready: asyncio.Future[Ready] | None = None  # of the first start
         self._options = options
         self._command = tuple(command)
-        self._on_message: Callable[[WorkerMessage], None] = lambda message: None
-        self._on_lost: Callable[[DiptychError], None] = lambda error: None
-        self._context = zmq.Context()
+        self._pass_fds = tuple(pass_fds)
+        self._listener: Listener | None = None
+        self._context = context
         self._socket: zmq.Socket[bytes] | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._life: asyncio.Task[None] | None = None
         self._failure: DiptychError | None = None
+        self._killed_because = ""
         self._ready_at = 0.0
 
-    async def start(self, on_message: Callable[[WorkerMessage], None], on_lost: Callable[[DiptychError], None]) -> None:
+    def start(self, listener: Listener) -> None:
         """Start the worker and keep it alive; returns at once. ``ready`` tells how the first start went."""
         assert self._life is None, "started twice"
-        self._on_message, self._on_lost = on_message, on_lost
+        self._listener = listener
         self.ready = asyncio.get_running_loop().create_future()
         self.ready.add_done_callback(lambda future: future.cancelled() or future.exception())
         self.state = WorkerState.STARTING
-        self._life = asyncio.create_task(self._live(), name="supervisor")
+        self._life = asyncio.create_task(self._live(), name=f"supervisor-{self.number}")
 
     @property
     def worker_pid(self) -> int | None:
@@ -90,6 +117,14 @@ class Supervisor:
             self._socket.send(encode(message), zmq.NOBLOCK)
         # The socket's file descriptor reports changes only: a send may have used up the notice of a message.
         asyncio.get_running_loop().call_soon(self._receive)
+
+    def kill(self, because: str) -> None:
+        """End a worker that does not answer (SIGKILL also ends a stopped process); its loss is reported as any other."""
+        if self._process is not None and self._process.returncode is None and not self._killed_because:
+            self._killed_because = because
+            logger.error("worker %d: %s; killing it", self.number, because)
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
 
     async def stop(self, timeout_s: float = 5.0) -> None:
         """End the worker: ask, then terminate, then kill."""
@@ -113,35 +148,44 @@ class Supervisor:
         with contextlib.suppress(asyncio.CancelledError):
             await self._life
         self._life = None
-        self._context.destroy(linger=0)
         if self.ready and not self.ready.done():
             self.ready.set_exception(WorkerError("stopped before the worker was ready"))
 
     async def _live(self) -> None:
         pause_s = FIRST_PAUSE_S
         loop = asyncio.get_running_loop()
+        assert self._listener is not None
         while self.state is not WorkerState.STOPPED:
             self.state = WorkerState.STARTING
             self._failure = None
+            self._killed_because = ""
+            oom_kills = count_oom_kills()
             try:
                 status = await self._run_once()
             except OSError as cause:
                 status, self._failure = 0, WorkerError(f"the worker process cannot be started: {cause}")
             if self.state is WorkerState.STOPPED:
                 return
-            error = self._failure or WorkerError(f"the worker process ended unexpectedly ({_describe(status)})")
+            loss = self._loss(status, count_oom_kills() - oom_kills)
             if self.ready and not self.ready.done():
                 self.state = WorkerState.STOPPED
-                self.ready.set_exception(error)
+                self.ready.set_exception(loss.error)
                 return
-            if self.state is WorkerState.READY and loop.time() - self._ready_at > HEALTHY_S:
+            if self._ready_at and loop.time() - self._ready_at > HEALTHY_S:
                 pause_s = FIRST_PAUSE_S
+            self._ready_at = 0.0
             self.state = WorkerState.LOST
-            logger.error("%s; starting it again in %.1f s", error.message, pause_s)
-            self._on_lost(error)
+            logger.error("%s; starting it again in %.1f s", loss.error.message, pause_s)
+            self._listener.on_lost(self.number, loss)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             self.num_restarts += 1
+
+    def _loss(self, status: int, oom_kills: int) -> Loss:
+        because = self._killed_because
+        words = in_words(status, killed_because=because, oom_kills=oom_kills)
+        error = self._failure or WorkerError(f"worker process {self.number} ended unexpectedly ({words})")
+        return Loss(error, is_crash(status, killed_by_us=bool(because), oom_kills=oom_kills))
 
     async def _run_once(self) -> int:
         """One life of the process, from start to exit status."""
@@ -154,10 +198,14 @@ class Supervisor:
             socket.setsockopt(zmq.LINGER, 0)
             socket.bind(f"ipc://{directory}/worker")
             (directory / "options.json").write_bytes(msgspec.json.encode(self._options))
-            self._socket = socket
+            self._socket, self.directory = socket, directory
             loop.add_reader(socket.fileno(), self._receive)
             self._process = await asyncio.create_subprocess_exec(
-                *self._command, str(directory), stdin=asyncio.subprocess.PIPE, start_new_session=True
+                *self._command,
+                str(directory),
+                stdin=asyncio.subprocess.PIPE,
+                start_new_session=True,
+                pass_fds=self._pass_fds,
             )
             status = await self._process.wait()
             self._receive()  # its last words
@@ -165,21 +213,22 @@ class Supervisor:
         finally:
             if self._process is not None and self._process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
-                    self._process.kill()
+                    self._process.send_signal(signal.SIGKILL)
             loop.remove_reader(socket.fileno())
-            self._socket = None
+            self._socket = self.directory = None
             socket.close(0)
             shutil.rmtree(directory, ignore_errors=True)
 
     def _receive(self) -> None:
         """Take every message that is there: the descriptor reports changes only, so none may be left behind."""
+        assert self._listener is not None
         while self._socket is not None and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             try:
                 message = decode_from_worker(self._socket.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return
             except msgspec.DecodeError:
-                logger.exception("the worker sent something unreadable")
+                logger.exception("worker %d sent something unreadable", self.number)
                 continue
             if isinstance(message, Ready):
                 self.state = WorkerState.READY
@@ -187,9 +236,9 @@ class Supervisor:
             elif isinstance(message, Failed):
                 self._failure = unpack_error(message.error)
             try:
-                self._on_message(message)
+                self._listener.on_message(self.number, message)
             except Exception:  # one bad record must not leave those behind it unread
-                logger.exception("a message of the worker could not be handled")
+                logger.exception("a message of worker %d could not be handled", self.number)
             if isinstance(message, Ready) and self.ready and not self.ready.done():
                 self.ready.set_result(message)
 
@@ -201,7 +250,3 @@ def private_directory() -> Path:
         directory.rmdir()
         directory = Path(tempfile.mkdtemp(prefix="diptych-", dir="/tmp"))
     return directory
-
-
-def _describe(status: int) -> str:
-    return f"signal {-status}" if status < 0 else f"exit status {status}"

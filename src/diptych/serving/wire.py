@@ -98,6 +98,7 @@ class PrefillLeg(msgspec.Struct, frozen=True, array_like=True, tag="prefill"):
     num_cached_tokens: int
     block_ids: list[int]  # of the target, when they are borrowed
     lease_ns: int
+    target: int = -1  # its number (see ForgetPeer)
 
 
 class ReleaseLegs(msgspec.Struct, frozen=True, array_like=True, tag="release"):
@@ -123,7 +124,8 @@ class AskBlocks(msgspec.Struct, frozen=True, array_like=True, tag="ask_blocks"):
 
 
 class ForgetPeer(msgspec.Struct, frozen=True, array_like=True, tag="forget_peer"):
-    """The worker with this number is gone; answer with PeerForgotten once nothing here touches its memory."""
+    """The worker with this number is gone; answer with PeerForgotten once nothing here touches its memory (legs that
+    are prefilled into its blocks are dropped first, and answered as such)."""
 
     worker: int
 
@@ -155,7 +157,9 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
 
 
 class Happened(msgspec.Struct, frozen=True, array_like=True, tag="happened"):
-    """Events that the cluster's decisions need at once (the others wait for the next Stats record)."""
+    """Events that the cluster's decisions need at once: RequestAdmitted, HandoffReserved, HandoffReleased,
+    HandoffExpired, and FirstToken of a leg that is handed off. (RequestFinished comes in a Tokens record,
+    HandoffDelivered as Delivered.) The next Stats record has all of them once more, for the timeline."""
 
     events: list[tuple[str, Any]]
 
@@ -210,7 +214,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True):
-    """The one end of a request, from the RequestFinished event."""
+    """The one end of a request, from the RequestFinished event. num_prompt_tokens counts what other workers had
+    sampled (WireRequest.output), and the latency begins with this leg."""
 
     request_id: str
     reason: FinishReason

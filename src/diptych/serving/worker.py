@@ -2,6 +2,9 @@
 
 Owns the replica's core, its executor and the worker's end of the socket. Must never look at text, HTTP or the wall
 clock (beyond one monotonic reading per turn), and never wait while there is work.
+
+Steps run on this thread, and nothing else touches the executor: when a message is taken, no step is running, so what
+the worker answers (a leg has ended, a peer is forgotten) is true of its memory, too.
 """
 
 import logging
@@ -11,76 +14,80 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import msgspec
 import zmq
 
 from diptych.control.errors import DiptychError, RequestError, WorkerError
-from diptych.control.events import Event, RequestAdmitted, RequestFinished
-from diptych.control.kvcache.prefix_cache import hash_blocks
+from diptych.control.events import (
+    Event,
+    FirstToken,
+    HandoffExpired,
+    HandoffReleased,
+    HandoffReserved,
+    RequestAdmitted,
+    RequestFinished,
+)
 from diptych.control.replica import ReplicaCore
-from diptych.control.request import FinishReason, Request, SamplingParams
-from diptych.control.slo import NS_PER_MS, LatencyBreakdown
+from diptych.control.request import FinishReason
+from diptych.control.slo import NS_PER_MS
 from diptych.control.step import SchedulerOutput, StepResult
-from diptych.serving.options import EngineOptions, parse_cores
-from diptych.serving.recording import close_recording, make_core
+from diptych.runtime.transfer.interface import KVConnector
+from diptych.serving.block_publisher import BlockPublisher
+from diptych.serving.heartbeat import FILE_NAME, Heartbeat
+from diptych.serving.intake import Intake, Runner
+from diptych.serving.load_engine import Report, connect_peers, load_engine
+from diptych.serving.options import EngineOptions
+from diptych.serving.recording import close_recording
 from diptych.serving.wire import (
     Abort,
+    AskBlocks,
+    Blocks,
+    DropLegs,
     Failed,
     Finished,
+    ForgetPeer,
+    FrontendMessage,
+    Happened,
     Loading,
+    PeerForgotten,
+    PrefillLeg,
     Ready,
+    ReleaseLegs,
+    RenewLegs,
+    ReserveLeg,
     Shutdown,
     Stats,
     Submit,
     TokenLogprobs,
     Tokens,
+    TransferLost,
     WireError,
-    WireRequest,
     WorkerMessage,
     decode_from_frontend,
     encode,
     pack_error,
     pack_events,
-    unpack_tokens,
 )
-
-if TYPE_CHECKING:
-    from diptych.runtime.model_runner import ModelRunner
+from diptych.serving.worker_handoff import Handoffs
 
 logger = logging.getLogger(__name__)
 
-Report = Callable[..., None]  # (stage, fraction=None)
-
-DEFAULT_KV_BYTES, DEFAULT_FULL_SEQUENCES = 2 * 2**30, 32
 STATS_INTERVAL_NS = 200 * NS_PER_MS
 
+# What the cluster's decisions need at once; FirstToken only of legs that are handed off.
+_URGENT = (RequestAdmitted, HandoffReserved, HandoffReleased, HandoffExpired)
 
-class Runner(Protocol):
-    """The executor of a worker: ModelRunner, or a test double."""
-
-    def add_request(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        salt: str | None = None,
-        block_hashes: Sequence[bytes] | None = None,
-    ) -> None:
-        """Learn the tokens of a request that plans will name. Raises RequestError when it cannot be computed."""
-        ...
-
-    def execute(self, output: SchedulerOutput) -> StepResult:
-        """Run one step (see diptych.control.step.Executor); the payload is a StepTokens."""
-        ...
+Load = Callable[[EngineOptions, Report], tuple[ReplicaCore, Runner, Ready]]
+Connect = Callable[[EngineOptions, Any, Path], KVConnector | None]
 
 
 class Worker:
-    """The loop of one replica. ``socket`` is connected to the front end."""
+    """The loop of one replica. ``socket`` is connected to the front end; ``connector``: to the other workers (None: it
+    takes no part in handoffs); ``publishes_blocks``: it says what enters and leaves the prefix cache."""
 
     def __init__(
         self,
@@ -88,13 +95,22 @@ class Worker:
         runner: Runner,
         socket: "zmq.Socket[bytes]",
         clock: Callable[[], int] = time.monotonic_ns,
+        connector: KVConnector | None = None,
+        heartbeat: Heartbeat | None = None,
+        publishes_blocks: bool = False,
     ) -> None:
         self._core = core
         self._runner = runner
         self._socket = socket
         self._clock = clock
-        self._block_size = core.config.cache.block_size
-        self._refusals: dict[str, RequestError] = {}
+        self._intake = Intake(core, runner)
+        self._handoffs = Handoffs(core, self._intake, connector, self._send) if connector else None
+        self._heartbeat = heartbeat or Heartbeat()
+        self._publisher = BlockPublisher() if publishes_blocks else None
+        self._poller = zmq.Poller()
+        self._poller.register(socket, zmq.POLLIN)
+        if connector:
+            self._poller.register(connector.fileno(), zmq.POLLIN)
         self._unreported: list[Event] = []
         self._is_changed = True
         self._next_stats_ns = 0
@@ -102,22 +118,37 @@ class Worker:
 
     def run(self) -> None:
         """Turn until a Shutdown message comes."""
-        core, runner = self._core, self._runner
+        core, runner, heartbeat = self._core, self._runner, self._heartbeat
+        output: SchedulerOutput | None = None
         result: StepResult | None = None
         while self._is_running:
+            arrived = self._handoffs.poll() if self._handoffs else ()
             now = self._clock()  # the only clock reading of the turn
-            if result is not None:
-                events = core.end_step(result, now)
-                self._publish(events, result.payload)
-                result = None
+            heartbeat.begin_turn(now)
+            if output is not None and result is not None:
+                self._end_step(output, result, now)
+            if self._handoffs and arrived:
+                self._publish(self._handoffs.on_transfers(arrived, now))
             self._take_messages(now)
+            if (expiry_ns := core.next_expiry_ns) is not None and expiry_ns <= now:
+                self._publish(core.expire(now))
             self._send_stats(now)
-            output = core.begin_step(now)
+            output, result = core.begin_step(now), None
+            self._publish(core.take_events())  # before the step, which may take long
             if output is not None:
+                heartbeat.begin_step(output.predicted_ns)
                 result = runner.execute(output)
             elif self._is_running:
-                self._publish(core.take_events())
                 self._wait(now)
+
+    def _end_step(self, output: SchedulerOutput, result: StepResult, now: int) -> None:
+        """Tell what the step gave, first of all the tokens; then send its KV to where it is wanted."""
+        events = self._core.end_step(result, now)
+        tokens = self._publish(events, result.payload)
+        if self._handoffs:
+            self._handoffs.after_step(output, events, tokens)
+        if self._publisher and (changes := self._publisher.on_events(events)):
+            self._send(changes)
 
     def _take_messages(self, now: int) -> None:
         while True:
@@ -125,53 +156,61 @@ class Worker:
                 data = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            message = decode_from_frontend(data)
             self._is_changed = True
-            if isinstance(message, Submit):
-                events = [event for request in message.requests for event in self._add(request, now)]
-                self._publish(events)
-            elif isinstance(message, Abort):
-                for request_id in message.request_ids:
-                    self._publish(self._core.abort(request_id, now, message.reason))
-            elif isinstance(message, Shutdown):
+            self._take(decode_from_frontend(data), now)
+
+    def _take(self, message: FrontendMessage, now: int) -> None:
+        core = self._core
+        match message:
+            case Submit(requests):
+                self._publish([event for request in requests for event in self._intake.add(request, now)])
+            case Abort(request_ids, reason):
+                for request_id in request_ids:
+                    self._publish(core.abort(request_id, now, reason))
+            case ReserveLeg() | PrefillLeg():
+                self._take_leg(message, now)
+            case ReleaseLegs(leg_ids):
+                self._publish([event for leg_id in leg_ids for event in core.release(leg_id, now)])
+            case DropLegs(leg_ids):
+                self._publish([event for leg_id in leg_ids for event in core.drop(leg_id, now)])
+            case RenewLegs(leg_ids):
+                core.renew(leg_ids, now)
+            case AskBlocks():
+                self._send(self._publisher.snapshot() if self._publisher else Blocks(0, [], [], is_snapshot=True))
+            case ForgetPeer(worker):
+                if self._handoffs:
+                    self._publish(self._handoffs.forget_peer(worker, now))
+                self._send(PeerForgotten(worker))
+            case Shutdown():
                 self._is_running = False
 
-    def _add(self, wire: WireRequest, now: int) -> list[Event]:
-        """Make a request known to the executor and to the core, or refuse it with its terminal event."""
-        token_ids = unpack_tokens(wire.prompt)
-        hashes = hash_blocks(token_ids, self._block_size, wire.cache_salt)
-        request = Request(
-            wire.request_id,
-            len(token_ids),
-            wire.sampling.max_tokens,
-            block_hashes=hashes,
-            priority=wire.priority,
-            slo=wire.slo,
-            reads_prefix_cache=wire.sampling.prompt_logprobs is None,
-        )
-        try:
-            self._core.check_request(request)
-            self._runner.add_request(
-                wire.request_id, token_ids, wire.sampling, salt=wire.cache_salt, block_hashes=hashes
-            )
-        except RequestError as error:
-            self._refusals[wire.request_id] = error
-            latency = LatencyBreakdown(0, 0, 0, 0)
-            slo_met = False if wire.slo else None
-            return [
-                RequestFinished(
-                    now, wire.request_id, FinishReason.ERROR, len(token_ids), 0, 0, latency, slo_met, error.message
-                )
-            ]
-        return self._core.add_request(request, now)
+    def _take_leg(self, message: ReserveLeg | PrefillLeg, now: int) -> None:
+        is_sender = isinstance(message, PrefillLeg)
+        if self._handoffs is None:
+            self._send(TransferLost(message.request.request_id, is_sender, "this worker takes no part in handoffs"))
+        elif isinstance(message, PrefillLeg):
+            self._publish(self._handoffs.prefill(message, now))
+        else:
+            self._publish(self._handoffs.reserve(message, now))
 
-    def _publish(self, events: Sequence[Event], payload: Any = None) -> None:
-        """One record for what a step gave and who ended."""
+    def _publish(self, events: Sequence[Event], payload: Any = None) -> Tokens | None:
+        """One record for what a step gave and who ended, one for what the cluster waits for."""
         if events:
             self._unreported.extend(events)
             self._is_changed = True
+            self._intake.forget_ended(events)
+            if self._handoffs:
+                self._handoffs.on_events(events)
+        tokens = self._record(events, payload)
+        if tokens:
+            self._send(tokens)
+        if urgent := [event for event in events if self._is_urgent(event)]:
+            self._send(Happened(pack_events(urgent)))
+        return tokens
+
+    def _record(self, events: Iterable[Event], payload: Any) -> Tokens | None:
         finished = [
-            pack_finished(event, self._refusals.pop(event.request_id, None))
+            pack_finished(event, self._intake.take_refusal(event.request_id))
             for event in events
             if isinstance(event, RequestFinished)
         ]
@@ -181,35 +220,41 @@ class Worker:
             if isinstance(event, RequestAdmitted) and event.is_first and event.num_cached_tokens
         }
         if payload is not None and (payload.request_ids or payload.prompt_logprobs):
-            self._send(
-                Tokens(
-                    payload.request_ids,
-                    payload.token_ids,
-                    finished,
-                    cached,
-                    {request_id: pack_logprobs(entry) for request_id, entry in payload.logprobs.items()},
-                    {
-                        request_id: (first, [pack_logprobs(entry) for entry in entries])
-                        for request_id, (first, entries) in payload.prompt_logprobs.items()
-                    },
-                )
+            return Tokens(
+                payload.request_ids,
+                payload.token_ids,
+                finished,
+                cached,
+                {request_id: pack_logprobs(entry) for request_id, entry in payload.logprobs.items()},
+                {
+                    request_id: (first, [pack_logprobs(entry) for entry in entries])
+                    for request_id, (first, entries) in payload.prompt_logprobs.items()
+                },
             )
-        elif finished or cached:
-            self._send(Tokens([], [], finished, cached))
+        return Tokens([], [], finished, cached) if finished or cached else None
+
+    def _is_urgent(self, event: Event) -> bool:
+        if isinstance(event, FirstToken):
+            request = self._core.requests.get(event.request_id)
+            return request is not None and request.hands_off
+        return isinstance(event, _URGENT)
 
     def _send_stats(self, now: int) -> None:
         if self._is_changed and now >= self._next_stats_ns:
-            self._send(Stats(msgspec.to_builtins(self._core.stats()), pack_events(self._unreported)))
+            replica = msgspec.to_builtins(self._core.stats())
+            self._send(Stats(replica, pack_events(self._unreported), self._core.load(now)))
             self._unreported.clear()
             self._is_changed = False
             self._next_stats_ns = now + STATS_INTERVAL_NS
 
     def _wait(self, now: int) -> None:
-        """Sleep until a message comes, or until statistics that have changed may be sent."""
-        timeout_ms = None
-        if self._is_changed:
-            timeout_ms = max(1, (self._next_stats_ns - now + NS_PER_MS - 1) // NS_PER_MS)
-        self._socket.poll(timeout_ms)
+        """Sleep until a message or KV comes, a lease runs out, or statistics that have changed may be sent."""
+        times = [self._next_stats_ns] if self._is_changed else []
+        if (expiry_ns := self._core.next_expiry_ns) is not None:
+            times.append(expiry_ns)
+        timeout_ms = max(1, (min(times) - now + NS_PER_MS - 1) // NS_PER_MS) if times else None
+        self._heartbeat.rest()
+        self._poller.poll(timeout_ms)
 
     def _send(self, message: WorkerMessage) -> None:
         self._socket.send(encode(message), zmq.NOBLOCK)
@@ -260,8 +305,10 @@ def die_with_parent(directory: Path) -> None:
     threading.Thread(target=watch, name="watch-parent", daemon=True).start()
 
 
-def serve(directory: Path, load: Callable[[EngineOptions, Report], tuple[ReplicaCore, Runner, Ready]]) -> int:
-    """Load what ``load(options, report)`` builds, say so, and run its loop. Returns the exit status."""
+def serve(directory: Path, load: Load, connect_to_peers: Connect) -> int:
+    """Load what ``load(options, report)`` builds, connect it to the other workers, say so, and run its loop. Returns
+    the exit status."""
+    heartbeat = Heartbeat(directory / FILE_NAME)
     options = msgspec.json.decode((directory / "options.json").read_bytes(), type=EngineOptions)
     socket = connect(directory)
 
@@ -270,94 +317,26 @@ def serve(directory: Path, load: Callable[[EngineOptions, Report], tuple[Replica
 
     try:
         core, runner, ready = load(options, report)
+        connector = connect_to_peers(options, runner, directory)
     except DiptychError as error:
         socket.send(encode(Failed(pack_error(error))))
         socket.close()
         return 1
+    cache = core.config.cache
+    address = connector.address if connector else ""
+    ready = msgspec.structs.replace(ready, address=address, num_blocks=cache.num_blocks, block_size=cache.block_size)
     socket.send(encode(ready))
+    publishes_blocks = options.place is not None and options.place.publishes_blocks
+    worker = Worker(core, runner, socket, connector=connector, heartbeat=heartbeat, publishes_blocks=publishes_blocks)
     try:
-        Worker(core, runner, socket).run()
+        worker.run()
     finally:
         close_recording(core)
+        if connector:
+            connector.close()
+        heartbeat.close()
     socket.close()
     return 0
-
-
-def load_engine(options: EngineOptions, report: Report) -> tuple[ReplicaCore, "ModelRunner", Ready]:
-    """Load the checkpoint, size its cache, teach the step-time model. Raises ConfigError for what cannot be."""
-    report("importing torch")
-    import torch
-
-    from diptych.runtime.engine import replica_config
-    from diptych.runtime.model_runner import RunnerConfig, load_runner
-    from diptych.runtime.threads import configure_threads
-    from diptych.runtime.warm_up import warm_up
-
-    device = options.device.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    cores = parse_cores(options.device.cores) if options.device.cores else None
-    threads = configure_threads(options.device.threads, cores, bind=device == "cpu")
-    memory = options.memory
-    kv_bytes, num_host_blocks = _cache_sizes(options)
-    config = RunnerConfig(
-        model=options.model,
-        dtype=options.device.dtype,
-        device=device,
-        block_size=memory.block_size,
-        kv_bytes=kv_bytes,
-        num_host_blocks=num_host_blocks,
-        max_num_seqs=options.scheduler.max_num_seqs,
-        max_model_len=options.max_model_len,
-    )
-    runner = load_runner(config, lambda done, total: report("loading weights", done / max(1, total)))
-    replica = replica_config(runner, options.scheduler, enable_prefix_cache=memory.prefix_cache, slo=options.slo)
-    core = make_core(replica, options.record)
-    if options.warm_up:
-        report("warming up")
-        for features, duration_ns in warm_up(runner):
-            core.observe(features, duration_ns)
-    model, capacity = runner.model_config, core.kv.capacity_tokens
-    where = f"{device}, {threads.num_threads} threads" if device == "cpu" else device
-    description = f"{model.architecture}, {where}, KV cache of {capacity:,} tokens ({kv_bytes / 2**30:.2f} GiB)"
-    ready = Ready(
-        model.vocab_size,
-        runner.max_model_len,
-        capacity,
-        options.scheduler.max_waiting,
-        options.scheduler.max_num_seqs,
-        list(model.eos_token_ids),
-        f"{description}; {runner.note}" if runner.note else description,
-    )
-    return core, runner, ready
-
-
-def _cache_sizes(options: EngineOptions) -> tuple[int, int]:
-    """Bytes of the KV cache and blocks of the host tier. Without a wish: a quarter of the free memory, at most 2 GiB
-    and at most what 32 sequences at full length use (touching memory for the first time takes long on some machines).
-    """
-    from diptych.runtime.loader import Checkpoint, resolve_dtype
-    from diptych.runtime.model_config import read_model_config
-
-    model, memory = read_model_config(options.model), options.memory
-    dtype, _ = resolve_dtype(options.device.dtype, model, Checkpoint(model.path))
-    heads = model.attention
-    block_bytes = 2 * model.num_layers * memory.block_size * heads.num_kv_heads * heads.head_dim * dtype.itemsize
-    kv_bytes = memory.kv_cache_bytes
-    if kv_bytes is None:
-        length = options.max_model_len or model.max_position_embeddings
-        useful = DEFAULT_FULL_SEQUENCES * (length // memory.block_size + 2) * block_bytes
-        kv_bytes = max(min(available_memory_bytes() // 4, DEFAULT_KV_BYTES, useful), 16 * block_bytes)
-    return kv_bytes, memory.swap_bytes // block_bytes
-
-
-def available_memory_bytes() -> int:
-    """Memory that can be had without swapping, by the kernel's own estimate; 4 GiB where it gives none."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return 4 * 2**30
 
 
 def main() -> int:
@@ -367,7 +346,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front end decides when to stop
     directory = Path(sys.argv[1])
     die_with_parent(directory)
-    return serve(directory, load_engine)
+    return serve(directory, load_engine, connect_peers)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,11 @@ from typing import Literal
 
 from diptych.control.errors import ConfigError
 
-FaultKind = Literal["crash", "hang", "slow", "link_loss", "delay", "reorder", "duplicate"]
+FaultKind = Literal["crash", "hang", "slow", "link_loss", "delay", "reorder", "duplicate", "link_down"]
 WORKER_FAULTS: tuple[FaultKind, ...] = ("crash", "hang", "slow")
 MESSAGE_FAULTS: tuple[FaultKind, ...] = ("link_loss", "delay", "reorder", "duplicate")
+TRANSFER_FAULTS: tuple[FaultKind, ...] = ("link_down",)
+FAULTS = WORKER_FAULTS + MESSAGE_FAULTS + TRANSFER_FAULTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,9 +18,11 @@ class Fault:
     """One fault of one replica, from ``at_ns`` for ``duration_ns``.
 
     crash: the worker's state is gone; it is back, empty, after the duration. hang: it takes no message and ends no
-    step in the meantime. slow: its steps take ``factor`` times as long. Messages between it and the front end are,
-    by link_loss, held back until the end (a connection that retransmits); by delay, late by up to ``factor``
-    milliseconds; by reorder, late by random amounts, so that they overtake each other; by duplicate, delivered twice.
+    step in the meantime (and is killed when that is longer than its heartbeat may fail). slow: its steps take
+    ``factor`` times as long. Messages between it and the front end are, in both directions, by link_loss, held back
+    until the end (a connection that retransmits); by delay, late by up to ``factor`` milliseconds; by reorder, late by
+    random amounts, so that they overtake each other; by duplicate, delivered twice. link_down: no KV leaves it or
+    comes to it.
     """
 
     kind: FaultKind
@@ -28,9 +32,8 @@ class Fault:
     factor: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.kind not in WORKER_FAULTS + MESSAGE_FAULTS:
-            known = ", ".join(WORKER_FAULTS + MESSAGE_FAULTS)
-            raise ConfigError(f"fault kind is {self.kind!r}; one of {known}", param="kind")
+        if self.kind not in FAULTS:
+            raise ConfigError(f"fault kind is {self.kind!r}; one of {', '.join(FAULTS)}", param="kind")
         if self.replica < 0 or self.at_ns < 0 or self.duration_ns < 1:
             raise ConfigError(
                 f"fault of replica {self.replica} at {self.at_ns} ns for {self.duration_ns} ns; replica and time must "
@@ -39,6 +42,23 @@ class Fault:
             )
         if self.kind == "slow" and self.factor < 1:
             raise ConfigError(f"factor is {self.factor}; a slow worker's is at least 1", param="factor")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watch:
+    """How the front end notices. detection_ns: from the death of a process to its being known. heartbeat_ns: a worker
+    that hangs for longer is killed. resume_ns: how long the ends of a broken KV connection try to resume it.
+    max_lost_tokens: a dying worker takes up to so many of each stream's newest tokens with it, unsent."""
+
+    detection_ns: int = 10_000_000
+    heartbeat_ns: int = 10_000_000_000
+    resume_ns: int = 2_000_000_000
+    max_lost_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("detection_ns", 1), ("heartbeat_ns", 1), ("resume_ns", 1), ("max_lost_tokens", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}", param=name)
 
 
 def random_faults(

@@ -1,8 +1,9 @@
 """Links under virtual time: latency, and bandwidth shared fairly by the transfers that are under way.
 
-Every transfer crosses a path of links (for example the sender's network card, then the receiver's). Rates are max-min
-fair (progressive filling: Bertsekas and Gallager, Data Networks, section 6.5.2): the link with the least bandwidth
-per transfer fixes the rate of all that cross it, and so on with what is left. Integer arithmetic throughout.
+Every transfer crosses a path of links (for example the sender's network card, then the receiver's); while one of them
+is down, the transfer stands still. Rates are max-min fair (progressive filling: Bertsekas and Gallager, Data Networks,
+section 6.5.2): the link with the least bandwidth per transfer fixes the rate of all that cross it, and so on with what
+is left. Integer arithmetic throughout.
 """
 
 from collections.abc import Callable
@@ -28,6 +29,7 @@ LINKS: dict[str, tuple[int, int]] = {
     "nvlink3": (255 * GB, 1_500),  # A100: 300 GB/s a direction
     "nvlink4": (382 * GB, 1_500),  # H100: 450 GB/s
     "nvlink5": (765 * GB, 1_500),  # B200: 900 GB/s
+    "shared_memory": (8 * GB, 50_000),  # assumed: one core copies; where blocks are borrowed only the latency counts
 }
 
 
@@ -41,6 +43,7 @@ class Link:
     transfers: dict[int, "Transfer"] = field(default_factory=dict)
     busy_ns: int = 0  # time with at least one transfer
     num_bytes: int = 0  # carried to the end
+    is_up: bool = True
 
     @classmethod
     def named(cls, name: str) -> "Link":
@@ -103,6 +106,12 @@ class Network:
             link.transfers.pop(number, None)
         self._share()
 
+    def set_up(self, link: Link, is_up: bool) -> None:
+        """The link breaks, or works again."""
+        self._advance()
+        link.is_up = is_up
+        self._share()
+
     def _start(self, transfer: Transfer) -> None:
         self._advance()
         transfer.timer = 0
@@ -127,9 +136,15 @@ class Network:
 
     def _share(self) -> None:
         """Max-min fair rates, and a timer for the end of each transfer whose rate changed."""
-        unfixed = {number: one for number, one in self._transfers.items() if number in one.path[0].transfers}
+        started = {number: one for number, one in self._transfers.items() if number in one.path[0].transfers}
+        unfixed = {number: one for number, one in started.items() if all(link.is_up for link in one.path)}
+        for transfer in [one for number, one in started.items() if number not in unfixed]:
+            self._stall(transfer)
         room = {link: link.bandwidth for transfer in unfixed.values() for link in transfer.path}
-        crossing = {link: len(link.transfers) for link in room}
+        crossing = dict.fromkeys(room, 0)
+        for transfer in unfixed.values():
+            for link in transfer.path:
+                crossing[link] += 1
         while unfixed:
             tightest = min((link for link in room if crossing[link]), key=lambda link: room[link] // crossing[link])
             rate = max(1, room[tightest] // crossing[tightest])
@@ -139,6 +154,11 @@ class Network:
                     room[link] = max(0, room[link] - rate)
                     crossing[link] -= 1
                 self._retime(transfer, rate)
+
+    def _stall(self, transfer: Transfer) -> None:
+        if transfer.timer:
+            self._environment.cancel(transfer.timer)
+        transfer.rate = transfer.timer = 0
 
     def _retime(self, transfer: Transfer, rate: int) -> None:
         if transfer.timer and transfer.rate == rate:

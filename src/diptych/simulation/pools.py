@@ -1,30 +1,22 @@
-"""Prefill and decode on separate replicas, under virtual time: the handoffs that control decides, over shared links.
+"""How a fleet is split into workers that prefill, decode or do both, and which of them share memory.
 
-Owns the wires between the pools and the bytes on them. Must decide nothing: who sends what when is
-diptych.control.handoff's business.
+Owns the numbers of the workers: those that prefill first, then those that decode, then those that do both.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 
 from diptych.control.config import ReplicaConfig
 from diptych.control.errors import ConfigError
-from diptych.control.events import Event, HandoffReserved, RequestAdmitted, StepFinished
-from diptych.control.handoff import Command, Deliver, Handoffs, Prefill, Release, Reserve, Transfer
-from diptych.control.request import Request
-from diptych.simulation.environment import Environment
-from diptych.simulation.links import Link, Network
-from diptych.simulation.replica import SimulatedReplica
-from diptych.simulation.workload.spec import RequestSpec
+from diptych.control.router.workers import Role, WorkerInfo
+from diptych.simulation.links import Link
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pools:
-    """How a fleet is split. Replicas 0 .. num_prefill - 1 prefill, the others decode.
-
-    link: one of simulation.links.LINKS; every replica has one for each direction. kv_bytes_per_token: of the whole
-    model, as it travels. prefill: settings of the prefill replicas (None: those of the others).
+    """link: one of simulation.links.LINKS; every worker has one for each direction. kv_bytes_per_token: of the whole
+    model, as it travels. prefill: settings of the workers that only prefill (None: those of the others). num_hosts:
+    worker i is on host i % num_hosts, and the workers of a host borrow blocks of each other instead of sending them
+    (0: every worker is on a host of its own; with the link "shared_memory" all are on one).
     """
 
     num_prefill: int
@@ -32,90 +24,63 @@ class Pools:
     kv_bytes_per_token: int
     link: str = "ib400"
     prefill: ReplicaConfig | None = None
+    num_both: int = 0
+    num_hosts: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("num_prefill", "num_decode", "kv_bytes_per_token"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1", param=name)
         Link.named(self.link)
+        for name, least in (
+            ("num_prefill", 0), ("num_decode", 0), ("num_both", 0), ("num_hosts", 0), ("kv_bytes_per_token", 1)
+        ):  # fmt: skip
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}", param=name)
+        for name in ("num_prefill", "num_decode"):
+            if not getattr(self, name) + self.num_both:
+                raise ConfigError(
+                    f"{name} is 0 and num_both is 0; somebody must do that work: at least 1 of either", param=name
+                )
+        if self.link == "shared_memory":
+            object.__setattr__(self, "num_hosts", 1)
+
+    @property
+    def num_workers(self) -> int:
+        """Of all roles."""
+        return self.num_prefill + self.num_decode + self.num_both
+
+    def role(self, worker: int) -> Role:
+        """What a worker is for."""
+        if worker < self.num_prefill:
+            return "prefill"
+        return "decode" if worker < self.num_prefill + self.num_decode else "both"
 
 
-MakeRequest = Callable[[str], tuple[Request, RequestSpec]]
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One worker of a fleet: as the front end knows it, and its settings."""
+
+    info: WorkerInfo
+    config: ReplicaConfig
 
 
-class HandoffDriver:
-    """Carries out what the handoffs command, and tells them what happened."""
-
-    def __init__(
-        self,
-        pools: Pools,
-        block_size: int,
-        environment: Environment,
-        replicas: list[SimulatedReplica],
-        make: MakeRequest,
-    ) -> None:
-        self.handoffs = Handoffs(block_size)
-        self.num_bytes = 0
-        self._bytes_per_token = pools.kv_bytes_per_token
-        self._environment = environment
-        self._replicas = replicas
-        self._make = make
-        self._network = Network(environment)
-        self._out = [Link.named(pools.link) for _ in replicas]
-        self._in = [Link.named(pools.link) for _ in replicas]
-        self._transfers: dict[str, list[int]] = {}
-
-    def begin(self, request_id: str, num_prompt_tokens: int, prefill: int, decode: int) -> None:
-        """A request comes to the pools."""
-        self._do(self.handoffs.begin(request_id, num_prompt_tokens, prefill, decode))
-
-    def drop(self, request_id: str) -> None:
-        """The request ended otherwise: stop what is on its way and free what it holds on both sides."""
-        replicas = self.handoffs.replicas(request_id)
-        if replicas is None:
-            return
-        self.handoffs.drop(request_id)
-        for number in self._transfers.pop(request_id, ()):
-            self._network.cancel(number)
-        for replica in replicas:
-            self._replicas[replica].abort(request_id)
-
-    def on_events(self, events: list[Event]) -> None:
-        """What a replica reports, as far as handoffs care."""
-        for event in events:
-            if isinstance(event, HandoffReserved):
-                self._do(self.handoffs.on_reserved(event.request_id, event.num_cached_tokens))
-            elif isinstance(event, RequestAdmitted) and event.is_first:
-                self.handoffs.on_started(event.request_id, event.time_ns)
-            elif isinstance(event, StepFinished):
-                for request_id, start, num_tokens in event.prefills:
-                    if request_id in self.handoffs:
-                        now = self._environment.now
-                        self._do(self.handoffs.on_computed(request_id, start + num_tokens, now))
-
-    def _do(self, commands: list[Command]) -> None:
-        for command in commands:
-            if isinstance(command, Reserve):
-                self._replicas[command.replica].reserve(*self._make(command.request_id))
-            elif isinstance(command, Prefill):
-                request, spec = self._make(command.request_id)
-                request.hands_off = True
-                self._replicas[command.replica].submit(request, spec)
-            elif isinstance(command, Transfer):
-                self._send(command)
-            elif isinstance(command, Deliver):
-                self._transfers.pop(command.request_id, None)
-                times = (command.first_step_ns, command.first_token_ns)
-                self._replicas[command.replica].deliver(command.request_id, *times)
-            elif isinstance(command, Release):
-                self._replicas[command.replica].release(command.request_id)
-
-    def _send(self, transfer: Transfer) -> None:
-        num_bytes = transfer.num_tokens * self._bytes_per_token
-        self.num_bytes += num_bytes
-        path = (self._out[transfer.source], self._in[transfer.target])
-        number = self._network.send(num_bytes, path, partial(self._arrive, transfer.request_id))
-        self._transfers.setdefault(transfer.request_id, []).append(number)
-
-    def _arrive(self, request_id: str) -> None:
-        self._do(self.handoffs.on_arrived(request_id))
+def fleet(replica: ReplicaConfig, num_workers: int, pools: Pools | None) -> list[Member]:
+    """All workers. Those that share memory number their blocks one after the other."""
+    members = []
+    ends: dict[int, int] = {}  # host -> blocks of the workers so far
+    for worker in range(num_workers):
+        if pools is None:
+            cache = replica.cache
+            members.append(Member(WorkerInfo(worker, "both", cache.num_blocks, cache.block_size), replica))
+            continue
+        role = pools.role(worker)
+        config = pools.prefill if pools.prefill is not None and role == "prefill" else replica
+        host = worker % pools.num_hosts if pools.num_hosts else worker
+        pool = host if pools.num_hosts else None
+        if pool is not None:
+            first_block = ends.get(host, 0)
+            ends[host] = first_block + config.cache.num_blocks
+            config = replace(config, cache=replace(config.cache, first_block=first_block))
+        cache = config.cache
+        members.append(
+            Member(WorkerInfo(worker, role, cache.num_blocks, cache.block_size, f"host{host}", pool), config)
+        )
+    return members

@@ -6,7 +6,7 @@ end of the step that is then under way, exactly where a worker that takes step a
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +14,7 @@ from functools import partial
 from diptych.control.config import ReplicaConfig
 from diptych.control.events import Event
 from diptych.control.replica import ReplicaCore
-from diptych.control.request import FinishReason, Request
+from diptych.control.request import Request
 from diptych.control.scheduler.step_time import StepTimeModel
 from diptych.control.step import SchedulerOutput, StepResult
 from diptych.simulation.costs.interface import CostModel, DecodeLine
@@ -24,6 +24,7 @@ from diptych.simulation.results import ReplicaUsage
 from diptych.simulation.workload.spec import RequestSpec
 
 Listener = Callable[[int, list[Event], SchedulerOutput | None], None]  # (replica, events, the plan that ended)
+Auditor = Callable[[int, SchedulerOutput], None]  # (replica, a plan that begins or ends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +50,21 @@ class _Run:
     timer: int = 0
     result: StepResult | None = None  # known at once when several steps are in flight
     last_start_ns: int = 0
+    then: tuple[Callable[[], None], ...] = ()  # what waits for its end
 
 
 class SimulatedReplica:
-    """One worker. ``listener`` hears every event in the order in which it happens."""
+    """One worker. ``listener`` hears every event in the order in which it happens; ``auditor`` (for tests) sees the
+    plans."""
 
-    def __init__(self, number: int, worker: WorkerModel, environment: Environment, listener: Listener) -> None:
+    def __init__(
+        self,
+        number: int,
+        worker: WorkerModel,
+        environment: Environment,
+        listener: Listener,
+        auditor: Auditor | None = None,
+    ) -> None:
         config = worker.config
         self.number = number
         self.config = config
@@ -64,6 +74,7 @@ class SimulatedReplica:
         self._cost = worker.cost
         self._environment = environment
         self._listener = listener
+        self._auditor = auditor
         self._fast_forward = worker.fast_forward and config.max_steps_in_flight == 1
         self._hung_until = 0
         self._down_until = 0
@@ -83,57 +94,83 @@ class SimulatedReplica:
 
     def submit(self, request: Request, spec: RequestSpec) -> None:
         """A request arrives at this worker."""
-        self._hear(lambda now: self._take_in(request, spec, self.core.add_request(request, now)))
+        self.hear(lambda now: self.take_in(request, spec, self.core.add_request(request, now)))
 
-    def reserve(self, request: Request, spec: RequestSpec) -> None:
-        """Hold blocks for a request that another replica prefills."""
-        self._hear(lambda now: self._take_in(request, spec, self.core.reserve(request, now)))
-
-    def deliver(self, request_id: str, first_step_ns: int, first_token_ns: int) -> None:
+    def deliver(self, leg_id: str, first_step_ns: int, first_token_ns: int) -> None:
         """The KV of a reserved request is here."""
 
         def act(now: int) -> list[Event]:
-            self.executor.deliver(request_id)
-            self.core.deliver(request_id, now, first_step_ns=first_step_ns, first_token_ns=first_token_ns)
-            return []
+            self.executor.deliver(leg_id)
+            return self.core.deliver(leg_id, now, first_step_ns=first_step_ns, first_token_ns=first_token_ns)
 
-        self._hear(act)
+        self.hear(act)
 
-    def release(self, request_id: str) -> None:
+    def release(self, leg_id: str) -> None:
         """Another replica has what this one prefilled."""
-        self._hear(lambda now: self.core.release(request_id, now))
+        self.hear(lambda now: self.core.release(leg_id, now))
 
-    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
-        """The client of a request went away."""
+    def drop(self, leg_id: str) -> None:
+        """End a leg wherever it is. When it was being computed into the blocks of another worker, its end is said once
+        nothing is written there any more."""
 
         def act(now: int) -> list[Event]:
             self._settle()  # how far the request is will be told
-            return self.core.abort(request_id, now, reason)
+            request = self.core.requests.get(leg_id)
+            events = self.core.drop(leg_id, now)
+            if request is not None and not request.borrowed_block_ids:
+                return events
+            self.when_idle_of((leg_id,), lambda: self.say(events))
+            return []
 
-        self._hear(act)
+        self.hear(act)
 
-    def _hear(self, act: Callable[[int], list[Event]]) -> None:
+    def when_idle_of(self, leg_ids: Collection[str], action: Callable[[], None]) -> None:
+        """Act once nothing of these legs is being computed."""
+        run = self._computing(leg_ids)
+        if run is None:
+            action()
+        else:
+            run.then += (action,)
+
+    def hear(self, act: Callable[[int], list[Event]]) -> None:
         """A message comes: act on it at the time when the worker would, and say what happened."""
         now = self._environment.now
         if now < self._hung_until:
-            self._inbox.append(partial(self._hear, act))
+            self._inbox.append(partial(self.hear, act))
             return
         self._cut(now)
         if events := act(now):
             self._listener(self.number, events, None)
         self._begin()
 
-    def _take_in(self, request: Request, spec: RequestSpec, events: list[Event]) -> list[Event]:
+    def say(self, events: list[Event]) -> None:
+        """What had to wait for the end of a step."""
+        self._listener(self.number, events, None)
+
+    def _computing(self, leg_ids: Collection[str]) -> "_Run | None":
+        """The last step under way that computes a prompt of these."""
+        for run in reversed(self._runs):
+            if any(chunk.request_id in leg_ids for chunk in run.output.prefills):
+                return run
+        return None
+
+    def take_in(self, request: Request, spec: RequestSpec, events: list[Event]) -> list[Event]:
         """The executor hears of a request unless the core has refused it."""
         if request.request_id in self.core.requests:
             self.executor.add(request, spec)
         return events
 
-    def crash(self, until_ns: int) -> None:
-        """Lose everything; an empty worker takes this one's place at ``until_ns``."""
+    def crash(self, until_ns: int) -> dict[str, int]:
+        """Lose everything; an empty worker takes this one's place at ``until_ns``. Returns how many tokens each leg
+        had been given here."""
         now = self._environment.now
         self._cut(now)
         self._settle()
+        batch = self.core.scheduler.batch
+        tokens = {
+            leg_id: batch.num_outputs(request) if leg_id in batch else request.num_output_tokens
+            for leg_id, request in self.core.requests.items()
+        }
         for run in self._runs:
             self._account(run, now)
         self._inbox.clear()
@@ -141,17 +178,16 @@ class SimulatedReplica:
         self._down_until = max(self._down_until, until_ns)
         self._hung_until = 0
         self._start(self._worker.model)
+        return tokens
 
     @property
-    def is_down(self) -> bool:
-        """Whether it has crashed and is not back yet."""
-        return self._environment.now < self._down_until
+    def is_hung(self) -> bool:
+        """Whether it takes no messages now."""
+        return self._environment.now < self._hung_until
 
     def hang(self, until_ns: int) -> None:
         """Take no message and end no step before then."""
         now = self._environment.now
-        if now < self._down_until:
-            return
         self._cut(now)
         self.usage.down_ns += max(0, until_ns - max(now, self._hung_until))
         self._hung_until = max(self._hung_until, until_ns)
@@ -176,6 +212,8 @@ class SimulatedReplica:
         if now < self._hung_until or len(self._runs) >= self.config.max_steps_in_flight:
             return
         while (output := core.begin_step(now)) is not None:
+            if self._auditor is not None:
+                self._auditor(self.number, output)
             events = core.take_events()
             if not output.is_compute and not output.swap_out and not output.swap_in:
                 self._tell(output, now)
@@ -264,6 +302,8 @@ class SimulatedReplica:
             run.timer = self._environment.at(later, self._priority, partial(self._end, run))
             return
         self._runs.popleft()
+        if self._auditor is not None:
+            self._auditor(self.number, run.output)
         self._account(run, now)
         if run.result is not None:
             events = self.core.end_step(run.result, now)
@@ -273,6 +313,8 @@ class SimulatedReplica:
             result = self.executor.end(run.num_steps)
             events = self.core.end_step(result, now, num_steps=run.num_steps, last_start_ns=run.last_start_ns)
         self._listener(self.number, events, run.output)
+        for action in run.then:
+            action()
         self._begin()
 
     def _settle(self) -> None:

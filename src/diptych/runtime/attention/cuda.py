@@ -46,11 +46,16 @@ class CudaAttention:
 
     def allocate(self, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See AttentionBackend."""
-        shape = (num_blocks, self.shape.block_size, self.shape.num_kv_heads, self.shape.head_dim)
-        return (
-            torch.zeros(shape, dtype=self.shape.dtype, device=self._device),
-            torch.zeros(shape, dtype=self.shape.dtype, device=self._device),
+        count = num_blocks * self.shape.block_size * self.shape.num_kv_heads * self.shape.head_dim
+        return self.laid_out(
+            torch.zeros(count, dtype=self.shape.dtype, device=self._device),
+            torch.zeros(count, dtype=self.shape.dtype, device=self._device),
         )
+
+    def laid_out(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See AttentionBackend."""
+        shape = (-1, self.shape.block_size, self.shape.num_kv_heads, self.shape.head_dim)
+        return k.view(shape), v.view(shape)
 
     def write(
         self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor

@@ -41,6 +41,11 @@ class AttentionBackend(Protocol):
         """Zeroed (k_cache, v_cache) of one layer."""
         ...
 
+    def laid_out(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(k_cache, v_cache) of one layer over 1-d memory of the caller: block_size * num_kv_heads * head_dim elements
+        a block. What lies in a block behind its last token is never used, so the memory need not be cleared."""
+        ...
+
     def plan(self, batch: InputBatch, sliding_window: int | None) -> Any:
         """Work that is the same for all layers with this window; valid for this step only."""
         ...

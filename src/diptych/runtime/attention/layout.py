@@ -11,11 +11,18 @@ def allocate_cpu(
     num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Zeroed K and V of one layer in the CPU layout."""
-    v = 4 // dtype.itemsize
-    k_shape = (num_blocks, num_kv_heads, block_size // GROUP, head_dim // v, GROUP, v)
-    v_shape = (num_blocks, num_kv_heads, block_size // v, head_dim, v)
     count = num_blocks * num_kv_heads * block_size * head_dim
-    return large_empty(count, dtype).zero_().view(k_shape), large_empty(count, dtype).zero_().view(v_shape)
+    k, v = large_empty(count, dtype).zero_(), large_empty(count, dtype).zero_()
+    return lay_out_cpu(k, v, num_kv_heads, block_size, head_dim)
+
+
+def lay_out_cpu(
+    k: torch.Tensor, v: torch.Tensor, num_kv_heads: int, block_size: int, head_dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """1-d memory as K and V of one layer in the CPU layout; the number of blocks is what fits."""
+    lanes = 4 // k.dtype.itemsize
+    k_cache = k.view(-1, num_kv_heads, block_size // GROUP, head_dim // lanes, GROUP, lanes)
+    return k_cache, v.view(-1, num_kv_heads, block_size // lanes, head_dim, lanes)
 
 
 def write_cpu(

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from diptych.runtime.attention.interface import AttentionShape
-from diptych.runtime.attention.layout import allocate_cpu, read_cpu, write_cpu
+from diptych.runtime.attention.layout import allocate_cpu, lay_out_cpu, read_cpu, write_cpu
 from diptych.runtime.input_batch import InputBatch
 
 
@@ -32,6 +32,11 @@ class TorchCpuAttention:
         """See AttentionBackend."""
         shape = self.shape
         return allocate_cpu(num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim, shape.dtype)
+
+    def laid_out(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See AttentionBackend."""
+        shape = self.shape
+        return lay_out_cpu(k, v, shape.num_kv_heads, shape.block_size, shape.head_dim)
 
     def write(
         self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor

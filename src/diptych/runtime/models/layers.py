@@ -58,6 +58,7 @@ class LayerLoader:
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops) -> None:
         self.config = config
         self.weights = weights
+        self.memory = weights.memory
         self.ops = ops
 
     def attention(
@@ -104,7 +105,7 @@ class LayerLoader:
         embedding = self.weights.tensor("model.embed_tokens.weight", shape)
         norm = self.weights.tensor("model.norm.weight", (config.hidden_size,))
         if config.tie_word_embeddings:
-            lm_head = self.ops.pack_linear(embedding, None)
+            lm_head = self.ops.pack_linear(embedding, None, self.memory)
             self.weights.ignore("lm_head.weight")
         else:
             lm_head = self.linear(["lm_head"], [config.vocab_size], config.hidden_size, bias=False)
@@ -113,6 +114,6 @@ class LayerLoader:
 
     def linear(self, names: list[str], rows: list[int], columns: int, *, bias: bool, gated: bool = False) -> Linear:
         """A packed linear layer from one or more stacked ones; gated: see Ops.pack_gate_up."""
-        vector = self.weights.fused([f"{name}.bias" for name in names], rows) if bias else None
+        vector = self.memory.keep(self.weights.fused([f"{name}.bias" for name in names], rows)) if bias else None
         pack = self.ops.pack_gate_up if gated else self.ops.pack_linear
-        return pack(self.weights.fused([f"{name}.weight" for name in names], rows, columns), vector)
+        return pack(self.weights.fused([f"{name}.weight" for name in names], rows, columns), vector, self.memory)

@@ -4,6 +4,8 @@ from typing import Protocol
 
 import torch
 
+from diptych.runtime.weight_memory import CPU_MEMORY, WeightMemory
+
 
 class Linear(Protocol):
     """A linear layer whose weight was packed once for the machine."""
@@ -23,12 +25,17 @@ class Ops(Protocol):
     """
 
     name: str
+    keeps_weights_in_memory: bool  # pack_linear and pack_gate_up keep nothing outside of the WeightMemory
 
-    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        """weight [out_features, in_features]; the caller drops its own reference, so that memory does not double."""
+    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None, memory: WeightMemory = CPU_MEMORY) -> Linear:
+        """weight [out_features, in_features]; the caller drops its own reference, so that memory does not double. What
+        the layer keeps of the weight lies in ``memory``; where that is filled, the weight has no values. The bias is
+        kept as it is."""
         ...
 
-    def pack_gate_up(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    def pack_gate_up(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, memory: WeightMemory = CPU_MEMORY
+    ) -> Linear:
         """weight [2 * dim, in_features], gate rows first: a layer that gives silu(gate) * up [num_tokens, dim]."""
         ...
 

@@ -4,12 +4,14 @@ A row's result does not depend on the other rows of the call, bitwise, and a lin
 weights for all batch sizes. Each call costs a few microseconds on top of its work, so a layer is few calls.
 """
 
+from functools import partial
+
 import torch
 
-from diptych.runtime.memory import large_empty
 from diptych.runtime.native import NativeLibrary
 from diptych.runtime.ops.interface import Linear
 from diptych.runtime.ops.torch_ops import TorchOps
+from diptych.runtime.weight_memory import CPU_MEMORY, WeightMemory
 
 PANEL = 32  # columns that are packed together
 
@@ -18,7 +20,12 @@ class NativeLinear:
     """A linear layer over packed panels; ``gated`` halves the output: silu(first half) * second half."""
 
     def __init__(
-        self, library: NativeLibrary, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool = False
+        self,
+        library: NativeLibrary,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        gated: bool = False,
+        memory: WeightMemory = CPU_MEMORY,
     ) -> None:
         self._run = library.functions.diptych_linear
         self._rows, self.in_features = weight.shape
@@ -30,12 +37,15 @@ class NativeLinear:
         width = PANEL // 2 if gated else PANEL
         panels = -(-self.out_features // width)
         # room behind the last panel: the kernel prefetches past it
-        self._packed = large_empty(panels * PANEL * self.in_features + 4096, weight.dtype)
+        size = panels * PANEL * self.in_features + 4096
+        self._packed = memory.new([size], weight.dtype, partial(self._pack, library, weight))
+        self._packed_ptr = self._packed.data_ptr()
+
+    def _pack(self, library: NativeLibrary, weight: torch.Tensor, packed: torch.Tensor) -> None:
         source = weight.contiguous()
         library.functions.diptych_pack(
-            source.data_ptr(), self._packed.data_ptr(), self._rows, self.in_features, self._gated, self._is_bf16
+            source.data_ptr(), packed.data_ptr(), self._rows, self.in_features, self._gated, self._is_bf16
         )
-        self._packed_ptr = self._packed.data_ptr()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """See Linear."""
@@ -71,21 +81,24 @@ class NativeOps:
         self._library = library
         self._functions = library.functions
         self._is_bf16 = int(dtype == torch.bfloat16)
+        self.keeps_weights_in_memory = not (self._is_bf16 and library.has_amx)  # oneDNN's packing is its own secret
         self._fallback = TorchOps()
 
-    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None, memory: WeightMemory = CPU_MEMORY) -> Linear:
         """See Ops."""
-        if weight.dtype == torch.bfloat16 and self._library.has_amx:
+        if not self.keeps_weights_in_memory:
             return OneDnnLinear(weight, bias)
         if weight.shape[1] % 2:
-            return self._fallback.pack_linear(weight, bias)
-        return NativeLinear(self._library, weight, bias)
+            return self._fallback.pack_linear(weight, bias, memory)
+        return NativeLinear(self._library, weight, bias, memory=memory)
 
-    def pack_gate_up(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    def pack_gate_up(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, memory: WeightMemory = CPU_MEMORY
+    ) -> Linear:
         """See Ops."""
-        if bias is not None or weight.shape[1] % 2 or (weight.dtype == torch.bfloat16 and self._library.has_amx):
-            return self._fallback.gated(self.pack_linear(weight, bias), self.silu_and_mul)
-        return NativeLinear(self._library, weight, None, gated=True)
+        if bias is not None or weight.shape[1] % 2 or not self.keeps_weights_in_memory:
+            return self._fallback.gated(self.pack_linear(weight, bias, memory), self.silu_and_mul)
+        return NativeLinear(self._library, weight, None, gated=True, memory=memory)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See Ops."""

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from diptych.runtime.attention.layout import write_cpu, write_cuda
 from diptych.runtime.ops.interface import Linear
+from diptych.runtime.weight_memory import CPU_MEMORY, WeightMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +59,19 @@ class TorchOps:
     """See Ops."""
 
     name = "torch"
+    keeps_weights_in_memory = True
 
-    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> TorchLinear:
+    def pack_linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, memory: WeightMemory = CPU_MEMORY
+    ) -> TorchLinear:
         """See Ops."""
-        return TorchLinear(weight, bias)
+        return TorchLinear(memory.keep(weight), bias)
 
-    def pack_gate_up(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    def pack_gate_up(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, memory: WeightMemory = CPU_MEMORY
+    ) -> Linear:
         """See Ops."""
-        return self.gated(self.pack_linear(weight, bias), self.silu_and_mul)
+        return self.gated(self.pack_linear(weight, bias, memory), self.silu_and_mul)
 
     @staticmethod
     def gated(linear: Linear, activate: Callable[[torch.Tensor], torch.Tensor]) -> Linear:

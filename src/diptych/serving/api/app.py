@@ -30,6 +30,7 @@ from diptych.serving.api.parameters import (
 )
 from diptych.serving.api.reply import ReplyContext, encode_json
 from diptych.serving.api.responses import GenerationResponse
+from diptych.serving.api.timeline import add_timeline_routes
 from diptych.serving.frontend import AsyncLLM, check_prompt
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -157,6 +158,7 @@ def build_app(
     errors.install(app)
     _add_generation_routes(app, service)
     _add_information_routes(app, service)
+    add_timeline_routes(app, llm.timeline, _ERRORS)
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
     if api_key is not None:
         app.add_middleware(ApiKey, key=api_key)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from diptych.control.events import Event, FirstToken, RequestAdmitted, RequestFinished, RequestPreempted, StepFinished
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 from diptych.simulation.results import RequestTable, percentile
+from diptych.timeline.lanes import phase_of, prefill_context
 
 LoggedEvent = tuple[int, Event]  # (replica, what happened there), as EventLog gives them; -1: the front end
 
@@ -49,27 +50,9 @@ class _Bins:
         return [value / whole for value in self.sums.get(name, [0.0] * self.count)]
 
 
-def phase_of(step: StepFinished) -> str:
-    """Which kind of step it was."""
-    if not step.prefills:
-        return "decode"
-    return "mixed" if step.num_decodes else "prefill"
-
-
 def step_context(step: StepFinished) -> float:
     """Tokens that the decodes of a step attend to; for a run of steps, in its middle."""
     return step.decode_context + step.num_decodes * (step.num_steps - 1) / 2
-
-
-def prefill_context(step: StepFinished, prompts: dict[str, int]) -> int:
-    """Tokens of prompts in the cache during a step; notes the progress of those in ``prompts``. A prompt that ended
-    with this step is not there any more (its FirstToken comes before), nor is one that is computed once more."""
-    held = sum(prompts.values())
-    for request_id, start, num_tokens in step.prefills:
-        held += start + num_tokens - prompts.get(request_id, 0)
-        if request_id in prompts:
-            prompts[request_id] = start + num_tokens
-    return held
 
 
 def phase_series(
