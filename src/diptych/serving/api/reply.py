@@ -68,7 +68,8 @@ class ReplyContext:
             parts = {
                 "queue_ms": latency.queue_ns / NS_PER_MS,
                 "prefill_ms": latency.prefill_ns / NS_PER_MS,
-                "decode_ms": (latency.handoff_ns + latency.decode_ns) / NS_PER_MS,
+                "handoff_ms": latency.handoff_ns / NS_PER_MS,
+                "decode_ms": latency.decode_ns / NS_PER_MS,
             }
             usage["latency"] = {**parts, "total_ms": sum(parts.values())}
         return usage

@@ -1,0 +1,325 @@
+"""Kill, stop and disconnect at random under load, and compare every answer with that of an undisturbed server.
+
+    python benchmarks/chaos.py MODEL_DIR [--prefill 1 --decode 1 --both 0] [--transfer auto] [--faults 200]
+                               [--seed 1] [--json chaos.json]
+
+First an undisturbed run writes down the answers of a set of prompts, greedy and sampled with seeds. Then the same
+prompts are asked again and again of a disaggregated server while its workers are killed (SIGKILL), stopped for a while
+(SIGSTOP, SIGCONT; longer than the heartbeat timeout now and then), and clients hang up in the middle of answers. Every
+answer that is read to its end must be, token for token, the undisturbed one. At the end: no request open, no KV block
+in use, every worker ready, and after the server's exit no process left.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from client import percentile
+from common import report
+
+READY_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to do to whom. ``stop_s``: how long a SIGSTOP lasts at most."""
+
+    num_faults: int
+    num_clients: int = 6
+    mean_pause_s: float = 1.0
+    stop_s: float = 4.0
+    seed: int = 1
+    kinds: tuple[str, ...] = ("kill", "kill", "stop", "hang_up", "hang_up", "hang_up")
+
+
+@dataclass
+class Outcome:
+    """What happened to the answers."""
+
+    num_complete: int = 0
+    num_hung_up: int = 0
+    num_wrong: int = 0
+    num_refused: int = 0
+    wrong: list[str] = field(default_factory=list)
+    faults: Counter[str] = field(default_factory=Counter)
+    pauses: list[float] = field(default_factory=list)  # longest gap of each complete answer, seconds
+
+
+@dataclass
+class Case:
+    """One request body and its undisturbed answer."""
+
+    body: dict[str, Any]
+    token_ids: list[int] = field(default_factory=list)
+
+
+class ServerProcess:
+    """A `diptych serve` on a port of its own choosing."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        command = [sys.executable, "-m", "diptych.cli", "serve", "--port", "0", *arguments]
+        self.log = Path(os.environ.get("TMPDIR", "/tmp")) / f"chaos-{os.getpid()}-{time.monotonic_ns()}.log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        self.port = self._find_port()
+        self.wait_ready()
+
+    def _find_port(self) -> int:
+        inodes: set[str] = set()
+        end = time.monotonic() + READY_TIMEOUT_S
+        while time.monotonic() < end:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the server ended: {self.log.read_text()[-2000:]}")
+            for entry in Path(f"/proc/{self.process.pid}/fd").glob("*"):
+                try:
+                    target = os.readlink(entry)
+                except OSError:
+                    continue
+                if target.startswith("socket:["):
+                    inodes.add(target[8:-1])
+            for line in Path(f"/proc/{self.process.pid}/net/tcp").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and fields[9] in inodes:
+                    return int(fields[1].split(":")[1], 16)
+            time.sleep(0.05)
+        raise RuntimeError("the server does not listen")
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
+        """Until every worker is ready."""
+        end = time.monotonic() + timeout_s
+        while time.monotonic() < end:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the server ended: {self.log.read_text()[-2000:]}")
+            try:
+                urllib.request.urlopen(self.url + "/ready", timeout=2).close()
+                return
+            except OSError:
+                time.sleep(0.1)
+        raise RuntimeError("the server is not ready")
+
+    def metrics(self) -> dict[str, float]:
+        """Every sample of /metrics; those of one name are added up."""
+        with urllib.request.urlopen(self.url + "/metrics", timeout=10) as reply:
+            text = reply.read().decode()
+        values: Counter[str] = Counter()
+        for line in text.splitlines():
+            if line and not line.startswith("#"):
+                name, value = line.rsplit(" ", 1)
+                values[name.split("{")[0]] += float(value)
+        return dict(values)
+
+    def workers(self) -> list[int]:
+        """Process ids of the workers."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return [int(child) for child in children]
+
+    def close(self) -> list[int]:
+        """Stop it; returns the worker processes that outlived it (there must be none)."""
+        workers = self.workers()
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        time.sleep(0.3)
+        return [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+
+
+def make_cases(count: int, vocab: int, longest: int, seed: int) -> list[Case]:
+    """Prompts of many lengths, some sharing prefixes; half greedy, half sampled with a seed."""
+    rng = random.Random(seed)
+    shared = [rng.randrange(3, vocab) for _ in range(longest)]
+    cases = []
+    for number in range(count):
+        length = rng.choice((5, 40, longest // 4, longest // 2, longest))
+        start = rng.randrange(length + 1) if rng.random() < 0.5 else 0
+        prompt = shared[:start] + [rng.randrange(3, vocab) for _ in range(length - start)]
+        body = {"prompt": prompt, "max_tokens": rng.randrange(8, 64), "ignore_eos": True, "return_token_ids": True}
+        body |= {"temperature": 0} if number % 2 else {"temperature": 0.8, "top_p": 0.9, "seed": number}
+        cases.append(Case(body))
+    return cases
+
+
+async def ask(port: int, body: dict[str, Any], hang_up_after: int | None = None) -> tuple[list[int], float, str]:
+    """Stream one answer: (token ids, longest gap in seconds, error or "")."""
+    payload = json.dumps({**body, "stream": True}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 22)
+    tokens: list[int] = []
+    gap, last = 0.0, time.monotonic()
+    try:
+        writer.write(f"{head}Content-Length: {len(payload)}\r\n\r\n".encode() + payload)
+        status = await reader.readuntil(b"\r\n\r\n")
+        if b" 200 " not in status.split(b"\r\n")[0]:
+            return tokens, gap, (status.split(b"\r\n")[0] + await reader.read(500)).decode(errors="replace")
+        while line := await reader.readline():
+            if not line.startswith(b"data:"):
+                continue
+            now = time.monotonic()
+            gap, last = max(gap, now - last), now
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                return tokens, gap, ""
+            event = json.loads(data)
+            if event.get("error"):
+                return tokens, gap, str(event["error"])
+            for choice in event.get("choices", ()):
+                tokens += choice.get("token_ids") or []
+            if hang_up_after is not None and len(tokens) >= hang_up_after:
+                return tokens, gap, "hung up"
+        return tokens, gap, "the stream broke off"
+    finally:
+        writer.close()
+
+
+async def undisturbed(port: int, cases: list[Case]) -> None:
+    """Fill in the answers."""
+    for case in cases:
+        case.token_ids, _, error = await ask(port, case.body)
+        if error or len(case.token_ids) != case.body["max_tokens"]:
+            raise RuntimeError(f"the undisturbed run failed: {error or len(case.token_ids)}")
+
+
+async def client(port: int, cases: list[Case], rng: random.Random, over: asyncio.Event, outcome: Outcome) -> None:
+    """Ask random cases until it is over."""
+    while not over.is_set():
+        case = rng.choice(cases)
+        hang_up = rng.randrange(0, case.body["max_tokens"]) if rng.random() < 0.2 else None
+        tokens, gap, error = await ask(port, case.body, hang_up)
+        expected = case.token_ids[: len(tokens)]
+        if tokens != expected:
+            outcome.num_wrong += 1
+            outcome.wrong.append(f"{tokens} instead of {expected}"[:300])
+        elif error == "hung up":
+            outcome.num_hung_up += 1
+        elif error:
+            outcome.num_refused += 1
+            outcome.wrong.append(error[:300])
+        elif len(tokens) != len(case.token_ids):
+            outcome.num_wrong += 1
+            outcome.wrong.append(f"{len(tokens)} tokens of {len(case.token_ids)}")
+        else:
+            outcome.num_complete += 1
+            outcome.pauses.append(gap)
+
+
+async def strike(server: ServerProcess, plan: Plan, rng: random.Random, outcome: Outcome) -> None:
+    """One fault after another."""
+    for number in range(plan.num_faults):
+        await asyncio.sleep(rng.expovariate(1 / plan.mean_pause_s))
+        kind = rng.choice([one for one in plan.kinds if one != "hang_up"])
+        workers = server.workers()
+        if not workers:
+            continue
+        victim = rng.choice(workers)
+        outcome.faults[kind] += 1
+        try:
+            if kind == "kill":
+                os.kill(victim, signal.SIGKILL)
+            else:
+                os.kill(victim, signal.SIGSTOP)
+                await asyncio.sleep(rng.uniform(0.05, plan.stop_s))
+                os.kill(victim, signal.SIGCONT)
+        except ProcessLookupError:
+            pass
+        print(f"\r{number + 1}/{plan.num_faults} faults, {outcome.num_complete} answers", end="", file=sys.stderr)
+    print(file=sys.stderr)
+
+
+async def chaos(server: ServerProcess, cases: list[Case], plan: Plan) -> Outcome:
+    """The disturbed run."""
+    outcome, over = Outcome(), asyncio.Event()
+    clients = [
+        asyncio.create_task(client(server.port, cases, random.Random(plan.seed * 1000 + n), over, outcome))
+        for n in range(plan.num_clients)
+    ]
+    await strike(server, plan, random.Random(plan.seed), outcome)
+    over.set()
+    await asyncio.wait_for(asyncio.gather(*clients), 180)
+    return outcome
+
+
+def settle(server: ServerProcess, timeout_s: float = 60.0) -> dict[str, float]:
+    """Wait until all workers are back and idle; the KV use that is left is a leak."""
+    server.wait_ready(timeout_s)
+    end = time.monotonic() + timeout_s
+    while True:
+        metrics = server.metrics()
+        busy = {
+            name: metrics.get(name, 0.0)
+            for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+        }
+        if not any(busy.values()) or time.monotonic() > end:
+            return busy
+        time.sleep(0.2)
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--prefill", type=int, default=1)
+    parser.add_argument("--decode", type=int, default=1)
+    parser.add_argument("--both", type=int, default=0)
+    parser.add_argument("--transfer", default="auto")
+    parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--cases", type=int, default=24)
+    parser.add_argument("--longest", type=int, default=512)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    vocab = json.loads((options.model / "config.json").read_text())["vocab_size"]
+    cases = make_cases(options.cases, vocab, options.longest, options.seed)
+    quiet = ServerProcess(["--model", str(options.model)])
+    asyncio.run(undisturbed(quiet.port, cases))
+    quiet.close()
+    pools = [part for name in ("prefill", "decode", "both") for part in (f"--{name}", str(getattr(options, name)))]
+    arguments = ["--model", str(options.model), *pools, "--transfer", options.transfer, "--heartbeat-timeout", "3"]
+    server = ServerProcess([*arguments, "--disaggregate", "always"])
+    started = time.monotonic()
+    outcome = asyncio.run(chaos(server, cases, Plan(options.faults, seed=options.seed)))
+    left = settle(server)
+    metrics = server.metrics()
+    orphans = server.close()
+    row = {
+        "fleet": f"{options.prefill}P{options.decode}D+{options.both}",
+        "transfer": options.transfer,
+        "faults": sum(outcome.faults.values()),
+        "kills": outcome.faults["kill"],
+        "stops": outcome.faults["stop"],
+        "hung up": outcome.num_hung_up,
+        "complete": outcome.num_complete,
+        "wrong": outcome.num_wrong,
+        "refused": outcome.num_refused,
+        "longest pause p50 s": round(percentile(outcome.pauses, 50), 2),
+        "longest pause max s": round(max(outcome.pauses, default=0.0), 2),
+        "busy after": sum(left.values()),
+        "orphans": len(orphans),
+        "minutes": round((time.monotonic() - started) / 60, 1),
+    }
+    counts = {name: value for name, value in sorted(metrics.items()) if name.startswith("diptych:")}
+    for line in outcome.wrong[:5]:
+        print(line, file=sys.stderr)
+    report(f"chaos {options.model.name}", [row], options.json, counters=counts)
+    sys.exit(bool(outcome.num_wrong or outcome.num_refused or orphans or any(left.values())))
+
+
+if __name__ == "__main__":
+    main()
