@@ -1,7 +1,7 @@
 """Turns the tensors of a checkpoint directory into weights in the wanted dtype, one tensor at a time.
 
-Owns: converting, fusing, and every complaint about a tensor. Never knows a model family: the families
-ask for names and shapes. At any moment at most one fused weight exists twice.
+Owns: converting, fusing, and every complaint about a tensor. Never knows a model family: the families ask for names and
+shapes. At any moment at most one fused weight exists twice.
 """
 
 from collections.abc import Callable, Sequence

@@ -10,8 +10,15 @@ from diptych.runtime.weight_memory import CPU_MEMORY, WeightMemory
 class Linear(Protocol):
     """A linear layer whose weight was packed once for the machine."""
 
-    in_features: int
-    out_features: int
+    @property
+    def in_features(self) -> int:
+        """Width of its rows in."""
+        ...
+
+    @property
+    def out_features(self) -> int:
+        """Width of its rows out."""
+        ...
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [num_tokens, in_features] -> [num_tokens, out_features]."""

@@ -1,0 +1,71 @@
+"""How many bytes the KV cache of a checkpoint takes, and where each block lies in a pool that several workers share.
+
+Arithmetic over config.json and the header of one weight file, so that the front end can size a pool before any worker
+runs. Never imports torch, never allocates.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from diptych.control.errors import ConfigError
+from diptych.runtime.checkpoint import Checkpoint, resolve_dtype_name
+from diptych.runtime.model_config import read_model_config
+
+HUGE_PAGE_BYTES = 2 << 20
+ITEM_BYTES = {"bfloat16": 2, "float32": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class KVGeometry:
+    """The KV cache of one model in blocks of ``block_size`` tokens; itemsize in bytes.
+
+    A pool is one file: for each layer the region of K, then that of V. A region holds the pool's blocks in order, each
+    in the attention backend's layout, and begins at a whole huge page.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    itemsize: int
+
+    @property
+    def tensor_block_bytes(self) -> int:
+        """Bytes of one block in one tensor: K or V of one layer."""
+        return self.block_size * self.num_kv_heads * self.head_dim * self.itemsize
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers, K and V."""
+        return 2 * self.num_layers * self.tensor_block_bytes
+
+    def blocks_within(self, kv_bytes: int) -> int:
+        """How many blocks fit in ``kv_bytes``. Raises ConfigError when not even one does."""
+        if kv_bytes < self.block_bytes:
+            raise ConfigError(
+                f"kv_bytes is {kv_bytes}; one block of this model takes {self.block_bytes}", param="kv_bytes"
+            )
+        return kv_bytes // self.block_bytes
+
+    def region_bytes(self, total_blocks: int) -> int:
+        """Bytes of one region of a pool, up to where the next one begins."""
+        return -(-total_blocks * self.tensor_block_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+
+    def region_offset(self, layer: int, tensor: int, total_blocks: int) -> int:
+        """Where the region of a layer's K (tensor 0) or V (tensor 1) begins in the pool's file."""
+        return (2 * layer + tensor) * self.region_bytes(total_blocks)
+
+    def pool_bytes(self, total_blocks: int) -> int:
+        """Size of a pool's file. Only the pages that are used cost memory."""
+        return 2 * self.num_layers * self.region_bytes(total_blocks)
+
+
+def read_kv_geometry(model: str | Path, dtype: str, block_size: int) -> KVGeometry:
+    """The geometry of a checkpoint directory's KV cache; dtype: auto | bfloat16 | float32.
+
+    Raises ConfigError or UnsupportedModelError for what a worker would refuse, too.
+    """
+    config = read_model_config(model)
+    name, _ = resolve_dtype_name(dtype, config, Checkpoint(config.path))
+    heads = config.attention
+    return KVGeometry(config.num_layers, heads.num_kv_heads, heads.head_dim, block_size, ITEM_BYTES[name])

@@ -1,0 +1,73 @@
+"""The memory that the CPU workers of this host share: one file for the KV blocks of all, one for the weights.
+
+The front end makes both files (memfd: no name in any file system, gone with the last process that holds them) and
+keeps them open, so that what a worker wrote outlives it. Workers inherit the descriptors. Never maps them, never
+imports torch.
+"""
+
+import fcntl
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from diptych.runtime.kv_geometry import KVGeometry
+
+DEFAULT_KV_BYTES, DEFAULT_FULL_SEQUENCES = 2 * 2**30, 32
+MIN_BLOCKS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """The files and who owns which blocks: worker w has ``num_blocks[w]`` from ``first_blocks[w]`` on.
+
+    Pass both descriptors to every worker process (``pass_fds``); their numbers stay the same there.
+    """
+
+    pool_fd: int
+    weights_fd: int
+    total_blocks: int
+    first_blocks: tuple[int, ...]
+    num_blocks: tuple[int, ...]
+
+    @property
+    def fds(self) -> tuple[int, int]:
+        """What workers inherit."""
+        return self.pool_fd, self.weights_fd
+
+    def close(self) -> None:
+        """Let go of the files; the memory is freed when the last worker has ended."""
+        os.close(self.pool_fd)
+        os.close(self.weights_fd)
+
+
+def create_shared_memory(geometry: KVGeometry, num_blocks: Sequence[int]) -> SharedMemory:
+    """Files for workers with so many blocks each. They are empty: memory is taken when a worker maps its share.
+
+    The pool's size is sealed, so that no process can cut off what others have mapped.
+    """
+    total = sum(num_blocks)
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    pool_fd = os.memfd_create("diptych-kv", flags)
+    os.ftruncate(pool_fd, geometry.pool_bytes(total))
+    fcntl.fcntl(pool_fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    weights_fd = os.memfd_create("diptych-weights", flags)
+    first_blocks = tuple(sum(num_blocks[:worker]) for worker in range(len(num_blocks)))
+    return SharedMemory(pool_fd, weights_fd, total, first_blocks, tuple(num_blocks))
+
+
+def default_num_blocks(geometry: KVGeometry, max_model_len: int, num_workers: int) -> int:
+    """Blocks of each worker when nobody has said how many: a quarter of the free memory between all of them, at most
+    2 GiB each and at most what 32 sequences at full length use (touching memory for the first time takes long on some
+    machines)."""
+    useful = DEFAULT_FULL_SEQUENCES * (max_model_len // geometry.block_size + 2)
+    share = min(available_memory_bytes() // (4 * num_workers), DEFAULT_KV_BYTES) // geometry.block_bytes
+    return max(min(share, useful), MIN_BLOCKS)
+
+
+def available_memory_bytes() -> int:
+    """Memory that can be had without swapping, by the kernel's own estimate; 4 GiB where it gives none."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return 4 * 2**30
