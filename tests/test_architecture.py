@@ -42,6 +42,13 @@ FORBIDDEN_IN_CONTROL = {
 SERVING_WITH_TORCH = {"worker", "worker_handoff", "load_engine", "llm", "calibration_steps"}
 
 
+# What of the runtime the front end may read: arithmetic over config.json and file headers, without torch.
+TORCH_FREE_RUNTIME = {"kv_geometry", "model_config", "checkpoint", "safetensors_file"}
+
+# What the front end may read of runtime: sizes and formats, without torch or numpy.
+TORCH_FREE_RUNTIME = {"checkpoint", "kv_geometry", "model_config", "safetensors_file"}
+
+
 def modules() -> Iterator[tuple[str, Path]]:
     """(part of the house, file) of every module."""
     for path in sorted(SOURCE.rglob("*.py")):
@@ -95,7 +102,17 @@ def test_only_the_worker_side_of_serving_loads_torch() -> None:
         if part == "serving" and path.stem not in SERVING_WITH_TORCH:
             for name in imports(path):
                 assert name.split(".")[0] not in ("torch", "numpy"), f"{path.name} imports {name}"
-                assert not name.startswith("diptych.runtime"), f"{path.name} imports {name}"
+                if name.startswith("diptych.runtime"):
+                    assert set(name.split(".")[2:3]) & TORCH_FREE_RUNTIME, f"{path.name} imports {name}"
+
+
+@pytest.mark.parametrize("name", sorted(TORCH_FREE_RUNTIME))
+def test_what_the_front_end_reads_of_the_runtime_is_free_of_torch(name: str) -> None:
+    path = SOURCE / "runtime" / f"{name}.py"
+    for imported in imports(path):
+        parts = imported.split(".")
+        assert parts[0] not in ("torch", "numpy"), f"{name} imports {imported}"
+        assert parts[:2] != ["diptych", "runtime"] or parts[2] in TORCH_FREE_RUNTIME, f"{name} imports {imported}"
 
 
 def test_files_and_functions_stay_small() -> None:

@@ -81,8 +81,7 @@ class ReplicaCore:
         """Queue a request, or refuse it with its terminal event (the executor then never hears of it).
 
         Raises ConfigError for an id that is in use: that is the caller's mistake. One that was dropped before it came
-        is answered with HandoffReleased.
-        """
+        is answered with HandoffReleased."""
         if request.request_id in self._dropped:
             return [HandoffReleased(now, request.request_id)]
         if refused := self._enter(request, now):
@@ -109,11 +108,11 @@ class ReplicaCore:
         """
         if request.request_id in self._dropped:
             return [HandoffReleased(now, request.request_id)]
-        refused = self._enter(request, now)
-        if not refused:
-            self.scheduler.reserve(request)
-            self.leases.grant(request.request_id, lease_ns, now)
-        return refused
+        if refused := self._enter(request, now):
+            return refused
+        self.scheduler.reserve(request)
+        self.leases.grant(request.request_id, lease_ns, now)
+        return []
 
     def renew(self, leg_ids: Iterable[str], now: int) -> None:
         """Somebody still wants these legs."""
