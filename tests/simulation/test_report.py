@@ -251,7 +251,11 @@ def test_a_timeline_holds_every_step_and_every_request_of_random_scenarios() -> 
         steps = [event for _, event in log if isinstance(event, StepFinished) and event.end_ns > event.start_ns]
         assert sum(one["args"]["steps"] for one in slices) == sum(step.num_steps for step in steps)
         assert sum(one["dur"] for one in slices) * 1000 == pytest.approx(sum(s.end_ns - s.start_ns for s in steps))
-        drawn = {event["id"] for event in data["traceEvents"] if event["ph"] == "e" and event["name"] == "prefill"}
+        drawn = {
+            event["id"].partition("~")[0]
+            for event in data["traceEvents"]
+            if event["ph"] == "e" and event["name"] == "prefill"
+        }
         table = result.requests
         assert {str(table.number[row]) for row in table.completed_rows()} <= drawn
         waiting = {event["pid"]: event for event in data["traceEvents"] if event["name"] == "waiting"}

@@ -10,7 +10,7 @@ from diptych.control.slo import NS_PER_S
 from diptych.simulation.faults import Fault
 from diptych.simulation.report.series import LoggedEvent
 from diptych.timeline.lanes import Lane, TraceEvent, Window
-from diptych.timeline.perfetto import document, in_order
+from diptych.timeline.perfetto import document, place_of
 
 MAX_TRACE_EVENTS = 200_000
 
@@ -54,4 +54,4 @@ def _draw(log: Sequence[LoggedEvent], faults: Sequence[Fault], window: Window) -
             lanes.setdefault(replica, Lane(replica, window, receivers)).event(event)
     for lane in lanes.values():
         lane.close()
-    return in_order(lanes.values())
+    return sorted((one for lane in lanes.values() for one in lane.out), key=place_of)

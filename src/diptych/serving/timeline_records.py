@@ -1,0 +1,238 @@
+"""The records of the live timeline, as the ring holds them and as clients of ``GET /timeline`` read them.
+
+Owns their shape (docs/api.md describes it), how they come from the workers' events, and the way back. They hold ids of
+requests, never legs: ``epoch`` tells the attempts apart. (gc=False: they live long and can be in no cycle, so that the
+garbage collector need not look at a full ring.)
+"""
+
+from typing import Any
+
+import msgspec
+
+from diptych.control.commands import leg_id_of
+from diptych.control.events import (
+    FirstToken,
+    HandoffDelivered,
+    HandoffExpired,
+    HandoffReleased,
+    HandoffReserved,
+    RequestAdmitted,
+    RequestFinished,
+    RequestPreempted,
+    RequestQueued,
+    RequestResumed,
+    StepFinished,
+)
+from diptych.control.request import FinishReason
+from diptych.control.slo import LatencyBreakdown
+from diptych.timeline.lanes import phase_of
+from diptych.timeline.roster import Changes
+
+MAX_MESSAGE = 200  # characters of an error
+
+Milestone = (
+    RequestQueued
+    | RequestAdmitted
+    | FirstToken
+    | RequestPreempted
+    | RequestResumed
+    | HandoffReserved
+    | HandoffDelivered
+    | HandoffReleased
+    | HandoffExpired
+    | RequestFinished
+)
+Decoding = dict[int, list[str]]  # worker -> requests in its decode batch
+Legs = tuple[str, ...]
+
+_CLASSES: dict[str, type[Any]] = {
+    "queued": RequestQueued,
+    "admitted": RequestAdmitted,
+    "first_token": FirstToken,
+    "preempted": RequestPreempted,
+    "resumed": RequestResumed,
+    "handoff_reserved": HandoffReserved,
+    "handoff_delivered": HandoffDelivered,
+    "handoff_released": HandoffReleased,
+    "handoff_expired": HandoffExpired,
+    "finished": RequestFinished,
+}
+_NAMES = {cls: name for name, cls in _CLASSES.items()}
+
+
+class StepRecord(msgspec.Struct, frozen=True, gc=False, tag_field="kind", tag="step", omit_defaults=True):
+    """One step. prefills: (request, first token, tokens). joined, left: changes of the decode batch since the worker's
+    step before (first take away, then add); in a step with num_decodes 0 the whole batch had to wait."""
+
+    sequence: int
+    worker: int
+    step_id: int
+    start_ns: int
+    end_ns: int
+    phase: str
+    num_decodes: int
+    decode_context: int
+    predicted_ns: int
+    prefills: tuple[tuple[str, int, int], ...] = ()
+    epochs: tuple[int, ...] = ()  # of the prefills' requests, unless all are 0
+    joined: Legs = ()
+    left: Legs = ()
+
+
+class RequestRecord(msgspec.Struct, frozen=True, gc=False, tag_field="kind", tag="request", omit_defaults=True):
+    """A milestone of one request on one worker. epoch: how often it had been dispatched again. What ``detail`` holds
+    depends on ``what``."""
+
+    sequence: int
+    worker: int
+    time_ns: int
+    what: str
+    request_id: str
+    epoch: int = 0
+    detail: dict[str, Any] = {}
+
+
+class TransferRecord(msgspec.Struct, frozen=True, gc=False, tag_field="kind", tag="transfer", omit_defaults=True):
+    """KV that travelled from the worker ``sender`` to ``worker``; exposed_ns: the time after the end of the prefill."""
+
+    sequence: int
+    worker: int
+    sender: int
+    request_id: str
+    num_bytes: int
+    start_ns: int
+    end_ns: int
+    exposed_ns: int
+    epoch: int = 0
+
+
+class WorkerRecord(msgspec.Struct, frozen=True, gc=False, tag_field="kind", tag="worker", omit_defaults=True):
+    """A worker began another part of its life; left: who was in its decode batch, when it holds nobody any more."""
+
+    sequence: int
+    worker: int
+    time_ns: int
+    state: str
+    role: str = ""
+    detail: str = ""
+    left: Legs = ()
+
+
+class GapRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="gap"):
+    """Records ``first`` to ``last`` were overwritten before they could be read; decoding: the batches after them."""
+
+    first: int
+    last: int
+    decoding: Decoding
+
+
+class HeaderRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="header"):
+    """What a reader needs first. A time t is the Unix time ``unix_ns_at_zero + t``. decoding: the decode batches before
+    the first record that follows."""
+
+    version: int
+    run_id: str
+    unix_ns_at_zero: int
+    now_ns: int
+    first_sequence: int
+    next_sequence: int
+    workers: dict[int, dict[str, str]]
+    decoding: Decoding
+
+
+Record = StepRecord | RequestRecord | TransferRecord | WorkerRecord
+
+
+def split_leg_id(leg_id: str) -> tuple[str, int]:
+    """The request's own id and the epoch, of an id that control.commands.leg_id_of made."""
+    if "~" not in leg_id:
+        return leg_id, 0
+    request_id, _, epoch = leg_id.rpartition("~")
+    return (request_id, int(epoch)) if epoch.isascii() and epoch.isdigit() else (leg_id, 0)
+
+
+def requests_of(legs: Legs) -> Legs:
+    """The requests' own ids."""
+    return tuple([split_leg_id(leg_id)[0] for leg_id in legs]) if legs else ()
+
+
+def step_record(sequence: int, worker: int, step: StepFinished, changes: Changes) -> StepRecord:
+    """A step for the ring. changes: the legs that joined and left the decode batch."""
+    prefills = step.prefills
+    epochs: tuple[int, ...] = ()
+    if any("~" in chunk[0] for chunk in prefills):
+        split = [split_leg_id(chunk[0]) for chunk in prefills]
+        prefills = tuple((own[0], *chunk[1:]) for own, chunk in zip(split, step.prefills, strict=True))
+        epochs = tuple(epoch for _, epoch in split)
+    return StepRecord(
+        sequence,
+        worker,
+        step.step_id,
+        step.start_ns,
+        step.end_ns,
+        phase_of(step),
+        step.num_decodes,
+        step.decode_context,
+        step.predicted_ns,
+        prefills,
+        epochs,
+        requests_of(changes[0]),
+        requests_of(changes[1]),
+    )
+
+
+def request_record(sequence: int, worker: int, event: Milestone) -> RequestRecord:
+    """A milestone for the ring. Block ids are left out, and errors cut to 200 characters."""
+    request_id, epoch = split_leg_id(event.request_id)
+    return RequestRecord(sequence, worker, event.time_ns, _NAMES[type(event)], request_id, epoch, _detail(event))
+
+
+def event_of(record: StepRecord | RequestRecord) -> StepFinished | Milestone:
+    """The event that a record was made of."""
+    if isinstance(record, StepRecord):
+        epochs = record.epochs or (0,) * len(record.prefills)
+        prefills = tuple(
+            (leg_id_of(request_id, epoch), start, num_tokens)
+            for (request_id, start, num_tokens), epoch in zip(record.prefills, epochs, strict=True)
+        )
+        times = (record.start_ns, record.end_ns)
+        return StepFinished(
+            record.step_id, *times, prefills, record.num_decodes, record.decode_context, record.predicted_ns
+        )
+    leg_id, detail = leg_id_of(record.request_id, record.epoch), dict(record.detail)
+    if record.what == "finished":
+        names = ("queue_ns", "prefill_ns", "decode_ns", "num_output_tokens", "handoff_ns")
+        detail["latency"] = LatencyBreakdown(*(detail.pop(name) for name in names))
+        detail["reason"] = FinishReason(detail["reason"])
+    event: Milestone = _CLASSES[record.what](record.time_ns, leg_id, **detail)
+    return event
+
+
+def _detail(event: Milestone) -> dict[str, Any]:
+    """The fields of an event but time and id, flat."""
+    if isinstance(event, RequestQueued):
+        return {"num_prompt_tokens": event.num_prompt_tokens}
+    if isinstance(event, RequestAdmitted):
+        return {"num_cached_tokens": event.num_cached_tokens, "is_first": event.is_first}
+    if isinstance(event, RequestPreempted):
+        return {"swapped": event.swapped, "by_priority": event.by_priority}
+    if isinstance(event, HandoffReserved):
+        return {"num_cached_tokens": event.num_cached_tokens}
+    if isinstance(event, HandoffExpired):
+        return {"is_sender": event.is_sender}
+    if not isinstance(event, RequestFinished):
+        return {}
+    latency = event.latency
+    return {
+        "reason": str(event.reason),
+        "num_prompt_tokens": event.num_prompt_tokens,
+        "num_cached_tokens": event.num_cached_tokens,
+        "num_preemptions": event.num_preemptions,
+        "num_output_tokens": latency.num_output_tokens,
+        "queue_ns": latency.queue_ns,
+        "prefill_ns": latency.prefill_ns,
+        "handoff_ns": latency.handoff_ns,
+        "decode_ns": latency.decode_ns,
+        "slo_met": event.slo_met,
+        "message": event.message[:MAX_MESSAGE],
+    }
