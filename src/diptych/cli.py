@@ -9,7 +9,7 @@ import sys
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import typer
 
@@ -18,6 +18,7 @@ from diptych.cli_errors import errors_in_words
 from diptych.control.config import BudgetConfig, CapsConfig, PreemptionConfig, SchedulerConfig, shape_preset
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_MS, Slo
+from diptych.serving.fleet_options import FleetOptions
 from diptych.serving.options import (
     BUNDLED_MODEL,
     DeviceOptions,
@@ -38,7 +39,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
-MODEL, SERVER, OBJECTIVES = "Model", "Server", "Objectives"
+MODEL, SERVER, OBJECTIVES, WORKERS = "Model", "Server", "Objectives", "Workers"
+API_KEY_HELP = "Ask for this key (Authorization: Bearer KEY). Several: each is a tenant, and they share fairly."
 SCHEDULER, MEMORY, MACHINE = "Scheduler (details; --shape presets them)", "Memory", "Machine"
 
 
@@ -89,6 +91,40 @@ class DType(StrEnum):
     float32 = "float32"
 
 
+class Transfer(StrEnum):
+    """--transfer."""
+
+    auto = "auto"
+    shared_memory = "shared_memory"
+    tcp = "tcp"
+    nixl = "nixl"
+
+
+class KVCodec(StrEnum):
+    """--kv-codec."""
+
+    auto = "auto"
+    none = "none"
+    int8 = "int8"
+    int4 = "int4"
+
+
+class Disaggregate(StrEnum):
+    """--disaggregate."""
+
+    auto = "auto"
+    always = "always"
+    never = "never"
+
+
+class OnFailure(StrEnum):
+    """--on-failure."""
+
+    retry = "retry"
+    local = "local"
+    fail = "fail"
+
+
 class LogLevel(StrEnum):
     """--log-level."""
 
@@ -102,66 +138,62 @@ def _option(help_text: str, panel: str, **settings: Any) -> Any:
     return typer.Option(help=help_text, rich_help_panel=panel, **settings)
 
 
+Text: TypeAlias = str | None
+Whole: TypeAlias = int | None
+Number: TypeAlias = float | None
+Strings: TypeAlias = list[str] | None
+
+
 @app.command()
 def serve(
     model: Annotated[Path | None, _option("Model directory (Hugging Face layout). Default: bundled.", MODEL)] = None,
-    served_model_name: Annotated[
-        str | None, _option("Name in /v1/models and in requests. Default: the directory's name.", MODEL)
-    ] = None,
-    max_model_len: Annotated[int | None, _option("Context length. Default: the model's own.", MODEL)] = None,
+    served_model_name: Annotated[Text, _option("Name for clients. Default: the directory's name.", MODEL)] = None,
+    max_model_len: Annotated[Whole, _option("Context length. Default: the model's own.", MODEL)] = None,
     dtype: Annotated[DType, _option("Arithmetic; auto: the checkpoint's own.", MODEL)] = DType.auto,
     host: Annotated[str, _option("Address to listen on. 0.0.0.0: reachable from everywhere.", SERVER)] = "127.0.0.1",
     port: Annotated[int, _option("Port; 0 picks a free one.", SERVER)] = 8000,
-    api_key: Annotated[
-        str | None, _option("Ask for this key (Authorization: Bearer KEY).", SERVER, envvar="DIPTYCH_API_KEY")
-    ] = None,
-    max_waiting: Annotated[int | None, _option("Requests that may wait; more get 429.", SERVER)] = None,
+    api_key: Annotated[Strings, _option(API_KEY_HELP, SERVER, envvar="DIPTYCH_API_KEY")] = None,
+    max_waiting: Annotated[Whole, _option("Requests that may wait per worker; more get 429.", SERVER)] = None,
     max_body: Annotated[str, _option("Largest request body; more gets 413.", SERVER)] = "16MiB",
     drain_timeout: Annotated[float, _option("Seconds for running requests after SIGTERM.", SERVER)] = 30.0,
     log_level: Annotated[LogLevel, _option("How much the server tells.", SERVER)] = LogLevel.warning,
     record: Annotated[Path | None, _option("Record what decisions depend on, for diptych replay.", SERVER)] = None,
-    ttft_slo_ms: Annotated[
-        float | None, _option("Objective: time to first token, for requests that name none.", OBJECTIVES)
-    ] = None,
-    tpot_slo_ms: Annotated[
-        float | None, _option("Objective: mean time per later token, for requests that name none.", OBJECTIVES)
-    ] = None,
-    shape: Annotated[
-        Shape, _option("unified: whole prompts first. chunked: prompts in pieces between decodes.", OBJECTIVES)
-    ] = Shape.chunked,
+    prefill: Annotated[int, _option("Workers that prefill.", WORKERS)] = 0,
+    decode: Annotated[int, _option("Workers that decode.", WORKERS)] = 0,
+    both: Annotated[Whole, _option("Workers that do both. Default: 1 if there is no other.", WORKERS)] = None,
+    disaggregate: Annotated[Disaggregate, _option("Two workers share a request.", WORKERS)] = Disaggregate.auto,
+    transfer: Annotated[Transfer, _option("Of KV; auto: a shared pool on CPUs, else TCP.", WORKERS)] = Transfer.auto,
+    kv_codec: Annotated[KVCodec, _option("Packs (and rounds) KV; auto: if it saves time.", WORKERS)] = KVCodec.none,
+    on_failure: Annotated[OnFailure, _option("When a worker dies with requests.", WORKERS)] = OnFailure.retry,
+    heartbeat_timeout: Annotated[float, _option("Seconds until a silent worker is killed.", WORKERS)] = 10.0,
+    cores_per_worker: Annotated[Text, _option("A number, or lists: 0-3/4-7. Default: shares.", WORKERS)] = None,
+    edge_depth: Annotated[int, _option("Per worker; more wait by class and key (0: none).", WORKERS)] = 64,
+    ttft_slo_ms: Annotated[Number, _option("Time to first token, for requests that name none.", OBJECTIVES)] = None,
+    tpot_slo_ms: Annotated[Number, _option("Mean time per later token, likewise.", OBJECTIVES)] = None,
+    shape: Annotated[Shape, _option("unified: prompts first. chunked: between decodes.", OBJECTIVES)] = Shape.chunked,
     order: Annotated[Order | None, _option("Who is next.", SCHEDULER)] = None,
     budget: Annotated[Budget | None, _option("What limits a step: prompts, tokens or time.", SCHEDULER)] = None,
-    max_batched_tokens: Annotated[int | None, _option("Tokens of one step at most.", SCHEDULER)] = None,
-    step_target_ms: Annotated[
-        float | None, _option("Time of one step with --budget slo when no stream names a TPOT.", SCHEDULER)
-    ] = None,
-    max_num_seqs: Annotated[int | None, _option("Requests running at once.", SCHEDULER)] = None,
-    max_partial_prefills: Annotated[int | None, _option("Prompts half done at once (0: no limit).", SCHEDULER)] = None,
-    max_long_partial_prefills: Annotated[int | None, _option("Of these, long ones (0: no limit).", SCHEDULER)] = None,
-    long_prefill_threshold: Annotated[
-        int | None, _option("Uncached tokens from which a prompt is long.", SCHEDULER)
-    ] = None,
-    preemption: Annotated[
-        Preemption | None, _option("What happens to a decode that loses its blocks.", SCHEDULER)
-    ] = None,
-    preempt_for_priority: Annotated[
-        bool, _option("A waiting request may displace a running one of lower priority.", SCHEDULER)
-    ] = False,
+    max_batched_tokens: Annotated[Whole, _option("Tokens of one step at most.", SCHEDULER)] = None,
+    step_target_ms: Annotated[Number, _option("Of a step with --budget slo without TPOTs.", SCHEDULER)] = None,
+    max_num_seqs: Annotated[Whole, _option("Requests running at once per worker.", SCHEDULER)] = None,
+    max_partial_prefills: Annotated[Whole, _option("Prompts half done at once (0: no limit).", SCHEDULER)] = None,
+    max_long_partial_prefills: Annotated[Whole, _option("Of these, long ones (0: no limit).", SCHEDULER)] = None,
+    long_prefill_threshold: Annotated[Whole, _option("Uncached tokens of a long prompt.", SCHEDULER)] = None,
+    preemption: Annotated[Preemption | None, _option("Of a decode that loses its blocks.", SCHEDULER)] = None,
+    preempt_for_priority: Annotated[bool, _option("Waiting may displace running, by priority.", SCHEDULER)] = False,
     block_size: Annotated[int, _option("Tokens per KV block.", MEMORY)] = 32,
-    kv_cache_memory: Annotated[
-        str | None, _option("KV cache, such as 2GiB. Default: a quarter of what is free.", MEMORY)
-    ] = None,
+    kv_cache_memory: Annotated[Text, _option("Of each worker, such as 2GiB. Default: a share.", MEMORY)] = None,
     swap_memory: Annotated[str, _option("Host memory for swapped requests.", MEMORY)] = "0",
     prefix_cache: Annotated[bool, _option("Reuse the KV of equal prompt beginnings.", MEMORY)] = True,
     device: Annotated[Device, _option("Where to compute.", MACHINE)] = Device.auto,
-    threads: Annotated[int | None, _option("Compute threads. Default: one per core.", MACHINE)] = None,
-    cores: Annotated[str | None, _option("Cores to compute on, such as 0-3.", MACHINE)] = None,
+    threads: Annotated[Whole, _option("Compute threads per worker. Default: one per core.", MACHINE)] = None,
+    cores: Annotated[Text, _option("Cores to compute on, such as 0-3.", MACHINE)] = None,
 ) -> None:
     """Serve a model over an OpenAI-compatible API."""
     given = dict(locals())
     with errors_in_words():
         options = engine_options(given)
-        _serve(options, served_model_name or Path(options.model).resolve().name, given)
+        _serve(options, fleet_options(given), served_model_name or Path(options.model).resolve().name, given)
 
 
 def engine_options(given: dict[str, Any]) -> EngineOptions:
@@ -191,6 +223,22 @@ def engine_options(given: dict[str, Any]) -> EngineOptions:
         slo=slo,
         max_model_len=given["max_model_len"],
         record=None if given["record"] is None else str(given["record"].resolve()),
+    )
+
+
+def fleet_options(given: dict[str, Any]) -> FleetOptions:
+    """The workers from the values of the options of ``serve``. Raises ConfigError."""
+    return FleetOptions(
+        prefill=given["prefill"],
+        decode=given["decode"],
+        both=given["both"],
+        transfer=given["transfer"].value,
+        kv_codec=given["kv_codec"].value,
+        disaggregate=given["disaggregate"].value,
+        on_failure=given["on_failure"].value,
+        heartbeat_timeout_s=given["heartbeat_timeout"],
+        cores_per_worker=given["cores_per_worker"],
+        depth=given["edge_depth"],
     )
 
 
@@ -237,8 +285,9 @@ def _nanoseconds(milliseconds: float | None) -> int | None:
     return None if milliseconds is None else int(milliseconds * NS_PER_MS)
 
 
-def _serve(options: EngineOptions, name: str, given: dict[str, Any]) -> None:
+def _serve(options: EngineOptions, workers: FleetOptions, name: str, given: dict[str, Any]) -> None:
     logging.basicConfig(level=given["log_level"].value.upper(), format="%(asctime)s %(levelname)s %(message)s")
+    from diptych.serving.fleet import Fleet
     from diptych.serving.frontend import AsyncLLM
     from diptych.serving.server import ServerOptions, run_server
     from diptych.serving.terminal import StartScreen
@@ -247,13 +296,13 @@ def _serve(options: EngineOptions, name: str, given: dict[str, Any]) -> None:
         host=given["host"],
         port=given["port"],
         served_model_name=name,
-        api_key=given["api_key"],
+        api_keys=tuple(given["api_key"] or ()),
         max_body_bytes=parse_bytes(given["max_body"], "max_body"),
         drain_timeout_s=given["drain_timeout"],
         log_level=given["log_level"].value,
     )
-    with StartScreen(name, has_key=server.api_key is not None) as screen:
-        run_server(AsyncLLM(options), server, screen.on_loading, screen.on_ready)
+    with StartScreen(name, has_key=bool(server.api_keys)) as screen:
+        run_server(AsyncLLM(options, Fleet(options, workers)), server, screen.on_loading, screen.on_ready)
 
 
 @app.command()

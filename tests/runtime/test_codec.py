@@ -301,6 +301,7 @@ def test_a_codec_is_chosen_only_when_it_saves_time() -> None:
     assert choose_codec(1e8, kv, coding, coding) == "int4"
     assert choose_codec(1e8, kv, coding, coding, ("none", "int8")) == "int8"
     assert choose_codec(1e8, kv, coding, coding, ("none",)) == "none"
+    assert choose_codec(1e8, 0, coding, coding) == "none", "there is no time to save"
     assert choose_codec(12e9, kv, coding, coding, ("int8", "int4")) == "int8", "int4 would save nothing more"
     assert choose_codec(1e8, kv, 5e7, coding) == "none", "the encoder is the slower stage"
     assert choose_codec(1.05 * coding, kv, 1e12, 1e12, ("none", "int8"), dtype="float32") == "int8"

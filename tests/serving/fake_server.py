@@ -1,6 +1,7 @@
 """The real HTTP server in front of the make-believe worker. ``python fake_server.py '{"step_ms": 1, "serve": {...}}'``.
 
-Keys of "serve": fields of ServerOptions. Keys of "scheduler": fields of SchedulerConfig. The rest: fake_worker's flags.
+Keys of "serve": fields of ServerOptions, of "scheduler": of SchedulerConfig, of "fleet": of FleetOptions. The rest:
+fake_worker's flags.
 Prints the address when it is ready.
 """
 
@@ -15,10 +16,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fake_worker import fake_command
 
 from diptych.control.config import SchedulerConfig
+from diptych.serving.fleet import Fleet
+from diptych.serving.fleet_options import FleetOptions
 from diptych.serving.frontend import AsyncLLM
 from diptych.serving.options import EngineOptions
 from diptych.serving.server import ServerOptions, run_server
-from diptych.serving.supervisor import Supervisor
 
 
 def main() -> None:
@@ -27,8 +29,9 @@ def main() -> None:
     settings = json.loads(sys.argv[1])
     scheduler = SchedulerConfig(**settings.pop("scheduler", {}))
     server = replace(ServerOptions(port=0, served_model_name="fake"), **settings.pop("serve", {}))
+    workers = FleetOptions(**settings.pop("fleet", {}))
     options = EngineOptions(scheduler=scheduler)
-    llm = AsyncLLM(options, Supervisor(options, fake_command(**settings)))
+    llm = AsyncLLM(options, Fleet(options, workers, fake_command(**settings)))
     run_server(llm, server, on_ready=lambda ready, url: print("served at", url, flush=True))
 
 

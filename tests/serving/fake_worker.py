@@ -92,6 +92,11 @@ class FakeRunner:
         """It will be in no plan."""
         self.requests.pop(request_id, None)
 
+    @property
+    def num_requests(self) -> int:
+        """Requests known here."""
+        return len(self.requests)
+
     def execute(self, output: SchedulerOutput) -> StepResult:
         """Membership as the plan says, then one token per decode and per ended prompt."""
         for request_id in output.finished:
@@ -106,6 +111,7 @@ class FakeRunner:
         for chunk in output.prefills:
             state = self.requests[chunk.request_id]
             if CRASH_TOKEN in state.prompt:
+                time.sleep(0.02)  # so that what was said before gets out
                 os._exit(42)
             if FAIL_TOKEN in state.prompt:
                 failed.append((chunk.request_id, "the make-believe model failed"))

@@ -31,7 +31,8 @@ class RunningServer:
         for line in httpx.get(f"{self.url}/metrics").text.splitlines():
             if not line.startswith("#"):
                 name, _, value = line.rpartition(" ")
-                values[re.sub(r',?model_name="[^"]*"', "", name).replace("{}", "")] = float(value)
+                bare = re.sub(r',?model_name="[^"]*"', "", name).replace("{,", "{").replace("{}", "")
+                values[bare] = float(value)
         return values
 
     def terminate(self, timeout_s: float = 20.0) -> int:

@@ -34,6 +34,7 @@ def tame(body: Any) -> Any:
     """Let a body reach the engine more often and keep it short: our model, few tokens."""
     if isinstance(body, dict):
         body.pop("model", None)
+        body.pop("deadline_ms", None)  # one that is too near is a 503, as it should be
         for name in ("max_tokens", "max_completion_tokens"):
             if isinstance(body.get(name), int) and not isinstance(body[name], bool):
                 body[name] = min(body[name], 8)
@@ -81,7 +82,7 @@ FIELDS = (
     *("prompt", "stream", "stream_options", "max_tokens", "min_tokens", "n", "temperature", "top_p", "top_k", "min_p"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "seed", "stop", "stop_token_ids"),
     *("ignore_eos", "prompt_logprobs", "priority", "ttft_slo_ms", "tpot_slo_ms", "cache_salt", "return_latency"),
-    *("echo", "logprobs", "suffix", "tools", "add_special_tokens"),
+    *("service_class", "echo", "logprobs", "suffix", "tools", "add_special_tokens"),
 )
 
 

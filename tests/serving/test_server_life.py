@@ -2,10 +2,13 @@
 
 import asyncio
 import json
+import os
+import signal
 import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -90,7 +93,7 @@ def test_more_than_may_wait_gets_429_with_retry_after() -> None:
 
 
 def test_the_api_key_guards_everything_but_health() -> None:
-    with fake_server(serve={"api_key": "secret"}) as server:
+    with fake_server(serve={"api_keys": ["secret"]}) as server:
         assert httpx.get(f"{server.url}/health").status_code == 200
         assert httpx.get(f"{server.url}/ready").status_code == 200
         for path in ("/v1/models", "/metrics", "/openapi.json"):
@@ -102,6 +105,43 @@ def test_the_api_key_guards_everything_but_health() -> None:
             pytest.raises(openai.AuthenticationError),
         ):
             client.models.list()
+
+
+def test_each_of_several_keys_is_let_in_and_another_is_not() -> None:
+    with fake_server(serve={"api_keys": ["one", "two"]}) as server:
+        for key, status in (("one", 200), ("two", 200), ("three", 401)):
+            headers = {"authorization": f"Bearer {key}"}
+            body = {"prompt": [1], "max_tokens": 1, "service_class": "interactive"}
+            assert httpx.post(f"{server.url}/v1/completions", json=body, headers=headers).status_code == status
+
+
+def test_a_fleet_behind_http_serves_counts_and_survives_a_killed_worker() -> None:
+    fleet = {"prefill": 1, "decode": 1, "disaggregate": "always"}
+    with fake_server(step_ms=3, fleet=fleet) as server:
+        body = {"prompt": list(range(50, 100)), "max_tokens": 150, "ignore_eos": True, "return_token_ids": True}
+        with stream(server.url, **body) as reply:
+            first, rest = first_event(reply)
+            kill_worker(server, "decode")
+            events = [json.loads(line.removeprefix("data: ")) for line in (first, *list(rest)[:-1])]
+        assert [token for event in events for token in event["choices"][0]["token_ids"]] == list(range(50, 200))
+        wait_until(lambda: server.metrics()['diptych:worker_up{role="decode",worker="1"}'] == 1)
+        metrics = server.metrics()
+        assert metrics["diptych:handoffs_total"] >= 1
+        assert metrics["diptych:request_retries_total"] >= 1
+        assert metrics['diptych:worker_restarts_total{role="decode",worker="1"}'] == 1
+        assert metrics['diptych:placements_total{reason="remote"}'] >= 1
+        bad = httpx.post(f"{server.url}/v1/completions", json={"prompt": [1], "service_class": "urgent"})
+        assert (bad.status_code, bad.json()["error"]["param"]) == (400, "service_class")
+
+
+def kill_worker(server: RunningServer, role: str) -> None:
+    """SIGKILL to the worker process of this role."""
+    for child in Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split():
+        directory = Path(Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")[-2].decode())
+        if json.loads((directory / "options.json").read_bytes())["place"]["role"] == role:
+            os.kill(int(child), signal.SIGKILL)
+            return
+    raise AssertionError(f"there is no {role} worker")
 
 
 def test_sigterm_lets_the_running_end_and_refuses_newcomers() -> None:
@@ -128,8 +168,8 @@ def test_a_second_signal_or_the_timeout_ends_the_drain() -> None:
         assert "shutting down" in events[-2]
 
 
-def test_a_dead_worker_is_an_error_for_its_requests_and_comes_back() -> None:
-    with fake_server(step_ms=2) as server:
+def test_a_dead_worker_is_an_error_for_whoever_killed_it_and_comes_back() -> None:
+    with fake_server(step_ms=2, fleet={"on_failure": "fail"}) as server:
         with stream(server.url) as reply:
             _, rest = first_event(reply)
             crash = httpx.post(f"{server.url}/v1/completions", json={"prompt": [CRASH_TOKEN]}, timeout=10)

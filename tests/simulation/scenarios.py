@@ -136,7 +136,7 @@ def check_laws(scenario: Scenario, cluster: Cluster) -> None:
         assert usage.busy_prefill_ns + usage.busy_decode_ns + usage.busy_mixed_ns <= cluster.environment.now
     assert cluster.log is not None
     check_log(cluster.log, scenario)
-    assert set(cluster._decode.picker.outstanding) == {0}
+    cluster.core.check_idle()
 
 
 def check_row(table: RequestTable, row: int, spec: RequestSpec, scenario: Scenario) -> None:

@@ -97,9 +97,12 @@ class ClusterCore:
 
     def next_time(self) -> int | None:
         """When a Tick is due, if nothing else happens; None: never."""
-        parked = next(iter(self._parked.values()), None)
-        times = (self.edge.next_time(), parked, self._legs.next_renewal_ns)
-        return min((time for time in times if time is not None), default=None)
+        due_ns = self.edge.next_time()
+        if self._parked:
+            parked_ns = next(iter(self._parked.values()))
+            due_ns = parked_ns if due_ns is None else min(due_ns, parked_ns)
+        renewal_ns = self._legs.next_renewal_ns
+        return renewal_ns if due_ns is None else due_ns if renewal_ns is None else min(due_ns, renewal_ns)
 
     def leg_of(self, request_id: str) -> Leg | None:
         """The current attempt of a request."""

@@ -1,12 +1,13 @@
 """AsyncLLM: submit, stream, abort. The side of the service that talks to people, without torch.
 
-Owns the sequences in flight and the worker's supervisor. Must never compute tokens or decide what runs next.
+Owns the checks of what comes in and the fleet of workers, one or many. Must never compute tokens or decide what runs
+where.
 """
 
 import asyncio
 import hashlib
-import logging
 import random
+import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
@@ -14,41 +15,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from diptych.control.errors import (
-    ContextLengthError,
-    DiptychError,
-    InvalidRequestError,
-    OverloadedError,
-    UnavailableError,
-    WorkerError,
-)
-from diptych.control.request import MAX_SEED, FinishReason, SamplingParams
-from diptych.control.slo import Slo
-from diptych.serving.metrics import ServingMetrics
+from diptych.control.cluster_events import Submission
+from diptych.control.errors import ContextLengthError, InvalidRequestError, OverloadedError, UnavailableError
+from diptych.control.kvcache.prefix_cache import hash_blocks
+from diptych.control.request import MAX_SEED, SamplingParams
+from diptych.control.slo import NS_PER_S, Slo
+from diptych.serving.fleet import Fleet
 from diptych.serving.options import EngineOptions
 from diptych.serving.outputs import RequestOutput
 from diptych.serving.results import OutputBuilder
 from diptych.serving.sequence import Generation
 from diptych.serving.sequence import Sequence as OneSequence
-from diptych.serving.supervisor import Supervisor, WorkerState
-from diptych.serving.timeline import Timeline
+from diptych.serving.streams import Terms
 from diptych.serving.tokenizer import Tokenizer
-from diptych.serving.wire import (
-    Abort,
-    Finished,
-    Loading,
-    Ready,
-    Stats,
-    Submit,
-    Tokens,
-    WireRequest,
-    WorkerMessage,
-    pack_tokens,
-    unpack_error,
-    unpack_events,
-)
-
-logger = logging.getLogger(__name__)
+from diptych.serving.wire import Loading, Ready
 
 Prompt = str | Sequence[int]
 LONG_TEXT = 16_384  # characters that are encoded in a thread
@@ -61,40 +41,37 @@ class AsyncLLM:
     (or cancelling the task) aborts the request at the worker before its next step.
     """
 
-    def __init__(self, options: EngineOptions | None = None, supervisor: Supervisor | None = None) -> None:
+    def __init__(self, options: EngineOptions | None = None, fleet: Fleet | None = None) -> None:
         self.options = options or EngineOptions()
-        self.supervisor = supervisor or Supervisor(self.options)
+        self.fleet = fleet or Fleet(self.options)
         self.tokenizer = Tokenizer(Path(self.options.model))
-        self.metrics = ServingMetrics()
-        self.timeline = Timeline()
-        self.ready: Ready | None = None
-        self.loading = Loading("starting")
+        self.metrics = self.fleet.metrics
+        self.timeline = self.fleet.timeline
         self.is_draining = False
-        self._sequences: dict[str, OneSequence] = {}
-        self._num_untouched = 0  # submitted, no token yet
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._streams = self.fleet.streams
+        self._needs_hashes = len(self.fleet.fleet.roles) > 1 and self.options.memory.prefix_cache
 
     async def start(self, *, wait: bool = True) -> None:
-        """Start the worker; with ``wait`` until it is ready. Raises what the worker refused to start with."""
-        await self.supervisor.start(self._on_message, self._on_lost)
+        """Start the workers; with ``wait`` until all are ready. Raises what one of them refused to start with."""
+        await self.fleet.start()
         if wait:
-            assert self.supervisor.ready is not None
-            await asyncio.shield(self.supervisor.ready)
+            assert self.fleet.ready is not None
+            await asyncio.shield(self.fleet.ready)
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests and wait for the running ones; False when some were still running at the timeout."""
         self.is_draining = True
         try:
-            await asyncio.wait_for(self._idle.wait(), timeout_s)
+            await asyncio.wait_for(self._streams.idle.wait(), timeout_s)
         except TimeoutError:
             return False
         return True
 
     async def shutdown(self) -> None:
-        """Stop the worker; requests that still run fail with UnavailableError."""
-        self._fail_all(UnavailableError("the server is shutting down"))
-        await self.supervisor.stop()
+        """Stop the workers; requests that still run fail with UnavailableError."""
+        self.is_draining = True
+        self._streams.fail_all(UnavailableError("the server is shutting down"))
+        await self.fleet.stop()
         self.timeline.close()
 
     async def __aenter__(self) -> "AsyncLLM":
@@ -109,24 +86,44 @@ class AsyncLLM:
         await self.shutdown()
 
     @property
+    def loading(self) -> Loading:
+        """How far the start is."""
+        return self.fleet.loading
+
+    @property
+    def ready(self) -> Ready | None:
+        """What the workers hold together; None before all were ready once."""
+        return self.fleet.joint_ready()
+
+    @property
     def num_open(self) -> int:
         """Sequences that have not ended."""
-        return len(self._sequences)
+        return len(self._streams)
 
     @property
     def is_routable(self) -> bool:
         """Whether a request sent now would be taken."""
-        return not self.is_draining and self.supervisor.state is WorkerState.READY
+        return not self.is_draining and self.fleet.is_routable
+
+    @property
+    def state(self) -> str:
+        """One word for people: ready, draining, starting or lost (no worker can take a request)."""
+        if self.is_draining:
+            return "draining"
+        if self.fleet.is_routable:
+            return "ready"
+        return "starting" if self.fleet.is_starting else "lost"
 
     def require_ready(self) -> Ready:
-        """What the worker holds. Raises UnavailableError when no request can be taken now."""
+        """What the workers hold together. Raises UnavailableError when no request can be taken now."""
         if self.is_draining:
             raise UnavailableError("the server is draining and takes no new requests", code="draining")
-        if self.ready is None or self.supervisor.state is not WorkerState.READY:
-            if self.supervisor.state is WorkerState.STARTING:
-                raise UnavailableError("the model is still loading", retry_after_s=2.0, code="loading")
-            raise UnavailableError("the worker was lost and is being restarted", retry_after_s=2.0, code="worker_lost")
-        return self.ready
+        ready = self.ready
+        if ready is None:
+            raise UnavailableError("the model is still loading", retry_after_s=2.0, code="loading")
+        if not self.fleet.is_routable:
+            raise UnavailableError("workers were lost and are being restarted", retry_after_s=2.0, code="worker_lost")
+        return ready
 
     async def generate(
         self,
@@ -136,15 +133,17 @@ class AsyncLLM:
         *,
         priority: int = 0,
         slo: Slo | None = None,
+        terms: Terms | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Growing outputs of one prompt (text or token ids), the last one ``finished``.
+        """Growing outputs of one prompt (text or token ids), the last one ``finished``. terms: instead of priority and
+        slo, for all that can be asked for.
 
         Raises InvalidRequestError, ContextLengthError, OverloadedError, UnavailableError or WorkerError.
         """
         sampling = sampling or SamplingParams()
         text = prompt if isinstance(prompt, str) else None
         token_ids = await self.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        generation = self.submit([token_ids], sampling, request_id, priority=priority, slo=slo)
+        generation = self.submit([token_ids], sampling, request_id, terms or Terms(priority, slo))
         builder = OutputBuilder(generation, text, self.tokenizer)
         try:
             while not generation.is_exhausted:
@@ -181,10 +180,7 @@ class AsyncLLM:
         prompts: Sequence[list[int]],
         sampling: SamplingParams,
         request_id: str | None = None,
-        *,
-        priority: int = 0,
-        slo: Slo | None = None,
-        cache_salt: str | None = None,
+        terms: Terms | None = None,
     ) -> Generation:
         """Send every prompt n times; sequence number i is answer ``i % n`` of prompt ``i // n``."""
         ready = self.require_ready()
@@ -195,123 +191,48 @@ class AsyncLLM:
         count, limit = len(prompts) * sampling.n, ready.max_waiting + ready.max_num_seqs
         if not 0 < count <= limit:
             raise InvalidRequestError(f"{count} answers in one request; between 1 and {limit}", param="prompt")
-        if self._num_untouched + count > limit:
-            raise OverloadedError(f"{self._num_untouched} requests are waiting for their first token already")
+        untouched = self._streams.num_untouched
+        if untouched + count > limit:
+            raise OverloadedError(f"{untouched} requests are waiting for their first token already")
         request_id = request_id or f"req-{uuid.uuid4().hex}"
         seed = random.getrandbits(63) if sampling.seed is None else sampling.seed
         sequences = []
         for number in range(count):
             own_id = request_id if count == 1 else f"{request_id}-{number}"
-            if own_id in self._sequences:
+            if own_id in self._streams:
                 raise InvalidRequestError(f"request id {own_id!r} is in use", param="request_id")
             child = replace(sampling, n=1, seed=derive_seed(seed, number))
             sequences.append(OneSequence(own_id, number, prompts[number // sampling.n], child, self.tokenizer))
         generation = Generation(request_id, sequences)
-        now = asyncio.get_running_loop().time()
-        wire = []
-        for one in sequences:
-            one.submitted_s = now
-            self._sequences[one.request_id] = one
-            packed, to_worker = pack_tokens(one.prompt_token_ids), replace(one.sampling, stop=())
-            wire.append(WireRequest(one.request_id, packed, to_worker, priority, slo, cache_salt))
-        self._num_untouched += len(sequences)
-        self._idle.clear()
-        self.supervisor.send(Submit(wire))
+        terms = terms or Terms()
+        self._streams.add(sequences, terms)
+        self.fleet.submit([self._submission(one, terms) for one in sequences])
         return generation
 
     def abort(self, generation: Generation) -> None:
-        """End what still runs of a request; its blocks are free for the worker's next step."""
-        open_ids = [one.request_id for one in generation.sequences if one.request_id in self._sequences]
-        if open_ids:
-            self.supervisor.send(Abort(open_ids))
-            for request_id in open_ids:
-                self._forget(request_id)
+        """End what still runs of a request; its blocks are free for the workers' next step."""
+        self._streams.abort(generation)
 
-    def _on_message(self, message: WorkerMessage) -> None:
-        if isinstance(message, Tokens):
-            self._on_tokens(message)
-        elif isinstance(message, Stats):
-            self.metrics.on_stats(message)
-            self.timeline.on_events(0, unpack_events(message.events))
-        elif isinstance(message, Loading):
-            self.loading = message
-        elif isinstance(message, Ready):
-            self.ready = message
-
-    def _on_tokens(self, message: Tokens) -> None:
-        """A step's record: push every token, then close who ended. Metrics are added up per step."""
-        now = asyncio.get_running_loop().time()
-        sequences, stopped_by_text = self._sequences, []
-        stopped = {end.request_id for end in message.finished if end.reason is FinishReason.STOP}
-        for request_id, cached in message.cached.items():
-            if one := sequences.get(request_id):
-                one.cached_tokens = cached
-        for request_id, (first, entries) in message.prompt_logprobs.items():
-            if one := sequences.get(request_id):
-                one.add_prompt_logprobs(first, entries)
-        gaps, num_tokens = self.metrics.new_gaps(), 0
-        for request_id, token_id in zip(message.request_ids, message.token_ids, strict=True):
-            one = sequences.get(request_id)
-            if one is None:
-                continue
-            num_tokens += 1
-            if one.last_token_s:
-                gaps.add(now - one.last_token_s)
-            else:
-                self._num_untouched -= 1
-                self.metrics.time_to_first_token.observe(now - one.submitted_s)
-            one.last_token_s = now
-            logprobs = message.logprobs.get(request_id) if message.logprobs else None
-            try:
-                if one.push(token_id, is_stop_token=request_id in stopped, logprobs=logprobs):
-                    stopped_by_text.append(request_id)
-                one.mark()
-            except Exception as error:  # the text of one answer must not cost the others theirs
-                self._fail_one(one, error)
-        self.metrics.on_gaps(gaps, num_tokens)
-        for end in message.finished:
-            self._on_finished(end, now)
-        stopped_by_text = [request_id for request_id in stopped_by_text if request_id in sequences]
-        if stopped_by_text:
-            self.supervisor.send(Abort(stopped_by_text, FinishReason.STOP))
-
-    def _on_finished(self, end: Finished, now: float) -> None:
-        one = self._sequences.get(end.request_id)
-        self.metrics.on_finished(end, now - one.submitted_s if one else end.latency.total_ns / 1e9)
-        if one is None:
-            return
-        self._forget(end.request_id)
-        generation = one.generation
-        assert generation is not None
-        if end.error is not None:
-            generation.fail(unpack_error(end.error))
-            self.abort(generation)
-            return
-        one.end(end)
-        one.mark()
-
-    def _on_lost(self, error: DiptychError) -> None:
-        self._fail_all(WorkerError(f"{error.message}; the request was lost with it"))
-        self.metrics.on_worker_lost()
-
-    def _fail_one(self, one: OneSequence, error: Exception) -> None:
-        logger.error("request %s failed in the front end", one.request_id, exc_info=error)
-        assert one.generation is not None
-        one.generation.fail(DiptychError("internal error; the server's log has the details"))
-        self.abort(one.generation)
-
-    def _fail_all(self, error: DiptychError) -> None:
-        for request_id, one in list(self._sequences.items()):
-            self._forget(request_id)
-            assert one.generation is not None
-            one.generation.fail(error)
-
-    def _forget(self, request_id: str) -> None:
-        one = self._sequences.pop(request_id)
-        if not one.last_token_s:
-            self._num_untouched -= 1
-        if not self._sequences:
-            self._idle.set()
+    def _submission(self, one: OneSequence, terms: Terms) -> Submission:
+        """A request as the cluster knows it. Hashes only where there is a choice of workers."""
+        hashes: tuple[bytes, ...] = ()
+        if self._needs_hashes:
+            hashes = hash_blocks(one.prompt_token_ids, self.options.memory.block_size, terms.cache_salt)
+        deadline_ns = None
+        if terms.deadline_s is not None:
+            deadline_ns = time.monotonic_ns() + int(terms.deadline_s * NS_PER_S)
+        return Submission(
+            one.request_id,
+            len(one.prompt_token_ids),
+            one.sampling.max_tokens,
+            hashes,
+            terms.priority,
+            terms.slo,
+            terms.tenant,
+            terms.band,
+            deadline_ns,
+            hands_off=one.sampling.prompt_logprobs is None,
+        )
 
 
 def check_prompt(prompt: Sequence[int], sampling: SamplingParams, ready: Ready) -> None:

@@ -4,49 +4,23 @@ Owns the counts. Must never cost more than a few additions per step: gaps betwee
 most sequences share one value, and added in bulk; the text format is made when somebody asks for it.
 """
 
-from bisect import bisect_left
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from diptych.control.request import FinishReason
 from diptych.control.slo import NS_PER_S
-from diptych.serving.wire import Finished, Stats, unpack_events
+from diptych.serving.fleet_metrics import FleetMetrics
+from diptych.serving.histogram import Histogram
+from diptych.serving.wire import Delivered, Finished, Stats
 
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
 _LATENCY = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 _LENGTHS = tuple(step * 10**power for power in range(6) for step in (1, 2, 5))
-
-
-class Histogram:
-    """Counts per bucket; ``observe`` takes a value and how often it occurred."""
-
-    __slots__ = ("_bounds", "_counts", "_sum")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = tuple(bounds)
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float, count: int = 1) -> None:
-        """Add ``count`` observations of ``value``."""
-        self._counts[bisect_left(self._bounds, value)] += count
-        self._sum += value * count
-
-    def family(self, name: str, text: str, model: str) -> HistogramMetricFamily:
-        """The cumulative buckets as Prometheus wants them."""
-        family = HistogramMetricFamily(name, text, labels=["model_name"])
-        total, buckets = 0, []
-        for bound, count in zip((*map(str, map(float, self._bounds)), "+Inf"), self._counts, strict=True):
-            total += count
-            buckets.append((bound, total))
-        family.add_metric([model], buckets, self._sum)
-        return family
 
 
 class Gaps:
@@ -82,10 +56,7 @@ class ServingMetrics(Collector):
         self.num_cached_tokens = 0
         self.num_with_slo = 0
         self.num_meeting_slo = 0
-        self.num_worker_losses = 0
-        self.replica: dict[str, Any] = {}
-        self.recent_events: deque[Any] = deque(maxlen=10_000)
-        self._lost_counts: dict[str, int] = {}  # what the workers before this one had counted
+        self.fleet = FleetMetrics()
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -119,17 +90,31 @@ class ServingMetrics(Collector):
         if latency.tpot_ns is not None:
             self.time_per_output_token.observe(latency.tpot_ns / NS_PER_S)
 
-    def on_stats(self, stats: Stats) -> None:
-        """A snapshot of the replica came."""
-        self.replica = stats.replica
-        self.recent_events.extend(unpack_events(stats.events))
+    def on_aborted(self, count: int) -> None:
+        """Clients left so many answers unread."""
+        self.num_ended[FinishReason.ABORT] += count
 
-    def on_worker_lost(self) -> None:
-        """The worker's own counts start from zero again; ours must never fall."""
-        self.num_worker_losses += 1
-        for name in ("prefix_queried_tokens", "prefix_hit_tokens", "num_preemptions"):
-            self._lost_counts[name] = self._count(name)
-        self.replica = {}
+    def on_failed(self) -> None:
+        """A request ended with an error."""
+        self.num_ended[FinishReason.ERROR] += 1
+
+    @property
+    def replica(self) -> dict[str, Any]:
+        """What the workers say of themselves, added up."""
+        return self.fleet.replica
+
+    @property
+    def num_worker_losses(self) -> int:
+        """Times that a worker process was lost."""
+        return self.fleet.losses.total()
+
+    def on_stats(self, worker: int, stats: Stats) -> None:
+        """A snapshot of a worker came."""
+        self.fleet.replicas[worker] = stats.replica
+
+    def on_delivered(self, message: Delivered) -> None:
+        """A decode worker took over a request."""
+        self.fleet.on_transfer(message.num_bytes, message.transfer_ns)
 
     def text(self) -> bytes:
         """The exposition format."""
@@ -151,6 +136,7 @@ class ServingMetrics(Collector):
         yield self.inter_token_latency.family("vllm:time_per_output_token_seconds", "Between two tokens", model)
         for name, histogram in self.latencies.items():
             yield histogram.family(f"vllm:{name}_seconds", name.replace("_", " "), model)
+        yield from self.fleet.families(model)
         yield self.prompt_lengths.family("vllm:request_prompt_tokens", "Prompt tokens of a request", model)
         yield self.output_lengths.family("vllm:request_generation_tokens", "Output tokens of a request", model)
 
@@ -182,9 +168,9 @@ class ServingMetrics(Collector):
 
     def _counters(self) -> Iterator[Metric]:
         values = (
-            ("vllm:prefix_cache_queries", "Prompt tokens looked up", self._count("prefix_queried_tokens")),
-            ("vllm:prefix_cache_hits", "Prompt tokens found", self._count("prefix_hit_tokens")),
-            ("vllm:num_preemptions", "Decodes that lost their place", self._count("num_preemptions")),
+            ("vllm:prefix_cache_queries", "Prompt tokens looked up", self.fleet.count("prefix_queried_tokens")),
+            ("vllm:prefix_cache_hits", "Prompt tokens found", self.fleet.count("prefix_hit_tokens")),
+            ("vllm:num_preemptions", "Decodes that lost their place", self.fleet.count("num_preemptions")),
             ("vllm:prompt_tokens", "Prompt tokens of completed requests", self.num_prompt_tokens),
             ("vllm:prompt_tokens_cached", "Of these, found in the prefix cache", self.num_cached_tokens),
             ("vllm:generation_tokens", "Tokens sampled", self.num_generated_tokens),
@@ -200,6 +186,3 @@ class ServingMetrics(Collector):
         for reason, count in self.num_ended.items():
             ended.add_metric([self.model_name, str(reason)], count)
         yield ended
-
-    def _count(self, name: str) -> int:
-        return self._lost_counts.get(name, 0) + int(self.replica.get(name, 0))

@@ -102,8 +102,10 @@ class Sequence:
         return False
 
     def add_prompt_logprobs(self, first: int, entries: list[TokenLogprobs]) -> None:
-        """Log-probabilities of the prompt's tokens from position ``first`` on (the first token has none). A later attempt
-        says them again; what it says of tokens behind the prompt is left out."""
+        """Log-probabilities of the prompt's tokens from position ``first`` on (the first token has none).
+
+        A later attempt says them again; what it says of tokens behind the prompt is left out.
+        """
         if self.prompt_logprobs is None:
             self.prompt_logprobs = [None] * len(self.prompt_token_ids)
         fitting = entries[: max(0, len(self.prompt_logprobs) - first)]

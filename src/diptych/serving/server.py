@@ -1,4 +1,4 @@
-"""One HTTP server process: bind the port, start the worker, serve, drain on SIGTERM, leave with status 0.
+"""One HTTP server process: bind the port, start the workers, serve, drain on SIGTERM, leave with status 0.
 
 Owns the listening socket, the event loop and the signals. Must never import torch.
 """
@@ -25,12 +25,13 @@ LISTEN_BACKLOG = 2048
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """The HTTP side. drain_timeout_s: how long running requests may take after SIGTERM."""
+    """The HTTP side. api_keys: those that are let in; each is a tenant of its own (none: everybody is, as one).
+    drain_timeout_s: how long running requests may take after SIGTERM."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     served_model_name: str = "default"
-    api_key: str | None = None
+    api_keys: tuple[str, ...] = ()
     max_body_bytes: int = 16 * 2**20
     drain_timeout_s: float = 30.0
     log_level: str = "warning"
@@ -70,7 +71,7 @@ def run_server(
     on_loading: Callable[[Loading], None] = lambda loading: None,
     on_ready: Callable[[Ready, str], None] = lambda ready, url: None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT. Raises what the worker refused to start with."""
+    """Serve until SIGTERM or SIGINT. Raises what a worker refused to start with."""
     listener = bind(options.host, options.port)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -117,7 +118,7 @@ async def _serve(
 def _make_server(llm: AsyncLLM, options: ServerOptions) -> uvicorn.Server:
     from diptych.serving.api.app import build_app
 
-    app = build_app(llm, options.served_model_name, api_key=options.api_key, max_body_bytes=options.max_body_bytes)
+    app = build_app(llm, options.served_model_name, api_keys=options.api_keys, max_body_bytes=options.max_body_bytes)
     config = uvicorn.Config(
         app,
         http="httptools",
@@ -137,15 +138,16 @@ async def _report_start(
     on_loading: Callable[[Loading], None],
     on_ready: Callable[[Ready, str], None],
 ) -> None:
-    """Pass on how the start goes until the worker is ready. Raises what it refused to start with."""
-    assert llm.supervisor.ready is not None
+    """Pass on how the start goes until the workers are ready. Raises what one of them refused to start with."""
+    starting = llm.fleet.ready
+    assert starting is not None
     last = None
-    while not llm.supervisor.ready.done():
+    while not starting.done():
         if llm.loading is not last:
             last = llm.loading
             on_loading(last)
-        await asyncio.wait((llm.supervisor.ready,), timeout=0.05)
-    ready = llm.supervisor.ready.result()
+        await asyncio.wait((starting,), timeout=0.05)
+    ready = starting.result()
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     on_ready(ready, f"http://{shown}:{port}")

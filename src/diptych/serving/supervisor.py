@@ -119,7 +119,7 @@ class Supervisor:
         asyncio.get_running_loop().call_soon(self._receive)
 
     def kill(self, because: str) -> None:
-        """End a worker that does not answer (SIGKILL also ends a stopped process); its loss is reported as any other."""
+        """End a worker that does not answer (even when it is stopped); its loss is reported as any other."""
         if self._process is not None and self._process.returncode is None and not self._killed_because:
             self._killed_because = because
             logger.error("worker %d: %s; killing it", self.number, because)

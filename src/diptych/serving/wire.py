@@ -249,9 +249,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag="stats"):
 FrontendMessage = (
     Submit | Abort | ReserveLeg | PrefillLeg | ReleaseLegs | DropLegs | RenewLegs | AskBlocks | ForgetPeer | Shutdown
 )
-WorkerMessage = (
-    Loading | Ready | Failed | Tokens | Stats | Happened | Delivered | TransferLost | Blocks | PeerForgotten
-)
+WorkerMessage = Loading | Ready | Failed | Tokens | Stats | Happened | Delivered | TransferLost | Blocks | PeerForgotten
 
 _encoder = msgspec.msgpack.Encoder()
 _from_frontend: msgspec.msgpack.Decoder[FrontendMessage] = msgspec.msgpack.Decoder(FrontendMessage)

@@ -1,140 +1,127 @@
-"""A fleet under virtual time: one front end, its workers, the messages between them, and what goes wrong.
+"""A fleet under virtual time: ClusterCore decides, as it does for the live server; this carries out what it says.
 
-The front end here is as thin as can be: it picks a replica (diptych.control.router), sends, hears who finished, and
-sees to it that every request ends exactly once, whatever is lost. Must decide nothing else.
+Owns the requests that have not ended as their clients see them, the messages between front end and workers, and the
+books. Must decide nothing: which worker, when, and what becomes of a failure is diptych.control.cluster's business.
 """
 
 import random
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
-from diptych.control.config import ReplicaConfig
-from diptych.control.events import Event, HandoffReleased, RequestFinished
-from diptych.control.request import FinishReason, Request
-from diptych.control.slo import NS_PER_MS, LatencyBreakdown, Slo
+from diptych.control.cluster import ClusterCore
+from diptych.control.cluster_events import (
+    Arrived,
+    Cancelled,
+    ClusterEvent,
+    Reported,
+    Submission,
+    Tick,
+    TransferFailed,
+    WorkerDown,
+    WorkerUp,
+)
+from diptych.control.commands import (
+    AskSnapshot,
+    Command,
+    Drop,
+    End,
+    Prefill,
+    Release,
+    Renew,
+    Reserve,
+    Restarted,
+    Serve,
+)
+from diptych.control.events import Event, FirstToken, HandoffDelivered, RequestFinished
+from diptych.control.request import FinishReason
 from diptych.control.step import SchedulerOutput
 from diptych.simulation.collector import Collector
-from diptych.simulation.dispatch import Dispatch
 from diptych.simulation.environment import MESSAGE, Environment
 from diptych.simulation.event_log import EventLog
-from diptych.simulation.executor import make_request
-from diptych.simulation.faults import MESSAGE_FAULTS, Fault
-from diptych.simulation.pools import HandoffDriver
-from diptych.simulation.replica import SimulatedReplica, WorkerModel
+from diptych.simulation.executor import block_hashes, make_request
+from diptych.simulation.faults import MESSAGE_FAULTS
+from diptych.simulation.handoffs import WorkerHandoffs
+from diptych.simulation.open_request import OpenRequest
+from diptych.simulation.pools import fleet
+from diptych.simulation.replica import Auditor, SimulatedReplica, WorkerModel
+from diptych.simulation.reports import Reporter
 from diptych.simulation.scenario import Scenario
+from diptych.simulation.supervisor import Supervisor
+from diptych.simulation.transfers import Transfers
 from diptych.simulation.warm_up import warmed_up_model
+from diptych.simulation.wires import Wire
 from diptych.simulation.workload.spec import ClosedLoop, RequestSpec
 
 FRONT_END = -1  # in the log: who reports when it is no worker
 Progress = Callable[[int], None]  # how many requests have ended
-
-
-@dataclass(slots=True)
-class _Sent:
-    """A request that has not ended yet, as the front end knows it."""
-
-    number: int
-    spec: RequestSpec
-    replica: int
-    client: int = -1
-    prefill: int = -1  # with pools: who prefills it
-    is_delivered: bool = False
-    delay_ns: int = 0  # what the front end took
-
-
-class _Wire:
-    """Messages between the front end and one worker, and the faults that befall them."""
-
-    def __init__(self, environment: Environment, faults: list[Fault], seed: int) -> None:
-        self._environment = environment
-        self._faults = faults
-        self._rng = random.Random(seed)
-
-    def send(self, deliver: Callable[[], None]) -> None:
-        """Deliver the message now, or as late and as often as the faults of this moment say."""
-        now = self._environment.now
-        active = [fault for fault in self._faults if fault.at_ns <= now < fault.at_ns + fault.duration_ns]
-        if not active:
-            deliver()
-            return
-        delay, copies = 0, 1
-        for fault in active:
-            if fault.kind == "link_loss":
-                delay = max(delay, fault.at_ns + fault.duration_ns - now)
-            elif fault.kind == "duplicate":
-                copies = 2
-            else:  # delay: the same for all at one time; reorder: each message its own
-                most = max(1, int(fault.factor * NS_PER_MS))
-                delay += most if fault.kind == "delay" else self._rng.randrange(most)
-        for copy in range(copies):
-            self._environment.at(now + delay + copy, MESSAGE, deliver)
-
-
-def _worker_model(scenario: Scenario, config: ReplicaConfig) -> WorkerModel:
-    """A warmed-up worker of the scenario, with these settings."""
-    model = warmed_up_model(config, scenario.cost, scenario.warm_up)
-    return WorkerModel(config, scenario.cost, model, scenario.fast_forward, scenario.swap_block_ns)
+Act = Callable[[], None]
 
 
 class Cluster:
     """Everything that happens in one simulation."""
 
-    def __init__(self, scenario: Scenario, progress: Progress | None = None) -> None:
-        worker = prefill_worker = _worker_model(scenario, scenario.replica)
-        if scenario.pools and scenario.pools.prefill:
-            prefill_worker = _worker_model(scenario, scenario.pools.prefill)
+    def __init__(
+        self, scenario: Scenario, progress: Progress | None = None, auditor: Auditor | None = None
+    ) -> None:
+        members = fleet(scenario.replica, scenario.num_replicas, scenario.pools)
         self.environment = Environment()
-        self.collector = Collector(scenario.num_replicas)
+        self.collector = Collector(len(members))
         self.log = EventLog() if scenario.record_events else None
+        self.core = ClusterCore([member.info for member in members], scenario.cluster_config)
         self.last_end_ns = 0
+        self.replicas = _replicas(scenario, self.environment, self._on_events, auditor)
         self._scenario = scenario
-        self._first_decode = scenario.pools.num_prefill if scenario.pools else 0
-        self._block_size = scenario.replica.cache.block_size
-        self._decode = Dispatch(scenario, self._first_decode, scenario.num_replicas)
-        self._prefill = Dispatch(scenario, 0, self._first_decode)
         self._progress = progress
-        self._sent: dict[str, _Sent] = {}
+        self._open: dict[str, OpenRequest] = {}
         self._num_arrived = 0
-        self._wires = [self._wire(index) for index in range(scenario.num_replicas)] if scenario.faults else None
-        self.replicas = [
-            SimulatedReplica(
-                index, prefill_worker if index < self._first_decode else worker, self.environment, self._on_events
+        self._leaving: OpenRequest | None = None  # hangs up just now
+        self._tick_ns: int | None = None
+        self._backlog: deque[tuple[list[Command], bool]] = deque()
+        self._is_busy = False
+        self._rng = random.Random(scenario.seed)
+        self._hashes_matter = scenario.routing == "kv_aware" and scenario.replica.cache.enable_prefix_cache
+        self._to_workers = [self._wire(worker, 0) for worker in range(len(members))] if scenario.faults else None
+        self._from_workers = [self._wire(worker, 1) for worker in range(len(members))] if scenario.faults else None
+        self._begun: list[set[str]] = [set() for _ in members]  # legs that a worker has heard of, where that may repeat
+        self._reporter = Reporter(scenario, self.replicas)
+        self.transfers: Transfers | None = None
+        self.handoffs: list[WorkerHandoffs] = []
+        if (pools := scenario.pools) is not None:
+            self.transfers = Transfers(
+                self.environment, len(members), pools.link, pools.kv_bytes_per_token, scenario.watch.resume_ns
             )
-            for index in range(scenario.num_replicas)
+            self.handoffs = [
+                WorkerHandoffs(replica, self.transfers, self.environment, self._on_transfer_failed)
+                for replica in self.replicas
+            ]
+        peers = [
+            [two.info.number for two in members if two is not one and one.info.pool == two.info.pool is not None]
+            for one in members
         ]
-        self.driver: HandoffDriver | None = None
-        if scenario.pools:
-            self.driver = HandoffDriver(
-                scenario.pools, self._block_size, self.environment, self.replicas, self._make_request
-            )
+        self.supervisor = Supervisor(self.environment, scenario.watch, self.replicas, peers, self)
 
     @property
     def hit_error(self) -> float | None:
-        """How wrong the picture of the caches was, of the pool that prefills."""
-        return (self._prefill if self.driver else self._decode).hit_error
+        """How wrong the picture of the caches was; None where nobody looks at them."""
+        return self.core.placer.hit_error if self._scenario.routing == "kv_aware" else None
 
-    def run(self) -> None:
-        """From the first arrival until nothing is left to happen."""
-        for fault in self._scenario.faults:
-            if fault.kind not in MESSAGE_FAULTS and fault.replica < len(self.replicas):
-                self.environment.at(fault.at_ns, MESSAGE, partial(self._strike, fault))
+    def run(self, until_ns: int | None = None) -> None:
+        """From the first arrival until nothing is left to happen. Raises AssertionError when requests never end."""
+        for replica in self.replicas:
+            self._tell(WorkerUp(replica.number))
+        self.supervisor.schedule(self._scenario.faults)
         workload = self._scenario.workload
         if isinstance(workload, ClosedLoop):
             for client in range(workload.concurrency):
                 self._next_of(client, workload)
         else:
             self._await_next(iter(workload))
-        self.environment.run()
-        assert not self._sent, f"{len(self._sent)} requests never ended"
+        self.environment.run(until_ns)
+        assert not self._open, f"{len(self._open)} requests never ended"
 
-    def _make_request(self, request_id: str) -> tuple[Request, RequestSpec]:
-        spec = self._sent[request_id].spec
-        return make_request(request_id, spec, self._block_size), spec
-
-    def _wire(self, replica: int) -> _Wire:
-        mine = [fault for fault in self._scenario.faults if fault.replica == replica and fault.kind in MESSAGE_FAULTS]
-        return _Wire(self.environment, mine, self._scenario.seed * 1_000_003 + replica)
+    # -- clients ----------------------------------------------------------------------------------------------------
 
     def _await_next(self, arrivals: Iterator[RequestSpec]) -> None:
         spec = next(arrivals, None)
@@ -161,155 +148,297 @@ class Cluster:
             self._submit(number, spec, client)
 
     def _submit(self, number: int, spec: RequestSpec, client: int) -> None:
-        """Pick a worker and send the request there."""
         request_id = str(number)
-        request = make_request(request_id, spec, self._block_size)
-        replica = self._decode.choose(request, self._scenario.replica, self.environment.now)
-        sent = _Sent(number, spec, -1 if replica is None else replica, client)
-        sent.delay_ns = self._scenario.front_end.delay_ns(spec.prompt_tokens)
-        self._sent[request_id] = sent
-        if replica is None:
-            self._end(request_id, self._lost(request_id, sent, "no worker is up"))
-            return
+        self._open[request_id] = OpenRequest(number, spec, request_id, client)
+        hashes: tuple[bytes, ...] = ()
+        if self._hashes_matter and spec.hash_ids:
+            hashes = tuple(block_hashes(spec, spec.prompt_tokens, self._scenario.replica.cache.block_size))
+        max_tokens = spec.max_tokens or spec.output_tokens
         if spec.abort_after_ns is not None:
             self.environment.at(self.environment.now + spec.abort_after_ns, MESSAGE, partial(self._hang_up, request_id))
-        if self.driver is not None:
-            self._submit_to_pools(request, sent)
-        elif self._wires is None:
-            self.replicas[replica].submit(request, spec)
-        else:
-            self._wires[replica].send(partial(self._deliver, request_id))
-
-    def _submit_to_pools(self, request: Request, sent: _Sent) -> None:
-        """Prefill here, decode there; an answer of one token needs no second replica."""
-        assert self.driver is not None
-        request_id = request.request_id
-        prefill = self._prefill.choose(request, self._scenario.replica, self.environment.now)
-        if prefill is None:
-            self._end(request_id, self._lost(request_id, sent, "no prefill worker is up"))
-            return
-        sent.prefill = prefill
-        if (sent.spec.max_tokens or sent.spec.output_tokens) == 1:
-            self.replicas[prefill].submit(request, sent.spec)
-            return
-        self.collector.expect_handoff(request_id)
-        self.driver.begin(request_id, sent.spec.prompt_tokens, prefill, sent.replica)
-
-    def _deliver(self, request_id: str) -> None:
-        """The request reaches its worker (perhaps twice, perhaps after it ended)."""
-        sent = self._sent.get(request_id)
-        if sent is None or sent.is_delivered:
-            return
-        sent.is_delivered = True
-        self.replicas[sent.replica].submit(make_request(request_id, sent.spec, self._block_size), sent.spec)
+        self._tell(Arrived(Submission(request_id, spec.prompt_tokens, max_tokens, hashes, spec.priority, spec.slo)))
 
     def _hang_up(self, request_id: str) -> None:
-        sent = self._sent.get(request_id)
-        if sent is None:
+        """The client goes away. Where nothing can get lost the worker says at once how far it was."""
+        one = self._open.get(request_id)
+        if one is None:
             return
-        replica = self.replicas[sent.replica]
-        if self.driver is not None:
-            self._end(request_id, self._lost(request_id, sent, "", FinishReason.ABORT))
-            for index in (sent.prefill, sent.replica):
-                if index >= 0:
-                    self.replicas[index].abort(request_id)
-        elif self._wires is None:
-            replica.abort(request_id)
-        else:  # the front end ends it at once; the worker hears of it when it can
-            self._end(request_id, self._lost(request_id, sent, "", FinishReason.ABORT))
-            self._wires[sent.replica].send(partial(replica.abort, request_id))
+        if self._reporter.says_only_ends:
+            self._leaving = one
+        self._tell(Cancelled(request_id))
+        self._leaving = None
+        if request_id in self._open:
+            self._end_here(request_id, FinishReason.ABORT, "")
 
-    def _on_events(self, replica: int, events: list[Event], output: SchedulerOutput | None) -> None:
+    # -- the core ---------------------------------------------------------------------------------------------------
+
+    def _tell(self, event: ClusterEvent, *, later: bool = False) -> None:
+        """Tell the core and carry out what it says. later: what it says to workers leaves after this nanosecond (which
+        worker ends its step first within it must not matter)."""
+        commands = self.core.on_event(event, self.environment.now)
+        self._watch_time()
+        if not commands:
+            return
+        self._backlog.append((commands, later))
+        if self._is_busy:
+            return
+        self._is_busy = True
+        while self._backlog:
+            commands, later = self._backlog.popleft()
+            for command in commands:
+                self._carry_out(command, later)
+        self._is_busy = False
+
+    def _watch_time(self) -> None:
+        due_ns = self.core.next_time()
+        if due_ns is not None and (self._tick_ns is None or due_ns < self._tick_ns):
+            self._tick_ns = max(due_ns, self.environment.now)
+            self.environment.at(self._tick_ns, MESSAGE, partial(self._tick, self._tick_ns))
+
+    def _tick(self, at_ns: int) -> None:
+        if at_ns != self._tick_ns:
+            return
+        self._tick_ns = None
+        due_ns = self.core.next_time()
+        if due_ns is not None and due_ns <= at_ns:
+            self._tell(Tick())
+            due_ns = self.core.next_time()
+            assert due_ns is None or due_ns > at_ns, "a Tick left something undone"
+        self._watch_time()
+
+    def _carry_out(self, command: Command, later: bool) -> None:
+        match command:
+            case Serve():
+                one = self._open[command.request_id]
+                one.worker = one.prefill = command.worker
+                self._begin_leg(command, one.leg_spec(), later)
+            case End():
+                self._end(command)
+            case Reserve():
+                one = self._open[command.request_id]
+                one.worker = command.worker
+                self._begin_leg(command, one.leg_spec(), later)
+            case Prefill():
+                one = self._open[command.request_id]
+                one.prefill = command.worker
+                self.collector.expect_handoff(command.leg_id)
+                self._begin_leg(command, one.leg_spec(), later)
+            case Release():
+                self._post(command.worker, partial(self.replicas[command.worker].release, command.leg_id), later)
+            case Drop():
+                self._post(command.worker, partial(self.replicas[command.worker].drop, command.leg_id), later)
+            case Renew():
+                self._post(command.worker, partial(self.handoffs[command.worker].renew, command.leg_ids), later)
+            case Restarted():
+                self._restart(command)
+            case AskSnapshot():
+                self._post(command.worker, partial(self._take_snapshot, command.worker), later)
+
+    def _post(self, worker: int, act: Act, later: bool) -> None:
+        """A message to a worker."""
+        if self._to_workers is not None:
+            self._to_workers[worker].send(act, delay_ns=int(later))
+        elif later:
+            self.environment.at(self.environment.now + 1, MESSAGE, act)
+        else:
+            act()
+
+    def _begin_leg(self, command: Serve | Reserve | Prefill, spec: RequestSpec, later: bool) -> None:
+        if self._to_workers is None and not later:
+            self._start_leg(command, spec)
+        else:
+            self._post(command.worker, partial(self._start_leg, command, spec), later)
+
+    def _start_leg(self, command: Serve | Reserve | Prefill, spec: RequestSpec) -> None:
+        """The worker hears of a leg (of one that it has heard of before, nothing comes)."""
+        worker = command.worker
+        if self._to_workers is not None:
+            if command.leg_id in self._begun[worker]:
+                return
+            self._begun[worker].add(command.leg_id)
+        request = make_request(command.leg_id, spec, self._scenario.replica.cache.block_size)
+        if isinstance(command, Serve):
+            self.replicas[worker].submit(request, spec)
+        elif isinstance(command, Reserve):
+            self.handoffs[worker].reserve(request, spec, command)
+        else:
+            self.handoffs[worker].prefill(request, spec, command)
+
+    def _restart(self, command: Restarted) -> None:
+        one = self._open[command.request_id]
+        last_ns = one.first_token_ns
+        if one.worker >= 0 and (one.is_taken_over or not one.is_handoff):
+            last_ns = max(last_ns, self.collector.last_token_ns(one.worker))
+        self.collector.restart(one.leg_id, command.leg_id, last_ns if one.first_token_ns >= 0 else -1)
+        one.begin_leg(command.leg_id)
+        one.num_legs += 1
+
+    def _take_snapshot(self, worker: int) -> None:
+        def act(now: int) -> list[Event]:
+            self._from(worker, partial(self._tell, self._reporter.snapshot(worker), later=True))
+            return []
+
+        self.replicas[worker].hear(act)
+
+    # -- workers ----------------------------------------------------------------------------------------------------
+
+    def _on_events(self, worker: int, events: list[Event], output: SchedulerOutput | None) -> None:
         """A worker reports."""
         if self.log is not None:
-            self.log.extend(replica, events)
-        self.collector.take(replica, events, output, self.replicas[replica].usage)
-        self._pool_of(replica).on_events(
-            self.replicas[replica], events, self.environment.now, is_step_end=output is not None
-        )
-        if self.driver is not None:
-            self.driver.on_events(events)
+            self.log.extend(worker, events)
+        self.collector.take(worker, events, output, self.replicas[worker].usage)
+        if self._reporter.says_only_ends:
+            for event in events:
+                if type(event) is RequestFinished:
+                    self._hear_end(worker, event)
+            return
+        if self.handoffs:
+            self.handoffs[worker].on_events(events)
+        if self._from_workers is not None:
+            self._note_ends(events)
+        for message in self._reporter.messages(worker, events, self.environment.now, is_step_end=output is not None):
+            self._from(worker, partial(self._hear, message))
+
+    def _from(self, worker: int, deliver: Act) -> None:
+        """A message of a worker."""
+        if self._from_workers is None:
+            deliver()
+        else:
+            self._from_workers[worker].send(deliver)
+
+    def _note_ends(self, events: list[Event]) -> None:
         for event in events:
             if type(event) is RequestFinished:
-                if self._wires is None:
-                    self._end(event.request_id, event)
-                else:
-                    self._wires[replica].send(partial(self._end, event.request_id, event))
-            elif type(event) is HandoffReleased and event.request_id in self._sent:
-                self._prefill.ended(event.request_id, replica)
-                self._sent[event.request_id].prefill = -1
+                one = self._of_leg(event.request_id)
+                if one is not None:
+                    one.num_final = event.latency.num_output_tokens
 
-    def _end(self, request_id: str, event: RequestFinished) -> None:
-        """The front end hears of the end of a request (of an end that it has heard of before, nothing comes)."""
-        sent = self._sent.pop(request_id, None)
-        if sent is None:
-            return
-        if sent.replica >= 0:
-            self._decode.ended(request_id, sent.replica)
-        if sent.prefill >= 0:
-            self._prefill.ended(request_id, sent.prefill)
-        if self.driver is not None:
-            self.driver.drop(request_id)
+    def _hear(self, message: ClusterEvent) -> None:
+        """The front end hears what a worker says."""
+        if isinstance(message, Reported):
+            for event in message.events:
+                if type(event) is FirstToken or type(event) is HandoffDelivered:
+                    one = self._of_leg(event.request_id)
+                    if one is not None:
+                        one.token_came(event.time_ns)
+                        one.is_taken_over |= type(event) is HandoffDelivered
+        self._tell(message, later=True)
+
+    def _hear_end(self, worker: int, event: RequestFinished) -> None:
+        """Where nothing else is of interest."""
+        if self._leaving is not None:
+            self._end_with(self._leaving, event)
+        self._tell(Reported(worker, (event,)), later=True)
+
+    def _of_leg(self, leg_id: str) -> OpenRequest | None:
+        """The request whose current leg this is."""
+        one = self._open.get(leg_id.partition("~")[0])
+        return one if one is not None and one.leg_id == leg_id else None
+
+    def _on_transfer_failed(self, worker: int, leg_id: str, is_sender: bool, message: str) -> None:
+        failed = TransferFailed(worker, leg_id, is_sender, message)
+        self._from(worker, partial(self._tell, failed, later=True))
+
+    # -- failures (see supervisor.FrontEnd) -------------------------------------------------------------------------
+
+    def on_death(self, worker: int) -> None:
+        """The process is gone; nobody knows yet."""
+        assert self._to_workers is not None
+        self._to_workers[worker].cut()
+        self._begun[worker].clear()
+        if self.transfers is not None:
+            self.transfers.lose(worker)
+            self.handoffs[worker].reset()
+
+    def on_down(self, worker: int, tokens: dict[str, int]) -> None:
+        """Its death is known; what it had sent and nobody has heard yet is lost."""
+        assert self._from_workers is not None
+        self._from_workers[worker].cut()
+        self._reporter.reset(worker)
+        most = self._scenario.watch.max_lost_tokens
+        progress = {
+            request_id: one.keep(worker, tokens, self._rng.randrange(most + 1) if most else 0)
+            for request_id, one in self._open.items()
+            if worker in (one.worker, one.prefill)
+        }
+        self._tell(WorkerDown(worker, progress, crashed=True))
+
+    def on_up(self, worker: int) -> None:
+        """A new process is ready, and empty."""
+        assert self._to_workers is not None
+        assert self._from_workers is not None
+        self._to_workers[worker].connect()
+        self._from_workers[worker].connect()
+        self._tell(WorkerUp(worker))
+
+    def ask_to_forget(self, worker: int, peer: int, answer: Act) -> None:
+        """Ask a living worker to leave the memory of a dead one alone."""
+        said = partial(self._from, worker, answer)
+        self._post(worker, partial(self.handoffs[worker].forget_peer, peer, said), False)
+
+    def set_link(self, worker: int, is_up: bool) -> None:
+        """The worker's KV links break, or work again."""
+        if self.transfers is not None:
+            self.transfers.set_link(worker, is_up)
+
+    # -- ends -------------------------------------------------------------------------------------------------------
+
+    def _end(self, command: End) -> None:
+        one = self._open[command.request_id]
+        if command.finished is not None:
+            self._end_with(one, command.finished)
+        else:
+            message = command.error.message if command.error else ""
+            self._end_here(command.request_id, FinishReason.ERROR, message)
+
+    def _end_here(self, request_id: str, reason: FinishReason, message: str) -> None:
+        """The front end ends a request itself."""
+        one = self._open[request_id]
+        event = one.ended_here(self.environment.now, reason, message, self._scenario.replica.slo)
+        if self.log is not None:
+            self.log.extend(FRONT_END, [event])
+        self._close(one, event)
+
+    def _end_with(self, one: OpenRequest, event: RequestFinished) -> None:
+        """A worker ended a request."""
+        self._close(one, one.seen(event, self._scenario.replica.slo))
+
+    def _close(self, one: OpenRequest, event: RequestFinished) -> None:
+        del self._open[str(one.number)]
         self.last_end_ns = self.environment.now
-        arrival_ns = sent.spec.arrival_ns
-        if sent.delay_ns and event.reason is not FinishReason.ERROR:
-            event = self._seen_by_client(event, sent)
-        self.collector.add_row(event, sent.number, arrival_ns, sent.replica, sent.spec.kind)
+        spec = one.spec
+        self.collector.add_row(event, one.number, spec.arrival_ns, one.worker, spec.kind, one.leg_id)
         if self._progress is not None:
             self._progress(len(self.collector.requests))
         workload = self._scenario.workload
-        if sent.client >= 0 and isinstance(workload, ClosedLoop):
-            self._next_of(sent.client, workload)
+        if one.client >= 0 and isinstance(workload, ClosedLoop):
+            self._next_of(one.client, workload)
 
-    def _seen_by_client(self, event: RequestFinished, sent: _Sent) -> RequestFinished:
-        """What the replica did not see counts too."""
-        latency = replace(event.latency, queue_ns=event.latency.queue_ns + sent.delay_ns)
-        slo_met = event.slo_met
-        if slo_met:
-            slo_met = (sent.spec.slo or Slo()).or_else(self._scenario.replica.slo).is_met(latency)
-        return replace(event, latency=latency, slo_met=slo_met)
+    def _wire(self, worker: int, direction: int) -> Wire:
+        faults = [one for one in self._scenario.faults if one.replica == worker and one.kind in MESSAGE_FAULTS]
+        return Wire(self.environment, faults, (self._scenario.seed * 1_000_003 + worker) * 2 + direction)
 
-    def _lost(
-        self, request_id: str, sent: _Sent, message: str, reason: FinishReason = FinishReason.ERROR
-    ) -> RequestFinished:
-        """The terminal event of a request that no worker will end."""
-        now, spec = self.environment.now, sent.spec
-        latency = LatencyBreakdown(now - spec.arrival_ns, 0, 0, 0)
-        has_objective = spec.slo is not None or self._scenario.replica.slo != Slo()
-        event = RequestFinished(
-            now, request_id, reason, spec.prompt_tokens, 0, 0, latency, False if has_objective else None, message
-        )
-        if self.log is not None:
-            self.log.extend(FRONT_END, [event])
-        return event
 
-    def _strike(self, fault: Fault) -> None:
-        """A worker's fault begins."""
-        replica, environment = self.replicas[fault.replica], self.environment
-        end_ns = environment.now + fault.duration_ns
-        if fault.kind == "crash":
-            self._pool_of(fault.replica).set_up(fault.replica, False)
-            replica.crash(end_ns)
-            for request_id, sent in list(self._sent.items()):
-                if sent.replica == fault.replica or self._is_prefilling(request_id, sent, fault.replica):
-                    self._end(request_id, self._lost(request_id, sent, "the worker was lost"))
-            environment.at(end_ns, MESSAGE, partial(self._recover, fault.replica))
-        elif fault.kind == "hang":
-            replica.hang(end_ns)
-            environment.at(end_ns, MESSAGE, replica.wake)
-        else:
-            replica.slow_down(fault.factor)
-            environment.at(end_ns, MESSAGE, partial(replica.slow_down, 1))
-
-    def _recover(self, replica: int) -> None:
-        if not self.replicas[replica].is_down:  # else it crashed again in the meantime
-            self._pool_of(replica).set_up(replica, True)
-
-    def _pool_of(self, replica: int) -> Dispatch:
-        return self._prefill if replica < self._first_decode else self._decode
-
-    def _is_prefilling(self, request_id: str, sent: _Sent, replica: int) -> bool:
-        """Whether the request still needs this prefill replica."""
-        if sent.prefill != replica or self.driver is None:
-            return False
-        return request_id in self.driver.handoffs or (sent.spec.max_tokens or sent.spec.output_tokens) == 1
+def _replicas(
+    scenario: Scenario,
+    environment: Environment,
+    listener: Callable[[int, list[Event], SchedulerOutput | None], None],
+    auditor: Auditor | None,
+) -> list[SimulatedReplica]:
+    """The workers; equal ones share what warm-up taught them."""
+    models: dict[int, WorkerModel] = {}
+    replicas = []
+    for member in fleet(scenario.replica, scenario.num_replicas, scenario.pools):
+        base = scenario.replica
+        if scenario.pools is not None and scenario.pools.prefill is not None and member.info.role == "prefill":
+            base = scenario.pools.prefill
+        if id(base) not in models:
+            model = warmed_up_model(base, scenario.cost, scenario.warm_up)
+            models[id(base)] = WorkerModel(
+                base, scenario.cost, model, scenario.fast_forward, scenario.swap_block_ns
+            )
+        worker = models[id(base)]
+        if member.config is not base:
+            worker = replace(worker, config=member.config)
+        replicas.append(SimulatedReplica(member.info.number, worker, environment, listener, auditor))
+    return replicas

@@ -31,11 +31,23 @@ class Collector:
         self.requests = RequestTable()
         self.gaps = GapHistogram()
         self._streams = [_Streams() for _ in range(num_replicas)]
-        self._handoffs: dict[str, int] = {}  # request that one replica prefills and another decodes -> its first token
+        self._handoffs: dict[str, int] = {}  # leg that one replica prefills and another decodes -> its first token
+        self._interrupted: dict[str, int] = {}  # leg that goes on with an answer -> when its newest token came
 
-    def expect_handoff(self, request_id: str) -> None:
-        """The request will go on elsewhere after its first token."""
-        self._handoffs[request_id] = -1
+    def expect_handoff(self, leg_id: str) -> None:
+        """The leg will go on elsewhere after its first token."""
+        self._handoffs[leg_id] = -1
+
+    def restart(self, old_leg: str, new_leg: str, last_token_ns: int) -> None:
+        """The request is tried again. last_token_ns: when its newest token came (-1: it has none)."""
+        self._handoffs.pop(old_leg, None)
+        self._interrupted.pop(old_leg, None)
+        if last_token_ns >= 0:
+            self._interrupted[new_leg] = last_token_ns
+
+    def last_token_ns(self, replica: int) -> int:
+        """When the decode batch of a replica last gave tokens."""
+        return self._streams[replica].last_token_ns
 
     def take(self, replica: int, events: list[Event], output: SchedulerOutput | None, usage: ReplicaUsage) -> None:
         """Count what one replica reports, except who finished (see ``add_row``); ``output``: the plan that ended."""
@@ -44,6 +56,8 @@ class Collector:
             if isinstance(event, StepFinished):
                 self._step(streams, event, output)
             elif isinstance(event, FirstToken):
+                if self._interrupted and event.request_id in self._interrupted:
+                    self.gaps.add(event.time_ns - self._interrupted.pop(event.request_id), 1)
                 if event.request_id in self._handoffs:
                     self._handoffs[event.request_id] = event.time_ns
                 else:
@@ -92,8 +106,12 @@ class Collector:
             self.gaps.add(mean, step.num_decodes * (step.num_steps - 1))
         streams.last_token_ns = step.end_ns
 
-    def add_row(self, event: RequestFinished, number: int, arrival_ns: int, replica: int, kind: str) -> None:
-        """The one terminal event of a request."""
+    def add_row(
+        self, event: RequestFinished, number: int, arrival_ns: int, replica: int, kind: str, leg_id: str = ""
+    ) -> None:
+        """The one terminal event of a request, whose current leg this is."""
         if self._handoffs:
-            self._handoffs.pop(event.request_id, None)
+            self._handoffs.pop(leg_id, None)
+        if self._interrupted:
+            self._interrupted.pop(leg_id, None)
         self.requests.add(event, number, arrival_ns, replica=replica, kind=kind)

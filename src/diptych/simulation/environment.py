@@ -33,11 +33,12 @@ class Environment:
         """Forget a scheduled action that has not run."""
         self._cancelled.add(number)
 
-    def run(self) -> None:
-        """Until nothing is left to happen."""
+    def run(self, until_ns: int | None = None) -> None:
+        """Until nothing is left to happen. Raises AssertionError when something is to happen after ``until_ns``."""
         heap, cancelled = self._heap, self._cancelled
         while heap:
             time_ns, _, number, action = heappop(heap)
+            assert until_ns is None or time_ns <= until_ns, f"still something to happen at {time_ns}"
             if cancelled and number in cancelled:
                 cancelled.remove(number)
                 continue

@@ -1,18 +1,25 @@
 """What to simulate: a fleet of equal replicas, a workload, faults and a seed, in one frozen record."""
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
 
+from diptych.control.admission import BandConfig, EdgeConfig
+from diptych.control.cluster_config import ClusterConfig
+from diptych.control.cluster_request import OnFailure
 from diptych.control.config import ReplicaConfig
 from diptych.control.errors import ConfigError
+from diptych.control.router.placement_config import Disaggregate, PlacementConfig, RoutingName
+from diptych.control.router.workers import LinkCost, LinkCosts
 from diptych.control.step import StepFeatures
 from diptych.simulation.costs.interface import CostModel
-from diptych.simulation.faults import MESSAGE_FAULTS, WORKER_FAULTS, Fault
+from diptych.simulation.faults import Fault, Watch
 from diptych.simulation.front_end import FrontEnd
+from diptych.simulation.links import LINKS
 from diptych.simulation.pools import Pools
 from diptych.simulation.workload.spec import ClosedLoop, Workload
 
-RoutingName = Literal["kv_aware", "round_robin", "least_loaded", "power_of_two"]
+ENDLESS_NS = 2**60
+OPEN_BAND = BandConfig(ENDLESS_NS, ENDLESS_NS)
+OPEN_EDGE = EdgeConfig(OPEN_BAND, OPEN_BAND, OPEN_BAND, max_queued=10**9)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +31,8 @@ class Scenario:
     (then they say how many there are). warm_up: measured steps that the step-time model begins with, as a live worker's
     does (empty: the usual ones, at what the cost model says). front_end: what passes before a request reaches its
     replica; part of its queueing time. swap_block_ns: copying one block between device and host, one after the other.
+    disaggregate, on_failure: as ``diptych serve`` has them. cluster: everything else that the front end's ClusterCore
+    is told (None: nobody waits at the edge, and nobody is refused there). watch: how failures are noticed.
     """
 
     replica: ReplicaConfig
@@ -39,13 +48,30 @@ class Scenario:
     front_end: FrontEnd = field(default_factory=FrontEnd)
     swap_block_ns: int = 0
     warm_up: tuple[tuple[StepFeatures, int], ...] = ()
+    disaggregate: Disaggregate = "auto"
+    on_failure: OnFailure = "retry"
+    cluster: ClusterConfig | None = None
+    watch: Watch = field(default_factory=Watch)
 
     def __post_init__(self) -> None:
         if self.pools is not None:
-            object.__setattr__(self, "num_replicas", self.pools.num_prefill + self.pools.num_decode)
-            if any(fault.kind in MESSAGE_FAULTS for fault in self.faults):
-                raise ConfigError(
-                    f"faults of messages are not simulated with pools; only {WORKER_FAULTS}", param="faults"
-                )
+            object.__setattr__(self, "num_replicas", self.pools.num_workers)
         if self.num_replicas < 1:
             raise ConfigError(f"num_replicas is {self.num_replicas}; it must be at least 1", param="num_replicas")
+
+    @property
+    def cluster_config(self) -> ClusterConfig:
+        """What the front end's ClusterCore is told."""
+        base = self.cluster or ClusterConfig(edge=OPEN_EDGE)
+        links = LinkCosts()
+        if self.pools is not None:
+            bytes_per_s, latency_ns = LINKS[self.pools.link]
+            network = LinkCost(bytes_per_s, latency_ns)
+            near_ns = LINKS["shared_memory"][1]
+            links = LinkCosts(
+                self.pools.kv_bytes_per_token, pool_latency_ns=near_ns, host=network, island=network, network=network
+            )
+        placement: PlacementConfig = replace(
+            base.placement, routing=self.routing, disaggregate=self.disaggregate, links=links, seed=self.seed
+        )
+        return replace(base, placement=placement, on_failure=self.on_failure)

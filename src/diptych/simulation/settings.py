@@ -27,13 +27,15 @@ from diptych.control.config import (
     ShapeName,
     shape_preset,
 )
+from diptych.control.cluster_request import OnFailure
 from diptych.control.errors import ConfigError
+from diptych.control.router.placement_config import Disaggregate, RoutingName
 from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo
 from diptych.simulation.costs.choice import CostChoice, choose_cost
 from diptych.simulation.costs.fitted import Calibration
-from diptych.simulation.faults import MESSAGE_FAULTS, WORKER_FAULTS, Fault, FaultKind, random_faults
+from diptych.simulation.faults import FAULTS, MESSAGE_FAULTS, WORKER_FAULTS, Fault, FaultKind, Watch, random_faults
 from diptych.simulation.front_end import FrontEnd
-from diptych.simulation.scenario import RoutingName, Scenario
+from diptych.simulation.scenario import Scenario
 from diptych.simulation.sizing import cache_config, fleet_pools, swap_block_ns
 from diptych.simulation.workload.config import build
 from diptych.simulation.workload.description import WorkloadConfig
@@ -87,12 +89,24 @@ class SloSettings(_Part, frozen=True, kw_only=True):
 
 
 class PoolSettings(_Part, frozen=True, kw_only=True):
-    """Prefill and decode on separate replicas (0 of either: together, on ``replicas`` of them). link: the name of one
-    of simulation/links.py; every replica has one of its own in each direction."""
+    """Prefill and decode on separate replicas, and replicas that do both (0 of all: together, on ``replicas`` of them).
+    link: the name of one of simulation/links.py; every replica has one of its own in each direction. hosts: replicas
+    are dealt out to so many hosts, and those of one host borrow blocks of each other instead of sending them (0: each
+    is on a host of its own)."""
 
     prefill: AtLeastZero = 0
     decode: AtLeastZero = 0
+    both: AtLeastZero = 0
     link: str = "ib400"
+    hosts: AtLeastZero = 0
+
+
+class WatchSettings(_Part, frozen=True, kw_only=True):
+    """How failures are noticed; see faults.Watch."""
+
+    detection_ms: Positive = 10.0
+    heartbeat_s: Positive = 10.0
+    resume_s: Positive = 2.0
 
 
 class FaultSettings(_Part, frozen=True, kw_only=True):
@@ -126,6 +140,8 @@ class Settings(_Part, frozen=True, kw_only=True):
     shape: ShapeName = "chunked"
     replicas: AtLeastOne = 1
     routing: RoutingName = "least_loaded"
+    disaggregate: Disaggregate = "auto"
+    on_failure: OnFailure = "retry"
     max_model_len: Annotated[int, msgspec.Meta(ge=2)] | None = None
     seed: int = 0
     scheduler: SchedulerSettings = SchedulerSettings()
@@ -135,11 +151,12 @@ class Settings(_Part, frozen=True, kw_only=True):
     pools: PoolSettings = PoolSettings()
     faults: tuple[FaultSettings, ...] = ()
     random_faults: RandomFaultSettings | None = None
+    watch: WatchSettings = WatchSettings()
 
     @property
     def num_replicas(self) -> int:
         """Of the whole fleet."""
-        return self.pools.prefill + self.pools.decode or self.replicas
+        return self.pools.prefill + self.pools.decode + self.pools.both or self.replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +276,10 @@ def prepare(settings: Settings, *, record_events: bool = False, most_recorded: i
         workload=workload,
         num_replicas=settings.num_replicas,
         routing=settings.routing,
+        disaggregate=settings.disaggregate,
+        on_failure=settings.on_failure,
         faults=_faults(settings),
+        watch=_watch(settings.watch),
         pools=fleet_pools(settings, choice),
         front_end=choice.source.front_end if isinstance(choice.source, Calibration) else FrontEnd(),
         swap_block_ns=swap_block_ns(settings, choice),
@@ -287,10 +307,18 @@ def _faults(settings: Settings) -> tuple[Fault, ...]:
     return scripted + random_faults(
         settings.seed,
         num_replicas=settings.num_replicas,
-        kinds=WORKER_FAULTS if settings.pools.prefill else WORKER_FAULTS + MESSAGE_FAULTS,
+        kinds=FAULTS if settings.num_replicas != settings.replicas else WORKER_FAULTS + MESSAGE_FAULTS,
         until_ns=round(drawn.until_s * NS_PER_S),
         count=drawn.count,
         mean_duration_ns=round(drawn.mean_duration_s * NS_PER_S),
+    )
+
+
+def _watch(settings: WatchSettings) -> Watch:
+    return Watch(
+        detection_ns=max(1, round(settings.detection_ms * NS_PER_MS)),
+        heartbeat_ns=max(1, round(settings.heartbeat_s * NS_PER_S)),
+        resume_ns=max(1, round(settings.resume_s * NS_PER_S)),
     )
 
 

@@ -53,10 +53,10 @@ def cache_config(settings: "Settings", scheduler: SchedulerConfig, choice: CostC
 def fleet_pools(settings: "Settings", choice: CostChoice) -> Pools | None:
     """Prefill and decode apart, if the settings say so. Raises ConfigError."""
     pools = settings.pools
-    if not pools.prefill and not pools.decode:
+    if not pools.prefill and not pools.decode and not pools.both:
         return None
     for name, count in (("prefill", pools.prefill), ("decode", pools.decode)):
-        if not count:
+        if not count and not pools.both:
             raise ConfigError(f"pools.{name} is 0; with separate pools there is at least 1 of either", param="pools")
     if settings.replicas != 1:
         raise ConfigError(
@@ -69,7 +69,14 @@ def fleet_pools(settings: "Settings", choice: CostChoice) -> Pools | None:
         )
     model, _ = choice.source
     kv_bytes = model.kv_bytes_per_token(settings.kv_bits // 8)
-    return Pools(num_prefill=pools.prefill, num_decode=pools.decode, kv_bytes_per_token=kv_bytes, link=pools.link)
+    return Pools(
+        num_prefill=pools.prefill,
+        num_decode=pools.decode,
+        num_both=pools.both,
+        num_hosts=pools.hosts,
+        kv_bytes_per_token=kv_bytes,
+        link=pools.link,
+    )
 
 
 def swap_block_ns(settings: "Settings", choice: CostChoice) -> int:

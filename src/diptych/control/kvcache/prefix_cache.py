@@ -6,7 +6,7 @@ hostile prompt cannot be made to hit somebody else's blocks.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 
 HASH_BYTES = 16
@@ -42,6 +42,10 @@ class PrefixCache:
 
     def __len__(self) -> int:
         return len(self._block_of)
+
+    def __iter__(self) -> Iterator[bytes]:
+        """The hashes of everything that is known, in the order of its coming."""
+        return iter(self._block_of)
 
     def get(self, block_hash: bytes) -> int | None:
         """The block with this content, if one is known."""

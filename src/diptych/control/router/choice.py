@@ -4,20 +4,22 @@ Reads the front end's picture of the fleet (views, index) and changes nothing; p
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from diptych.control.router.pairing import DecodeOffer, Pair, PrefillOffer, best_pair
+from diptych.control.router.pairing import DecodeOffer, Pair, Pairing, PrefillOffer
 from diptych.control.router.placement_config import PlacementConfig, PlacementRequest, Reason
 from diptych.control.router.prefix_index import PrefixIndex
-from diptych.control.router.scorers import HOST_RESTORED, WorkerView
+from diptych.control.router.scorers import UNBOUNDED, Prices, Question, WorkerView, pairs, prompt_ns, restored_ns
 from diptych.control.router.workers import Level, WorkerInfo, level
+
+_Whole = tuple[float, int]  # cost, position; -1: nobody
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
     """A placement by position. source, target: who prefills, who decodes. num_cached_tokens: what the source need not
-    compute. target_cached: what the target holds already. work_ns: at the source, ``queue_ns`` after now. is_borrowed:
-    the source computes into the target's blocks."""
+    compute. target_cached: what the target holds already. work_ns: at the source. is_borrowed: the
+    source computes into the target's blocks."""
 
     reason: Reason
     source: int
@@ -26,20 +28,7 @@ class Chosen:
     num_cached_tokens: int = 0
     target_cached: int = 0
     work_ns: int = 0
-    queue_ns: int = 0
     is_borrowed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Question:
-    """One request, as the scoring needs it. held: leading tokens that each worker holds; restorable: those included
-    that lie in its host tier (the same list when no host tier is known)."""
-
-    request: PlacementRequest
-    num_output_tokens: int
-    held: list[int]
-    restorable: list[int]
-    now: int
 
 
 class Choice:
@@ -53,38 +42,52 @@ class Choice:
         self._index = index
         self._config = config
         self._block_size = workers[0].block_size
-        self._places, self._levels = _places(workers)
+        self._roles = [worker.role for worker in workers]
+        self._pairing = Pairing(*_places(workers), config.links, self._block_size)
         self._long_roles = {worker.role for worker in workers if worker.is_long_pool}
         self._least_blocks = min(worker.num_blocks for worker in workers)
+        self._up: list[int] = []
+        self._up_by_role: tuple[list[int], list[int], list[int]] = ([], [], [])
+
+    def set_up(self) -> None:
+        """Workers came or went."""
+        self._up = [position for position, view in enumerate(self._views) if view.is_up]
+        self._up_by_role = self._by_role(self._up)
+
+    def _by_role(self, positions: list[int]) -> tuple[list[int], list[int], list[int]]:
+        """Those that prefill, that decode, that do both."""
+        roles = self._roles
+        prefill = [position for position in positions if roles[position] == "prefill"]
+        decode = [position for position in positions if roles[position] == "decode"]
+        return prefill, decode, [position for position in positions if roles[position] == "both"]
 
     def choose(self, request: PlacementRequest, num_output_tokens: int, now: int) -> Chosen | None:
         """The cheapest placement; None when no worker is up. Preferences that leave nobody are given up."""
-        question = self._question(request, num_output_tokens, now)
-        up = [position for position, view in enumerate(self._views) if view.is_up]
-        usable = self._usable(up, request, now)
-        return self._cheapest(question, usable) or (self._cheapest(question, up) if len(usable) < len(up) else None)
+        usable = self._usable(request, now) or self._up
+        return self._cheapest(self._question(request, num_output_tokens, now), usable) if usable else None
 
-    def _question(self, request: PlacementRequest, num_output_tokens: int, now: int) -> _Question:
-        size = self._block_size
-        longest = (request.num_prompt_tokens - 1) // size * size
-        matches = self._index.matches(request.hashes, now)
-        held = [min(matched * size, longest) for matched in matches]
-        if not self._index.has_host_blocks:
-            return _Question(request, num_output_tokens, held, held, now)
-        matches = self._index.host_matches(request.hashes)
-        restorable = [max(one, min(matched * size, longest)) for one, matched in zip(held, matches, strict=True)]
-        return _Question(request, num_output_tokens, held, restorable, now)
+    def _question(self, request: PlacementRequest, num_output_tokens: int, now: int) -> Question:
+        size, num_tokens = self._block_size, request.num_prompt_tokens
+        hashes, longest = request.hashes, (num_tokens - 1) // size  # the last token is always computed
+        if len(hashes) > longest:
+            hashes = hashes[:longest]
+        held = [matched * size for matched in self._index.matches(hashes, now)]
+        restorable = held
+        if self._index.has_host_blocks:
+            restorable = list(map(max, held, [matched * size for matched in self._index.host_matches(hashes)]))
+        may_hand_off = request.hands_off and num_output_tokens > 1 and self._config.disaggregate != "never"
+        return Question(num_tokens, num_output_tokens, held, restorable, may_hand_off, now)
 
-    def _usable(self, up: list[int], request: PlacementRequest, now: int) -> list[int]:
+    def _usable(self, request: PlacementRequest, now: int) -> list[int]:
         """Those that may take it as long as anybody may: not to be avoided, large enough, heard of lately, of the right
         pool."""
         config, avoid = self._config, request.avoid
         num_blocks = -(-(request.num_prompt_tokens + request.max_tokens) // self._block_size)
         is_long = bool(config.long_prompt_tokens) and request.num_prompt_tokens >= config.long_prompt_tokens
         if not (avoid or self._long_roles or config.stale_ns or num_blocks > self._least_blocks):
-            return up
+            return self._up
         usable = []
-        for position in up:
+        for position in self._up:
             worker, view = self._workers[position], self._views[position]
             report = view.report
             is_stale = config.stale_ns and report is not None and now - report.time_ns > config.stale_ns
@@ -97,132 +100,122 @@ class Choice:
             usable.append(position)
         return usable
 
-    def _cheapest(self, question: _Question, usable: list[int]) -> Chosen | None:
+    def _cheapest(self, question: Question, usable: list[int]) -> Chosen | None:
         """Served whole, or by a pair, whichever costs less."""
-        if not usable:
-            return None
+        sources, targets, both = self._up_by_role if usable is self._up else self._by_role(usable)
+        has_pair = question.may_hand_off and bool((sources and targets) or (both and (sources or targets)))
+        whole, decodes = self._targets(question, both, (UNBOUNDED, -1))
+        limit = self._config.max_local_tokens if has_pair else 0
+        single = (0.0, -1) if has_pair and self._config.disaggregate == "always" else whole  # (nothing beats 0)
+        single, prefills = self._sources(question, sources, single)
+        single, more_decodes = self._targets(question, targets, single, limit)
+        if single[1] >= 0:
+            whole = single
         pair = None
-        if question.request.hands_off and question.num_output_tokens > 1 and self._config.disaggregate != "never":
-            pair = self._pair(question, usable)
-        whole = self._whole(question, usable, has_pair=pair is not None)
-        if whole is None or (pair is not None and pair.cost_ns < whole.cost_ns):
-            return pair
-        return replace(whole, reason=self._why(question, whole, pair))
+        if has_pair:
+            pair = self._pairing.best(prefills, more_decodes + decodes, question)
+            if both and targets:
+                _, prefills = self._sources(question, both, (0.0, -1))
+                other = self._pairing.best(prefills, more_decodes, question)
+                pair = min((one for one in (pair, other) if one), default=None)
+        if pair is not None and pair.cost_ns < whole[0]:
+            return self._as_pair(question, pair)
+        return self._as_whole(question, whole, pair)
 
-    def _whole(self, question: _Question, usable: list[int], *, has_pair: bool) -> Chosen | None:
-        """The cheapest single worker. Workers of one role do the other job only where that may be."""
-        config, now = self._config, question.now
-        num_tokens, num_outputs = question.request.num_prompt_tokens, question.num_output_tokens
-        size, price_ns = self._block_size, config.kv_price_ns
-        needs_pair = has_pair and config.disaggregate == "always"
-        best, least_ns = -1, 0
-        for position in usable:
-            view = self._views[position]
-            cost_ns = view.queue_ns(now)
-            if best >= 0 and cost_ns >= least_ns:
-                continue
-            role = self._workers[position].role
-            cached = question.restorable[position]
-            if role != "both" and has_pair:
-                limit = config.max_local_tokens
-                if needs_pair or (limit and role == "decode" and view.streams and num_tokens - cached > limit):
-                    continue
-            cost_ns += view.charged_ns(self._work_ns(question, position))
-            cost_ns += view.blocks_ns(-(-(num_tokens + num_outputs - cached) // size), price_ns)
-            cost_ns += view.decode_ns(num_tokens, num_outputs)
-            if best < 0 or cost_ns < least_ns:
-                best, least_ns = position, cost_ns
-        if best < 0:
-            return None
-        cached = question.restorable[best]
-        return Chosen("both", best, best, least_ns, cached, cached, self._work_ns(question, best))
+    def _sources(self, question: Question, positions: list[int], best: _Whole) -> tuple[_Whole, list[PrefillOffer]]:
+        """What those who may compute the prompt offer, and ``best`` or whoever serves it whole for less."""
+        views, now, steps, middle = self._views, question.now, question.num_steps, question.middle
+        least_ns, choice = best
+        offers: list[PrefillOffer] = []
+        for position in positions:
+            prices = views[position].prices
+            queue_ns = prices[0]
+            if prices[2] > now:
+                queue_ns += (prices[2] - now) * prices[3]
+            offers.append((queue_ns, position, prices))
+            cost_ns = queue_ns + steps * (prices[9] + middle * prices[10])
+            if cost_ns < least_ns:
+                cached = question.held[position]
+                num_blocks = -(-(question.num_tokens + question.num_output_tokens - cached) // self._block_size)
+                cost_ns += self._prompt_ns(question, position, prices) + prices.block * num_blocks
+                if cost_ns < least_ns:
+                    least_ns, choice = cost_ns, position
+        return (least_ns, choice), offers
 
-    def _pair(self, question: _Question, usable: list[int]) -> Chosen | None:
-        """The cheapest two workers of which one at least has a single role."""
-        roles = [self._workers[position].role for position in usable]
-        sources = [position for position, role in zip(usable, roles, strict=True) if role == "prefill"]
-        targets = [position for position, role in zip(usable, roles, strict=True) if role == "decode"]
-        both = [position for position, role in zip(usable, roles, strict=True) if role == "both"]
-        if not sources and not (targets and both):
-            return None
-        decodes = [self._decode_offer(question, position) for position in targets]
-        prefills = [self._prefill_offer(question, position) for position in sources]
-        num_tokens, links = question.request.num_prompt_tokens, self._config.links
-        if not both:
-            return self._as_chosen(question, best_pair(prefills, decodes, num_tokens, self._levels, links))
-        more_decodes = [self._decode_offer(question, position) for position in both]
-        more_prefills = [self._prefill_offer(question, position) for position in both]
-        pairs = (
-            best_pair(prefills, decodes + more_decodes, num_tokens, self._levels, links),
-            best_pair(more_prefills, decodes, num_tokens, self._levels, links),
-        )
-        best = min((pair for pair in pairs if pair), key=lambda pair: pair.cost_ns, default=None)
-        return self._as_chosen(question, best)
+    def _targets(
+        self, question: Question, positions: list[int], best: _Whole, max_local_tokens: int = 0
+    ) -> tuple[_Whole, list[DecodeOffer]]:
+        """What those who may decode offer, and ``best`` or whoever serves it whole for less."""
+        views, held, restorable = self._views, question.held, question.restorable
+        now, steps, middle = question.now, question.num_steps, question.middle
+        least_ns, choice = best
+        size, num_prompt = self._block_size, question.num_tokens
+        num_tokens, num_pairs = num_prompt + question.num_output_tokens, pairs(num_prompt, 0)
+        num_blocks = -(-num_tokens // size)
+        offers: list[DecodeOffer] = []
+        for position in positions:
+            prices = views[position].prices
+            answer_ns = steps * (prices[9] + middle * prices[10])
+            cached = held[position]
+            answer_ns += prices[8] * (-(-(num_tokens - cached) // size) if cached else num_blocks)
+            offers.append((prices[1] + answer_ns, -cached, position))
+            cost_ns = prices[0] + answer_ns
+            if prices[2] > now:
+                cost_ns += (prices[2] - now) * prices[3]
+            if cost_ns < least_ns:
+                if restorable[position]:
+                    cost_ns += self._prompt_ns(question, position, prices)
+                else:
+                    cost_ns += num_prompt * prices[4] + num_pairs * prices[5]
+                if cost_ns < least_ns and not (max_local_tokens and self._disturbs(question, position)):
+                    least_ns, choice = cost_ns, position
+        return (least_ns, choice), offers
 
-    def _as_chosen(self, question: _Question, pair: Pair | None) -> Chosen | None:
-        if pair is None:
-            return None
-        source, target = pair.prefill, pair.decode
-        return Chosen(
-            "remote",
-            source,
-            target,
-            pair.cost_ns,
-            pair.num_cached_tokens,
-            question.held[target],
-            pair.work_ns,
-            pair.queue_ns,
-            is_borrowed=self._levels[self._places[source]][self._places[target]] is Level.POOL,
-        )
+    def _prompt_ns(self, question: Question, position: int, prices: Prices) -> float:
+        """The prompt of a request that one worker serves whole."""
+        cached = question.restorable[position]
+        restored = restored_ns(prices, cached, question.held[position])
+        return prompt_ns(prices, question.num_tokens - cached, cached) + restored
 
-    def _prefill_offer(self, question: _Question, position: int) -> PrefillOffer:
-        view, cached = self._views[position], question.restorable[position]
-        num_blocks = -(-(question.request.num_prompt_tokens - cached) // self._block_size)
-        return PrefillOffer(
-            position,
-            self._places[position],
-            view,
-            view.queue_ns(question.now),
-            cached,
-            self._work_ns(question, position),
-            view.blocks_ns(num_blocks, self._config.kv_price_ns),
-        )
+    def _disturbs(self, question: Question, position: int) -> bool:
+        """Whether more is to be computed there than settings allow next to streams."""
+        uncached = question.num_tokens - question.restorable[position]
+        return uncached > self._config.max_local_tokens and self._views[position].streams > 0
 
-    def _decode_offer(self, question: _Question, position: int) -> DecodeOffer:
-        view, held = self._views[position], question.held[position]
-        num_tokens, num_outputs = question.request.num_prompt_tokens, question.num_output_tokens
-        num_blocks = -(-(num_tokens + num_outputs - held) // self._block_size)
-        cost_ns = view.memory_ns + view.blocks_ns(num_blocks, self._config.kv_price_ns)
-        return DecodeOffer(position, self._places[position], cost_ns + view.decode_ns(num_tokens, num_outputs), held)
+    def _as_pair(self, question: Question, pair: Pair) -> Chosen:
+        is_borrowed = self._pairing.shares_pool(pair.source, pair.target)
+        held, work_ns = question.held[pair.target], int(pair.work_ns)
+        cached = pair.num_cached_tokens
+        return Chosen("remote", pair.source, pair.target, int(pair.cost_ns), cached, held, work_ns, is_borrowed)
 
-    def _work_ns(self, question: _Question, position: int) -> int:
-        """Computing what is not held, and restoring what lies in the host tier (a share of computing it)."""
-        view, held, restorable = self._views[position], question.held[position], question.restorable[position]
-        work_ns = view.work_ns(question.request.num_prompt_tokens - restorable, restorable)
-        if restorable > held:
-            work_ns += view.work_ns(restorable - held, held) * HOST_RESTORED // 100
-        return work_ns
+    def _as_whole(self, question: Question, whole: _Whole, pair: Pair | None) -> Chosen:
+        cost_ns, position = whole
+        cached = question.restorable[position]
+        work_ns = self._views[position].work_ns(question.num_tokens - cached, cached)
+        reason = self._why(question, whole, pair)
+        return Chosen(reason, position, position, int(cost_ns), cached, cached, work_ns)
 
-    def _why(self, question: _Question, whole: Chosen, pair: Chosen | None) -> Reason:
+    def _why(self, question: Question, whole: _Whole, pair: Pair | None) -> Reason:
         """The word for metrics: what spoke for a single worker."""
-        role = self._workers[whole.source].role
+        cost_ns, position = whole
+        role = self._roles[position]
         if role == "both":
             return "both"
         if self._config.disaggregate == "never":
             return "never"
-        if not question.request.hands_off:
-            return "whole"
         if question.num_output_tokens < 2:
             return "one_token"
+        if not question.may_hand_off:
+            return "whole"
         if pair is None:
             return "only_worker"
         if role == "prefill":
             return "prefill_keeps"
-        if not self._views[whole.source].streams:
+        if not self._views[position].streams:
             return "local_idle_decode"
-        if 2 * whole.num_cached_tokens >= question.request.num_prompt_tokens:
+        if 2 * question.restorable[position] >= question.num_tokens:
             return "local_cached"
-        if pair.queue_ns >= pair.cost_ns - whole.cost_ns:
+        if pair.queue_ns >= pair.cost_ns - cost_ns:
             return "local_backlog"
         return "local_short"
 

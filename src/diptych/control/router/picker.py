@@ -30,20 +30,12 @@ class Picker:
     def pick(self, avoid: frozenset[int] = frozenset()) -> int | None:
         """The replica for the next request (None: none is up); counts the request as sent. ``avoid``: as if they were
         down."""
-        if avoid:
-            hidden = [replica for replica in sorted(avoid) if self.is_up[replica]]
-            for replica in hidden:
-                self.set_up(replica, False)
-            choice = self.pick()
-            for replica in hidden:
-                self.set_up(replica, True)
-            return choice
         if self._kind == "round_robin":
-            choice = self._in_turn()
+            choice = self._in_turn(avoid)
         elif self._kind == "least_loaded":
-            choice = self._least_loaded()
+            choice = self._least_loaded_but(avoid) if avoid else self._least_loaded()
         else:
-            choice = self._better_of_two()
+            choice = self._better_of_two(avoid)
         if choice is not None:
             self._change(choice, 1)
         return choice
@@ -67,13 +59,20 @@ class Picker:
         if self._kind == "least_loaded":
             heappush(self._heap, (self.outstanding[replica], replica))
 
-    def _in_turn(self) -> int | None:
+    def _in_turn(self, avoid: frozenset[int]) -> int | None:
         for _ in self.outstanding:
             choice = self._next
             self._next = (choice + 1) % len(self.outstanding)
-            if self.is_up[choice]:
+            if self.is_up[choice] and choice not in avoid:
                 return choice
         return None
+
+    def _least_loaded_but(self, avoid: frozenset[int]) -> int | None:
+        best, least = None, 0
+        for replica, load in enumerate(self.outstanding):
+            if self.is_up[replica] and replica not in avoid and (best is None or load < least):
+                best, least = replica, load
+        return best
 
     def _least_loaded(self) -> int | None:
         heap = self._heap
@@ -84,8 +83,8 @@ class Picker:
             heappop(heap)
         return None
 
-    def _better_of_two(self) -> int | None:
-        up = [replica for replica, is_up in enumerate(self.is_up) if is_up]
+    def _better_of_two(self, avoid: frozenset[int]) -> int | None:
+        up = [replica for replica, is_up in enumerate(self.is_up) if is_up and replica not in avoid]
         if not up:
             return None
         first, second = up[self._draw(len(up))], up[self._draw(len(up))]

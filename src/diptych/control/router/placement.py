@@ -51,8 +51,11 @@ class Placer:
         self.watch = HitWatch()
         self.lengths = OutputLengthClasses()
         self._block_size = self._workers[0].block_size
-        self._views = [WorkerView(is_up=False) for _ in self._workers]
+        self._views = [WorkerView(is_up=False, role=worker.role) for worker in self._workers]
         self._placed: dict[str, _Placed] = {}
+        self._picked: dict[str, tuple[int, int]] = {}  # by routing without costs: request -> positions
+        self._decode_role = frozenset(at for at, worker in enumerate(self._workers) if worker.role == "decode")
+        self._prefill_role = frozenset(at for at, worker in enumerate(self._workers) if worker.role == "prefill")
         self._choice = Choice(self._workers, self._views, self.index, self._config)
         self._now = 0
         self._pickers: tuple[Picker, Picker] | None = None  # of the worker that begins, and of the one that decodes
@@ -78,7 +81,8 @@ class Placer:
         """A worker came (holding nothing) or went."""
         position = self._position[worker]
         self.index.remove(position)
-        self._views[position] = WorkerView(is_up=is_up)
+        self._views[position] = WorkerView(is_up=is_up, role=self._workers[position].role)
+        self._choice.set_up()
         self._set_pickers(position, is_up)
 
     def on_report(self, worker: int, report: LoadReport) -> None:
@@ -122,6 +126,9 @@ class Placer:
 
     def on_ended(self, request_id: str, num_output_tokens: int | None) -> None:
         """The request is over, or this attempt is (None: its length says nothing of others)."""
+        if self._pickers is not None:
+            self._unpick(request_id)
+            return
         placed = self._placed.pop(request_id, None)
         if placed is None:
             return
@@ -131,25 +138,20 @@ class Placer:
         for view in (placed.prefill, placed.decode):
             view.drop(request_id)
             self._reprice(view)
-        if self._pickers is not None:
-            for picker, position in zip(self._pickers, placed.positions, strict=True):
-                if picker.outstanding[position] > 0:
-                    picker.ended(position)
 
     # -- placing ----------------------------------------------------------------------------------------------------
 
     def place(self, request: PlacementRequest, now: int) -> Placement | None:
         """The workers for a request; None when none is up. Counts it as sent there. An earlier placement of the same
         request is over."""
+        if self._pickers is not None:
+            return self._pick(request)
         if request.request_id in self._placed:
             self.on_ended(request.request_id, None)
         self._now = max(self._now, now)
         name = self.lengths.name(request.length_class, request.num_prompt_tokens)
         num_output_tokens = max(1, self.lengths.expected(name, request.max_tokens))
-        if self._pickers is not None:
-            chosen = self._by_load(request)
-        else:
-            chosen = self._choice.choose(request, num_output_tokens, now)
+        chosen = self._choice.choose(request, num_output_tokens, now)
         if chosen is None:
             return None
         self._remember(request, chosen, num_output_tokens, name)
@@ -175,20 +177,34 @@ class Placer:
         self._reprice(decode)
         positions = (chosen.source, chosen.target)
         self._placed[request_id] = _Placed(prefill, decode, num_tokens, num_output_tokens, name, positions, expected)
-        if self._pickers is None:
-            self.index.predict(chosen.target, request.hashes[chosen.target_cached // size :], self._now)
-            if chosen.source != chosen.target and not chosen.is_borrowed:
-                self.index.predict(chosen.source, request.hashes[chosen.num_cached_tokens // size :], self._now)
-        else:
-            expected.clear()  # nothing was predicted
+        self.index.predict(chosen.target, request.hashes[chosen.target_cached // size :], self._now)
+        if chosen.source != chosen.target and not chosen.is_borrowed:
+            self.index.predict(chosen.source, request.hashes[chosen.num_cached_tokens // size :], self._now)
+
+    def _pick(self, request: PlacementRequest) -> Placement | None:
+        """By load: no costs, no picture of the caches."""
+        self._unpick(request.request_id)
+        chosen = self._by_load(request)
+        if chosen is None:
+            return None
+        self._picked[request.request_id] = (chosen.source, chosen.target)
+        source, target = self._workers[chosen.source].number, self._workers[chosen.target].number
+        return Placement(source, target, 0, 0, chosen.reason)
+
+    def _unpick(self, request_id: str) -> None:
+        """The request is over, or is placed again."""
+        positions = self._picked.pop(request_id, None)
+        if positions is not None and self._pickers is not None:
+            for picker, position in zip(self._pickers, positions, strict=True):
+                picker.ended(position)
 
     def _by_load(self, request: PlacementRequest) -> Chosen | None:
         """Routing without costs: the pickers' own order; separated whenever it is possible."""
         assert self._pickers is not None
         begins, decodes = self._pickers
-        avoid = frozenset(self._position[number] for number in request.avoid if number in self._position)
+        avoid = frozenset([self._position[number] for number in request.avoid if number in self._position])
         is_whole = self._config.disaggregate == "never" or not request.hands_off
-        decode_role = frozenset(self._with_role("decode"))
+        decode_role = self._decode_role
         first = None
         if not is_whole:
             first = begins.pick(avoid | decode_role)
@@ -204,7 +220,7 @@ class Placer:
         role = self._workers[first].role
         if role == "both" or request.max_tokens == 1:
             return self._whole_at(first, "both" if role == "both" else "one_token")
-        prefill_role = frozenset(self._with_role("prefill"))
+        prefill_role = self._prefill_role
         second = decodes.pick(avoid | prefill_role)
         if second is None:
             second = decodes.pick(prefill_role)
@@ -216,9 +232,6 @@ class Placer:
         assert self._pickers is not None
         self._pickers[1].sent(position)
         return Chosen(reason, position, position)
-
-    def _with_role(self, role: str) -> list[int]:
-        return [position for position, worker in enumerate(self._workers) if worker.role == role]
 
     def _heard(self, request_id: str, worker: int, *, holds_blocks: bool) -> _Placed | None:
         placed = self._placed.get(request_id)

@@ -6,11 +6,21 @@ snapshot comes. Must never guess silently: predicted entries are kept apart, and
 """
 
 from collections.abc import Iterable, Sequence
-from itertools import repeat
+from itertools import islice, repeat, takewhile
 
 from diptych.control.slo import NS_PER_S
 
 PERIOD_NS = 15 * NS_PER_S  # a prediction is believed for one to two of these
+
+
+class _Beliefs:
+    """What was predicted in one period. heads: masks of the replicas that may hold a prompt from its first block."""
+
+    __slots__ = ("blocks", "heads")
+
+    def __init__(self, num_replicas: int) -> None:
+        self.blocks: list[set[bytes]] = [set() for _ in range(num_replicas)]
+        self.heads: dict[bytes, int] = {}
 
 
 class PrefixIndex:
@@ -23,7 +33,7 @@ class PrefixIndex:
         self._host: dict[bytes, int] = {}  # masks of the host tiers
         self._sequence = [0] * num_replicas  # of the last event heard
         self._has_gap = [False] * num_replicas
-        self._believed: tuple[dict[bytes, int], dict[bytes, int]] = ({}, {})  # masks of this period, of the one before
+        self._believed = (_Beliefs(num_replicas), _Beliefs(num_replicas))  # of this period, of the one before
         self._period_end_ns = 0
 
     def has_gap(self, replica: int) -> bool:
@@ -81,57 +91,84 @@ class PrefixIndex:
 
     def predict(self, replica: int, hashes: Sequence[bytes], now: int) -> None:
         """A prompt was just sent there: its blocks will soon be. Believed until they are evicted, or for a while."""
-        self._pass_time(now)
-        masks, bit = self._believed[0], 1 << replica
-        if masks.keys().isdisjoint(hashes):  # mostly, and then twice as fast
-            masks.update(dict.fromkeys(hashes, bit))
+        if not hashes:
             return
-        for block_hash in hashes:
-            masks[block_hash] = masks.get(block_hash, 0) | bit
+        self._pass_time(now)
+        beliefs = self._believed[0]
+        beliefs.blocks[replica].update(hashes)
+        beliefs.heads[hashes[0]] = beliefs.heads.get(hashes[0], 0) | 1 << replica
 
     def matches(self, hashes: Sequence[bytes], now: int) -> list[int]:
         """For each replica, how many leading blocks of the prompt it holds or is about to hold."""
         self._pass_time(now)
-        return self._leading(hashes, self._masks, self._believed)
+        if not hashes:
+            return [0] * self.num_replicas
+        new, old = self._believed
+        first = hashes[0]
+        lengths = self._known(hashes)
+        begins = self._masks.get(first, 0) | new.heads.get(first, 0) | old.heads.get(first, 0)
+        while begins:
+            low = begins & -begins
+            replica = low.bit_length() - 1
+            length = lengths[replica]
+            if length < len(hashes):
+                following = hashes[length]
+                if following in new.blocks[replica] or following in old.blocks[replica]:
+                    lengths[replica] = self._follow(replica, hashes, length)
+            begins ^= low
+        return lengths
 
     def host_matches(self, hashes: Sequence[bytes]) -> list[int]:
         """For each replica, how many leading blocks of the prompt it holds on the device or in its host tier."""
-        return self._leading(hashes, self._masks, (self._host,))
-
-    def _leading(
-        self, hashes: Sequence[bytes], first: dict[bytes, int], others: tuple[dict[bytes, int], ...]
-    ) -> list[int]:
-        """For each replica, how many leading blocks any of the tables gives it; ``first`` suffices mostly."""
         lengths = [0] * self.num_replicas
         mask = (1 << self.num_replicas) - 1
-        for index, held in enumerate(map(first.get, hashes, repeat(0))):
+        for index, block_hash in enumerate(hashes):
+            held = mask & (self._masks.get(block_hash, 0) | self._host.get(block_hash, 0))
+            _mark(lengths, mask ^ held, index)
+            mask = held
+        _mark(lengths, mask, len(hashes))
+        return lengths
+
+    def _known(self, hashes: Sequence[bytes]) -> list[int]:
+        """Leading blocks that each replica has said it holds: one walk for all, until a single one is left."""
+        lengths = [0] * self.num_replicas
+        mask = (1 << self.num_replicas) - 1
+        for index, held in enumerate(map(self._masks.get, hashes, repeat(0))):
             held &= mask
             if held == mask:
                 continue
-            for table in others:
-                held |= table.get(hashes[index], 0) & mask
-            lost = mask ^ held
+            if index:  # (at the first block, nothing is their length already)
+                _mark(lengths, mask ^ held, index)
             mask = held
-            while lost and index:  # (at the first block, nothing is their length already)
-                low = lost & -lost
-                lengths[low.bit_length() - 1] = index
-                lost ^= low
-            if not mask:
+            if not mask & (mask - 1):
+                if mask:
+                    replica = mask.bit_length() - 1
+                    lengths[replica] = index + _leading(self._blocks[replica], hashes, index)
                 return lengths
-        while mask:
-            low = mask & -mask
-            lengths[low.bit_length() - 1] = len(hashes)
-            mask ^= low
+        _mark(lengths, mask, len(hashes))
         return lengths
+
+    def _follow(self, replica: int, hashes: Sequence[bytes], length: int) -> int:
+        """Leading blocks of one replica, known or predicted, when block ``length`` is predicted. By halving: what is
+        predicted has no gaps, unless a block was evicted out of its middle meanwhile."""
+        new, old, known = self._believed[0].blocks[replica], self._believed[1].blocks[replica], self._blocks[replica]
+        low, high = length, len(hashes)  # block ``low`` is there, block ``high`` is not
+        while high - low > 1:
+            middle = (low + high) // 2
+            block_hash = hashes[middle]
+            if block_hash in new or block_hash in old or block_hash in known:
+                low = middle
+            else:
+                high = middle
+        return high
 
     def remove(self, replica: int) -> None:
         """The replica is gone, and a later one of this number starts empty, with publication 1."""
         self._forget_blocks(replica)
         self._sequence[replica] = 0
         self._has_gap[replica] = False
-        for masks in self._believed:
-            for block_hash in masks:
-                masks[block_hash] &= ~(1 << replica)
+        for beliefs in self._believed:
+            beliefs.blocks[replica].clear()
         for block_hash in list(self._host):
             _clear(self._host, block_hash, 1 << replica)
 
@@ -148,9 +185,8 @@ class PrefixIndex:
         self._masks[block_hash] = self._masks.get(block_hash, 0) | 1 << replica
 
     def _discard(self, replica: int, block_hash: bytes) -> None:
-        for masks in self._believed:
-            if block_hash in masks:
-                masks[block_hash] &= ~(1 << replica)
+        for beliefs in self._believed:
+            beliefs.blocks[replica].discard(block_hash)
         if block_hash not in self._blocks[replica]:
             return
         self._blocks[replica].discard(block_hash)
@@ -164,8 +200,22 @@ class PrefixIndex:
         """Forget what was predicted in the period before the last one."""
         if now >= self._period_end_ns:
             is_recent = now < self._period_end_ns + PERIOD_NS
-            self._believed = ({}, self._believed[0] if is_recent else {})
+            before = self._believed[0] if is_recent else _Beliefs(self.num_replicas)
+            self._believed = (_Beliefs(self.num_replicas), before)
             self._period_end_ns = now + PERIOD_NS
+
+
+def _leading(held: set[bytes], hashes: Sequence[bytes], start: int) -> int:
+    """How many blocks from ``start`` on are held without a gap."""
+    return len(list(takewhile(held.__contains__, islice(hashes, start, None))))
+
+
+def _mark(lengths: list[int], lost: int, length: int) -> None:
+    """This is the length of the replicas in ``lost``."""
+    while lost:
+        low = lost & -lost
+        lengths[low.bit_length() - 1] = length
+        lost ^= low
 
 
 def _clear(masks: dict[bytes, int], block_hash: bytes, bit: int) -> None:

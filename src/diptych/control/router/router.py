@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from diptych.control.errors import ConfigError
 from diptych.control.router.load import LoadReport
 from diptych.control.router.prefix_index import PrefixIndex
-from diptych.control.router.scorers import UNBOUNDED, WorkerView
+from diptych.control.router.scorers import UNBOUNDED, WorkerView, prompt_ns, queue_ns
 from diptych.control.slo import NS_PER_MS
 
 
@@ -128,7 +128,7 @@ class Router:
                 if here != prices or not whole_ns:
                     prices, whole_ns = here, self._own_ns(view, num_tokens, 0)
                 own_ns = whole_ns
-            cost_ns = view.queue_ns(now) + own_ns
+            cost_ns = int(queue_ns(view.prices, now)) + own_ns
             if cost_ns < least:
                 best, least = replica, cost_ns
         if best < 0:
@@ -138,7 +138,7 @@ class Router:
     def _own_ns(self, view: WorkerView, left: int, cached: int) -> int:
         """What the prompt itself costs there: its work, a share of it again, and the memory that it will fill."""
         num_blocks = -(-left // self._block_size)
-        return view.charged_ns(view.work_ns(left, cached)) + view.blocks_ns(num_blocks, self._config.kv_price_ns)
+        return int(prompt_ns(view.prices, left, cached) + view.prices.block * num_blocks)
 
     def _may_take(self, report: LoadReport, num_blocks: int, now: int) -> bool:
         stale_ns = self._config.stale_ns

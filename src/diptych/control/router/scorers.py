@@ -10,8 +10,10 @@ choose: that is placement.py and router.py.
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from diptych.control.router.load import LoadReport
+from diptych.control.router.workers import Role
 from diptych.control.slo import NS_PER_S
 
 UNBOUNDED = 2**62
@@ -19,6 +21,9 @@ OTHERS_SHARE = 8  # one part in so many of a prompt's work is charged again, for
 MAX_STRETCH = 4  # prefill next to running streams is expected to be at most so many times slower than alone
 WINDOW_NS = 10 * NS_PER_S  # how far back the share of time that a worker spends on prompts is looked at
 MAX_BUSY = 0.9
+# What workers of one role are there for, before anybody says so: a prefill worker will compute prompts for at least
+# this share of its time, and on a decode worker at least this many streams will lose by a prompt.
+LEAST_BUSY, LEAST_STREAMS = 0.75, 0.125
 HEARD = 0  # the time of a dispatch that the worker has acknowledged: any later report covers it
 HOST_RESTORED = 25  # percent of its computation that a token in the host tier costs: a credit of 0.75
 
@@ -27,6 +32,51 @@ def kv_price_ns(used: int, total: int, price_ns: int) -> int:
     """The convex price of memory: price * u / (1 - u) for the share u in use, which ends at 999."""
     free = total - used
     return 999 * price_ns if free * 1000 < total else price_ns * max(0, used) // free
+
+
+class Prices(NamedTuple):
+    """What a prompt and its answer cost on one worker, all in nanoseconds. standing: any prompt. memory: the part of it
+    that is memory. idle_at: a time; work reported until then is in front. stretch: factor on that work. token, pair: of
+    what is computed of the prompt, with what others lose by it. work_token, work_pair: the same, the work alone. block:
+    of memory filled. step, context: of a step of the answer, and of a token of context in it."""
+
+    standing: float
+    memory: int
+    idle_at: int
+    stretch: float
+    token: float
+    pair: float
+    work_token: float
+    work_pair: float
+    block: float
+    step: float
+    context: float
+
+
+UNKNOWN_PRICES = Prices(0, 0, 0, 1.0, 1 + 1 / OTHERS_SHARE, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0)  # before the first report
+
+
+@dataclass(slots=True)
+class Question:
+    """One request, as scoring needs it. held: leading tokens that each worker holds on its device; restorable: those
+    and what lies in its host tier after them (the same list where there is none)."""
+
+    num_tokens: int
+    num_output_tokens: int
+    held: list[int]
+    restorable: list[int]
+    may_hand_off: bool
+    now: int
+
+    @property
+    def num_steps(self) -> int:
+        """Decode steps that are expected."""
+        return max(0, self.num_output_tokens - 1)
+
+    @property
+    def middle(self) -> int:
+        """Mean context of a step of the answer."""
+        return self.num_tokens + self.num_output_tokens // 2
 
 
 @dataclass(slots=True)
@@ -61,13 +111,13 @@ class WorkerView:
     """One worker as the front end sees it, with every sum that a decision needs kept ready.
 
     work, memory: dispatches that no report covers yet, as (time from which one does, nanoseconds or blocks).
-    idle_at_ns: when what it reported will be done. standing_ns: what it costs any prompt now, besides that and the
-    prompt's own work: the work sent since, and the price of its memory. streams, context, growth: the requests that
-    decode there or are about to, their expected mean context, and the tokens that they are expected to generate.
+    streams, context, growth: the requests that decode there or are about to, their expected mean context in all, and
+    the tokens that they are expected to generate. prices: what follows from all that.
     """
 
     report: LoadReport | None = None
     is_up: bool = True
+    role: Role = "both"
     work: dict[str, tuple[int, int]] = field(default_factory=dict)
     memory: dict[str, tuple[int, int]] = field(default_factory=dict)
     work_sum_ns: int = 0  # of ``work``
@@ -76,13 +126,7 @@ class WorkerView:
     context: int = 0
     growth: int = 0
     busy: BusyShare = field(default_factory=BusyShare)
-    idle_at_ns: int = 0
-    memory_ns: int = 0  # the price of its memory
-    standing_ns: int = 0
-    stretch: int = 1000  # per mille: how much slower a prompt runs next to the streams
-    charge: int = 1000 // OTHERS_SHARE  # per mille of a prompt's work: what others lose by it
-    token_decode_ns: float = 0.0  # decode cost of a token without context; per token of context
-    context_decode_ns: float = 0.0
+    prices: Prices = UNKNOWN_PRICES
 
     def send(self, request_id: str, covered_ns: int, work_ns: int, num_blocks: int) -> None:
         """A dispatch; reports from ``covered_ns`` on know of it."""
@@ -113,7 +157,6 @@ class WorkerView:
     def on_report(self, report: LoadReport) -> None:
         """A report; what it covers is no longer counted here."""
         self.report = report
-        self.idle_at_ns = report.time_ns + report.backlog_ns
         for one in [one for one, (covered_ns, _) in self.work.items() if covered_ns <= report.time_ns]:
             self.drop_work(one)
         for one in [one for one, (covered_ns, _) in self.memory.items() if covered_ns <= report.time_ns]:
@@ -129,60 +172,75 @@ class WorkerView:
         """After a change: everything that costs depend on besides the prompt."""
         report = self.report
         if report is None:
-            self.standing_ns = self.work_sum_ns
+            self.prices = UNKNOWN_PRICES._replace(standing=self.work_sum_ns)
             return
         used = report.used_blocks + self.memory_sum
         if self.growth:
             used += max(0, self.growth - report.output_tokens) // block_size
-        self.memory_ns = kv_price_ns(used, report.num_blocks, price_ns)
-        busy = self.busy.share(now) if now else 0.0
+        memory_ns = kv_price_ns(used, report.num_blocks, price_ns)
         base_ns = report.fixed_ns + report.sequence_ns * self.streams + report.context_ns * self.context
-        self._charge_streams(report, base_ns)
-        self.standing_ns = self.work_sum_ns * self.stretch // 1000 + self.memory_ns
+        stretch, loss = self._next_to_streams(report, base_ns)
+        busy = max(self.busy.share(now), LEAST_BUSY) if self.role == "prefill" else self.busy.share(now)
         slower, waiting = 1 / (1 - busy), busy / (1 - busy)
         others = self.streams + waiting  # who loses what this request adds to each step
-        self.token_decode_ns = (base_ns + report.sequence_ns) * slower + report.sequence_ns * others
-        self.context_decode_ns = report.context_ns * (slower + others)
-
-    def queue_ns(self, now: int) -> int:
-        """What it costs any prompt now: work in front of it, and memory."""
-        left = self.idle_at_ns - now
-        return self.standing_ns + left * self.stretch // 1000 if left > 0 else self.standing_ns
+        self.prices = Prices(
+            standing=self.work_sum_ns * stretch + memory_ns,
+            memory=memory_ns,
+            idle_at=report.time_ns + report.backlog_ns,
+            stretch=stretch,
+            token=report.token_ns * (stretch + loss),
+            pair=report.pair_ns * (stretch + loss),
+            work_token=report.token_ns,
+            work_pair=report.pair_ns,
+            block=price_ns / report.num_blocks,
+            step=(base_ns + report.sequence_ns) * slower + report.sequence_ns * others,
+            context=report.context_ns * (slower + others),
+        )
 
     def is_idle(self, now: int) -> bool:
         """Whether nothing waits, is computed or decodes there, as far as is known."""
-        return not self.streams and not self.work and self.idle_at_ns <= now
+        return not self.streams and not self.work and self.prices.idle_at <= now
 
     def work_ns(self, left: int, cached: int) -> int:
         """What computing ``left`` prompt tokens after ``cached`` ones takes there."""
-        if self.report is None:
-            return left
-        pairs = left * cached + left * (left + 1) // 2
-        return int(self.report.token_ns * left + self.report.pair_ns * pairs)
+        return int(work_ns(self.prices, left, cached))
 
-    def charged_ns(self, work_ns: int) -> int:
-        """What work of the prompt costs there: itself, stretched, and what others lose."""
-        return work_ns * (self.stretch + self.charge) // 1000
+    def _next_to_streams(self, report: LoadReport, base_ns: float) -> tuple[float, float]:
+        """Prompts next to running streams: chunks get the part of a step that the objective leaves (the first factor),
+        and each stream loses the time of the chunk, which matters the more the fuller its objective is (the second)."""
+        streams = max(self.streams, LEAST_STREAMS) if self.role == "decode" else self.streams
+        if not self.streams or not report.tpot_ns:
+            return 1.0, 1 / OTHERS_SHARE + streams
+        share = min(1.0, base_ns / report.tpot_ns)
+        return 1 / max(1 - share, 1 / MAX_STRETCH), 1 / OTHERS_SHARE + share * self.streams
 
-    def blocks_ns(self, num_blocks: int, price_ns: int) -> int:
-        """The price of memory that the request itself will fill."""
-        return price_ns * num_blocks // self.report.num_blocks if self.report else 0
 
-    def decode_ns(self, num_prompt_tokens: int, num_output_tokens: int) -> int:
-        """Its expected steps there after the first token, and what they cost the other streams."""
-        if num_output_tokens < 2:
-            return 0
-        context = num_prompt_tokens + num_output_tokens // 2
-        return int((num_output_tokens - 1) * (self.token_decode_ns + self.context_decode_ns * context))
+def pairs(left: int, cached: int) -> int:
+    """(query, key) pairs of ``left`` tokens after ``cached`` ones."""
+    return left * cached + left * (left + 1) // 2
 
-    def _charge_streams(self, report: LoadReport, base_ns: float) -> None:
-        """Prompts next to running streams: chunks get the part of a step that the objective leaves, and each stream
-        loses the time of the chunk, which matters the more the fuller its objective is."""
-        self.stretch, self.charge = 1000, 1000 // OTHERS_SHARE
-        if not self.streams:
-            return
-        share = 1.0
-        if report.tpot_ns:
-            share = min(1.0, base_ns / report.tpot_ns)
-            self.stretch = int(1000 / max(1 - share, 1 / MAX_STRETCH))
-        self.charge += int(1000 * share * self.streams)
+
+def queue_ns(prices: Prices, now: int) -> float:
+    """What any prompt pays before it begins: work in front of it, and memory."""
+    left = prices.idle_at - now
+    return prices.standing + left * prices.stretch if left > 0 else prices.standing
+
+
+def work_ns(prices: Prices, left: int, cached: int) -> float:
+    """Computing ``left`` prompt tokens after ``cached`` ones, alone."""
+    return prices.work_token * left + prices.work_pair * pairs(left, cached)
+
+
+def prompt_ns(prices: Prices, left: int, cached: int) -> float:
+    """What the prompt costs: its work, and what others lose by it."""
+    return prices.token * left + prices.pair * pairs(left, cached)
+
+
+def answer_ns(prices: Prices, question: Question) -> float:
+    """The expected steps after the first token, and what they cost the other streams."""
+    return question.num_steps * (prices.step + question.middle * prices.context)
+
+
+def restored_ns(prices: Prices, cached: int, held: int) -> float:
+    """Bringing back the tokens [held, cached) from the host tier: a share of computing them."""
+    return prompt_ns(prices, cached - held, held) * HOST_RESTORED / 100 if cached > held else 0.0

@@ -41,8 +41,12 @@ class Carrier(Protocol):
         """Sender: the body, in pieces. May point into the blocks."""
         ...
 
-    def body_bytes(self, part: Part) -> int:
-        """Receiver: how long the body of this part is."""
+    def num_bytes(self, part: Part) -> int:
+        """Bytes of KV, as they are moved."""
+        ...
+
+    def accepts(self, part: Part, body_bytes: int) -> bool:
+        """Receiver: whether the body of this part can have that length. Raises ProtocolError for an odd part."""
         ...
 
     def targets(self, block_ids: Sequence[int], part: Part) -> list[memoryview] | None:
@@ -51,6 +55,21 @@ class Carrier(Protocol):
 
     def unpack(self, block_ids: Sequence[int], part: Part, body: memoryview) -> None:
         """Receiver: write a body that has no targets into its blocks."""
+        ...
+
+
+class CarrierChoice(Protocol):
+    """Which carrier a worker's KV takes."""
+
+    def for_sending(self, receiver: KVFormat, num_tokens: int, link_bytes_per_s: float | None) -> Carrier:
+        """The way to send so many tokens; ``link_bytes_per_s``: None while the link's speed is not known.
+
+        Raises ConfigError when there is none to a receiver of this format.
+        """
+        ...
+
+    def for_receiving(self, encoding: int, sender: KVFormat) -> Carrier:
+        """The way that a frame came. Raises ProtocolError for one that this side does not know or take."""
         ...
 
 
@@ -70,9 +89,13 @@ class NothingMoves:
         """See Carrier."""
         return []
 
-    def body_bytes(self, part: Part) -> int:
+    def num_bytes(self, part: Part) -> int:
         """See Carrier."""
         return 0
+
+    def accepts(self, part: Part, body_bytes: int) -> bool:
+        """See Carrier."""
+        return body_bytes == 0
 
     def targets(self, block_ids: Sequence[int], part: Part) -> list[memoryview] | None:
         """See Carrier."""
@@ -110,15 +133,19 @@ class Coded:
         span = _layers(part)
         if self.is_raw:
             return self._codec.segments(block_ids, part.start, part.num_tokens, span)
-        wire = bytearray(self.body_bytes(part))
+        wire = bytearray(self.num_bytes(part))
         self._codec.encode(block_ids, part.start, part.num_tokens, wire, span)
         return [memoryview(wire)]
 
-    def body_bytes(self, part: Part) -> int:
+    def num_bytes(self, part: Part) -> int:
+        """See Carrier."""
+        return self._codec.num_bytes(part.num_tokens, part.num_layers)
+
+    def accepts(self, part: Part, body_bytes: int) -> bool:
         """See Carrier."""
         if part.start % self._step:
             raise ProtocolError(f"KV from token {part.start} on, which is no multiple of {self._step}")
-        return self._codec.num_bytes(part.num_tokens, part.num_layers)
+        return body_bytes == self.num_bytes(part)
 
     def targets(self, block_ids: Sequence[int], part: Part) -> list[memoryview] | None:
         """See Carrier."""
@@ -130,7 +157,7 @@ class Coded:
 
 
 class Carriers:
-    """All ways that one worker's KV can travel."""
+    """See CarrierChoice: all encodings of the codec, or word of what lies in one shared pool."""
 
     def __init__(
         self, layers: Sequence[LayerCache], kv_format: KVFormat, codec: CodecName, frame_bytes: int, moves: bool
@@ -146,7 +173,7 @@ class Carriers:
             self._get(wire_encoding("none", kv_format, kv_format))  # checks what the tensors are
 
     def for_sending(self, receiver: KVFormat, num_tokens: int, link_bytes_per_s: float | None) -> Carrier:
-        """The way to send so many tokens; ``link_bytes_per_s``: None while the link's speed is not known."""
+        """See CarrierChoice."""
         if self._nothing is not None:
             return self._nothing
         name: str = self._codec_name
@@ -155,7 +182,7 @@ class Carriers:
         return self._get(wire_encoding(name, self._mine, receiver))
 
     def for_receiving(self, encoding: int, sender: KVFormat) -> Carrier:
-        """The way that a frame came. Raises ProtocolError for one that this side does not know or take."""
+        """See CarrierChoice."""
         if self._nothing is not None and encoding == NOTHING:
             return self._nothing
         if self._nothing is not None or not 1 <= encoding <= len(WireEncoding):

@@ -67,10 +67,10 @@ class ReceivingLeg(Leg):
                 f"{part.first_layer + part.num_layers} are not what leg {self.leg_id} expects"
             )
 
-    def took(self, frame: Frame) -> bool:
-        """Count a body that lies in its blocks. Whether a send is complete with it."""
+    def took(self, frame: Frame, num_bytes: int) -> bool:
+        """Count a part that lies in its blocks. Whether a send is complete with it."""
         self.next_sequence = frame.sequence + 1
-        self.num_bytes += frame.body_bytes
+        self.num_bytes += num_bytes
         self.last_byte_ns = time.monotonic_ns()
         self.first_byte_ns = self.first_byte_ns or self.last_byte_ns
         self._cells += frame.num_tokens * frame.num_layers

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from diptych.control.errors import ConfigError
-from diptych.runtime.transfer.carriers import Carrier, Carriers, Part
+from diptych.runtime.transfer.carriers import Carrier, CarrierChoice, Part
 from diptych.runtime.transfer.connection import Connection
 from diptych.runtime.transfer.frames import (
     LAST_OF_CHUNK,
@@ -41,7 +41,7 @@ TELL_EVERY_NS = 250_000_000  # progress within one send
 class Receiver:
     """All incoming connections and all expected legs of one connector."""
 
-    def __init__(self, identity: Identity, carriers: Carriers, events: EventQueue, resume_timeout_ns: int) -> None:
+    def __init__(self, identity: Identity, carriers: CarrierChoice, events: EventQueue, resume_timeout_ns: int) -> None:
         self.identity = identity
         self.carriers = carriers
         self.events = events
@@ -49,8 +49,8 @@ class Receiver:
         self.finished: OrderedDict[tuple[bytes, str], int] = OrderedDict()  # (sender, leg) -> what is acknowledged
         self._resume_timeout_ns = resume_timeout_ns
         self._strangers: dict[ReceiverConnection, int] = {}  # since when
-        self._connections: dict[bytes, ReceiverConnection] = {}  # by instance of the sender
-        self._dials: OrderedDict[bytes, int] = OrderedDict()  # the last of each instance
+        self._connections: dict[bytes, ReceiverConnection] = {}  # by line
+        self._dials: OrderedDict[bytes, int] = OrderedDict()  # the last of each line
 
     def accept(self, sock: socket.socket, now_ns: int) -> tuple["ReceiverConnection", "ReceiverConnection | None"]:
         """A new connection, and one that had to make room for it."""
@@ -61,24 +61,24 @@ class Receiver:
 
     def introduced(self, connection: "ReceiverConnection", who: Introduction) -> None:
         """It has proved itself: it takes the place of the same sender's older one. Raises ProtocolError when late."""
-        if who.dial <= self._dials.get(who.instance, -1):
+        if who.dial <= self._dials.get(who.line, -1):
             raise ProtocolError("a newer connection of this sender is there already")
-        self._dials[who.instance] = who.dial
-        self._dials.move_to_end(who.instance)
+        self._dials[who.line] = who.dial
+        self._dials.move_to_end(who.line)
         _trim(self._dials)
         del self._strangers[connection]
-        older = self._connections.get(who.instance)
+        older = self._connections.get(who.line)
         if older is not None:
             self.lost(older)
             older.close()
-        self._connections[who.instance] = connection
+        self._connections[who.line] = connection
 
     def lost(self, connection: "ReceiverConnection") -> None:
         """It is over; its legs wait for another connection of the same sender."""
         self._strangers.pop(connection, None)
         who = connection.peer
-        if who is not None and self._connections.get(who.instance) is connection:
-            del self._connections[who.instance]
+        if who is not None and self._connections.get(who.line) is connection:
+            del self._connections[who.line]
         now = time.monotonic_ns()
         for leg in connection.numbers.values():
             if leg is not None and leg.connection is connection:
@@ -175,8 +175,8 @@ class ReceiverConnection(Connection):
         try:
             leg.check(part, self._receiver.identity.kv_format.num_layers)
             carrier = self._receiver.carriers.for_receiving(frame.encoding, self.peer.kv_format)
-            if carrier.body_bytes(part) != frame.body_bytes:
-                raise ProtocolError(f"a part has {frame.body_bytes} bytes; {carrier.body_bytes(part)} expected")
+            if not carrier.accepts(part, frame.body_bytes):
+                raise ProtocolError(f"a part of {frame.num_tokens} tokens cannot have {frame.body_bytes} bytes")
             views = carrier.targets(leg.block_ids, part)
         except (ProtocolError, ConfigError) as error:
             self._give_up(leg, str(error))
@@ -202,7 +202,7 @@ class ReceiverConnection(Connection):
                     raise ProtocolError("the checksum of a part is wrong")
                 if staged:
                     carrier.unpack(leg.block_ids, part, views[0])
-                is_whole = leg.took(frame)
+                is_whole = leg.took(frame, carrier.num_bytes(part))
         if is_closed:
             self.refuse(frame.number, f"the receiver has given leg {leg.leg_id} up")
             return

@@ -11,7 +11,7 @@ from collections import deque
 
 from diptych.control.errors import ConfigError
 from diptych.runtime.transfer.addresses import SocketAddress
-from diptych.runtime.transfer.carriers import Carrier, Carriers
+from diptych.runtime.transfer.carriers import Carrier, CarrierChoice
 from diptych.runtime.transfer.connection import Connection, ConnectionLost
 from diptych.runtime.transfer.frames import LAST_OF_CHUNK, Frame, Kind, ProtocolError, Seal, checksum
 from diptych.runtime.transfer.handshake import (
@@ -58,7 +58,7 @@ class SenderConnection(Connection):
         """See Connection: a greeting, the fixed part of a WELCOME, its format."""
         if not self._greeted:
             self._greeted = message
-            self._said = hello(self._identity, message, self._dial)
+            self._said = hello(self._identity, message, str(self.peer.address), self._dial)
             self.put(self._said)
             self.expect(WELCOME_BYTES)
         elif not self._welcome:
@@ -93,7 +93,7 @@ class SenderConnection(Connection):
 class Peer:
     """One receiver, by its address: its legs, its connection while there is one, and the way to the next."""
 
-    def __init__(self, address: SocketAddress, identity: Identity, carriers: Carriers, events: EventQueue,
+    def __init__(self, address: SocketAddress, identity: Identity, carriers: CarrierChoice, events: EventQueue,
                  resume_timeout_ns: int) -> None:  # fmt: skip
         self.address = address
         self.connection: SenderConnection | None = None
@@ -107,7 +107,6 @@ class Peer:
         self._receiver: KVFormat | None = None  # while the connection is up
         self._instance = b""
         self._link_bytes_per_s: float | None = None
-        self._dials = 0
         self._dialled_ns = 0
         self._next_dial_ns = 0
         self._back_off_ns = FIRST_BACK_OFF_NS
@@ -140,6 +139,7 @@ class Peer:
         """The connection is up. Raises ProtocolError, with all legs failed, when the caches do not fit."""
         try:
             self._identity.kv_format.check_compatible(who.kv_format)
+            self._carriers.for_sending(who.kv_format, 1, None)
         except ConfigError as error:
             self.fail_all(error.message)
             raise ProtocolError(error.message) from error
@@ -207,6 +207,7 @@ class Peer:
     def lost(self, trouble: str) -> None:
         """The connection is over (or could not be had): later another, and from there on."""
         now = time.monotonic_ns()
+        was_up = self._receiver is not None
         if self.connection is not None:
             self.connection.close()
         self.connection, self._receiver, self._trouble = None, None, trouble
@@ -218,8 +219,9 @@ class Peer:
             leg.restart()
         if self.legs:
             self._broken_ns = self._broken_ns or now
-            self._stuck_ns = self._stuck_ns or now
-            if now - self._stuck_ns > self._resume_timeout_ns:
+            if was_up:
+                self._stuck_ns = self._stuck_ns or now
+            if self._stuck_ns is not None and now - self._stuck_ns > self._resume_timeout_ns:
                 self.fail_all(f"connections to {self.address} break before anything is through: {trouble}")
         self._next_dial_ns = now + self._back_off_ns
         self._back_off_ns = min(2 * self._back_off_ns, LAST_BACK_OFF_NS)
@@ -230,14 +232,13 @@ class Peer:
             return None
         if self._broken_ns is None:
             self._broken_ns = now_ns
-        self._dials += 1
         self._dialled_ns = now_ns
         try:
             sock = socket.socket(self.address.family, socket.SOCK_STREAM)
         except OSError as error:  # no file descriptors: later
             self.lost(str(error))
             return None
-        connection = SenderConnection(sock, self._identity, self, self._dials)
+        connection = SenderConnection(sock, self._identity, self, now_ns)
         code = sock.connect_ex(self.address.target)
         if code not in (0, errno.EINPROGRESS):
             connection.close()
@@ -317,7 +318,7 @@ class Peer:
             )  # fmt: skip
             leg.in_flight = connection.put_data(frame, pieces, leg.lock)
             leg.first_byte_ns = leg.first_byte_ns or time.monotonic_ns()
-            leg.num_bytes += size
+            leg.num_bytes += carrier.num_bytes(part)
         return True
 
     def _choose(self, num_tokens: int) -> Carrier:

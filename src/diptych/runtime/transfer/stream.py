@@ -16,7 +16,7 @@ from pathlib import Path
 
 from diptych.control.errors import ConfigError, WorkerError
 from diptych.runtime.transfer.addresses import SocketAddress, listen, parse_address
-from diptych.runtime.transfer.carriers import Carriers
+from diptych.runtime.transfer.carriers import CarrierChoice
 from diptych.runtime.transfer.connection import Connection, ConnectionLost
 from diptych.runtime.transfer.frames import ProtocolError
 from diptych.runtime.transfer.handshake import INSTANCE_BYTES, Identity
@@ -39,7 +39,7 @@ LISTENER_PAUSE_NS = 200_000_000  # after accepting has failed for lack of resour
 class StreamConnector:
     """See KVConnector. One protocol over TCP and unix sockets; ``carriers`` say what travels."""
 
-    def __init__(self, carriers: Carriers, kv_format: KVFormat, options: TransferOptions) -> None:
+    def __init__(self, carriers: CarrierChoice, kv_format: KVFormat, options: TransferOptions) -> None:
         self._format = kv_format
         self._identity = Identity(options.secret, secrets.token_bytes(INSTANCE_BYTES), kv_format)
         self._carriers = carriers

@@ -10,7 +10,6 @@ from collections.abc import Collection, Sequence
 from diptych.control.errors import ConfigError
 from diptych.runtime.transfer.interface import KVFormat
 
-CODEC_VERSION = 1  # of the bytes; both sides must have the same
 TILE_TOKENS = 16
 V_GROUP = 32  # channels of V that share a scale
 CODECS = ("none", "int8", "int4")  # from exact to coarse
@@ -96,15 +95,15 @@ def wire_share(codec: str, dtype: str = "bfloat16", head_dim: int = 64) -> float
 
 
 def transfer_seconds(
-    link_bytes_per_s: float, kv_bytes: int, wire_share: float, coding_bytes_per_s: Sequence[float] = ()
+    link_bytes_per_s: float, kv_bytes: int, share: float, coding_bytes_per_s: Sequence[float] = ()
 ) -> float:
     """Seconds until the last of ``kv_bytes`` has passed the link and the coding stages, which work at the same time.
 
-    Each stage takes t_i = bytes / rate (coding rates are in bytes of KV, the link's in bytes on the wire). The slowest
-    is busy all the time; the others add what the first piece and the last take in them:
-    max(t) + (sum(t) - max(t)) * min(1, PIECE_BYTES / kv_bytes). What fits in one piece takes the sum.
+    share: bytes on the wire per byte of KV. Each stage takes t_i = bytes / rate (coding rates are in bytes of KV, the
+    link's in bytes on the wire). The slowest is busy all the time; the others add what the first piece and the last
+    take in them: max(t) + (sum(t) - max(t)) * min(1, PIECE_BYTES / kv_bytes). What fits in one piece takes the sum.
     """
-    times = [kv_bytes * wire_share / link_bytes_per_s, *(kv_bytes / rate for rate in coding_bytes_per_s)]
+    times = [kv_bytes * share / link_bytes_per_s, *(kv_bytes / rate for rate in coding_bytes_per_s)]
     slowest = max(times)
     return slowest + (math.fsum(times) - slowest) * min(1.0, PIECE_BYTES / max(1, kv_bytes))
 
@@ -135,6 +134,6 @@ def choose_codec(
             continue
         coding = () if codec == "none" else (encode_bytes_per_s, decode_bytes_per_s)
         seconds = transfer_seconds(link_bytes_per_s, kv_bytes, wire_share(codec, dtype, head_dim), coding)
-        if not chosen or seconds <= (1 - MIN_SAVING) * best:
+        if not chosen or seconds < (1 - MIN_SAVING) * best:
             chosen, best = codec, seconds
     return chosen

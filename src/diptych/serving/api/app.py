@@ -5,6 +5,7 @@ Owns paths and their OpenAPI. Must never know sockets or processes: it is given 
 
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -26,7 +27,7 @@ from diptych.serving.api.parameters import (
     max_tokens_of,
     refuse_unsupported,
     sampling_of,
-    slo_of,
+    terms_of,
 )
 from diptych.serving.api.reply import ReplyContext, encode_json
 from diptych.serving.api.responses import GenerationResponse
@@ -60,7 +61,7 @@ class Service:
         self.created = int(time.time())
         llm.metrics.model_name = model_name
 
-    async def completions(self, body: protocol.CompletionBody) -> GenerationResponse:
+    async def completions(self, body: protocol.CompletionBody, tenant: str = "") -> GenerationResponse:
         """Submit a completion request."""
         llm = self.llm
         self._check(body)
@@ -78,14 +79,12 @@ class Service:
             prompts,
             sampling,
             f"cmpl-{uuid.uuid4().hex}",
-            priority=body.priority or 0,
-            slo=slo_of(body),
-            cache_salt=body.cache_salt,
+            terms_of(body, tenant),
         )
         context = ReplyContext(generation, body, llm.tokenizer, self.model_name, int(time.time()))
         return GenerationResponse(llm, generation, CompletionWriter(context, body, texts), stream=bool(body.stream))
 
-    async def chat(self, body: protocol.ChatBody) -> GenerationResponse:
+    async def chat(self, body: protocol.ChatBody, tenant: str = "") -> GenerationResponse:
         """Submit a chat request."""
         llm = self.llm
         self._check(body)
@@ -103,9 +102,7 @@ class Service:
             [prompt],
             sampling,
             f"chatcmpl-{uuid.uuid4().hex}",
-            priority=body.priority or 0,
-            slo=slo_of(body),
-            cache_salt=body.cache_salt,
+            terms_of(body, tenant),
         )
         context = ReplyContext(generation, body, llm.tokenizer, self.model_name, int(time.time()))
         return GenerationResponse(llm, generation, ChatWriter(context, body), stream=bool(body.stream))
@@ -150,7 +147,7 @@ class Service:
 
 
 def build_app(
-    llm: AsyncLLM, model_name: str, *, api_key: str | None = None, max_body_bytes: int = 16 * 2**20
+    llm: AsyncLLM, model_name: str, *, api_keys: Sequence[str] = (), max_body_bytes: int = 16 * 2**20
 ) -> FastAPI:
     """The ASGI application around a model that is being served."""
     app = FastAPI(title="Diptych", version=__version__, redirect_slashes=False)
@@ -160,8 +157,8 @@ def build_app(
     _add_information_routes(app, service)
     add_timeline_routes(app, llm.timeline, _ERRORS)
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
-    if api_key is not None:
-        app.add_middleware(ApiKey, key=api_key)
+    if api_keys:
+        app.add_middleware(ApiKey, keys=api_keys)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
 
@@ -177,7 +174,7 @@ def _add_generation_routes(app: FastAPI, service: Service) -> None:
     )
     async def completions(request: Request) -> Response:
         """Continue a text."""
-        return await service.completions(await _body(request, protocol.CompletionBody))
+        return await service.completions(await _body(request, protocol.CompletionBody), _tenant(request))
 
     @app.post(
         "/v1/chat/completions",
@@ -186,7 +183,7 @@ def _add_generation_routes(app: FastAPI, service: Service) -> None:
     )
     async def chat(request: Request) -> Response:
         """Answer a conversation."""
-        return await service.chat(await _body(request, protocol.ChatBody))
+        return await service.chat(await _body(request, protocol.ChatBody), _tenant(request))
 
     @app.post(
         "/tokenize",
@@ -233,8 +230,7 @@ def _add_information_routes(app: FastAPI, service: Service) -> None:
         """Whether a request sent now would be taken."""
         if llm.is_routable:
             return _json({"status": "ready", "detail": None})
-        state = "draining" if llm.is_draining else str(llm.supervisor.state)
-        return _json({"status": "not ready", "detail": state}, 503)
+        return _json({"status": "not ready", "detail": llm.state}, 503)
 
     @app.get("/version", responses={**no_key, 200: {"model": protocol.VersionReply}})
     async def version() -> Response:
@@ -249,6 +245,10 @@ def _add_information_routes(app: FastAPI, service: Service) -> None:
 
 def _json(content: Any, status: int = 200) -> Response:
     return Response(encode_json(content), status, media_type="application/json")
+
+
+def _tenant(request: Request) -> str:
+    return str(request.scope.get("state", {}).get("tenant", ""))
 
 
 async def _body(request: Request, model: type[Model]) -> Model:

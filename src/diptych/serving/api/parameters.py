@@ -12,6 +12,7 @@ from diptych.control.request import SamplingParams
 from diptych.control.slo import NS_PER_MS, Slo
 from diptych.serving.api.protocol import ChatBody, CompletionBody, GenerationBody, Message
 from diptych.serving.frontend import AsyncLLM
+from diptych.serving.streams import Terms
 from diptych.serving.tokenizer import flatten_content
 from diptych.serving.wire import Ready
 
@@ -80,11 +81,19 @@ def check_model(name: str | None, served: str) -> None:
         raise NotFoundError(f"model {name!r} is not served here; {served!r} is", param="model", code="model_not_found")
 
 
-def slo_of(body: GenerationBody) -> Slo | None:
-    """The objectives of a request, if it has any."""
-    if body.ttft_slo_ms is None and body.tpot_slo_ms is None:
-        return None
-    return Slo(_nanoseconds(body.ttft_slo_ms), _nanoseconds(body.tpot_slo_ms))
+def terms_of(body: GenerationBody, tenant: str = "") -> Terms:
+    """What a request asks for besides its tokens: objectives, priority, class, deadline."""
+    slo = None
+    if body.ttft_slo_ms is not None or body.tpot_slo_ms is not None:
+        slo = Slo(_nanoseconds(body.ttft_slo_ms), _nanoseconds(body.tpot_slo_ms))
+    return Terms(
+        body.priority or 0,
+        slo,
+        body.cache_salt,
+        tenant,
+        body.service_class or "standard",
+        None if body.deadline_ms is None else body.deadline_ms / 1000,
+    )
 
 
 def sampling_of(

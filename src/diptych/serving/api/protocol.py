@@ -56,6 +56,12 @@ class GenerationBody(BaseModel):
     priority: Int32 | None = Field(None, description="Lower is served earlier (with --order priority).")
     ttft_slo_ms: Milliseconds | None = Field(None, description="Objective for the time to the first token.")
     tpot_slo_ms: Milliseconds | None = Field(None, description="Objective for the mean time per later token.")
+    service_class: Literal["interactive", "standard", "batch"] | None = Field(
+        None, description="interactive goes before standard, batch uses what others leave."
+    )
+    deadline_ms: Milliseconds | None = Field(
+        None, description="Refuse the request when its first token cannot be there so long after its arrival."
+    )
     cache_salt: str | None = Field(None, description="Only requests with the same salt share cached prefixes.")
     return_token_ids: bool | None = Field(None, description="Choices carry token_ids, the first also the prompt's.")
     return_latency: bool | None = Field(None, description="usage.latency tells where the time went.")
@@ -135,10 +141,11 @@ class PromptTokensDetails(BaseModel):
 
 
 class LatencyReply(BaseModel):
-    """Where the time went; queue_ms + prefill_ms + decode_ms == total_ms."""
+    """Where the time went; queue_ms + prefill_ms + handoff_ms + decode_ms == total_ms."""
 
     queue_ms: float
     prefill_ms: float
+    handoff_ms: float
     decode_ms: float
     total_ms: float
 

@@ -82,6 +82,19 @@ INLINE void store_row(const Tile<T, IS_K> &t, T *tile, int64_t row, Pair v) {
     }
 }
 
+// into memory that no cache holds, a call of memcpy per tile took 1.6 times as long
+INLINE void copy(void *to, const void *from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 256) {
+        const __m512i a = _mm512_loadu_si512((const char *)from + i), b = _mm512_loadu_si512((const char *)from + i + 64);
+        const __m512i c = _mm512_loadu_si512((const char *)from + i + 128);
+        const __m512i d = _mm512_loadu_si512((const char *)from + i + 192);
+        _mm512_storeu_si512((char *)to + i, a);
+        _mm512_storeu_si512((char *)to + i + 64, b);
+        _mm512_storeu_si512((char *)to + i + 128, c);
+        _mm512_storeu_si512((char *)to + i + 192, d);
+    }
+}
+
 // lane i: the largest lane of m[i], unsigned, in 32 bits or in both halves of them
 template <int BITS>
 INLINE __m512i maximum(__m512i a, __m512i b) {
@@ -173,7 +186,7 @@ template <typename T, bool IS_K, Encoding E>
 INLINE void encode_tile(const T *tile, int64_t dim, uint8_t *wire) {
     const Tile<T, IS_K> t = Tile<T, IS_K>::make(dim);
     if (E == FP32 || E == BF16 && sizeof(T) == 2) {
-        memcpy(wire, tile, TOKENS * dim * sizeof(T));
+        copy(wire, tile, TOKENS * dim * sizeof(T));
         return;
     }
     if (E == BF16) {
@@ -213,7 +226,7 @@ template <typename T, bool IS_K, Encoding E, bool HAS_BF16>
 INLINE void decode_tile(T *tile, int64_t dim, const uint8_t *wire) {
     const Tile<T, IS_K> t = Tile<T, IS_K>::make(dim);
     if (E == FP32 || E == BF16 && sizeof(T) == 2) {
-        memcpy(tile, wire, TOKENS * dim * sizeof(T));
+        copy(tile, wire, TOKENS * dim * sizeof(T));
         return;
     }
     if (E == BF16) {

@@ -1,0 +1,1 @@
+"""Load on any OpenAI-compatible server, and what came of it: latencies, goodput, stalls, interference."""

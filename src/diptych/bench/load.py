@@ -1,0 +1,319 @@
+"""Sends a workload to a target at the workload's own pace, and collects what became of it.
+
+Owns the pace: in an open loop requests leave when they are due and never wait for answers; in a closed loop each client
+waits for its own. Must never judge a figure (summary.py) or print.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+from diptych.bench.health import Health, HealthWatch
+from diptych.bench.http import now_ns
+from diptych.bench.prompts import PromptMaker
+from diptych.bench.records import RequestRecord, is_late, record
+from diptych.bench.stream import TokenStream
+from diptych.bench.target import Target
+from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo
+from diptych.simulation.workload.spec import ClosedLoop, RequestSpec, Workload
+
+LEAD_NS = 50 * NS_PER_MS  # from deciding to start to the first request
+FINE_NS = 3 * NS_PER_MS  # closer than this to its time a request is waited for by a thread: loop timers tick in ms
+PREPARED = 64  # bodies made ahead of their time
+SWEEP_S = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How a run is doing. met, judged: of requests whose verdict is known, those included that are late already."""
+
+    elapsed_s: float
+    sent: int
+    total: int
+    running: int
+    completed: int
+    failed: int
+    tokens: int
+    met: int
+    judged: int
+    ttft_p50_ms: float | None
+
+
+Watcher = Callable[[Progress], None]
+GiveUp = Callable[[Progress], bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """slo: for requests that name none. duration_s: nothing is sent after that. give_up: ends a run early, asked four
+    times a second. watch: told about progress as often."""
+
+    slo: Slo = field(default_factory=Slo)
+    duration_s: float | None = None
+    watch: Watcher | None = None
+    give_up: GiveUp | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadResult:
+    """One run. ended: "done", "duration", "stopped" (somebody interrupted it) or "given up"."""
+
+    records: list[RequestRecord]
+    duration_ns: int  # start of the workload to the last event of any request
+    health: Health
+    ended: str
+    total: int  # requests that the workload has
+
+
+def ramped(workload: Iterable[RequestSpec], start_rate: float, end_rate: float, over_s: float) -> Iterator[RequestSpec]:
+    """A workload of one request per second, its arrivals moved so that the rate rises (or falls) evenly and then stays.
+
+    The u-th second of the workload comes when the integral of the rate is u.
+    """
+    slope = (end_rate - start_rate) / over_s
+    area = (start_rate + end_rate) / 2 * over_s
+    for spec in workload:
+        u = spec.arrival_ns / NS_PER_S
+        if u >= area:
+            at = over_s + (u - area) / end_rate
+        elif slope == 0:
+            at = u / start_rate
+        else:
+            at = (math.sqrt(start_rate * start_rate + 2 * slope * u) - start_rate) / slope
+        yield replace(spec, arrival_ns=int(at * NS_PER_S))
+
+
+class Load:
+    """One run of a workload."""
+
+    def __init__(self, target: Target, prompts: PromptMaker, options: LoadOptions, stop: asyncio.Event) -> None:
+        self._target = target
+        self._prompts = prompts
+        self._options = options
+        self._stop = stop
+        self._start_ns = 0
+        self._records: list[RequestRecord] = []
+        self._running: dict[int, tuple[RequestSpec, TokenStream]] = {}
+        self._outcomes: dict[int, str] = {}
+        self._sent = self._total = self._tokens = 0
+        self._ended = "done"
+        self._ttfts: list[int] = []
+        self._all_done = asyncio.Event()
+
+    async def open_loop(self, workload: Workload | Iterable[RequestSpec], total: int) -> LoadResult:
+        """Requests leave at their times, whatever happened to those before."""
+        self._total = total
+        async with self._watching():
+            bodies = self._bodies(workload)
+            with ThreadPoolExecutor(1) as sleeper:
+                while (ready := next(bodies, None)) is not None:
+                    number, spec, body = ready
+                    if not await self._wait_until(self._start_ns + spec.arrival_ns, sleeper, bodies):
+                        break
+                    self._send(number, spec, body, self._start_ns + spec.arrival_ns)
+            await self._drain()
+        return self._result
+
+    async def closed_loop(self, workload: ClosedLoop) -> LoadResult:
+        """Each client asks, waits for its answer, thinks, and asks again."""
+        self._total = len(workload)
+        async with self._watching():
+            await asyncio.gather(*(self._client(workload, client) for client in range(workload.concurrency)))
+            await self._drain()
+        return self._result
+
+    async def _client(self, workload: ClosedLoop, client: int) -> None:
+        while not self._is_over() and (spec := workload.next_request(client, max(0, now_ns() - self._start_ns))):
+            due = self._start_ns + spec.arrival_ns
+            if (pause := due - now_ns()) > 0 and await self._stopped_within(pause / NS_PER_S):
+                return
+            number = self._sent
+            self._sent += 1
+            body = self._target.body(self._prompts.units(spec, number), spec, self._slo(spec))
+            await self._send(number, spec, body, max(due, now_ns()), counted=True).done
+
+    def _bodies(self, workload: Iterable[RequestSpec]) -> "Prepared":
+        return Prepared(self._target, self._prompts, workload, self._slo)
+
+    async def _wait_until(self, due: int, sleeper: ThreadPoolExecutor, bodies: "Prepared") -> bool:
+        """False when the run is over before that. Time left over makes bodies of later requests."""
+        duration_s = self._options.duration_s
+        if duration_s is not None and due - self._start_ns > duration_s * NS_PER_S:
+            self._ended = "duration"
+            return False
+        while (left := due - now_ns()) > FINE_NS:
+            if bodies.prepare_one():
+                await asyncio.sleep(0)
+            elif await self._stopped_within((left - FINE_NS / 2) / NS_PER_S):
+                return False
+        if left > 0:
+            await asyncio.get_running_loop().run_in_executor(sleeper, time.sleep, left / NS_PER_S)
+        return not self._stop.is_set()
+
+    async def _stopped_within(self, seconds: float) -> bool:
+        if not self._stop.is_set():
+            try:
+                await asyncio.wait_for(self._stop.wait(), seconds)
+            except TimeoutError:
+                return False
+        return True
+
+    def _is_over(self) -> bool:
+        duration_s = self._options.duration_s
+        if duration_s is not None and now_ns() - self._start_ns > duration_s * NS_PER_S:
+            self._ended = "duration"
+            return True
+        return self._stop.is_set()
+
+    def _slo(self, spec: RequestSpec) -> Slo:
+        return spec.slo.or_else(self._options.slo) if spec.slo else self._options.slo
+
+    def _send(self, number: int, spec: RequestSpec, body: bytes, due: int, *, counted: bool = False) -> TokenStream:
+        stream = TokenStream(due)
+        if not counted:
+            self._sent += 1
+        self._running[number] = (spec, stream)
+        self._target.send(body, stream)
+        stream.done.add_done_callback(lambda _: self._on_done(number))
+        if spec.abort_after_ns is not None:
+            asyncio.get_running_loop().call_later(spec.abort_after_ns / NS_PER_S, self._leave, number)
+        return stream
+
+    def _leave(self, number: int) -> None:
+        if number in self._running:
+            self._cut(number, "aborted", "the client went away")
+
+    def _cut(self, number: int, outcome: str, why: str) -> None:
+        self._outcomes[number] = outcome
+        self._running[number][1].cancel(now_ns(), why)
+
+    def _on_done(self, number: int) -> None:
+        spec, stream = self._running.pop(number)
+        outcome = self._outcomes.pop(number, "completed" if stream.is_complete and stream.stamps else "failed")
+        if outcome == "failed" and stream.is_complete:
+            stream.error = "the answer has no tokens"
+        slo = self._slo(spec)
+        judged = slo if slo.ttft_ns is not None or slo.tpot_ns is not None else None
+        made = record(number, spec, stream, judged, self._start_ns, outcome)
+        self._records.append(made)
+        self._tokens += made.output_tokens
+        if made.ttft_ns is not None:
+            self._ttfts.append(made.ttft_ns)
+        if not self._running:
+            self._all_done.set()
+
+    async def _drain(self) -> None:
+        """Wait for answers that are on their way; when the run was stopped, hang up instead."""
+        while self._running and not self._stop.is_set():
+            self._all_done.clear()
+            waiters = {asyncio.ensure_future(self._all_done.wait()), asyncio.ensure_future(self._stop.wait())}
+            _, pending = await asyncio.wait(waiters, return_when=asyncio.FIRST_COMPLETED)
+            for waiter in pending:
+                waiter.cancel()
+        if self._stop.is_set() and self._ended != "given up":
+            self._ended = "stopped"
+        for number in list(self._running):
+            self._cut(number, "unfinished", "the run ended first")
+        while self._running:
+            await asyncio.sleep(0)
+
+    @asynccontextmanager
+    async def _watching(self) -> AsyncIterator[None]:
+        health = HealthWatch()
+        health.start()
+        self._start_ns = now_ns() + LEAD_NS
+        sweep = asyncio.create_task(self._sweep())
+        try:
+            yield
+        finally:
+            sweep.cancel()
+        late = [one.sent_ns - one.intended_ns for one in self._records]
+        self._result = LoadResult(
+            records=sorted(self._records, key=lambda one: one.number),
+            duration_ns=max((one.end_ns for one in self._records), default=0),
+            health=health.stop(self._tokens, late),
+            ended=self._ended,
+            total=self._total,
+        )
+
+    async def _sweep(self) -> None:
+        """Four times a second: time-outs, progress, giving up."""
+        limit_ns = self._target.config.timeout_s * NS_PER_S
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            now = now_ns()
+            for number, (_, stream) in list(self._running.items()):
+                if now - stream.sent_ns > limit_ns:
+                    self._cut(number, "failed", f"no whole answer in {self._target.config.timeout_s:g} s")
+            options = self._options
+            if options.watch is None and options.give_up is None:
+                continue
+            progress = self._progress(now)
+            if options.watch is not None:
+                options.watch(progress)
+            if options.give_up is not None and not self._stop.is_set() and options.give_up(progress):
+                self._ended = "given up"
+                self._stop.set()
+
+    def _progress(self, now: int) -> Progress:
+        late = sum(
+            is_late(stream.intended_ns, bool(stream.stamps), self._slo(spec), now)
+            for spec, stream in self._running.values()
+        )
+        judged = [one.slo_met for one in self._records if one.slo_met is not None]
+        completed = sum(one.is_completed for one in self._records)
+        ttfts = sorted(self._ttfts)
+        return Progress(
+            elapsed_s=max(0, now - self._start_ns) / NS_PER_S,
+            sent=self._sent,
+            total=self._total,
+            running=len(self._running),
+            completed=completed,
+            failed=sum(one.outcome == "failed" for one in self._records),
+            tokens=self._tokens + sum(len(stream.stamps) for _, stream in self._running.values()),
+            met=sum(judged),
+            judged=len(judged) + late,
+            ttft_p50_ms=ttfts[len(ttfts) // 2] / NS_PER_MS if ttfts else None,
+        )
+
+
+class Prepared:
+    """Requests with their bodies, some of them made ahead: building a long prompt takes longer than sending it."""
+
+    def __init__(
+        self,
+        target: Target,
+        prompts: PromptMaker,
+        workload: Iterable[RequestSpec],
+        slo: Callable[[RequestSpec], Slo],
+    ) -> None:
+        self._target = target
+        self._prompts = prompts
+        self._specs = enumerate(workload)
+        self._slo = slo
+        self._ready: list[tuple[int, RequestSpec, bytes]] = []
+
+    def __iter__(self) -> Iterator[tuple[int, RequestSpec, bytes]]:
+        return self
+
+    def __next__(self) -> tuple[int, RequestSpec, bytes]:
+        if not self._ready and not self._make():
+            raise StopIteration
+        return self._ready.pop(0)
+
+    def prepare_one(self) -> bool:
+        """Make one more body ahead; False when there are enough."""
+        return len(self._ready) < PREPARED and self._make()
+
+    def _make(self) -> bool:
+        item = next(self._specs, None)
+        if item is None:
+            return False
+        number, spec = item
+        body = self._target.body(self._prompts.units(spec, number), spec, self._slo(spec))
+        self._ready.append((number, spec, body))
+        return True

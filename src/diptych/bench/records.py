@@ -1,0 +1,143 @@
+"""What became of one request, and its line in a file.
+
+Owns the definitions of TTFT, TPOT and ITL as a client sees them: times are counted from when the request should have
+been sent, so that a client that fell behind does not hide what its requests waited (coordinated omission).
+"""
+
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+
+from diptych.bench.stream import TokenStream
+from diptych.control.slo import NS_PER_MS, NS_PER_S, LatencyBreakdown, Slo
+from diptych.simulation.workload.spec import RequestSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRecord:
+    """Times in nanoseconds from the start of the run. stamps: one per event with tokens; sizes: tokens of each, where
+    the server tells (else empty). outcome: completed, failed, aborted (the client's patience ended), or unfinished (the
+    run ended first). slo_met: None without an objective or when unfinished."""
+
+    number: int
+    kind: str = ""
+    session: int = -1
+    intended_ns: int
+    sent_ns: int
+    end_ns: int
+    outcome: str
+    prompt_tokens: int
+    cached_tokens: int | None = None
+    output_tokens: int = 0
+    stamps: "array[int]" = field(default_factory=lambda: array("q"))
+    sizes: "array[int]" = field(default_factory=lambda: array("l"))
+    error: str | None = None
+    status: int = 0
+    slo_met: bool | None = None
+    server_ms: dict[str, float] | None = None
+
+    @property
+    def is_completed(self) -> bool:
+        """Whether the whole answer came."""
+        return self.outcome == "completed"
+
+    @property
+    def ttft_ns(self) -> int | None:
+        """Intended sending to first token."""
+        return self.stamps[0] - self.intended_ns if self.stamps else None
+
+    @property
+    def tpot_ns(self) -> int | None:
+        """Mean time per token after the first; None with fewer than two tokens."""
+        if len(self.stamps) < 2 or self.output_tokens < 2:
+            return None
+        return (self.stamps[-1] - self.stamps[0]) // max(1, self.output_tokens - self.first_size)
+
+    @property
+    def first_size(self) -> int:
+        """Tokens of the first event."""
+        return self.sizes[0] if self.sizes else 1
+
+    @property
+    def e2e_ns(self) -> int:
+        """Intended sending to last token (or to the end, without one)."""
+        return (self.stamps[-1] if self.stamps else self.end_ns) - self.intended_ns
+
+    def gaps_ns(self) -> Iterator[int]:
+        """Between neighbouring events: what somebody who watches the stream waits for."""
+        stamps = self.stamps
+        return (later - earlier for earlier, later in zip(stamps, stamps[1:], strict=False))
+
+
+def record(
+    number: int, spec: RequestSpec, stream: TokenStream, slo: Slo | None, start_ns: int, outcome: str
+) -> RequestRecord:
+    """The record of a stream that is over; ``start_ns``: of the run, on the clock of the stream."""
+    stream.settle()
+    usage = stream.usage
+    cached = usage.prompt_tokens_details.cached_tokens if usage and usage.prompt_tokens_details else None
+    made = RequestRecord(
+        number=number,
+        kind=spec.kind,
+        session=spec.session,
+        intended_ns=stream.intended_ns - start_ns,
+        sent_ns=stream.sent_ns - start_ns,
+        end_ns=stream.end_ns - start_ns,
+        outcome=outcome,
+        prompt_tokens=usage.prompt_tokens if usage and usage.prompt_tokens else spec.prompt_tokens,
+        cached_tokens=cached,
+        output_tokens=stream.output_tokens,
+        stamps=array("q", (stamp - start_ns for stamp in stream.stamps)),
+        sizes=stream.sizes if len(stream.sizes) == len(stream.stamps) else array("l"),
+        error=None if outcome == "completed" else stream.error,
+        status=stream.status,
+        server_ms=usage.latency if usage else None,
+    )
+    return made if slo is None or outcome == "unfinished" else replace(made, slo_met=_is_met(made, slo))
+
+
+def _is_met(made: RequestRecord, slo: Slo) -> bool:
+    """An answer that did not come whole met nothing."""
+    ttft_ns, tpot_ns = made.ttft_ns, made.tpot_ns
+    if not made.is_completed or ttft_ns is None:
+        return False
+    later = 0 if tpot_ns is None else tpot_ns
+    return slo.is_met(LatencyBreakdown(0, ttft_ns, later, 1 if tpot_ns is None else 2))
+
+
+def is_late(intended_ns: int, has_token: bool, slo: Slo | None, now_ns: int) -> bool:
+    """Whether a request that is still waiting for its first token has missed its objective already."""
+    return not has_token and slo is not None and slo.ttft_ns is not None and now_ns - intended_ns > slo.ttft_ns
+
+
+def lines(records: Iterable[RequestRecord], *, with_gaps: bool = False) -> Iterator[bytes]:
+    """One JSON line per request, in order of number; the names are those of ``diptych simulate --records``."""
+    encoder = msgspec.json.Encoder()
+    for one in sorted(records, key=lambda each: each.number):
+        row: dict[str, Any] = {
+            "number": one.number,
+            "kind": one.kind,
+            "session": one.session,
+            "outcome": one.outcome,
+            "arrival_s": one.intended_ns / NS_PER_S,
+            "sent_s": one.sent_ns / NS_PER_S,
+            "ttft_s": None if one.ttft_ns is None else one.ttft_ns / NS_PER_S,
+            "tpot_s": None if one.tpot_ns is None else one.tpot_ns / NS_PER_S,
+            "e2e_s": one.e2e_ns / NS_PER_S,
+            "longest_gap_s": max(one.gaps_ns(), default=0) / NS_PER_S,
+            "prompt_tokens": one.prompt_tokens,
+            "cached_tokens": one.cached_tokens,
+            "output_tokens": one.output_tokens,
+            "events": len(one.stamps),
+            "slo_met": one.slo_met,
+            "status": one.status,
+            "error": one.error,
+        }
+        if one.server_ms is not None:
+            row["server_ms"] = one.server_ms
+        if with_gaps:
+            row["gaps_ms"] = [round(gap / NS_PER_MS, 3) for gap in one.gaps_ns()]
+        yield encoder.encode(row) + b"\n"

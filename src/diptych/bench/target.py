@@ -1,0 +1,198 @@
+"""The server that is measured: its address, its dialect, and the bytes of a request to it.
+
+Owns the bodies of requests and what is found out about the server. Must never send at a pace of its own.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+from diptych.bench.http import Address, Client
+from diptych.bench.prompts import WORDS, PromptMaker, as_text
+from diptych.bench.stream import TokenStream, error_message
+from diptych.control.errors import ConfigError
+from diptych.control.slo import NS_PER_MS, Slo
+from diptych.simulation.workload.spec import RequestSpec
+
+Api = Literal["completions", "chat"]
+PromptKind = Literal["ids", "text"]
+PROBES = (40, 240)  # words of the prompts that measure a tokenizer
+PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetConfig:
+    """What the user says about the server.
+
+    api_key: sent as a bearer token. prompts: token ids need /v1/completions. token_ids: from which ids prompts are
+    made. exact_length: ``ignore_eos`` and ``min_tokens`` are sent, so that answers are as long as the workload says.
+    send_slo: requests carry ttft_slo_ms and tpot_slo_ms, which Diptych's scheduler reads. running_usage: every event
+    carries the usage so far (exact tokens per event, at some cost for the server). extra: fields for every body.
+    """
+
+    url: str
+    api: Api = "completions"
+    model: str | None = None
+    api_key: str | None = None
+    prompts: PromptKind = "ids"
+    token_ids: tuple[int, int] = (100, 1000)
+    exact_length: bool = True
+    send_slo: bool = False
+    running_usage: bool = False
+    timeout_s: float = 600.0
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.api == "chat" and self.prompts == "ids":
+            raise ConfigError("prompts is ids; chat completions take text", param="prompts")
+        if self.timeout_s <= 0:
+            raise ConfigError(f"timeout is {self.timeout_s}; it must be positive", param="timeout")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerFacts:
+    """What the server tells about itself. tokens_per_word, overhead_tokens: of text prompts, measured."""
+
+    model: str
+    software: str = ""
+    max_model_len: int | None = None
+    tokens_per_word: float = 1.0
+    overhead_tokens: float = 0.0
+
+
+class Target:
+    """One server, ready to be asked."""
+
+    def __init__(self, config: TargetConfig, client: Client, facts: ServerFacts) -> None:
+        self.config = config
+        self.client = client
+        self.facts = facts
+        self._head = client.head("POST", PATHS[config.api])
+        options = {"include_usage": True, **({"continuous_usage_stats": True} if config.running_usage else {})}
+        self._common = {"model": facts.model, "stream": True, "stream_options": options, "temperature": 0}
+
+    @classmethod
+    async def find(cls, config: TargetConfig) -> "Target":
+        """Connect and ask who is there; with text prompts, measure how many tokens words are. Raises ConfigError."""
+        headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
+        client = Client(Address.parse(config.url), headers)
+        models = await client.fetch("GET", "/v1/models")
+        if models.status == 0:
+            raise ConfigError(models.error or "no answer", param="url")
+        model, length = config.model, None
+        if models.status == 200:
+            model, length = _choose_model(models.body, model)
+        elif models.status in (401, 403):
+            raise ConfigError(f"the server refuses the key: {error_message(models.status, models.body)}", param="api_key")
+        if model is None:
+            raise ConfigError(f"model is not given and GET /v1/models says {models.error}", param="model")
+        facts = ServerFacts(model=model, software=await _software(client), max_model_len=length)
+        target = cls(config, client, facts)
+        return await target._measure_words() if config.prompts == "text" else target
+
+    def prompt_maker(self, salt: str) -> PromptMaker:
+        """Makes this server's prompts."""
+        if self.config.prompts == "ids":
+            return PromptMaker(salt, *self.config.token_ids)
+        return PromptMaker(
+            salt,
+            0,
+            len(WORDS),
+            tokens_per_unit=self.facts.tokens_per_word,
+            overhead_tokens=self.facts.overhead_tokens,
+        )
+
+    def body(self, units: list[int], spec: RequestSpec, slo: Slo | None = None) -> bytes:
+        """The JSON of a request."""
+        config = self.config
+        prompt: Any = units if config.prompts == "ids" else as_text(units)
+        body: dict[str, Any] = dict(self._common)
+        limit = spec.max_tokens or spec.output_tokens
+        if config.api == "chat":
+            body["messages"] = [{"role": "user", "content": prompt}]
+            body["max_completion_tokens"] = limit
+        else:
+            body["prompt"] = prompt
+            body["max_tokens"] = limit
+        if config.exact_length:
+            body["ignore_eos"] = True
+            body["min_tokens"] = limit
+        if spec.priority:
+            body["priority"] = spec.priority
+        if config.send_slo and slo is not None:
+            body |= {
+                name: value / NS_PER_MS
+                for name, value in (("ttft_slo_ms", slo.ttft_ns), ("tpot_slo_ms", slo.tpot_ns))
+                if value is not None
+            }
+        return msgspec.json.encode({**body, **config.extra})
+
+    def send(self, body: bytes, stream: TokenStream) -> None:
+        """Ask now."""
+        self.client.post(self._head, body, stream)
+
+    async def ask(self, units: list[int], num_tokens: int) -> TokenStream:
+        """One request outside of any workload. Raises ConfigError with the server's words when it fails."""
+        spec = RequestSpec(arrival_ns=0, prompt_tokens=len(units), output_tokens=num_tokens)
+        stream = TokenStream(0)
+        self.send(self.body(units, spec), stream)
+        try:
+            await asyncio.wait_for(asyncio.shield(stream.done), self.config.timeout_s)
+        except TimeoutError:
+            raise ConfigError(f"the server gave no answer in {self.config.timeout_s:g} s", param="url") from None
+        if stream.error:
+            hint = "; --no-exact-length leaves ignore_eos and min_tokens out" if stream.status in (400, 422) else ""
+            raise ConfigError(f"the server refuses a request: {stream.error}{hint}", param="url")
+        if not stream.stamps:
+            raise ConfigError("the server's answer has no tokens", param="url")
+        stream.settle()
+        return stream
+
+    async def _measure_words(self) -> "Target":
+        """Two prompts of different length: tokens = overhead + slope * words."""
+        counts = []
+        for words in PROBES:
+            usage = (await self.ask(self.prompt_maker("words").fresh(f"{words}", words), 1)).usage
+            if usage is None or not usage.prompt_tokens:
+                raise ConfigError("the server sends no usage, which text prompts need; use --prompts ids", param="prompts")
+            counts.append(usage.prompt_tokens)
+        slope = max(0.1, (counts[1] - counts[0]) / (PROBES[1] - PROBES[0]))
+        facts = ServerFacts(
+            model=self.facts.model,
+            software=self.facts.software,
+            max_model_len=self.facts.max_model_len,
+            tokens_per_word=slope,
+            overhead_tokens=max(0.0, counts[0] - slope * PROBES[0]),
+        )
+        return Target(self.config, self.client, facts)
+
+
+def _choose_model(body: bytes, wanted: str | None) -> tuple[str | None, int | None]:
+    """(name, context length if told) of the wanted model or of the first."""
+    try:
+        cards = msgspec.json.decode(body)["data"]
+        names = [str(card["id"]) for card in cards]
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return wanted, None
+    if wanted is not None and names and wanted not in names:
+        raise ConfigError(f"model is {wanted!r}; the server has {', '.join(names)}", param="model")
+    for card, name in zip(cards, names, strict=True):
+        if wanted in (None, name):
+            length = card.get("max_model_len") or (card.get("meta") or {}).get("n_ctx_train")
+            return name, length if isinstance(length, int) else None
+    return wanted, None
+
+
+async def _software(client: Client) -> str:
+    """What GET /version says, if anything."""
+    reply = await client.fetch("GET", "/version")
+    if reply.status != 200:
+        return ""
+    try:
+        found = msgspec.json.decode(reply.body)
+    except msgspec.DecodeError:
+        return ""
+    return str(found.get("version", "")) if isinstance(found, dict) else str(found)

@@ -1,0 +1,44 @@
+"""Notices workers that hang: a process that is stopped or starved, or a loop whose step does not end.
+
+Owns the rules; the caller kills. A stopped process stops stamping its file; an endless step goes on for many times what
+it should take.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from diptych.control.slo import NS_PER_S
+from diptych.serving.heartbeat import FILE_NAME, Pulse, read_pulse
+from diptych.serving.supervisor import Supervisor, WorkerState
+
+OVERDUE_FACTOR, OVERDUE_S = 10, 60.0
+
+
+def verdict(pulse: Pulse, now: int, timeout_s: float) -> str:
+    """Why a worker with these signs of life should be killed; "" when it should not."""
+    age_s = pulse.age_ns(now) / NS_PER_S
+    if age_s > timeout_s:
+        return f"no sign of life for {age_s:.1f} s"
+    if pulse.busy_since_ns and pulse.predicted_ns:
+        busy_s, predicted_s = (now - pulse.busy_since_ns) / NS_PER_S, pulse.predicted_ns / NS_PER_S
+        if busy_s > max(OVERDUE_S, OVERDUE_FACTOR * predicted_s):
+            return f"a step of about {predicted_s:.3f} s has taken {busy_s:.0f} s and does not end"
+    return ""
+
+
+async def watch_pulses(supervisors: Sequence[Supervisor], timeout_s: float) -> None:
+    """Look at every ready worker a few times per timeout, for ever, and kill those that hang. After a pause of this
+    process itself (it was stopped, too) the workers get one more round."""
+    pause_s = timeout_s / 5
+    last = time.monotonic()
+    while True:
+        await asyncio.sleep(pause_s)
+        was_late, last = time.monotonic() - last > 2 * pause_s, time.monotonic()
+        if was_late:
+            continue
+        for one in supervisors:
+            if one.state is WorkerState.READY and one.directory is not None:
+                pulse = read_pulse(one.directory / FILE_NAME)
+                if pulse is not None and (why := verdict(pulse, time.monotonic_ns(), timeout_s)):
+                    one.kill(why)

@@ -1,0 +1,67 @@
+"""Messages between the front end and one worker, and the faults that befall them.
+
+Owns when a message arrives, how often, and that one sent to or by a process that has died since never does. Must
+never look into a message.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from diptych.control.slo import NS_PER_MS
+from diptych.simulation.environment import MESSAGE, Environment
+from diptych.simulation.faults import Fault
+
+Deliver = Callable[[], None]
+
+
+class Wire:
+    """One direction. Messages keep their order but for the fault that mixes them up."""
+
+    def __init__(self, environment: Environment, faults: Sequence[Fault], seed: int) -> None:
+        self._environment = environment
+        self._faults = faults
+        self._rng = random.Random(seed)
+        self._last_ns = -1  # when the last message arrives
+        self._life = 0  # of the worker's process
+        self._is_connected = True
+
+    def send(self, deliver: Deliver, *, delay_ns: int = 0) -> None:
+        """Deliver the message after ``delay_ns``, or as late and as often as the faults of this moment say."""
+        if not self._is_connected:
+            return
+        now = self._environment.now
+        active = [fault for fault in self._faults if fault.at_ns <= now < fault.at_ns + fault.duration_ns]
+        copies, keeps_order = 1, True
+        for fault in active:
+            if fault.kind == "link_loss":
+                delay_ns = max(delay_ns, fault.at_ns + fault.duration_ns - now)
+            elif fault.kind == "duplicate":
+                copies = 2
+            else:  # delay: the same for all at one time; reorder: each message its own
+                most = max(1, int(fault.factor * NS_PER_MS))
+                keeps_order = keeps_order and fault.kind == "delay"
+                delay_ns += most if fault.kind == "delay" else self._rng.randrange(most)
+        at_ns = now + delay_ns
+        if keeps_order:
+            at_ns = max(at_ns, self._last_ns)
+            if at_ns == now and copies == 1 and self._last_ns < now:
+                deliver()
+                return
+            self._last_ns = at_ns + copies - 1
+        for copy in range(copies):
+            self._environment.at(at_ns + copy, MESSAGE, partial(self._arrive, self._life, deliver))
+
+    def cut(self) -> None:
+        """The worker's process has died: what is on its way is lost, and so is what is sent before ``connect``."""
+        self._life += 1
+        self._last_ns = -1
+        self._is_connected = False
+
+    def connect(self) -> None:
+        """A new process is at the other end."""
+        self._is_connected = True
+
+    def _arrive(self, life: int, deliver: Deliver) -> None:
+        if life == self._life:
+            deliver()

@@ -1,0 +1,538 @@
+"""Which workers serve a request: the costs, the pairs, and what the front end remembers."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from diptych.control.errors import ConfigError
+from diptych.control.router.hit_watch import MIN_ADMISSIONS, WINDOW, HitWatch
+from diptych.control.router.load import LoadReport
+from diptych.control.router.output_length import MAX_CLASSES, OutputLengthClasses
+from diptych.control.router.placement import Placement, PlacementConfig, PlacementRequest, Placer
+from diptych.control.router.prefix_index import PrefixIndex
+from diptych.control.router.scorers import (
+    LEAST_BUSY,
+    LEAST_STREAMS,
+    OTHERS_SHARE,
+    WINDOW_NS,
+    BusyShare,
+    Question,
+    WorkerView,
+    answer_ns,
+    kv_price_ns,
+    prompt_ns,
+    queue_ns,
+    restored_ns,
+    work_ns,
+)
+from diptych.control.router.workers import Level, LinkCost, LinkCosts, Role, WorkerInfo, level
+from diptych.control.slo import NS_PER_MS, NS_PER_S
+
+SIZE = 16
+# 10 us a prompt token; a step of 5 ms, and 1 ms for each stream
+REPORT = LoadReport(0, 0, 1000, 0, 10_000.0, 0.0, 5e6, 1e6, 0.0, tpot_ns=50 * NS_PER_MS)
+
+
+def blocks(*numbers: int) -> tuple[bytes, ...]:
+    return tuple(number.to_bytes(4, "little") for number in numbers)
+
+
+def placer(*workers: Role | WorkerInfo, reports: dict[int, LoadReport] | None = None, **config: Any) -> Placer:
+    """Workers that are up and idle, in one pool unless they say otherwise."""
+    infos = [
+        one if isinstance(one, WorkerInfo) else WorkerInfo(number, one, 1000, SIZE, pool=0)
+        for number, one in enumerate(workers)
+    ]
+    made = Placer(infos, PlacementConfig(**config))
+    for info in infos:
+        made.set_up(info.number, True)
+        made.on_report(info.number, (reports or {}).get(info.number, REPORT))
+    return made
+
+
+def ask(request_id: str = "a", tokens: int = 1000, answer: int = 100, **more: Any) -> PlacementRequest:
+    return PlacementRequest(request_id, tokens, answer, **more)
+
+
+def place(made: Placer, request: PlacementRequest, now: int = 0) -> Placement:
+    placement = made.place(request, now)
+    assert placement is not None
+    return placement
+
+
+def stream(made: Placer, worker: int, count: int, answer: int = 200) -> None:
+    """Streams that decode on a worker and have nothing left to prefill."""
+    others = frozenset(range(64)) - {worker}
+    for number in range(count):
+        name = f"stream{worker}.{number}"
+        assert place(made, ask(name, 1, answer, avoid=others, hands_off=False)).decode == worker
+        made.on_admitted(name, worker, 0)
+        made.on_first_token(name)
+
+
+# -- laws --------------------------------------------------------------------------------------------------------------
+
+
+def brute_force(made: Placer, request: PlacementRequest, answer: int, now: int) -> float:
+    """The least cost of all ways to serve a request, each computed by itself."""
+    workers, views, links = made._workers, made._views, made._config.links
+    longest = (request.num_prompt_tokens - 1) // SIZE * SIZE
+    held = [min(matched * SIZE, longest) for matched in made.index.matches(request.hashes, now)]
+    asked = Question(request.num_prompt_tokens, answer, held, held, True, now)
+    costs = []
+    for p, source in enumerate(workers):
+        prices, left = views[p].prices, asked.num_tokens - held[p]
+        memory = prices.block * -(-(left + answer) // SIZE)
+        own = queue_ns(prices, now) + prompt_ns(prices, left, held[p])
+        costs.append(own + answer_ns(prices, asked) + memory)
+        for d, target in enumerate(workers):
+            if p == d or source.role == "decode" or target.role == "prefill" or source.role == target.role == "both":
+                continue
+            there = views[d].prices
+            cached = held[d] if level(source, target) is Level.POOL else held[p]
+            cost = queue_ns(prices, now) + prompt_ns(prices, asked.num_tokens - cached, cached)
+            if level(source, target) is not Level.POOL:
+                cost += prices.block * -(-left // SIZE)
+            work = work_ns(prices, asked.num_tokens - cached, cached)
+            cost += links.exposed_ns(level(source, target), asked.num_tokens - held[d], int(work))
+            cost += there.memory + answer_ns(there, asked)
+            costs.append(cost + there.block * -(-(asked.num_tokens + answer - held[d]) // SIZE))
+    return min(costs)
+
+
+def random_fleet(rng: random.Random) -> Placer:
+    """Any roles, hosts, pools, prices, loads and caches."""
+    infos = []
+    for number in range(rng.randrange(2, 14)):
+        host = rng.randrange(3)
+        role: Role = rng.choice(("prefill", "decode", "both"))
+        pool = rng.choice((None, host))
+        infos.append(WorkerInfo(number, role, 1000, SIZE, f"h{host}", pool, island=rng.choice(("", "x"))))
+    made = Placer(infos, PlacementConfig(links=LinkCosts(bytes_per_token=rng.choice((0, 1000, 100_000)))))
+    for info in infos:
+        made.set_up(info.number, True)
+        report = LoadReport(
+            0, rng.randrange(50 * NS_PER_MS), 1000, rng.randrange(1000), rng.uniform(1e3, 2e4), rng.uniform(0, 5),
+            rng.uniform(0, 1e7), rng.uniform(0, 1e6), rng.uniform(0, 50), 10, rng.choice((0, 30 * NS_PER_MS)),
+        )  # fmt: skip
+        made.on_report(info.number, report)
+        made.on_blocks(info.number, 1, stored=blocks(*range(rng.choice((0, 0, 3, 30)))))
+    return made
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_way_to_serve_a_request_is_cheaper_than_the_one_chosen(seed: int) -> None:
+    rng = random.Random(seed)
+    made = random_fleet(rng)
+    for number in range(15):
+        request = ask(str(number), rng.randrange(1, 600), rng.randrange(2, 200), hashes=blocks(*range(40)))
+        answer = made.lengths.expected(made.lengths.name("", request.num_prompt_tokens), request.max_tokens)
+        least_ns = brute_force(made, request, answer, number)
+        assert abs(place(made, request, number).cost_ns - least_ns) <= 1 + least_ns * 1e-9
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_nothing_is_left_when_all_have_ended(seed: int) -> None:
+    rng = random.Random(seed)
+    made = random_fleet(rng)
+    count = len(made._workers)
+    before = [view.prices for view in made._views]
+    running: list[tuple[str, Placement]] = []
+    for number in range(60):
+        placement = place(made, ask(str(number), rng.randrange(1, 600), 100, hashes=blocks(*range(40))), 1)
+        running.append((str(number), placement))
+        name, one = rng.choice(running)
+        position = rng.randrange(count)
+        made.on_report(position, made._views[position].report or REPORT)
+        what = rng.randrange(3)
+        if what == 0:
+            made.on_queued(name, one.prefill)
+        elif what == 1:
+            made.on_admitted(name, rng.choice((one.prefill, one.decode)), 0)
+        else:
+            made.on_first_token(name)
+    for name, _ in running:
+        made.on_ended(name, None)
+    assert not made._placed
+    for view, old in zip(made._views, before, strict=True):
+        assert (view.streams, view.context, view.growth, view.work, view.memory) == (0, 0, 0, {}, {})
+        assert (view.work_sum_ns, view.memory_sum) == (0, 0)
+        assert view.prices.memory == old.memory
+
+
+def test_costs_grow_with_the_prompt_the_queue_the_answer_and_the_memory() -> None:
+    def cost(report: LoadReport = REPORT, tokens: int = 100, answer: int = 50, streams: int = 0) -> int:
+        made = placer("both", reports={0: report})
+        stream(made, 0, streams)
+        return place(made, ask(tokens=tokens, answer=answer)).cost_ns
+
+    for costs in (
+        [cost(tokens=tokens) for tokens in (10, 100, 1000)],
+        [cost(replace(REPORT, backlog_ns=backlog)) for backlog in (0, 10**6, 10**8)],
+        [cost(answer=answer) for answer in (1, 2, 10, 100)],
+        [cost(replace(REPORT, used_blocks=used)) for used in (0, 500, 900, 990, 1000)],
+        [cost(streams=streams) for streams in (0, 1, 4, 16)],
+    ):
+        assert costs == sorted(set(costs))
+
+
+# -- the arithmetic ----------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_priced_by_used_over_free_up_to_999() -> None:
+    assert [kv_price_ns(used, 100, 1000) for used in (0, 50, 75, 99)] == [0, 1000, 3000, 99_000]
+    assert kv_price_ns(100, 100, 1000) == kv_price_ns(150, 100, 1000) == 999_000
+
+
+def test_a_prompt_costs_its_uncached_work_and_a_share_of_it_for_those_who_come_later() -> None:
+    view = WorkerView()
+    view.on_report(replace(REPORT, pair_ns=2.0))
+    view.reprice(0)
+    assert work_ns(view.prices, 10, 30) == 10 * 10_000 + 2 * (10 * 30 + 55)
+    assert prompt_ns(view.prices, 10, 30) == work_ns(view.prices, 10, 30) * (1 + 1 / OTHERS_SHARE)
+
+
+def test_a_token_in_the_host_tier_costs_a_quarter_of_one_that_is_computed() -> None:
+    view = WorkerView()
+    view.on_report(REPORT)
+    view.reprice(0)
+    assert restored_ns(view.prices, 64, 32) == prompt_ns(view.prices, 32, 32) / 4
+    assert restored_ns(view.prices, 32, 32) == 0
+
+
+def test_a_prompt_next_to_streams_gets_what_their_objective_leaves_and_costs_them_time() -> None:
+    view = WorkerView(role="decode")
+    view.on_report(REPORT)
+    view.reprice(0)
+    assert view.prices.token == 10_000 * (1 + 1 / OTHERS_SHARE + LEAST_STREAMS)
+    for _ in range(5):
+        view.join(1, 100, 100)
+    view.reprice(0)  # a step takes 10 of 50 ms
+    assert view.prices.stretch == 1 / (1 - 0.2)
+    assert view.prices.token == pytest.approx(10_000 * (1.25 + 1 / OTHERS_SHARE + 0.2 * 5))
+
+
+def test_a_step_of_an_answer_costs_itself_and_what_the_others_steps_grow_by() -> None:
+    view = WorkerView()
+    view.on_report(replace(REPORT, context_ns=10.0))
+    for _ in range(3):
+        view.join(1, 80, 40)
+    view.reprice(0)
+    own_ns, others_ns = 5e6 + 4 * 1e6 + 10 * 300, 3 * 1e6
+    assert view.prices.step == own_ns + others_ns
+    assert view.prices.context == 10 * (1 + 3)
+    prefill = WorkerView(role="prefill")
+    prefill.on_report(REPORT)
+    prefill.reprice(0)
+    slower, waiting = 1 / (1 - LEAST_BUSY), LEAST_BUSY / (1 - LEAST_BUSY)
+    assert prefill.prices.step == 6e6 * slower + 1e6 * waiting
+
+
+def test_expected_growth_fills_memory_until_it_is_there() -> None:
+    view = WorkerView()
+    view.on_report(replace(REPORT, used_blocks=400))
+    view.join(1, 100, 1600)
+    view.reprice(900, 0, SIZE)
+    assert view.prices.memory == 900 * 500 // 500
+    view.on_report(replace(REPORT, used_blocks=450, output_tokens=800))
+    view.reprice(900, 0, SIZE)
+    assert view.prices.memory == 900 * 500 // 500
+
+
+def test_the_share_of_busy_time_forgets_in_two_windows() -> None:
+    busy = BusyShare()
+    busy.add(1, WINDOW_NS // 2)
+    assert busy.share(2) == 0.5
+    assert busy.share(WINDOW_NS + WINDOW_NS // 2) == 0.25
+    assert busy.share(3 * WINDOW_NS) == 0
+
+
+def test_a_transfer_shows_its_last_piece_and_what_the_prefill_did_not_cover() -> None:
+    links = LinkCosts(bytes_per_token=1000, chunk_tokens=100, host=LinkCost(10**9, 5), pool_latency_ns=7)
+    assert links.exposed_ns(Level.POOL, 5000, 0) == 7
+    assert links.transfer_ns(Level.HOST, 1000) == 10**6
+    assert links.exposed_ns(Level.HOST, 1000, 10**9) == 5 + 10**5
+    assert links.exposed_ns(Level.HOST, 1000, 400_000) == 5 + 600_000
+    assert links.exposed_ns(Level.HOST, 0, 0) == 5
+
+
+def test_workers_are_as_near_as_the_nearest_thing_they_share() -> None:
+    one = WorkerInfo(0, "both", 1, 1, "a", 3, "i")
+    assert level(one, replace(one, number=1)) is Level.POOL
+    assert level(one, replace(one, pool=4)) is Level.HOST
+    assert level(replace(one, pool=None), replace(one, pool=None)) is Level.HOST
+    assert level(one, replace(one, pool=4, host="b")) is Level.ISLAND
+    assert level(one, replace(one, pool=None, host="b", island="")) is Level.NETWORK
+
+
+# -- one or two workers ------------------------------------------------------------------------------------------------
+
+
+def test_streams_are_protected_from_a_long_prompt() -> None:
+    made = placer("prefill", "decode")
+    stream(made, 1, 4)
+    placement = place(made, ask(tokens=4000))
+    assert (placement.prefill, placement.decode, placement.reason) == (0, 1, "remote")
+    assert placement.is_handoff
+
+
+def test_an_idle_decode_worker_computes_prompts_when_prefill_workers_are_busy_or_they_are_short() -> None:
+    made = placer("prefill", "decode")
+    assert place(made, ask(tokens=4000)).reason == "remote"
+    assert place(placer("prefill", "decode"), ask(tokens=40)).reason == "local_idle_decode"
+    busy = placer("prefill", "decode", reports={0: replace(REPORT, backlog_ns=NS_PER_S)})
+    assert place(busy, ask(tokens=4000)).reason == "local_idle_decode"
+
+
+def test_a_short_or_cached_rest_is_computed_where_the_streams_are() -> None:
+    made = placer("prefill", "decode")
+    stream(made, 1, 2)
+    assert place(made, ask("short", 20)).reason == "local_short"
+    made = placer("prefill", "decode", links=LinkCosts(pool_latency_ns=10 * NS_PER_MS))
+    stream(made, 1, 2)
+    made.on_blocks(1, 1, stored=blocks(*range(100)))
+    turn = place(made, ask("turn", 1650, hashes=blocks(*range(100))))
+    assert (turn.reason, turn.num_cached_tokens) == ("local_cached", 1600)
+    swamped = placer("prefill", "decode", reports={0: replace(REPORT, backlog_ns=NS_PER_S)})
+    stream(swamped, 1, 2)
+    assert place(swamped, ask("late", 1000)).reason == "local_backlog"
+
+
+def test_one_token_needs_no_decode_worker_and_few_stay_with_their_prefill_worker() -> None:
+    made = placer("prefill", "decode")
+    stream(made, 1, 4)
+    assert place(made, ask("one", answer=1)).reason == "one_token"
+    far = LinkCosts(pool_latency_ns=60 * NS_PER_MS)
+    made = placer("prefill", "decode", links=far)
+    stream(made, 1, 4)
+    assert place(made, ask("two", 12_000, 2)).reason == "prefill_keeps"
+    made.on_ended("two", 2)
+    assert place(made, ask("many", 12_000, 200)).reason == "remote"
+
+
+def test_settings_and_requests_overrule_the_costs() -> None:
+    assert place(placer("prefill", "decode", disaggregate="always"), ask(tokens=40)).reason == "remote"
+    never = placer("prefill", "decode", disaggregate="never")
+    stream(never, 1, 4)
+    assert place(never, ask(tokens=4000)).reason == "never"
+    made = placer("prefill", "decode")
+    stream(made, 1, 4)
+    assert place(made, ask(tokens=4000, hands_off=False)).reason == "whole"
+    capped = placer("prefill", "decode", max_local_tokens=10)
+    stream(capped, 1, 1)
+    assert place(capped, ask(tokens=20)).reason == "remote"
+
+
+def test_without_a_partner_one_worker_does_it_all() -> None:
+    made = placer("prefill", "decode", disaggregate="always")
+    made.set_up(0, False)
+    placement = place(made, ask())
+    assert (placement.prefill, placement.decode, placement.reason) == (1, 1, "only_worker")
+    made.set_up(1, False)
+    assert made.place(ask(), 0) is None
+
+
+def test_a_worker_to_avoid_gets_it_only_if_nobody_else_can() -> None:
+    made = placer("both", "both")
+    assert place(made, ask(avoid=frozenset({0}))).decode == 1
+    made.set_up(1, False)
+    assert place(made, ask(avoid=frozenset({0}))).decode == 0
+
+
+def test_a_pair_in_one_pool_beats_a_pair_across_hosts() -> None:
+    near = [WorkerInfo(0, "prefill", 1000, SIZE, "a", 1), WorkerInfo(1, "decode", 1000, SIZE, "a", 1)]
+    far = [WorkerInfo(2, "prefill", 1000, SIZE, "b", 2), WorkerInfo(3, "decode", 1000, SIZE, "b", 2)]
+    made = placer(*near, *far, disaggregate="always", links=LinkCosts(bytes_per_token=100_000))
+    pairs = {(one.prefill, one.decode) for one in (place(made, ask(str(number))) for number in range(10))}
+    assert pairs == {(0, 1), (2, 3)}
+
+
+def test_the_conversation_goes_back_to_the_decode_worker_that_holds_it() -> None:
+    made = placer("prefill", "decode", "decode", disaggregate="always")
+    made.on_blocks(2, 1, stored=blocks(*range(50)))
+    placement = place(made, ask(tokens=900, hashes=blocks(*range(56))))
+    assert (placement.decode, placement.num_cached_tokens) == (2, 800)
+
+
+def test_expected_answers_count_against_decode_memory() -> None:
+    full = replace(REPORT, used_blocks=0, num_blocks=100)
+    infos = [WorkerInfo(number, "both", 100, SIZE, pool=0) for number in range(2)]
+    made = placer(*infos, reports={0: full, 1: full}, kv_price_ns=NS_PER_S)
+    for _ in range(32):
+        made.lengths.observe("essay", 1000)
+        made.lengths.observe("word", 2)
+    first = place(made, ask("essay", 16, 1200, length_class="essay"))
+    assert place(made, ask("next", 16, 1200, length_class="word")).decode != first.decode
+    made.on_ended("essay", 1000)
+    assert made._views[first.decode].growth == 0
+
+
+def test_long_prompts_have_a_pool_that_takes_short_ones_when_idle() -> None:
+    long = WorkerInfo(1, "both", 1000, SIZE, pool=0, is_long_pool=True)
+    made = placer("both", long, long_prompt_tokens=500)
+    assert place(made, ask("long", 600)).decode == 1
+    busy = replace(REPORT, backlog_ns=NS_PER_S)
+    made.on_report(0, busy)
+    assert place(made, ask("short", 100)).decode == 0  # the long pool is not idle
+    made.on_ended("long", 1)
+    assert place(made, ask("another", 100)).decode == 1
+    assert place(made, ask("longer", 700)).decode == 1
+
+
+def test_prompts_that_do_not_fit_go_where_they_do() -> None:
+    made = placer(WorkerInfo(0, "both", 10, SIZE), WorkerInfo(1, "both", 1000, SIZE))
+    made.on_report(1, replace(REPORT, backlog_ns=NS_PER_S))
+    assert place(made, ask(tokens=300)).decode == 1
+
+
+def test_who_has_not_reported_for_long_gets_nothing_while_others_can() -> None:
+    made = placer("both", "both", stale_ns=NS_PER_S)
+    made.on_report(1, replace(REPORT, time_ns=2 * NS_PER_S, backlog_ns=NS_PER_S))
+    assert place(made, ask(), 2 * NS_PER_S + 1).decode == 1
+
+
+# -- the picture -------------------------------------------------------------------------------------------------------
+
+
+def test_its_own_dispatches_count_until_a_report_covers_them() -> None:
+    made = placer("both", "both", "both")
+    assert [place(made, ask(str(number))).decode for number in range(3)] == [0, 1, 2]
+    queue = made._views[1].work_sum_ns
+    made.on_report(1, REPORT)  # which it wrote before it heard of the request
+    assert made._views[1].work_sum_ns == queue > 0
+    made.on_queued("1", 1)
+    made.on_report(1, REPORT)
+    assert (made._views[1].work_sum_ns, made._views[1].memory_sum) == (0, 63)
+    made.on_admitted("1", 1, 0)
+    made.on_report(1, REPORT)
+    assert made._views[1].memory_sum == 0
+
+
+def test_a_prefill_worker_is_free_after_the_first_token_and_the_decode_worker_after_the_end() -> None:
+    made = placer("prefill", "decode", disaggregate="always")
+    place(made, ask())
+    assert made._views[0].work and made._views[1].memory and made._views[1].streams == 1
+    made.on_first_token("a")
+    assert not made._views[0].work and made._views[1].streams == 1
+    made.on_ended("a", 7)
+    assert not made._views[1].memory and made._views[1].streams == 0
+
+
+def test_a_worker_that_comes_back_knows_nothing_of_what_it_was_given() -> None:
+    made = placer("both")
+    place(made, ask())
+    made.set_up(0, False)
+    made.set_up(0, True)
+    made.on_ended("a", 3)
+    assert made._views[0].streams == 0
+    assert made._views[0].prices.standing == 0
+
+
+def test_a_request_that_is_placed_again_is_counted_once() -> None:
+    made = placer("both", "both")
+    place(made, ask())
+    place(made, ask(avoid=frozenset({0})))
+    assert [view.streams for view in made._views] == [0, 1]
+
+
+def test_missing_publications_are_noticed_and_a_snapshot_heals() -> None:
+    made = placer("both", "both")
+    assert made.on_blocks(1, 1, stored=blocks(0))
+    assert not made.on_blocks(1, 3, stored=blocks(1))
+    made.on_snapshot(1, 3, blocks(0, 1, 2))
+    assert place(made, ask(tokens=64, hashes=blocks(0, 1, 2))).num_cached_tokens == 48
+
+
+def test_wrong_predictions_raise_an_alarm_that_ends_when_they_are_right_again() -> None:
+    made = placer("both")
+    made.on_blocks(0, 1, stored=blocks(*range(50)))
+    for number in range(MIN_ADMISSIONS):
+        assert not made.alarm
+        place(made, ask(str(number), hashes=blocks(*range(50))))
+        made.on_admitted(str(number), 0, 0)
+    assert "25600 tokens were expected in a prefix cache and 0 were found; 80 %" in made.alarm
+    assert made.hit_error == 0.8
+    watch = made.watch
+    for _ in range(WINDOW - MIN_ADMISSIONS + 28):  # 4 of them are left in the window: 1.25 %
+        assert watch.alarm or watch.error <= 0.1
+        watch.observe(800, 800, 1000)
+    assert not watch.alarm
+
+
+def test_the_alarm_has_hysteresis() -> None:
+    watch = HitWatch()
+    for _ in range(WINDOW):
+        watch.observe(150, 0, 1000)
+    assert not watch.alarm
+    for _ in range(WINDOW):
+        watch.observe(300, 0, 1000)
+    assert watch.alarm
+    for _ in range(WINDOW):
+        watch.observe(150, 0, 1000)
+    assert watch.alarm
+
+
+def test_the_host_tier_counts_after_the_device() -> None:
+    index = PrefixIndex(2)
+    index.on_events(0, 1, stored=blocks(0, 1))
+    index.on_host_events(0, stored=blocks(2, 3))
+    assert index.has_host_blocks
+    assert index.matches(blocks(0, 1, 2, 3), 0) == [2, 0]
+    assert index.host_matches(blocks(0, 1, 2, 3, 4)) == [4, 0]
+    index.on_host_events(0, evicted=blocks(2))
+    assert index.host_matches(blocks(0, 1, 2, 3)) == [2, 0]
+    index.remove(0)
+    assert not index.has_host_blocks
+    made = placer("both", "both")
+    made.index.on_host_events(1, stored=blocks(*range(50)))
+    placement = place(made, ask(hashes=blocks(*range(50))))
+    assert (placement.decode, placement.num_cached_tokens) == (1, 800)
+
+
+def test_answers_are_expected_by_class_and_by_size_of_prompt() -> None:
+    lengths = OutputLengthClasses()
+    for _ in range(20):
+        lengths.observe(lengths.name("code", 10), 500)
+        lengths.observe(lengths.name("", 10), 5)
+    assert lengths.expected(lengths.name("code", 10), 1000) == 500
+    assert lengths.expected(lengths.name("code", 10), 100) == 100
+    assert lengths.expected(lengths.name("", 12), 1000) == 5
+    assert lengths.expected(lengths.name("", 5000), 1000) == 500  # a young class: the quantile of all
+    for number in range(2 * MAX_CLASSES):
+        lengths.observe(lengths.name(f"made up {number}", 10), 5)
+    assert len(lengths._classes) <= MAX_CLASSES + 40
+
+
+@pytest.mark.parametrize("routing", ["round_robin", "least_loaded", "power_of_two"])
+def test_routing_by_load_separates_whenever_it_can(routing: str) -> None:
+    made = placer("prefill", "decode", "prefill", "decode", routing=routing, seed=5)
+    placements = [place(made, ask(str(number))) for number in range(40)]
+    assert {one.reason for one in placements} == {"remote"}
+    assert {one.prefill for one in placements} == {0, 2} and {one.decode for one in placements} == {1, 3}
+    assert place(made, ask("one", answer=1)).reason == "one_token"
+    assert place(made, ask("whole", hands_off=False)).reason == "whole"
+    assert place(made, ask("elsewhere", avoid=frozenset({0, 1}))) == Placement(2, 3, 0, 0, "remote")
+    made.set_up(1, False)
+    made.set_up(3, False)
+    assert place(made, ask("alone")).reason == "only_worker"
+    for name in (*map(str, range(40)), "one", "whole", "elsewhere", "alone"):
+        made.on_ended(name, 1)
+    assert made._pickers is not None
+    assert [picker.outstanding for picker in made._pickers] == [[0] * 4] * 2
+
+
+def test_impossible_fleets_and_settings_are_refused() -> None:
+    with pytest.raises(ConfigError, match="0 workers"):
+        Placer([])
+    with pytest.raises(ConfigError, match="same number"):
+        Placer([WorkerInfo(1, "both", 1, 1), WorkerInfo(1, "both", 1, 1)])
+    with pytest.raises(ConfigError, match="role"):
+        WorkerInfo(0, "planner", 1, 1)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="disaggregate is 'maybe'"):
+        PlacementConfig(disaggregate="maybe")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="routing is 'nearest'"):
+        PlacementConfig(routing="nearest")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="kv_price_ns"):
+        PlacementConfig(kv_price_ns=-1)

@@ -1,0 +1,554 @@
+"""KV between two connectors in one process: nothing is lost, nothing comes twice, nobody is disturbed, fences hold."""
+
+import contextlib
+import importlib.util
+import random
+import select
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diptych.control.errors import ConfigError
+from diptych.runtime.attention.layout import allocate_cpu, read_cpu
+from diptych.runtime.kv_tensors import LayerCache
+from diptych.runtime.transfer import make_connector
+from diptych.runtime.transfer.addresses import parse_address
+from diptych.runtime.transfer.frames import HEADER_BYTES, Frame, Kind, ProtocolError, Seal, parse_header
+from diptych.runtime.transfer.handshake import (
+    HELLO_BYTES,
+    WELCOME_BYTES,
+    Identity,
+    accept_hello,
+    accept_welcome,
+    greeting,
+    hello,
+)
+from diptych.runtime.transfer.interface import (
+    MAX_PAYLOAD_BYTES,
+    ChunkArrived,
+    CodecName,
+    Committed,
+    Failed,
+    KVConnector,
+    KVFormat,
+    Sent,
+    TransferEvent,
+    TransferOptions,
+)
+from tests.runtime.cutting_proxy import CuttingProxy
+
+SECRET = b"0123456789abcdef" * 2
+LAYERS, HEADS, DIM, BLOCKS = 3, 2, 32, 40
+FORMAT = KVFormat("m", LAYERS, HEADS, DIM, "bfloat16", 16, "cpu")
+
+
+class Side:
+    """A worker's cache, filled with noise, and its connector."""
+
+    def __init__(self, connector: KVConnector, layers: list[LayerCache], kv_format: KVFormat) -> None:
+        self.connector = connector
+        self.layers = layers
+        self.block_size = kv_format.block_size
+
+    def rows(self, block_ids: list[int], start: int, end: int) -> list[torch.Tensor]:
+        """K and V of these tokens in every layer."""
+        slots = torch.tensor([block_ids[t // self.block_size] * self.block_size + t % self.block_size
+                              for t in range(start, end)])  # fmt: skip
+        return [rows.float() for k, v in self.layers for rows in read_cpu(k, v, slots)]
+
+    def snapshot(self) -> list[torch.Tensor]:
+        """All bytes."""
+        return [cache.clone() for pair in self.layers for cache in pair]
+
+
+Make = Callable[..., Side]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    """Makes sides; closes them."""
+    made: list[Side] = []
+    tmp_path.chmod(0o700)
+
+    def build(
+        name: str = "tcp", listen: str = "tcp://127.0.0.1:0", kv_format: KVFormat = FORMAT, codec: CodecName = "none",
+        frame_bytes: int = 4096, secret: bytes = SECRET, timeout_s: float = 10.0,
+    ) -> Side:  # fmt: skip
+        if listen == "unix":
+            listen = f"unix://{tmp_path}/{len(made)}"
+        dtype = getattr(torch, kv_format.dtype)
+        generator = torch.Generator().manual_seed(len(made))
+        layers = [allocate_cpu(BLOCKS, HEADS, kv_format.block_size, DIM, dtype) for _ in range(LAYERS)]
+        for cache in (cache for pair in layers for cache in pair):
+            cache.copy_(torch.randn(cache.shape, generator=generator))
+        options = TransferOptions(secret, listen, None, codec, timeout_s, frame_bytes)
+        side = Side(make_connector(name, layers, kv_format, options), layers, kv_format)
+        made.append(side)
+        return side
+
+    yield build
+    for side in made:
+        side.connector.close()
+
+
+def until(side: Side, kind: type[TransferEvent], count: int = 1) -> list[TransferEvent]:
+    """Poll until ``count`` events of a kind have come; all events."""
+    happened: list[TransferEvent] = []
+    deadline = time.monotonic() + 60
+    while sum(isinstance(event, kind) for event in happened) < count:
+        assert time.monotonic() < deadline, happened
+        assert not any(isinstance(event, Failed) for event in happened if kind is not Failed), happened
+        select.select([side.connector], [], [], 1)
+        happened += side.connector.poll()
+    return happened
+
+
+def transfer(sender: Side, receiver: Side, leg: str, tokens: int, address: str = "", chunk: int = 48) -> tuple[
+    list[int], list[int]
+]:  # fmt: skip
+    """Queue a whole leg in chunks; the block tables on both sides."""
+    rng = random.Random(leg)
+    tables = [rng.sample(range(BLOCKS), -(-tokens // side.block_size)) for side in (sender, receiver)]
+    receiver.connector.expect(leg, tables[1], 0, tokens)
+    sender.connector.open(leg, address or receiver.connector.address, 0)
+    for start in range(0, tokens, chunk):
+        sender.connector.send(leg, start, min(chunk, tokens - start), tables[0])
+    sender.connector.commit(leg, leg.encode())
+    return tables[0], tables[1]
+
+
+def assert_same(sender: Side, receiver: Side, tables: tuple[list[int], list[int]], tokens: int) -> None:
+    for sent, got in zip(sender.rows(tables[0], 0, tokens), receiver.rows(tables[1], 0, tokens), strict=True):
+        assert torch.equal(sent, got)
+
+
+@pytest.mark.parametrize("listen", ["tcp://127.0.0.1:0", "tcp://[::1]:0", "unix"])
+@pytest.mark.parametrize("frame_bytes", [1, 5000, 1 << 19])
+def test_blocks_arrive_bit_for_bit_in_frames_of_every_size(make: Make, listen: str, frame_bytes: int) -> None:
+    sender, receiver = make(frame_bytes=frame_bytes), make(listen=listen)
+    untouched = receiver.snapshot()
+    tables = transfer(sender, receiver, "leg", 203)
+    happened = until(receiver, Committed)
+    done = happened[-1]
+    assert isinstance(done, Committed) and done.payload == b"leg"
+    assert done.num_bytes == 13 * FORMAT.bytes_per_block and done.first_byte_ns <= done.last_byte_ns
+    assert_same(sender, receiver, tables, 203)
+    others = [block for block in range(BLOCKS) if block not in tables[1]]
+    for before, after in zip(untouched, receiver.snapshot(), strict=True):
+        assert torch.equal(before[others], after[others])
+    assert [event.num_tokens for event in happened if isinstance(event, ChunkArrived)][-1] == 203
+    (sent,) = until(sender, Sent)
+    assert isinstance(sent, Sent) and sent.num_bytes == done.num_bytes
+
+
+@pytest.mark.parametrize("chunk", [16, 32, 64, 208])
+def test_a_prefix_that_the_receiver_holds_is_left_alone(make: Make, chunk: int) -> None:
+    sender, receiver = make(), make()
+    mine, theirs = list(range(13)), list(range(20, 33))
+    held = receiver.rows(theirs, 0, 48)
+    receiver.connector.expect("leg", theirs, 48, 200 - 48)
+    sender.connector.open("leg", receiver.connector.address, 48)
+    for start in range(48, 200, chunk):
+        sender.connector.send("leg", start, min(chunk, 200 - start), mine)
+    sender.connector.commit("leg", b"")
+    until(receiver, Committed)
+    assert all(map(torch.equal, held, receiver.rows(theirs, 0, 48)))
+    assert all(map(torch.equal, sender.rows(mine, 48, 200), receiver.rows(theirs, 48, 200)))
+
+
+@pytest.mark.parametrize(("block_size", "dtype"), [(32, "bfloat16"), (16, "float32"), (64, "float32")])
+def test_block_sizes_and_dtypes_may_differ(make: Make, block_size: int, dtype: str) -> None:
+    wide = replace(FORMAT, block_size=block_size, dtype=dtype)
+    narrow_side, wide_side = make(), make(kv_format=wide)
+    tables = transfer(narrow_side, wide_side, "there", 203)
+    until(wide_side, Committed)
+    assert_same(narrow_side, wide_side, tables, 203)
+    back = transfer(wide_side, narrow_side, "back", 203, chunk=64)
+    until(narrow_side, Committed)
+    for sent, got in zip(wide_side.rows(back[0], 0, 203), narrow_side.rows(back[1], 0, 203), strict=True):
+        assert torch.equal(sent.bfloat16().float(), got)
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4", "auto"])
+def test_a_codec_saves_bytes_and_keeps_the_values_near(make: Make, codec: CodecName) -> None:
+    sender, receiver = make(codec=codec), make(kv_format=replace(FORMAT, block_size=32))
+    tables = transfer(sender, receiver, "leg", 100)
+    done = until(receiver, Committed)[-1]
+    assert isinstance(done, Committed)
+    share, error = {"int8": (0.6, 0.02), "int4": (0.35, 0.3), "auto": (1.0, 0.0)}[codec]
+    assert done.num_bytes <= share * 7 * FORMAT.bytes_per_block
+    for sent, got in zip(sender.rows(tables[0], 0, 100), receiver.rows(tables[1], 0, 100), strict=True):
+        assert (sent - got).abs().max() <= error * sent.abs().max()
+
+
+def test_within_one_pool_only_the_commit_travels(make: Make) -> None:
+    sender, receiver = make("shared_memory", "unix"), make("shared_memory", "unix")
+    before = sender.snapshot() + receiver.snapshot()
+    receiver.connector.expect("leg", (), 100, 0)
+    sender.connector.open("leg", receiver.connector.address, 100)
+    sender.connector.commit("leg", b"first token")
+    done = until(receiver, Committed)[-1]
+    assert isinstance(done, Committed) and (done.payload, done.num_bytes) == (b"first token", 0)
+    until(sender, Sent)
+    assert all(map(torch.equal, before, sender.snapshot() + receiver.snapshot()))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_link_that_breaks_anywhere_loses_nothing_and_repeats_nothing(make: Make, seed: int) -> None:
+    sender, receiver = make(), make()
+    with CuttingProxy(receiver.connector.address, seed, cuts=12, cut_within=60_000) as proxy:
+        legs = {f"leg {i}": 16 * i + 77 for i in range(5)}
+        tables = {leg: transfer(sender, receiver, leg, tokens, proxy.address) for leg, tokens in legs.items()}
+        # block tables of different legs overlap at the receiver: compare one leg at a time
+        happened = until(receiver, Committed, 5)
+        assert sorted(event.leg_id for event in happened if isinstance(event, Committed)) == list(legs)
+        assert {event.leg_id for event in until(sender, Sent, 5)} == set(legs)
+        proxy.cuts_left = 6
+        proxy.cut()
+        tables["last"] = transfer(sender, receiver, "last", 203, proxy.address)
+        until(receiver, Committed)
+        assert_same(sender, receiver, tables["last"], 203)
+        assert until(sender, Sent)[-1].leg_id == "last"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_damaged_bytes_are_noticed_and_sent_again(make: Make, seed: int) -> None:
+    sender, receiver = make(), make()
+    with CuttingProxy(receiver.connector.address, seed, flips=5, cut_within=40_000) as proxy:
+        for turn in range(6):
+            tables = transfer(sender, receiver, f"{turn}", 203, proxy.address)
+            until(receiver, Committed)
+            assert_same(sender, receiver, tables, 203)
+            until(sender, Sent)
+
+
+def test_a_small_leg_passes_a_long_one_on_a_slow_link(make: Make) -> None:
+    sender, receiver = make(), make()
+    with CuttingProxy(receiver.connector.address, bytes_per_s=1_200_000) as proxy:
+        transfer(sender, receiver, "long", 640, proxy.address)
+        until(receiver, ChunkArrived)
+        transfer(sender, receiver, "short", 16, proxy.address)
+        ended = [event.leg_id for event in until(receiver, Committed, 2) if isinstance(event, Committed)]
+        assert ended == ["short", "long"]
+
+
+def test_64_legs_in_both_directions_at_once(make: Make) -> None:
+    left, right = make(frame_bytes=20_000), make(listen="unix", frame_bytes=3000)
+    for number in range(32):
+        for sender, receiver in ((left, right), (right, left)):
+            blocks = list(range(20)) if sender is left else list(range(20, 40))
+            leg = f"{number}{'>' if sender is left else '<'}"
+            receiver.connector.expect(leg, blocks, 0, 320)
+            sender.connector.open(leg, receiver.connector.address, 0)
+            for start in range(0, 320, 80):
+                sender.connector.send(leg, start, 80, blocks)
+            sender.connector.commit(leg, b"")
+    for side in (left, right):
+        happened: list[TransferEvent] = []
+        while sum(isinstance(event, Committed | Sent) for event in happened) < 64:
+            select.select([side.connector], [], [], 30)
+            happened += side.connector.poll()
+            assert not any(isinstance(event, Failed) for event in happened)
+    assert_same(left, right, (list(range(20)), list(range(20))), 320)
+    assert_same(right, left, (list(range(20, 40)), list(range(20, 40))), 320)
+
+
+def test_a_leg_that_nobody_expects_fails_at_the_sender_alone(make: Make) -> None:
+    sender, receiver = make(), make()
+    sender.connector.open("unknown", receiver.connector.address, 0)
+    sender.connector.send("unknown", 0, 64, list(range(4)))
+    sender.connector.commit("unknown", b"")
+    failed = until(sender, Failed)[-1]
+    assert isinstance(failed, Failed) and failed.is_sender and "does not expect leg unknown" in failed.message
+    sender.connector.send("unknown", 64, 64, list(range(8)))  # has no effect
+    tables = transfer(sender, receiver, "known", 64)
+    until(receiver, Committed)
+    assert_same(sender, receiver, tables, 64)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_nothing_is_written_after_forget(make: Make, seed: int) -> None:
+    rng = random.Random(seed)
+    sender, receiver = make(frame_bytes=1 << 16), make()
+    kept = transfer(sender, receiver, "kept", 48)
+    until(receiver, Committed)
+    table = [block for block in range(BLOCKS) if block not in kept[1]]
+    receiver.connector.expect("leg", table, 0, 16 * len(table))
+    sender.connector.open("leg", receiver.connector.address, 0)
+    sender.connector.send("leg", 0, 16 * len(table), [block % BLOCKS for block in range(len(table))])
+    time.sleep(rng.random() * 0.004)
+    receiver.connector.forget("leg")
+    frozen = receiver.snapshot()
+    receiver.connector.forget("leg")
+    failed = until(sender, Failed)[-1]
+    assert isinstance(failed, Failed) and failed.leg_id == "leg"
+    assert all(map(torch.equal, frozen, receiver.snapshot()))
+    assert not [event for event in receiver.connector.poll() if event.leg_id == "leg"]
+    transfer(sender, receiver, "next", 48)
+    until(receiver, Committed)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_nothing_is_read_after_cancel(make: Make, seed: int) -> None:
+    rng = random.Random(seed)
+    sender, receiver = make(frame_bytes=1 << 16), make()
+    table = list(range(BLOCKS - 3))
+    with CuttingProxy(receiver.connector.address, bytes_per_s=20_000_000) as proxy:
+        receiver.connector.expect("leg", table, 0, 16 * len(table))
+        sender.connector.open("leg", proxy.address, 0)
+        sender.connector.send("leg", 0, 16 * len(table), table)
+        time.sleep(rng.random() * 0.02)
+        sender.connector.cancel("leg")
+        for pair in sender.layers:
+            for cache in pair:
+                cache[: BLOCKS - 3] = torch.nan
+        sender.connector.cancel("leg")
+        receiver.connector.expect("next", [BLOCKS - 1], 0, 16)
+        sender.connector.open("next", proxy.address, 0)
+        sender.connector.send("next", 0, 16, [BLOCKS - 2])
+        sender.connector.commit("next", b"")
+        happened: list[TransferEvent] = []
+        while not any(isinstance(event, Committed) for event in happened):
+            select.select([receiver.connector], [], [], 30)
+            happened += receiver.connector.poll()
+        assert all(event.leg_id == "leg" for event in happened if isinstance(event, Failed))
+        assert not any(cache.isnan().any() for pair in receiver.layers for cache in pair)
+        assert [event.leg_id for event in until(sender, Sent)] == ["next"]
+
+
+def test_sends_that_are_repeated_are_skipped_and_gaps_are_an_error(make: Make) -> None:
+    sender, receiver = make(), make()
+    table = list(range(8))
+    receiver.connector.expect("leg", table, 0, 128)
+    sender.connector.open("leg", receiver.connector.address, 0)
+    sender.connector.send("leg", 0, 48, table)
+    sender.connector.send("leg", 0, 48, table)
+    sender.connector.send("leg", 32, 64, table)
+    with pytest.raises(ValueError, match="tokens 96 to 112 were never sent"):
+        sender.connector.send("leg", 112, 16, table)
+    sender.connector.send("leg", 96, 32, table)
+    sender.connector.commit("leg", b"")
+    with pytest.raises(ValueError, match="committed already"):
+        sender.connector.commit("leg", b"")
+    done = until(receiver, Committed)[-1]
+    assert isinstance(done, Committed) and done.num_bytes == 8 * FORMAT.bytes_per_block
+
+
+def test_a_commit_without_all_of_the_kv_fails_on_both_sides(make: Make) -> None:
+    sender, receiver = make(), make()
+    receiver.connector.expect("leg", list(range(8)), 0, 128)
+    sender.connector.open("leg", receiver.connector.address, 0)
+    sender.connector.send("leg", 0, 112, list(range(7)))
+    sender.connector.commit("leg", b"")
+    for side, is_sender in ((sender, True), (receiver, False)):
+        failed = until(side, Failed)[-1]
+        assert isinstance(failed, Failed) and failed.is_sender is is_sender and "16 tokens is missing" in failed.message
+
+
+def test_a_sender_that_begins_elsewhere_is_refused(make: Make) -> None:
+    sender, receiver = make(), make()
+    receiver.connector.expect("leg", list(range(8)), 32, 96)
+    sender.connector.open("leg", receiver.connector.address, 0)
+    failed = until(sender, Failed)[-1]
+    assert isinstance(failed, Failed) and "begins at token 0, the receiver at 32" in failed.message
+    assert isinstance(until(receiver, Failed)[-1], Failed)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("nixl_cu13") is None, reason="needs the extra [nixl]")
+def test_nixl_reads_the_blocks_bit_for_bit_and_fences(make: Make) -> None:
+    sender, receiver = make("nixl"), make("nixl")
+    tables = transfer(sender, receiver, "leg", 203)
+    done = until(receiver, Committed)[-1]
+    assert isinstance(done, Committed) and done.num_bytes == 13 * FORMAT.bytes_per_block
+    assert_same(sender, receiver, tables, 203)
+    assert isinstance(until(sender, Sent)[-1], Sent)
+    transfer(sender, receiver, "forgotten", 500)
+    receiver.connector.forget("forgotten")
+    frozen = receiver.snapshot()
+    assert isinstance(until(sender, Failed)[-1], Failed)
+    assert all(map(torch.equal, frozen, receiver.snapshot()))
+    other = make("nixl", kv_format=replace(FORMAT, block_size=32))
+    other.connector.expect("leg", [0], 0, 16)
+    sender.connector.open("leg", other.connector.address, 0)
+    failed = until(sender, Failed)[-1]
+    assert isinstance(failed, Failed) and "one format" in failed.message
+
+
+@pytest.mark.skipif(importlib.util.find_spec("nixl_cu13") is not None, reason="the extra [nixl] is there")
+def test_without_its_extra_nixl_says_how_to_get_it(make: Make) -> None:
+    with pytest.raises(ConfigError, match=r"pip install 'diptych\[nixl\]'"):
+        make("nixl")
+
+
+def test_everything_may_be_queued_before_the_receiver_listens(make: Make, tmp_path: Path) -> None:
+    sender = make()
+    sender.connector.open("leg", f"unix://{tmp_path}/1", 0)
+    sender.connector.send("leg", 0, 64, [3, 2, 1, 0])
+    sender.connector.commit("leg", b"")
+    time.sleep(0.05)
+    receiver = make(listen="unix")
+    receiver.connector.expect("leg", [5, 6, 7, 8], 0, 64)
+    until(receiver, Committed)
+    assert_same(sender, receiver, ([3, 2, 1, 0], [5, 6, 7, 8]), 64)
+
+
+def test_nobody_there_is_a_failure_in_the_end(make: Make, tmp_path: Path) -> None:
+    sender = make(timeout_s=0.2)
+    sender.connector.open("leg", f"unix://{tmp_path}/nobody", 0)
+    failed = until(sender, Failed)[-1]
+    assert isinstance(failed, Failed) and "no working connection" in failed.message and "ENOENT" in failed.message
+
+
+def test_a_sender_that_vanishes_is_a_failure_at_the_receiver_in_the_end(make: Make) -> None:
+    sender, receiver = make(), make(timeout_s=0.2)
+    receiver.connector.expect("leg", list(range(8)), 0, 128)
+    sender.connector.open("leg", receiver.connector.address, 0)
+    sender.connector.send("leg", 0, 64, list(range(8)))
+    until(receiver, ChunkArrived)
+    sender.connector.close()
+    failed = until(receiver, Failed)[-1]
+    assert isinstance(failed, Failed) and "not resumed within 0.2 s" in failed.message
+
+
+def test_a_restarted_receiver_fails_the_legs_of_the_old_one(make: Make, tmp_path: Path) -> None:
+    sender, old = make(), make(listen=f"unix://{tmp_path}/kv")
+    old.connector.expect("leg", list(range(8)), 0, 128)
+    sender.connector.open("leg", old.connector.address, 0)
+    sender.connector.send("leg", 0, 64, list(range(8)))
+    until(old, ChunkArrived)
+    old.connector.close()
+    new = make(listen=f"unix://{tmp_path}/kv")
+    new.connector.expect("leg", list(range(8)), 0, 128)
+    failed = until(sender, Failed)[-1]
+    assert isinstance(failed, Failed) and "was restarted" in failed.message
+    transfer(sender, new, "another", 64)
+    until(new, Committed)
+
+
+def test_closing_with_everything_in_flight_ends_at_once(make: Make) -> None:
+    for first in (0, 1):
+        sides = make(), make()
+        for number in range(8):
+            transfer(sides[0], sides[1], f"{number}", 500)
+        sides[first].connector.close()
+        sides[1 - first].connector.close()
+        sides[first].connector.close()
+
+
+def test_who_does_not_know_the_secret_stays_outside(make: Make) -> None:
+    stranger, receiver = make(secret=b"another secret, also 32 bytes long", timeout_s=0.3), make()
+    receiver.connector.expect("leg", [0], 0, 16)
+    stranger.connector.open("leg", receiver.connector.address, 0)
+    stranger.connector.send("leg", 0, 16, [0])
+    before = receiver.snapshot()
+    assert isinstance(until(stranger, Failed)[-1], Failed)
+    assert not receiver.connector.poll() and all(map(torch.equal, before, receiver.snapshot()))
+
+
+def test_garbage_disturbs_nobody(make: Make) -> None:
+    sender, receiver = make(), make()
+    rng = random.Random(5)
+    target = parse_address(receiver.connector.address)
+    with contextlib.ExitStack() as stack:
+        for number in range(100):  # more than may be strangers at a time
+            sock = stack.enter_context(socket.socket(target.family))
+            sock.connect(target.target)
+            with contextlib.suppress(OSError):
+                sock.send(rng.randbytes(rng.randrange(1, 3000)))
+            if number % 10 == 0:
+                tables = transfer(sender, receiver, f"{number}", 48)
+                until(receiver, Committed)
+                assert_same(sender, receiver, tables, 48)
+
+
+def test_caches_of_different_models_are_refused_with_both_sides_values(make: Make) -> None:
+    sender, receiver = make(), make(kv_format=replace(FORMAT, model="another"))
+    receiver.connector.expect("leg", [0], 0, 16)
+    sender.connector.open("leg", receiver.connector.address, 0)
+    failed = until(sender, Failed)[-1]
+    assert isinstance(failed, Failed) and "model is 'm' here and 'another' there" in failed.message
+
+
+def test_what_cannot_be_is_said_at_once(make: Make, tmp_path: Path) -> None:
+    side = make()
+    with pytest.raises(ConfigError, match="at least 32"):
+        TransferOptions(b"short")
+    with pytest.raises(ConfigError, match="not one of"):
+        make(name="carrier pigeon")
+    with pytest.raises(ConfigError, match="unix"):
+        make(name="shared_memory")
+    tmp_path.chmod(0o755)
+    with pytest.raises(ConfigError, match="0700"):
+        make(listen="unix")
+    for address in ("tcp://example.org:1", "tcp://127.0.0.1", "http://127.0.0.1:1", "unix://", "tcp://127.0.0.1:99999"):
+        with pytest.raises(ConfigError, match="address"):
+            side.connector.open("leg", address, 0)
+    with pytest.raises(ValueError, match="do not hold"):
+        side.connector.expect("leg", [0], 0, 17)
+    side.connector.open("leg", side.connector.address, 0)
+    with pytest.raises(ValueError, match="at most"):
+        side.connector.commit("leg", bytes(MAX_PAYLOAD_BYTES + 1))
+
+
+@given(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES), st.binary(max_size=64))
+@settings(max_examples=300, deadline=None)
+def test_no_header_is_believed_without_its_seal(header: bytes, body: bytes) -> None:
+    try:
+        assert parse_header(header).body_bytes <= 1 << 26
+    except ProtocolError:
+        return
+    with pytest.raises(ProtocolError):
+        Seal(b"k" * 32).check(header, body)
+
+
+@given(st.sampled_from(list(Kind)), st.integers(0, 2**64 - 1), st.integers(0, HEADER_BYTES - 1), st.integers(0, 7))
+@settings(max_examples=200, deadline=None)
+def test_a_sealed_header_is_read_as_written_once_and_no_bit_of_it_may_change(
+    kind: Kind, number: int, byte: int, bit: int
+) -> None:
+    frame = Frame(kind, number, 3, 4, 5, 6, 7, 1, 1, 0, 9)
+    header = Seal(b"k" * 32).seal(frame)
+    assert parse_header(header) == frame
+    check = Seal(b"k" * 32)
+    check.check(header)
+    with pytest.raises(ProtocolError):
+        check.check(header)  # played back
+    damaged = bytearray(header)
+    damaged[byte] ^= 1 << bit
+    with pytest.raises(ProtocolError):
+        Seal(b"k" * 32).check(damaged)
+
+
+@given(st.data())
+@settings(max_examples=100, deadline=None)
+def test_no_byte_of_a_handshake_may_change(data: st.DataObject) -> None:
+    sender, receiver = Identity(SECRET, b"s" * 16, FORMAT), Identity(SECRET, b"r" * 16, FORMAT)
+    greeted = greeting()
+    said = hello(sender, greeted, "tcp://127.0.0.1:1", 7)
+    answer, who = accept_hello(receiver, greeted, said)
+    known = accept_welcome(sender, greeted, said, answer)
+    assert (who.instance, who.dial, who.kv_format, known.instance) == (b"s" * 16, 7, FORMAT, b"r" * 16)
+    assert (who.key_to_receiver, who.key_to_sender) == (known.key_to_receiver, known.key_to_sender)
+    place = data.draw(st.integers(0, len(said) - 1).filter(lambda at: not HELLO_BYTES - 2 <= at < HELLO_BYTES))
+    with pytest.raises(ProtocolError):
+        accept_hello(receiver, greeted, said[:place] + bytes([said[place] ^ 1]) + said[place + 1 :])
+    place = data.draw(st.integers(0, len(answer) - 1).filter(lambda at: not WELCOME_BYTES - 2 <= at < WELCOME_BYTES))
+    with pytest.raises(ProtocolError):
+        accept_welcome(sender, greeted, said, answer[:place] + bytes([answer[place] ^ 1]) + answer[place + 1 :])
+    with pytest.raises(ProtocolError):
+        accept_hello(receiver, greeting(), said)
+
+
+@given(st.binary(max_size=300))
+@settings(max_examples=200, deadline=None)
+def test_a_kv_format_from_outside_is_one_or_a_config_error(data: bytes) -> None:
+    with contextlib.suppress(ConfigError):
+        assert isinstance(KVFormat.from_bytes(data), KVFormat)
+    assert KVFormat.from_bytes(FORMAT.to_bytes()) == FORMAT

@@ -1,0 +1,59 @@
+"""The bundled model on one worker and on a prefill and a decode worker: the same tokens, even when a worker dies."""
+
+import asyncio
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from diptych.control.request import SamplingParams
+from diptych.serving.fleet import Fleet
+from diptych.serving.fleet_options import FleetOptions
+from diptych.serving.frontend import AsyncLLM
+from diptych.serving.llm import LLM
+from diptych.serving.options import DeviceOptions, EngineOptions, MemoryOptions
+
+LENGTHS = (5, 33, 64, 150)
+SAMPLING = SamplingParams(max_tokens=40, temperature=0.8, seed=5, ignore_eos=True)
+
+
+def prompt(length: int) -> list[int]:
+    return [(7 * position + 3 * length) % 1000 for position in range(length)]
+
+
+@pytest.fixture(scope="module")
+def whole() -> list[list[int]]:
+    """What one engine in this process says."""
+    llm = LLM(dtype="float32", threads=1)
+    return [output.outputs[0].token_ids for output in llm.generate([prompt(length) for length in LENGTHS], SAMPLING)]
+
+
+async def answers(llm: AsyncLLM) -> list[list[int]]:
+    async def one(length: int) -> list[int]:
+        outputs = [output async for output in llm.generate(prompt(length), SAMPLING)]
+        return outputs[-1].outputs[0].token_ids
+
+    return list(await asyncio.gather(*map(one, LENGTHS)))
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("transfer", ["shared_memory", "tcp"])
+async def test_two_workers_say_what_one_says(
+    whole: list[list[int]], transfer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diptych.serving.supervisor.FIRST_PAUSE_S", 0.05)
+    memory, device = MemoryOptions(kv_cache_bytes=32 * 2**20), DeviceOptions(device="cpu", dtype="float32")
+    options = EngineOptions(memory=memory, device=device, warm_up=False)
+    fleet = Fleet(options, FleetOptions(prefill=1, decode=1, transfer=transfer, disaggregate="always"))
+    async with AsyncLLM(options, fleet) as llm:
+        assert await answers(llm) == whole
+        assert await answers(llm) == whole  # with cached prefixes on both sides
+        assert llm.metrics.fleet.num_transfers == 2 * len(LENGTHS)
+        travelled = llm.metrics.fleet.transferred_bytes
+        assert travelled == 0 if transfer == "shared_memory" else travelled > 0
+        if transfer == "shared_memory":
+            running = asyncio.create_task(answers(llm))
+            await asyncio.sleep(0.05)
+            os.kill(fleet.supervisors[1].worker_pid or 0, signal.SIGKILL)
+            assert await running == whole

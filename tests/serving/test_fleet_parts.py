@@ -1,0 +1,178 @@
+"""The parts of a fleet without processes: its settings, who is in it, what an end of a process means, who hangs."""
+
+import logging
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diptych.control.errors import ConfigError
+from diptych.serving.exit_status import count_oom_kills, in_words, is_crash
+from diptych.serving.fleet_options import FleetOptions, divide_cores
+from diptych.serving.fleet_plan import plan_fleet
+from diptych.serving.heartbeat import Pulse
+from diptych.serving.membership import Membership
+from diptych.serving.options import DeviceOptions, EngineOptions, MemoryOptions
+from diptych.serving.watch import verdict
+from diptych.serving.wire import Ready
+
+S = 10**9
+
+
+def ready(capacity: int = 1000, length: int = 512) -> Ready:
+    return Ready(4096, length, capacity, 8, 4, [0], "a worker", num_blocks=32, block_size=32)
+
+
+def test_the_default_fleet_is_one_worker_that_does_both() -> None:
+    assert FleetOptions().roles == ("both",)
+    assert FleetOptions(prefill=1, decode=2).roles == ("prefill", "decode", "decode")
+    assert FleetOptions(prefill=1, both=1).roles == ("prefill", "both")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"prefill": 1}, "nobody can decode"),
+        ({"decode": 2}, "nobody can prefill"),
+        ({"both": 0}, "at least one must serve"),
+        ({"prefill": -1}, "prefill is -1"),
+        ({"transfer": "tcp"}, "no effect with one worker"),
+        ({"kv_codec": "int8"}, "no effect with one worker"),
+        ({"disaggregate": "always"}, "only one worker"),
+        ({"prefill": 1, "decode": 1, "transfer": "shared_memory", "kv_codec": "int4"}, "no effect with shared memory"),
+        ({"prefill": 1, "decode": 1, "transfer": "carrier_pigeon"}, "one of auto"),
+        ({"heartbeat_timeout_s": 0.1}, "at least 0.5"),
+        ({"depth": -1}, "at least 0"),
+    ],
+)
+def test_settings_that_contradict_or_do_nothing_are_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        FleetOptions(**changes)
+
+
+def test_the_cores_are_divided_and_sharing_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    assert divide_cores([0, 1, 2, 3], 1, None) == (None,)
+    assert divide_cores([0, 1, 2, 3, 4], 2, None) == ("0,1", "2,3")
+    assert divide_cores([0, 1, 2, 3], 2, "1") == ("0", "1")
+    assert divide_cores([0, 1], 2, "0-3/4,6") == ("0,1,2,3", "4,6")
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING):
+        assert divide_cores([0, 1], 3, None) == ("0", "1", "0")
+    assert "share a core" in caplog.text
+    for wish, words in (("9", "cores_per_worker is 9"), ("0/1/2", "3 lists for 2 workers"), ("a/b", "expected a list")):
+        with pytest.raises(ConfigError, match=words):
+            divide_cores([0, 1], 2, wish)
+
+
+def test_each_worker_is_told_its_place() -> None:
+    options = EngineOptions(
+        memory=MemoryOptions(kv_cache_bytes=2**20), device=DeviceOptions(device="cpu"), record="run.jsonl"
+    )
+    plan = plan_fleet(options, FleetOptions(prefill=1, decode=1, cores_per_worker="0/1"))
+    try:
+        first, second = plan.options
+        assert first.place is not None and second.place is not None
+        assert (first.place.role, second.place.role) == ("prefill", "decode")
+        assert (first.device.cores, second.device.cores) == ("0", "1")
+        assert (first.record, second.record) == ("run-0.jsonl", "run-1.jsonl")
+        assert first.place.secret == second.place.secret and len(first.place.secret) >= 32
+        assert first.place.pool is not None and second.place.pool is not None
+        assert second.place.pool.first_block == first.place.pool.num_blocks > 0
+        assert set(plan.pass_fds) == {first.place.pool.fd, first.place.weights_fd}
+        assert str(first.place.secret) not in repr(first)
+    finally:
+        plan.close()
+    alone = plan_fleet(options, FleetOptions())
+    assert alone.options == (options,)
+    with pytest.raises(ConfigError, match="GPUs"):
+        plan_fleet(
+            EngineOptions(device=DeviceOptions(device="cuda")),
+            FleetOptions(prefill=1, decode=1, transfer="shared_memory"),
+        )
+
+
+def test_a_worker_comes_back_when_every_living_peer_has_forgotten_it() -> None:
+    members = Membership(("prefill", "decode", "both"), shares_pool=True)
+    for worker in range(3):
+        members.on_ready(worker, ready())
+    assert members.is_complete
+    assert members.take_newcomers() == [0, 1, 2]
+    assert members.on_lost(1) == [0, 2]
+    assert members.on_lost(1) == []  # its second process died before anybody knew it
+    members.on_ready(1, ready())
+    assert members.take_newcomers() == []
+    members.on_forgotten(0, 1)
+    assert members.take_newcomers() == []
+    assert members.on_lost(2) == [0, 1]  # a dead peer touches nothing
+    assert members.take_newcomers() == [1]
+    assert members.is_up == [True, True, False]
+
+
+def test_workers_with_memory_of_their_own_come_back_at_once() -> None:
+    members = Membership(("prefill", "decode"), shares_pool=False)
+    assert not members.is_routable
+    for worker in (0, 1):
+        members.on_ready(worker, ready())
+    members.take_newcomers()
+    assert members.on_lost(0) == []
+    assert members.is_routable
+    members.on_ready(0, ready())
+    assert members.take_newcomers() == [0]
+
+
+def test_the_fleet_can_do_what_all_can_and_holds_what_the_largest_decoder_holds() -> None:
+    members = Membership(("prefill", "decode", "decode"), shares_pool=False)
+    for worker, (capacity, length) in enumerate(((9000, 512), (1000, 256), (2000, 512))):
+        members.on_ready(worker, ready(capacity, length))
+    joint = members.joint_ready()
+    assert (joint.max_model_len, joint.kv_capacity_tokens, joint.max_waiting, joint.max_num_seqs) == (256, 2000, 8, 8)
+    assert joint.description == "1 prefill + 2 decode; each: a worker"
+
+
+@pytest.mark.parametrize(
+    ("status", "killed_by_us", "oom_kills", "crashed"),
+    [
+        (0, False, 0, False),
+        (42, False, 0, True),
+        (-signal.SIGSEGV, False, 0, True),
+        (-signal.SIGABRT, False, 0, True),
+        (-signal.SIGTERM, False, 0, False),
+        (-signal.SIGKILL, False, 0, False),
+        (-signal.SIGKILL, False, 1, True),
+        (-signal.SIGKILL, True, 1, False),
+    ],
+)
+def test_only_an_end_that_a_request_may_have_caused_is_a_crash(
+    status: int, killed_by_us: bool, oom_kills: int, crashed: bool
+) -> None:
+    assert is_crash(status, killed_by_us=killed_by_us, oom_kills=oom_kills) is crashed
+
+
+def test_an_end_is_told_in_words() -> None:
+    assert in_words(3) == "exit status 3"
+    assert in_words(-11) == "signal 11"
+    assert in_words(-9, oom_kills=2) == "killed by the kernel: out of memory"
+    assert in_words(-9, killed_because="it hangs") == "killed: it hangs"
+
+
+def test_kills_for_memory_are_counted_in_both_kinds_of_cgroups(tmp_path: Path) -> None:
+    own = tmp_path / "cgroup"
+    (tmp_path / "box").mkdir()
+    own.write_text("0::/box\n")
+    (tmp_path / "box" / "memory.events").write_text("low 0\noom 3\noom_kill 2\n")
+    assert count_oom_kills(own, tmp_path) == 2
+    (tmp_path / "memory" / "box").mkdir(parents=True)
+    own.write_text("5:cpu:/box\n4:memory:/box\n0::/\n")
+    (tmp_path / "memory" / "box" / "memory.oom_control").write_text("under_oom 0\noom_kill 7\n")
+    assert count_oom_kills(own, tmp_path) == 7
+    assert count_oom_kills(tmp_path / "none", tmp_path) == 0
+
+
+def test_silence_and_an_endless_step_are_hangs_and_a_long_one_is_not() -> None:
+    now = 1000 * S
+    assert verdict(Pulse(now - 9 * S, 5, 0, 0), now, 10.0) == ""
+    assert "no sign of life" in verdict(Pulse(now - 11 * S, 5, 0, 0), now, 10.0)
+    assert verdict(Pulse(now, 5, now - 59 * S, S), now, 10.0) == ""
+    assert verdict(Pulse(now, 5, now - 90 * S, 20 * S), now, 10.0) == ""
+    assert "does not end" in verdict(Pulse(now, 5, now - 61 * S, S), now, 10.0)

@@ -1,0 +1,230 @@
+"""Handoffs between real worker processes with a small random model: the tokens of one engine, over each transport."""
+
+import random
+import secrets
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+import pytest
+from wire_peers import Peer, ProcessPeer, ThreadPeer, hand_off, leg
+
+from diptych.control.config import BudgetConfig, SchedulerConfig
+from diptych.control.events import HandoffReleased, RequestAdmitted
+from diptych.control.replica import ReplicaCore
+from diptych.control.request import FinishReason
+from diptych.runtime.engine import Generation, LocalEngine, replica_config
+from diptych.runtime.kv_geometry import read_kv_geometry
+from diptych.runtime.model_runner import RunnerConfig, load_runner
+from diptych.runtime.shared_pool import SharedPool
+from diptych.serving.heartbeat import FILE_NAME, read_pulse
+from diptych.serving.load_engine import connect_peers
+from diptych.serving.options import DeviceOptions, EngineOptions, MemoryOptions, PoolShare, TransferName, WorkerPlace
+from diptych.serving.shared_memory import create_shared_memory
+from diptych.serving.supervisor import private_directory
+from diptych.serving.wire import (
+    Delivered,
+    DropLegs,
+    PrefillLeg,
+    ReleaseLegs,
+    ReserveLeg,
+    Submit,
+    WireRequest,
+    unpack_tokens,
+)
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "runtime"))
+
+from checkpoints import prompt_of, reference, runner
+
+NUM_BLOCKS, BLOCK_SIZE = 96, 32
+SCHEDULER = SchedulerConfig(order="fcfs", budget=BudgetConfig(kind="fixed", max_batched_tokens=64), max_num_seqs=16)
+
+Pair = tuple[Peer, Peer, bool]  # prefill, decode, whether blocks are borrowed
+
+
+@pytest.fixture(scope="module")
+def pairs() -> Iterator[dict[str, Pair]]:
+    """A prefill worker and a decode worker that share a pool, and two that send. One of each pair runs in this process,
+    to spare the other tests the time: torch is slow to load."""
+    model = str(reference("llama").directory)
+    geometry = read_kv_geometry(model, "auto", BLOCK_SIZE)
+    memory = create_shared_memory(geometry, [NUM_BLOCKS, NUM_BLOCKS])
+    options = EngineOptions(
+        model=model,
+        device=DeviceOptions(device="cpu", threads=1),
+        memory=MemoryOptions(block_size=BLOCK_SIZE, kv_cache_bytes=NUM_BLOCKS * geometry.block_bytes),
+        scheduler=SCHEDULER,
+        warm_up=False,
+    )
+    secret = secrets.token_bytes(32)
+
+    def at(number: int, transfer: TransferName) -> EngineOptions:
+        place = WorkerPlace(number=number, transfer=transfer, secret=secret)
+        if transfer == "shared_memory":
+            total, first = memory.total_blocks, memory.first_blocks[number]
+            share = PoolShare(fd=memory.pool_fd, total_blocks=total, first_block=first, num_blocks=NUM_BLOCKS)
+            place = msgspec.structs.replace(place, pool=share, weights_fd=memory.weights_fd)
+        return msgspec.structs.replace(options, place=place)
+
+    with ExitStack() as stack:
+        stack.callback(memory.close)
+        sharing = ProcessPeer(at(1, "shared_memory"), memory.fds)
+        stack.callback(sharing.close)
+        sending = ProcessPeer(at(0, "tcp"))
+        stack.callback(sending.close)
+        directory = private_directory()
+        stack.callback(shutil.rmtree, directory)
+        workers = {
+            "shared_memory": (thread_peer(at(0, "shared_memory"), directory), sharing, True),
+            "tcp": (sending, thread_peer(at(1, "tcp"), directory), False),
+        }
+        mine = [one for pair in workers.values() for one in pair[:2] if isinstance(one, ThreadPeer)]
+        for one in mine:
+            stack.callback(one.close)
+        yield workers
+        for one in mine:
+            one.stop()
+            one.check_empty()
+
+
+def thread_peer(options: EngineOptions, directory: Path) -> ThreadPeer:
+    """What a worker process would be, on a thread."""
+    assert options.place is not None
+    share = options.place.pool
+    pool = SharedPool(share.fd, share.total_blocks, share.first_block) if share else None
+    config = RunnerConfig(options.model, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, shared_pool=pool)
+    model_runner = load_runner(config)
+    connector = connect_peers(options, model_runner, directory)
+    assert connector is not None
+    return ThreadPeer(ReplicaCore(replica_config(model_runner, SCHEDULER)), model_runner, connector)
+
+
+@pytest.fixture(params=["shared_memory", "tcp"])
+def pair(request: pytest.FixtureRequest, pairs: dict[str, Pair]) -> Pair:
+    """One of them, ready."""
+    prefill, decode, borrowed = pairs[request.param]
+    for one in (prefill, decode):
+        if isinstance(one, ProcessPeer):
+            assert one.ready().num_blocks == NUM_BLOCKS
+            assert one.ready().address == one.address
+    return prefill, decode, borrowed
+
+
+def alone(requests: list[WireRequest]) -> dict[str, Generation]:
+    """What one engine answers."""
+    engine_runner = runner("llama")
+    engine = LocalEngine(engine_runner, replica_config(engine_runner, SCHEDULER))
+    for one in requests:
+        engine.add(one.request_id, unpack_tokens(one.prompt), one.sampling)
+    return engine.run()
+
+
+def serve(pair: Pair, requests: list[WireRequest]) -> dict[str, list[int]]:
+    """All of them handed off, one behind the other, then run together."""
+    prefill, decode, borrowed = pair
+    address = decode.address
+    for one in requests:
+        hand_off(prefill, decode, one, address, borrowed=borrowed)
+    for one in requests:
+        delivered = decode.wait(Delivered, one.request_id)
+        assert (delivered.num_bytes == 0) == borrowed
+        prefill.until(lambda one=one: one.request_id in prefill.tokens)
+        assert prefill.tokens[one.request_id] == [delivered.first_token]
+        prefill.send(ReleaseLegs([one.request_id]))
+        prefill.wait_event(HandoffReleased, one.request_id)
+    for one in requests:
+        assert decode.wait_end(one.request_id).reason is FinishReason.LENGTH
+    return {one.request_id: prefill.tokens[one.request_id] + decode.tokens[one.request_id] for one in requests}
+
+
+def test_the_tokens_are_those_of_one_engine_and_the_answer_is_found_again(pair: Pair) -> None:
+    requests = [leg(f"a{length}", prompt_of(length), max_tokens=70) for length in (31, 64, 200, 333)]
+    requests.append(
+        leg("a95", prompt_of(95), max_tokens=40, temperature=0.9, seed=7, repetition_penalty=1.2, min_tokens=5)
+    )
+    expected, got = alone(requests), serve(pair, requests)
+    for one in requests:
+        assert got[one.request_id] == expected[one.request_id].token_ids, one.request_id
+    follow_ups = []
+    for one in requests:
+        prompt = unpack_tokens(one.prompt) + got[one.request_id] + prompt_of(9)
+        follow_ups.append(leg(f"b{one.request_id}", prompt, max_tokens=8))
+    expected, got = alone(follow_ups), serve(pair, follow_ups)
+    decode = pair[1]
+    for one in follow_ups:
+        assert got[one.request_id] == expected[one.request_id].token_ids, one.request_id
+        computed = (len(unpack_tokens(one.prompt)) - 9 - 1) // BLOCK_SIZE * BLOCK_SIZE
+        assert decode.finished[one.request_id].num_cached_tokens == computed
+
+
+def test_legs_dropped_at_any_moment_leave_the_others_as_they_are(pair: Pair) -> None:
+    prefill, decode, borrowed = pair
+    name = "shm" if borrowed else "tcp"
+    rng = random.Random(3)
+    kept = [leg(f"{name}-kept{number}", prompt_of(150, number), max_tokens=30) for number in range(3)]
+    expected = alone(kept)
+    dropped = [leg(f"{name}-gone{number}", prompt_of(1200, 10 + number)) for number in range(4)]
+    for one in dropped:
+        hand_off(prefill, decode, one, decode.address, borrowed=borrowed)
+        if rng.random() < 0.7:
+            prefill.wait_event(RequestAdmitted, one.request_id)
+        for peer in (prefill, decode):  # in this order: the sender's blocks are the receiver's
+            peer.send(DropLegs([one.request_id]))
+            peer.until(
+                lambda peer=peer, one=one: (
+                    one.request_id in peer.finished
+                    or any(
+                        event.request_id == one.request_id
+                        for event in peer.events
+                        if isinstance(event, HandoffReleased)
+                    )
+                )
+            )
+    got = serve(pair, kept)
+    for one in kept:
+        assert got[one.request_id] == expected[one.request_id].token_ids
+
+
+def test_an_answer_goes_on_elsewhere_with_the_tokens_of_an_undisturbed_run(pair: Pair) -> None:
+    _, decode, borrowed = pair
+    name = "shm" if borrowed else "tcp"
+    more = {"max_tokens": 40, "temperature": 0.8, "seed": 11, "logprobs": 2, "frequency_penalty": 0.5, "min_tokens": 30}
+    whole = leg(f"{name}-moved", prompt_of(77), **more)
+    tokens = alone([whole])[whole.request_id].token_ids
+    again = leg(f"{name}-moved~1", prompt_of(77), tokens[:19], **more)
+    decode.send(Submit([again]))
+    decode.wait_end(again.request_id)
+    assert decode.tokens[again.request_id] == tokens[19:]
+    handed = leg(f"{name}-moved~2", prompt_of(77), tokens[:18], **more)
+    assert serve(pair, [handed])[handed.request_id] == tokens[18:]
+    delivered = decode.wait(Delivered, handed.request_id)
+    assert delivered.logprobs is not None and len(delivered.logprobs.top) == 2
+
+
+def test_a_worker_process_shows_that_it_lives(pairs: dict[str, Pair]) -> None:
+    decode = pairs["shared_memory"][1]
+    assert isinstance(decode, ProcessPeer)
+    decode.ready()
+    pulse = read_pulse(decode.directory / FILE_NAME)
+    assert pulse is not None and pulse.num_turns > 0
+
+
+def test_a_prefill_worker_that_is_killed_leaves_a_decode_worker_that_serves(pairs: dict[str, Pair]) -> None:
+    """The last test of this file: it costs the TCP pair its prefill worker."""
+    prefill, decode, _ = pairs["tcp"]
+    assert isinstance(prefill, ProcessPeer)
+    lost = leg("lost", prompt_of(1500, 99))
+    decode.send(ReserveLeg(lost, 0, False))
+    prefill.send(PrefillLeg(lost, decode.address, 0, [], 0))
+    prefill.wait_event(RequestAdmitted, "lost")
+    prefill.kill()
+    decode.send(DropLegs(["lost"]))
+    assert decode.wait_end("lost").reason is FinishReason.ABORT
+    request = leg("alone", prompt_of(50), max_tokens=5)
+    decode.send(Submit([request]))
+    decode.wait_end("alone")
+    assert decode.tokens["alone"] == alone([request])["alone"].token_ids

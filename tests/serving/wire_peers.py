@@ -1,0 +1,204 @@
+"""The front end's end of worker sockets, for tests that speak wire messages themselves."""
+
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import zmq
+from fake_connector import FakeConnector
+from fake_worker import FakeRunner
+
+from diptych.control.config import BudgetConfig, CacheConfig, ReplicaConfig, SchedulerConfig
+from diptych.control.events import Event, HandoffReserved
+from diptych.control.replica import ReplicaCore
+from diptych.control.request import SamplingParams
+from diptych.runtime.transfer.interface import KVConnector
+from diptych.serving.options import EngineOptions
+from diptych.serving.recording import make_core
+from diptych.serving.supervisor import private_directory
+from diptych.serving.wire import (
+    Finished,
+    FrontendMessage,
+    Happened,
+    PrefillLeg,
+    Ready,
+    ReserveLeg,
+    Shutdown,
+    Tokens,
+    WireRequest,
+    WorkerMessage,
+    decode_from_worker,
+    encode,
+    pack_tokens,
+    unpack_events,
+)
+from diptych.serving.worker import Worker
+
+Message = TypeVar("Message", bound=WorkerMessage)
+PATIENCE_S = 60
+
+
+def leg(leg_id: str, prompt: Sequence[int], output: Sequence[int] = (), **sampling: Any) -> WireRequest:
+    """A greedy request."""
+    params = SamplingParams(**({"max_tokens": 8, "temperature": 0.0} | sampling))
+    return WireRequest(leg_id, pack_tokens(prompt), params, output=pack_tokens(output))
+
+
+class Peer:
+    """One worker, as its front end sees it: everything that it has said, by kind."""
+
+    def __init__(self, socket: "zmq.Socket[bytes]", address: str = "") -> None:
+        self.socket = socket
+        self.address = address  # of its connector; a process tells it when it is ready
+        self.said: list[WorkerMessage] = []
+        self.events: list[Event] = []  # that it told at once
+        self.tokens: dict[str, list[int]] = {}
+        self.finished: dict[str, Finished] = {}
+
+    def send(self, *messages: FrontendMessage) -> None:
+        """Tell it."""
+        for message in messages:
+            self.socket.send(encode(message))
+
+    def until(self, condition: Callable[[], Any]) -> Any:
+        """Listen until ``condition()`` is true, and return it."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not (value := condition()):
+            assert time.monotonic() < deadline, f"it never happened; it said {self.said[-5:]}"
+            if self.socket.poll(100):
+                self._take(decode_from_worker(self.socket.recv()))
+        return value
+
+    def wait(self, kind: type[Message], leg_id: str | None = None) -> Message:
+        """The first message of this kind (about this leg)."""
+        return self.until(lambda: self.first(kind, leg_id))
+
+    def first(self, kind: type[Message], leg_id: str | None = None) -> Message | None:
+        """See ``wait``; None when there is none so far."""
+        return next(
+            (one for one in self.said if isinstance(one, kind) and leg_id in (None, getattr(one, "leg_id", None))), None
+        )
+
+    def wait_event(self, kind: type[Any], leg_id: str) -> Any:
+        """The first event of this kind about this leg."""
+        return self.until(
+            lambda: next((one for one in self.events if isinstance(one, kind) and one.request_id == leg_id), None)
+        )
+
+    def wait_end(self, leg_id: str) -> Finished:
+        """The end of a leg."""
+        return self.until(lambda: self.finished.get(leg_id))
+
+    def _take(self, message: WorkerMessage) -> None:
+        self.said.append(message)
+        if isinstance(message, Ready):
+            self.address = message.address
+        elif isinstance(message, Tokens):
+            for request_id, token_id in zip(message.request_ids, message.token_ids, strict=True):
+                self.tokens.setdefault(request_id, []).append(token_id)
+            self.finished |= {end.request_id: end for end in message.finished}
+        elif isinstance(message, Happened):
+            self.events += unpack_events(message.events)
+
+
+def hand_off(prefill: Peer, decode: Peer, request: WireRequest, address: str, *, borrowed: bool) -> HandoffReserved:
+    """Reserve on one worker, then prefill on the other one. Returns what was reserved."""
+    decode.send(ReserveLeg(request, 0, borrowed))
+    reserved = decode.wait_event(HandoffReserved, request.request_id)
+    assert isinstance(reserved, HandoffReserved)
+    block_ids = list(reserved.block_ids) if borrowed else []
+    prefill.send(PrefillLeg(request, address, reserved.num_cached_tokens, block_ids, 0))
+    return reserved
+
+
+class ThreadPeer(Peer):
+    """A Worker on a thread of this process."""
+
+    def __init__(self, core: ReplicaCore, runner: Any, connector: KVConnector) -> None:
+        context = zmq.Context.instance()
+        here, there = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+        here.bind(f"inproc://{connector.address}")
+        there.connect(f"inproc://{connector.address}")
+        super().__init__(here, connector.address)
+        self.core, self.runner, self.connector = core, runner, connector
+        self._there = there
+        worker = Worker(core, runner, there, connector=connector, publishes_blocks=True)
+        self._thread = threading.Thread(target=worker.run, name=connector.address)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the loop; then this thread may look at the core."""
+        self.send(Shutdown())
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive()
+
+    def check_empty(self) -> None:
+        """Assert that nothing is left here: no request, no block, no lease, no tokens. After ``stop``."""
+        core = self.core
+        assert not core.requests
+        assert core.kv.pool.num_used == 0
+        core.kv.pool.check()
+        assert core.next_expiry_ns is None
+        while (output := core.begin_step(0)) is not None:  # the executor hears who has left
+            core.end_step(self.runner.execute(output), 0)
+        assert not self.runner.num_requests
+
+    def close(self) -> None:
+        """Stop and let go of the sockets."""
+        if self._thread.is_alive():
+            self.stop()
+        self.connector.close()
+        self.socket.close(0)
+        self._there.close(0)
+
+
+def fake_peer(path: Path, *, first_block: int = 0) -> ThreadPeer:
+    """A worker with the make-believe model; its connector listens at ``path``, and it is recorded beside that."""
+    cache = CacheConfig(num_blocks=128, block_size=32, first_block=first_block)
+    budget = BudgetConfig(kind="fixed", max_batched_tokens=64)
+    scheduler = SchedulerConfig(order="fcfs", budget=budget, max_num_seqs=16)
+    core = make_core(ReplicaConfig(cache, scheduler, max_model_len=4096), f"{path}.jsonl")
+    return ThreadPeer(core, FakeRunner(0.001), FakeConnector(path))
+
+
+class ProcessPeer(Peer):
+    """A real worker process."""
+
+    def __init__(self, options: EngineOptions, pass_fds: Sequence[int] = ()) -> None:
+        self.directory = private_directory()
+        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
+        socket.bind(f"ipc://{self.directory}/worker")
+        super().__init__(socket)
+        (self.directory / "options.json").write_bytes(msgspec.json.encode(options))
+        command = (sys.executable, "-m", "diptych.serving.worker", str(self.directory))
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=pass_fds)
+
+    def ready(self) -> Ready:
+        """Its first sign that it serves."""
+        return self.wait(Ready)
+
+    def kill(self) -> None:
+        """As a crash ends it."""
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        """End it, if it lives."""
+        assert self.process.stdin is not None
+        if self.process.poll() is None and self.first(Ready) is None:  # it reads no messages yet
+            self.kill()
+        try:
+            if self.process.poll() is None:
+                self.send(Shutdown())
+                assert self.process.wait(PATIENCE_S) == 0
+        finally:
+            self.kill()
+            self.process.stdin.close()
+            self.socket.close(0)
+            shutil.rmtree(self.directory, ignore_errors=True)

@@ -1,0 +1,250 @@
+"""Random fleets, loads and faults, and the laws that hold whatever goes wrong.
+
+Used by test_faults.py (some hundreds of schedules) and benchmarks/fault_schedules.py (as many as one likes).
+"""
+
+import random
+from dataclasses import replace
+
+from diptych.control.admission import BandConfig, EdgeConfig
+from diptych.control.cluster_config import ClusterConfig
+from diptych.control.commands import Command, Drop, End, Release, Renew, Restarted
+from diptych.control.config import ReplicaConfig
+from diptych.control.events import Event, HandoffReserved
+from diptych.control.request import FinishReason
+from diptych.control.slo import NS_PER_MS, NS_PER_S
+from diptych.control.step import SchedulerOutput
+from diptych.simulation.cluster import Cluster
+from diptych.simulation.costs.linear import LinearCost
+from diptych.simulation.faults import FAULTS, Watch, random_faults
+from diptych.simulation.pools import Pools
+from diptych.simulation.results import REASONS
+from diptych.simulation.scenario import Scenario
+from diptych.simulation.workload.spec import RequestSpec
+from tests.simulation.scenarios import check_is_empty, check_row, random_replica, random_spec
+
+LIMIT_NS = 4000 * NS_PER_S  # of virtual time: whatever is not over by then never will be
+ALLOWED_ERRORS = (
+    "the context holds",
+    "the KV cache holds",
+    "are waiting already",
+    "workers died while they computed this request",
+    "attempts in a row were lost",
+    "no worker that could take the request came up in time",
+    "on_failure is fail",
+    "requests wait",
+    "waited",
+    "the queue is full",
+    "would wait",
+)
+
+
+def random_fleet(rng: random.Random) -> tuple[Pools | None, int]:
+    """Two to 64 workers of all roles, alone, in pairs or all on one host."""
+    most = rng.choice([1, 2, 2, 3, 3, 8, 8, 21])
+    numbers = (rng.randint(1, most), rng.randint(1, most), rng.choice([0, 0, rng.randint(1, most)]))
+    if rng.random() < 0.1:
+        numbers = (rng.choice([0, 1]), 0, 1 + rng.randrange(most))
+    count = sum(numbers)
+    if rng.random() < 0.08:
+        return None, count
+    pools = Pools(
+        num_prefill=numbers[0],
+        num_decode=numbers[1],
+        num_both=numbers[2],
+        kv_bytes_per_token=rng.choice([1000, 10**5, 10**6]),
+        link=rng.choice(["nvlink4", "eth100"]),
+        num_hosts=rng.choice([0, 1, 1, 2, max(1, count // 2)]),
+    )
+    return pools, count
+
+
+def random_cluster(rng: random.Random) -> ClusterConfig:
+    """From patient to hasty, with room at the edge or not."""
+    edge = EdgeConfig()
+    if rng.random() < 0.2:
+        band = BandConfig(60 * NS_PER_S, rng.choice([1, 300]) * NS_PER_S, 80, 10 * NS_PER_S)
+        edge = EdgeConfig(standard=band, max_queued=rng.choice([8, 4096]))
+    return ClusterConfig(
+        edge=edge,
+        max_attempts=rng.choice([1, 2, 5, 5]),
+        lease_ns=rng.choice([0, NS_PER_MS, 5 * NS_PER_MS, 50 * NS_PER_MS, 60 * NS_PER_S]),
+        depth=rng.choice([0, 0, 1, 4]),
+        park_ns=rng.choice([100 * NS_PER_MS, 120 * NS_PER_S]),
+    )
+
+
+def fitting_spec(rng: random.Random, arrival_ns: int, replica: ReplicaConfig) -> RequestSpec:
+    """A request that can be served, mostly."""
+    room = min(replica.max_model_len, (replica.cache.num_blocks - 4) * replica.cache.block_size)
+    spec = random_spec(rng, arrival_ns)
+    for _ in range(4):
+        if spec.prompt_tokens + (spec.max_tokens or spec.output_tokens) < room:
+            break
+        spec = random_spec(rng, arrival_ns)
+    return spec
+
+
+def random_schedule(seed: int, *, fast_forward: bool = True) -> Scenario:
+    """One fleet on a bad day."""
+    rng = random.Random(seed)
+    replica = random_replica(rng)
+    if rng.random() < 0.8:
+        replica = replace(replica, scheduler=replace(replica.scheduler, max_waiting=4096))
+    pools, num_replicas = random_fleet(rng)
+    if pools is not None and rng.random() < 0.3:
+        other = random_replica(rng)
+        cache = replace(replica.cache, num_blocks=other.cache.num_blocks)
+        pools = replace(pools, prefill=replace(replica, scheduler=other.scheduler, cache=cache))
+    arrival_ns, specs = 0, []
+    mean_gap_ns = rng.choice([1, 5, 30]) * NS_PER_MS
+    is_storm = rng.random() < 0.15
+    for _ in range(rng.choice([5, 15, 40])):
+        arrival_ns += rng.choice([0, rng.randrange(2 * mean_gap_ns)])
+        spec = fitting_spec(rng, arrival_ns, replica)
+        if is_storm and rng.random() < 0.7:
+            spec = replace(spec, abort_after_ns=rng.randrange(1, 100 * NS_PER_MS))
+        specs.append(spec)
+    faults = random_faults(
+        rng.randrange(2**30),
+        num_replicas=num_replicas,
+        until_ns=arrival_ns + rng.choice([50, 500]) * NS_PER_MS,
+        count=rng.choice([1, 3, 8, 3 * num_replicas]),
+        kinds=rng.choice([FAULTS, FAULTS, ("crash",), ("crash", "hang", "link_down"), ("link_down",)]),
+        mean_duration_ns=rng.choice([2, 20, 200]) * NS_PER_MS,
+    )
+    return Scenario(
+        replica=replica,
+        cost=LinearCost(5e6, 3e4, rng.choice([0.0, 40.0]), 1e5, rng.choice([0.0, 20.0])),
+        workload=specs,
+        num_replicas=num_replicas,
+        pools=pools,
+        routing=rng.choice(["kv_aware", "kv_aware", "least_loaded", "power_of_two", "round_robin"]),
+        disaggregate=rng.choice(["always", "always", "auto", "never"]),
+        on_failure=rng.choice(["retry", "retry", "local", "fail"]),
+        cluster=random_cluster(rng),
+        watch=Watch(
+            detection_ns=rng.choice([1, NS_PER_MS, 40 * NS_PER_MS]),
+            heartbeat_ns=rng.choice([10, 100, 1000]) * NS_PER_MS,
+            resume_ns=rng.choice([1, 20, 200]) * NS_PER_MS,
+            max_lost_tokens=rng.choice([0, 3]),
+        ),
+        faults=faults,
+        seed=seed,
+        record_events=True,
+        fast_forward=fast_forward,
+    )
+
+
+class AuditedCluster(Cluster):
+    """Looks over everybody's shoulder while it runs."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__(scenario, auditor=self._audit)
+        self.num_borrowed_steps = 0
+        self._lives: dict[tuple[int, str], tuple[int, int, tuple[int, ...]]] = {}  # leg -> owner, its life, blocks
+        self._reserved: dict[str, int] = {}  # leg -> the life of its decode worker in which it got its blocks
+        self._fruitless: dict[str, int] = {}
+        if self.transfers is not None:
+            self.transfers.on_arrival = self._audit_arrival
+
+    def _audit(self, worker: int, output: SchedulerOutput) -> None:
+        """A step begins or ends: the blocks that it writes belong to the leg for which it does, here or elsewhere."""
+        core = self.replicas[worker].core
+        for chunk in output.prefills:
+            request = core.requests.get(chunk.request_id)
+            key = (worker, chunk.request_id)
+            if request is not None and request.borrowed_block_ids and key not in self._lives:
+                owner = self.handoffs[worker]._borrowed[chunk.request_id]
+                self._lives[key] = (owner, self._reserved[chunk.request_id], request.borrowed_block_ids)
+            if key in self._lives:
+                self.num_borrowed_steps += 1
+                self._check_borrowed(chunk.request_id, *self._lives[key])
+
+    def _check_borrowed(self, leg_id: str, owner: int, life: int, block_ids: tuple[int, ...]) -> None:
+        process = self.supervisor._processes[owner]
+        if not process.is_alive and process.life == life + 1:
+            return  # nobody's memory
+        assert process.life == life, f"{leg_id} is computed into memory of a worker that has begun again"
+        held = self.replicas[owner].core.requests.get(leg_id)
+        assert held is not None, f"{leg_id} is computed into blocks that worker {owner} has released"
+        assert tuple(held.block_ids[: len(block_ids)]) == block_ids
+
+    def _on_events(self, worker: int, events: list[Event], output: SchedulerOutput | None) -> None:
+        for event in events:
+            if isinstance(event, HandoffReserved):
+                self._reserved[event.request_id] = self.supervisor._processes[worker].life
+        super()._on_events(worker, events, output)
+
+    def _audit_arrival(self, leg_id: str, source: int, target: int) -> None:
+        """KV lands in blocks that are reserved for it, from blocks that still hold it."""
+        assert self.supervisor.is_alive(target)
+        assert leg_id in self.replicas[target].core.scheduler.incoming.reserved
+        assert leg_id in self.replicas[source].core.requests
+
+    def _carry_out(self, command: Command, later: bool) -> None:
+        if not isinstance(command, Release | Drop | Renew | End | Restarted):
+            assert self.core.is_up(command.worker), "a command for a worker that is down"
+        super()._carry_out(command, later)
+
+    def _restart(self, command: Restarted) -> None:
+        one = self._open[command.request_id]
+        before = one.num_tokens
+        super()._restart(command)
+        known = self.core._open.get(command.request_id)  # (it may have ended within the same answer)
+        assert known is None or known.num_tokens == one.num_tokens, "the core counts other tokens than the client"
+        streak = 1 if one.num_tokens > before else self._fruitless.get(command.request_id, 0) + 1
+        assert streak < self.core.config.max_attempts or one.num_tokens > before
+        self._fruitless[command.request_id] = streak
+
+
+def run_schedule(scenario: Scenario) -> AuditedCluster:
+    """To the end, with every law checked."""
+    cluster = AuditedCluster(scenario)
+    cluster.run(LIMIT_NS)
+    check_ends(scenario, cluster)
+    check_nothing_is_left(cluster)
+    return cluster
+
+
+def check_ends(scenario: Scenario, cluster: Cluster) -> None:
+    """Each request ends once: complete, cancelled by its client, or with an error that says why."""
+    table = cluster.collector.requests
+    specs = list(scenario.workload)  # type: ignore[arg-type]
+    assert sorted(table.number) == list(range(len(specs))), "each request ends exactly once"
+    for row in range(len(table)):
+        check_row(table, row, specs[table.number[row]], scenario)
+    assert cluster.log is not None
+    ended = set()
+    for row in range(len(table)):
+        if REASONS[table.reason[row]] is FinishReason.ERROR:
+            ended.add(str(table.number[row]))
+    for _, event in cluster.log:
+        message = getattr(event, "message", "")
+        if message:
+            assert any(words in message for words in ALLOWED_ERRORS), message
+    if scenario.on_failure != "fail":
+        assert not any("on_failure is fail" in getattr(event, "message", "") for _, event in cluster.log)
+
+
+def check_nothing_is_left(cluster: Cluster) -> None:
+    """Tables, blocks, leases, transfers: all empty, on both sides."""
+    cluster.core.check_idle()
+    assert not cluster.core.placer._placed
+    for replica in cluster.replicas:
+        core = replica.core
+        check_is_empty(core)
+        assert not core.scheduler.outgoing
+        assert not core.scheduler.incoming.waiting
+        assert not len(core.scheduler.incoming)
+        assert not len(core.leases)
+        assert cluster.supervisor.is_alive(replica.number)
+        assert not replica._runs
+        assert not replica._inbox
+    for handoffs in cluster.handoffs:
+        assert not len(handoffs)
+    if cluster.transfers is not None:
+        assert not len(cluster.transfers)
+        assert not cluster.transfers._network._transfers
+    assert not cluster.collector._handoffs
+    assert not cluster.collector._interrupted
