@@ -44,6 +44,7 @@ from diptych.control.events import (
 )
 from diptych.control.handoff import Leg, LegState
 from diptych.control.legs import Legs
+from diptych.control.router.load import LoadReport
 from diptych.control.router.placement import PlacementRequest, Placer
 from diptych.control.router.workers import WorkerInfo
 
@@ -63,6 +64,7 @@ class ClusterCore:
         self._legs = Legs(len(self.workers), self.config.lease_ns)
         self._parked: dict[str, int] = {}  # request id -> until when it waits for a worker
         self._is_up = [False] * len(self.workers)
+        self._loads: dict[int, LoadReport] = {}  # of workers that prefill
         self._num_untouched = 0
         self._handlers: dict[type, Callable[[Any, int], list[Command]]] = {
             Arrived: self._on_arrived,
@@ -145,7 +147,11 @@ class ClusterCore:
 
     def _on_cancelled(self, event: Cancelled, now: int) -> list[Command]:
         entry = self._open.get(event.request_id)
-        return [*self._forget(entry), *self._dispatch(now)] if entry else []
+        if entry is None:
+            return []
+        self._settle(entry, event.num_tokens)
+        self.placer.on_ended(event.request_id, None)
+        return [*(self._legs.close(entry.leg) if entry.leg else ()), *self._dispatch(now)]
 
     def _dispatch(self, now: int) -> list[Command]:
         """Send as many as may go now."""
@@ -194,24 +200,18 @@ class ClusterCore:
         """The request's one end (whoever calls closes its leg)."""
         one = entry.submission
         num_tokens = entry.num_tokens + finished.latency.num_output_tokens if finished else None
-        if num_tokens is not None:
-            self.edge.on_service(one.tenant, one.num_prompt_tokens, num_tokens)
-        self._settle(entry, num_tokens)
+        self._settle(entry, num_tokens or entry.num_tokens)
+        self.placer.on_ended(one.request_id, num_tokens)
         return End(one.request_id, finished, error)
 
-    def _settle(self, entry: OpenRequest, num_output_tokens: int | None) -> None:
-        """Take the request out of every book."""
-        request_id = entry.submission.request_id
+    def _settle(self, entry: OpenRequest, num_tokens: int) -> None:
+        """Take the request, which has got so many tokens, out of the books."""
+        one = entry.submission
         self._touch(entry)
-        self._parked.pop(request_id, None)
-        self.edge.remove(request_id)
-        self.placer.on_ended(request_id, num_output_tokens)
-        del self._open[request_id]
-
-    def _forget(self, entry: OpenRequest) -> list[Command]:
-        """The client is gone: end what is there."""
-        self._settle(entry, None)
-        return self._legs.close(entry.leg) if entry.leg else []
+        self._parked.pop(one.request_id, None)
+        self.edge.remove(one.request_id)
+        self.edge.on_service(one.tenant, 0, num_tokens, one.band)  # its prompt was charged when it was sent
+        del self._open[one.request_id]
 
     def _touch(self, entry: OpenRequest) -> None:
         """It got a token of this attempt, or left."""
@@ -243,6 +243,8 @@ class ClusterCore:
         if entry.num_tokens >= entry.submission.max_tokens:
             return [*commands, self._end(entry, finished=entry.complete(now))]
         entry.must_stay_whole |= self.config.on_failure == "local"
+        if why != "worker":  # a dead one is out anyway; of two that cannot hand over, nobody knows whose fault it is
+            entry.avoid = frozenset((leg.prefill, leg.decode))
         self.counts["retried"] += 1
         return commands + self._place(entry, now)
 
@@ -260,6 +262,7 @@ class ClusterCore:
     def _on_down(self, event: WorkerDown, now: int) -> list[Command]:
         worker = event.worker
         self._is_up[worker] = False
+        self._loads.pop(worker, None)
         self.placer.set_up(worker, False)
         commands: list[Command] = []
         for leg in self._legs.of_worker(worker):
@@ -310,7 +313,17 @@ class ClusterCore:
                 commands += take(event.worker, happened, now)
         if event.load is not None:  # after the events: the report covers what they tell
             self.placer.on_report(event.worker, event.load)
+            if self.config.depth and self.workers[event.worker].role != "decode":
+                self._loads[event.worker] = event.load
+                self._tell_edge()
         return commands
+
+    def _tell_edge(self) -> None:
+        """How long a newcomer waits, for shedding: the shortest queue, and all that compute prompts together."""
+        loads = self._loads.values()
+        if loads:
+            price_ns = sum(load.token_ns for load in loads) / len(loads) ** 2
+            self.edge.on_load(min(load.backlog_ns for load in loads), price_ns)
 
     def _take_queued(self, worker: int, event: RequestQueued, now: int) -> list[Command]:
         entry = self._current(self._legs.get(event.request_id))

@@ -38,9 +38,11 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """The client went away, or has all that it wants: the request is over, and no End follows."""
+    """The client went away, or has all that it wants: the request is over, and no End follows. num_tokens: how many it
+    has got."""
 
     request_id: str
+    num_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

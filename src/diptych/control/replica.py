@@ -25,6 +25,7 @@ from diptych.control.events import (
 from diptych.control.kvcache.manager import KVCacheManager
 from diptych.control.leases import Leases
 from diptych.control.limits import refusal
+from diptych.control.replica_reports import ReplicaStats, load_report, replica_stats
 from diptych.control.request import FinishReason, Request
 from diptych.control.router.load import LoadReport
 from diptych.control.scheduler.scheduler import Scheduler
@@ -32,24 +33,7 @@ from diptych.control.scheduler.step_time import StepTimeModel
 from diptych.control.slo import Slo, breakdown_from_times
 from diptych.control.step import SchedulerOutput, StepFeatures, StepResult
 
-
 NUM_DROPPED = 4096  # dropped legs that are remembered, lest they come later
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaStats:
-    """A snapshot of one replica for metrics."""
-
-    num_waiting: int
-    num_prefilling: int
-    num_decoding: int
-    num_swapped: int
-    kv_usage: float  # 0 to 1
-    prefix_queried_tokens: int
-    prefix_hit_tokens: int
-    num_preemptions: int
-    step_time_error: float  # recent mean relative error of the step-time model
-    step_time_coefficients: tuple[float, ...]  # ns: a step, a prompt token, a pair, a sequence, a context token
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,31 +240,11 @@ class ReplicaCore:
 
     def stats(self) -> ReplicaStats:
         """A snapshot for metrics and routing."""
-        scheduler = self.scheduler
-        return ReplicaStats(
-            num_waiting=len(scheduler.waiting),
-            num_prefilling=len(scheduler.prefilling),
-            num_decoding=len(scheduler.batch) + len(scheduler.joining),
-            num_swapped=len(scheduler.swapped),
-            kv_usage=self.kv.usage,
-            prefix_queried_tokens=self.kv.queried_tokens,
-            prefix_hit_tokens=self.kv.hit_tokens,
-            num_preemptions=scheduler.preemption.num_preemptions,
-            step_time_error=self.model.relative_error,
-            step_time_coefficients=self.model.coefficients,
-        )
+        return replica_stats(self.scheduler, self.kv, self.model)
 
     def load(self, now: int) -> LoadReport:
         """What a router needs to know."""
-        pool, model = self.kv.pool, self.model
-        return LoadReport(
-            time_ns=now,
-            backlog_ns=self.scheduler.backlog_ns(),
-            num_blocks=pool.num_blocks,
-            used_blocks=pool.num_used,
-            token_ns=model.coefficients[1],
-            pair_ns=model.coefficients[2],
-        )
+        return load_report(self.config, self.scheduler, self.kv, self.model, now)
 
     def _enter(self, request: Request, now: int) -> list[Event]:
         """Number the request and take it in; or the terminal event with which it is refused."""

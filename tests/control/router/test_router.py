@@ -56,6 +56,18 @@ def test_a_dispatched_prompt_counts_until_it_is_confirmed_or_expires() -> None:
     assert index.matches(blocks(1, 2), now=2 * PERIOD_NS) == [0, 0]
 
 
+def test_predictions_that_follow_each_other_are_one_prefix() -> None:
+    index = PrefixIndex(2)
+    index.predict(1, blocks(1, 2, 3), now=0)
+    index.predict(1, blocks(14, 15), now=0)  # after 1, 2
+    assert index.matches(blocks(1, 2, 14, 15, 16), now=0) == [0, 4]
+    index.predict(0, blocks(1, 2, 3, 4), now=0)
+    index.on_events(0, 1, stored=blocks(1, 2))  # while 3 and 4 are still to be computed
+    assert index.matches(blocks(1, 2, 3, 4, 5), now=0) == [4, 3]
+    index.on_events(0, 2, evicted=blocks(3))
+    assert index.matches(blocks(1, 2, 3, 4, 5), now=0) == [2, 3]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_the_index_is_the_union_of_what_each_replica_says(seed: int) -> None:
     rng = random.Random(seed)

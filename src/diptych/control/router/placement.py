@@ -93,7 +93,7 @@ class Placer:
         self._reprice(self._views[position])
 
     def on_blocks(
-        self, worker: int, sequence: int, stored: Iterable[bytes] = (), evicted: Iterable[bytes] = ()
+        self, worker: int, sequence: int, stored: Iterable[bytes] = (), evicted: Sequence[bytes] = ()
     ) -> bool:
         """A worker's publication, numbered from 1; False: some are missing, ask it for a snapshot."""
         return self.index.on_events(self._position[worker], sequence, stored, evicted)

@@ -14,13 +14,45 @@ PERIOD_NS = 15 * NS_PER_S  # a prediction is believed for one to two of these
 
 
 class _Beliefs:
-    """What was predicted in one period. heads: masks of the replicas that may hold a prompt from its first block."""
+    """What was predicted in one period. heads: masks of the replicas that may hold a prompt from its first block.
 
-    __slots__ = ("blocks", "heads")
+    A prediction lies in ``chains`` under its first block until somebody asks for that, or its replica says something
+    of it: most prompts are like no other, and are never looked at again.
+    """
+
+    __slots__ = ("blocks", "chains", "heads")
 
     def __init__(self, num_replicas: int) -> None:
         self.blocks: list[set[bytes]] = [set() for _ in range(num_replicas)]
+        self.chains: list[dict[bytes, list[Sequence[bytes]]]] = [{} for _ in range(num_replicas)]
         self.heads: dict[bytes, int] = {}
+
+    def add(self, replica: int, hashes: Sequence[bytes]) -> None:
+        """A prediction."""
+        head = hashes[0]
+        self.chains[replica].setdefault(head, []).append(hashes)
+        self.heads[head] = self.heads.get(head, 0) | 1 << replica
+
+    def has(self, replica: int, block_hash: bytes) -> bool:
+        """Whether the block is predicted (as the first one that is not known)."""
+        if block_hash in self.chains[replica]:
+            self.open(replica, block_hash)
+        return block_hash in self.blocks[replica]
+
+    def open(self, replica: int, head: bytes) -> None:
+        """The predictions that begin with this block become sets of blocks."""
+        for hashes in self.chains[replica].pop(head, ()):
+            self.blocks[replica].update(hashes)
+
+    def open_all(self, replica: int) -> None:
+        """All predictions of a replica become sets of blocks."""
+        for head in list(self.chains[replica]):
+            self.open(replica, head)
+
+    def clear(self, replica: int) -> None:
+        """The replica is gone (heads are only hints)."""
+        self.blocks[replica].clear()
+        self.chains[replica].clear()
 
 
 class PrefixIndex:
@@ -50,7 +82,7 @@ class PrefixIndex:
         return bool(self._host)
 
     def on_events(
-        self, replica: int, sequence: int, stored: Iterable[bytes] = (), evicted: Iterable[bytes] = ()
+        self, replica: int, sequence: int, stored: Iterable[bytes] = (), evicted: Sequence[bytes] = ()
     ) -> bool:
         """One publication of a replica, numbered from 1. Evictions count before what is stored, as they happen.
 
@@ -64,6 +96,9 @@ class PrefixIndex:
             self._has_gap[replica] = True
             return False
         self._sequence[replica] = sequence
+        if evicted:
+            for beliefs in self._believed:
+                beliefs.open_all(replica)
         for block_hash in evicted:
             self._discard(replica, block_hash)
         for block_hash in stored:
@@ -94,9 +129,7 @@ class PrefixIndex:
         if not hashes:
             return
         self._pass_time(now)
-        beliefs = self._believed[0]
-        beliefs.blocks[replica].update(hashes)
-        beliefs.heads[hashes[0]] = beliefs.heads.get(hashes[0], 0) | 1 << replica
+        self._believed[0].add(replica, hashes)
 
     def matches(self, hashes: Sequence[bytes], now: int) -> list[int]:
         """For each replica, how many leading blocks of the prompt it holds or is about to hold."""
@@ -111,10 +144,11 @@ class PrefixIndex:
             low = begins & -begins
             replica = low.bit_length() - 1
             length = lengths[replica]
-            if length < len(hashes):
+            while length < len(hashes):
                 following = hashes[length]
-                if following in new.blocks[replica] or following in old.blocks[replica]:
-                    lengths[replica] = self._follow(replica, hashes, length)
+                if not (new.has(replica, following) or old.has(replica, following)):
+                    break
+                lengths[replica] = length = self._follow(replica, hashes, length)
             begins ^= low
         return lengths
 
@@ -168,7 +202,7 @@ class PrefixIndex:
         self._sequence[replica] = 0
         self._has_gap[replica] = False
         for beliefs in self._believed:
-            beliefs.blocks[replica].clear()
+            beliefs.clear(replica)
         for block_hash in list(self._host):
             _clear(self._host, block_hash, 1 << replica)
 
@@ -182,6 +216,9 @@ class PrefixIndex:
 
     def _add(self, replica: int, block_hash: bytes) -> None:
         self._blocks[replica].add(block_hash)
+        for beliefs in self._believed:
+            if block_hash in beliefs.chains[replica]:
+                beliefs.open(replica, block_hash)
         self._masks[block_hash] = self._masks.get(block_hash, 0) | 1 << replica
 
     def _discard(self, replica: int, block_hash: bytes) -> None:
@@ -193,6 +230,8 @@ class PrefixIndex:
         _clear(self._masks, block_hash, 1 << replica)
 
     def _forget_blocks(self, replica: int) -> None:
+        for beliefs in self._believed:
+            beliefs.open_all(replica)
         for block_hash in list(self._blocks[replica]):
             self._discard(replica, block_hash)
 
