@@ -33,6 +33,7 @@ def test_the_least_recently_released_block_is_evicted_first_and_tails_before_pre
     blocks = pool.allocate(4)
     for index, block in enumerate(blocks):
         pool.remember(bytes([index]) * 16, block)
+    pool.drain_changes()
     pool.release(blocks[2:])
     pool.release(blocks[:2])
     assert pool.allocate(3) == [blocks[3], blocks[2], blocks[1]]
@@ -93,3 +94,17 @@ def test_releasing_twice_is_caught() -> None:
     pool.release(block)
     with pytest.raises(AssertionError, match="released more often"):
         pool.release(block)
+
+
+def test_a_block_that_came_and_went_between_two_publications_is_never_heard_of() -> None:
+    pool = BlockPool(2)
+    (first, second) = pool.allocate(2)
+    pool.remember(b"a", first)
+    assert pool.drain_changes() == ((b"a",), ())
+    pool.remember(b"b", second)
+    pool.release([second])
+    pool.release([first])
+    pool.allocate(1)  # takes the block of "b", which was released first
+    assert pool.drain_changes() == ((), ())
+    pool.allocate(1)
+    assert pool.drain_changes() == ((), (b"a",))

@@ -41,6 +41,8 @@ def load_engine(options: EngineOptions, report: Report) -> tuple[ReplicaCore, "M
     device = options.device.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and options.place is not None and torch.cuda.is_available():
+        torch.cuda.set_device(options.place.number % torch.cuda.device_count())  # each worker a GPU, while there are some
     cores = parse_cores(options.device.cores) if options.device.cores else None
     threads = configure_threads(options.device.threads, cores, bind=device == "cpu")
     memory = options.memory

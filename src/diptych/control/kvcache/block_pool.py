@@ -29,7 +29,7 @@ class BlockPool:
         self._references = array("i", bytes(4 * (first_block + num_blocks)))
         self._free = list(reversed(_block_ids(first_block, num_blocks)))  # a stack; low ids first
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self._stored: list[bytes] = []
+        self._stored: dict[bytes, None] = {}  # since the last ``drain_changes``, and still there
         self._evicted: list[bytes] = []
 
     @property
@@ -61,7 +61,7 @@ class BlockPool:
         del free[len(free) - taken :]
         for _ in range(count - taken):
             block_id, _ = self._cached.popitem(last=False)
-            self._evicted.append(self.prefix_cache.remove(block_id))
+            self._forget(self.prefix_cache.remove(block_id))
             blocks.append(block_id)
         for block_id in blocks:
             self._references[block_id] = 1
@@ -108,7 +108,7 @@ class BlockPool:
     def remember(self, block_hash: bytes, block_id: int) -> None:
         """Make a full, computed block that somebody holds findable by its content."""
         if self._enable_prefix_cache and self.prefix_cache.insert(block_hash, block_id):
-            self._stored.append(block_hash)
+            self._stored[block_hash] = None
 
     @property
     def has_changes(self) -> bool:
@@ -116,13 +116,20 @@ class BlockPool:
         return bool(self._stored or self._evicted)
 
     def drain_changes(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """(stored, evicted) hashes since the last call."""
+        """(stored, evicted) hashes since the last call, as if all evictions had come first."""
         if not self._stored and not self._evicted:
             return (), ()
         changes = tuple(self._stored), tuple(self._evicted)
         self._stored.clear()
         self._evicted.clear()
         return changes
+
+    def _forget(self, block_hash: bytes) -> None:
+        """The content can no longer be found; nobody hears of a block that came and went between two drains."""
+        if block_hash in self._stored:
+            del self._stored[block_hash]
+        else:
+            self._evicted.append(block_hash)
 
     def check(self) -> None:
         """Assert the pool's invariants (for tests): every block in exactly one state."""
