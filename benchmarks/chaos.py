@@ -15,6 +15,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -29,15 +30,24 @@ from client import percentile
 from common import report
 
 READY_TIMEOUT_S = 120.0
+# The server with shorter pauses between restarts: at the pace of these faults a fleet would else be down most of the time.
+LAUNCH = """
+from diptych.cli import main
+from diptych.serving import supervisor
+supervisor.LONGEST_PAUSE_S = 1.0
+main()
+"""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to do to whom. ``stop_s``: how long a SIGSTOP lasts at most."""
+    """What to do to whom. stop_s: how long a SIGSTOP lasts at most. double: share of the faults that follow at once, and
+    do not wait until each role has a worker again."""
 
     num_faults: int
     num_clients: int = 6
     mean_pause_s: float = 1.0
+    double: float = 0.2
     stop_s: float = 4.0
     seed: int = 1
     kinds: tuple[str, ...] = ("kill", "kill", "stop", "hang_up", "hang_up", "hang_up")
@@ -68,7 +78,7 @@ class ServerProcess:
     """A `diptych serve` on a port of its own choosing."""
 
     def __init__(self, arguments: list[str]) -> None:
-        command = [sys.executable, "-m", "diptych.cli", "serve", "--port", "0", *arguments]
+        command = [sys.executable, "-c", LAUNCH, "serve", "--port", "0", *arguments]
         self.log = Path(os.environ.get("TMPDIR", "/tmp")) / f"chaos-{os.getpid()}-{time.monotonic_ns()}.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
@@ -123,6 +133,15 @@ class ServerProcess:
                 name, value = line.rsplit(" ", 1)
                 values[name.split("{")[0]] += float(value)
         return dict(values)
+
+    def has_every_role(self) -> bool:
+        """Whether of each role at least one worker serves."""
+        with urllib.request.urlopen(self.url + "/metrics", timeout=10) as reply:
+            text = reply.read().decode()
+        up: Counter[str] = Counter()
+        for role, value in re.findall(r'^diptych:worker_up\{.*role="(\w+)".*\} (\S+)$', text, re.MULTILINE):
+            up[role] += int(float(value))
+        return bool(up) and all(up.values())
 
     def workers(self) -> list[int]:
         """Process ids of the workers."""
@@ -220,10 +239,21 @@ async def client(port: int, cases: list[Case], rng: random.Random, over: asyncio
             outcome.pauses.append(gap)
 
 
+async def until_every_role_is_there(server: ServerProcess) -> None:
+    """Return when a request can be handed off."""
+    end = time.monotonic() + READY_TIMEOUT_S
+    while not await asyncio.to_thread(server.has_every_role):
+        if time.monotonic() > end:
+            raise RuntimeError("the workers did not come back")
+        await asyncio.sleep(0.1)
+
+
 async def strike(server: ServerProcess, plan: Plan, rng: random.Random, outcome: Outcome) -> None:
     """One fault after another."""
     for number in range(plan.num_faults):
-        await asyncio.sleep(rng.expovariate(1 / plan.mean_pause_s))
+        if rng.random() >= plan.double:
+            await until_every_role_is_there(server)
+            await asyncio.sleep(rng.expovariate(1 / plan.mean_pause_s))
         kind = rng.choice([one for one in plan.kinds if one != "hang_up"])
         workers = server.workers()
         if not workers:

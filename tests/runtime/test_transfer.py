@@ -6,6 +6,7 @@ import random
 import select
 import socket
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from diptych.runtime.transfer import make_connector
 from diptych.runtime.transfer.addresses import parse_address
 from diptych.runtime.transfer.frames import HEADER_BYTES, Frame, Kind, ProtocolError, Seal, parse_header
 from diptych.runtime.transfer.handshake import (
+    GREETING_BYTES,
     HELLO_BYTES,
     WELCOME_BYTES,
     Identity,
@@ -440,6 +442,8 @@ def test_closing_with_everything_in_flight_ends_at_once(make: Make) -> None:
         sides[first].connector.close()
         sides[1 - first].connector.close()
         sides[first].connector.close()
+        sides[first].connector.cancel("0")
+        assert not sides[first].connector.poll()
 
 
 def test_who_does_not_know_the_secret_stays_outside(make: Make) -> None:
@@ -448,7 +452,8 @@ def test_who_does_not_know_the_secret_stays_outside(make: Make) -> None:
     stranger.connector.open("leg", receiver.connector.address, 0)
     stranger.connector.send("leg", 0, 16, [0])
     before = receiver.snapshot()
-    assert isinstance(until(stranger, Failed)[-1], Failed)
+    failed = until(stranger, Failed)[-1]
+    assert isinstance(failed, Failed) and "has it the same secret?" in failed.message
     assert not receiver.connector.poll() and all(map(torch.equal, before, receiver.snapshot()))
 
 
@@ -466,6 +471,111 @@ def test_garbage_disturbs_nobody(make: Make) -> None:
                 tables = transfer(sender, receiver, f"{number}", 48)
                 until(receiver, Committed)
                 assert_same(sender, receiver, tables, 48)
+
+
+def any_frame(rng: random.Random) -> tuple[Frame, bytes]:
+    """A frame that a peer with the secret, and without a mind, might send."""
+    kind = rng.choice(list(Kind))
+    body = b"leg" if kind is Kind.OPEN else rng.randbytes(rng.choice([0, 0, 7, 6144, 12288]))
+    if kind in (Kind.ACK, Kind.CANCEL, Kind.REFUSE):
+        body = b""
+    small = [rng.choice([0, 0, 1, 2, 3, 16, 48, 2**16 - 1]) for _ in range(5)]
+    number, sequence = rng.choice([1, 1, 1, 2, 2**64 - 1]), rng.choice([0, 0, 1, 2, 2**64 - 1])
+    frame = Frame(
+        kind, number, sequence, *small[:4], rng.choice([0, 1, 2, 3, 4, 5, 6, 255]), rng.choice([0, 1]), len(body),
+        zlib.crc32(body) if rng.random() < 0.9 else 0,
+    )  # fmt: skip
+    return frame, body
+
+
+def exactly(sock: socket.socket, count: int) -> bytes:
+    """So many bytes."""
+    data = sock.recv(count, socket.MSG_WAITALL)
+    assert len(data) == count
+    return data
+
+
+def introduce(sock: socket.socket, me: Identity, dial: int) -> bytes:
+    """The handshake of a sender; the key to the receiver."""
+    greeted = exactly(sock, GREETING_BYTES)
+    said = hello(me, greeted, "tcp://127.0.0.1:1", dial)
+    sock.sendall(said)
+    start = exactly(sock, WELCOME_BYTES)
+    welcome = start + exactly(sock, int.from_bytes(start[-2:], "little"))
+    return accept_welcome(me, greeted, said, welcome).key_to_receiver
+
+
+def test_a_newer_connection_of_a_sender_replaces_the_older_one_and_not_the_reverse(make: Make) -> None:
+    sender, receiver = make(), make()
+    receiver.connector.expect("leg", [0], 0, 16)
+    me = Identity(SECRET, b"s" * 16, FORMAT)
+    opening = Frame(Kind.OPEN, 1, body_bytes=3)
+    with contextlib.ExitStack() as stack:
+        socks = [
+            stack.enter_context(socket.create_connection(parse_address(receiver.connector.address).target))
+            for _ in range(8)
+        ]
+        for dial in (1, 3, 4):
+            seal = Seal(introduce(socks[dial], me, dial))
+            socks[dial].sendall(seal.seal(opening, b"leg") + b"leg")
+            acknowledgement = parse_header(exactly(socks[dial], HEADER_BYTES))
+            assert (acknowledgement.kind, acknowledgement.sequence) == (Kind.ACK, 0)
+        assert socks[1].recv(1) == socks[3].recv(1) == b""
+        with pytest.raises(AssertionError):
+            introduce(socks[2], me, 2)  # a connection that is late
+        for number in range(4):  # file descriptors are used again
+            transfer(sender, receiver, f"{number}", 48)
+            until(receiver, Committed)
+            socks.append(stack.enter_context(socket.create_connection(socks[0].getpeername())))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_sender_with_the_secret_and_no_mind_harms_only_itself(make: Make, seed: int) -> None:
+    rng = random.Random(seed)
+    sender, receiver = make(), make()
+    untouched = [(k.clone(), v.clone()) for k, v in receiver.layers]
+    receiver.connector.expect("leg", list(range(6)), 0, 96)
+    mad = Identity(SECRET, rng.randbytes(16), FORMAT)
+    with socket.create_connection(parse_address(receiver.connector.address).target) as sock:
+        seal = Seal(introduce(sock, mad, 1))
+        opening = Frame(Kind.OPEN, 1, body_bytes=3)
+        with contextlib.suppress(OSError):
+            sock.sendall(seal.seal(opening, b"leg") + b"leg")
+            for _ in range(12):
+                frame, body = any_frame(rng)
+                sock.sendall(seal.seal(frame, b"" if frame.kind is Kind.DATA else body) + body)
+        receiver.connector.expect("other", [7], 0, 16)
+        sender.connector.open("other", receiver.connector.address, 0)
+        sender.connector.send("other", 0, 16, [3])
+        sender.connector.commit("other", b"")
+        until(sender, Sent)
+    assert_same(sender, receiver, ([3], [7]), 16)
+    for before, after in zip(untouched, receiver.layers, strict=True):
+        assert all(torch.equal(a[8:], b[8:]) and torch.equal(a[6], b[6]) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_receiver_with_the_secret_and_no_mind_harms_only_its_legs(make: Make, seed: int) -> None:
+    rng = random.Random(seed)
+    sender, receiver = make(timeout_s=0.5), make()
+    mad = Identity(SECRET, rng.randbytes(16), FORMAT)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sender.connector.open("leg", f"tcp://127.0.0.1:{server.getsockname()[1]}", 0)
+        sender.connector.send("leg", 0, 96, list(range(6)))
+        with server.accept()[0] as sock:
+            greeted = greeting()
+            sock.sendall(greeted)
+            start = exactly(sock, HELLO_BYTES)
+            answer, who = accept_hello(mad, greeted, start + exactly(sock, int.from_bytes(start[-2:], "little")))
+            sock.sendall(answer)
+            seal = Seal(who.key_to_sender)
+            with contextlib.suppress(OSError):
+                for _ in range(12):
+                    frame, body = any_frame(rng)
+                    sock.sendall(seal.seal(frame, b"" if frame.kind is Kind.DATA else body) + body)
+            tables = transfer(sender, receiver, "other", 48)
+            until(receiver, Committed)
+            assert_same(sender, receiver, tables, 48)
 
 
 def test_caches_of_different_models_are_refused_with_both_sides_values(make: Make) -> None:

@@ -142,13 +142,13 @@ async def test_a_killed_worker_is_a_pause_and_nothing_else(worker: int, tokens_p
 
 async def test_every_worker_dies_and_the_streams_go_on() -> None:
     async with serving(prefill=1, decode=2, worker={"step_ms": 2}) as llm:
-        running = [asyncio.create_task(ask(llm, PROMPT[:length], 300)) for length in (40, 60, 90)]
+        running = [asyncio.create_task(ask(llm, PROMPT[:length], 200)) for length in (40, 60, 90)]
         for worker in (0, 1, 2):
             await asyncio.sleep(0.1)
             os.kill(pid(llm, worker), signal.SIGKILL)
         outputs = await asyncio.gather(*running)
         for length, output in zip((40, 60, 90), outputs, strict=True):
-            assert output.outputs[0].token_ids == expected(PROMPT[:length], 300)
+            assert output.outputs[0].token_ids == expected(PROMPT[:length], 200)
         await check_idle(llm)
 
 
@@ -185,7 +185,7 @@ async def test_on_failure_fail_tells_the_client_at_once() -> None:
         await check_idle(llm)
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.01, 0.1, 0.5])
+@pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.4])
 async def test_a_client_that_leaves_in_any_state_frees_everything(delay_s: float) -> None:
     async with serving(worker={"step_ms": 3, "tokens_per_s": 400}) as llm:
         running = [asyncio.create_task(ask(llm, max_tokens=3000)) for _ in range(3)]

@@ -125,6 +125,7 @@ def test_a_fleet_behind_http_serves_counts_and_survives_a_killed_worker() -> Non
             events = [json.loads(line.removeprefix("data: ")) for line in (first, *list(rest)[:-1])]
         assert [token for event in events for token in event["choices"][0]["token_ids"]] == list(range(50, 200))
         wait_until(lambda: server.metrics()['diptych:worker_up{role="decode",worker="1"}'] == 1)
+        assert httpx.post(f"{server.url}/v1/completions", json={"prompt": [1] * 40}).status_code == 200
         metrics = server.metrics()
         assert metrics["diptych:handoffs_total"] >= 1
         assert metrics["diptych:request_retries_total"] >= 1

@@ -29,7 +29,8 @@ from diptych.control.request import FinishReason
 from diptych.control.slo import LatencyBreakdown
 from diptych.serving.api import timeline as routes
 from diptych.serving.timeline import Timeline, Transfer
-from diptych.serving.timeline_records import (
+from diptych.serving.timeline_trace import hold, trace
+from diptych.timeline.records import (
     GapRecord,
     Milestone,
     Record,
@@ -42,7 +43,6 @@ from diptych.serving.timeline_records import (
     split_leg_id,
     step_record,
 )
-from diptych.serving.timeline_trace import hold, trace
 
 MS = 1_000_000
 

@@ -142,6 +142,7 @@ class AuditedCluster(Cluster):
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario, auditor=self._audit)
         self.num_borrowed_steps = 0
+        self.num_arrivals = 0
         self._lives: dict[tuple[int, str], tuple[int, int, tuple[int, ...]]] = {}  # leg -> owner, its life, blocks
         self._reserved: dict[str, int] = {}  # leg -> the life of its decode worker in which it got its blocks
         self._fruitless: dict[str, int] = {}
@@ -178,6 +179,7 @@ class AuditedCluster(Cluster):
 
     def _audit_arrival(self, leg_id: str, source: int, target: int) -> None:
         """KV lands in blocks that are reserved for it, from blocks that still hold it."""
+        self.num_arrivals += 1
         assert self.supervisor.is_alive(target)
         assert leg_id in self.replicas[target].core.scheduler.incoming.reserved
         assert leg_id in self.replicas[source].core.requests
@@ -205,6 +207,15 @@ def run_schedule(scenario: Scenario) -> AuditedCluster:
     check_ends(scenario, cluster)
     check_nothing_is_left(cluster)
     return cluster
+
+
+def check_strides(seed: int, cluster: Cluster) -> None:
+    """The same schedule, every step on its own: the same log."""
+    steps = Cluster(random_schedule(seed, fast_forward=False))
+    steps.run(LIMIT_NS)
+    assert cluster.log is not None
+    assert steps.log is not None
+    assert list(cluster.log.lines()) == list(steps.log.lines()), "strides change the log"
 
 
 def check_ends(scenario: Scenario, cluster: Cluster) -> None:

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from diptych.control.errors import ConfigError
+from diptych.control.slo import NS_PER_S
 from diptych.simulation.environment import MESSAGE, Environment
 from diptych.simulation.links import GB, LINKS, Link, Network
 
@@ -84,3 +85,19 @@ def test_named_links() -> None:
     assert Link.named("nvlink4").bandwidth == LINKS["nvlink4"][0]
     with pytest.raises(ConfigError, match="pcie5"):
         Link.named("string")
+
+
+def test_a_transfer_stands_still_while_a_link_is_down() -> None:
+    environment = Environment()
+    network = Network(environment)
+    broken, other = Link(1000), Link(1000)
+    done: dict[str, int] = {}
+    network.send(1000, (broken,), lambda: done.update(broken=environment.now))
+    network.send(1000, (other,), lambda: done.update(other=environment.now))
+    network.send(1000, (broken, other), lambda: done.update(both=environment.now))
+    environment.at(NS_PER_S, 0, lambda: network.set_up(broken, False))
+    environment.at(3 * NS_PER_S, 0, lambda: network.set_up(broken, True))
+    environment.run()
+    assert done["other"] == NS_PER_S + NS_PER_S // 2  # alone on its link from second 1 on
+    assert done["broken"] == 4 * NS_PER_S
+    assert done["both"] == 4 * NS_PER_S

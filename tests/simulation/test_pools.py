@@ -1,4 +1,4 @@
-"""Prefill and decode on separate replicas, in the simulator."""
+"""Prefill and decode on separate workers, in the simulator: the cluster's own decisions, over simulated links."""
 
 import random
 from dataclasses import replace
@@ -7,59 +7,19 @@ import pytest
 
 from diptych.control.config import CacheConfig, ReplicaConfig, shape_preset
 from diptych.control.errors import ConfigError
-from diptych.control.handoff import Deliver, Handoffs, HandoffState, Prefill, Release, Reserve, Transfer
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 from diptych.simulation.cluster import Cluster
 from diptych.simulation.costs.linear import LinearCost
 from diptych.simulation.faults import Fault, random_faults
+from diptych.simulation.fleet import fleet, peers_of
 from diptych.simulation.pools import Pools
 from diptych.simulation.scenario import Scenario
 from diptych.simulation.workload.spec import RequestSpec
-from tests.simulation.scenarios import check_is_empty, check_row, random_replica, random_spec, run
+from tests.simulation.fault_schedules import check_nothing_is_left
+from tests.simulation.scenarios import check_row, random_replica, random_spec, run
 
 # Seeds that found something once stay here.
 REGRESSION_SEEDS: tuple[int, ...] = ()
-
-
-def test_the_way_of_a_handoff() -> None:
-    handoffs = Handoffs(block_size=16)
-    assert handoffs.begin("a", 100, prefill=0, decode=1) == [Reserve(1, "a")]
-    assert handoffs.on_computed("a", 48, 5) == []  # nothing is computed before there is a place for it
-    assert handoffs.on_reserved("a", 32) == [Prefill(0, "a")]
-    assert handoffs.on_reserved("a", 32) == []
-    handoffs.on_started("a", 7)
-    assert handoffs.on_computed("a", 30, 8) == []  # the decode replica has these
-    assert handoffs.on_computed("a", 70, 9) == [Transfer("a", 0, 1, 32, 32)]  # whole blocks
-    assert handoffs.on_computed("a", 100, 10) == [Transfer("a", 0, 1, 64, 36)]
-    assert handoffs.state("a") is HandoffState.SENDING
-    assert handoffs.on_arrived("a") == []
-    assert handoffs.on_arrived("a") == [Deliver(1, "a", 7, 10), Release(0, "a")]
-    assert "a" not in handoffs
-
-
-def test_what_is_cached_there_does_not_travel() -> None:
-    handoffs = Handoffs(block_size=16)
-    handoffs.begin("a", 64, prefill=0, decode=1)
-    handoffs.on_reserved("a", 64)
-    assert handoffs.on_computed("a", 64, 10) == [Deliver(1, "a", -1, 10), Release(0, "a")]
-
-
-@pytest.mark.parametrize("after", range(5))
-def test_a_handoff_can_be_dropped_in_every_state(after: int) -> None:
-    handoffs = Handoffs(block_size=16)
-    steps = [
-        lambda: handoffs.begin("a", 100, prefill=0, decode=1),
-        lambda: handoffs.on_reserved("a", 0),
-        lambda: handoffs.on_computed("a", 48, 5),
-        lambda: handoffs.on_computed("a", 100, 5),
-        lambda: handoffs.on_arrived("a"),
-    ]
-    for step in steps[: after + 1]:
-        step()
-    handoffs.drop("a")
-    assert len(handoffs) == 0
-    for step in steps[1:]:
-        assert step() == []
 
 
 def scenario(specs: list[RequestSpec], pools: Pools | None, **changes: object) -> Scenario:
@@ -68,6 +28,7 @@ def scenario(specs: list[RequestSpec], pools: Pools | None, **changes: object) -
         cost=LinearCost(5e6, 3e4, 0.3, 1e4, 10.0),
         workload=specs,
         pools=pools,
+        disaggregate="always",
         record_events=True,
     )
     return replace(base, **changes)  # type: ignore[arg-type]
@@ -96,8 +57,8 @@ def test_chunks_travel_while_the_next_is_computed() -> None:
     table = cluster.collector.requests
     whole_ns = 16_000 * 131_072 * NS_PER_S // 11_500_000_000
     assert table.handoff_ns[0] < whole_ns / 4
-    assert cluster.driver is not None
-    assert cluster.driver.num_bytes == 16_000 * 131_072
+    assert cluster.transfers is not None
+    assert cluster.transfers.num_bytes == 16_000 * 131_072
 
 
 def random_pools(seed: int, *, fast_forward: bool = True, with_faults: bool = False) -> Scenario:
@@ -131,6 +92,8 @@ def random_pools(seed: int, *, fast_forward: bool = True, with_faults: bool = Fa
         cost=LinearCost(5e6, 3e4, 40.0, 1e5, 20.0),
         workload=specs,
         pools=pools,
+        routing=rng.choice(["least_loaded", "kv_aware", "round_robin"]),
+        disaggregate=rng.choice(["always", "auto"]),
         faults=faults,
         seed=seed,
         record_events=True,
@@ -144,16 +107,7 @@ def check_pools(scenario: Scenario, cluster: Cluster) -> None:
     assert sorted(table.number) == list(range(len(specs)))
     for row in range(len(table)):
         check_row(table, row, specs[table.number[row]], scenario)
-    for replica in cluster.replicas:
-        check_is_empty(replica.core)
-        assert not replica.core.scheduler.outgoing
-        assert not len(replica.core.scheduler.incoming)
-        assert not replica.core.scheduler.incoming.waiting
-    assert cluster.driver is not None
-    assert len(cluster.driver.handoffs) == 0
-    assert not cluster.driver._transfers
-    assert set(cluster._decode.picker.outstanding) | set(cluster._prefill.picker.outstanding) == {0}
-    assert not cluster.collector._handoffs
+    check_nothing_is_left(cluster)
 
 
 @pytest.mark.parametrize("seed", [*range(80), *REGRESSION_SEEDS])
@@ -176,5 +130,17 @@ def test_impossible_pools_are_refused_by_name() -> None:
         Pools(num_prefill=1, num_decode=0, kv_bytes_per_token=1)
     with pytest.raises(ConfigError, match="nvlink4"):
         Pools(num_prefill=1, num_decode=1, kv_bytes_per_token=1, link="rope")
-    with pytest.raises(ConfigError, match="messages"):
-        replace(random_pools(1), faults=(Fault("delay", 0, 0, 1),))
+    with pytest.raises(ConfigError, match="num_prefill is 0"):
+        Pools(num_prefill=0, num_decode=1, kv_bytes_per_token=1)
+
+
+def test_workers_of_one_host_share_one_range_of_blocks() -> None:
+    replica = ReplicaConfig(CacheConfig(100), shape_preset("chunked"), max_model_len=1000)
+    pools = Pools(num_prefill=2, num_decode=2, kv_bytes_per_token=1, num_hosts=2)
+    members = fleet(replica, pools.num_workers, pools)
+    assert [member.config.cache.first_block for member in members] == [0, 0, 100, 100]
+    assert [member.info.pool for member in members] == [0, 1, 0, 1]
+    assert peers_of(members) == [[2], [3], [0], [1]]
+    alone = fleet(replica, 2, replace(pools, num_prefill=1, num_decode=1, num_hosts=0))
+    assert [member.info.pool for member in alone] == [None, None]
+    assert peers_of(alone) == [[], []]

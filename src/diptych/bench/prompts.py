@@ -15,7 +15,7 @@ from diptych.simulation.workload.spec import RequestSpec
 
 BLOCKS_REMEMBERED = 1 << 16
 # Common words; with a space before it each is one token of most vocabularies.
-WORDS = (
+_TEXT = (
     "the of and to in is that for it was on are as with his they at be this have from or one had by but not what all "
     "were we when your can said there use an each which she do how their if will up other about out many then them "
     "these so some her would make like him into time has look two more write go see number no way could people my than "
@@ -24,7 +24,8 @@ WORDS = (
     "through much before line right too mean old any same tell boy follow came want show also around form three small "
     "set put end does another well large must big even such because turn here why ask went men read need land home us "
     "move try kind hand again change off play air away house point page letter answer found study still learn should"
-).split()
+)
+WORDS = tuple(_TEXT.split())
 
 
 class PromptMaker:

@@ -7,6 +7,7 @@ been sent, so that a client that fell behind does not hide what its requests wai
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -69,7 +70,7 @@ class RequestRecord:
     def gaps_ns(self) -> Iterator[int]:
         """Between neighbouring events: what somebody who watches the stream waits for."""
         stamps = self.stamps
-        return (later - earlier for earlier, later in zip(stamps, stamps[1:], strict=False))
+        return (later - earlier for earlier, later in pairwise(stamps))
 
 
 def record(

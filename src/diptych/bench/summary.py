@@ -20,7 +20,7 @@ def summarize(result: LoadResult) -> dict[str, Any]:
     """Latencies in ms, rates per second, shares 0 to 1, intervals as [low, high]."""
     records = result.records
     done = [one for one in records if one.is_completed]
-    seconds = result.duration_ns / NS_PER_S
+    seconds, health = result.duration_ns / NS_PER_S, result.health
     met = [one for one in records if one.slo_met]
     judged = sum(one.slo_met is not None for one in records)
     outputs, prompts = sum(one.output_tokens for one in done), sum(one.prompt_tokens for one in done)
@@ -39,9 +39,9 @@ def summarize(result: LoadResult) -> dict[str, Any]:
         "attainment": len(met) / judged if judged else None,
         "attainment_interval": _pair(wilson(len(met), judged)) if judged else None,
         "goodput_rps": len(met) / seconds if judged and seconds else None,
-        "goodput_interval": _rate_interval(met, result.duration_ns) if judged else None,
+        "goodput_interval": _rate_interval(met, len(records), result.duration_ns) if judged else None,
         "throughput_rps": len(done) / seconds if seconds else 0.0,
-        "throughput_interval": _rate_interval(done, result.duration_ns),
+        "throughput_interval": _rate_interval(done, len(records), result.duration_ns),
         "output_tokens_per_s": outputs / seconds if seconds else 0.0,
         "total_tokens_per_s": (outputs + prompts) / seconds if seconds else 0.0,
         "tokens_per_event": outputs / events if events else None,
@@ -49,11 +49,15 @@ def summarize(result: LoadResult) -> dict[str, Any]:
         "errors": dict(Counter(one.error for one in records if one.outcome == "failed").most_common(10)),
         "confidence": CONFIDENCE,
         "client": {
-            "cpu_share": result.health.cpu_share,
-            "cpu_us_per_token": result.health.cpu_us_per_token,
-            "lag_ms": {"p50": result.health.lag_p50_ms, "p99": result.health.lag_p99_ms, "max": result.health.lag_max_ms},
-            "late_ms": {"p99": result.health.late_p99_ms, "max": result.health.late_max_ms},
-            "problems": list(result.health.problems),
+            "cpu_share": health.cpu_share,
+            "cpu_us_per_token": health.cpu_us_per_token,
+            "lag_ms": {
+                "p50": health.lag_p50_ms,
+                "p99": health.lag_p99_ms,
+                "max": health.lag_max_ms,
+            },
+            "late_ms": {"p99": health.late_p99_ms, "max": health.late_max_ms},
+            "problems": list(health.problems),
         },
     }
 
@@ -93,9 +97,9 @@ def _rate(times_ns: Iterable[int]) -> float | None:
     return (len(times) - 1) * NS_PER_S / span if span else None
 
 
-def _rate_interval(records: Sequence[RequestRecord], duration_ns: int) -> list[float] | None:
-    """By time of arrival, in bins that hold some requests each."""
-    bins = min(60, len(records) // 2)
+def _rate_interval(records: Sequence[RequestRecord], num_all: int, duration_ns: int) -> list[float] | None:
+    """By time of arrival, in bins in which some requests of all arrived."""
+    bins = min(60, num_all // 2)
     if bins < 8:
         return None
     counts = binned([one.intended_ns for one in records], duration_ns, bins)

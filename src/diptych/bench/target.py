@@ -6,13 +6,13 @@ Owns the bodies of requests and what is found out about the server. Must never s
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
 from diptych.bench.http import Address, Client
 from diptych.bench.prompts import WORDS, PromptMaker, as_text
-from diptych.bench.stream import TokenStream, error_message
+from diptych.bench.stream import TokenStream
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_MS, Slo
 from diptych.simulation.workload.spec import RequestSpec
@@ -46,6 +46,10 @@ class TargetConfig:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for name, kinds in (("api", Api), ("prompts", PromptKind)):
+            if getattr(self, name) not in get_args(kinds):
+                words = ", ".join(get_args(kinds))
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; one of {words}", param=name)
         if self.api == "chat" and self.prompts == "ids":
             raise ConfigError("prompts is ids; chat completions take text", param="prompts")
         if self.timeout_s <= 0:
@@ -86,7 +90,7 @@ class Target:
         if models.status == 200:
             model, length = _choose_model(models.body, model)
         elif models.status in (401, 403):
-            raise ConfigError(f"the server refuses the key: {error_message(models.status, models.body)}", param="api_key")
+            raise ConfigError(f"the server refuses the key: {models.error}", param="api_key")
         if model is None:
             raise ConfigError(f"model is not given and GET /v1/models says {models.error}", param="model")
         facts = ServerFacts(model=model, software=await _software(client), max_model_len=length)
@@ -157,7 +161,8 @@ class Target:
         for words in PROBES:
             usage = (await self.ask(self.prompt_maker("words").fresh(f"{words}", words), 1)).usage
             if usage is None or not usage.prompt_tokens:
-                raise ConfigError("the server sends no usage, which text prompts need; use --prompts ids", param="prompts")
+                message = "the server sends no usage, which text prompts need; use --prompts ids"
+                raise ConfigError(message, param="prompts")
             counts.append(usage.prompt_tokens)
         slope = max(0.1, (counts[1] - counts[0]) / (PROBES[1] - PROBES[0]))
         facts = ServerFacts(

@@ -66,6 +66,6 @@ class OpenRequest:
         return self.num_suspicions >= MAX_SUSPICIONS or self.num_deaths >= MAX_DEATHS
 
     def complete(self, now: int) -> RequestFinished:
-        """Its end, when its last token arrived although the word of its end did not."""
-        one, latency = self.submission, LatencyBreakdown(0, 0, 0, self.num_tokens)
+        """Its end, when its last token arrived although the word of its end did not: an attempt without a token."""
+        one, latency = self.submission, LatencyBreakdown(0, 0, 0, 0)
         return RequestFinished(now, one.request_id, FinishReason.LENGTH, one.num_prompt_tokens, 0, 0, latency, None)

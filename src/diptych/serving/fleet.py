@@ -29,6 +29,7 @@ from diptych.control.cluster_events import (
 from diptych.control.errors import DiptychError, WorkerError
 from diptych.control.events import Event, FirstToken, HandoffDelivered, HandoffReleased, RequestFinished
 from diptych.control.request import FinishReason
+from diptych.control.router.load import LoadReport
 from diptych.control.slo import NS_PER_S
 from diptych.serving import wire
 from diptych.serving.cluster_driver import ClusterDriver, Stopped
@@ -69,6 +70,7 @@ class Fleet:
         self.streams.cancel = self.cancel
         self.supervisors: list[Supervisor] = []
         self.ready: asyncio.Future[wire.Ready] | None = None  # of all first starts
+        self.joint_ready: wire.Ready | None = None  # the fleet as one worker, once all were ready
         self.loading = wire.Loading("starting")
         self.timeline = Timeline()
         self._command = tuple(command)
@@ -76,6 +78,7 @@ class Fleet:
         self._members = Membership(self.fleet.roles, shares_pool=False)
         self._driver: ClusterDriver | None = None  # from when every worker was ready once
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._loads: dict[int, LoadReport] = {}  # what each living worker reported last
         self._tasks: list[asyncio.Task[None]] = []
         self._hearers: dict[type, Callable[[int, Any], None]] = {
             wire.Tokens: self._on_tokens,
@@ -116,6 +119,9 @@ class Fleet:
         if self._driver is not None:
             self._driver.close()
         await asyncio.gather(*(one.stop() for one in self.supervisors))
+        for one in self.supervisors:
+            self._tell(one.number, WorkerState.STOPPED)
+        self.timeline.close()
         if self.ready is not None and not self.ready.done():
             self.ready.set_exception(WorkerError("stopped before the workers were ready"))
         if self._context is not None:
@@ -149,10 +155,6 @@ class Fleet:
         """How many times workers were started again."""
         return sum(one.num_restarts for one in self.supervisors)
 
-    def joint_ready(self) -> wire.Ready | None:
-        """The fleet as one worker; None before all were ready once."""
-        return self._members.joint_ready() if self._driver is not None else None
-
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def submit(self, submissions: Iterable[Submission]) -> None:
@@ -183,6 +185,7 @@ class Fleet:
         was_up = self._members.is_up[worker]
         peers = self._members.on_lost(worker)
         self.streams.on_worker_lost(worker)
+        self._loads.pop(worker, None)
         if was_up:
             self._tell_cluster(WorkerDown(worker, self.streams.progress(), loss.crashed))
         for peer in peers:
@@ -206,7 +209,11 @@ class Fleet:
         events = wire.unpack_events(message.events)
         self.metrics.on_stats(worker, message)
         self.timeline.on_events(worker, events)
-        self._tell_cluster(Reported(worker, (), message.load))  # what matters of the events came before, by itself
+        if message.load is not None:
+            self._loads[worker] = message.load
+        # Of what matters only this has not come before, by itself: the first token of a later attempt on one worker.
+        begun = tuple(event for event in events if isinstance(event, FirstToken))
+        self._tell_cluster(Reported(worker, begun, message.load))
 
     def _on_happened(self, worker: int, message: wire.Happened) -> None:
         events = wire.unpack_events(message.events)
@@ -242,6 +249,8 @@ class Fleet:
         self._admit()
 
     def _on_loading(self, worker: int, message: wire.Loading) -> None:
+        if self.supervisors[worker].num_restarts and self.timeline.workers[worker].state != WorkerState.STARTING:
+            self._tell(worker, WorkerState.STARTING)
         if len(self.supervisors) > 1:
             message = wire.Loading(f"worker {worker}: {message.stage}", message.fraction)
         self.loading = message
@@ -258,10 +267,11 @@ class Fleet:
                 return
             core = ClusterCore(self._members.infos(), cluster_config(self.fleet, self._plan))
             self._driver = ClusterDriver(core, self.streams, self._members, self._send)
-        newcomers = self._members.take_newcomers()
-        self._tell_cluster(*(WorkerUp(worker) for worker in newcomers))
+        self.joint_ready = self._members.joint_ready()
+        for worker in self._members.take_newcomers():
+            self._tell_cluster(WorkerUp(worker), Reported(worker, (), self._loads.get(worker)))
         if self.ready is not None and not self.ready.done():
-            self.ready.set_result(self._members.joint_ready())
+            self.ready.set_result(self.joint_ready)
 
     def _send(self, worker: int, message: wire.FrontendMessage) -> None:
         self.supervisors[worker].send(message)

@@ -29,12 +29,12 @@ class FleetOptions:
 
     both None: one when there is no other worker, else none. transfer: how KV goes from worker to worker (auto: one pool
     of memory on CPUs, TCP otherwise). kv_codec: what it is packed with on a wire (int8 and int4 round, and auto may
-    choose them: answers can differ in places). disaggregate: whether two workers
-    share a request. on_failure: what becomes of a request whose worker dies: tried again, tried again on one worker
-    alone, or failed. heartbeat_timeout_s: silence after which a worker is killed and started again. cores_per_worker: a
-    number, or lists such as 0-3/4-7 in the order prefill, decode, both (None: the machine's cores are divided). depth:
-    requests without a first token per worker, beyond which others wait in the front end, where service classes, API
-    keys and deadlines count (0: none wait there).
+    choose them: answers can differ in places). disaggregate: whether two workers share a request. on_failure: what
+    becomes of a request whose worker dies: tried again, tried again on one worker alone, or failed.
+    heartbeat_timeout_s: silence after which a worker is killed and started again. cores_per_worker: a number, or lists
+    such as 0-3/4-7 in the order prefill, decode, both (None: the machine's cores are divided). depth: requests without
+    a first token per worker, beyond which others wait in the front end, where service classes, API keys and deadlines
+    count (0: none wait there).
     """
 
     prefill: int = 0
@@ -76,7 +76,8 @@ class FleetOptions:
     def roles(self) -> tuple[Role, ...]:
         """Of all workers in their order: prefill, decode, both."""
         num_both = int(not self.prefill and not self.decode) if self.both is None else self.both
-        return ("prefill",) * self.prefill + ("decode",) * self.decode + ("both",) * num_both
+        counts: tuple[tuple[Role, int], ...] = (("prefill", self.prefill), ("decode", self.decode), ("both", num_both))
+        return tuple(role for role, count in counts for _ in range(count))
 
     def _check_roles(self) -> None:
         roles = set(self.roles)

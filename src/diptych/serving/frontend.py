@@ -93,7 +93,7 @@ class AsyncLLM:
     @property
     def ready(self) -> Ready | None:
         """What the workers hold together; None before all were ready once."""
-        return self.fleet.joint_ready()
+        return self.fleet.joint_ready
 
     @property
     def num_open(self) -> int:
@@ -206,7 +206,11 @@ class AsyncLLM:
         generation = Generation(request_id, sequences)
         terms = terms or Terms()
         self._streams.add(sequences, terms)
-        self.fleet.submit([self._submission(one, terms) for one in sequences])
+        try:
+            self.fleet.submit([self._submission(one, terms) for one in sequences])
+        except Exception:
+            self.abort(generation)
+            raise
         return generation
 
     def abort(self, generation: Generation) -> None:

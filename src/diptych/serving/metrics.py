@@ -94,9 +94,10 @@ class ServingMetrics(Collector):
         """Clients left so many answers unread."""
         self.num_ended[FinishReason.ABORT] += count
 
-    def on_failed(self) -> None:
-        """A request ended with an error."""
+    def on_failed(self, *, had_slo: bool) -> None:
+        """A request ended with an error; with an objective, it has missed it."""
         self.num_ended[FinishReason.ERROR] += 1
+        self.num_with_slo += had_slo
 
     @property
     def replica(self) -> dict[str, Any]:
@@ -142,10 +143,11 @@ class ServingMetrics(Collector):
 
     def _gauges(self) -> Iterator[Metric]:
         replica = self.replica
+        waiting = replica.get("num_waiting", 0) + self.fleet.view().num_queued
         running = replica.get("num_prefilling", 0) + replica.get("num_decoding", 0)
         values = (
             ("vllm:num_requests_running", "Requests that hold blocks", running),
-            ("vllm:num_requests_waiting", "Requests that hold no blocks yet", replica.get("num_waiting", 0)),
+            ("vllm:num_requests_waiting", "Requests that hold no blocks yet", waiting),
             ("vllm:num_requests_swapped", "Requests in the host tier", replica.get("num_swapped", 0)),
             ("vllm:kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1", replica.get("kv_usage", 0.0)),
             ("diptych:num_requests_prefilling", "Requests in their prefill", replica.get("num_prefilling", 0)),

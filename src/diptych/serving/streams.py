@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from diptych.control.errors import DiptychError
+from diptych.control.errors import DiptychError, RequestError
 from diptych.control.request import FinishReason
 from diptych.control.slo import NS_PER_S, LatencyBreakdown, Slo
 from diptych.serving.metrics import ServingMetrics
@@ -151,7 +151,10 @@ class Streams:
             self._end(one, finished)
             return
         assert one.generation is not None
-        self._metrics.on_failed()
+        was_known = finished is not None and finished.slo_met is not None
+        was_refused = isinstance(error, RequestError)  # never begun, as those that are refused at the door
+        has_slo = self._terms[request_id].slo is not None
+        self._metrics.on_failed(had_slo=was_known or (has_slo and not was_refused))
         self._forget(one)
         one.generation.fail(error or DiptychError("internal error: a request ended without a word"))
         self.abort(one.generation)

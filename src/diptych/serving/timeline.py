@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from diptych.control.errors import ConfigError, OverloadedError
 from diptych.control.events import BlocksEvicted, BlocksStored, Event, FirstToken, HandoffReserved, StepFinished
-from diptych.serving.timeline_records import (
+from diptych.timeline.records import (
     MAX_MESSAGE,
     Decoding,
     GapRecord,

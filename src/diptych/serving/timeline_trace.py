@@ -15,9 +15,9 @@ import msgspec
 
 from diptych.control.commands import leg_id_of
 from diptych.serving.timeline import Timeline
-from diptych.serving.timeline_records import Decoding, Record, StepRecord, TransferRecord, WorkerRecord, event_of
 from diptych.timeline.lanes import Lane, TraceEvent, Window
 from diptych.timeline.perfetto import frame, place_of, titles
+from diptych.timeline.records import Decoding, Record, StepRecord, TransferRecord, WorkerRecord, event_of
 
 LOST_STATES = ("lost", "stopped")
 PIECE = 1000  # trace events that are joined at once

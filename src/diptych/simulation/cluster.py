@@ -7,7 +7,6 @@ books. Must decide nothing: which worker, when, and what becomes of a failure is
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 
 from diptych.control.cluster import ClusterCore
@@ -41,17 +40,15 @@ from diptych.simulation.collector import Collector
 from diptych.simulation.environment import MESSAGE, Environment
 from diptych.simulation.event_log import EventLog
 from diptych.simulation.executor import block_hashes, make_request
-from diptych.simulation.faults import MESSAGE_FAULTS
+from diptych.simulation.fleet import fleet, make_replicas, peers_of
 from diptych.simulation.handoffs import WorkerHandoffs
 from diptych.simulation.open_request import OpenRequest
-from diptych.simulation.pools import fleet
-from diptych.simulation.replica import Auditor, SimulatedReplica, WorkerModel
+from diptych.simulation.replica import Auditor
 from diptych.simulation.reports import Reporter
 from diptych.simulation.scenario import Scenario
 from diptych.simulation.supervisor import Supervisor
 from diptych.simulation.transfers import Transfers
-from diptych.simulation.warm_up import warmed_up_model
-from diptych.simulation.wires import Wire
+from diptych.simulation.wires import Wires
 from diptych.simulation.workload.spec import ClosedLoop, RequestSpec
 
 FRONT_END = -1  # in the log: who reports when it is no worker
@@ -62,16 +59,14 @@ Act = Callable[[], None]
 class Cluster:
     """Everything that happens in one simulation."""
 
-    def __init__(
-        self, scenario: Scenario, progress: Progress | None = None, auditor: Auditor | None = None
-    ) -> None:
+    def __init__(self, scenario: Scenario, progress: Progress | None = None, auditor: Auditor | None = None) -> None:
         members = fleet(scenario.replica, scenario.num_replicas, scenario.pools)
         self.environment = Environment()
         self.collector = Collector(len(members))
         self.log = EventLog() if scenario.record_events else None
         self.core = ClusterCore([member.info for member in members], scenario.cluster_config)
         self.last_end_ns = 0
-        self.replicas = _replicas(scenario, self.environment, self._on_events, auditor)
+        self.replicas = make_replicas(scenario, members, self.environment, self._on_events, auditor)
         self._scenario = scenario
         self._progress = progress
         self._open: dict[str, OpenRequest] = {}
@@ -82,9 +77,7 @@ class Cluster:
         self._is_busy = False
         self._rng = random.Random(scenario.seed)
         self._hashes_matter = scenario.routing == "kv_aware" and scenario.replica.cache.enable_prefix_cache
-        self._to_workers = [self._wire(worker, 0) for worker in range(len(members))] if scenario.faults else None
-        self._from_workers = [self._wire(worker, 1) for worker in range(len(members))] if scenario.faults else None
-        self._begun: list[set[str]] = [set() for _ in members]  # legs that a worker has heard of, where that may repeat
+        self._wires = Wires(self.environment, len(members), scenario.faults, scenario.seed)
         self._reporter = Reporter(scenario, self.replicas)
         self.transfers: Transfers | None = None
         self.handoffs: list[WorkerHandoffs] = []
@@ -96,11 +89,7 @@ class Cluster:
                 WorkerHandoffs(replica, self.transfers, self.environment, self._on_transfer_failed)
                 for replica in self.replicas
             ]
-        peers = [
-            [two.info.number for two in members if two is not one and one.info.pool == two.info.pool is not None]
-            for one in members
-        ]
-        self.supervisor = Supervisor(self.environment, scenario.watch, self.replicas, peers, self)
+        self.supervisor = Supervisor(self.environment, scenario.watch, self.replicas, peers_of(members), self)
 
     @property
     def hit_error(self) -> float | None:
@@ -165,7 +154,7 @@ class Cluster:
             return
         if self._reporter.says_only_ends:
             self._leaving = one
-        self._tell(Cancelled(request_id))
+        self._tell(Cancelled(request_id, one.num_tokens + one.has_token))
         self._leaving = None
         if request_id in self._open:
             self._end_here(request_id, FinishReason.ABORT, "")
@@ -224,38 +213,24 @@ class Cluster:
                 self.collector.expect_handoff(command.leg_id)
                 self._begin_leg(command, one.leg_spec(), later)
             case Release():
-                self._post(command.worker, partial(self.replicas[command.worker].release, command.leg_id), later)
+                self._wires.post(command.worker, partial(self.replicas[command.worker].release, command.leg_id), later)
             case Drop():
-                self._post(command.worker, partial(self.replicas[command.worker].drop, command.leg_id), later)
+                self._wires.post(command.worker, partial(self.replicas[command.worker].drop, command.leg_id), later)
             case Renew():
-                self._post(command.worker, partial(self.handoffs[command.worker].renew, command.leg_ids), later)
+                self._wires.post(command.worker, partial(self.handoffs[command.worker].renew, command.leg_ids), later)
             case Restarted():
                 self._restart(command)
             case AskSnapshot():
-                self._post(command.worker, partial(self._take_snapshot, command.worker), later)
-
-    def _post(self, worker: int, act: Act, later: bool) -> None:
-        """A message to a worker."""
-        if self._to_workers is not None:
-            self._to_workers[worker].send(act, delay_ns=int(later))
-        elif later:
-            self.environment.at(self.environment.now + 1, MESSAGE, act)
-        else:
-            act()
+                self._wires.post(command.worker, partial(self._take_snapshot, command.worker), later)
 
     def _begin_leg(self, command: Serve | Reserve | Prefill, spec: RequestSpec, later: bool) -> None:
-        if self._to_workers is None and not later:
-            self._start_leg(command, spec)
-        else:
-            self._post(command.worker, partial(self._start_leg, command, spec), later)
+        self._wires.post(command.worker, partial(self._start_leg, command, spec), later)
 
     def _start_leg(self, command: Serve | Reserve | Prefill, spec: RequestSpec) -> None:
         """The worker hears of a leg (of one that it has heard of before, nothing comes)."""
         worker = command.worker
-        if self._to_workers is not None:
-            if command.leg_id in self._begun[worker]:
-                return
-            self._begun[worker].add(command.leg_id)
+        if not self._wires.is_news(worker, command.leg_id):
+            return
         request = make_request(command.leg_id, spec, self._scenario.replica.cache.block_size)
         if isinstance(command, Serve):
             self.replicas[worker].submit(request, spec)
@@ -275,7 +250,7 @@ class Cluster:
 
     def _take_snapshot(self, worker: int) -> None:
         def act(now: int) -> list[Event]:
-            self._from(worker, partial(self._tell, self._reporter.snapshot(worker), later=True))
+            self._wires.report(worker, partial(self._tell, self._reporter.snapshot(worker), later=True))
             return []
 
         self.replicas[worker].hear(act)
@@ -294,17 +269,10 @@ class Cluster:
             return
         if self.handoffs:
             self.handoffs[worker].on_events(events)
-        if self._from_workers is not None:
+        if self._scenario.faults:
             self._note_ends(events)
         for message in self._reporter.messages(worker, events, self.environment.now, is_step_end=output is not None):
-            self._from(worker, partial(self._hear, message))
-
-    def _from(self, worker: int, deliver: Act) -> None:
-        """A message of a worker."""
-        if self._from_workers is None:
-            deliver()
-        else:
-            self._from_workers[worker].send(deliver)
+            self._wires.report(worker, partial(self._hear, message))
 
     def _note_ends(self, events: list[Event]) -> None:
         for event in events:
@@ -337,27 +305,24 @@ class Cluster:
 
     def _on_transfer_failed(self, worker: int, leg_id: str, is_sender: bool, message: str) -> None:
         failed = TransferFailed(worker, leg_id, is_sender, message)
-        self._from(worker, partial(self._tell, failed, later=True))
+        self._wires.report(worker, partial(self._tell, failed, later=True))
 
     # -- failures (see supervisor.FrontEnd) -------------------------------------------------------------------------
 
     def on_death(self, worker: int) -> None:
         """The process is gone; nobody knows yet."""
-        assert self._to_workers is not None
-        self._to_workers[worker].cut()
-        self._begun[worker].clear()
+        self._wires.on_death(worker)
         if self.transfers is not None:
             self.transfers.lose(worker)
             self.handoffs[worker].reset()
 
     def on_down(self, worker: int, tokens: dict[str, int]) -> None:
         """Its death is known; what it had sent and nobody has heard yet is lost."""
-        assert self._from_workers is not None
-        self._from_workers[worker].cut()
+        self._wires.on_down(worker)
         self._reporter.reset(worker)
-        most = self._scenario.watch.max_lost_tokens
+        most, longest = self._scenario.watch.max_lost_tokens, self._scenario.replica.max_model_len
         progress = {
-            request_id: one.keep(worker, tokens, self._rng.randrange(most + 1) if most else 0)
+            request_id: one.keep(worker, tokens, self._rng.randrange(most + 1) if most else 0, longest)
             for request_id, one in self._open.items()
             if worker in (one.worker, one.prefill)
         }
@@ -365,16 +330,13 @@ class Cluster:
 
     def on_up(self, worker: int) -> None:
         """A new process is ready, and empty."""
-        assert self._to_workers is not None
-        assert self._from_workers is not None
-        self._to_workers[worker].connect()
-        self._from_workers[worker].connect()
+        self._wires.on_up(worker)
         self._tell(WorkerUp(worker))
 
     def ask_to_forget(self, worker: int, peer: int, answer: Act) -> None:
         """Ask a living worker to leave the memory of a dead one alone."""
-        said = partial(self._from, worker, answer)
-        self._post(worker, partial(self.handoffs[worker].forget_peer, peer, said), False)
+        said = partial(self._wires.report, worker, answer)
+        self._wires.post(worker, partial(self.handoffs[worker].forget_peer, peer, said), False)
 
     def set_link(self, worker: int, is_up: bool) -> None:
         """The worker's KV links break, or work again."""
@@ -413,32 +375,3 @@ class Cluster:
         workload = self._scenario.workload
         if one.client >= 0 and isinstance(workload, ClosedLoop):
             self._next_of(one.client, workload)
-
-    def _wire(self, worker: int, direction: int) -> Wire:
-        faults = [one for one in self._scenario.faults if one.replica == worker and one.kind in MESSAGE_FAULTS]
-        return Wire(self.environment, faults, (self._scenario.seed * 1_000_003 + worker) * 2 + direction)
-
-
-def _replicas(
-    scenario: Scenario,
-    environment: Environment,
-    listener: Callable[[int, list[Event], SchedulerOutput | None], None],
-    auditor: Auditor | None,
-) -> list[SimulatedReplica]:
-    """The workers; equal ones share what warm-up taught them."""
-    models: dict[int, WorkerModel] = {}
-    replicas = []
-    for member in fleet(scenario.replica, scenario.num_replicas, scenario.pools):
-        base = scenario.replica
-        if scenario.pools is not None and scenario.pools.prefill is not None and member.info.role == "prefill":
-            base = scenario.pools.prefill
-        if id(base) not in models:
-            model = warmed_up_model(base, scenario.cost, scenario.warm_up)
-            models[id(base)] = WorkerModel(
-                base, scenario.cost, model, scenario.fast_forward, scenario.swap_block_ns
-            )
-        worker = models[id(base)]
-        if member.config is not base:
-            worker = replace(worker, config=member.config)
-        replicas.append(SimulatedReplica(member.info.number, worker, environment, listener, auditor))
-    return replicas

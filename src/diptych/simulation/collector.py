@@ -53,21 +53,21 @@ class Collector:
         """Count what one replica reports, except who finished (see ``add_row``); ``output``: the plan that ended."""
         streams = self._streams[replica]
         for event in events:
-            if isinstance(event, StepFinished):
+            if type(event) is StepFinished:
                 self._step(streams, event, output)
-            elif isinstance(event, FirstToken):
+            elif type(event) is FirstToken:
                 if self._interrupted and event.request_id in self._interrupted:
                     self.gaps.add(event.time_ns - self._interrupted.pop(event.request_id), 1)
                 if event.request_id in self._handoffs:
                     self._handoffs[event.request_id] = event.time_ns
                 else:
                     streams.joined.append((event.time_ns, 1))
-            elif isinstance(event, RequestPreempted):
+            elif type(event) is RequestPreempted:
                 usage.num_preemptions += 1
                 streams.preempted[event.request_id] = streams.last_token_ns
-            elif isinstance(event, RequestResumed):
+            elif type(event) is RequestResumed:
                 streams.resumed.append(streams.preempted.pop(event.request_id, streams.last_token_ns))
-            elif isinstance(event, RequestFinished) and streams.preempted:
+            elif type(event) is RequestFinished and streams.preempted:
                 streams.preempted.pop(event.request_id, None)
 
     def _step(self, streams: _Streams, step: StepFinished, output: SchedulerOutput | None) -> None:

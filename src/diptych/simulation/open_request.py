@@ -62,13 +62,15 @@ class OpenRequest:
             if self.first_token_ns < 0:
                 self.first_token_ns = time_ns
 
-    def keep(self, worker: int, tokens: dict[str, int], num_lost: int) -> int:
+    def keep(self, worker: int, tokens: dict[str, int], num_lost: int, max_model_len: int) -> int:
         """That worker died: how many tokens of the answer the client has (``tokens``: what each leg had been given
         there, of which the last ``num_lost`` may never have left)."""
         count = int(self.has_token)
         is_here = worker == self.worker and (not self.is_handoff or self.is_taken_over)
         if is_here and count:
-            given = self.num_final - 1 if self.num_final else tokens.get(self.leg_id, 0)
+            # The last one comes together with the word of the end.
+            most = min(self.spec.output_tokens, max_model_len - self.spec.prompt_tokens) - self.num_tokens
+            given = min((self.num_final or most) - 1, tokens.get(self.leg_id, most))
             count = max(1, given - num_lost)
         self.num_kept = self.num_tokens + count
         return self.num_kept
@@ -100,6 +102,4 @@ class OpenRequest:
         latency = LatencyBreakdown(now - spec.arrival_ns, 0, 0, count)
         has_objective = spec.slo is not None or default != Slo()
         slo_met = False if has_objective else None
-        return RequestFinished(
-            now, str(self.number), reason, spec.prompt_tokens, 0, 0, latency, slo_met, message
-        )
+        return RequestFinished(now, str(self.number), reason, spec.prompt_tokens, 0, 0, latency, slo_met, message)

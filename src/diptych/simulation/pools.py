@@ -3,11 +3,11 @@
 Owns the numbers of the workers: those that prefill first, then those that decode, then those that do both.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from diptych.control.config import ReplicaConfig
 from diptych.control.errors import ConfigError
-from diptych.control.router.workers import Role, WorkerInfo
+from diptych.control.router.workers import Role
 from diptych.simulation.links import Link
 
 
@@ -52,35 +52,3 @@ class Pools:
         if worker < self.num_prefill:
             return "prefill"
         return "decode" if worker < self.num_prefill + self.num_decode else "both"
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """One worker of a fleet: as the front end knows it, and its settings."""
-
-    info: WorkerInfo
-    config: ReplicaConfig
-
-
-def fleet(replica: ReplicaConfig, num_workers: int, pools: Pools | None) -> list[Member]:
-    """All workers. Those that share memory number their blocks one after the other."""
-    members = []
-    ends: dict[int, int] = {}  # host -> blocks of the workers so far
-    for worker in range(num_workers):
-        if pools is None:
-            cache = replica.cache
-            members.append(Member(WorkerInfo(worker, "both", cache.num_blocks, cache.block_size), replica))
-            continue
-        role = pools.role(worker)
-        config = pools.prefill if pools.prefill is not None and role == "prefill" else replica
-        host = worker % pools.num_hosts if pools.num_hosts else worker
-        pool = host if pools.num_hosts else None
-        if pool is not None:
-            first_block = ends.get(host, 0)
-            ends[host] = first_block + config.cache.num_blocks
-            config = replace(config, cache=replace(config.cache, first_block=first_block))
-        cache = config.cache
-        members.append(
-            Member(WorkerInfo(worker, role, cache.num_blocks, cache.block_size, f"host{host}", pool), config)
-        )
-    return members

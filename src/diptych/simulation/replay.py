@@ -171,6 +171,7 @@ class _ReplayedReplica:
             now, request_id = fields
             self._tick(now)
             act = self.core.release if kind == "release" else self.core.drop
+            self._report.num_aborted += kind == "drop" and request_id in self.core.requests
             self._take(act(request_id, now))
             if request_id not in self.core.requests:
                 self._numbers.pop(request_id, None)

@@ -167,8 +167,9 @@ class SimulatedReplica:
         self._cut(now)
         self._settle()
         batch = self.core.scheduler.batch
+        unsure = max(0, batch.ticks_scheduled - batch.ticks_completed - 1)  # who has left it counts steps in flight
         tokens = {
-            leg_id: batch.num_outputs(request) if leg_id in batch else request.num_output_tokens
+            leg_id: batch.num_outputs(request) if leg_id in batch else max(0, request.num_output_tokens - unsure)
             for leg_id, request in self.core.requests.items()
         }
         for run in self._runs:

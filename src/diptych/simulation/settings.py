@@ -15,6 +15,7 @@ import msgspec
 import msgspec.inspect
 import msgspec.structs
 
+from diptych.control.cluster_request import OnFailure
 from diptych.control.config import (
     BudgetConfig,
     BudgetName,
@@ -27,7 +28,6 @@ from diptych.control.config import (
     ShapeName,
     shape_preset,
 )
-from diptych.control.cluster_request import OnFailure
 from diptych.control.errors import ConfigError
 from diptych.control.router.placement_config import Disaggregate, RoutingName
 from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo

@@ -1,4 +1,4 @@
-"""Messages between the front end and one worker, and the faults that befall them.
+"""Messages between the front end and its workers, and the faults that befall them.
 
 Owns when a message arrives, how often, and that one sent to or by a process that has died since never does. Must
 never look into a message.
@@ -10,7 +10,7 @@ from functools import partial
 
 from diptych.control.slo import NS_PER_MS
 from diptych.simulation.environment import MESSAGE, Environment
-from diptych.simulation.faults import Fault
+from diptych.simulation.faults import MESSAGE_FAULTS, Fault
 
 Deliver = Callable[[], None]
 
@@ -65,3 +65,60 @@ class Wire:
     def _arrive(self, life: int, deliver: Deliver) -> None:
         if life == self._life:
             deliver()
+
+
+class Wires:
+    """Both directions of every worker. Without faults in a scenario no message is late, and nothing is paid for it."""
+
+    def __init__(self, environment: Environment, num_workers: int, faults: Sequence[Fault], seed: int) -> None:
+        self._environment = environment
+        self._to: list[Wire] = []
+        self._from: list[Wire] = []
+        self._begun: list[set[str]] = [set() for _ in range(num_workers)]  # legs that each worker has heard of
+        if not faults:
+            return
+        for worker in range(num_workers):
+            mine = [fault for fault in faults if fault.replica == worker and fault.kind in MESSAGE_FAULTS]
+            number = (seed * 1_000_003 + worker) * 2
+            self._to.append(Wire(environment, mine, number))
+            self._from.append(Wire(environment, mine, number + 1))
+
+    def post(self, worker: int, act: Deliver, later: bool) -> None:
+        """A message to a worker. later: it leaves after this nanosecond (which worker ends its step first within it
+        must not matter)."""
+        if self._to:
+            self._to[worker].send(act, delay_ns=int(later))
+        elif later:
+            self._environment.at(self._environment.now + 1, MESSAGE, act)
+        else:
+            act()
+
+    def report(self, worker: int, act: Deliver) -> None:
+        """A message of a worker."""
+        if self._from:
+            self._from[worker].send(act)
+        else:
+            act()
+
+    def is_news(self, worker: int, leg_id: str) -> bool:
+        """Whether the worker hears of this leg for the first time (messages may come twice)."""
+        if not self._to:
+            return True
+        if leg_id in self._begun[worker]:
+            return False
+        self._begun[worker].add(leg_id)
+        return True
+
+    def on_death(self, worker: int) -> None:
+        """The process is gone: nothing reaches it."""
+        self._to[worker].cut()
+        self._begun[worker].clear()
+
+    def on_down(self, worker: int) -> None:
+        """Its death is known: what it had said and nobody has heard yet is lost."""
+        self._from[worker].cut()
+
+    def on_up(self, worker: int) -> None:
+        """A new process is there."""
+        self._to[worker].connect()
+        self._from[worker].connect()

@@ -14,6 +14,7 @@ from diptych.runtime.transfer.frames import ProtocolError
 from diptych.runtime.transfer.interface import CodecName, KVFormat
 from diptych.runtime.transfer.wire_format import TILE_TOKENS, WireEncoding, choose_codec, wire_encoding
 
+AUTOMATIC = ("none", "int8")  # what "auto" chooses from: int4 changes too many tokens to be taken unasked
 NOTHING = 0  # value of Frame.encoding; the codec's are one more than WireEncoding's
 
 
@@ -197,7 +198,7 @@ class Carriers:
         form, rates = self._mine, self._rates
         kv_bytes = num_tokens * form.bytes_per_block // form.block_size
         return choose_codec(
-            link_bytes_per_s, kv_bytes, rates.encode_bytes_per_s, rates.decode_bytes_per_s, dtype=form.dtype,
+            link_bytes_per_s, kv_bytes, rates.encode_bytes_per_s, rates.decode_bytes_per_s, AUTOMATIC, dtype=form.dtype,
             head_dim=form.head_dim,
         )  # fmt: skip
 

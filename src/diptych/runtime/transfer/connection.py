@@ -20,6 +20,14 @@ MAX_PIECES = 1000  # per system call; the kernel takes 1024
 READ_BUDGET = 1 << 21  # bytes from one connection before others have their turn
 NOT_SENT_LOW_WATER = 1 << 17  # bytes that may wait in the kernel: what a small frame of another leg has to wait behind
 SCRATCH_BYTES = 1 << 16
+_TCP_OPTIONS = (
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+    (socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, NOT_SENT_LOW_WATER),
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),  # an idle connection to a host that is gone ends after a minute
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+)
 
 
 class ConnectionLost(Exception):
@@ -50,8 +58,8 @@ class Connection:
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, NOT_SENT_LOW_WATER)
+            for level, option, value in _TCP_OPTIONS:
+                sock.setsockopt(level, option, value)
         self.sock = sock
         self.is_open = True
         self.num_written = 0

@@ -96,7 +96,7 @@ class TransferOptions:
     secret: bytes = field(repr=False)  # shared by all workers; at least MIN_SECRET_BYTES
     listen: str = "tcp://127.0.0.1:0"  # tcp://host:port (0: any free port) or unix:///path (in a 0700 directory)
     advertise: str | None = None  # the host that others dial, when it is not the one of ``listen``
-    codec: CodecName = "none"
+    codec: CodecName = "none"  # auto: int8 where the link is slow enough that it saves time, else none
     resume_timeout_s: float = 10.0  # a leg fails when its connection stays broken for so long
     frame_bytes: int = 1 << 19  # KV bytes between two chances of another leg
 

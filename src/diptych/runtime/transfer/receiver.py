@@ -8,7 +8,7 @@ connection's end that connection; nobody else notices.
 import socket
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from diptych.control.errors import ConfigError
 from diptych.runtime.transfer.carriers import Carrier, CarrierChoice, Part
@@ -41,23 +41,26 @@ TELL_EVERY_NS = 250_000_000  # progress within one send
 class Receiver:
     """All incoming connections and all expected legs of one connector."""
 
-    def __init__(self, identity: Identity, carriers: CarrierChoice, events: EventQueue, resume_timeout_ns: int) -> None:
+    def __init__(self, identity: Identity, carriers: CarrierChoice, events: EventQueue, resume_timeout_ns: int,
+                 drop: Callable[["ReceiverConnection", str], None]) -> None:  # fmt: skip
         self.identity = identity
         self.carriers = carriers
         self.events = events
         self.legs: dict[str, ReceivingLeg] = {}
         self.finished: OrderedDict[tuple[bytes, str], int] = OrderedDict()  # (sender, leg) -> what is acknowledged
         self._resume_timeout_ns = resume_timeout_ns
+        self._drop = drop  # unregisters a connection, calls ``lost`` and closes it
         self._strangers: dict[ReceiverConnection, int] = {}  # since when
         self._connections: dict[bytes, ReceiverConnection] = {}  # by line
         self._dials: OrderedDict[bytes, int] = OrderedDict()  # the last of each line
 
-    def accept(self, sock: socket.socket, now_ns: int) -> tuple["ReceiverConnection", "ReceiverConnection | None"]:
-        """A new connection, and one that had to make room for it."""
-        crowded_out = next(iter(self._strangers)) if len(self._strangers) >= MAX_STRANGERS else None
+    def accept(self, sock: socket.socket, now_ns: int) -> "ReceiverConnection":
+        """A new connection; the oldest that has not proved anything may have to make room for it."""
+        if len(self._strangers) >= MAX_STRANGERS:
+            self._drop(next(iter(self._strangers)), "too many connections without proof")
         connection = ReceiverConnection(sock, self)
         self._strangers[connection] = now_ns
-        return connection, crowded_out
+        return connection
 
     def introduced(self, connection: "ReceiverConnection", who: Introduction) -> None:
         """It has proved itself: it takes the place of the same sender's older one. Raises ProtocolError when late."""
@@ -69,8 +72,7 @@ class Receiver:
         del self._strangers[connection]
         older = self._connections.get(who.line)
         if older is not None:
-            self.lost(older)
-            older.close()
+            self._drop(older, "replaced by a newer one of the same sender")
         self._connections[who.line] = connection
 
     def lost(self, connection: "ReceiverConnection") -> None:
@@ -103,16 +105,17 @@ class Receiver:
         self.finished[sender, leg.leg_id] = sequence
         _trim(self.finished)
 
-    def tick(self, now_ns: int) -> tuple[list["ReceiverConnection"], bool]:
-        """Connections that never proved anything in time; whether a clock is running at all."""
+    def tick(self, now_ns: int) -> bool:
+        """Give up what takes too long. Whether anything is waited for."""
         limit = now_ns - self._resume_timeout_ns
-        late = [connection for connection, since in self._strangers.items() if since < limit]
+        for connection in [stranger for stranger, since in self._strangers.items() if since < limit]:
+            self._drop(connection, "no proof in time")
         waiting = [leg for leg in list(self.legs.values()) if leg.lost_ns is not None and not leg.is_closed]
         for leg in waiting:
             if leg.lost_ns is not None and leg.lost_ns < limit:
                 seconds = self._resume_timeout_ns / 1e9
                 self.fail(leg, f"the sender's connection broke and was not resumed within {seconds:g} s")
-        return late, bool(waiting or self._strangers)
+        return bool(waiting or self._strangers)
 
 
 class ReceiverConnection(Connection):

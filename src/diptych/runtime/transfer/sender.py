@@ -47,6 +47,11 @@ class SenderConnection(Connection):
         self._welcome = b""
         self.expect(GREETING_BYTES)
 
+    @property
+    def is_introduced(self) -> bool:
+        """Whether we have said who we are."""
+        return bool(self._said)
+
     def connected(self) -> None:
         """The socket is writable for the first time. Raises ConnectionLost when that is because it failed."""
         code = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
@@ -209,6 +214,8 @@ class Peer:
         now = time.monotonic_ns()
         was_up = self._receiver is not None
         if self.connection is not None:
+            if self.connection.is_introduced and not was_up:
+                trouble += " (during the handshake: has it the same secret?)"
             self.connection.close()
         self.connection, self._receiver, self._trouble = None, None, trouble
         self._urgent.clear()

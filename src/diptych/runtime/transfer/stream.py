@@ -47,7 +47,7 @@ class StreamConnector:
         self._listener, self._bound = listen(parse_address(options.listen))
         self.address = str(_advertised(self._bound, options.advertise))
         self._events = EventQueue()
-        self._receiver = Receiver(self._identity, carriers, self._events, self._timeout_ns)
+        self._receiver = Receiver(self._identity, carriers, self._events, self._timeout_ns, self._lost)
         self._sending: dict[str, SendingLeg] = {}
         self._next_number = 1
         self._peers: dict[SocketAddress, Peer] = {}
@@ -127,7 +127,9 @@ class StreamConnector:
         """See KVConnector. Raises WorkerError when the connector's thread has died of a bug."""
         if self._fault is not None:
             raise WorkerError(f"the KV connector has failed: {self._fault}") from self._fault
-        happened = []
+        happened: list[TransferEvent] = []
+        if self._is_closed:
+            return happened
         for leg, event in self._events.drain():
             happened.append(event)
             if not isinstance(event, ChunkArrived):
@@ -154,6 +156,8 @@ class StreamConnector:
             Path(self._bound.target).unlink(missing_ok=True)
 
     def _tell(self, leg: Leg) -> None:
+        if self._is_closed:
+            return
         self._news.append(leg)
         os.eventfd_write(self._wake, 1)
 
@@ -209,8 +213,8 @@ class StreamConnector:
                 self._peers[leg.address] = peer
             peer.legs[leg.number] = leg
             peer.news(leg)
-        if peer is not None and peer.connection is not None:
-            self._watch(peer.connection)
+        if peer is not None and peer.connection is not None and peer.connection.is_connected:
+            self._serve(peer.connection, WRITE)
 
     def _accept(self) -> None:
         try:
@@ -221,10 +225,7 @@ class StreamConnector:
             self._selector.unregister(self._listener)
             self._resume_listening_ns = time.monotonic_ns() + LISTENER_PAUSE_NS
             return
-        connection, crowded_out = self._receiver.accept(sock, time.monotonic_ns())
-        if crowded_out is not None:
-            self._lost(crowded_out, "too many connections without proof")
-        self._watch(connection)
+        self._watch(self._receiver.accept(sock, time.monotonic_ns()))
 
     def _serve(self, connection: Connection, mask: int) -> None:
         try:
@@ -268,10 +269,7 @@ class StreamConnector:
     def _tick(self) -> float | None:
         """Dial, and give up what takes too long. Seconds until the next time; None when nothing is pending."""
         now = time.monotonic_ns()
-        late, is_pending = self._receiver.tick(now)
-        for connection in late:
-            self._lost(connection, "no proof in time")
-        due = [now + self._timeout_ns // 8] if is_pending else []
+        due = [now + self._timeout_ns // 8] if self._receiver.tick(now) else []
         if self._resume_listening_ns is not None:
             due.append(self._resume_listening_ns)
             if now >= self._resume_listening_ns:

@@ -16,8 +16,8 @@ from pydantic import BaseModel
 from diptych.control.errors import InvalidRequestError
 from diptych.control.slo import NS_PER_S
 from diptych.serving.timeline import Subscription, Timeline
-from diptych.serving.timeline_records import GapRecord, HeaderRecord, Record
 from diptych.serving.timeline_trace import hold, trace
+from diptych.timeline.records import GapRecord, HeaderRecord, Record
 
 BATCH_INTERVAL_S, HEARTBEAT_S = 0.1, 10.0
 MAX_BATCH = 500  # records of one server-sent event

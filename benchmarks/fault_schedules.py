@@ -1,0 +1,84 @@
+"""Does anything get lost, whatever goes wrong? Seeded random fleets (2 to 64 workers of all roles, on one host or many,
+with little memory, tiny leases, impatient clients) under random faults, with every law of the cluster checked.
+
+    python benchmarks/fault_schedules.py [--schedules 20000] [--first 0] [--processes 2] [--json fault_schedules.json]
+
+The laws (tests/simulation/fault_schedules.py): each request ends exactly once; what it was given is contiguous and,
+unless an error says otherwise, complete; no block is written after its release, in borrowed blocks or in copied ones;
+no block, lease, transfer or table entry is left at the end; nobody waits for ever; attempts are bounded. One schedule
+in eight is run step by step as well and must give the same event log, byte for byte.
+"""
+
+import argparse
+import gc
+import multiprocessing
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from common import report
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.simulation.fault_schedules import check_strides, random_schedule, run_schedule
+
+BATCH = 50
+STRIDES_EVERY = 8
+
+
+def run_batch(first: int) -> tuple[Counter[str], list[str]]:
+    """Some schedules: what happened in them, and what was wrong."""
+    gc.disable()
+    counts: Counter[str] = Counter()
+    wrong = []
+    for seed in range(first, first + BATCH):
+        scenario = random_schedule(seed)
+        try:
+            cluster = run_schedule(scenario)
+            if seed % STRIDES_EVERY == 0:
+                check_strides(seed, cluster)
+        except Exception as error:  # the report names it; the exit code says that there was one
+            wrong.append(f"seed {seed}: {type(error).__name__}: {error}")
+            continue
+        counts += cluster.core.counts
+        counts["schedules"] += 1
+        counts["workers"] += len(cluster.replicas)
+        counts["requests"] += len(cluster.collector.requests)
+        counts["faults"] += len(scenario.faults)
+        counts["steps into borrowed blocks"] += cluster.num_borrowed_steps
+        counts["transfers"] += cluster.num_arrivals
+    gc.collect()
+    return counts, wrong
+
+
+def main() -> None:
+    """All schedules, with progress."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json")
+    parser.add_argument("--schedules", type=int, default=20_000)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=2)
+    options = parser.parse_args()
+    begun = time.perf_counter()
+    counts: Counter[str] = Counter()
+    wrong: list[str] = []
+    firsts = range(options.first, options.first + options.schedules, BATCH)
+    with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
+        for number, (some, bad) in enumerate(pool.imap_unordered(run_batch, firsts), 1):
+            counts += some
+            wrong += bad
+            for line in bad:
+                print(line, file=sys.stderr)
+            if number % 20 == 0:
+                print(f"{number * BATCH} schedules, {time.perf_counter() - begun:.0f} s", file=sys.stderr)
+    handoffs = {name: counts[name] for name in ("handoffs", "steps into borrowed blocks", "transfers")}
+    losses = {name: counts[name] for name in ("lost_worker", "lost_transfer", "lost_leg", "leases_expired")}
+    row: dict[str, Any] = {name: counts[name] for name in ("schedules", "workers", "requests", "faults")}
+    row |= handoffs | losses | {"retried": counts["retried"], "poison": counts["poison"], "laws broken": len(wrong)}
+    report("fault_schedules", [row | {"seconds": round(time.perf_counter() - begun)}], options.json)
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()

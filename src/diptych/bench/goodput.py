@@ -1,0 +1,165 @@
+"""The search for the highest rate at which enough requests meet their objectives.
+
+Owns which rate is measured next and what the measurements together say. Sans I/O: it is told what came of a rate and
+never waits. Attainment falls with the rate, and a measurement of it is noisy: the search doubles or halves until two
+rates are on different sides of the target, then halves the distance of their logarithms, and measures a rate again
+whose interval holds the target.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from diptych.bench.intervals import Interval, wilson
+from diptych.control.errors import ConfigError
+
+Verdict = Literal["above", "below", "unclear"]
+LOWEST, HIGHEST = 1e-4, 1e6
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchConfig:
+    """attainment: share of requests that must meet their objectives. tolerance: the search ends when the rates on both
+    sides are closer than this share. repeats: how often one rate is measured at most. max_probes: in all."""
+
+    attainment: float = 0.9
+    tolerance: float = 0.05
+    repeats: int = 3
+    max_probes: int = 24
+    confidence: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not 0 < self.attainment < 1:
+            raise ConfigError(f"attainment is {self.attainment}; it must be in (0, 1)", param="attainment")
+        if not 0.001 <= self.tolerance <= 1:
+            raise ConfigError(f"tolerance is {self.tolerance}; it must be in [0.001, 1]", param="tolerance")
+        if self.repeats < 1 or self.max_probes < 2:
+            raise ConfigError("repeats must be at least 1, max_probes at least 2", param="max_probes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What is known of one rate, all its runs together."""
+
+    rate: float
+    met: int
+    judged: int
+    runs: int
+
+    @property
+    def share(self) -> float:
+        """Attainment."""
+        return self.met / self.judged if self.judged else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """rate: the highest measured rate at which enough met (None: no rate did). estimate: where the line between it and
+    the next one that failed crosses the target, on the logarithm of the rate. interval: rates below it surely suffice,
+    rates above it surely do not, at the search's confidence (each end None when no measured rate was that clear).
+    is_bracketed: whether a rate that fails was seen at all."""
+
+    rate: float | None
+    estimate: float | None
+    low: float | None
+    high: float | None
+    is_bracketed: bool
+    num_probes: int
+
+
+class GoodputSearch:
+    """``next_rate`` until it is None; ``add`` what came of each."""
+
+    def __init__(self, config: SearchConfig, start_rate: float) -> None:
+        self._config = config
+        self._start = min(max(start_rate, LOWEST), HIGHEST)
+        self._known: dict[float, Measured] = {}
+        self._num_probes = 0
+
+    def next_rate(self) -> float | None:
+        """The rate to measure now; None when the answer is known as well as asked for."""
+        config = self._config
+        if self._num_probes >= config.max_probes:
+            return None
+        if not self._known:
+            return self._start
+        for one in self._near_edge():
+            if self.verdict(one) == "unclear" and one.runs < config.repeats:
+                return one.rate
+        passed, failed = self._best(), self._worst()
+        if passed is None:
+            lowest = min(self._known)
+            return None if lowest <= LOWEST else max(LOWEST, lowest / 2)
+        if failed is None:
+            highest = max(self._known)
+            return None if highest >= HIGHEST else min(HIGHEST, highest * 2)
+        if failed.rate / passed.rate <= 1 + config.tolerance:
+            return None
+        return math.sqrt(passed.rate * failed.rate)
+
+    def add(self, rate: float, met: int, judged: int) -> Measured:
+        """One run at a rate. Returns what is known of the rate now."""
+        before = self._known.get(rate, Measured(rate=rate, met=0, judged=0, runs=0))
+        now = Measured(rate=rate, met=before.met + met, judged=before.judged + judged, runs=before.runs + 1)
+        self._known[rate] = now
+        self._num_probes += 1
+        return now
+
+    def interval(self, one: Measured) -> Interval:
+        """Of the attainment at a rate."""
+        return wilson(one.met, one.judged, self._config.confidence)
+
+    def verdict(self, one: Measured) -> Verdict:
+        """Whether the rate surely suffices, surely does not, or may."""
+        interval = self.interval(one)
+        if interval.low >= self._config.attainment:
+            return "above"
+        return "below" if interval.high < self._config.attainment else "unclear"
+
+    def is_hopeless(self, missed: int, total: int) -> bool:
+        """Whether a run of ``total`` requests can be cut short: so many missed that no verdict but "below" is left."""
+        best = wilson(max(0, total - missed), total, self._config.confidence)
+        return total > 0 and best.high < self._config.attainment
+
+    @property
+    def found(self) -> Found:
+        """What the runs so far say."""
+        passed, failed = self._best(), self._worst()
+        sure = [one.rate for one in self._known.values() if self.verdict(one) == "above"]
+        hopeless = [one.rate for one in self._known.values() if self.verdict(one) == "below"]
+        low = max((rate for rate in sure if failed is None or rate < failed.rate), default=None)
+        high = min((rate for rate in hopeless if passed is None or rate > passed.rate), default=None)
+        return Found(
+            rate=None if passed is None else passed.rate,
+            estimate=self._crossing(passed, failed),
+            low=low,
+            high=high,
+            is_bracketed=passed is not None and failed is not None,
+            num_probes=self._num_probes,
+        )
+
+    def _passes(self, one: Measured) -> bool:
+        return one.share >= self._config.attainment
+
+    def _worst(self) -> Measured | None:
+        """The lowest rate that failed with nothing but failures above it, or None."""
+        edge = None
+        for rate in sorted(self._known, reverse=True):
+            if self._passes(self._known[rate]):
+                break
+            edge = self._known[rate]
+        return edge
+
+    def _best(self) -> Measured | None:
+        """The highest rate that passed."""
+        return max((one for one in self._known.values() if self._passes(one)), key=lambda one: one.rate, default=None)
+
+    def _near_edge(self) -> list[Measured]:
+        """The two rates between which the answer lies."""
+        return [one for one in (self._best(), self._worst()) if one is not None]
+
+    def _crossing(self, passed: Measured | None, failed: Measured | None) -> float | None:
+        if passed is None or failed is None or passed.share <= failed.share:
+            return None if passed is None else passed.rate
+        part = (passed.share - self._config.attainment) / (passed.share - failed.share)
+        return math.exp(math.log(passed.rate) + part * (math.log(failed.rate) - math.log(passed.rate)))

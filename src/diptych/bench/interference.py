@@ -1,0 +1,282 @@
+"""What a long prompt does to running streams, and to a short prompt behind it.
+
+Owns the scenario. S streams decode; after a quiet while a long prompt is sent, a little later a short one. Gaps of the
+streams before that and during the long prompt's prefill (those that overlap the time from its sending to its first
+token) are compared; the same is done once more with no long prompt, to see what machine and server do by themselves.
+Then, with nothing else running, the short prompt alone, the long one alone, and the short one behind the long one.
+Every prompt is one that no cache has seen.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from diptych.bench.http import now_ns
+from diptych.bench.prompts import PromptMaker
+from diptych.bench.session import Session
+from diptych.bench.stream import TokenStream
+from diptych.control.errors import ConfigError
+from diptych.control.slo import NS_PER_MS, NS_PER_S
+from diptych.simulation.report.text import Table, milliseconds, number
+from diptych.simulation.results import distribution_ms, percentile
+from diptych.simulation.workload.spec import RequestSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class InterferenceConfig:
+    """quiet_s: the measured time before the long prompt; settle_s: streams run so long before that. behind_s: the short
+    prompt comes so long after the long one. stream_limit: tokens that a stream may have; it is hung up at the end."""
+
+    streams: int = 4
+    stream_tokens: int = 512
+    stream_limit: int = 3000
+    long_tokens: int = 4096
+    short_tokens: int = 32
+    repetitions: int = 3
+    settle_s: float = 1.0
+    quiet_s: float = 4.0
+    behind_s: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name in ("streams", "stream_tokens", "long_tokens", "short_tokens", "repetitions"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1", param=name)
+
+
+@dataclass(kw_only=True)
+class Repetition:
+    """One time through the scenario; nanoseconds. control: gaps in as long a time without a long prompt."""
+
+    before: list[int] = field(default_factory=list)
+    during: list[int] = field(default_factory=list)
+    control: list[int] = field(default_factory=list)
+    long_ttft: int = 0
+    short_ttft: int = 0
+    idle_short: int = 0
+    idle_long: int = 0
+    behind_short: int = 0
+    streams_ended: bool = False  # before the long prompt's first token: then "during" is cut short
+
+
+Say = Callable[[str], None]
+
+
+async def interference(session: Session, config: InterferenceConfig, say: Say = lambda _: None) -> dict[str, Any]:
+    """The scenario, ``repetitions`` times; what came of it as plain data. A request that fails is a ConfigError."""
+    kept: list[Repetition] = []
+    limit = session.target.facts.max_model_len
+    if limit is not None:
+        longest = max(config.long_tokens + 4, config.stream_tokens + config.stream_limit)
+        if longest > limit:
+            message = f"the scenario needs a context of {longest:,} tokens; the server has {limit:,}"
+            raise ConfigError(message, param="long_tokens")
+    for index in range(config.repetitions):
+        if session.stop.is_set():
+            break
+        maker = session.target.prompt_maker(f"{session.salt}/interference/{index}")
+        scene = _Scene(session, config, maker)
+        one = Repetition()
+        await scene.with_streams(one)
+        await session.settle()
+        await scene.control(one)
+        await session.settle()
+        await scene.alone(one)
+        if session.stop.is_set():
+            break
+        kept.append(one)
+        say(_sentence(index, one))
+    if not kept:
+        raise ConfigError("stopped before the first repetition was over", param="interference")
+    return outcome(kept, config)
+
+
+class _Scene:
+    """One repetition."""
+
+    def __init__(self, session: Session, config: InterferenceConfig, maker: PromptMaker) -> None:
+        self._session = session
+        self._target = session.target
+        self._config = config
+        self._maker = maker
+
+    async def with_streams(self, one: Repetition) -> None:
+        """Streams, a long prompt, a short one behind it."""
+        config = self._config
+        streams = await self._start_streams("with")
+        quiet = now_ns()
+        await self._pause(config.quiet_s)
+        long = self._send("long", config.long_tokens, 4)
+        await self._pause(config.behind_s)
+        short = self._send("short", config.short_tokens, 4)
+        await self._wait(long, short)
+        one.streams_ended = any(stream.done.done() for stream in streams)
+        self._hang_up(streams)
+        if self._session.stop.is_set():
+            return
+        one.long_ttft, one.short_ttft = _ttft(long), _ttft(short)
+        one.before = _gaps(streams, quiet, long.sent_ns, whole=True)
+        one.during = _gaps(streams, long.sent_ns, long.stamps[0], whole=False)
+
+    async def control(self, one: Repetition) -> None:
+        """Streams, and nothing, for as long."""
+        streams = await self._start_streams("control")
+        await self._pause(self._config.quiet_s)
+        start = now_ns()
+        await self._pause(one.long_ttft / NS_PER_S)
+        one.control = _gaps(streams, start, now_ns(), whole=False)
+        self._hang_up(streams)
+
+    async def alone(self, one: Repetition) -> None:
+        """The short prompt alone, the long one alone, and the short one behind the long one."""
+        config = self._config
+        short = self._send("short/alone", config.short_tokens, 4)
+        await self._wait(short)
+        long = self._send("long/alone", config.long_tokens, 4)
+        await self._wait(long)
+        first = self._send("long/first", config.long_tokens, 2)
+        await self._pause(config.behind_s)
+        behind = self._send("short/behind", config.short_tokens, 4)
+        await self._wait(first, behind)
+        if not self._session.stop.is_set():
+            one.idle_short, one.idle_long, one.behind_short = _ttft(short), _ttft(long), _ttft(behind)
+
+    async def _start_streams(self, name: str) -> list[TokenStream]:
+        config = self._config
+        numbers = range(config.streams)
+        streams = [self._send(f"{name}/{number}", config.stream_tokens, config.stream_limit) for number in numbers]
+        while not all(stream.stamps or stream.done.done() for stream in streams):
+            await asyncio.sleep(0.01)
+        await self._pause(config.settle_s)
+        failed = [stream.error for stream in streams if stream.error]
+        if failed:
+            raise ConfigError(f"a stream failed: {failed[0]}", param="url")
+        return streams
+
+    def _send(self, name: str, prompt_tokens: int, output_tokens: int) -> TokenStream:
+        spec = RequestSpec(arrival_ns=0, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+        body = self._target.body(self._maker.fresh(name, prompt_tokens), spec)
+        stream = TokenStream(now_ns())
+        self._target.send(body, stream)
+        return stream
+
+    async def _pause(self, seconds: float) -> None:
+        try:
+            await asyncio.wait_for(self._session.stop.wait(), seconds)
+        except TimeoutError:
+            return
+
+    async def _wait(self, *streams: TokenStream) -> None:
+        """Until all are over, or somebody stops the measurement."""
+        stop: asyncio.Future[Any] = asyncio.ensure_future(self._session.stop.wait())
+        over: asyncio.Future[Any] = asyncio.gather(*(stream.done for stream in streams))
+        await asyncio.wait({stop, over}, timeout=self._target.config.timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        if self._session.stop.is_set():
+            self._hang_up(streams)
+        for stream in streams:
+            if not self._session.stop.is_set() and (stream.error or not stream.stamps):
+                raise ConfigError(f"a prompt failed: {stream.error or 'no answer in time'}", param="url")
+
+    def _hang_up(self, streams: Sequence[TokenStream]) -> None:
+        for stream in streams:
+            stream.cancel(now_ns(), "the measurement is over")
+
+
+def outcome(kept: Sequence[Repetition], config: InterferenceConfig) -> dict[str, Any]:
+    """All repetitions as plain data, milliseconds. factor: p99 of the gaps during over p99 before, the median over the
+    repetitions; control_factor: the same without a long prompt; ttft_factor: short behind long over short alone."""
+    factors, controls = (
+        [_factor(one.during, one.before) for one in kept],
+        [_factor(one.control, one.before) for one in kept],
+    )
+    behind = [one.behind_short / one.idle_short for one in kept]
+
+    def middle(name: str) -> float:
+        return float(median(getattr(one, name) for one in kept)) / NS_PER_MS
+
+    return {
+        "before_ms": distribution_ms(gap for one in kept for gap in one.before),
+        "during_ms": distribution_ms(gap for one in kept for gap in one.during),
+        "control_ms": distribution_ms(gap for one in kept for gap in one.control),
+        "factor": median(factors),
+        "factors": factors,
+        "control_factor": median(controls),
+        "control_factors": controls,
+        "ttft_ms": {
+            "long": middle("long_ttft"),
+            "long_alone": middle("idle_long"),
+            "short_behind_long_among_streams": middle("short_ttft"),
+            "short_alone": middle("idle_short"),
+            "short_behind_long": middle("behind_short"),
+        },
+        "ttft_factor": median(behind),
+        "ttft_factors": behind,
+        "streams_ended": any(one.streams_ended for one in kept),
+        "config": {name: getattr(config, name) for name in config.__dataclass_fields__},
+        "repetitions": len(kept),
+    }
+
+
+def tables(result: dict[str, Any]) -> list[Table]:
+    """The outcome in words."""
+    config = result["config"]
+    names = ("p50", "p90", "p99", "max")
+    rows = [
+        (label, *(milliseconds(result[key][name]) for name in names))
+        for label, key in (
+            ("before", "before_ms"),
+            (f"while {config['long_tokens']:,} tokens are prefilled", "during_ms"),
+            ("as long, without that prompt", "control_ms"),
+        )
+    ]
+    ttft = result["ttft_ms"]
+    waits = (
+        ("long prompt, alone", milliseconds(ttft["long_alone"])),
+        ("long prompt, among the streams", milliseconds(ttft["long"])),
+        ("short prompt, alone", milliseconds(ttft["short_alone"])),
+        ("short prompt behind the long one", milliseconds(ttft["short_behind_long"])),
+        ("short prompt behind the long one, among the streams", milliseconds(ttft["short_behind_long_among_streams"])),
+    )
+    factors = (
+        ("gaps: p99 during / before", number(result["factor"], 2), _each(result["factors"])),
+        ("the same without a long prompt", number(result["control_factor"], 2), _each(result["control_factors"])),
+        ("TTFT of the short prompt: behind / alone", number(result["ttft_factor"], 2), _each(result["ttft_factors"])),
+    )
+    return [
+        Table(f"Gaps of {config['streams']} streams, ms", ("", *names), tuple(rows)),
+        Table("Time to first token, ms (median)", ("", "ms"), waits),
+        Table("Interference factors", ("", "median", "each"), factors),
+    ]
+
+
+def _each(values: Sequence[float]) -> str:
+    return ", ".join(number(value, 2) for value in values)
+
+
+def _sentence(index: int, one: Repetition) -> str:
+    factor = _factor(one.during, one.before)
+    return (
+        f"repetition {index + 1}: gaps p99 {percentile(sorted(one.before), 99) / NS_PER_MS:.1f} -> "
+        f"{percentile(sorted(one.during), 99) / NS_PER_MS:.1f} ms (x {factor:.2f}), TTFT long "
+        f"{one.long_ttft / NS_PER_MS:,.0f} ms, short behind it {one.behind_short / NS_PER_MS:,.0f} ms"
+    )
+
+
+def _factor(during: list[int], before: list[int]) -> float:
+    quiet = percentile(sorted(before), 99)
+    return percentile(sorted(during), 99) / quiet if quiet else 0.0
+
+
+def _gaps(streams: Sequence[TokenStream], start: int, end: int, *, whole: bool) -> list[int]:
+    """Gaps that lie in [start, end] (whole) or touch it."""
+    pairs = (pair for stream in streams for pair in pairwise(stream.stamps))
+    if whole:
+        return [later - earlier for earlier, later in pairs if earlier >= start and later <= end]
+    return [later - earlier for earlier, later in pairs if later > start and earlier < end]
+
+
+def _ttft(stream: TokenStream) -> int:
+    return stream.stamps[0] - stream.intended_ns

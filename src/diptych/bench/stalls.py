@@ -1,0 +1,57 @@
+"""The longest gaps between events of one stream, and what else was running then.
+
+Owns the search for culprits: who was decoding, and whose prompt had been sent and had no token yet.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import nlargest
+from itertools import pairwise
+
+from diptych.bench.records import RequestRecord
+from diptych.control.slo import NS_PER_MS, NS_PER_S
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stall:
+    """One gap. token: how many events the stream had before it. decoding: other streams between their first and last
+    token. prefilling: prompt tokens of requests that waited for their first token, by number of the request."""
+
+    number: int
+    at_s: float
+    gap_ms: float
+    token: int
+    decoding: int
+    prefilling: dict[int, int] = field(default_factory=dict)
+
+
+def longest_gaps(records: Sequence[RequestRecord], count: int = 10) -> list[Stall]:
+    """The ``count`` longest gaps, the longest first. Of each stream only its longest counts."""
+    worst: list[tuple[int, int, RequestRecord]] = []
+    for one in records:
+        if len(one.stamps) > 1:
+            gap, place = max((later - earlier, -place) for place, (earlier, later) in enumerate(pairwise(one.stamps)))
+            worst.append((gap, -place, one))
+    chosen = nlargest(count, worst, key=lambda each: each[0])
+    return [_stall(one, place, gap, records) for gap, place, one in chosen]
+
+
+def _stall(stalled: RequestRecord, place: int, gap: int, records: Sequence[RequestRecord]) -> Stall:
+    start = stalled.stamps[place]
+    end = start + gap
+    decoding, prefilling = 0, {}
+    for other in records:
+        if other is stalled or other.sent_ns >= end or other.end_ns <= start:
+            continue
+        if not other.stamps or other.stamps[0] > start:
+            prefilling[other.number] = other.prompt_tokens
+        if other.stamps and other.stamps[0] < end and other.stamps[-1] > start:
+            decoding += 1
+    return Stall(
+        number=stalled.number,
+        at_s=start / NS_PER_S,
+        gap_ms=gap / NS_PER_MS,
+        token=place + 1,
+        decoding=decoding,
+        prefilling=prefilling,
+    )

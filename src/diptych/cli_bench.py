@@ -1,0 +1,324 @@
+"""``diptych bench``: the command line of the load generator.
+
+Owns option names, their help and what people see in the terminal. Must never hold logic that a library user would
+miss: measurements are in bench/, workloads are described as for ``diptych simulate``.
+"""
+
+import json
+import shlex
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+import typer
+
+from diptych.cli_errors import errors_in_words
+from diptych.control.errors import ConfigError
+
+if TYPE_CHECKING:
+    from diptych.bench.load import LoadResult
+    from diptych.bench.session import BenchConfig, Session
+    from diptych.bench.terminal import LiveLine
+    from diptych.simulation.report.text import Table
+
+SERVER, WORKLOAD, OBJECTIVES, STREAMS, OUTPUT = "Server", "Workload", "Objectives and series", "Interference", "Output"
+
+# Options that are settings of the workload, by their dotted path in a file of ``diptych simulate``.
+PATHS = {
+    "rate": "workload.rate",
+    "num_requests": "workload.num_requests",
+    "arrivals": "workload.arrivals.kind",
+    "concurrency": "workload.arrivals.concurrency",
+    "prompt_tokens": "workload.lengths.prompt.mean",
+    "output_tokens": "workload.lengths.output.mean",
+    "time_scale": "workload.trace.scale",
+    "seed": "seed",
+}
+
+Text: TypeAlias = str | None
+Whole: TypeAlias = int | None
+Number: TypeAlias = float | None
+KEY = "DIPTYCH_API_KEY"
+
+
+def _option(help_text: str, panel: str, *names: str, **settings: Any) -> Any:
+    return typer.Option(*names, help=help_text, rich_help_panel=panel, **settings)
+
+
+def register(app: typer.Typer) -> None:
+    """Make the command known."""
+    app.command()(bench)
+
+
+def bench(
+    url: Annotated[str, _option("Address of an OpenAI-compatible server, such as http://127.0.0.1:8000.", SERVER)],
+    api: Annotated[str, _option("completions or chat.", SERVER)] = "completions",
+    model: Annotated[Text, _option("Served model. Default: the server's first.", SERVER)] = None,
+    api_key: Annotated[Text, _option("Sent as a bearer token.", SERVER, envvar=KEY, show_envvar=True)] = None,
+    prompts: Annotated[Text, _option("ids (token ids) or text. Default: ids, with chat text.", SERVER)] = None,
+    token_ids: Annotated[str, _option("Prompts are made of the ids LOW:HIGH.", SERVER)] = "100:1000",
+    exact_length: Annotated[bool, _option("Send ignore_eos and min_tokens.", SERVER)] = True,
+    send_slo: Annotated[bool, _option("Send the objectives (Diptych reads them).", SERVER)] = False,
+    running_usage: Annotated[bool, _option("Ask for token counts in every event.", SERVER)] = False,
+    extra: Annotated[Text, _option("JSON object of further fields for every body.", SERVER)] = None,
+    timeout: Annotated[str, _option("For one whole answer.", SERVER)] = "600s",
+    workload: Annotated[Text, _option("TOML file as of simulate, a trace's name or its file.", WORKLOAD)] = None,
+    rate: Annotated[Number, _option("Requests per second.", WORKLOAD)] = None,
+    num_requests: Annotated[Whole, _option("Requests in all.", WORKLOAD)] = None,
+    arrivals: Annotated[Text, _option("poisson, gamma, constant, on_off or closed.", WORKLOAD)] = None,
+    concurrency: Annotated[Whole, _option("Clients of a closed loop.", WORKLOAD)] = None,
+    prompt_tokens: Annotated[Number, _option("Mean length of a prompt.", WORKLOAD)] = None,
+    output_tokens: Annotated[Number, _option("Mean length of an answer.", WORKLOAD)] = None,
+    time_scale: Annotated[Number, _option("A trace comes so many times as fast.", WORKLOAD)] = None,
+    ramp: Annotated[Text, _option("Rate that rises: FROM:TO:TIME, such as 1:20:60s.", WORKLOAD)] = None,
+    duration: Annotated[Text, _option("Nothing is sent after that.", WORKLOAD)] = None,
+    warmup: Annotated[int, _option("Requests before the first that counts.", WORKLOAD)] = 4,
+    seed: Annotated[Whole, _option("Of arrivals, lengths and sharing.", WORKLOAD)] = None,
+    salt: Annotated[Text, _option("Of the texts. Default: new ones in every run.", WORKLOAD)] = None,
+    assign: Annotated[list[str] | None, _option("Any setting: PATH=VALUE. Repeatable.", WORKLOAD, "--set")] = None,
+    slo: Annotated[Text, _option("Such as ttft=2s,tpot=50ms.", OBJECTIVES)] = None,
+    find_goodput: Annotated[bool, _option("Search the highest rate that meets them.", OBJECTIVES)] = False,
+    attainment: Annotated[float, _option("Share of requests that must meet them.", OBJECTIVES)] = 0.9,
+    tolerance: Annotated[float, _option("The search ends at rates so close.", OBJECTIVES)] = 0.05,
+    probe: Annotated[str, _option("Length of one run of a search or series.", OBJECTIVES)] = "30s",
+    rates: Annotated[Text, _option("A run at each rate: 1,2,4.", OBJECTIVES)] = None,
+    interference: Annotated[bool, _option("What a long prompt does to streams.", STREAMS)] = False,
+    streams: Annotated[int, _option("Streams that run meanwhile.", STREAMS)] = 4,
+    long_tokens: Annotated[int, _option("The long prompt.", STREAMS)] = 4096,
+    short_tokens: Annotated[int, _option("The short one behind it.", STREAMS)] = 32,
+    repetitions: Annotated[int, _option("Of the scenario.", STREAMS)] = 3,
+    as_json: Annotated[bool, _option("One JSON object on standard output.", OUTPUT, "--json")] = False,
+    output: Annotated[Path | None, _option("Write that object to a file.", OUTPUT)] = None,
+    records: Annotated[Path | None, _option("Write one JSON line per request.", OUTPUT)] = None,
+    gaps: Annotated[bool, _option("Records hold every gap.", OUTPUT)] = False,
+    report: Annotated[Path | None, _option("Write a page with charts (HTML).", OUTPUT)] = None,
+) -> None:
+    """Measure any OpenAI-compatible server: latencies, goodput, stalls, interference."""
+    given = dict(locals())
+    with errors_in_words():
+        run(given)
+
+
+def run(given: dict[str, Any]) -> None:
+    """What the options ask for. Raises ConfigError."""
+    from diptych.bench.session import drive
+
+    modes = [name for name in ("find_goodput", "rates", "interference") if given[name]]
+    if len(modes) > 1:
+        raise ConfigError(f"{modes[0]} and {modes[1]} are two measurements; give one", param=modes[1])
+    _check(given, modes)
+    config = bench_config(given)
+    drive(_measure(config, modes[0] if modes else "run", given))
+
+
+def bench_config(given: Mapping[str, Any]) -> "BenchConfig":
+    """The measurement from the values of the options. Raises ConfigError."""
+    from diptych.bench import words
+    from diptych.bench.session import BenchConfig
+    from diptych.bench.target import TargetConfig
+    from diptych.simulation.settings import read_settings
+
+    api, prompts = given["api"], given["prompts"] or ("text" if given["api"] == "chat" else "ids")
+    file, overrides = workload_settings(given)
+    settings = read_settings(file, overrides)
+    objectives = words.slo(given["slo"])
+    file_slo = words.slo_of(settings.slo.ttft_ms, settings.slo.tpot_ms)
+    target = TargetConfig(
+        url=given["url"],
+        api=api,
+        model=given["model"],
+        api_key=given["api_key"],
+        prompts=prompts,  # TargetConfig says what it may be
+        token_ids=words.id_range(given["token_ids"]),
+        exact_length=given["exact_length"],
+        send_slo=given["send_slo"],
+        running_usage=given["running_usage"],
+        timeout_s=words.duration_s(given["timeout"], "timeout"),
+        extra=_extra(given["extra"]),
+    )
+    return BenchConfig(
+        target=target,
+        workload=settings.workload,
+        slo=objectives.or_else(file_slo),
+        seed=settings.seed,
+        duration_s=None if given["duration"] is None else words.duration_s(given["duration"], "duration"),
+        ramp=None if given["ramp"] is None else words.ramp(given["ramp"]),
+        warm_up=given["warmup"],
+        salt=given["salt"],
+    )
+
+
+def workload_settings(given: Mapping[str, Any]) -> tuple[Path | None, dict[str, Any]]:
+    """(settings file, settings by dotted path) as ``diptych simulate`` reads them. Raises ConfigError."""
+    from diptych.simulation.sweep import setting_path
+
+    workload = given["workload"]
+    file = Path(workload) if workload is not None and workload.endswith(".toml") else None
+    values: dict[str, Any] = {} if workload is None or file else {"workload.trace.path": workload}
+    values |= {path: given[name] for name, path in PATHS.items() if given[name] is not None}
+    if given["concurrency"] is not None:
+        values.setdefault("workload.arrivals.kind", "closed")
+    for assignment in given["assign"] or ():
+        name, equals, value = assignment.partition("=")
+        if not equals:
+            raise ConfigError(f"set is {assignment!r}; expected PATH=VALUE", param="set")
+        try:
+            values[setting_path(name)] = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:
+            values[setting_path(name)] = value
+    return file, values
+
+
+def command_line(given: Mapping[str, Any]) -> str:
+    """The command as it was typed, without the key."""
+    words = sys.argv[1:] if sys.argv[1:2] == ["bench"] else ["bench", "--url", str(given["url"])]
+    shown: list[str] = []
+    for word in words:
+        hidden = shown and shown[-1] == "--api-key"
+        shown.append("KEY" if hidden else "--api-key=KEY" if word.startswith("--api-key=") else word)
+    return shlex.join(["diptych", *shown])
+
+
+async def _measure(config: "BenchConfig", mode: str, given: Mapping[str, Any]) -> None:
+    from diptych.bench import outcome
+    from diptych.bench.session import open_session
+    from diptych.bench.terminal import LiveLine
+
+    with LiveLine("looking for the server", quiet=given["as_json"]) as live:
+        async with open_session(config) as session:
+            live.describe("measuring")
+            measure = {"run": _run, "rates": _rates, "find_goodput": _goodput, "interference": _interference}[mode]
+            data, tables, notes, results = await measure(session, live, given)
+            data = {**outcome.context(session, command_line(given)), "mode": mode, **data}
+    notes += _write_files(data, results, given)
+    if given["as_json"]:
+        print(json.dumps(data))
+        return
+    from diptych.bench.terminal import print_tables
+
+    server = data["server"]
+    notes.insert(0, f"{server['model']} {server['software']} at {config.target.url}; {data['machine']['cpu']}")
+    print_tables(tables, notes, _warnings(results))
+
+
+Measured: TypeAlias = "tuple[dict[str, Any], list[Table], list[str], Sequence[LoadResult]]"
+
+
+async def _run(session: "Session", live: "LiveLine", given: Mapping[str, Any]) -> Measured:
+    from diptych.bench import outcome, tables
+    from diptych.bench.stalls import longest_gaps
+
+    result = await session.run(watch=live.show)
+    data = outcome.one_run(result)
+    summary = data["summary"]
+    shown = [tables.latency_table(summary)]
+    if data["classes"]:
+        shown.append(tables.class_table(data["classes"]))
+    shown += [tables.service_table(summary), tables.client_table(summary)]
+    if stalls := longest_gaps(result.records, 5):
+        shown.append(tables.stall_table(stalls))
+    notes = [f"{count:,} x {error}" for error, count in summary["errors"].items()]
+    if result.ended in ("stopped", "duration"):
+        notes.append(f"ended early ({result.ended}): {len(result.records):,} of {result.total:,} requests were sent")
+    return data, shown, notes, [result]
+
+
+async def _rates(session: "Session", live: "LiveLine", given: Mapping[str, Any]) -> Measured:
+    from diptych.bench import outcome, tables, words
+
+    wanted = words.rates(given["rates"])
+    probes = await session.series(
+        wanted,
+        words.duration_s(given["probe"], "probe") if session.config.workload.num_requests is None else None,
+        live.show,
+        lambda probe: live.say(tables.probe_line(probe)),
+    )
+    data = {"points": outcome.points(probes)}
+    return data, [tables.probe_table(data["points"])], [], [probe.result for probe in probes]
+
+
+async def _goodput(session: "Session", live: "LiveLine", given: Mapping[str, Any]) -> Measured:
+    from diptych.bench import outcome, tables, words
+    from diptych.bench.goodput import SearchConfig
+
+    config = SearchConfig(attainment=given["attainment"], tolerance=given["tolerance"])
+    found, probes = await session.find_goodput(
+        config,
+        start_rate=given["rate"],
+        seconds=words.duration_s(given["probe"], "probe"),
+        watch=live.show,
+        on_probe=lambda probe, search: live.say(tables.probe_line(probe, search)),
+    )
+    data = outcome.search(found, config, probes)
+    notes = [tables.goodput_sentence(found, config.attainment)]
+    return data, [tables.probe_table(data["points"])], notes, [probe.result for probe in probes]
+
+
+async def _interference(session: "Session", live: "LiveLine", given: Mapping[str, Any]) -> Measured:
+    from diptych.bench.interference import InterferenceConfig, interference, tables
+
+    config = InterferenceConfig(
+        streams=given["streams"],
+        long_tokens=given["long_tokens"],
+        short_tokens=given["short_tokens"],
+        repetitions=given["repetitions"],
+    )
+    data = await interference(session, config, live.say)
+    notes = (
+        ["a stream ended before the long prompt's first token: its gaps are missing"] if data["streams_ended"] else []
+    )
+    return {"interference": data}, tables(data), notes, []
+
+
+def _warnings(results: "Sequence[LoadResult]") -> list[str]:
+    return list(dict.fromkeys(problem for result in results for problem in result.health.problems))
+
+
+def _write_files(data: Mapping[str, Any], results: "Sequence[LoadResult]", given: Mapping[str, Any]) -> list[str]:
+    """Write what was asked for; sentences about it."""
+    notes: list[str] = []
+    if given["records"] is not None:
+        from diptych.bench.records import lines
+
+        notes += _write(given["records"], lines(results[0].records, with_gaps=given["gaps"]))
+    if given["output"] is not None:
+        notes += _write(given["output"], [json.dumps(data, indent=1).encode() + b"\n"])
+    if given["report"] is not None:
+        from diptych.bench.page import render
+
+        notes += _write(given["report"], [render(data, [result.records for result in results]).encode()])
+    return notes
+
+
+def _write(path: Path, chunks: Any) -> list[str]:
+    try:
+        with path.open("wb") as file:
+            file.writelines(chunks)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+    return [f"wrote {path} ({path.stat().st_size / 1000:,.0f} kB)"]
+
+
+def _check(given: Mapping[str, Any], modes: Sequence[str]) -> None:
+    """What would be known only after the measurement is known before it."""
+    for name in ("output", "records", "report"):
+        if given[name] is not None and not given[name].parent.is_dir():
+            raise ConfigError(f"{name} is {given[name]}; there is no folder {given[name].parent}", param=name)
+    if given["records"] is not None and modes:
+        raise ConfigError(f"records is of one run and has no effect with {modes[0]}", param="records")
+    if given["gaps"] and given["records"] is None:
+        raise ConfigError("gaps has no effect without records", param="gaps")
+
+
+def _extra(text: str | None) -> dict[str, Any]:
+    if text is None:
+        return {}
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigError(f"extra is {text!r}; expected a JSON object", param="extra")
+    return found

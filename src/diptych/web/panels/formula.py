@@ -1,0 +1,56 @@
+"""Formulas with the numbers filled in, and numbers as people read them."""
+
+from typing import TypedDict
+
+
+class Formula(TypedDict):
+    """name: what it gives. expression: in words. filled: the same with numbers. result: with its unit."""
+
+    name: str
+    expression: str
+    filled: str
+    result: str
+
+
+def formula(name: str, expression: str, filled: str, result: str) -> Formula:
+    """One line of a page."""
+    return {"name": name, "expression": expression, "filled": filled, "result": result}
+
+
+def significant(value: float, digits: int = 3) -> str:
+    """Three digits without exponents: 0.123, 1.23, 12.3, 123, 1,235."""
+    if value == 0:
+        return "0"
+    size, places = abs(value), digits - 1
+    while size >= 10:
+        size, places = size / 10, places - 1
+    while size < 1:
+        size, places = size * 10, places + 1
+    text = f"{value:,.{max(0, min(places, 12))}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def scaled(value: float, unit: str) -> str:
+    """With a decimal prefix: scaled(671e6, "B") is "671 MB"."""
+    for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= size:
+            return f"{significant(value / size)} {prefix}{unit}"
+    return f"{significant(value)} {unit}"
+
+
+def duration(ns: float) -> str:
+    """Nanoseconds with the unit that suits: "850 ns", "1.5 ms", "12.3 s"."""
+    for unit, size in (("s", 1e9), ("ms", 1e6), ("µs", 1e3)):
+        if abs(ns) >= size:
+            return f"{significant(ns / size)} {unit}"
+    return f"{significant(ns)} ns"
+
+
+def milliseconds(ms: float) -> str:
+    """The same of milliseconds."""
+    return duration(ms * 1e6)
+
+
+def percent(share: float) -> str:
+    """0.123 is "12 %"."""
+    return f"{share * 100:.0f} %"

@@ -1,0 +1,109 @@
+"""The model and the device of a panel: names of the catalogue, and how many GPUs the model needs.
+
+Owns the smallest number of devices that holds a model. Must never hold a figure of one: all of them are the
+catalogue's.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from diptych.control.errors import ConfigError
+from diptych.simulation.costs.choice import CostChoice, choose_cost
+from diptych.simulation.hardware import Hardware, hardware_names, load_hardware
+from diptych.simulation.links import LINKS
+from diptych.simulation.models import ModelSpec, kv_capacity_tokens, load_model, model_names
+
+SIZES = (1, 2, 4, 8)
+MIN_KV_TOKENS = 8192  # with less room for KV beside the weights nothing useful can be served
+TEXTS = {
+    "a100-40gb": "A100 40 GB",
+    "a100-80gb": "A100 80 GB",
+    "h100-sxm": "H100 80 GB",
+    "h200": "H200 141 GB",
+    "b200": "B200 180 GB",
+    "l40s": "L40S 48 GB",
+    "a6000": "RTX A6000 48 GB",
+    "rtx-4090": "RTX 4090 24 GB",
+    "rtx-pro-6000": "RTX PRO 6000 96 GB",
+    "mi300x": "MI300X 192 GB",
+    "pcie4": "PCIe 4.0 x16 (inside a node)",
+    "pcie5": "PCIe 5.0 x16 (inside a node)",
+    "eth100": "Ethernet 100 Gb/s",
+    "eth200": "Ethernet 200 Gb/s",
+    "eth400": "Ethernet 400 Gb/s",
+    "ib100": "InfiniBand 100 Gb/s",
+    "ib200": "InfiniBand 200 Gb/s",
+    "ib400": "InfiniBand 400 Gb/s",
+    "nvlink3": "NVLink 3 (A100)",
+    "nvlink4": "NVLink 4 (H100)",
+    "nvlink5": "NVLink 5 (B200)",
+    "shared_memory": "Shared memory, copied by one core",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a panel computes with. num_gpus: of one replica."""
+
+    model: ModelSpec
+    hardware: Hardware
+    num_gpus: int
+    choice: CostChoice
+
+    @property
+    def words(self) -> str:
+        """Where the durations come from."""
+        return self.choice.words
+
+
+def catalogue() -> dict[str, list[dict[str, str]]]:
+    """What the selection boxes of the pages offer: ``model``, ``hardware`` and ``link``, each value and text."""
+    return {
+        "model": [{"value": name, "text": _model_text(name)} for name in model_names()],
+        "hardware": [{"value": name, "text": TEXTS.get(name, name)} for name in hardware_names()],
+        "link": [{"value": name, "text": TEXTS.get(name, name)} for name in LINKS],
+    }
+
+
+def _model_text(name: str) -> str:
+    spec = load_model(name)
+    billions = spec.num_parameters / 1e9
+    size = f"{billions:.0f} B" if billions >= 10 else f"{billions:.1f} B"
+    extra = " MLA" if spec.mla else ""
+    return f"{spec.name} ({size} parameters{extra}{' MoE' if spec.moe else ''})"
+
+
+@lru_cache(maxsize=256)
+def machine(model: str, hardware: str, num_gpus: int = 0, weight_bits: int = 16, kv_bits: int = 16) -> Machine:
+    """num_gpus 0: the fewest that hold the model. Raises ConfigError when it does not fit."""
+    spec, device = load_model(model), load_hardware(hardware)
+    size = num_gpus or smallest(spec, device, weight_bits, kv_bits)
+    choice = choose_cost(
+        "auto",
+        model=spec.name,
+        hardware=device.name,
+        tensor_parallel=size,
+        weight_bits=weight_bits,
+        kv_bits=kv_bits,
+    )
+    return Machine(spec, device, size, choice)
+
+
+def smallest(model: ModelSpec, hardware: Hardware, weight_bits: int = 16, kv_bits: int = 16) -> int:
+    """The fewest GPUs that hold the weights and a useful KV cache. Raises ConfigError."""
+    for size in SIZES:
+        if model.heads % size or (size > 1 and size > max(hardware.interconnect.all_reduce_latency_s, default=1)):
+            continue
+        try:
+            tokens = kv_capacity_tokens(
+                model, hardware, tensor_parallel=size, weight_bits=weight_bits, kv_bits=kv_bits
+            )
+        except ConfigError:
+            continue
+        if tokens >= min(MIN_KV_TOKENS, model.max_context):
+            return size
+    raise ConfigError(
+        f"{model.name} has {model.weight_bytes(weight_bits) / 1e9:.0f} GB of weights at {weight_bits} bits and does not "
+        f"fit on up to {SIZES[-1]} x {hardware.name} ({hardware.memory_bytes / 1e9:.0f} GB each)",
+        param="model",
+    )

@@ -1,0 +1,317 @@
+"""A small simulation as something to play back: the records of the live timeline, and every request's own line.
+
+Owns how an event log becomes the records that ``GET /timeline`` sends (diptych.timeline.records has their shape) and
+the spans of each request's life. Must never decide what is simulated (panels/) and never draw.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+
+from diptych.control.events import (
+    BlocksEvicted,
+    BlocksStored,
+    Event,
+    FirstToken,
+    HandoffDelivered,
+    HandoffReserved,
+    RequestFinished,
+    StepFinished,
+)
+from diptych.control.slo import NS_PER_MS
+from diptych.simulation.results import SimulationResult
+from diptych.simulation.run import simulate_with_log
+from diptych.simulation.scenario import Scenario
+from diptych.timeline.lanes import phase_of
+from diptych.timeline.records import Record, TransferRecord, WorkerRecord, request_record, split_leg_id, step_record
+from diptych.timeline.roster import NOBODY, Changes, Roster
+
+VERSION = 1
+LIFE = ("queued", "prefill", "transfer", "decode", "mixed", "stalled")
+
+Names = Mapping[str, str]  # request id of the simulation -> what the reader sees
+
+
+@dataclass(slots=True)
+class Line:
+    """One request's life as spans (phase, start, end, worker, steps), in order of time, in nanoseconds. phase: one of
+    LIFE. stamps: when its tokens came."""
+
+    name: str
+    arrival_ns: int
+    spans: list[tuple[str, int, int, int, int]] = field(default_factory=list)
+    stamps: list[int] = field(default_factory=list)
+    first_token_ns: int = -1
+    handoff: tuple[int, int] = (-1, -1)  # from the first token to the decode worker going on
+    end_ns: int = -1
+
+    def add(self, phase: str, start_ns: int, end_ns: int, worker: int) -> None:
+        """It was in this phase; what lies between this and the last span is waiting of some kind."""
+        last_ns = self.spans[-1][2] if self.spans else self.arrival_ns
+        if start_ns > last_ns:
+            self._wait(last_ns, start_ns, worker)
+        start_ns = max(start_ns, last_ns)
+        if end_ns > start_ns:
+            self._put(phase, start_ns, end_ns, worker, 1)
+
+    def longest_gap_ns(self) -> int:
+        """Between two tokens in a row; 0 with fewer than two."""
+        return max((later - earlier for earlier, later in zip(self.stamps, self.stamps[1:], strict=False)), default=0)
+
+    def time_in(self, phase: str) -> int:
+        """Nanoseconds."""
+        return sum(end - start for kind, start, end, _, _ in self.spans if kind == phase)
+
+    def _wait(self, start_ns: int, end_ns: int, worker: int) -> None:
+        if self.first_token_ns < 0 or start_ns < self.first_token_ns:
+            self._put("queued", start_ns, end_ns, worker, 0)
+            return
+        begin, end = self.handoff
+        if begin <= start_ns < end:
+            middle = min(end, end_ns)
+            self._put("transfer", start_ns, middle, worker, 0)
+            start_ns = middle
+        if end_ns > start_ns:
+            self._put("stalled", start_ns, end_ns, worker, 0)
+
+    def _put(self, phase: str, start_ns: int, end_ns: int, worker: int, steps: int) -> None:
+        if self.spans and phase not in ("prefill", "mixed"):
+            kind, begin, stop, where, count = self.spans[-1]
+            if (kind, stop, where) == (phase, start_ns, worker):
+                self.spans[-1] = (kind, begin, end_ns, where, count + steps)
+                return
+        self.spans.append((phase, start_ns, end_ns, worker, steps))
+
+
+@dataclass(slots=True)
+class Playback:
+    """What a scenario gave. lines: by name, in order of arrival."""
+
+    scenario: Scenario
+    result: SimulationResult
+    records: list[Record]
+    lines: dict[str, Line]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for a page: ``header``, ``lanes``, ``records`` and ``requests``, times in nanoseconds."""
+        roles = _roles(self.scenario)
+        header = {
+            "kind": "header",
+            "version": VERSION,
+            "run_id": "guide",
+            "unix_ns_at_zero": 0,
+            "now_ns": self.end_ns,
+            "first_sequence": 1,
+            "next_sequence": len(self.records) + 1,
+            "workers": {number: {"state": "ready", "role": role} for number, role in enumerate(roles)},
+            "decoding": {},
+        }
+        return {
+            "header": header,
+            "lanes": [{"id": number, "label": label(roles, number), "role": role} for number, role in enumerate(roles)],
+            "records": msgspec.to_builtins(self.records),
+            "requests": [self._request(row) for row in self._rows()],
+            "end_ns": self.end_ns,
+        }
+
+    @property
+    def end_ns(self) -> int:
+        """Of the last step."""
+        return max((record.end_ns for record in self.records if hasattr(record, "end_ns")), default=0)
+
+    def _rows(self) -> list[int]:
+        table = self.result.requests
+        return sorted(range(len(table)), key=lambda row: table.number[row])
+
+    def _request(self, row: int) -> dict[str, Any]:
+        table = self.result.requests
+        line = list(self.lines.values())[table.number[row]]
+        tpot_ns = table.tpot_ns(row)
+        return {
+            "name": line.name,
+            "kind": table.kind[row],
+            "arrival_ns": line.arrival_ns,
+            "prompt_tokens": table.prompt_tokens[row],
+            "output_tokens": table.output_tokens[row],
+            "queue_ms": table.queue_ns[row] / NS_PER_MS,
+            "prefill_ms": table.prefill_ns[row] / NS_PER_MS,
+            "handoff_ms": table.handoff_ns[row] / NS_PER_MS,
+            "decode_ms": table.decode_ns[row] / NS_PER_MS,
+            "ttft_ms": table.ttft_ns(row) / NS_PER_MS,
+            "tpot_ms": None if tpot_ns is None else tpot_ns / NS_PER_MS,
+            "longest_gap_ms": line.longest_gap_ns() / NS_PER_MS,
+            "stalled_ms": line.time_in("stalled") / NS_PER_MS,
+            "completed": table.is_completed(row),
+            "slo_met": {1: True, 0: False}.get(table.slo_met[row]),
+            "spans": [list(span) for span in line.spans],
+        }
+
+
+def play(scenario: Scenario, names: Sequence[str], arrivals_ns: Sequence[int]) -> Playback:
+    """Simulate and write down what happened. names, arrivals_ns: of the requests, in order of arrival."""
+    result, log = simulate_with_log(replace(scenario, record_events=True))
+    assert log is not None
+    lines = {name: Line(name, arrival) for name, arrival in zip(names, arrivals_ns, strict=True)}
+    writer = _Writer({str(number): name for number, name in enumerate(names)}, lines, scenario)
+    return Playback(scenario, result, writer.write(list(log)), lines)
+
+
+def label(roles: Sequence[str], number: int) -> str:
+    """What a worker is called on a page: "worker 1", "prefill 2"."""
+    role = roles[number]
+    place = sum(one == role for one in roles[: number + 1])
+    return f"worker {place}" if role == "both" else f"{role} {place}"
+
+
+def _roles(scenario: Scenario) -> list[str]:
+    pools = scenario.pools
+    if pools is None:
+        return ["both"] * scenario.num_replicas
+    return [pools.role(number) for number in range(pools.num_workers)]
+
+
+class _Writer:
+    """Walks a log once."""
+
+    def __init__(self, names: Names, lines: dict[str, Line], scenario: Scenario) -> None:
+        self._names = names
+        self._lines = lines
+        self._scenario = scenario
+        self._records: list[Record] = []
+        self._rosters: dict[int, Roster] = {}
+        self._receivers: dict[str, tuple[int, int]] = {}  # leg -> decode worker, tokens that it had already
+        self._chunks: dict[str, tuple[int, int]] = {}  # leg -> end of the first chunk, worker that computed it
+        self._computed: dict[str, int] = {}  # leg -> tokens of its prompt that are there
+        self._first_tokens: dict[str, int] = {}
+
+    def write(self, log: Sequence[tuple[int, Event]]) -> list[Record]:
+        """Records in order of time."""
+        lives = list(self._lives())
+        for worker, event in log:
+            now = event.end_ns if isinstance(event, StepFinished) else event.time_ns
+            while lives and lives[0].time_ns <= now:
+                self._life(lives.pop(0))
+            if isinstance(event, BlocksStored | BlocksEvicted):
+                continue
+            named = self._named(event)
+            if isinstance(named, StepFinished):
+                self._step(worker, named)
+            elif worker >= 0:
+                self._milestone(worker, named)
+        for life in lives:
+            self._life(life)
+        return self._records
+
+    def _named(self, event: Event) -> Event:
+        """The same event with the reader's names."""
+        if isinstance(event, StepFinished):
+            return replace(event, prefills=tuple((self._name(one), *rest) for one, *rest in event.prefills))  # type: ignore[misc]
+        assert not isinstance(event, BlocksStored | BlocksEvicted)
+        return replace(event, request_id=self._name(event.request_id))
+
+    def _name(self, leg_id: str) -> str:
+        own, _ = split_leg_id(leg_id)
+        return self._names[own] + leg_id[len(own) :]
+
+    def _line(self, leg_id: str) -> Line:
+        return self._lines[split_leg_id(leg_id)[0]]
+
+    def _roster(self, worker: int) -> Roster:
+        return self._rosters.setdefault(worker, Roster())
+
+    def _step(self, worker: int, step: StepFinished) -> None:
+        """One record for each of the steps that the log holds as one."""
+        roster = self._roster(worker)
+        for one in single_steps(step):
+            changes: Changes = roster.step(one) if roster is not None else NOBODY
+            self._records.append(step_record(self._next, worker, one, changes))
+            phase = phase_of(one)
+            for leg_id, start, num_tokens in one.prefills:
+                self._line(leg_id).add("prefill", one.start_ns, one.end_ns, worker)
+                self._chunks.setdefault(leg_id, (one.end_ns, worker))
+                self._computed[leg_id] = start + num_tokens
+            for leg_id in roster.members:
+                line = self._line(leg_id)
+                line.add(phase if one.num_decodes else "stalled", one.start_ns, one.end_ns, worker)
+                if one.num_decodes:
+                    line.stamps.append(one.end_ns)
+
+    def _milestone(self, worker: int, event: Any) -> None:
+        roster, leg_id = self._roster(worker), event.request_id
+        line = self._line(leg_id)
+        if isinstance(event, FirstToken):
+            self._first_tokens[leg_id] = event.time_ns
+            if line.first_token_ns < 0:
+                line.first_token_ns = event.time_ns
+            line.stamps.append(event.time_ns)
+            if self._receivers.get(leg_id, (worker, 0))[0] == worker:
+                roster.join(leg_id, event.time_ns)
+        elif isinstance(event, HandoffReserved):
+            self._receivers[leg_id] = (worker, event.num_cached_tokens)
+        else:
+            roster.note(event)
+        if isinstance(event, HandoffDelivered):
+            self._transfer(worker, event)
+        if isinstance(event, RequestFinished) and event.latency.num_output_tokens:
+            line.end_ns = event.time_ns
+        self._records.append(request_record(self._next, worker, event))
+
+    def _transfer(self, worker: int, event: HandoffDelivered) -> None:
+        """KV has arrived: it began to travel when the first chunk was computed."""
+        leg_id = event.request_id
+        begun_ns, sender = self._chunks.get(leg_id, (event.time_ns, worker))
+        prefilled_ns = self._first_tokens.get(leg_id, begun_ns)
+        pools = self._scenario.pools
+        assert pools is not None
+        own, epoch = split_leg_id(leg_id)
+        line = self._line(leg_id)
+        line.handoff = (prefilled_ns, event.time_ns)
+        num_tokens = self._computed.get(leg_id, 0) - self._receivers[leg_id][1]
+        num_bytes = 0 if pools.num_hosts else num_tokens * pools.kv_bytes_per_token
+        exposed_ns = event.time_ns - prefilled_ns
+        self._records.append(
+            TransferRecord(self._next, worker, sender, own, num_bytes, begun_ns, event.time_ns, exposed_ns, epoch)
+        )
+
+    def _lives(self) -> Iterator[WorkerRecord]:
+        """What becomes of the workers' processes: those that crash are back when the fault is over."""
+        found = []
+        for number, role in enumerate(_roles(self._scenario)):
+            found.append(WorkerRecord(0, number, 0, "ready", role))
+        for fault in self._scenario.faults:
+            if fault.kind == "crash":
+                back_ns = fault.at_ns + max(fault.duration_ns, self._scenario.watch.detection_ns + 1)
+                role = _roles(self._scenario)[fault.replica]
+                found.append(WorkerRecord(0, fault.replica, fault.at_ns, "lost", role, "killed"))
+                found.append(WorkerRecord(0, fault.replica, back_ns, "ready", role))
+        return iter(sorted(found, key=lambda record: record.time_ns))
+
+    def _life(self, record: WorkerRecord) -> None:
+        left: tuple[str, ...] = ()
+        if record.state == "lost":
+            left = tuple(split_leg_id(leg_id)[0] for leg_id in self._roster(record.worker).clear())
+        self._records.append(msgspec.structs.replace(record, sequence=self._next, left=left))
+
+    @property
+    def _next(self) -> int:
+        return len(self._records) + 1
+
+
+def single_steps(step: StepFinished) -> Iterator[StepFinished]:
+    """The steps that an event stands for, of equal length (in truth each is longer than the one before by what one more
+    token of context costs, a few parts in a million)."""
+    count, begin, whole = step.num_steps, step.start_ns, step.end_ns - step.start_ns
+    if count == 1:
+        yield step
+        return
+    for index in range(count):
+        yield replace(
+            step,
+            step_id=step.step_id + index,
+            start_ns=begin + whole * index // count,
+            end_ns=begin + whole * (index + 1) // count,
+            decode_context=step.decode_context + index * step.num_decodes,
+            num_steps=1,
+        )

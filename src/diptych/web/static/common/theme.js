@@ -1,0 +1,43 @@
+/** Light, dark, or as the system says; and the colours for canvases. */
+
+const ROOT = document.documentElement;
+const SYSTEM = matchMedia("(prefers-color-scheme: dark)");
+const listeners = new Set();
+
+/** "light" or "dark": what is shown now. */
+export const theme = () => ROOT.dataset.theme || (SYSTEM.matches ? "dark" : "light");
+
+/** Choose "light", "dark" or "" (the system's). */
+export function setTheme(name) {
+  if (name) ROOT.dataset.theme = name;
+  else delete ROOT.dataset.theme;
+  try {
+    if (name) localStorage.setItem("diptych-theme", name);
+    else localStorage.removeItem("diptych-theme");
+  } catch {
+    // Not remembered where there is no storage; the page works all the same.
+  }
+  for (const listener of listeners) listener();
+}
+
+/** Call it whenever the colours change. */
+export function onThemeChange(listener) {
+  listeners.add(listener);
+}
+
+SYSTEM.addEventListener("change", () => listeners.forEach((listener) => listener()));
+
+/** The value of a design token, such as "--prefill". */
+export const token = (name) => getComputedStyle(ROOT).getPropertyValue(name).trim();
+
+/** Make a button the switch between light and dark. */
+export function themeButton(button) {
+  const update = () => {
+    const other = theme() === "dark" ? "light" : "dark";
+    button.textContent = other === "dark" ? "☾ Dark" : "☀ Light";
+    button.setAttribute("aria-label", `Switch to the ${other} theme`);
+  };
+  button.addEventListener("click", () => setTheme(theme() === "dark" ? "light" : "dark"));
+  onThemeChange(update);
+  update();
+}

@@ -1,0 +1,147 @@
+/**
+ * One request of a timeline: when it waited, was computed, moved and got tokens. No DOM here. Times are nanoseconds.
+ */
+
+const MAX_TOKENS = 40_000;
+const STALLED = 1;
+
+export class TimelineRequest {
+  constructor(id) {
+    this.id = id;
+    this.queued = 0; // 0: not known (it is older than what was read)
+    this.firstToken = 0;
+    this.end = 0;
+    this.promptTokens = 0;
+    this.cachedTokens = 0;
+    this.worker = -1; // that decodes it, or computes its prompt until then
+    this.workers = new Set();
+    this.chunks = []; // {t0, t1, first, tokens, worker, mixed}
+    this.transfers = [];
+    this.times = []; // of tokens
+    this.flags = []; // STALLED: the gap before this token was too long when it came
+    this.longestGapNs = 0;
+    this.reserved = 0;
+    this.delivered = 0;
+    this.pauses = []; // {t0, t1, swapped}
+    this.detail = null; // of finished
+    this.attempts = 1;
+  }
+
+  /** The first moment that is known of it. */
+  get start() {
+    return this.queued || this.chunks[0]?.t0 || this.times[0] || this.end || Infinity;
+  }
+
+  /** The last one; Infinity while it runs. */
+  get last() {
+    return this.end || Infinity;
+  }
+
+  /** When some of it was first computed; 0: not yet. */
+  get firstChunk() {
+    return this.chunks[0]?.t0 || 0;
+  }
+
+  chunk(step, first, tokens) {
+    this.chunks.push({
+      t0: step.start_ns, t1: step.end_ns, first, tokens, worker: step.worker, mixed: step.phase === "mixed",
+    });
+    this.workers.add(step.worker);
+    if (!this.times.length || step.end_ns > this.times.at(-1)) this.worker = step.worker;
+  }
+
+  token(time, worker, limitNs) {
+    const times = this.times;
+    if (this.end && time > this.end) return;
+    this.workers.add(worker);
+    this.worker = worker;
+    const before = times.at(-1) ?? 0;
+    if (before >= time) return this.#insert(time);
+    const gap = before ? time - before : 0;
+    if (gap > this.longestGapNs) this.longestGapNs = gap;
+    times.push(time);
+    this.flags.push(limitNs && gap > limitNs ? STALLED : 0);
+    if (times.length > MAX_TOKENS) {
+      times.splice(0, MAX_TOKENS / 2);
+      this.flags.splice(0, MAX_TOKENS / 2);
+    }
+    return undefined;
+  }
+
+  milestone(record, limitNs) {
+    const { what, time_ns: time, worker, detail = {} } = record;
+    this.workers.add(worker);
+    this.attempts = Math.max(this.attempts, (record.epoch || 0) + 1);
+    if (what === "queued") {
+      if (!this.queued || time < this.queued) this.queued = time;
+      this.promptTokens = Math.max(this.promptTokens, detail.num_prompt_tokens || 0);
+      if (this.worker < 0) this.worker = worker;
+    } else if (what === "first_token") {
+      if (!this.firstToken) this.firstToken = time;
+      this.#insertFirst(time, worker, limitNs);
+    } else if (what === "handoff_reserved") this.reserved = time;
+    else if (what === "handoff_delivered") {
+      this.delivered = time;
+      this.worker = worker;
+    } else if (what === "preempted") this.pauses.push({ t0: time, t1: Infinity, swapped: Boolean(detail.swapped) });
+    else if (what === "resumed" || what === "admitted") {
+      const open = this.pauses.at(-1);
+      if (open && open.t1 === Infinity) open.t1 = time;
+      this.cachedTokens = Math.max(this.cachedTokens, detail.num_cached_tokens || 0);
+    } else if (what === "finished") {
+      this.end = time;
+      this.detail = detail;
+      this.promptTokens = detail.num_prompt_tokens || this.promptTokens;
+      this.cachedTokens = detail.num_cached_tokens ?? this.cachedTokens;
+    }
+  }
+
+  /** Whether the gap before token `at` is a stall under these rules. */
+  isStalled(at, objectiveNs) {
+    if (!at) return false;
+    return objectiveNs ? this.times[at] - this.times[at - 1] > objectiveNs : this.flags[at] === STALLED;
+  }
+
+  /** Where its time went until the first token and after it: [{name, phase, ns}], in order, as far as it is known. */
+  breakdown(now) {
+    const token = this.firstToken || this.times[0] || 0;
+    const known = Math.min(this.end || now, now);
+    const parts = [];
+    if (this.queued) {
+      const begun = this.firstChunk || token || known;
+      const ready = token || known;
+      let own = 0;
+      for (const chunk of this.chunks) own += Math.max(0, Math.min(chunk.t1, ready) - Math.max(chunk.t0, begun));
+      own = Math.min(own, ready - begun);
+      parts.push({ name: "Waiting in the queue", phase: "idle", ns: begun - this.queued, ttft: true });
+      parts.push({ name: "Computing the prompt", phase: "prefill", ns: own, ttft: true });
+      parts.push({ name: "Waiting between its chunks", phase: "stalled", ns: ready - begun - own, ttft: true });
+    }
+    if (token) {
+      const handoff = this.detail?.handoff_ns ?? Math.max(0, this.delivered - token);
+      parts.push({ name: "Handing over the KV cache", phase: "transfer", ns: Math.min(handoff, known - token), ttft: false });
+      parts.push({ name: "Decoding", phase: "decode", ns: Math.max(0, known - token - handoff), ttft: false });
+    }
+    return parts;
+  }
+
+  /** Time to the first token, from its arrival at a worker; null while there is none. */
+  get ttftNs() {
+    return this.firstToken && this.queued ? this.firstToken - this.queued : null;
+  }
+
+  /** The token that a prefill gives; it may be read after younger ones, for workers report in portions. */
+  #insertFirst(time, worker, limitNs) {
+    if (!this.times.length || time > this.times.at(-1)) this.token(time, worker, limitNs);
+    else this.#insert(time);
+  }
+
+  #insert(time) {
+    const times = this.times;
+    let at = times.length;
+    while (at && times[at - 1] > time) at--;
+    if (times[at - 1] === time) return;
+    times.splice(at, 0, time);
+    this.flags.splice(at, 0, 0);
+  }
+}
