@@ -104,7 +104,7 @@ class FleetOptions:
                 f"kv_codec is {self.kv_codec} and has no effect with shared memory, where nothing is packed",
                 param="kv_codec",
             )
-        if self.transfer == "nixl" and importlib.util.find_spec("nixl") is None:
+        if self.transfer == "nixl" and importlib.util.find_spec("nixl_cu13") is None:
             raise ConfigError(
                 "transfer is nixl, which is not installed (pip install 'diptych[nixl]')", param="transfer"
             )

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from diptych.control.errors import ConfigError
+from diptych.control.step import ScheduledPrefill, SchedulerOutput, StepFeatures, chunk_attention
 from diptych.simulation.costs.choice import CostChoice, choose_cost
+from diptych.simulation.costs.interface import CostModel
 from diptych.simulation.hardware import Hardware, hardware_names, load_hardware
 from diptych.simulation.links import LINKS
 from diptych.simulation.models import ModelSpec, kv_capacity_tokens, load_model, model_names
@@ -107,3 +109,12 @@ def smallest(model: ModelSpec, hardware: Hardware, weight_bits: int = 16, kv_bit
         f"fit on up to {SIZES[-1]} x {hardware.name} ({hardware.memory_bytes / 1e9:.0f} GB each)",
         param="model",
     )
+
+
+def step_ns(cost: CostModel, chunk: tuple[int, int] | None, decode_seqs: int, decode_context: int) -> int:
+    """Duration of one step: the last chunk (first token, tokens) of a prompt, if any, and so many decodes that attend to
+    ``decode_context`` tokens together."""
+    start, num_tokens = chunk or (0, 0)
+    features = StepFeatures(num_tokens, chunk_attention(start, num_tokens), decode_seqs, decode_context)
+    prefills = (ScheduledPrefill("prompt", start, num_tokens, (), is_last=True),) if num_tokens else ()
+    return cost.step_ns(SchedulerOutput(0, prefills=prefills, num_decodes=decode_seqs, features=features))
