@@ -30,7 +30,7 @@ from client import percentile
 from common import report
 
 READY_TIMEOUT_S = 120.0
-# The server with shorter pauses between restarts: at the pace of these faults a fleet would else be down most of the time.
+# A server with shorter pauses between restarts: at the pace of these faults it would else be down most of the time.
 LAUNCH = """
 from diptych.cli import main
 from diptych.serving import supervisor
@@ -41,8 +41,8 @@ main()
 
 @dataclass(frozen=True)
 class Plan:
-    """What to do to whom. stop_s: how long a SIGSTOP lasts at most. double: share of the faults that follow at once, and
-    do not wait until each role has a worker again."""
+    """What to do to whom. stop_s: how long a SIGSTOP lasts at most. double: share of the faults that follow at once;
+    the others wait until each role has a worker again."""
 
     num_faults: int
     num_clients: int = 6

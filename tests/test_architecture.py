@@ -15,7 +15,7 @@ MAY_IMPORT = {
     "runtime": {"control"},
     "timeline": {"control"},
     "simulation": {"control", "timeline"},
-    "serving": {"control", "runtime", "timeline"},
+    "serving": {"control", "runtime", "timeline", "web"},
     "bench": {"control", "simulation"},
     "advisor": {"control", "simulation"},
     "web": set(),

@@ -14,7 +14,8 @@ from diptych.bench.intervals import Interval, wilson
 from diptych.control.errors import ConfigError
 
 Verdict = Literal["above", "below", "unclear"]
-LOWEST, HIGHEST = 1e-4, 1e6
+MOST = 1e6  # requests per second
+HALVINGS = 6  # below the first rate: then the answer is that there is no such rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,7 @@ class GoodputSearch:
 
     def __init__(self, config: SearchConfig, start_rate: float) -> None:
         self._config = config
-        self._start = min(max(start_rate, LOWEST), HIGHEST)
+        self._start = start_rate
         self._known: dict[float, Measured] = {}
         self._num_probes = 0
 
@@ -89,10 +90,10 @@ class GoodputSearch:
         passed, failed = self._best(), self._worst()
         if passed is None:
             lowest = min(self._known)
-            return None if lowest <= LOWEST else max(LOWEST, lowest / 2)
+            return lowest / 2 if lowest > self._start / 2**HALVINGS else None
         if failed is None:
             highest = max(self._known)
-            return None if highest >= HIGHEST else min(HIGHEST, highest * 2)
+            return highest * 2 if highest * 2 <= MOST else None
         if failed.rate / passed.rate <= 1 + config.tolerance:
             return None
         return math.sqrt(passed.rate * failed.rate)

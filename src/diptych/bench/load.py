@@ -63,6 +63,7 @@ class LoadResult:
     """One run. ended: "done", "duration", "stopped" (somebody interrupted it) or "given up"."""
 
     records: list[RequestRecord]
+    start_ns: int  # of the workload, on this process's clock (http.now_ns)
     duration_ns: int  # start of the workload to the last event of any request
     health: Health
     ended: str
@@ -234,6 +235,7 @@ class Load:
         late = [one.sent_ns - one.intended_ns for one in self._records]
         self._result = LoadResult(
             records=sorted(self._records, key=lambda one: one.number),
+            start_ns=self._start_ns,
             duration_ns=max((one.end_ns for one in self._records), default=0),
             health=health.stop(self._tokens, late),
             ended=self._ended,

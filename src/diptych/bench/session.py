@@ -27,7 +27,8 @@ from diptych.simulation.workload.spec import ClosedLoop, RequestSpec
 
 Result = TypeVar("Result")
 SETTLE_S = 0.5
-MIN_REQUESTS = 60  # of a run of a search: fewer say too little about 90 %
+MIN_REQUESTS = 60  # of a run of a search, if they come within four times its length; fewer say little about 90 %
+FEW_REQUESTS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +209,7 @@ class Session:
             raise ConfigError("a closed loop has no rate", param="rates")
         number = workload.num_requests
         if seconds is not None:
-            number = max(MIN_REQUESTS, round(rate * seconds))
+            number = max(FEW_REQUESTS, min(MIN_REQUESTS, round(4 * rate * seconds)), round(rate * seconds))
         trace = workload.trace
         if trace is not None:
             trace = msgspec.structs.replace(trace, scale=1.0)

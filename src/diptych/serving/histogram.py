@@ -4,6 +4,7 @@ Must never know what it counts.
 """
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Sequence
 
 from prometheus_client.core import HistogramMetricFamily
@@ -12,15 +13,23 @@ from prometheus_client.core import HistogramMetricFamily
 class Histogram:
     """Counts per bucket; ``observe`` takes a value and how often it occurred."""
 
-    __slots__ = ("_bounds", "_counts", "_sum")
+    __slots__ = ("_bounds", "_counts", "_newest", "_sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = tuple(bounds)
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
+        self._newest: deque[tuple[float, int]] | None = None
+
+    def follow(self, capacity: int) -> deque[tuple[float, int]]:
+        """From now on the newest observations are here too, as (value, count): at most ``capacity``, for one reader."""
+        self._newest = deque(maxlen=capacity)
+        return self._newest
 
     def observe(self, value: float, count: int = 1) -> None:
         """Add ``count`` observations of ``value``."""
+        if self._newest is not None:
+            self._newest.append((value, count))
         self._counts[bisect_left(self._bounds, value)] += count
         self._sum += value * count
 

@@ -7,6 +7,7 @@ Steps run on this thread, and nothing else touches the executor: when a message 
 the worker answers (a leg has ended, a peer is forgotten) is true of its memory, too.
 """
 
+import ctypes
 import logging
 import os
 import shutil
@@ -77,6 +78,7 @@ from diptych.serving.worker_handoff import Handoffs
 logger = logging.getLogger(__name__)
 
 STATS_INTERVAL_NS = 200 * NS_PER_MS
+PR_SET_PDEATHSIG = 1  # of prctl(2): which signal the parent's end sends
 
 # What the cluster's decisions need at once; FirstToken only of legs that are handed off.
 _URGENT = (RequestAdmitted, HandoffReserved, HandoffReleased, HandoffExpired)
@@ -294,7 +296,7 @@ def connect(directory: Path) -> "zmq.Socket[bytes]":
 
 def die_with_parent(directory: Path) -> None:
     """End this process when its standard input does: the front end holds the other end of that pipe. Whoever is last
-    removes the private directory."""
+    removes the private directory. A stopped process is continued (by Linux), so that it can see the end."""
 
     def watch() -> None:
         while os.read(0, 4096):
@@ -302,6 +304,8 @@ def die_with_parent(directory: Path) -> None:
         shutil.rmtree(directory, ignore_errors=True)
         os._exit(1)
 
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
     threading.Thread(target=watch, name="watch-parent", daemon=True).start()
 
 

@@ -68,13 +68,8 @@ class Line:
         if self.first_token_ns < 0 or start_ns < self.first_token_ns:
             self._put("queued", start_ns, end_ns, worker, 0)
             return
-        begin, end = self.handoff
-        if begin <= start_ns < end:
-            middle = min(end, end_ns)
-            self._put("transfer", start_ns, middle, worker, 0)
-            start_ns = middle
-        if end_ns > start_ns:
-            self._put("stalled", start_ns, end_ns, worker, 0)
+        begin, end = self.handoff  # until it joins the decode worker's next step, it is being handed over
+        self._put("transfer" if begin <= start_ns <= end else "stalled", start_ns, end_ns, worker, 0)
 
     def _put(self, phase: str, start_ns: int, end_ns: int, worker: int, steps: int) -> None:
         if self.spans and phase not in ("prefill", "mixed"):

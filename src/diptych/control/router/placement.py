@@ -53,7 +53,7 @@ class Placer:
         self._block_size = self._workers[0].block_size
         self._views = [WorkerView(is_up=False, role=worker.role) for worker in self._workers]
         self._placed: dict[str, _Placed] = {}
-        self._picked: dict[str, tuple[int, int]] = {}  # by routing without costs: request -> positions
+        self._picked: dict[str, tuple[int, int]] = {}  # by routing without costs: request -> positions (-1: done there)
         self._decode_role = frozenset(at for at, worker in enumerate(self._workers) if worker.role == "decode")
         self._prefill_role = frozenset(at for at, worker in enumerate(self._workers) if worker.role == "prefill")
         self._choice = Choice(self._workers, self._views, self.index, self._config)
@@ -116,6 +116,9 @@ class Placer:
 
     def on_first_token(self, request_id: str) -> None:
         """Its prompt is computed: it no longer waits at its prefill worker."""
+        if self._pickers is not None:
+            self._leave_prefill(request_id)
+            return
         placed = self._placed.get(request_id)
         if placed is not None:
             if placed.prefill is placed.decode:
@@ -191,18 +194,26 @@ class Placer:
         source, target = self._workers[chosen.source].number, self._workers[chosen.target].number
         return Placement(source, target, 0, 0, chosen.reason)
 
+    def _leave_prefill(self, request_id: str) -> None:
+        """The worker that began a handoff has done its part."""
+        source, target = self._picked.get(request_id, (-1, -1))
+        if self._pickers is not None and source not in (-1, target):
+            self._pickers[0].ended(source)
+            self._picked[request_id] = (-1, target)
+
     def _unpick(self, request_id: str) -> None:
         """The request is over, or is placed again."""
         positions = self._picked.pop(request_id, None)
         if positions is not None and self._pickers is not None:
             for picker, position in zip(self._pickers, positions, strict=True):
-                picker.ended(position)
+                if position >= 0:
+                    picker.ended(position)
 
     def _by_load(self, request: PlacementRequest) -> Chosen | None:
         """Routing without costs: the pickers' own order; separated whenever it is possible."""
         assert self._pickers is not None
         begins, decodes = self._pickers
-        avoid = frozenset([self._position[number] for number in request.avoid if number in self._position])
+        avoid = request.avoid and frozenset(self._position[one] for one in request.avoid if one in self._position)
         is_whole = self._config.disaggregate == "never" or not request.hands_off
         decode_role = self._decode_role
         first = None

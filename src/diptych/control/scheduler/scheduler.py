@@ -54,7 +54,8 @@ class Scheduler:
         self.lengths = OutputLengths()
         self.preemption = Preemption(settings.preemption, kv, self.batch)
         self._num_departures = 0
-        self._refusal = (-1, 0, 0)  # for lack of memory to come: (request number, departures so far, until this tick)
+        # Of the heads of both queues, for lack of memory to come: (request number, departures so far, until this tick).
+        self._refusals = {is_incoming: (-1, 0, 0) for is_incoming in (False, True)}
         self._refused_until = 0  # the tick before which the waiting queue need not be asked again (0: no promise)
 
     @property
@@ -330,14 +331,15 @@ class Scheduler:
     def _fits_later(self, request: Request, cached: list[int]) -> bool:
         """Ask for the expected peak. A refusal stands until somebody leaves, or for a few steps: the answer costs a
         look at every running request and changes slowly."""
-        number, departures, until = self._refusal
+        is_incoming = request.request_id in self.incoming.waiting  # the head of either queue has a refusal of its own
+        number, departures, until = self._refusals[is_incoming]
         if number == request.number and departures == self._num_departures and self.batch.ticks_scheduled < until:
             self._refused_until = until
             return False
         if self._kv.fits_later(request, cached, self._expected(request), self._demands):
             return True
         self._refused_until = self.batch.ticks_scheduled + REFUSAL_STEPS
-        self._refusal = (request.number, self._num_departures, self._refused_until)
+        self._refusals[is_incoming] = (request.number, self._num_departures, self._refused_until)
         return False
 
     def _expected(self, request: Request) -> int:

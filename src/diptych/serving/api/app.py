@@ -32,6 +32,7 @@ from diptych.serving.api.parameters import (
 from diptych.serving.api.reply import ReplyContext, encode_json
 from diptych.serving.api.responses import GenerationResponse
 from diptych.serving.api.timeline import add_timeline_routes
+from diptych.serving.api.ui import add_ui_routes
 from diptych.serving.frontend import AsyncLLM, check_prompt
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -156,6 +157,7 @@ def build_app(
     _add_generation_routes(app, service)
     _add_information_routes(app, service)
     add_timeline_routes(app, llm.timeline, _ERRORS)
+    add_ui_routes(app, llm, model_name, _ERRORS)
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
     if api_keys:
         app.add_middleware(ApiKey, keys=api_keys)

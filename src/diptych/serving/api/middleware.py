@@ -13,7 +13,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from diptych.control.errors import AuthenticationError, BodyTooLargeError
 from diptych.serving.api.errors import error_response
 
-OPEN_PATHS = ("/health", "/ready")
+OPEN_PATHS = ("/health", "/ready", "/ui")
+OPEN_PREFIX = "/static/"
 
 
 class BodyLimit:
@@ -46,7 +47,8 @@ class BodyLimit:
 
 
 class ApiKey:
-    """Asks for ``Authorization: Bearer KEY`` everywhere but at the paths that load balancers ask.
+    """Asks for ``Authorization: Bearer KEY`` everywhere but at the paths that load balancers ask, and at the files of
+    the live page (which asks people for the key, and says nothing about the server without it).
 
     Whose key it was is in ``scope["state"]["tenant"]``, as a short hash: tenants share the workers fairly.
     """
@@ -56,7 +58,7 @@ class ApiKey:
         self._expected = [(f"Bearer {key}".encode(), tenant_of(key)) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and not _is_open(scope["path"]):
             given = Headers(scope=scope).get("authorization", "").encode("latin-1", "replace")
             found = [tenant for expected, tenant in self._expected if hmac.compare_digest(given, expected)]
             if not found:
@@ -65,6 +67,10 @@ class ApiKey:
                 return
             scope.setdefault("state", {})["tenant"] = found[0]
         await self._app(scope, receive, send)
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path.startswith(OPEN_PREFIX)
 
 
 def tenant_of(key: str) -> str:

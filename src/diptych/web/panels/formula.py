@@ -38,6 +38,14 @@ def scaled(value: float, unit: str) -> str:
     return f"{significant(value)} {unit}"
 
 
+def large(value: float) -> str:
+    """A count in words: "8.03 billion"."""
+    for word, size in (("trillion", 1e12), ("billion", 1e9), ("million", 1e6)):
+        if value >= size:
+            return f"{significant(value / size)} {word}"
+    return significant(value)
+
+
 def duration(ns: float) -> str:
     """Nanoseconds with the unit that suits: "850 ns", "1.5 ms", "12.3 s"."""
     for unit, size in (("s", 1e9), ("ms", 1e6), ("µs", 1e3)):

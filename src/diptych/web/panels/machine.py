@@ -6,6 +6,7 @@ catalogue's.
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from diptych.control.errors import ConfigError
 from diptych.control.step import ScheduledPrefill, SchedulerOutput, StepFeatures, chunk_attention
@@ -16,7 +17,8 @@ from diptych.simulation.links import LINKS
 from diptych.simulation.models import ModelSpec, kv_capacity_tokens, load_model, model_names
 
 SIZES = (1, 2, 4, 8)
-MIN_KV_TOKENS = 8192  # with less room for KV beside the weights nothing useful can be served
+WEIGHT_BITS = (16, 8, 4)
+MIN_KV_TOKENS = 32_768  # with less room for KV beside the weights little of use can be served
 TEXTS = {
     "a100-40gb": "A100 40 GB",
     "a100-80gb": "A100 80 GB",
@@ -50,12 +52,19 @@ class Machine:
     model: ModelSpec
     hardware: Hardware
     num_gpus: int
+    weight_bits: int
     choice: CostChoice
 
     @property
     def words(self) -> str:
         """Where the durations come from."""
         return self.choice.words
+
+    @property
+    def devices(self) -> str:
+        """The GPUs of one replica."""
+        name = TEXTS.get(self.hardware.name, self.hardware.name)
+        return f"{self.num_gpus} × {name}" if self.num_gpus > 1 else name
 
 
 def catalogue() -> dict[str, list[dict[str, str]]]:
@@ -76,39 +85,44 @@ def _model_text(name: str) -> str:
 
 
 @lru_cache(maxsize=256)
-def machine(model: str, hardware: str, num_gpus: int = 0, weight_bits: int = 16, kv_bits: int = 16) -> Machine:
-    """num_gpus 0: the fewest that hold the model. Raises ConfigError when it does not fit."""
+def machine(model: str, hardware: str, num_gpus: int = 0, weight_bits: int = 0) -> Machine:
+    """num_gpus 0: the fewest that hold the model. weight_bits 0: 16, or fewer where 16 do not fit. Raises ConfigError
+    when it does not fit."""
     spec, device = load_model(model), load_hardware(hardware)
-    size = num_gpus or smallest(spec, device, weight_bits, kv_bits)
+    size, bits = _smallest_with(spec, device, num_gpus, weight_bits or WEIGHT_BITS[0])
+    if not size:
+        for other in WEIGHT_BITS[1:] if not weight_bits else ():
+            size, bits = _smallest_with(spec, device, num_gpus, other)
+            if size:
+                break
+    if not size:
+        bits = weight_bits or WEIGHT_BITS[-1]
+        where = f"{num_gpus or f'up to {SIZES[-1]}'} x {device.name} ({device.memory_bytes / 1e9:.0f} GB each)"
+        raise ConfigError(
+            f"{spec.name} does not fit on {where}: its weights are {spec.weight_bytes(bits) / 1e9:.0f} GB at {bits} bits; "
+            "choose more or larger GPUs, fewer bits, or a smaller model",
+            param="model",
+        )
     choice = choose_cost(
-        "auto",
-        model=spec.name,
-        hardware=device.name,
-        tensor_parallel=size,
-        weight_bits=weight_bits,
-        kv_bits=kv_bits,
+        "auto", model=spec.name, hardware=device.name, tensor_parallel=size, weight_bits=bits, kv_bits=16
     )
-    return Machine(spec, device, size, choice)
+    return Machine(spec, device, size, bits, choice)
 
 
-def smallest(model: ModelSpec, hardware: Hardware, weight_bits: int = 16, kv_bits: int = 16) -> int:
-    """The fewest GPUs that hold the weights and a useful KV cache. Raises ConfigError."""
-    for size in SIZES:
-        if model.heads % size or (size > 1 and size > max(hardware.interconnect.all_reduce_latency_s, default=1)):
+def _smallest_with(model: ModelSpec, hardware: Hardware, num_gpus: int, weight_bits: int) -> tuple[int, int]:
+    """(the fewest GPUs that hold the weights and a useful KV cache, the bits); 0: it does not fit. With ``num_gpus``
+    given, only that many are tried, and any cache will do."""
+    most = max(hardware.interconnect.all_reduce_latency_s, default=1)
+    for size in (num_gpus,) if num_gpus else SIZES:
+        if model.heads % size or size > max(1, most):
             continue
         try:
-            tokens = kv_capacity_tokens(
-                model, hardware, tensor_parallel=size, weight_bits=weight_bits, kv_bits=kv_bits
-            )
+            tokens = kv_capacity_tokens(model, hardware, tensor_parallel=size, weight_bits=weight_bits)
         except ConfigError:
             continue
-        if tokens >= min(MIN_KV_TOKENS, model.max_context):
-            return size
-    raise ConfigError(
-        f"{model.name} has {model.weight_bytes(weight_bits) / 1e9:.0f} GB of weights at {weight_bits} bits and does not "
-        f"fit on up to {SIZES[-1]} x {hardware.name} ({hardware.memory_bytes / 1e9:.0f} GB each)",
-        param="model",
-    )
+        if num_gpus or tokens >= min(MIN_KV_TOKENS, model.max_context):
+            return size, weight_bits
+    return 0, weight_bits
 
 
 def step_ns(cost: CostModel, chunk: tuple[int, int] | None, decode_seqs: int, decode_context: int) -> int:
@@ -118,3 +132,14 @@ def step_ns(cost: CostModel, chunk: tuple[int, int] | None, decode_seqs: int, de
     features = StepFeatures(num_tokens, chunk_attention(start, num_tokens), decode_seqs, decode_context)
     prefills = (ScheduledPrefill("prompt", start, num_tokens, (), is_last=True),) if num_tokens else ()
     return cost.step_ns(SchedulerOutput(0, prefills=prefills, num_decodes=decode_seqs, features=features))
+
+
+def about(chosen: Machine) -> dict[str, Any]:
+    """What a page says of it."""
+    return {
+        "model": chosen.model.name,
+        "devices": chosen.devices,
+        "gpus": chosen.num_gpus,
+        "weight_bits": chosen.weight_bits,
+        "words": chosen.words,
+    }

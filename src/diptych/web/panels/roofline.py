@@ -13,8 +13,8 @@ from msgspec import Meta
 from diptych.control.step import chunk_attention
 from diptych.simulation.hardware import Hardware
 from diptych.simulation.models import ModelSpec, kv_capacity_tokens
-from diptych.web.panels.formula import Formula, duration, formula, scaled, significant
-from diptych.web.panels.machine import Machine, machine, step_ns
+from diptych.web.panels.formula import Formula, duration, formula, large, scaled, significant
+from diptych.web.panels.machine import Machine, about, machine, step_ns
 from diptych.web.panels.query import Query
 
 SERIES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -23,12 +23,13 @@ MAX_BATCH = 512
 
 class RooflineQuery(Query, frozen=True, kw_only=True):
     """prompt: tokens of the prefill step. batch, context: sequences of the decode step, and tokens that each attends
-    to. gpus 0: the fewest that hold the model."""
+    to. gpus 0: the fewest that hold the model. weight_bits 0:
+    16, or fewer where 16 do not fit."""
 
     model: str = "llama-3.1-8b"
     hardware: str = "h100-sxm"
     gpus: Literal[0, 1, 2, 4, 8] = 0
-    weight_bits: Literal[4, 8, 16] = 16
+    weight_bits: Literal[0, 4, 8, 16] = 0
     prompt: Annotated[int, Meta(ge=1, le=16384)] = 2048
     batch: Annotated[int, Meta(ge=1, le=MAX_BATCH)] = 16
     context: Annotated[int, Meta(ge=1, le=32768)] = 2048
@@ -97,12 +98,12 @@ def panel(query: RooflineQuery) -> dict[str, Any]:
     """``roof``, ``points`` (each phase, and its two parts), ``series`` (throughput against tokens per step), ``phases``,
     ``formulas`` and ``notes``. Raises ConfigError."""
     chosen = machine(query.model, query.hardware, query.gpus, query.weight_bits)
-    dtype, one_peak = peak_flops(chosen.hardware, query.weight_bits)
+    dtype, one_peak = peak_flops(chosen.hardware, chosen.weight_bits)
     peak = one_peak * chosen.num_gpus
     bandwidth = chosen.hardware.memory_bandwidth * chosen.num_gpus
     matrices = {
-        "prefill": matrix_work(chosen.model, query.prompt, 1, query.weight_bits),
-        "decode": matrix_work(chosen.model, query.batch, query.batch, query.weight_bits),
+        "prefill": matrix_work(chosen.model, query.prompt, 1, chosen.weight_bits),
+        "decode": matrix_work(chosen.model, query.batch, query.batch, chosen.weight_bits),
     }
     attention = {
         "prefill": prefill_attention(chosen.model, query.prompt),
@@ -119,7 +120,7 @@ def panel(query: RooflineQuery) -> dict[str, Any]:
         for phase in ("prefill", "decode")
     }
     return {
-        "machine": {"gpus": chosen.num_gpus, "words": chosen.words, "dtype": dtype},
+        "machine": {**about(chosen), "dtype": dtype},
         "roof": {"peak": peak, "bandwidth": bandwidth, "ridge": peak / bandwidth},
         "points": [
             _point(phase, part, work, peak, bandwidth)
@@ -199,13 +200,13 @@ def _formulas(
         formula(
             "matrix products of the prefill",
             "2 × active parameters × tokens",
-            f"2 × {scaled(model.layer_parameters(active=True), '')}× {query.prompt:,}",
+            f"2 × {large(model.layer_parameters(active=True))} × {query.prompt:,}",
             scaled(matrices["prefill"].flop, "FLOP"),
         ),
         formula(
             "weights read, once a step",
             "parameters × bits ÷ 8",
-            f"{scaled(model.layer_parameters() + model.head_parameters, '')}× {query.weight_bits} ÷ 8"
+            f"{large(model.layer_parameters() + model.head_parameters)} × {chosen.weight_bits} ÷ 8"
             + (" (head: 16 bits; only the experts that are visited)" if model.moe else ""),
             scaled(matrices["prefill"].num_bytes, "B"),
         ),
@@ -233,9 +234,8 @@ def _formulas(
 
 def _notes(chosen: Machine, query: RooflineQuery, phases: dict[str, dict[str, Any]]) -> list[str]:
     prefill, decode = phases["prefill"], phases["decode"]
-    devices = f"{chosen.num_gpus} × {chosen.hardware.name}" if chosen.num_gpus > 1 else chosen.hardware.name
     notes = [
-        f"On {devices} the prefill step takes {duration(prefill['step_ms'] * 1e6)} and is limited by "
+        f"On {chosen.devices} the prefill step takes {duration(prefill['step_ms'] * 1e6)} and is limited by "
         f"{_limit(prefill)}; the decode step takes {duration(decode['step_ms'] * 1e6)} and is limited by "
         f"{_limit(decode)}.",
         f"The prefill handles {significant(prefill['tokens_per_s'])} tokens a second, the decode "
@@ -243,7 +243,7 @@ def _notes(chosen: Machine, query: RooflineQuery, phases: dict[str, dict[str, An
         f"time or for {query.batch:,}.",
     ]
     capacity = kv_capacity_tokens(
-        chosen.model, chosen.hardware, tensor_parallel=chosen.num_gpus, weight_bits=query.weight_bits
+        chosen.model, chosen.hardware, tensor_parallel=chosen.num_gpus, weight_bits=chosen.weight_bits
     )
     if query.batch * query.context > capacity:
         notes.append(

@@ -26,7 +26,7 @@ export function firstAbove(values, limit, end = values.length) {
 export class Lane {
   constructor(id, label = "", role = "") {
     this.id = id;
-    this.label = label || `worker ${id}`;
+    this.name = label; // given from outside; "": made of id and role
     this.role = role;
     this.state = "ready";
     this.states = []; // {t0, t1 (Infinity while it lasts), state, detail}: only those in which it does not serve
@@ -40,6 +40,10 @@ export class Lane {
     this.batch = new Set();
     this.pure = []; // durations of the newest steps that only decoded
     this.typicalNs = 0; // their median
+  }
+
+  get label() {
+    return this.name || (this.role ? `Worker ${this.id} · ${this.role}` : `Worker ${this.id}`);
   }
 
   push(record) {
@@ -117,7 +121,7 @@ export class TimelineModel {
   }
 
   setLanes(lanes) {
-    for (const { id, label, role } of lanes) Object.assign(this.lane(id), { label: label || `worker ${id}`, role: role || "" });
+    for (const { id, label, role } of lanes) Object.assign(this.lane(id), { name: label || "", role: role || "" });
     this.version++;
   }
 
@@ -161,10 +165,10 @@ export class TimelineModel {
     return typical ? Math.max(factor * typical, floorNs) : 0;
   }
 
-  /** Why a request of this worker got nothing in [t0, t1], in words; "" when nothing is known. */
+  /** Why a request of this worker got nothing in [t0, t1], as data; null when nothing is known. */
   reason(request, worker, t0, t1) {
     const lane = this.lanes.get(worker);
-    if (!lane) return "";
+    if (!lane) return null;
     const others = new Map();
     const [from, to] = lane.between(t0, t1);
     for (let at = from; at < to; at++) {
@@ -225,7 +229,8 @@ export class TimelineModel {
   }
 
   _request(record) {
-    this.request(record.request_id).milestone(record, this.limitNs(record.worker));
+    const request = this.request(record.request_id);
+    request.milestone(record, this.limitNs(request.worker));
     this.#saw(record.time_ns, record.time_ns);
   }
 

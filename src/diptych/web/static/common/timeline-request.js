@@ -56,7 +56,10 @@ export class TimelineRequest {
     this.workers.add(worker);
     this.worker = worker;
     const before = times.at(-1) ?? 0;
-    if (before >= time) return this.#insert(time);
+    if (before >= time) {
+      this.#insert(time);
+      return;
+    }
     const gap = before ? time - before : 0;
     if (gap > this.longestGapNs) this.longestGapNs = gap;
     times.push(time);
@@ -65,7 +68,6 @@ export class TimelineRequest {
       times.splice(0, MAX_TOKENS / 2);
       this.flags.splice(0, MAX_TOKENS / 2);
     }
-    return undefined;
   }
 
   milestone(record, limitNs) {
@@ -133,15 +135,18 @@ export class TimelineRequest {
   /** The token that a prefill gives; it may be read after younger ones, for workers report in portions. */
   #insertFirst(time, worker, limitNs) {
     if (!this.times.length || time > this.times.at(-1)) this.token(time, worker, limitNs);
-    else this.#insert(time);
+    else this.#insert(time, limitNs);
   }
 
-  #insert(time) {
+  #insert(time, limitNs = 0) {
     const times = this.times;
     let at = times.length;
     while (at && times[at - 1] > time) at--;
     if (times[at - 1] === time) return;
     times.splice(at, 0, time);
     this.flags.splice(at, 0, 0);
+    const gap = times[at + 1] - time;
+    if (at === 0 && gap > this.longestGapNs) this.longestGapNs = gap;
+    if (limitNs) this.flags[at + 1] = gap > limitNs ? STALLED : 0;
   }
 }

@@ -1,0 +1,197 @@
+"""Chapter 4: prefill and decode on separate workers, one pool each, and what happens when a worker dies.
+
+Owns the mixed load of the page. Placement, handoff and recovery are diptych.control's, as in the server.
+"""
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from diptych.control.errors import ConfigError
+from diptych.control.slo import NS_PER_S
+from diptych.simulation.scenario import Scenario
+from diptych.simulation.settings import prepare, settings_from
+from diptych.simulation.workload.spec import RequestSpec
+from diptych.web.panels.cast import Cast, requests_of_kind, scenario_of, worst
+from diptych.web.panels.formula import Formula, formula, milliseconds, percent, scaled
+from diptych.web.panels.machine import Machine, about, machine
+from diptych.web.panels.query import Query
+
+MAX_WORKERS = 4
+NUM_REQUESTS = 32
+LONG_SHARE = 0.2
+DOWN_S = 0.5  # a killed worker is back after that long
+
+
+class DisaggregatedQuery(Query, frozen=True, kw_only=True):
+    """prefill, decode: workers. kill: the number of the worker to kill (-1: nobody), prefill workers first, and
+    ``kill_ms`` when. rate: requests a second; one in five brings a document of ``document`` tokens."""
+
+    model: str = "llama-3.1-8b"
+    hardware: str = "h100-sxm"
+    prefill: Annotated[int, Meta(ge=1, le=MAX_WORKERS)] = 1
+    decode: Annotated[int, Meta(ge=1, le=MAX_WORKERS)] = 1
+    link: str = "ib400"
+    disaggregate: Literal["auto", "always"] = "always"
+    rate: Annotated[float, Meta(ge=1, le=80)] = 16.0
+    document: Annotated[int, Meta(ge=256, le=16384)] = 6000
+    kill: Annotated[int, Meta(ge=-1, le=2 * MAX_WORKERS - 1)] = -1
+    kill_ms: Annotated[float, Meta(ge=0, le=10_000)] = 600.0
+    ttft_ms: Annotated[float, Meta(ge=10, le=60_000)] = 500.0
+    tpot_ms: Annotated[float, Meta(ge=1, le=1000)] = 9.0
+    seed: Annotated[int, Meta(ge=0, le=9999)] = 1
+
+
+def panel(query: DisaggregatedQuery) -> dict[str, Any]:
+    """``play`` with two pools, ``together`` the same load on as many chunked workers, ``measures`` of both. Raises
+    ConfigError."""
+    chosen = machine(query.model, query.hardware)
+    num_workers = query.prefill + query.decode
+    if query.kill >= num_workers:
+        raise ConfigError(
+            f"kill is {query.kill}; there are {num_workers} workers, numbered 0 to {num_workers - 1}", param="kill"
+        )
+    people = load(chosen, query)
+    play = people.play(_scenario(chosen, query, {"prefill": query.prefill, "decode": query.decode, "link": query.link}))
+    together = people.play(_scenario(chosen, query, {"both": num_workers, "link": query.link}, disaggregate="never"))
+    data, other = play.to_json(), together.to_json()
+    measures = {"apart": measure(data), "together": measure(other)}
+    return {
+        "machine": about(chosen),
+        "play": data,
+        "together": other,
+        "measures": measures,
+        "formulas": _formulas(chosen, query, data),
+        "notes": _notes(query, data, measures),
+    }
+
+
+def load(chosen: Machine, query: DisaggregatedQuery) -> Cast:
+    """Chats and documents as the load generator draws them, from the seed."""
+    chat = {"prompt": {"kind": "lognormal", "mean": 300, "sigma": 0.5, "max": 1000}, "output": {"mean": 60}}
+    document = {"prompt": {"mean": query.document}, "output": {"mean": 30}}
+    settings = settings_from(
+        {
+            "model": chosen.model.name,
+            "hardware": chosen.hardware.name,
+            "tensor_parallel": chosen.num_gpus,
+            "weight_bits": chosen.weight_bits,
+            "seed": query.seed,
+            "workload": {
+                "rate": query.rate,
+                "num_requests": NUM_REQUESTS,
+                "slo": {"ttft_ms": query.ttft_ms, "tpot_ms": query.tpot_ms},
+                "classes": [
+                    {"kind": "chat", "share": 1 - LONG_SHARE, "lengths": chat},
+                    {"kind": "document", "share": LONG_SHARE, "lengths": document},
+                ],
+            },
+        }
+    )
+    workload = prepare(settings).scenario.workload
+    specs = [spec for spec in workload if isinstance(spec, RequestSpec)]  # type: ignore[union-attr]
+    counts: dict[str, int] = {}
+    names = []
+    for spec in specs:
+        counts[spec.kind] = counts.get(spec.kind, 0) + 1
+        names.append(f"{spec.kind} {counts[spec.kind]}")
+    return Cast(tuple(names), tuple(specs))
+
+
+def _scenario(chosen: Machine, query: DisaggregatedQuery, pools: dict[str, Any], **settings: Any) -> Scenario:
+    faults = []
+    if query.kill >= 0:
+        faults = [{"kind": "crash", "replica": query.kill, "at_s": query.kill_ms / 1000, "duration_s": DOWN_S}]
+    return scenario_of(
+        chosen,
+        shape="chunked",
+        pools=pools,
+        faults=faults,
+        seed=query.seed,
+        routing="kv_aware",
+        **{"disaggregate": query.disaggregate, **settings},
+    )
+
+
+def measure(data: dict[str, Any]) -> dict[str, Any]:
+    """What the clients felt."""
+    requests = data["requests"]
+    done = [one for one in requests if one["completed"]]
+    met = sum(one["slo_met"] is True for one in requests)
+    ttfts = sorted(one["ttft_ms"] for one in done)
+    return {
+        "attainment": met / len(requests) if requests else 0.0,
+        "met": met,
+        "requests": len(requests),
+        "completed": len(done),
+        "goodput_rps": met / data["end_ns"] * NS_PER_S if data["end_ns"] else 0.0,
+        "gap_ms": worst([one["longest_gap_ms"] for one in done]),
+        "stalled_ms": worst([one["stalled_ms"] for one in done]),
+        "tpot_ms": worst([one["tpot_ms"] for one in done]),
+        "ttft_median_ms": ttfts[len(ttfts) // 2] if ttfts else None,
+        "ttft_ms": worst(ttfts),
+        "ttft_chat_ms": worst([one["ttft_ms"] for one in requests_of_kind(data, "chat")]),
+        "ttft_document_ms": worst([one["ttft_ms"] for one in requests_of_kind(data, "document")]),
+    }
+
+
+def _formulas(chosen: Machine, query: DisaggregatedQuery, data: dict[str, Any]) -> list[Formula]:
+    transfers = [record for record in data["records"] if record["kind"] == "transfer"]
+    lines: list[Formula] = []
+    if transfers:
+        largest = max(transfers, key=lambda record: record["num_bytes"])
+        per_token = chosen.model.kv_bytes_per_token()
+        took_ns, exposed_ns = largest["end_ns"] - largest["start_ns"], largest["exposed_ns"]
+        lines.append(
+            formula(
+                f"KV of {largest['request_id']}",
+                "prompt tokens × bytes per token",
+                f"{largest['num_bytes'] // per_token:,} × {scaled(per_token, 'B')}",
+                scaled(largest["num_bytes"], "B"),
+            )
+        )
+        lines.append(
+            formula(
+                "of its transfer, not hidden behind the prefill",
+                "end of the transfer − end of the prefill",
+                f"{milliseconds(took_ns / 1e6)} of transfer, {milliseconds((took_ns - exposed_ns) / 1e6)} meanwhile",
+                milliseconds(exposed_ns / 1e6),
+            )
+        )
+    slowest = max((one for one in data["requests"] if one["completed"]), key=lambda one: one["ttft_ms"], default=None)
+    if slowest:
+        lines.append(
+            formula(
+                f"time to first token of {slowest['name']} (the slowest)",
+                "queue + prefill",
+                f"{milliseconds(slowest['queue_ms'])} + {milliseconds(slowest['prefill_ms'])}",
+                milliseconds(slowest["ttft_ms"]),
+            )
+        )
+    return lines
+
+
+def _notes(query: DisaggregatedQuery, data: dict[str, Any], measures: dict[str, Any]) -> list[str]:
+    apart, together = measures["apart"], measures["together"]
+    workers = query.prefill + query.decode
+    notes = [
+        f"{query.prefill} prefill + {query.decode} decode: {apart['met']} of {apart['requests']} requests meet their "
+        f"objectives ({percent(apart['attainment'])}). {workers} chunked workers that do both: {together['met']} "
+        f"({percent(together['attainment'])}).",
+        f"The longest gap in a stream: {milliseconds(apart['gap_ms'] or 0)} with separate pools, "
+        f"{milliseconds(together['gap_ms'] or 0)} with chunked workers.",
+    ]
+    if query.kill >= 0:
+        again = sum(record["kind"] == "request" and record.get("epoch", 0) > 0 and record["what"] == "first_token"
+                    for record in data["records"])  # fmt: skip
+        notes.append(
+            f"Worker {query.kill + 1} was killed at {milliseconds(query.kill_ms)}: {apart['completed']} of "
+            f"{apart['requests']} answers were completed all the same, {again} of them after another attempt with the "
+            "tokens that the client already had. Its streams paused; they did not break."
+        )
+    if apart["attainment"] < together["attainment"]:
+        notes.append(
+            "Here the pools are no gain: one of them has too much to do while the other idles. Add a worker to the busy "
+            "one, or change the load."
+        )
+    return notes

@@ -1,0 +1,92 @@
+/** What a timeline says about a step, a request or a wait: plain words from a TimelineModel. */
+
+import { bytes, count, duration, percent, plural } from "./format.js";
+
+const ROLES = { prefill: "prefill worker", decode: "decode worker", both: "does both phases" };
+
+/** Lines of text about what lies under the pointer; the first is the title. */
+export function describe(model, hit, name) {
+  if (!hit) return [];
+  if (hit.request) return describeRequest(model, hit, name);
+  if (hit.transfer) return describeTransfer(hit.transfer, name);
+  if (hit.index >= 0) return describeStep(hit.lane, hit.index, name);
+  if (hit.lane) {
+    const down = hit.lane.states.find((one) => one.t0 <= hit.time && hit.time <= one.t1);
+    const role = ROLES[hit.lane.role] ? ` (${ROLES[hit.lane.role]})` : "";
+    return [`${hit.lane.label}${role}`, down ? `${down.state}${down.detail ? `: ${down.detail}` : ""}` : "idle: nothing to compute"];
+  }
+  return [];
+}
+
+/** Why nothing came in [t0, t1], as a sentence; "" when nothing is known. */
+export function reasonText(model, request, worker, t0, t1, name) {
+  const why = model.reason(request, worker, t0, t1);
+  if (!why) return "";
+  const where = model.lanes.get(why.worker)?.label ?? `worker ${why.worker}`;
+  if (why.kind === "prefill") return `${where} was computing ${plural(why.tokens, "prompt token")} of ${name(why.id)}${why.more}.`;
+  if (why.kind === "state") return `${where} was ${why.state}.`;
+  return why.kind === "busy" ? `${where} was in a slow step.` : "";
+}
+
+function describeStep(lane, index, name) {
+  const step = lane.steps[index];
+  const title = { prefill: "Prefill step", decode: "Decode step", mixed: "Mixed step" }[step.phase] ?? step.phase;
+  const lines = [`${title} on ${lane.label}: ${duration(step.end_ns - step.start_ns)}`];
+  for (const [id, first, tokens] of (step.prefills || []).slice(0, 4)) {
+    lines.push(`${name(id)}: prompt tokens ${count(first)} to ${count(first + tokens)}`);
+  }
+  if ((step.prefills || []).length > 4) lines.push(`and ${step.prefills.length - 4} more prompts`);
+  if (step.num_decodes) lines.push(`${plural(step.num_decodes, "stream")} got a token (context ${count(step.decode_context)})`);
+  if (lane.waiting[index]) lines.push(`${plural(lane.waiting[index], "stream")} had to wait for it`);
+  if (step.predicted_ns) lines.push(`predicted: ${duration(step.predicted_ns)}`);
+  return lines;
+}
+
+function describeTransfer(transfer, name) {
+  return [
+    `KV cache of ${name(transfer.request_id)}`,
+    `${bytes(transfer.num_bytes)} in ${duration(transfer.end_ns - transfer.start_ns)}, worker ${transfer.sender} to ${transfer.worker}`,
+    `after the end of the prefill: ${duration(transfer.exposed_ns)}`,
+  ];
+}
+
+function describeRequest(model, hit, name) {
+  const { request, time } = hit;
+  const lines = [`${name(request.id)}: ${requestSummary(request)}`];
+  const { times } = request;
+  const next = times.findIndex((one) => one >= time);
+  if (request.queued && time >= request.queued && time < (request.firstChunk || times[0] || request.last)) {
+    const until = request.firstChunk || times[0] || hit.edge;
+    lines.push(`waits in the queue: ${duration(until - request.queued)}`);
+    lines.push(reasonText(model, request, request.worker, request.queued, until, name));
+  } else if (times.length && time > times[0] && next !== 0) {
+    const before = next < 0 ? times.at(-1) : times[next - 1];
+    const after = next < 0 ? Math.min(request.last, hit.edge) : times[next];
+    const limit = model.limitNs(request.worker);
+    if (next < 0 && request.end && time > request.end) return lines.filter(Boolean);
+    const isStall = next > 0 ? request.isStalled(next, model.stall.objectiveNs) : limit && after - before > limit;
+    if (isStall) {
+      lines.push(`stalled: ${duration(after - before)} without a token`);
+      lines.push(reasonText(model, request, request.worker, before, after, name));
+    } else lines.push(`token ${next < 0 ? times.length : next + 1}, ${duration(after - before)} after the one before`);
+  } else {
+    const chunk = request.chunks.find((one) => one.t0 <= time && time <= one.t1);
+    if (chunk) lines.push(`its prompt tokens ${count(chunk.first)} to ${count(chunk.first + chunk.tokens)}: ${duration(chunk.t1 - chunk.t0)}`);
+    else if (request.chunks.length) {
+      lines.push("waits for its next chunk");
+      lines.push(reasonText(model, request, request.worker, time - 1e6, time + 1e6, name));
+    }
+  }
+  if (request.longestGapNs) lines.push(`longest gap between tokens: ${duration(request.longestGapNs)}`);
+  return lines.filter(Boolean);
+}
+
+/** A few words about a request as a whole. */
+export function requestSummary(request) {
+  const parts = [];
+  if (request.promptTokens) parts.push(`prompt of ${plural(request.promptTokens, "token")}`);
+  if (request.cachedTokens) parts.push(`${percent(request.cachedTokens / Math.max(1, request.promptTokens))} of it cached`);
+  if (request.times.length) parts.push(plural(request.detail?.num_output_tokens ?? request.times.length, "answer token"));
+  if (request.attempts > 1) parts.push(plural(request.attempts, "attempt"));
+  return parts.join(", ") || "just arrived";
+}
