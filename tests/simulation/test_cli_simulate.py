@@ -14,7 +14,7 @@ from diptych import cli
 from diptych.cli_simulate import PATHS, command_line, overrides, parse_window
 from diptych.control.config import CacheConfig, shape_preset
 from diptych.control.errors import ConfigError
-from diptych.control.slo import NS_PER_S, Slo
+from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo
 from diptych.simulation.costs.fitted import Calibration, FittedCost, write_calibration
 from diptych.simulation.settings import (
     plain,
@@ -146,6 +146,19 @@ def test_the_same_options_mean_the_same_scheduler_as_for_serve(changes: dict[str
     kinds = {"shape": cli.Shape, "order": cli.Order, "budget": cli.Budget, "preemption": cli.Preemption}
     live = cli.scheduler_config(served(**{n: kinds[n](v) if n in kinds else v for n, v in changes.items()}))
     assert scheduler_config(read_settings(None, overrides(changes))) == live
+
+
+def test_a_fleet_of_roles_and_its_failures_become_a_scenario() -> None:
+    options = {"prefill": 2, "decode": 1, "both": 1, "hosts": 2, "disaggregate": "always", "on_failure": "local"}
+    base = {"model": "llama-3-8b", "hardware": "h100", "watch.detection_ms": 5, "watch.heartbeat_s": 1}
+    settings = read_settings(None, base | overrides(options))
+    scenario = to_scenario(settings)
+    assert scenario.pools is not None
+    assert [scenario.pools.role(worker) for worker in range(4)] == ["prefill", "prefill", "decode", "both"]
+    assert (scenario.num_replicas, scenario.pools.num_hosts) == (4, 2)
+    assert scenario.cluster_config.placement.disaggregate == "always"
+    assert scenario.cluster_config.on_failure == "local"
+    assert (scenario.watch.detection_ns, scenario.watch.heartbeat_ns) == (5 * NS_PER_MS, NS_PER_S)
 
 
 def test_settings_become_a_scenario() -> None:

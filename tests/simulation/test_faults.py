@@ -17,6 +17,7 @@ from tests.simulation.fault_schedules import AuditedCluster, check_strides, rand
 # Seeds of random_schedule that found something once stay here. All these: with two steps in flight, a worker that died
 # was said to have sent a token that it was still computing; and an answer that was complete although the word of its
 # end was lost was counted twice.
+STRIDES_SEEDS = (3768,)  # a refused prompt and a refused reservation shared one memory of being refused
 REGRESSION_SEEDS = (1709, 6764, 12943, 14235, 15339, 17894, 18296)
 
 
@@ -25,7 +26,7 @@ def test_every_law_holds_on_a_bad_day(seed: int) -> None:
     run_schedule(random_schedule(seed))
 
 
-@pytest.mark.parametrize("seed", range(200, 240))
+@pytest.mark.parametrize("seed", [*range(200, 240), *STRIDES_SEEDS])
 def test_strides_give_the_log_of_single_steps_on_a_bad_day_too(seed: int) -> None:
     check_strides(seed, run_schedule(random_schedule(seed)))
 

@@ -319,11 +319,10 @@ class ClusterCore:
         return commands
 
     def _tell_edge(self) -> None:
-        """How long a newcomer waits, for shedding: the shortest queue, and all that compute prompts together."""
+        """What a token that waits at the edge costs those behind it: all that compute prompts share them. The workers'
+        own backlog does not count: there, a short prompt passes the long ones."""
         loads = self._loads.values()
-        if loads:
-            price_ns = sum(load.token_ns for load in loads) / len(loads) ** 2
-            self.edge.on_load(min(load.backlog_ns for load in loads), price_ns)
+        self.edge.on_load(0, sum(load.token_ns for load in loads) / max(1, len(loads)) ** 2)
 
     def _take_queued(self, worker: int, event: RequestQueued, now: int) -> list[Command]:
         entry = self._current(self._legs.get(event.request_id))

@@ -235,7 +235,7 @@ class Fleet:
         self._tell_cluster(Reported(worker, (HandoffDelivered(message.time_ns, message.leg_id),)))
 
     def _on_transfer_lost(self, worker: int, message: wire.TransferLost) -> None:
-        logger.warning("worker %d: the KV of %s cannot be moved: %s", worker, message.leg_id, message.message)
+        logger.info("worker %d: the KV of %s cannot be moved: %s", worker, message.leg_id, message.message)
         self._tell_cluster(TransferFailed(worker, message.leg_id, message.is_sender, message.message))
 
     def _on_blocks(self, worker: int, message: wire.Blocks) -> None:
