@@ -120,7 +120,8 @@ def bench_config(given: Mapping[str, Any]) -> "BenchConfig":
     from diptych.bench.target import TargetConfig
     from diptych.simulation.settings import read_settings
 
-    api, prompts = given["api"], given["prompts"] or ("text" if given["api"] == "chat" else "ids")
+    api: Any = given["api"]
+    prompts: Any = given["prompts"] or ("text" if api == "chat" else "ids")
     file, overrides = workload_settings(given)
     settings = read_settings(file, overrides)
     objectives = words.slo(given["slo"])
@@ -130,7 +131,7 @@ def bench_config(given: Mapping[str, Any]) -> "BenchConfig":
         api=api,
         model=given["model"],
         api_key=given["api_key"],
-        prompts=prompts,  # TargetConfig says what it may be
+        prompts=prompts,
         token_ids=words.id_range(given["token_ids"]),
         exact_length=given["exact_length"],
         send_slo=given["send_slo"],

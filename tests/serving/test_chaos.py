@@ -18,11 +18,13 @@ from typing import Any
 
 import psutil
 import pytest
+from fake_worker import fake_command
+from servers import fake_server, wait_until
 
 from diptych.control.config import BudgetConfig, SchedulerConfig
 from diptych.control.events import HandoffReserved
 from diptych.control.request import SamplingParams
-from diptych.serving import supervisor, wire
+from diptych.serving import supervisor, watch, wire
 from diptych.serving.fleet import Fleet
 from diptych.serving.fleet_options import FleetOptions
 from diptych.serving.frontend import AsyncLLM
@@ -228,3 +230,36 @@ async def test_whoever_dies_whenever_nobody_sees_a_wrong_token_and_nothing_is_le
     assert not worker_processes()
     assert not list(directory.iterdir())
     await until(lambda: descriptors() - before == Counter(), f"the descriptors of before, {before}")
+
+
+def test_a_front_end_that_is_killed_leaves_no_worker_and_no_directory() -> None:
+    """Not even a worker that is stopped, and cannot see the end of its front end until it is continued."""
+    with fake_server(fleet={"prefill": 1, "decode": 2, "transfer": "tcp"}) as server:
+        workers = psutil.Process(server.process.pid).children()
+        directories = [Path(worker.cmdline()[-1]) for worker in workers]
+        assert len(workers) == 3 and all(directory.is_dir() for directory in directories)
+        workers[1].send_signal(signal.SIGSTOP)
+        server.process.kill()
+        wait_until(lambda: not any(is_alive(worker) for worker in workers), 60)
+        assert not any(directory.exists() for directory in directories)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.asyncio
+async def test_a_worker_that_is_stopped_while_it_loads_is_started_again(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "LOADING_S", 1.0)
+    pools = FleetOptions(prefill=1, decode=1, transfer="tcp", heartbeat_timeout_s=1.0)
+    fleet = Fleet(OPTIONS, pools, fake_command(load_s=0.5))
+    async with AsyncLLM(OPTIONS, fleet) as llm:
+        one = fleet.supervisors[0]
+        first = one.worker_pid
+        os.kill(first or 0, signal.SIGKILL)
+        await until(lambda: one.worker_pid not in (None, first), "it is started again")
+        await until(lambda: one.directory is not None and (one.directory / "heartbeat").exists(), "it loads")
+        os.kill(one.worker_pid or 0, signal.SIGSTOP)
+        await until(lambda: one.num_restarts >= 2 and all(llm.metrics.fleet.view().is_up), "and again")

@@ -95,9 +95,8 @@ class Recent:
         if not total:
             return None
         ordered = sorted(buckets.items())
-        return Percentiles(
-            total, *(_quantile(ordered, total, share) for share in (0.5, 0.9, 0.99)), _middle(ordered[-1][0])
-        )
+        p50_s, p90_s, p99_s = (_quantile(ordered, total, share) for share in (0.5, 0.9, 0.99))
+        return Percentiles(total, p50_s, p90_s, p99_s, _middle(ordered[-1][0]))
 
 
 def _bucket(value_s: float) -> int:

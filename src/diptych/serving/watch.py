@@ -13,6 +13,7 @@ from diptych.serving.heartbeat import FILE_NAME, Pulse, read_pulse
 from diptych.serving.supervisor import Supervisor, WorkerState
 
 OVERDUE_FACTOR, OVERDUE_S = 10, 60.0
+LOADING_S = 60.0  # the least silence that counts in a worker that loads: imports and copies may not let it stamp
 
 
 def verdict(pulse: Pulse, now: int, timeout_s: float) -> str:
@@ -28,8 +29,9 @@ def verdict(pulse: Pulse, now: int, timeout_s: float) -> str:
 
 
 async def watch_pulses(supervisors: Sequence[Supervisor], timeout_s: float) -> None:
-    """Look at every ready worker a few times per timeout, for ever, and kill those that hang. After a pause of this
-    process itself (it was stopped, too) the workers get one more round."""
+    """Look at every worker a few times per timeout, for ever, and kill those that hang. After a pause of this process
+    itself (it was stopped, too) the workers get one more round."""
+    limits = {WorkerState.READY: timeout_s, WorkerState.STARTING: max(timeout_s, LOADING_S)}
     pause_s = timeout_s / 5
     last = time.monotonic()
     while True:
@@ -38,7 +40,7 @@ async def watch_pulses(supervisors: Sequence[Supervisor], timeout_s: float) -> N
         if was_late:
             continue
         for one in supervisors:
-            if one.state is WorkerState.READY and one.directory is not None:
+            if one.state in limits and one.directory is not None:
                 pulse = read_pulse(one.directory / FILE_NAME)
-                if pulse is not None and (why := verdict(pulse, time.monotonic_ns(), timeout_s)):
+                if pulse is not None and (why := verdict(pulse, time.monotonic_ns(), limits[one.state])):
                     one.kill(why)

@@ -41,23 +41,32 @@ class Asset:
     etag: str
 
 
-@cache
 def asset(name: str) -> Asset | None:
     """The file of this path under ``static/``; None when there is none (nothing outside of it is ever read)."""
     parts = PurePosixPath(name).parts
     path = STATIC.joinpath(*parts)
     if not parts or name.startswith("/") or ".." in parts or path.suffix not in MEDIA_TYPES or not path.is_file():
         return None
+    return _read(path, path.stat().st_mtime_ns)
+
+
+@cache
+def _read(path: Path, version: int) -> Asset:
     body = path.read_bytes()
     tag = hashlib.blake2b(body, digest_size=12).hexdigest()
     return Asset(body, gzip.compress(body, 9, mtime=0), MEDIA_TYPES[path.suffix], f'"{tag}"')
 
 
 def respond(request: Request, name: str) -> Response:
-    """The file as a reply: 304 when the browser has this version, 404 when there is none; compressed where it may be."""
+    """The file as a reply: 304 when the browser has this version, 404 when there is none; compressed if it may be."""
     found = asset(name)
     if found is None:
         return Response("no such file", 404, media_type="text/plain")
+    return send(request, found)
+
+
+def send(request: Request, found: Asset) -> Response:
+    """The same for something that was made elsewhere."""
     headers = SECURITY | {"etag": found.etag, "cache-control": "no-cache", "vary": "accept-encoding"}
     if found.etag in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=headers)

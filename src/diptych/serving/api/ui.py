@@ -236,9 +236,7 @@ def _percentiles(recent: Recent, name: str) -> Percentiles | None:
     found = recent.percentiles(name)
     if found is None:
         return None
-    p50_ms, p90_ms, p99_ms, max_ms = (
-        value * 1000 for value in (found.p50_s, found.p90_s, found.p99_s, found.max_s)
-    )
+    p50_ms, p90_ms, p99_ms, max_ms = (value * 1000 for value in (found.p50_s, found.p90_s, found.p99_s, found.max_s))
     return Percentiles(count=found.count, p50_ms=p50_ms, p90_ms=p90_ms, p99_ms=p99_ms, max_ms=max_ms)
 
 

@@ -38,7 +38,7 @@ class Prompt:
 
 
 def read_prompts(text: str) -> tuple[Prompt, ...]:
-    """"300:8192:32,350:128:32". Raises ConfigError naming the prompt, the value and the limit."""
+    """ "300:8192:32,350:128:32". Raises ConfigError naming the prompt, the value and the limit."""
     prompts = []
     for index, item in enumerate(text.split(",") if text else ()):
         parts = item.split(":")
@@ -82,9 +82,7 @@ def cast(streams: int, stream_tokens: int, prompts: Sequence[Prompt]) -> Cast:
     """``streams`` chats that begin at once and go on for ``stream_tokens`` tokens, and the prompts."""
     named: list[tuple[int, int, str, RequestSpec]] = []
     for index in range(streams):
-        spec = RequestSpec(
-            arrival_ns=0, prompt_tokens=STREAM_PROMPT, output_tokens=stream_tokens, kind="stream"
-        )
+        spec = RequestSpec(arrival_ns=0, prompt_tokens=STREAM_PROMPT, output_tokens=stream_tokens, kind="stream")
         named.append((spec.arrival_ns, len(named), f"stream {index + 1}", spec))
     counts = {"short": 0, "long": 0}
     for prompt in prompts:

@@ -145,7 +145,9 @@ def _formulas(chosen: Machine, query: ChunkedQuery, play: dict[str, Any]) -> lis
                 f"{significant(query.tpot_ms * MARGIN)} ms at most",
             )
         )
-        sizes = [chunk[2] for record in play["records"] if record["kind"] == "step" for chunk in record.get("prefills", ())]
+        sizes = [
+            chunk[2] for record in play["records"] if record["kind"] == "step" for chunk in record.get("prefills", ())
+        ]
         lines.append(
             formula(
                 "chunks that fitted",

@@ -80,7 +80,9 @@ def kv_width(model: ModelSpec, attention: AttentionKind, kv_heads: int) -> int:
         return model.kv_width if model.mla else DEEPSEEK_RANK + DEEPSEEK_ROPE
     heads = {"mha": model.heads, "mqa": 1}.get(attention, kv_heads)
     if model.heads % heads:
-        raise ConfigError(f"kv_heads is {heads}; it must divide the {model.heads} heads of {model.name}", param="kv_heads")
+        raise ConfigError(
+            f"kv_heads is {heads}; it must divide the {model.heads} heads of {model.name}", param="kv_heads"
+        )
     return 2 * heads * model.head_dim
 
 
@@ -125,7 +127,8 @@ def panel(query: TransferQuery) -> dict[str, Any]:
     chosen = machine(query.model, query.hardware)
     if query.tokens > chosen.model.max_context:
         raise ConfigError(
-            f"tokens is {query.tokens:,}; {chosen.model.name} reads at most {chosen.model.max_context:,}", param="tokens"
+            f"tokens is {query.tokens:,}; {chosen.model.name} reads at most {chosen.model.max_context:,}",
+            param="tokens",
         )
     width = kv_width(chosen.model, query.attention, query.kv_heads)
     cache_bits = 8 * BYTES_OF[query.dtype]
@@ -142,7 +145,13 @@ def panel(query: TransferQuery) -> dict[str, Any]:
     }
     return {
         "machine": about(chosen),
-        "size": {"cache_bytes": cached, "wire_bytes": sent, "width": width, "cache_bits": cache_bits, "wire_bits": wire_bits},
+        "size": {
+            "cache_bytes": cached,
+            "wire_bytes": sent,
+            "width": width,
+            "cache_bits": cache_bits,
+            "wire_bits": wire_bits,
+        },
         "times": times,
         "chunks": [
             {"computed_ms": done / 1e6, "arrived_ms": there / 1e6}

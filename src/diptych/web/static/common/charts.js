@@ -86,7 +86,7 @@ export function stackedParts(element, parts, { label = "", format = duration } =
   const bar = h("div.stack", { role: "img", "aria-label": `${label}: ${shown.map((part) => `${part.name} ${format(part.value)}`).join(", ")}` },
     shown.map((part) => h(`i.swatch-${part.phase}`, { title: `${part.name}: ${format(part.value)}`, style: { "flex-grow": String(part.value / total), "flex-basis": "0", background: `var(--${part.phase})`, color: `var(--${part.phase}-ink)` } },
       part.value / total > 0.14 ? format(part.value) : "")));
-  const legend = h("div.stack-legend", {}, parts.flatMap((part) => [h(`span.swatch.${part.phase}`), h("span", {}, part.name), h("span.number", {}, format(part.value)), h("span.number.muted", {}, total ? percent(part.value / total) : "–")]));
+  const legend = h("div.stack-legend", {}, parts.flatMap((part) => [h(`span.swatch.${part.phase}`), h(part.value > 0 ? "span" : "span.muted", {}, part.name), h(part.value > 0 ? "span.number" : "span.number.muted", {}, format(part.value)), h("span.number.muted", {}, total ? percent(part.value / total) : "–")]));
   show(element, bar, legend);
 }
 

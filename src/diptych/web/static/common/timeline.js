@@ -227,7 +227,7 @@ export class TimelineView extends EventTarget {
     if (!width) return;
     this.width = width;
     this.isNarrow = width < NARROW;
-    this.gutter = this.isNarrow ? 62 : 132;
+    this.gutter = this.isNarrow ? 70 : 150;
     this.resized = true;
     this.redraw();
   }

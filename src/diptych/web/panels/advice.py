@@ -1,0 +1,190 @@
+"""Which shape to take: from measured candidates to a recommendation with its reasons and the command.
+
+Owns the rule and its words. Disaggregation must earn its place: where a simpler shape holds the load at ease,
+or within TIE of the best, the simpler one is taken.
+"""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from diptych.web.panels.formula import milliseconds, percent, significant
+from diptych.web.panels.machine import Machine
+
+TIE = 0.05
+ROOM = 1.25  # a shape that holds so many times the asked rate holds it at ease
+SIMPLER = ("chunked", "unified", "disaggregated")  # the first of these that is not beaten
+TARGET = 0.9  # the share of the requests that must meet their objectives
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    """One shape at the asked rate. capacity_rps: the highest rate found at which 90 % of the requests meet their
+    objectives (0: none was found). late_share, slow_share: of the answers, those that missed TTFT, and TPOT."""
+
+    shape: str
+    words: str
+    replicas: int
+    prefill: int
+    decode: int
+    attainment: float
+    goodput_rps: float
+    late_share: float
+    slow_share: float
+    ttft_ms: dict[str, float]
+    tpot_ms: dict[str, float]
+    itl_p99_ms: float
+    usd_per_hour: float
+    usd_per_thousand_good: float | None
+    busy: dict[str, float]
+    capacity_rps: float = 0.0
+    holds_more: bool = False  # the search ended there
+
+
+def recommend(
+    found: Sequence[Candidate], rate: float, gpus: int, chosen: Machine, asked: Mapping[str, Any]
+) -> dict[str, Any]:
+    """``shape``, ``title``, ``reasons``, ``serve`` (the launch command) and ``simulate`` (to check it further)."""
+    best = best_of(found, rate)
+    reasons = [_why(best, found)]
+    reasons += [_against(one, best, asked) for one in found if one is not best]
+    if best.shape != "disaggregated" and all(one.shape != "disaggregated" for one in found):
+        reasons.append(
+            f"Two pools need two workers at least, and here is room for one: a replica of {chosen.model.name} takes "
+            f"{chosen.num_gpus} of {gpus}."
+        )
+    holds = best.attainment >= TARGET
+    title = (
+        f"Take {best.words}."
+        if holds
+        else f"Nothing holds {significant(rate)} requests/s here; {best.words} comes closest."
+    )
+    if not holds and best.capacity_rps:
+        replicas = -(-rate * best.replicas // best.capacity_rps)
+        reasons.append(
+            f"It holds {significant(best.capacity_rps)} requests/s, so about {replicas * chosen.num_gpus:.0f} GPUs in "
+            "the same proportion would hold this load."
+        )
+    if not holds and not best.capacity_rps:
+        reasons.append(
+            "No rate was found at which 90 % meet these objectives: they are too tight for this model on this device, "
+            "or the prompts are too long for them."
+        )
+    return {
+        "shape": best.shape,
+        "holds": holds,
+        "title": title,
+        "reasons": reasons,
+        "serve": serve_command(best, chosen),
+        "serve_note": _serve_note(chosen),
+        "simulate": simulate_command(best, chosen, asked),
+    }
+
+
+def best_of(found: Sequence[Candidate], rate: float) -> Candidate:
+    """The simplest of those that hold the asked rate with room to spare; or else of those whose highest rate and
+    attainment nobody beats by more than TIE."""
+    close = [one for one in found if one.capacity_rps >= ROOM * rate]
+    if not close:
+        most = max(one.capacity_rps for one in found)
+        close = [one for one in found if one.capacity_rps >= most * (1 - TIE)]
+        share = max(one.attainment for one in close)
+        close = [one for one in close if one.attainment >= share - TIE]
+    return min(close, key=lambda one: SIMPLER.index(one.shape))
+
+
+def _why(best: Candidate, found: Sequence[Candidate]) -> str:
+    others = [one for one in found if one is not best]
+    text = (
+        f"At the asked rate {percent(best.attainment)} of the requests meet both objectives: TTFT p90 "
+        f"{milliseconds(best.ttft_ms['p90'])}, TPOT p90 {milliseconds(best.tpot_ms['p90'])}."
+    )
+    if best.capacity_rps and others:
+        second = max(others, key=lambda one: one.capacity_rps)
+        if best.holds_more:
+            text += f" It holds more than {_rate(best)}, far above what is asked."
+        elif second.capacity_rps > best.capacity_rps:
+            text += (
+                f" It holds up to {_rate(best)}. {second.words} would hold up to {_rate(second)}, which is not asked."
+            )
+        elif second.capacity_rps < best.capacity_rps / (1 + TIE) and second.capacity_rps:
+            factor = significant(best.capacity_rps / second.capacity_rps)
+            text += f" It holds up to {_rate(best)}, {factor} × as many as {second.words}."
+        else:
+            text += f" It holds up to {_rate(best)}."
+    return text
+
+
+def _rate(one: Candidate) -> str:
+    return f"{significant(one.capacity_rps)} requests/s"
+
+
+def _against(one: Candidate, best: Candidate, asked: Mapping[str, Any]) -> str:
+    missed = []
+    if one.late_share > 0.02:
+        missed.append(f"{percent(one.late_share)} of its first tokens are later than {milliseconds(asked['ttft_ms'])}")
+    if one.slow_share > 0.02:
+        missed.append(
+            f"{percent(one.slow_share)} of its answers are slower than {milliseconds(asked['tpot_ms'])} a token"
+        )
+    name = one.words[0].upper() + one.words[1:]
+    if not missed:
+        return (
+            f"{name} meets the objectives as well ({percent(one.attainment)}), and holds "
+            f"{'more than' if one.holds_more else 'up to'} {_rate(one)}."
+        )
+    if one.shape == "disaggregated":
+        pool = "prefill" if one.late_share > one.slow_share else "decode"
+        cause = f"its {pool} workers have too much to do"
+    elif one.shape == "unified":
+        cause = "prompts run whole, and running streams wait for them"
+    else:
+        cause = "prompts and streams share each step, so one of them gives way"
+    holds = f"it holds up to {_rate(one)}" if one.capacity_rps else "no rate was found that it holds"
+    return f"{name}: {' and '.join(missed)} ({cause}); {holds}."
+
+
+def serve_command(best: Candidate, chosen: Machine) -> str:
+    """How to start that shape."""
+    command = ["diptych", "serve", "--model", f"./{chosen.model.name}"]
+    if best.shape == "disaggregated":
+        command += ["--prefill", str(best.prefill), "--decode", str(best.decode)]
+    else:
+        command += ["--shape", best.shape]
+        if best.replicas > 1:
+            command += ["--both", str(best.replicas)]
+    return shlex.join(command)
+
+
+def _serve_note(chosen: Machine) -> str:
+    note = "Clients say their objectives with each request (ttft_slo_ms, tpot_slo_ms), as they do in this simulation."
+    if chosen.num_gpus > 1:
+        note += (
+            f" Here a replica spans {chosen.num_gpus} GPUs. `diptych serve` runs each worker on one GPU, so this shape "
+            "can be simulated, but not yet served, with this model."
+        )
+    return note
+
+
+def simulate_command(best: Candidate, chosen: Machine, asked: Mapping[str, Any]) -> str:
+    """The same with more requests, and with a report."""
+    command = ["diptych", "simulate", "--model", chosen.model.name, "--hardware", chosen.hardware.name]
+    if chosen.num_gpus > 1:
+        command += ["--tensor-parallel", str(chosen.num_gpus)]
+    if chosen.weight_bits != 16:
+        command += ["--weight-bits", str(chosen.weight_bits)]
+    command += ["--shape", "unified" if best.shape == "unified" else "chunked"]
+    if best.shape == "disaggregated":
+        command += ["--prefill", str(best.prefill), "--decode", str(best.decode), "--link", asked["link"]]
+        command += ["--routing", "kv_aware"]
+    elif best.replicas > 1:
+        command += ["--replicas", str(best.replicas)]
+    command += ["--rate", f"{asked['rate']:g}", "--num-requests", "2000"]
+    for part in ("prompt", "output"):
+        path = f"workload.lengths.{part}"
+        for name, value in (("kind", "lognormal"), ("mean", asked[part]), ("sigma", 0.6), ("max", 4 * asked[part])):
+            command += ["--set", f"{path}.{name}={value}"]
+    for name in ("ttft_ms", "tpot_ms"):
+        command += ["--set", f"workload.slo.{name}={asked[name]:g}"]
+    return shlex.join([*command, "--report", "report.html"])

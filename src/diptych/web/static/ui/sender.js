@@ -1,0 +1,102 @@
+/** Sends prompts to the server that is being watched, and remembers what it sent: names, texts, how it ended. */
+
+import { readEvents } from "../common/stream.js";
+import { post } from "./server.js";
+
+const STREAM_TOKENS = 600;
+const SHORT_TOKENS = 24;
+const LONG_ANSWER_TOKENS = 8;
+const TEXTS = ["def read_lines(path):\n", "class Queue:\n    def put(self, item):\n", "def median(values):\n", "import json\n\ndef load(path):\n"];
+
+export class Sender {
+  /** onChange(): something began or ended; onProblem(text): a request failed. */
+  constructor({ onChange, onProblem }) {
+    Object.assign(this, { onChange, onProblem });
+    this.names = new Map(); // id of a request -> its name here
+    this.texts = new Map(); // id -> what came back
+    this.running = new Set();
+    this.counts = { Stream: 0, "Long prompt": 0, "Short prompt": 0 };
+    this.model = null; // of /ui/state
+    this.objectives = {};
+    this.continues = false;
+  }
+
+  /** Streams that begin anew when they end, until ``stop``. */
+  streams(number) {
+    for (let at = 0; at < number; at++) this.#stream();
+  }
+
+  short() {
+    const text = TEXTS[this.counts["Short prompt"] % TEXTS.length];
+    return this.#send("Short prompt", { prompt: this.#prompt(text, 12), max_tokens: SHORT_TOKENS });
+  }
+
+  /** A prompt of so many tokens that nobody has sent before: no cache helps. */
+  long(numTokens) {
+    return this.#send("Long prompt", { prompt: this.#randomTokens(numTokens), max_tokens: LONG_ANSWER_TOKENS });
+  }
+
+  stop() {
+    for (const one of this.running) {
+      one.again = false;
+      one.abort.abort();
+    }
+  }
+
+  async #stream() {
+    const again = await this.#send("Stream", { prompt: this.#prompt(`${TEXTS[this.counts.Stream % TEXTS.length]}# ${this.counts.Stream}\n`, 16), max_tokens: this.#fit(STREAM_TOKENS) }, true);
+    if (again) setTimeout(() => this.#stream(), 50);
+  }
+
+  #fit(tokens) {
+    return Math.max(8, Math.min(tokens, Math.floor((this.model?.max_model_len ?? 2048) / 2)));
+  }
+
+  #prompt(text, numTokens) {
+    return this.model?.has_text === false ? this.#randomTokens(numTokens) : text;
+  }
+
+  #randomTokens(numTokens) {
+    const size = Math.max(16, Math.floor((this.model?.vocab_size ?? 256) * 0.9));
+    const low = Math.min(8, size - 8); // special tokens are often the first ones
+    return Array.from({ length: numTokens }, () => low + Math.floor(Math.random() * (size - low)));
+  }
+
+  async #send(kind, body, again = false) {
+    const name = `${kind} ${++this.counts[kind]}`;
+    const one = { name, again, abort: new AbortController(), promptTokens: Array.isArray(body.prompt) ? body.prompt.length : null };
+    this.running.add(one);
+    this.onChange();
+    try {
+      const reply = await post("v1/completions", { ...body, ...this.objectives, stream: true, ignore_eos: true, temperature: 0.8 }, one.abort.signal);
+      await readEvents(reply.body, ({ data }) => this.#onChunk(one, data));
+      return one.again;
+    } catch (error) {
+      if (error.name !== "AbortError") this.onProblem(`${name}: ${error.message}`);
+      return false;
+    } finally {
+      this.running.delete(one);
+      this.onChange();
+    }
+  }
+
+  #onChunk(one, data) {
+    if (data === "[DONE]") return;
+    const chunk = JSON.parse(data);
+    if (chunk.error) throw new Error(chunk.error.message);
+    if (!one.id) {
+      one.id = chunk.id;
+      this.names.set(chunk.id, one.name);
+    }
+    this.texts.set(chunk.id, ((this.texts.get(chunk.id) ?? "") + (chunk.choices[0]?.text ?? "")).slice(-2000));
+    if (this.texts.size > 100) this.texts.delete(this.texts.keys().next().value);
+  }
+
+  /** The name of a request that was sent from here. Long prompts are known by their length before they answer. */
+  nameOf(request) {
+    const known = this.names.get(request.id);
+    if (known || !request.promptTokens) return known ?? "";
+    for (const one of this.running) if (!one.id && one.promptTokens === request.promptTokens && one.promptTokens > 100) return one.name;
+    return "";
+  }
+}

@@ -1,0 +1,128 @@
+"""``diptych bench``: options, what is printed, what is written, and errors in one line."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from diptych import cli
+from diptych.bench import words
+from diptych.cli_bench import workload_settings
+from diptych.control.errors import ConfigError
+from diptych.control.slo import Slo
+
+FAKE = ("--extra", '{"fake": {"ttft_ms": 2, "itl_ms": 1}}', "--warmup", "1")
+SMALL = ("--rate", "200", "--num-requests", "20", "--prompt-tokens", "16", "--output-tokens", "4")
+
+
+def invoke(url: str, *arguments: str) -> Any:
+    """Run ``diptych bench`` here."""
+    return CliRunner().invoke(cli.app, ["bench", "--url", url, *FAKE, *arguments])
+
+
+def test_a_run_prints_its_tables_and_writes_its_files(url: str, tmp_path: Path) -> None:
+    files = {name: tmp_path / f"run.{name}" for name in ("output", "records", "report")}
+    options = [word for name, path in files.items() for word in (f"--{name}", str(path))]
+    result = invoke(url, *SMALL, "--slo", "ttft=2s,tpot=50ms", *options)
+    assert result.exit_code == 0, result.output
+    for word in ("TTFT", "TPOT", "ITL", "E2E per token", "attainment", "goodput", "CPU per received token", "Longest"):
+        assert word in result.output
+    data = json.loads(files["output"].read_text())
+    assert data["kind"] == "bench" and data["mode"] == "run" and data["server"]["model"] == "fake"
+    assert data["machine"]["cores"] and data["settings"]["slo"] == "ttft=2s,tpot=50ms"
+    assert len(files["records"].read_text().splitlines()) == 20
+    page = files["report"].read_text()
+    assert page.count("<svg") > 5 and "<script" not in page and "Gaps between tokens" in page
+
+
+def test_json_is_one_object_and_holds_no_key(url: str) -> None:
+    result = invoke(url, *SMALL, "--json", "--api-key", "secret")
+    assert result.exit_code == 0, result.output
+    assert "secret" not in result.stdout
+    assert json.loads(result.stdout)["summary"]["num_completed"] == 20
+
+
+def test_rates_give_a_row_and_a_page_each(url: str, tmp_path: Path) -> None:
+    report = tmp_path / "page.html"
+    options = ("--rates", "100,200", "--num-requests", "20", "--output-tokens", "2", "--slo", "ttft=1s")
+    result = invoke(url, *options, "--report", str(report))
+    assert result.exit_code == 0, result.output
+    assert "100.000" in result.output and "200.000" in result.output
+    assert "Attainment over the rate" in report.read_text()
+
+
+def test_goodput_is_searched_and_each_run_is_said(narrow_url: str, tmp_path: Path) -> None:
+    report = tmp_path / "page.html"
+    options = ("--find-goodput", "--slo", "ttft=200ms", "--rate", "100", "--probe", "300ms", "--tolerance", "0.9")
+    result = invoke(narrow_url, *options, "--output-tokens", "8", "--report", str(report))
+    assert result.exit_code == 0, result.output
+    assert "Goodput:" in result.output and "requests/s" in result.output
+    assert "asked for: 90.0 %" in report.read_text()
+
+
+def test_an_interrupt_ends_a_run_and_reports_what_was_measured(url: str) -> None:
+    command = [sys.executable, "-c", "from diptych.cli import main; main()", "bench", "--url", url, *FAKE]
+    process = subprocess.Popen(
+        [*command, "--rate", "50", "--num-requests", "100000", "--output-tokens", "4", "--json"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    time.sleep(1.5)
+    process.send_signal(signal.SIGINT)
+    printed, _ = process.communicate(timeout=20)
+    assert process.returncode == 0
+    summary = json.loads(printed)["summary"]
+    assert summary["ended"] == "stopped" and summary["num_completed"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--slo", "ttft=2"), "expected ttft=2s"),
+        (("--slo", "ttft=-2s"), "expected a time"),
+        (("--api", "chat", "--prompts", "ids"), "chat completions take text"),
+        (("--api", "gopher"), "one of completions, chat"),
+        (("--token-ids", "5"), "LOW:HIGH"),
+        (("--ramp", "1:2"), "FROM:TO:TIME"),
+        (("--ramp", "1:2:3s", "--rate", "2"), "takes the place of rate"),
+        (("--rates", "1,x"), "expected requests per second"),
+        (("--find-goodput", "--interference"), "two measurements"),
+        (("--find-goodput",), "objectives"),
+        (("--records", "/nowhere/x"), "there is no folder"),
+        (("--gaps",), "no effect without records"),
+        (("--extra", "[]"), "expected a JSON object"),
+        (("--rate", "-1"), "rate is -1"),
+        (("--workload", "no-such-trace"), "cannot read no-such-trace"),
+        (("--model", "other"), "the server has fake"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_said_in_one_line(url: str, options: tuple[str, ...], message: str) -> None:
+    result = invoke(url, *options)
+    assert result.exit_code == 1
+    assert message in result.stderr and result.stderr.startswith("error: ")
+
+
+def test_a_workload_is_described_as_for_the_simulator(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.toml"
+    given: dict[str, Any] = dict.fromkeys(
+        ("rate", "num_requests", "arrivals", "concurrency", "prompt_tokens", "output_tokens", "time_scale", "seed")
+    )
+    given |= {"workload": str(file), "rate": 3.0, "assign": ["workload.arrivals.cv=2"], "concurrency": None}
+    assert workload_settings(given) == (file, {"workload.rate": 3.0, "workload.arrivals.cv": 2})
+    given |= {"workload": "azure-conv", "rate": None, "time_scale": 2.0, "assign": None}
+    assert workload_settings(given) == (None, {"workload.trace.path": "azure-conv", "workload.trace.scale": 2.0})
+
+
+def test_words_of_options() -> None:
+    assert words.slo("ttft=2s,tpot=50ms") == Slo(2_000_000_000, 50_000_000)
+    assert words.slo(None) == Slo() and words.in_words(words.slo("tpot=1.5s")) == "tpot=1.5s"
+    assert words.duration_s("5m", "x") == 300 and words.duration_s(".5", "x") == 0.5
+    with pytest.raises(ConfigError):
+        words.duration_s("0s", "x")
