@@ -67,7 +67,8 @@ SIMULATE_OPTIONS = (
     "routing disaggregate on_failure max_model_len rate num_requests arrivals prompt_tokens output_tokens trace seed "
     "ttft_slo_ms tpot_slo_ms shape order budget max_batched_tokens step_target_ms max_num_seqs max_waiting "
     "max_partial_prefills max_long_partial_prefills long_prefill_threshold preemption preempt_for_priority block_size "
-    "kv_cache_tokens kv_cache_memory swap_memory prefix_cache assign sweep workers as_json records report timeline timeline_window"
+    "kv_cache_tokens kv_cache_memory swap_memory prefix_cache assign sweep workers as_json records report "
+    "timeline timeline_window"
 )
 
 

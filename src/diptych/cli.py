@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 
 import typer
 
-from diptych import __version__, cli_bench, cli_calibrate, cli_simulate
+from diptych import __version__, cli_bench, cli_calibrate, cli_guide, cli_simulate
 from diptych.cli_errors import errors_in_words
 from diptych.control.config import BudgetConfig, CapsConfig, PreemptionConfig, SchedulerConfig, shape_preset
 from diptych.control.errors import ConfigError
@@ -341,6 +341,7 @@ def version() -> None:
 cli_bench.register(app)
 cli_calibrate.register(app)
 cli_simulate.register(app)
+cli_guide.register(app)
 
 
 def main() -> None:

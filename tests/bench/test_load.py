@@ -176,9 +176,7 @@ def test_goodput_is_what_two_slots_can_do(narrow_url: str) -> None:
     from diptych.bench.goodput import SearchConfig
 
     search = SearchConfig(tolerance=0.3, repeats=1)
-    found, probes = measured(
-        given, lambda session: session.find_goodput(search, start_rate=60.0, seconds=1.0)
-    )
+    found, probes = measured(given, lambda session: session.find_goodput(search, start_rate=60.0, seconds=1.0))
     assert found.is_bracketed and found.rate is not None
     assert len(probes) == found.num_probes
     assert any(probe.result.ended == "given up" for probe in probes) or min(probe.rate for probe in probes) < 240

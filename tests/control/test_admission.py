@@ -314,3 +314,26 @@ def test_wrong_settings_and_double_ids_are_refused() -> None:
     with pytest.raises(ConfigError, match="in use"):
         made.offer(entry("a"), 0)
     made.remove("unknown")
+
+
+def test_passing_by_an_empty_edge_charges_what_waiting_there_would() -> None:
+    rng = random.Random(3)
+    waited, passed = Edge(), Edge()
+    for number in range(200):
+        tenant = f"tenant {rng.randrange(5)}"
+        entry = EdgeEntry(
+            request_id=str(number),
+            num_prompt_tokens=rng.randrange(1, 500),
+            max_tokens=10,
+            arrival_ns=number,
+            tenant=tenant,
+        )
+        assert waited.offer(entry, number) is None
+        assert waited.next(number, 10**6) == str(number)
+        assert passed.pass_by(entry, number) is None
+        tokens = rng.randrange(200)
+        for edge in (waited, passed):
+            edge.on_service(tenant, 0, tokens)
+        assert [waited.service(f"tenant {one}") for one in range(5)] == [
+            passed.service(f"tenant {one}") for one in range(5)
+        ]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import msgspec
 from fake_worker import fake_command
 
 from diptych.control.config import SchedulerConfig
@@ -27,7 +28,7 @@ def main() -> None:
     """Serve until SIGTERM."""
     logging.basicConfig(level=logging.ERROR)
     settings = json.loads(sys.argv[1])
-    scheduler = SchedulerConfig(**settings.pop("scheduler", {}))
+    scheduler = msgspec.convert(settings.pop("scheduler", {}), SchedulerConfig)
     server = replace(ServerOptions(port=0, served_model_name="fake"), **settings.pop("serve", {}))
     workers = FleetOptions(**settings.pop("fleet", {}))
     options = EngineOptions(scheduler=scheduler)

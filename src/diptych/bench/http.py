@@ -90,10 +90,12 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Open."""
         self._transport = cast(asyncio.Transport, transport)
+        self._client.connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Closed by the other side, by an error, or by us."""
         self._transport = None
+        self._client.connections.discard(self)
         stream, self._stream = self._stream, None
         if stream is None:
             return
@@ -222,6 +224,7 @@ class Client:
         lines = [f"Host: {address.netloc}", "Accept: text/event-stream, application/json"]
         lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
         self._headers = "\r\n".join(lines)
+        self.connections: set[Connection] = set()  # that are open
         self._idle: list[Connection] = []
         self._opening: set[asyncio.Task[None]] = set()
 
@@ -271,13 +274,16 @@ class Client:
             connection.idle_since_ns = now_ns()
             self._idle.append(connection)
 
-    def close(self) -> None:
-        """Close what is idle, forget what is being opened."""
+    async def close(self) -> None:
+        """Close every connection, and forget those that are being opened."""
         for task in self._opening:
             task.cancel()
-        for connection in self._idle:
+        await asyncio.gather(*self._opening, return_exceptions=True)
+        for connection in list(self.connections):
             connection.abort()
         self._idle.clear()
+        while self.connections:
+            await asyncio.sleep(0)
 
     async def _open(self, request: bytes, stream: TokenStream) -> None:
         try:

@@ -85,7 +85,8 @@ def _lead(data: Mapping[str, Any]) -> str:
 
 
 def _problems(data: Mapping[str, Any]) -> list[str]:
-    summaries = [point["summary"] for point in data.get("points", ())] + [data["summary"]] * ("summary" in data)
+    summaries = [point["summary"] for point in data.get("points", ())]
+    summaries += [data["summary"]] if "summary" in data else []
     return list(dict.fromkeys(problem for summary in summaries for problem in summary["client"]["problems"]))
 
 

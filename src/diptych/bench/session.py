@@ -19,7 +19,7 @@ import uvloop
 
 from diptych.bench.goodput import Found, GoodputSearch, Measured, SearchConfig
 from diptych.bench.load import Load, LoadOptions, LoadResult, Progress, Watcher, ramped
-from diptych.bench.target import Target, TargetConfig
+from diptych.bench.target import Target, TargetConfig, client_for
 from diptych.control.errors import ConfigError
 from diptych.control.slo import Slo
 from diptych.simulation.workload.config import WorkloadConfig, build
@@ -226,15 +226,15 @@ async def open_session(config: BenchConfig) -> AsyncIterator[Session]:
         loop.remove_signal_handler(signal.SIGINT)
         stop.set()
 
-    target = await Target.find(config.target)
-    session = Session(config, target, stop)
+    client = client_for(config.target)
     try:
+        session = Session(config, await Target.find(config.target, client), stop)
         await session.warm_up()
         loop.add_signal_handler(signal.SIGINT, on_interrupt)
         yield session
     finally:
         loop.remove_signal_handler(signal.SIGINT)
-        target.client.close()
+        await client.close()
 
 
 def drive(main: Coroutine[Any, Any, Result]) -> Result:

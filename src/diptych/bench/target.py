@@ -56,6 +56,12 @@ class TargetConfig:
             raise ConfigError(f"timeout is {self.timeout_s}; it must be positive", param="timeout")
 
 
+def client_for(config: TargetConfig) -> Client:
+    """Connections to the server. Raises ConfigError for what is no address."""
+    headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
+    return Client(Address.parse(config.url), headers)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServerFacts:
     """What the server tells about itself. tokens_per_word, overhead_tokens: of text prompts, measured."""
@@ -79,10 +85,8 @@ class Target:
         self._common = {"model": facts.model, "stream": True, "stream_options": options, "temperature": 0}
 
     @classmethod
-    async def find(cls, config: TargetConfig) -> "Target":
-        """Connect and ask who is there; with text prompts, measure how many tokens words are. Raises ConfigError."""
-        headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
-        client = Client(Address.parse(config.url), headers)
+    async def find(cls, config: TargetConfig, client: Client) -> "Target":
+        """Ask who is there; with text prompts, measure how many tokens words are. Raises ConfigError."""
         models = await client.fetch("GET", "/v1/models")
         if models.status == 0:
             raise ConfigError(models.error or "no answer", param="url")

@@ -185,6 +185,13 @@ class Edge:
         heappush(self._ends, (self._end_ns(entry), number, entry.request_id))
         return None
 
+    def pass_by(self, entry: EdgeEntry, now: int) -> Refusal | None:
+        """A request arrives while nobody waits and there is room: it goes on (None), or is refused at once."""
+        refusal = self._refusal(entry, now)
+        if refusal is None:
+            self._queues[entry.band].pass_by(entry.tenant, self._config.prompt_weight * entry.num_prompt_tokens)
+        return refusal
+
     def next(self, now: int, headroom: int) -> str | None:
         """The request to dispatch now; None when nothing may be. headroom: how many more requests the workers should
         be given. Charges the prompt to its tenant."""

@@ -138,12 +138,13 @@ class ClusterCore:
             deadline_ns=one.deadline_ns,
             ttft_slo_ns=one.slo.ttft_ns if one.slo else None,
         )
-        refusal = self.edge.offer(entry, now)
+        waits = bool(self.config.depth or len(self.edge))  # else nobody does
+        refusal = self.edge.offer(entry, now) if waits else self.edge.pass_by(entry, now)
         if refusal is not None:
             self.counts[f"refused_{refusal.reason}"] += 1
             return [End(one.request_id, error=refusal.error)]
         self._open[one.request_id] = OpenRequest(one)
-        return self._dispatch(now)
+        return self._dispatch(now) if waits else self._place(self._open[one.request_id], now)
 
     def _on_cancelled(self, event: Cancelled, now: int) -> list[Command]:
         entry = self._open.get(event.request_id)

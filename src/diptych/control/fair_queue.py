@@ -95,6 +95,13 @@ class FairQueue(Generic[Entry]):
         self._take(entry, state)
         return entry
 
+    def pass_by(self, tenant: str, service: int) -> None:
+        """A request of this tenant goes on as nobody waits here: charged as by ``add`` and ``pop``."""
+        self._floor = max(self._idle.get(tenant, 0), self._floor)
+        self._idle[tenant] = self._floor + service
+        self._idle.move_to_end(tenant)
+        self._forget()
+
     def remove(self, request_id: str) -> Entry | None:
         """It goes, undispatched."""
         found = self.entries.get(request_id)

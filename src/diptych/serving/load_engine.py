@@ -9,6 +9,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from diptych.control.errors import ConfigError
 from diptych.control.replica import ReplicaCore
 from diptych.runtime.checkpoint import Checkpoint
 from diptych.runtime.kv_geometry import KVGeometry, read_kv_geometry
@@ -31,18 +32,12 @@ FINGERPRINT_BYTES = 64  # of each tensor
 def load_engine(options: EngineOptions, report: Report) -> tuple[ReplicaCore, "ModelRunner", Ready]:
     """Load the checkpoint, size its cache, teach the step-time model. Raises ConfigError for what cannot be."""
     report("importing torch")
-    import torch
-
     from diptych.runtime.engine import replica_config
     from diptych.runtime.model_runner import load_runner
     from diptych.runtime.threads import configure_threads
     from diptych.runtime.warm_up import warm_up
 
-    device = options.device.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and options.place is not None and torch.cuda.is_available():
-        torch.cuda.set_device(options.place.number % torch.cuda.device_count())  # each worker a GPU, while there are some
+    device = _choose_device(options)
     cores = parse_cores(options.device.cores) if options.device.cores else None
     threads = configure_threads(options.device.threads, cores, bind=device == "cpu")
     memory = options.memory
@@ -69,6 +64,21 @@ def load_engine(options: EngineOptions, report: Report) -> tuple[ReplicaCore, "M
         f"{description}; {runner.note}" if runner.note else description,
     )
     return core, runner, ready
+
+
+def _choose_device(options: EngineOptions) -> str:
+    """cpu or cuda; each worker takes a GPU of its own, while there are some. Raises ConfigError when there is none."""
+    import torch
+
+    device, num_gpus = options.device.device, torch.cuda.device_count()
+    if device == "auto":
+        device = "cuda" if num_gpus else "cpu"
+    if device == "cuda":
+        if not num_gpus:
+            raise ConfigError("device is cuda; PyTorch finds no GPU here (auto, cpu)", param="device")
+        if options.place is not None:
+            torch.cuda.set_device(options.place.number % num_gpus)
+    return device
 
 
 def _runner_config(options: EngineOptions, device: str, geometry: KVGeometry) -> "RunnerConfig":

@@ -294,7 +294,7 @@ class Cluster:
 
     def _hear_end(self, worker: int, event: RequestFinished) -> None:
         """Where nothing else is of interest."""
-        if self._leaving is not None:
+        if self._leaving is not None and self._leaving.leg_id == event.request_id:
             self._end_with(self._leaving, event)
         self._tell(Reported(worker, (event,)), later=True)
 

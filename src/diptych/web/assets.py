@@ -52,9 +52,13 @@ def asset(name: str) -> Asset | None:
 
 @cache
 def _read(path: Path, version: int) -> Asset:
-    body = path.read_bytes()
+    return packed(path.read_bytes(), MEDIA_TYPES[path.suffix])
+
+
+def packed(body: bytes, media_type: str) -> Asset:
+    """Something to send again and again."""
     tag = hashlib.blake2b(body, digest_size=12).hexdigest()
-    return Asset(body, gzip.compress(body, 9, mtime=0), MEDIA_TYPES[path.suffix], f'"{tag}"')
+    return Asset(body, gzip.compress(body, 9, mtime=0), media_type, f'"{tag}"')
 
 
 def respond(request: Request, name: str) -> Response:

@@ -6,6 +6,7 @@ the spans of each request's life. Must never decide what is simulated (panels/) 
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -24,11 +25,13 @@ from diptych.control.slo import NS_PER_MS
 from diptych.simulation.results import SimulationResult
 from diptych.simulation.run import simulate_with_log
 from diptych.simulation.scenario import Scenario
+from diptych.simulation.workload.spec import ClosedLoop, RequestSpec, Workload
 from diptych.timeline.lanes import phase_of
 from diptych.timeline.records import Record, TransferRecord, WorkerRecord, request_record, split_leg_id, step_record
 from diptych.timeline.roster import NOBODY, Changes, Roster
 
 VERSION = 1
+STREAM = "stream"  # the kind of requests that are being answered when a scenario begins
 LIFE = ("queued", "prefill", "transfer", "decode", "mixed", "stalled")
 
 Names = Mapping[str, str]  # request id of the simulation -> what the reader sees
@@ -56,13 +59,16 @@ class Line:
         if end_ns > start_ns:
             self._put(phase, start_ns, end_ns, worker, 1)
 
-    def longest_gap_ns(self) -> int:
-        """Between two tokens in a row; 0 with fewer than two."""
-        return max((later - earlier for earlier, later in zip(self.stamps, self.stamps[1:], strict=False)), default=0)
+    def longest_gap_ns(self, since_ns: int = 0) -> int:
+        """Between two tokens in a row, the first of them at ``since_ns`` or later; 0 with fewer than two."""
+        stamps = [stamp for stamp in self.stamps if stamp >= since_ns]
+        return max((later - earlier for earlier, later in pairwise(stamps)), default=0)
 
-    def time_in(self, phase: str) -> int:
-        """Nanoseconds."""
-        return sum(end - start for kind, start, end, _, _ in self.spans if kind == phase)
+    def stalled_ns(self, since_ns: int = 0) -> int:
+        """How long it stood still after ``since_ns``."""
+        return sum(
+            end - max(start, since_ns) for kind, start, end, _, _ in self.spans if kind == "stalled" and end > since_ns
+        )
 
     def _wait(self, start_ns: int, end_ns: int, worker: int) -> None:
         if self.first_token_ns < 0 or start_ns < self.first_token_ns:
@@ -112,6 +118,17 @@ class Playback:
         }
 
     @property
+    def begun_ns(self) -> int:
+        """When the last of the streams had its first token: gaps before are not the prompts' doing."""
+        streams = self.scenario.workload
+        firsts = [
+            line.first_token_ns
+            for line, spec in zip(self.lines.values(), _specs(streams), strict=True)
+            if spec.kind == STREAM
+        ]
+        return max(firsts, default=0)
+
+    @property
     def end_ns(self) -> int:
         """Of the last step."""
         return max((record.end_ns for record in self.records if hasattr(record, "end_ns")), default=0)
@@ -136,8 +153,8 @@ class Playback:
             "decode_ms": table.decode_ns[row] / NS_PER_MS,
             "ttft_ms": table.ttft_ns(row) / NS_PER_MS,
             "tpot_ms": None if tpot_ns is None else tpot_ns / NS_PER_MS,
-            "longest_gap_ms": line.longest_gap_ns() / NS_PER_MS,
-            "stalled_ms": line.time_in("stalled") / NS_PER_MS,
+            "longest_gap_ms": line.longest_gap_ns(self.begun_ns) / NS_PER_MS,
+            "stalled_ms": line.stalled_ns(self.begun_ns) / NS_PER_MS,
             "completed": table.is_completed(row),
             "slo_met": {1: True, 0: False}.get(table.slo_met[row]),
             "spans": [list(span) for span in line.spans],
@@ -151,6 +168,11 @@ def play(scenario: Scenario, names: Sequence[str], arrivals_ns: Sequence[int]) -
     lines = {name: Line(name, arrival) for name, arrival in zip(names, arrivals_ns, strict=True)}
     writer = _Writer({str(number): name for number, name in enumerate(names)}, lines, scenario)
     return Playback(scenario, result, writer.write(list(log)), lines)
+
+
+def _specs(workload: Workload | ClosedLoop) -> list[RequestSpec]:
+    assert not isinstance(workload, ClosedLoop)
+    return list(workload)
 
 
 def label(roles: Sequence[str], number: int) -> str:

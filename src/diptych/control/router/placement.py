@@ -190,14 +190,15 @@ class Placer:
         chosen = self._by_load(request)
         if chosen is None:
             return None
-        self._picked[request.request_id] = (chosen.source, chosen.target)
+        has_roles = bool(self._decode_role or self._prefill_role)  # else the second picker is never asked
+        self._picked[request.request_id] = (chosen.source, chosen.target if has_roles else -1)
         source, target = self._workers[chosen.source].number, self._workers[chosen.target].number
         return Placement(source, target, 0, 0, chosen.reason)
 
     def _leave_prefill(self, request_id: str) -> None:
         """The worker that began a handoff has done its part."""
         source, target = self._picked.get(request_id, (-1, -1))
-        if self._pickers is not None and source not in (-1, target):
+        if self._pickers is not None and source not in (-1, target) and target >= 0:
             self._pickers[0].ended(source)
             self._picked[request_id] = (-1, target)
 
@@ -241,7 +242,8 @@ class Placer:
 
     def _whole_at(self, position: int, reason: Reason) -> Chosen:
         assert self._pickers is not None
-        self._pickers[1].sent(position)
+        if self._decode_role or self._prefill_role:
+            self._pickers[1].sent(position)
         return Chosen(reason, position, position)
 
     def _heard(self, request_id: str, worker: int, *, holds_blocks: bool) -> _Placed | None:

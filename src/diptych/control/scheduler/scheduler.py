@@ -55,7 +55,7 @@ class Scheduler:
         self.preemption = Preemption(settings.preemption, kv, self.batch)
         self._num_departures = 0
         # Of the heads of both queues, for lack of memory to come: (request number, departures so far, until this tick).
-        self._refusals = {is_incoming: (-1, 0, 0) for is_incoming in (False, True)}
+        self._refusals = dict.fromkeys((False, True), (-1, 0, 0))
         self._refused_until = 0  # the tick before which the waiting queue need not be asked again (0: no promise)
 
     @property

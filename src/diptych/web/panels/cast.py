@@ -17,7 +17,7 @@ from diptych.simulation.scenario import Scenario
 from diptych.simulation.settings import prepare, settings_from
 from diptych.simulation.workload.spec import RequestSpec
 from diptych.web.panels.machine import Machine
-from diptych.web.playback import Playback, play
+from diptych.web.playback import STREAM, Playback, play
 
 MAX_PROMPTS = 24
 MAX_ARRIVAL_MS = 5000.0
@@ -82,7 +82,7 @@ def cast(streams: int, stream_tokens: int, prompts: Sequence[Prompt]) -> Cast:
     """``streams`` chats that begin at once and go on for ``stream_tokens`` tokens, and the prompts."""
     named: list[tuple[int, int, str, RequestSpec]] = []
     for index in range(streams):
-        spec = RequestSpec(arrival_ns=0, prompt_tokens=STREAM_PROMPT, output_tokens=stream_tokens, kind="stream")
+        spec = RequestSpec(arrival_ns=0, prompt_tokens=STREAM_PROMPT, output_tokens=stream_tokens, kind=STREAM)
         named.append((spec.arrival_ns, len(named), f"stream {index + 1}", spec))
     counts = {"short": 0, "long": 0}
     for prompt in prompts:

@@ -130,7 +130,7 @@ def words(plan: Plan) -> str:
     """On a page."""
     if plan.prefill:
         return f"{plan.prefill} prefill + {plan.decode} decode"
-    return f"{plan.replicas} × {plan.shape}" if plan.replicas > 1 else plan.shape
+    return f"{plan.replicas} {plan.shape} worker{'s' if plan.replicas > 1 else ''}"
 
 
 def num_requests(rate: float) -> int:

@@ -30,7 +30,7 @@ class ChunkedQuery(Query, frozen=True, kw_only=True):
     hardware: str = "h100-sxm"
     streams: Annotated[int, Meta(ge=0, le=MAX_STREAMS)] = 4
     tokens: Annotated[int, Meta(ge=2, le=256)] = 96
-    prompts: str = "200:8192:16,210:8192:16,230:256:16"
+    prompts: str = "200:8192:16,210:8192:16,230:128:16"
     mode: Literal["whole", "fixed", "slo"] = "fixed"
     chunk: Annotated[int, Meta(ge=64, le=8192)] = 512
     tpot_ms: Annotated[float, Meta(ge=1, le=1000)] = 25.0

@@ -81,7 +81,7 @@ def _model_text(name: str) -> str:
     billions = spec.num_parameters / 1e9
     size = f"{billions:.0f} B" if billions >= 10 else f"{billions:.1f} B"
     extra = " MLA" if spec.mla else ""
-    return f"{spec.name} ({size} parameters{extra}{' MoE' if spec.moe else ''})"
+    return f"{spec.name} · {size}{extra}{' MoE' if spec.moe else ''}"
 
 
 @lru_cache(maxsize=256)

@@ -71,10 +71,8 @@ def untouched_parameters(model: ModelSpec, num_tokens: int) -> float:
 def prefill_attention(model: ModelSpec, num_tokens: int) -> Work:
     """Attention of a whole prompt: 4 FLOP per pair and number of a head; its KV is written once."""
     pairs = chunk_attention(0, num_tokens)
-    if model.mla:
-        width = 2 * (model.mla.nope_dim + model.mla.rope_dim + model.mla.value_dim)
-    else:
-        width = 4 * model.head_dim
+    mla = model.mla
+    width = 2 * (mla.nope_dim + mla.rope_dim + mla.value_dim) if mla else 4 * model.head_dim
     return Work(float(width * model.heads * model.layers * pairs), float(model.kv_bytes_per_token() * num_tokens))
 
 
@@ -95,8 +93,8 @@ def peak_flops(hardware: Hardware, weight_bits: int) -> tuple[str, float]:
 
 
 def panel(query: RooflineQuery) -> dict[str, Any]:
-    """``roof``, ``points`` (each phase, and its two parts), ``series`` (throughput against tokens per step), ``phases``,
-    ``formulas`` and ``notes``. Raises ConfigError."""
+    """``roof``, ``points`` (each phase, and its two parts), ``series`` (throughput against tokens per step),
+    ``phases``, ``formulas`` and ``notes``. Raises ConfigError."""
     chosen = machine(query.model, query.hardware, query.gpus, query.weight_bits)
     dtype, one_peak = peak_flops(chosen.hardware, chosen.weight_bits)
     peak = one_peak * chosen.num_gpus

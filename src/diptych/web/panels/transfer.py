@@ -190,7 +190,7 @@ def _verdict(query: TransferQuery, sent: int, rate: int, times: dict[str, float]
         return {
             "level": "bad",
             "text": f"The link is the bottleneck: the KV of this prompt takes {duration(whole * ms)} to send and only "
-            f"{duration(prefill * ms)} to compute, so a busy prefill worker produces it faster than the link carries it. "
+            f"{duration(prefill * ms)} to compute: a busy prefill worker produces it faster than the link carries it. "
             f"It needs at least {scaled(sent / prefill * 1e3, 'B/s')}; there is {scaled(rate, 'B/s')}. Take a faster "
             "link or a codec, or let long prompts be computed where they are answered.",
         }

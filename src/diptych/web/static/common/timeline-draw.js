@@ -17,6 +17,7 @@ const STEPS_NS = [1, 2, 5].flatMap((unit) => [...Array(11).keys()].map((power) =
 export function palette(context, ratio) {
   const colours = {};
   for (const name of [...NAMES, "text", "muted", "line", "surface", "sunken", "accent", "bad"]) colours[name] = token(`--${name}`);
+  colours.accentSoft = token("--accent-soft");
   for (const name of NAMES) colours[`${name}Ink`] = token(`--${name}-ink`);
   const pattern = (draw, size = 6) => {
     const tile = document.createElement("canvas");
@@ -124,7 +125,7 @@ export function clockText(unixNs, step) {
   const text = new Date(whole * 1000).toTimeString().slice(0, 8);
   if (!places) return text;
   const part = Math.max(0, unixNs - whole * 1e9) / 1e9;
-  return `${text.slice(3)}${part.toFixed(places).slice(1)}`;
+  return `${text}${part.toFixed(places).slice(1)}`;
 }
 
 function drawGrid(pen, at, height) {
@@ -368,7 +369,12 @@ function drawGutter(pen, shown, at, height) {
   pen.textAlign = "left";
   for (const row of shown) {
     const y = row.y - top;
-    if (row === at.hoveredRow && row.kind !== "title") {
+    if (row === at.selectedRow) {
+      pen.fillStyle = colours.accentSoft;
+      pen.fillRect(0, y, gutter - 1, row.height);
+      pen.fillStyle = colours.accent;
+      pen.fillRect(0, y, 3, row.height);
+    } else if (row === at.hoveredRow && row.kind !== "title") {
       pen.fillStyle = colours.sunken;
       pen.fillRect(0, y, gutter - 1, row.height);
     }

@@ -221,7 +221,10 @@ export class TimelineInput {
     if (view.following) view.follow(false);
     const times = row.lane ? [...row.lane.starts.subarray(0, row.lane.length)] : [...row.request.chunks.map((one) => one.t0), ...row.request.times];
     const next = by > 0 ? times.find((time) => time > this.cursor.time + 1) : times.findLast((time) => time < this.cursor.time - 1);
-    if (next === undefined) return undefined;
+    if (next === undefined) {
+      view.spoken.textContent = by > 0 ? "nothing after this" : "nothing before this";
+      return undefined;
+    }
     this.#setCursor({ key: row.key, time: next });
     if (next < view.t0 || next > view.t1) view.setRange(next - view.span / 2, next + view.span / 2);
     return this.#say(row);

@@ -43,7 +43,7 @@ export class Lane {
   }
 
   get label() {
-    return this.name || (this.role ? `Worker ${this.id} · ${this.role}` : `Worker ${this.id}`);
+    return this.name || (this.role && this.role !== "both" ? `Worker ${this.id} · ${this.role}` : `Worker ${this.id}`);
   }
 
   push(record) {

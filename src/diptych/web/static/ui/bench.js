@@ -47,6 +47,7 @@ export function madeUpRecords(workers, cells, spanNs) {
 
 /** Measure while the view follows, pans and zooms. */
 export async function runBench(view, query) {
+  view.options.maxHeight = 760;
   const [workers, cells, seconds] = [Number(query.workers) || 64, Number(query.cells) || 10_000, Number(query.seconds) || 6];
   const spanNs = 60e9;
   const begun = performance.now();
@@ -58,7 +59,7 @@ export async function runBench(view, query) {
   await measure(view, (share) => pan(view, share, spanNs), 500); // let the browser compile first
   for (const [name, move] of [["whole", whole], ["pan", pan], ["zoom", zoom]]) result[name] = await measure(view, (share) => move(view, share, spanNs), (seconds * 1000) / 3);
   window.benchResult = result;
-  $("main").prepend(h("pre.card", { id: "bench-result" }, JSON.stringify(result, null, 1)));
+  $("main").append(h("pre.card", { id: "bench-result" }, JSON.stringify(result, null, 1)));
 }
 
 function whole(view, share, spanNs) {

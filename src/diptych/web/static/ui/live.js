@@ -165,7 +165,7 @@ function showProblem(text) {
 
 function showVerdict() {
   const edge = Math.min(view.following ? view.edge : view.t1, view.model.newest);
-  const span = view.following ? VERDICT_SPAN_NS : view.span;
+  const span = view.following ? VERDICT_SPAN_NS : Math.max(VERDICT_SPAN_NS, view.span);
   const found = interference(view.model, edge - span, edge);
   const value = $("#verdict-value");
   const words = $("#verdict-words");
@@ -177,7 +177,7 @@ function showVerdict() {
     return;
   }
   const shown = Math.max(1, found.factor);
-  setText(value, `${significant(shown, shown < 10 ? 2 : 3)}×`);
+  setText(value, `${shown < 10 ? shown.toFixed(1) : significant(shown)}×`);
   value.className = `verdict-value ${shown < 2 ? "good" : shown > 4 ? "bad" : ""}`;
   setText(words, `longest gap between tokens: ${duration(found.busyNs)} while a prompt was computed, ${duration(found.quietNs)} else (p99)`);
 }

@@ -2,7 +2,7 @@
 
 import { meter, sparkline, stackedParts } from "../common/charts.js";
 import { $, h, setText, show } from "../common/dom.js";
-import { bytes, count, duration, milliseconds, percent, significant } from "../common/format.js";
+import { bytes, count, duration, milliseconds, percent, plural, significant } from "../common/format.js";
 import { reasonText, requestSummary } from "../common/timeline-words.js";
 
 const HISTORY = 60;
@@ -37,7 +37,7 @@ export class Tiles {
     this.#latency("ttft", recent.ttft, objectives.ttft);
     this.#latency("itl", recent.itl, objectives.gap);
     this.#latency("tpot", recent.tpot, objectives.gap);
-    const handoffs = recent.handoffs ? `${count(recent.handoffs)} handoffs${recent.kv_bytes_per_s ? `, ${bytes(recent.kv_bytes_per_s)}/s` : ""}` : `${significant(recent.prompt_tokens_per_s ?? 0)} prompt tokens/s`;
+    const handoffs = recent.handoffs ? `${plural(recent.handoffs, "handoff")}${recent.kv_bytes_per_s ? `, ${bytes(recent.kv_bytes_per_s)}/s` : ""}` : `${significant(recent.prompt_tokens_per_s ?? 0)} prompt tokens/s`;
     this.#set("tokens", rate(recent.output_tokens_per_s, "tok/s"), handoffs, recent.handoff ? `handoff pause ${milliseconds(recent.handoff.p50_ms)}` : " ", recent.output_tokens_per_s);
     const workers = state.workers.filter((one) => one.is_up);
     const usage = workers.length ? workers.reduce((sum, one) => sum + one.kv_usage, 0) / workers.length : 0;
@@ -46,8 +46,8 @@ export class Tiles {
   }
 
   #latency(name, found, objective) {
-    const parts = found ? [`p90 ${milliseconds(found.p90_ms)}`, `p99 ${milliseconds(found.p99_ms)}`] : ["nothing yet"];
-    this.#set(name, found ? milliseconds(found.p50_ms) : "–", parts.join(" · "), objective ? `objective ${milliseconds(objective)}` : found ? `longest ${milliseconds(found.max_ms)}` : " ", found?.p99_ms ?? null, objective);
+    const parts = found ? [`p90 ${milliseconds(found.p90_ms)}`, `p99 ${milliseconds(found.p99_ms)}`].map((text) => text.replaceAll(" ", "\u00a0")) : ["nothing yet"];
+    this.#set(name, found ? milliseconds(found.p50_ms) : "–", parts.join(" · "), objective ? `≤ ${milliseconds(objective)}`.replaceAll(" ", "\u00a0") : found ? `longest ${milliseconds(found.max_ms)}` : " ", found?.p99_ms ?? null, objective);
     if (found && objective) this.#judge(name, found.p99_ms <= objective);
   }
 
@@ -68,7 +68,7 @@ export class Tiles {
   #judge(name, good) {
     const { more } = this.parts[name];
     more.className = `about ${good ? "good" : "bad"}`;
-    if (name !== "goodput") setText(more, `${more.textContent}: p99 ${good ? "meets it" : "misses it"}`);
+    if (name !== "goodput") setText(more, `${more.textContent} ${good ? "met" : "missed"} at p99`);
   }
 }
 
@@ -99,7 +99,7 @@ export function showRequests(body, model, selected, nameOf, onSelect) {
   const newest = [...model.requests.values()].filter((one) => Number.isFinite(one.start)).sort((a, b) => b.start - a.start).slice(0, 8);
   const focused = document.activeElement?.dataset?.request;
   show(body, newest.map((one) => h(one === selected ? "tr.selected" : "tr", {},
-    h("td", {}, h("button.link", { type: "button", "data-request": one.id, "aria-pressed": null, onclick: () => onSelect(one) }, nameOf(one.id))),
+    h("td", {}, h("button.link", { type: "button", "data-request": one.id, onclick: () => onSelect(one) }, nameOf(one.id))),
     h("td.number", {}, one.promptTokens ? count(one.promptTokens) : "–"), h("td.number", {}, count(one.detail?.num_output_tokens ?? one.times.length)),
     h("td.number", {}, duration(one.ttftNs)), h("td.number", {}, one.longestGapNs ? duration(one.longestGapNs) : "–"), h("td", {}, stateOf(one)))),
   newest.length ? null : h("tr", {}, h("td", { colspan: "6", class: "muted" }, "None yet: send one above.")));
@@ -124,10 +124,16 @@ export function showRequest(element, title, view, request, sender) {
   setText(title, `${name(request.id)}: ${requestSummary(request)}`);
   const edge = Math.max(view.edge, model.newest);
   const parts = request.breakdown(edge).map((part) => ({ ...part, value: part.ns }));
-  const firstToken = parts.filter((part) => part.ttft).reduce((sum, part) => sum + part.ns, 0);
-  const bar = h("div", {});
-  stackedParts(bar, parts, { label: "Time of this request" });
-  const lines = [h("p.why", {}, h("b", {}, "Time to first token: "), request.ttftNs === null ? `${duration(firstToken)} so far` : duration(request.ttftNs))];
+  const bars = [];
+  for (const [words, part] of [["Until its first token", parts.filter((one) => one.ttft)], ["From there to its end", parts.filter((one) => !one.ttft)]]) {
+    if (!part.length) continue;
+    const bar = h("div", {});
+    stackedParts(bar, part, { label: words });
+    const total = part.reduce((sum, one) => sum + one.ns, 0);
+    const isOpen = part[0].ttft ? request.ttftNs === null : !request.end;
+    bars.push(h("p.request-part", {}, `${words}: `, h("b", {}, duration(total)), isOpen ? " so far" : ""), bar);
+  }
+  const lines = [];
   if (request.queued && request.firstChunk - request.queued > 5e6) lines.push(why("It waited", reasonText(model, request, request.chunks[0].worker, request.queued, request.firstChunk, name)));
   const stall = longestStall(request);
   if (stall && model.limitNs(request.worker) && stall.t1 - stall.t0 > model.limitNs(request.worker)) {
@@ -135,7 +141,7 @@ export function showRequest(element, title, view, request, sender) {
   }
   if (request.detail?.message) lines.push(h("p.note.bad", {}, request.detail.message));
   const text = sender.texts.get(request.id);
-  show(element, bar, lines, text ? h("pre.answer", { tabindex: "0", "aria-label": "The answer" }, text) : null);
+  show(element, bars, lines, text ? h("pre.answer", { tabindex: "0", "aria-label": "The answer" }, text) : null);
 }
 
 const why = (what, reason) => h("p.why", {}, h("b", {}, `${what}. `), reason);

@@ -3,7 +3,7 @@
 import { readEvents } from "../common/stream.js";
 import { post } from "./server.js";
 
-const STREAM_TOKENS = 600;
+const STREAM_TOKENS = 4000;
 const SHORT_TOKENS = 24;
 const LONG_ANSWER_TOKENS = 8;
 const TEXTS = ["def read_lines(path):\n", "class Queue:\n    def put(self, item):\n", "def median(values):\n", "import json\n\ndef load(path):\n"];
@@ -23,17 +23,17 @@ export class Sender {
 
   /** Streams that begin anew when they end, until ``stop``. */
   streams(number) {
-    for (let at = 0; at < number; at++) this.#stream();
+    for (let at = 0; at < number; at++) this.#stream(++this.counts.Stream);
   }
 
   short() {
     const text = TEXTS[this.counts["Short prompt"] % TEXTS.length];
-    return this.#send("Short prompt", { prompt: this.#prompt(text, 12), max_tokens: SHORT_TOKENS });
+    return this.#send(`Short prompt ${++this.counts["Short prompt"]}`, { prompt: this.#prompt(text, 12), max_tokens: SHORT_TOKENS });
   }
 
   /** A prompt of so many tokens that nobody has sent before: no cache helps. */
   long(numTokens) {
-    return this.#send("Long prompt", { prompt: this.#randomTokens(numTokens), max_tokens: LONG_ANSWER_TOKENS });
+    return this.#send(`Long prompt ${++this.counts["Long prompt"]}`, { prompt: this.#randomTokens(numTokens), max_tokens: LONG_ANSWER_TOKENS });
   }
 
   stop() {
@@ -43,13 +43,16 @@ export class Sender {
     }
   }
 
-  async #stream() {
-    const again = await this.#send("Stream", { prompt: this.#prompt(`${TEXTS[this.counts.Stream % TEXTS.length]}# ${this.counts.Stream}\n`, 16), max_tokens: this.#fit(STREAM_TOKENS) }, true);
-    if (again) setTimeout(() => this.#stream(), 50);
+  async #stream(number) {
+    const prompt = this.#prompt(`${TEXTS[number % TEXTS.length]}# ${number}\n`, 16);
+    const again = await this.#send(`Stream ${number}`, { prompt, max_tokens: this.#streamTokens() }, true);
+    if (again) this.#stream(number);
   }
 
-  #fit(tokens) {
-    return Math.max(8, Math.min(tokens, Math.floor((this.model?.max_model_len ?? 2048) / 2)));
+  /** As long as the context and a share of the KV cache allow. */
+  #streamTokens() {
+    const { max_model_len: context, kv_capacity_tokens: capacity } = this.model ?? {};
+    return Math.max(8, Math.floor(Math.min(STREAM_TOKENS, (context ?? 2048) / 2, (capacity ?? 4096) / 8)));
   }
 
   #prompt(text, numTokens) {
@@ -62,8 +65,7 @@ export class Sender {
     return Array.from({ length: numTokens }, () => low + Math.floor(Math.random() * (size - low)));
   }
 
-  async #send(kind, body, again = false) {
-    const name = `${kind} ${++this.counts[kind]}`;
+  async #send(name, body, again = false) {
     const one = { name, again, abort: new AbortController(), promptTokens: Array.isArray(body.prompt) ? body.prompt.length : null };
     this.running.add(one);
     this.onChange();

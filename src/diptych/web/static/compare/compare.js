@@ -1,0 +1,115 @@
+/**
+ * Two runs side by side. Reads the records of `diptych bench` and `diptych simulate` (JSON lines) and the object that
+ * `diptych simulate --json` prints. Everything stays in this page.
+ */
+
+import { lineChart } from "../common/charts.js";
+import { $, announce, h, queryState, setQueryState, show } from "../common/dom.js";
+import { count, milliseconds, percent, significant } from "../common/format.js";
+import { themeButton } from "../common/theme.js";
+import { attainment, cumulative, distribution, readRun, span } from "./runs.js";
+
+const runs = { a: null, b: null };
+const COLOURS = { a: "var(--accent)", b: "var(--stalled)" };
+const objectives = $("#objectives");
+
+function asked() {
+  const { ttft_ms: ttft, tpot_ms: tpot, kind } = Object.fromEntries(new FormData(objectives));
+  return { ttft: ttft === "" ? null : Number(ttft), tpot: tpot === "" ? null : Number(tpot), kind };
+}
+
+async function load(side, file) {
+  $("#problem").hidden = true;
+  try {
+    runs[side] = readRun(await file.text(), file.name);
+  } catch (error) {
+    runs[side] = null;
+    $("#problem").textContent = `${file.name}: ${error.message}`;
+    $("#problem").hidden = false;
+  }
+  const run = runs[side];
+  $(`#about-${side}`).textContent = run ? `${run.name}: ${count(run.size)} requests${run.rows ? "" : " (summary only, without single requests)"}.` : "Nothing loaded.";
+  const kinds = [...new Set(Object.values(runs).flatMap((one) => one?.rows?.map((row) => row.kind) ?? []))].filter(Boolean).sort();
+  const chosen = asked().kind;
+  show($("#kind"), [h("option", { value: "" }, "all"), ...kinds.map((kind) => h("option", { value: kind }, kind))]);
+  if (kinds.includes(chosen)) $("#kind").value = chosen;
+  draw();
+  if (run) announce(`${run.name} is loaded.`);
+}
+
+function draw() {
+  const shown = Object.entries(runs).filter(([, run]) => run);
+  $("#comparison").hidden = !shown.length;
+  if (!shown.length) return;
+  const { ttft, tpot, kind } = asked();
+  const views = shown.map(([side, run]) => ({ side, name: run.name, run, rows: run.rows?.filter((row) => !kind || row.kind === kind) ?? null }));
+  drawSummary(views, { ttft, tpot });
+  const curves = [["ttft", "milliseconds to the first token"], ["tpot", "milliseconds per token"], ["gap", "milliseconds"], ["e2e", "milliseconds end to end"]];
+  for (const [key, label] of curves) {
+    const lines = views.filter((view) => view.rows).map((view) => ({ name: view.name, colour: COLOURS[view.side], points: cumulative(view.rows.map((row) => row[key])) })).filter((line) => line.points.length > 1);
+    const box = $(`#cdf-${key}`);
+    box.closest("section").hidden = !lines.length;
+    if (!lines.length) continue;
+    const limit = { ttft, tpot }[key];
+    lineChart(box, {
+      title: `Share of the requests by ${label}: ${lines.map((line) => `${line.name}: half within ${significant(line.points[Math.floor(line.points.length / 2)][0])}`).join("; ")}`,
+      series: limit ? [...lines, { name: "objective", colour: "var(--muted)", dashed: true, points: [[limit, 0], [limit, 1]] }] : lines,
+      x: { label, log: true }, y: { label: "share of the requests", min: 0, max: 1, format: percent }, height: 240,
+    });
+  }
+  drawAttainment(views, { ttft, tpot });
+}
+
+function drawSummary(views, wanted) {
+  const all = views.map((view) => (view.rows ? { ...distribution(view.rows), ...span(view.rows), attainment: attainment(view.rows, wanted, 1) } : view.run.summary));
+  const spread = (name, key) => ["p50", "p90", "p99"].map((at) => [`${name}, ${at}`, (one) => one[key]?.[at] ?? null, milliseconds, true]);
+  const rows = [
+    ["Requests", (one) => one.requests ?? null, count, null], ["Completed", (one) => one.completed ?? null, count, null],
+    ["Meet their objectives", (one) => one.attainment ?? null, percent, false],
+    ["Goodput", (one) => (one.attainment === null || !one.seconds ? one.goodput ?? null : (one.attainment * one.requests) / one.seconds), (value) => `${significant(value)} per s`, false],
+    ["Answer tokens a second", (one) => one.tokensPerSecond ?? null, significant, false],
+    ...spread("First token", "ttft"), ...spread("Per token", "tpot"), ...spread("Longest gap", "gap"), ...spread("End to end", "e2e"),
+  ];
+  const body = rows.map(([name, value, text, less]) => {
+    const values = all.map(value);
+    if (values.every((one) => one === null)) return null;
+    const [a, b] = values;
+    const better = less === null || values.length < 2 || a === null || b === null || a === b ? -1 : (a < b) === less ? 0 : 1;
+    const change = values.length === 2 && a !== null && b !== null && a ? h("td.number.muted", {}, `${b >= a ? "+" : "−"}${percent(Math.abs(b / a - 1))}`) : values.length === 2 ? h("td") : null;
+    return h("tr", {}, h("th", { scope: "row" }, name), values.map((one, at) => h(at === better ? "td.number.better" : "td.number", {}, one === null ? "–" : text(one))), change);
+  });
+  show($("#summary"), h("thead", {}, h("tr", {}, h("th", { scope: "col" }, h("span.visually-hidden", {}, "Figure")), views.map((view) => h("th.number", { scope: "col" }, h(`span.swatch.run-${view.side}`), ` ${view.name}`)), views.length === 2 ? h("th.number", { scope: "col" }, "second against first") : null)), h("tbody", {}, body.filter(Boolean)));
+}
+
+function drawAttainment(views, wanted) {
+  const section = $("#attainment").closest("section");
+  const lines = views.filter((view) => view.rows?.length && (wanted.ttft !== null || wanted.tpot !== null)).map((view) => ({
+    name: view.name, colour: COLOURS[view.side],
+    points: Array.from({ length: 61 }, (_, at) => 0.25 * 16 ** (at / 60)).map((scale) => [scale, attainment(view.rows, wanted, scale)]),
+  }));
+  section.hidden = !lines.length;
+  if (!lines.length) return;
+  lineChart($("#attainment"), { title: "Share of the requests that meet the objectives, scaled", series: lines, x: { label: "objectives times", log: true, min: 0.25, max: 4 }, y: { label: "meet both", min: 0, max: 1, format: percent }, height: 240 });
+}
+
+for (const side of ["a", "b"]) {
+  const [input, drop] = [$(`#file-${side}`), $(`#drop-${side}`)];
+  input.addEventListener("change", () => input.files[0] && load(side, input.files[0]));
+  for (const kind of ["dragover", "dragenter"]) drop.addEventListener(kind, (event) => (event.preventDefault(), drop.classList.add("over")));
+  drop.addEventListener("dragleave", () => drop.classList.remove("over"));
+  drop.addEventListener("drop", (event) => {
+    event.preventDefault();
+    drop.classList.remove("over");
+    if (event.dataTransfer.files[0]) load(side, event.dataTransfer.files[0]);
+  });
+}
+objectives.addEventListener("input", () => {
+  const { ttft_ms, tpot_ms } = Object.fromEntries(new FormData(objectives));
+  setQueryState({ ttft_ms, tpot_ms });
+  draw();
+});
+objectives.addEventListener("submit", (event) => event.preventDefault());
+const given = queryState();
+for (const name of ["ttft_ms", "tpot_ms"]) if (given[name]) objectives.elements[name].value = given[name];
+addEventListener("resize", draw);
+themeButton($("#theme"));

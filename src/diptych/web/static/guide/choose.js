@@ -1,0 +1,108 @@
+import { $, announce, h, show } from "../common/dom.js";
+import { milliseconds, percent, significant } from "../common/format.js";
+import { accept, panel, query, refuse, showMachine } from "./panel.js";
+
+const NAMES = { unified: "Unified", chunked: "Chunked", disaggregated: "Two pools" };
+let asking = null;
+
+const usd = (value) => (value === null ? "–" : `$${significant(value)}`);
+
+async function run() {
+  asking?.abort();
+  const mine = (asking = new AbortController());
+  const [bar, text, results] = [$("#progress"), $("#progress-text"), $("#results")];
+  bar.hidden = false;
+  bar.removeAttribute("value");
+  text.textContent = "starting";
+  results.setAttribute("aria-busy", "true");
+  try {
+    const asked = query();
+    const reply = await fetch(`api/choose?${asked}`, { signal: mine.signal });
+    if (!reply.ok) {
+      refuse((await reply.json()).error);
+      text.textContent = "";
+      return;
+    }
+    accept();
+    await eachLine(reply.body, (event) => {
+      if (event.kind === "progress") {
+        bar.value = event.done / event.total;
+        text.textContent = `${event.done} of ${event.total}: ${event.text}`;
+        return;
+      }
+      draw(event);
+      text.textContent = `${event.requests} requests a simulation`;
+      announce(event.recommendation.title);
+      results.setAttribute("aria-busy", "false");
+      results.dataset.state = asked;
+    });
+  } catch (error) {
+    if (error.name === "AbortError") return;
+    refuse({ message: "The guide does not answer. Is it still running?" });
+    throw error;
+  } finally {
+    if (mine === asking) bar.hidden = true;
+  }
+}
+
+async function eachLine(stream, take) {
+  const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const lines = (rest + value).split("\n");
+    rest = lines.pop();
+    for (const line of lines) take(JSON.parse(line));
+  }
+}
+
+function draw({ shapes, recommendation, machine, target }) {
+  const { title, reasons, serve, serve_note: note, simulate, shape, holds } = recommendation;
+  $("#recommendation").className = `card ${holds ? "holds" : "fails"}`;
+  $("#recommendation-title").textContent = title;
+  show($("#reasons"), h("ul", {}, reasons.map((text) => h("li", {}, text))),
+    h("h3", {}, "Start it"), command(serve), h("p.small.muted", {}, note),
+    h("details", {}, h("summary", {}, "Simulate it at length, with a report"), command(simulate)));
+  const most = Math.max(...shapes.map((one) => one.capacity_rps), 1e-9);
+  show($("#shapes"), shapes.map((one) => h(`article.card.shape${one.shape === shape ? ".chosen" : ""}`, { "aria-label": NAMES[one.shape] },
+    h("div.card-head", {}, h("h2", {}, NAMES[one.shape]), one.shape === shape ? h("span.pill.good", {}, "recommended") : null),
+    h("p.muted", {}, one.words),
+    h("div.big", {}, percent(one.attainment), h("small", {}, " meet both objectives")),
+    h("div.attained", { role: "img", "aria-label": `${percent(one.attainment)} of the requests; ${percent(target)} are wanted` }, h("i", { style: { width: `${one.attainment * 100}%` } }), h("b", { style: { left: `${target * 100}%` } })),
+    h("dl.figures", {}, figure("Goodput", `${significant(one.goodput_rps)} per s`), figure("Holds up to", capacity(one), one.capacity_rps / most), figure("1,000 good ones cost", usd(one.usd_per_thousand_good)), figure("GPUs, an hour", usd(one.usd_per_hour)),
+      figure("TTFT p50 / p90", `${milliseconds(one.ttft_ms.p50)} / ${milliseconds(one.ttft_ms.p90)}`), figure("TPOT p50 / p90", `${milliseconds(one.tpot_ms.p50)} / ${milliseconds(one.tpot_ms.p90)}`), figure("Gap (ITL), p99", milliseconds(one.itl_p99_ms)),
+      figure("Miss the TTFT", percent(one.late_share)), figure("Miss the TPOT", percent(one.slow_share))),
+    busy(one))));
+  showMachine(machine);
+}
+
+const capacity = (one) => (one.capacity_rps ? `${one.holds_more ? "more than " : ""}${significant(one.capacity_rps)} per s` : "nothing found");
+
+function figure(name, text, share = null) {
+  return [h("dt", {}, name), h("dd", {}, text, share === null ? null : h("span.bar-cell", { "aria-hidden": "true" }, h("i", { style: { width: `${share * 100}%` } })))];
+}
+
+function busy(one) {
+  const parts = ["prefill", "mixed", "decode", "idle"].map((phase) => [phase, one.busy[phase]]).filter(([, share]) => share > 0.004);
+  return h("div", {}, h("div.small.muted", {}, "What the workers did"), h("div.stack", { role: "img", "aria-label": parts.map(([phase, share]) => `${phase} ${percent(share)}`).join(", ") },
+    parts.map(([phase, share]) => h("i", { title: `${phase} ${percent(share)}`, style: { "flex-grow": String(share), "flex-basis": "0", background: `var(--${phase})`, color: `var(--${phase}-ink)` } }, share > 0.24 ? `${phase} ${percent(share)}` : ""))));
+}
+
+function command(text) {
+  return h("div.command", {}, h("code", { tabindex: "0" }, text), h("button.small", { type: "button", "aria-label": "Copy the command", onclick: (event) => copy(event.currentTarget, text) }, "Copy"));
+}
+
+async function copy(button, text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    button.textContent = "Copied";
+  } catch {
+    button.textContent = "Select it"; // no permission, or no secure context
+  }
+  setTimeout(() => (button.textContent = "Copy"), 1600);
+}
+
+panel({ name: "choose", draw: () => {}, live: false });
+$("#form").addEventListener("submit", run);
+if (location.search) run();

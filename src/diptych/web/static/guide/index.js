@@ -1,0 +1,4 @@
+import { $ } from "../common/dom.js";
+import { themeButton } from "../common/theme.js";
+
+themeButton($("#theme"));

@@ -1,0 +1,215 @@
+/**
+ * What every chapter shares: a form whose state is the address, an endpoint that computes, and the results.
+ *
+ *   panel({name: "phases", draw: (data, state) => {...}});
+ *
+ * Nothing is computed here. Numbers and formulas come from the endpoint of the same name.
+ */
+
+import { $, announce, h, show } from "../common/dom.js";
+import { themeButton } from "../common/theme.js";
+
+const WAIT_MS = 140; // after the last change, before the endpoint is asked
+const form = $("#form");
+const problem = $("#problem");
+const results = $("#results");
+
+/** Begin. live: false leaves the asking to `ask`. Returns {state, set, ask}. */
+export function panel({ name, draw, live = true, onState = () => {} }) {
+  let timer = 0;
+  let asking = null;
+  readAddress();
+  bindRanges();
+  const refresh = async () => {
+    asking?.abort();
+    const mine = (asking = new AbortController());
+    results.setAttribute("aria-busy", "true");
+    try {
+      const reply = await fetch(`api/${name}?${query()}`, { signal: mine.signal });
+      const data = await reply.json();
+      if (mine !== asking) return;
+      if (!reply.ok) return refuse(data.error);
+      accept();
+      draw(data, state());
+      results.setAttribute("aria-busy", "false");
+      results.dataset.state = query();
+    } catch (error) {
+      if (error.name === "AbortError") return;
+      refuse({ message: "The guide does not answer. Is it still running?" });
+      throw error;
+    }
+  };
+  const changed = (wait = WAIT_MS) => {
+    writeAddress();
+    onState(state());
+    clearTimeout(timer);
+    if (live) timer = setTimeout(refresh, wait);
+  };
+  form.addEventListener("input", (event) => {
+    if (event.target.name) changed();
+  });
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    if (live) changed(0);
+  });
+  $("#reset").addEventListener("click", () => {
+    restore({});
+    changed(0);
+    announce("All settings are back to their defaults.");
+  });
+  $("#link").addEventListener("click", () => copyLink());
+  window.addEventListener("popstate", () => {
+    readAddress();
+    changed(0);
+  });
+  themeButton($("#theme"));
+  onState(state());
+  if (live) refresh();
+  return {
+    state,
+    query,
+    ask: refresh,
+    set(values) {
+      for (const [key, value] of Object.entries(values)) setField(key, String(value));
+      changed(0);
+    },
+  };
+}
+
+/** All values of the form, as text. */
+export function state() {
+  return Object.fromEntries(new FormData(form));
+}
+
+/** Those that differ from their defaults, as a query. */
+export function query() {
+  const found = new URLSearchParams();
+  for (const [name, value] of Object.entries(state())) if (value !== defaultOf(name)) found.set(name, value);
+  return found.toString();
+}
+
+export function refuse(error) {
+  problem.textContent = error.message;
+  problem.hidden = false;
+  results.setAttribute("aria-busy", "false");
+  results.classList.add("stale");
+  for (const input of form.elements) if (input.name) input.removeAttribute("aria-invalid");
+  const field = error.param && form.elements[error.param];
+  if (field instanceof Element) field.setAttribute("aria-invalid", "true");
+}
+
+export function accept() {
+  problem.hidden = true;
+  results.classList.remove("stale");
+  for (const input of form.elements) if (input.name) input.removeAttribute("aria-invalid");
+}
+
+/** The formulas and where the durations come from. */
+export function showFormulas(data) {
+  show($("#formulas"), data.formulas.map((one) => h("div", {}, h("dt", {}, one.name), h("dd", {}, h("span.words-of", {}, one.expression), h("span.filled", {}, "= ", one.filled), h("b", {}, "= ", one.result)))));
+  showMachine(data.machine);
+}
+
+export function showMachine(machine) {
+  const bits = machine.weight_bits === 16 ? "" : ` Weights in ${machine.weight_bits} bits.`;
+  show($("#machine"), `One replica: ${machine.devices}.${bits} Durations: ${machine.words}.`);
+}
+
+export function showNotes(notes) {
+  show($("#notes"), notes.map((text) => h("p", {}, text)));
+}
+
+/** Tiles of {name, value, about, tone}. */
+export function showTiles(tiles) {
+  show($("#tiles"), tiles.map((one) => h("div.card.tile", {}, h("span.name", {}, one.name), h("span.value", {}, one.value), h(`span.about${one.tone ? `.${one.tone}` : ""}`, {}, one.about ?? ""))));
+}
+
+async function copyLink() {
+  writeAddress();
+  const button = $("#link");
+  try {
+    await navigator.clipboard.writeText(location.href);
+    button.textContent = "Copied";
+  } catch {
+    button.textContent = "It is in the address bar"; // no permission, or no secure context
+  }
+  announce("The address of this page brings back this state.");
+  setTimeout(() => (button.textContent = "Copy link"), 1600);
+}
+
+function fields(name) {
+  const found = form.elements[name];
+  return found instanceof RadioNodeList ? [...found] : found ? [found] : [];
+}
+
+function defaultOf(name) {
+  const [first, ...more] = fields(name);
+  if (!first) return undefined;
+  if (first.type !== "radio") return first.dataset.default;
+  return [first, ...more].find((one) => "default" in one.dataset)?.value;
+}
+
+function setField(name, value) {
+  for (const one of fields(name)) {
+    if (one.type === "radio") one.checked = one.value === value;
+    else one.value = value;
+    one.dispatchEvent(new CustomEvent("settled"));
+  }
+}
+
+function restore(values) {
+  const names = new Set([...form.elements].map((one) => one.name).filter(Boolean));
+  for (const name of names) setField(name, values[name] ?? defaultOf(name));
+}
+
+function readAddress() {
+  restore(Object.fromEntries(new URLSearchParams(location.search)));
+}
+
+function writeAddress() {
+  const text = query();
+  history.replaceState(null, "", location.pathname + (text ? `?${text}` : ""));
+}
+
+/** Each number has a slider beside it; both say the same. */
+function bindRanges() {
+  for (const range of form.querySelectorAll("input[type=range][data-scale]")) {
+    const number = document.getElementById(range.id.replace(/-range$/, ""));
+    const [low, high] = [Number(number.min), Number(number.max)];
+    const whole = number.step !== "any";
+    const shift = low > 0 ? 0 : 1;
+    const log = range.dataset.scale === "log";
+    const steps = whole && !log && high - low <= 1000 ? high - low : 1000;
+    range.max = String(steps);
+    const toValue = (place) => {
+      if (!log) return low + ((high - low) * place) / steps;
+      return (low + shift) * ((high + shift) / (low + shift)) ** (place / steps) - shift;
+    };
+    const toPlace = (value) => {
+      if (!log) return ((value - low) / (high - low)) * steps;
+      return (steps * Math.log((value + shift) / (low + shift))) / Math.log((high + shift) / (low + shift));
+    };
+    const follow = () => {
+      range.value = String(Math.round(toPlace(Math.min(high, Math.max(low, Number(number.value) || low)))));
+      range.setAttribute("aria-valuetext", `${number.value} ${number.parentElement.querySelector(".unit")?.textContent ?? ""}`.trim());
+    };
+    range.addEventListener("input", () => {
+      const value = rounded(toValue(Number(range.value)), whole, log);
+      number.value = String(Math.min(high, Math.max(low, value)));
+      range.setAttribute("aria-valuetext", number.value);
+      number.dispatchEvent(new Event("input", { bubbles: true }));
+    });
+    number.addEventListener("input", follow);
+    number.addEventListener("settled", follow);
+    follow();
+  }
+}
+
+/** A slider gives round numbers: two or three digits on a logarithmic scale. */
+function rounded(value, whole, log) {
+  if (!log) return whole ? Math.round(value) : Number(value.toPrecision(3));
+  const unit = 10 ** Math.max(whole ? 0 : -6, Math.floor(Math.log10(Math.max(value, 1e-6))) - 1);
+  const near = Number((Math.round(value / unit) * unit).toPrecision(6));
+  const power = 2 ** Math.round(Math.log2(Math.max(value, 1)));
+  return whole && power >= 64 && Math.abs(power - value) / value < 0.04 ? power : near;
+}

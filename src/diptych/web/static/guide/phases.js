@@ -1,0 +1,51 @@
+import { lineChart } from "../common/charts.js";
+import { $, h, show } from "../common/dom.js";
+import { bytes, milliseconds, percent, short, significant } from "../common/format.js";
+import { panel, showFormulas, showNotes } from "./panel.js";
+
+const flops = (value) => (value >= 1e12 ? `${significant(value / 1e12)}T` : value >= 1e9 ? `${significant(value / 1e9)}G` : significant(value));
+const ROWS = [
+  ["Tokens in the step", (one) => one.tokens.toLocaleString("en-GB")],
+  ["Calculations", (one) => `${flops(one.flop).replace(/(\D?)$/, " $1")}FLOP`],
+  ["Bytes from memory", (one) => bytes(one.bytes)],
+  ["Intensity", (one) => `${significant(one.intensity)} FLOP/B`],
+  ["Arithmetic alone would take", (one) => milliseconds(one.compute_ms)],
+  ["Memory alone would take", (one) => milliseconds(one.memory_ms)],
+  ["Limited by", (one) => (one.bound === "compute" ? "arithmetic" : "memory")],
+  ["The step takes", (one) => milliseconds(one.step_ms)],
+  ["Share of the peak arithmetic", (one) => percent(one.share_of_peak)],
+  ["Share of the memory bandwidth", (one) => percent(one.share_of_bandwidth)],
+  ["Tokens a second", (one) => Math.round(one.tokens_per_s).toLocaleString("en-GB")],
+];
+let shown = null;
+
+function draw(data) {
+  shown = data;
+  const { roof, points, phases, series } = data;
+  const reach = points.map((one) => one.intensity);
+  const [low, high] = [Math.min(0.5, ...reach) / 2, Math.max(roof.ridge * 20, ...reach) * 1.5];
+  lineChart($("#roof"), {
+    title: `Roofline: ridge at ${significant(roof.ridge)} FLOP per byte; prefill at ${significant(phases.prefill.intensity)}, decode at ${significant(phases.decode.intensity)}`,
+    series: [
+      { name: "the most that is possible", colour: "var(--text)", points: [[low, low * roof.bandwidth], [roof.ridge, roof.peak], [high, roof.peak]] },
+      { name: "ridge", colour: "var(--muted)", dashed: true, points: [[roof.ridge, low * roof.bandwidth], [roof.ridge, roof.peak]] },
+    ],
+    marks: points.map((one) => ({ x: one.intensity, y: one.attainable, colour: `var(--${one.phase})`, name: one.part === "whole step" ? one.phase : "" })),
+    x: { label: "calculations per byte (FLOP/B)", log: true, min: low, max: high },
+    y: { label: "FLOP/s", log: true, min: low * roof.bandwidth, max: roof.peak * 3, format: flops },
+    height: 330,
+  });
+  show($("#phases"), ROWS.map(([name, text]) => h("tr", {}, h("th", { scope: "row" }, name), h("td.number", {}, text(phases.prefill)), h("td.number", {}, text(phases.decode)))));
+  lineChart($("#throughput"), {
+    title: "Tokens a second against tokens in a step, for prefill and decode",
+    series: ["prefill", "decode"].map((phase) => ({ name: phase, colour: `var(--${phase})`, points: series[phase].map((one) => [one.tokens, one.tokens_per_s]) })),
+    marks: ["prefill", "decode"].map((phase) => ({ x: phases[phase].tokens, y: phases[phase].tokens_per_s, colour: `var(--${phase})`, name: "" })),
+    x: { label: "tokens in the step", log: true },
+    y: { label: "tokens a second", log: true, format: short },
+  });
+  showNotes(data.notes);
+  showFormulas(data);
+}
+
+panel({ name: "phases", draw });
+addEventListener("resize", () => shown && draw(shown));

@@ -1,0 +1,33 @@
+"""The static files: what is sent, and what never is."""
+
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
+
+from diptych.web.assets import STATIC, asset, page_route, static_routes
+
+
+def client() -> TestClient:
+    return TestClient(Starlette(routes=[page_route("/ui", "ui/index.html"), *static_routes()]))
+
+
+def test_a_page_allows_nothing_from_other_hosts_and_no_script_of_its_own() -> None:
+    reply = client().get("/ui")
+    assert reply.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'self'" in reply.headers["content-security-policy"]
+    assert "unsafe" not in reply.headers["content-security-policy"]
+
+
+def test_a_file_is_compressed_and_not_sent_again() -> None:
+    first = client().get("/static/common/style.css")
+    assert first.headers["content-encoding"] == "gzip"
+    assert first.content == (STATIC / "common/style.css").read_bytes()
+    again = client().get("/static/common/style.css", headers={"if-none-match": first.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+    plain = client().get("/static/common/style.css", headers={"accept-encoding": "identity"})
+    assert "content-encoding" not in plain.headers and plain.content == first.content
+
+
+def test_nothing_outside_of_the_static_files_is_ever_read() -> None:
+    for name in ("", "/", "../assets.py", "common/../../assets.py", "/etc/hostname", "common", "common/absent.js"):
+        assert asset(name) is None, name
+    assert client().get("/static/%2e%2e/assets.py").status_code == 404

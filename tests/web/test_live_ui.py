@@ -1,0 +1,276 @@
+"""The live page in a real browser, against a real 1P1D server and against the make-believe model."""
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from servers import CLI, RunningServer, fake_server, running, wait_until
+from watching import PHONE, chromium, overflow, serious_findings, watched
+
+SPLIT = {"fleet": {"prefill": 1, "decode": 1, "disaggregate": "always"}, "step_ms": 4, "tokens_per_s": 20_000}
+REAL = ("serve", "--prefill", "1", "--decode", "1", "--port", "0", "--kv-cache-memory", "64MiB", "--threads", "1")
+KEY = "correct horse"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def split() -> Iterator[RunningServer]:
+    """A fast make-believe server with a prefill and a decode worker."""
+    with fake_server(**SPLIT) as one:
+        yield one
+
+
+def text(page: Any, selector: str) -> str:
+    return str(page.locator(selector).inner_text())
+
+
+def wait_live(page: Any) -> None:
+    page.locator("#connection", has_text="live").wait_for()
+    page.locator("#send-streams:enabled").wait_for()
+
+
+def request_rows(page: Any) -> list[str]:
+    return list(page.locator("#requests button").all_inner_texts())
+
+
+def model(page: Any, expression: str) -> Any:
+    return page.evaluate(f"(() => {{ const {{ model }} = diptych.view; return {expression}; }})()")
+
+
+def address(page: Any) -> str:
+    return str(page.evaluate("location.search"))
+
+
+def test_a_real_split_server_is_shown_as_it_works(browser: Any, tmp_path: Path) -> None:
+    with running((*CLI, *REAL)) as server, watched(browser, f"{server.url}/ui?long=1024") as page:
+        wait_live(page)
+        assert "stdlib-python" in text(page, "#model")
+        page.click("#send-streams")
+        wait_until(lambda: len(request_rows(page)) == 4)
+        page.click("#send-long")
+        page.click("#send-short")
+        wait_until(lambda: {"Long prompt 1", "Short prompt 1", "Stream 1"} <= set(request_rows(page)))
+        wait_until(lambda: "done" in text(page, "#requests tr:has-text('Long prompt')"))
+        assert model(page, "[...model.lanes.values()].map((lane) => lane.label)") == [
+            "Worker 0 · prefill",
+            "Worker 1 · decode",
+        ]
+        assert model(page, "model.lanes.get(1).length") > 50
+        assert model(page, "[...model.requests.values()].filter((one) => one.delivered).length") > 0
+        page.get_by_role("button", name="Short prompt 1").click()
+        wait_until(lambda: "24 answer tokens" in text(page, "#request-name"))
+        assert "Computing the prompt" in text(page, "#request")
+        assert page.locator("#request pre").inner_text().strip()
+        wait_until(lambda: "tok/s" in text(page, "#tile-tokens"))
+        assert "ready" in text(page, "#workers tr:nth-child(2)")
+        with page.expect_download() as download:
+            page.click("#perfetto")
+        download.value.save_as(tmp_path / "trace.json")
+        assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        page.click("#stop")
+        page.locator("#stop:disabled").wait_for()
+        wait_until(lambda: server.metrics()["vllm:num_requests_running"] == 0)
+
+
+def test_a_stream_that_waits_for_a_prompt_is_shown_as_stalled_with_the_reason(browser: Any) -> None:
+    settings = {"step_ms": 4, "tokens_per_s": 5000, "scheduler": {"budget": {"kind": "whole"}}}
+    with fake_server(**settings) as server, watched(browser, f"{server.url}/ui?long=2048&span=4") as page:
+        wait_live(page)
+        page.click("#send-streams")
+        wait_until(lambda: len(request_rows(page)) == 4)
+        page.click("#send-long")
+        wait_until(lambda: "done" in text(page, "#requests tr:has-text('Long prompt')"))
+        page.get_by_role("button", name="Pause").click()
+        place = page.evaluate(
+            """() => {
+              const { view, sender } = diptych;
+              const row = view.rows.find((one) => one.request && sender.nameOf(one.request) === "Stream 2");
+              const { times } = row.request;
+              let worst = 1;
+              times.forEach((time, at) => at && time - times[at - 1] > times[worst] - times[worst - 1] && (worst = at));
+              view.setRange(times[worst - 1] - 1e9, times[worst] + 1e9);
+              const middle = (times[worst - 1] + times[worst]) / 2;
+              const x = view.gutter + ((middle - view.t0) / view.span) * (view.width - view.gutter);
+              return { x, y: row.y + row.height / 2, stalled: row.request.isStalled(worst, 0) };
+            }"""
+        )
+        assert place["stalled"]
+        page.wait_for_timeout(100)
+        canvas = page.locator(".timeline canvas")
+        canvas.hover(position={"x": place["x"], "y": place["y"]})
+        assert "stalled" in text(page, ".timeline-tip")
+        assert "prompt tokens of Long prompt 1" in text(page, ".timeline-tip")
+        canvas.click(position={"x": place["x"], "y": place["y"]})
+        wait_until(lambda: text(page, "#request-name").startswith("Stream 2"))
+        assert "was computing" in text(page, "#request")
+        assert text(page, "#verdict-value").endswith("×")
+
+
+def test_every_control_does_what_it_says_and_the_address_keeps_it(browser: Any, split: RunningServer) -> None:
+    with watched(browser, f"{split.url}/ui") as page:
+        wait_live(page)
+        for selector, value, kept in (("#ttft-objective", "500", "ttft=500"), ("#gap-objective", "40", "gap=40")):
+            page.fill(selector, value)
+            wait_until(lambda kept=kept: kept in address(page))
+        page.select_option("#long-tokens", "512")
+        assert "long=512" in address(page)
+        page.click("#send-short")
+        wait_until(lambda: "Short prompt 1" in request_rows(page))
+        wait_until(lambda: "met their objectives" in text(page, "#tile-goodput"))
+        page.get_by_role("button", name="Zoom in").click()
+        page.get_by_role("button", name="Zoom out").click()
+        page.get_by_role("button", name="Zoom out").click()
+        wait_until(lambda: "span=12.8" in address(page))
+        page.get_by_role("button", name="Show all that is held").click()
+        assert not page.evaluate("diptych.view.following")
+        page.get_by_role("button", name="Follow what happens").click()
+        assert page.evaluate("diptych.view.following")
+        page.get_by_role("button", name="Show a row for each request").click()
+        assert "requests=0" in address(page)
+        page.click("text=As a table")
+        wait_until(lambda: "Worker 1 · decode" in text(page, ".timeline table"))
+        page.click("#theme")
+        assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+        page.reload()
+        wait_live(page)
+        assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+        assert page.input_value("#ttft-objective") == "500"
+        assert page.input_value("#long-tokens") == "512"
+        assert page.evaluate("[diptych.view.showRequests, diptych.view.span]") == [False, 12.8e9]
+
+
+def test_the_timeline_is_moved_and_read_with_the_keyboard_alone(browser: Any, split: RunningServer) -> None:
+    with watched(browser, f"{split.url}/ui") as page:
+        wait_live(page)
+        page.click("#send-short")
+        wait_until(lambda: request_rows(page))
+        canvas = page.locator(".timeline canvas")
+        canvas.focus()
+        before = page.evaluate("diptych.view.span")
+        page.keyboard.press("+")
+        assert page.evaluate("diptych.view.span") < before
+        page.keyboard.press("Space")
+        assert not page.evaluate("diptych.view.following")
+        page.keyboard.press("0")
+        page.keyboard.press("ArrowDown")
+        spoken = page.locator(".timeline > [aria-live]")
+        wait_until(lambda: "Worker 0" in spoken.text_content())
+        page.keyboard.press("ArrowDown")
+        wait_until(lambda: "Worker 1" in spoken.text_content())
+        page.keyboard.press("n")
+        wait_until(lambda: "step on Worker 1" in spoken.text_content())
+        page.keyboard.press("Enter")
+        page.keyboard.press("End")
+        assert page.evaluate("diptych.view.following")
+
+
+def test_the_page_comes_back_by_itself_when_the_server_does(browser: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    settings = SPLIT | {"serve": {"port": port}}
+    gone = "ERR_"  # what the browser itself says of connections that break or are refused
+    with fake_server(**settings) as server, watched(browser, f"{server.url}/ui", lambda text: gone in text) as page:
+        wait_live(page)
+        page.click("#send-short")
+        wait_until(lambda: "Short prompt 1" in request_rows(page))
+        first_run = model(page, "model.header.run_id")
+        server.terminate()
+        page.locator("#connection", has_text="reconnecting").wait_for()
+        with fake_server(**settings):
+            wait_live(page)
+            wait_until(lambda: model(page, "model.header.run_id") != first_run)
+            page.click("#send-short")
+            wait_until(lambda: request_rows(page) == ["Short prompt 2"])
+
+
+def test_a_server_with_a_key_is_watched_with_that_key_only(browser: Any) -> None:
+    settings = SPLIT | {"serve": {"api_keys": [KEY]}}
+    with fake_server(**settings) as server, watched(browser, f"{server.url}/ui", lambda text: "401" in text) as page:
+        page.locator("#key-dialog[open]").wait_for()
+        page.fill("#key-input", "wrong")
+        page.keyboard.press("Enter")
+        page.locator("#connection", has_text="needs an API key").wait_for()
+        page.fill("#key-input", KEY)
+        page.keyboard.press("Enter")
+        wait_live(page)
+        page.click("#send-short")
+        wait_until(lambda: "Short prompt 1" in request_rows(page))
+        assert KEY not in page.url
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", ["desktop", "phone"])
+def test_people_who_see_hear_or_type_find_everything(
+    browser: Any, split: RunningServer, scheme: str, size: str
+) -> None:
+    context = {"color_scheme": scheme, **({"viewport": PHONE, "has_touch": True} if size == "phone" else {})}
+    with watched(browser, f"{split.url}/ui?ttft=500&gap=40", **context) as page:
+        wait_live(page)
+        page.click("#send-streams")
+        page.click("#send-long")
+        wait_until(lambda: len(request_rows(page)) >= 5)
+        page.click("text=As a table")
+        assert overflow(page) == 0
+        assert serious_findings(page) == []
+        ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert ground == ("rgb(245, 246, 249)" if scheme == "light" else "rgb(13, 17, 23)")
+        page.click("#stop")
+
+
+def test_who_decodes_is_rebuilt_from_the_changes_that_records_tell(browser: Any, split: RunningServer) -> None:
+    header = {
+        "kind": "header", "run_id": "a", "unix_ns_at_zero": 0, "now_ns": 0, "first_sequence": 1, "next_sequence": 1,
+        "workers": {"0": {"state": "ready", "role": "both"}}, "decoding": {"0": ["x"]},
+    }  # fmt: skip
+
+    def step(sequence: int, start: int, end: int, decodes: int, **more: Any) -> dict[str, Any]:
+        phase = ("mixed" if decodes else "prefill") if "prefills" in more else "decode"
+        return {
+            "kind": "step", "sequence": sequence, "worker": 0, "step_id": sequence, "start_ns": start, "end_ns": end,
+            "phase": phase, "num_decodes": decodes, "decode_context": 9, "predicted_ns": 0, **more,
+        }  # fmt: skip
+
+    records = [
+        header,
+        step(1, 0, 10, 1),
+        step(2, 10, 40, 0, prefills=[["y", 0, 64]]),
+        {"kind": "request", "sequence": 3, "worker": 0, "time_ns": 40, "what": "first_token", "request_id": "y"},
+        step(4, 40, 50, 2, joined=["y"]),
+        step(4, 40, 50, 2),  # read twice: passed over
+        step(5, 50, 60, 1, left=["x"]),
+        {"kind": "gap", "first": 6, "last": 8, "decoding": {"0": ["x", "y"]}},
+        step(9, 90, 110, 2, num_steps=2),
+    ]
+    with watched(browser, f"{split.url}/ui") as page:
+        found = page.evaluate(
+            """async (records) => {
+              const { TimelineModel } = await import("/static/common/timeline-model.js");
+              const model = new TimelineModel({ floorNs: 5 });
+              model.add(records);
+              const seen = [...model.requests.values()].map((one) => [one.id, one.times]);
+              model.add([{ ...records[0], run_id: "b", decoding: {} }]);
+              return [seen, model.requests.size, model.lanes.get(0).length];
+            }""",
+            records,
+        )
+    assert found == [[["x", [10, 50, 100, 110]], ["y", [40, 50, 60, 100, 110]]], 0, 0]
+
+
+def test_the_whole_page_is_small(browser: Any, split: RunningServer) -> None:
+    with watched(browser, f"{split.url}/ui") as page:
+        wait_live(page)
+        files = page.evaluate(
+            """() => [...performance.getEntriesByType("navigation"), ...performance.getEntriesByType("resource")]
+              .filter((one) => one.name.includes("/static/") || one.entryType === "navigation")
+              .map((one) => one.decodedBodySize)"""
+        )
+    assert 15 <= len(files) <= 30
+    assert sum(files) <= 300_000
