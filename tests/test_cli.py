@@ -109,13 +109,17 @@ def test_the_commands() -> None:
         "serve",
         "generate",
         "version",
+        "bench",
         "calibrate",
         "replay",
         "simulate",
+        "guide",
     ]
 
 
-@pytest.mark.parametrize("command", ["serve", "generate", "version", "calibrate", "replay", "simulate"])
+@pytest.mark.parametrize(
+    "command", ["serve", "generate", "version", "bench", "calibrate", "replay", "simulate", "guide"]
+)
 def test_every_command_has_help(command: str) -> None:
     result = CliRunner().invoke(cli.app, [command, "--help"])
     assert result.exit_code == 0

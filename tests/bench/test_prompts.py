@@ -6,8 +6,14 @@ import pytest
 
 from diptych.bench.prompts import WORDS, PromptMaker, as_text
 from diptych.control.errors import ConfigError
-from diptych.simulation.workload.config import LengthConfig, LengthsConfig, PrefixConfig, SessionConfig, WorkloadConfig
-from diptych.simulation.workload.config import build
+from diptych.simulation.workload.config import (
+    LengthConfig,
+    LengthsConfig,
+    PrefixConfig,
+    SessionConfig,
+    WorkloadConfig,
+    build,
+)
 from diptych.simulation.workload.spec import ClosedLoop, RequestSpec
 
 SPEC = RequestSpec(arrival_ns=0, prompt_tokens=100, output_tokens=8, hash_ids=(7, 8, 9), hash_block_tokens=32)

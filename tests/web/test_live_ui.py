@@ -151,7 +151,7 @@ def test_the_timeline_is_moved_and_read_with_the_keyboard_alone(browser: Any, sp
     with watched(browser, f"{split.url}/ui") as page:
         wait_live(page)
         page.click("#send-short")
-        wait_until(lambda: request_rows(page))
+        wait_until(lambda: "done" in text(page, "#requests"))
         canvas = page.locator(".timeline canvas")
         canvas.focus()
         before = page.evaluate("diptych.view.span")

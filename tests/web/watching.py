@@ -51,9 +51,11 @@ def watched(
     page.on("request", on_request)
     page.on("pageerror", lambda error: problems.append(f"error: {error}"))
     page.on("console", lambda message: message.type in ("error", "warning") and problems.append(message.text))
-    page.goto(url)
-    yield page
-    own.close()
+    try:
+        page.goto(url)
+        yield page
+    finally:
+        own.close()
     assert [one for one in problems if not expected(one)] == []
 
 

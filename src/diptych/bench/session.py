@@ -26,7 +26,6 @@ from diptych.simulation.workload.config import WorkloadConfig, build
 from diptych.simulation.workload.spec import ClosedLoop, RequestSpec
 
 Result = TypeVar("Result")
-SETTLE_S = 0.5
 MIN_REQUESTS = 60  # of a run of a search, if they come within four times its length; fewer say little about 90 %
 FEW_REQUESTS = 20
 
@@ -47,7 +46,8 @@ class Ramp:
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig:
     """slo: for requests that name none. warm_up: requests before the first that counts. salt: which texts the prompts
-    are; equal salts and seeds give equal prompts. None: new ones, so that nothing of them is cached."""
+    are; equal salts and seeds give equal prompts. None: new ones, so that nothing of them is cached.
+    settle_s: pause between two runs."""
 
     target: TargetConfig
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
@@ -57,6 +57,7 @@ class BenchConfig:
     ramp: Ramp | None = None
     warm_up: int = 4
     salt: str | None = None
+    settle_s: float = 0.5
 
     def __post_init__(self) -> None:
         if self.warm_up < 0:
@@ -178,7 +179,7 @@ class Session:
     async def settle(self) -> None:
         """Wait until the server has time again: hung-up requests leave it, then it answers a short prompt."""
         if not self.stop.is_set():
-            await asyncio.sleep(SETTLE_S)
+            await asyncio.sleep(self.config.settle_s)
             await self.target.ask(self.target.prompt_maker(f"{self.salt}/settle/{self._num_runs}").fresh("", 16), 1)
 
     async def warm_up(self) -> None:

@@ -191,7 +191,7 @@ def _notes(query: DisaggregatedQuery, data: dict[str, Any], measures: dict[str, 
         )
     if apart["attainment"] < together["attainment"]:
         notes.append(
-            "Here the pools are no gain: one of them has too much to do while the other idles. Add a worker to the busy "
-            "one, or change the load."
+            "Here the pools are no gain: one of them has too much to do while the other idles. Add a worker to the "
+            "busy one, or change the load."
         )
     return notes

@@ -99,8 +99,8 @@ def machine(model: str, hardware: str, num_gpus: int = 0, weight_bits: int = 0) 
         bits = weight_bits or WEIGHT_BITS[-1]
         where = f"{num_gpus or f'up to {SIZES[-1]}'} x {device.name} ({device.memory_bytes / 1e9:.0f} GB each)"
         raise ConfigError(
-            f"{spec.name} does not fit on {where}: its weights are {spec.weight_bytes(bits) / 1e9:.0f} GB at {bits} bits; "
-            "choose more or larger GPUs, fewer bits, or a smaller model",
+            f"{spec.name} does not fit on {where}: its weights are {spec.weight_bytes(bits) / 1e9:.0f} GB at {bits} "
+            "bits; choose more or larger GPUs, fewer bits, or a smaller model",
             param="model",
         )
     choice = choose_cost(
@@ -126,8 +126,8 @@ def _smallest_with(model: ModelSpec, hardware: Hardware, num_gpus: int, weight_b
 
 
 def step_ns(cost: CostModel, chunk: tuple[int, int] | None, decode_seqs: int, decode_context: int) -> int:
-    """Duration of one step: the last chunk (first token, tokens) of a prompt, if any, and so many decodes that attend to
-    ``decode_context`` tokens together."""
+    """Duration of one step: the last chunk (first token, tokens) of a prompt, if any, and so many decodes that attend
+    to ``decode_context`` tokens together."""
     start, num_tokens = chunk or (0, 0)
     features = StepFeatures(num_tokens, chunk_attention(start, num_tokens), decode_seqs, decode_context)
     prefills = (ScheduledPrefill("prompt", start, num_tokens, (), is_last=True),) if num_tokens else ()

@@ -52,7 +52,7 @@ class Work:
 
 
 def matrix_work(model: ModelSpec, num_tokens: int, num_sampled: int, weight_bits: int) -> Work:
-    """All matrix products of a step: 2 FLOP per active parameter and token; every weight that is touched is read once."""
+    """All matrix products of a step: 2 FLOP per active parameter and token; each weight touched is read once."""
     flop = 2.0 * (model.layer_parameters(active=True) * num_tokens + model.head_parameters * num_sampled)
     weights = model.layer_parameters() - untouched_parameters(model, num_tokens)
     return Work(flop, weights * weight_bits / 8 + model.head_parameters * 2.0)
