@@ -134,14 +134,14 @@ class ServerProcess:
                 values[name.split("{")[0]] += float(value)
         return dict(values)
 
-    def has_every_role(self) -> bool:
-        """Whether of each role at least one worker serves."""
+    def roles(self) -> dict[str, list[bool]]:
+        """Which workers of each role serve."""
         with urllib.request.urlopen(self.url + "/metrics", timeout=10) as reply:
             text = reply.read().decode()
-        up: Counter[str] = Counter()
+        roles: dict[str, list[bool]] = {}
         for role, value in re.findall(r'^diptych:worker_up\{.*role="(\w+)".*\} (\S+)$', text, re.MULTILINE):
-            up[role] += int(float(value))
-        return bool(up) and all(up.values())
+            roles.setdefault(role, []).append(float(value) > 0)
+        return roles
 
     def workers(self) -> list[int]:
         """Process ids of the workers."""
@@ -242,7 +242,7 @@ async def client(port: int, cases: list[Case], rng: random.Random, over: asyncio
 async def until_every_role_is_there(server: ServerProcess) -> None:
     """Return when a request can be handed off."""
     end = time.monotonic() + READY_TIMEOUT_S
-    while not await asyncio.to_thread(server.has_every_role):
+    while not all(any(up) for up in (await asyncio.to_thread(server.roles)).values()):
         if time.monotonic() > end:
             raise RuntimeError("the workers did not come back")
         await asyncio.sleep(0.1)
@@ -296,6 +296,7 @@ def settle(server: ServerProcess, timeout_s: float = 60.0) -> dict[str, float]:
             name: metrics.get(name, 0.0)
             for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
         }
+        busy["workers that are gone"] = sum(not up for ups in server.roles().values() for up in ups)
         if not any(busy.values()) or time.monotonic() > end:
             return busy
         time.sleep(0.2)
@@ -338,6 +339,8 @@ def main() -> None:
         "complete": outcome.num_complete,
         "wrong": outcome.num_wrong,
         "refused": outcome.num_refused,
+        "handoffs": int(metrics["diptych:handoffs_total"]),
+        "retries": int(metrics["diptych:request_retries_total"]),
         "longest pause p50 s": round(percentile(outcome.pauses, 50), 2),
         "longest pause max s": round(max(outcome.pauses, default=0.0), 2),
         "busy after": sum(left.values()),

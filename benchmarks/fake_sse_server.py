@@ -22,7 +22,7 @@ from typing import Any
 
 import uvloop
 
-PACE = {"ttft_ms": 5.0, "itl_ms": 2.0, "batch": 1}
+PACE: dict[str, Any] = {"ttft_ms": 5.0, "itl_ms": 2.0, "batch": 1}
 
 
 class Answers:
@@ -30,7 +30,7 @@ class Answers:
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
-        self.num_busy = 0
+        self.num_busy = self.num_given = 0
         self.waiting: deque[Answer] = deque()
 
     def enter(self, answer: "Answer") -> None:
@@ -43,6 +43,7 @@ class Answers:
 
     def leave(self) -> None:
         """One is over."""
+        self.num_given += 1
         self.num_busy -= 1
         while self.waiting and (not self.slots or self.num_busy < self.slots):
             following = self.waiting.popleft()
@@ -165,7 +166,9 @@ class Connection(asyncio.Protocol):
     def on_request(self, path: str, raw: bytes) -> None:
         """A whole request."""
         if not raw:
+            counts = {"answers": self.shared.num_given}
             replies = {"/v1/models": {"data": [{"id": "fake", "max_model_len": 1 << 20}]}, "/version": {"version": "0"}}
+            replies |= {"/answers": counts, "/health": {"status": "ok"}}
             self.reply(200 if path in replies else 404, replies.get(path, {"error": {"message": f"no {path}"}}))
             return
         body = json.loads(raw)
@@ -195,5 +198,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--slots", type=int, default=0)
+    parser.add_argument("--pace", type=json.loads, default={}, help="of requests that name none, as JSON")
     options = parser.parse_args()
+    PACE.update(options.pace)
     uvloop.run(serve(options.port, options.slots))

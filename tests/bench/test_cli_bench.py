@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,12 @@ SMALL = ("--rate", "200", "--num-requests", "20", "--prompt-tokens", "16", "--ou
 def invoke(url: str, *arguments: str) -> Any:
     """Run ``diptych bench`` here."""
     return CliRunner().invoke(cli.app, ["bench", "--url", url, *FAKE, *arguments])
+
+
+def answers(url: str) -> int:
+    """How many the server has given so far."""
+    with urllib.request.urlopen(f"{url}/answers") as reply:
+        return int(json.load(reply)["answers"])
 
 
 def test_a_run_prints_its_tables_and_writes_its_files(url: str, tmp_path: Path) -> None:
@@ -73,7 +80,9 @@ def test_an_interrupt_ends_a_run_and_reports_what_was_measured(url: str) -> None
         stdout=subprocess.PIPE,
         text=True,
     )
-    time.sleep(1.5)
+    before = answers(url)
+    while answers(url) < before + 20:
+        time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     printed, _ = process.communicate(timeout=20)
     assert process.returncode == 0

@@ -11,7 +11,8 @@ from servers import CLI, RunningServer, fake_server, running, wait_until
 from watching import PHONE, chromium, overflow, serious_findings, watched
 
 SPLIT = {"fleet": {"prefill": 1, "decode": 1, "disaggregate": "always"}, "step_ms": 4, "tokens_per_s": 20_000}
-REAL = ("serve", "--prefill", "1", "--decode", "1", "--port", "0", "--kv-cache-memory", "64MiB", "--threads", "1")
+SHAPE = ("--prefill", "1", "--decode", "1", "--disaggregate", "always", "--threads", "1")
+REAL = ("serve", "--port", "0", "--kv-cache-memory", "64MiB", *SHAPE)
 KEY = "correct horse"
 
 
@@ -151,7 +152,8 @@ def test_the_timeline_is_moved_and_read_with_the_keyboard_alone(browser: Any, sp
     with watched(browser, f"{split.url}/ui") as page:
         wait_live(page)
         page.click("#send-short")
-        wait_until(lambda: "done" in text(page, "#requests"))
+        wait_until(lambda: "Short prompt 1" in request_rows(page))
+        wait_until(lambda: "done" in text(page, "#requests tr:has-text('Short prompt 1')"))
         canvas = page.locator(".timeline canvas")
         canvas.focus()
         before = page.evaluate("diptych.view.span")

@@ -22,13 +22,14 @@ from diptych.control.events import (
     StepFinished,
 )
 from diptych.control.slo import NS_PER_MS
-from diptych.simulation.results import SimulationResult
-from diptych.simulation.run import simulate_with_log
+from diptych.simulation.cluster import Cluster
+from diptych.simulation.event_log import EventLog
+from diptych.simulation.results import RequestTable
 from diptych.simulation.scenario import Scenario
 from diptych.simulation.workload.spec import ClosedLoop, RequestSpec, Workload
-from diptych.timeline.lanes import phase_of
+from diptych.timeline.lanes import phase_of, time_of
 from diptych.timeline.records import Record, TransferRecord, WorkerRecord, request_record, split_leg_id, step_record
-from diptych.timeline.roster import NOBODY, Changes, Roster
+from diptych.timeline.roster import Roster
 
 VERSION = 1
 STREAM = "stream"  # the kind of requests that are being answered when a scenario begins
@@ -91,7 +92,7 @@ class Playback:
     """What a scenario gave. lines: by name, in order of arrival."""
 
     scenario: Scenario
-    result: SimulationResult
+    table: RequestTable
     records: list[Record]
     lines: dict[str, Line]
 
@@ -134,11 +135,11 @@ class Playback:
         return max((record.end_ns for record in self.records if hasattr(record, "end_ns")), default=0)
 
     def _rows(self) -> list[int]:
-        table = self.result.requests
+        table = self.table
         return sorted(range(len(table)), key=lambda row: table.number[row])
 
     def _request(self, row: int) -> dict[str, Any]:
-        table = self.result.requests
+        table = self.table
         line = list(self.lines.values())[table.number[row]]
         tpot_ns = table.tpot_ns(row)
         return {
@@ -161,13 +162,29 @@ class Playback:
         }
 
 
+class StepLog(EventLog):
+    """Every step as an event of its own, where the usual log holds a run of decode steps as one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._events: list[tuple[int, Event]] = []
+
+    def extend(self, replica: int, events: list[Event]) -> None:
+        """See EventLog."""
+        self._events.extend((replica, event) for event in events)
+
+    def __iter__(self) -> Iterator[tuple[int, Event]]:
+        return iter(sorted(self._events, key=lambda entry: (time_of(entry[1]), entry[0])))
+
+
 def play(scenario: Scenario, names: Sequence[str], arrivals_ns: Sequence[int]) -> Playback:
     """Simulate and write down what happened. names, arrivals_ns: of the requests, in order of arrival."""
-    result, log = simulate_with_log(replace(scenario, record_events=True))
-    assert log is not None
+    cluster = Cluster(replace(scenario, record_events=False, fast_forward=False))
+    log = cluster.log = StepLog()
+    cluster.run()
     lines = {name: Line(name, arrival) for name, arrival in zip(names, arrivals_ns, strict=True)}
     writer = _Writer({str(number): name for number, name in enumerate(names)}, lines, scenario)
-    return Playback(scenario, result, writer.write(list(log)), lines)
+    return Playback(scenario, cluster.collector.requests, writer.write(list(log)), lines)
 
 
 def _specs(workload: Workload | ClosedLoop) -> list[RequestSpec]:
@@ -207,8 +224,7 @@ class _Writer:
         """Records in order of time."""
         lives = list(self._lives())
         for worker, event in log:
-            now = event.end_ns if isinstance(event, StepFinished) else event.time_ns
-            while lives and lives[0].time_ns <= now:
+            while lives and lives[0].time_ns <= time_of(event):
                 self._life(lives.pop(0))
             if isinstance(event, BlocksStored | BlocksEvicted):
                 continue
@@ -239,21 +255,18 @@ class _Writer:
         return self._rosters.setdefault(worker, Roster())
 
     def _step(self, worker: int, step: StepFinished) -> None:
-        """One record for each of the steps that the log holds as one."""
         roster = self._roster(worker)
-        for one in single_steps(step):
-            changes: Changes = roster.step(one) if roster is not None else NOBODY
-            self._records.append(step_record(self._next, worker, one, changes))
-            phase = phase_of(one)
-            for leg_id, start, num_tokens in one.prefills:
-                self._line(leg_id).add("prefill", one.start_ns, one.end_ns, worker)
-                self._chunks.setdefault(leg_id, (one.end_ns, worker))
-                self._computed[leg_id] = start + num_tokens
-            for leg_id in roster.members:
-                line = self._line(leg_id)
-                line.add(phase if one.num_decodes else "stalled", one.start_ns, one.end_ns, worker)
-                if one.num_decodes:
-                    line.stamps.append(one.end_ns)
+        self._records.append(step_record(self._next, worker, step, roster.step(step)))
+        for leg_id, start, num_tokens in step.prefills:
+            self._line(leg_id).add("prefill", step.start_ns, step.end_ns, worker)
+            self._chunks.setdefault(leg_id, (step.end_ns, worker))
+            self._computed[leg_id] = start + num_tokens
+        phase = phase_of(step) if step.num_decodes else "stalled"
+        for leg_id in roster.members:
+            line = self._line(leg_id)
+            line.add(phase, step.start_ns, step.end_ns, worker)
+            if step.num_decodes:
+                line.stamps.append(step.end_ns)
 
     def _milestone(self, worker: int, event: Any) -> None:
         roster, leg_id = self._roster(worker), event.request_id
@@ -314,21 +327,3 @@ class _Writer:
     @property
     def _next(self) -> int:
         return len(self._records) + 1
-
-
-def single_steps(step: StepFinished) -> Iterator[StepFinished]:
-    """The steps that an event stands for, of equal length (in truth each is longer than the one before by what one more
-    token of context costs, a few parts in a million)."""
-    count, begin, whole = step.num_steps, step.start_ns, step.end_ns - step.start_ns
-    if count == 1:
-        yield step
-        return
-    for index in range(count):
-        yield replace(
-            step,
-            step_id=step.step_id + index,
-            start_ns=begin + whole * index // count,
-            end_ns=begin + whole * (index + 1) // count,
-            decode_context=step.decode_context + index * step.num_decodes,
-            num_steps=1,
-        )

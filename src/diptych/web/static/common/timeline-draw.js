@@ -1,6 +1,6 @@
 /**
  * Draws a TimelineModel on a canvas: cells of steps, states, transfers, requests and the time axis. Reads, never changes.
- * Cells that are narrower than a pixel are gathered into columns of their most frequent phase.
+ * Cells go through timeline-rows.js, so that ten thousand of them cost no more than a hundred.
  */
 
 import { PHASES, firstAbove } from "./timeline-model.js";
@@ -8,6 +8,7 @@ import { token } from "./theme.js";
 import { duration, short } from "./format.js";
 
 export const AXIS = 24;
+const MIXED = PHASES.indexOf("mixed");
 const NAMES = ["prefill", "decode", "mixed", "transfer", "idle", "stalled"];
 const INKS = NAMES.map((name) => `${name}Ink`);
 const STEPS_NS = [1, 2, 5].flatMap((unit) => [...Array(11).keys()].map((power) => unit * 10 ** power)).sort((a, b) => a - b)
@@ -18,6 +19,7 @@ export function palette(context, ratio) {
   const colours = {};
   for (const name of [...NAMES, "text", "muted", "line", "surface", "sunken", "accent", "bad"]) colours[name] = token(`--${name}`);
   colours.accentSoft = token("--accent-soft");
+  colours.idleLane = token("--idle-lane");
   for (const name of NAMES) colours[`${name}Ink`] = token(`--${name}-ink`);
   const pattern = (draw, size = 6) => {
     const tile = document.createElement("canvas");
@@ -58,47 +60,23 @@ export function palette(context, ratio) {
 
 const mix = (colour, alpha) => `color-mix(in srgb, ${colour} ${alpha * 100}%, transparent)`;
 
-/** Rectangles by phase, painted in one go: changing the colour is what costs. */
-class Batches {
-  constructor() {
-    this.lists = PHASES.map(() => []);
-  }
-
-  add(phase, x, y, width, height) {
-    this.lists[phase].push(x, y, width, height);
-  }
-
-  paint(pen, colours) {
-    this.lists.forEach((list, phase) => {
-      pen.fillStyle = colours[PHASES[phase]];
-      for (let at = 0; at < list.length; at += 4) pen.fillRect(list[at], list[at + 1], list[at + 2], list[at + 3]);
-      const pattern = colours.patterns[PHASES[phase]];
-      if (!pattern) return;
-      pen.fillStyle = pattern;
-      for (let at = 0; at < list.length; at += 4) if (list[at + 2] > 5) pen.fillRect(list[at], list[at + 1], list[at + 2], list[at + 3]);
-    });
-  }
-}
-
-/** One frame. view: {t0, t1, width, height, gutter, top (scrolled by), rows, colours, hovered, selected, clock}. */
+/**
+ * One frame. view: {t0, t1, width, height, gutter, ratio, top (scrolled by), shown (rows), rows (CellRows), colours,
+ * fonts, ticks, edge, hoveredRow, selectedRow}.
+ */
 export function drawFrame(pen, model, view) {
-  const { width, height, gutter, colours, rows, top, t0, t1 } = view;
+  const { width, height, gutter, colours, top, t0, t1 } = view;
   const scale = (width - gutter) / (t1 - t0);
   const at = { ...view, scale, x: (time) => gutter + (time - t0) * scale };
   pen.fillStyle = colours.surface;
   pen.fillRect(0, 0, width, height);
-  const shown = rows.filter((row) => row.y + row.height > top + AXIS && row.y < top + height);
+  const shown = view.shown.filter((row) => row.y + row.height > top + AXIS && row.y < top + height);
   pen.save();
   pen.beginPath();
   pen.rect(gutter, AXIS, width - gutter, height - AXIS);
   pen.clip();
   drawGrid(pen, at, height);
-  const batches = new Batches();
-  const labels = [];
-  for (const row of shown) if (row.kind === "lane") drawLane(pen, row, at, batches, labels);
-  batches.paint(pen, colours);
-  for (const row of shown) if (row.kind === "lane") drawOverlays(pen, row, at);
-  drawLabels(pen, labels, colours);
+  drawLanes(pen, shown.filter((row) => row.kind === "lane"), at);
   for (const row of shown) if (row.kind === "request") drawRequest(pen, model, row, at);
   drawTransfers(pen, model, shown, at);
   pen.restore();
@@ -152,44 +130,39 @@ function drawAxis(pen, at) {
   }
 }
 
-function drawLane(pen, row, at, batches, labels) {
+function drawLanes(pen, lanes, at) {
+  const { rows: cells, colours, ratio } = at;
+  const span = at.width - at.gutter;
+  cells.begin(Math.max(1, Math.round(span * ratio)), lanes.length);
+  const marks = { labels: [], mixed: [] };
+  lanes.forEach((row, number) => fillRow(cells, number, row, at, marks));
+  cells.finish();
+  pen.imageSmoothingEnabled = false;
+  lanes.forEach((row, number) => cells.paint(pen, number, at.gutter, row.y - at.top + 1, span, row.height - 2));
+  pen.fillStyle = colours.patterns.mixed;
+  for (const [left, right, y, height] of marks.mixed) pen.fillRect(left, y, right - left, height);
+  for (const row of lanes) drawOverlays(pen, row, at);
+  drawLabels(pen, marks.labels, colours);
+}
+
+function fillRow(cells, number, row, at, marks) {
   const { lane } = row;
+  const { t0, t1, x, ratio, gutter } = at;
   const y = row.y - at.top + 1;
   const height = row.height - 2;
-  const { t0, t1, x, colours } = at;
-  pen.fillStyle = colours.idle;
-  pen.globalAlpha = 0.6;
-  pen.fillRect(at.gutter, y, at.width - at.gutter, height);
-  pen.globalAlpha = 1;
   const [from, to] = lane.between(t0, t1);
-  const weights = [0, 0, 0];
-  let start = -1;
-  let end = -1;
-  const flush = () => {
-    if (start < 0) return;
-    const phase = weights[0] >= weights[1] ? (weights[0] >= weights[2] ? 0 : 2) : weights[1] >= weights[2] ? 1 : 2;
-    batches.add(phase, start, y, Math.max(end - start, 0.7), height);
-    weights.fill(0);
-    start = -1;
-  };
+  cells.clearRow();
   for (let index = from; index < to; index++) {
     const left = x(lane.starts[index]);
     const right = x(lane.ends[index]);
+    const wide = right - left;
     const phase = lane.phases[index];
-    if (right - left >= 2) {
-      flush();
-      const gap = right - left > 5 ? 1 : 0.35;
-      batches.add(phase, left, y, right - left - gap, height);
-      if (right - left > 34 && height >= 13) labels.push([lane.steps[index], phase, Math.max(left, at.gutter), Math.min(right, at.width), y + height / 2]);
-      continue;
-    }
-    if (start >= 0 && left > end + 0.8) flush();
-    if (start < 0) start = left;
-    weights[phase] += right - left;
-    end = right;
-    if (end - start >= 1) flush();
+    const gap = wide > 5 ? 1 : wide > 2 ? 0.35 : 0; // between cells, where there is room for it
+    cells.add(phase, (left - gutter) * ratio, (right - gap - gutter) * ratio);
+    if (phase === MIXED && wide > 5) marks.mixed.push([left, right - gap, y, height]);
+    if (wide > 34 && height >= 13) marks.labels.push([lane.steps[index], phase, Math.max(left, gutter), Math.min(right, at.width), y + height / 2]);
   }
-  flush();
+  cells.endRow(number);
 }
 
 function drawOverlays(pen, row, at) {

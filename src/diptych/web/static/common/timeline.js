@@ -15,7 +15,8 @@ import { duration, percent, shortId } from "./format.js";
 import { onThemeChange } from "./theme.js";
 import { AXIS, drawFrame, palette, ticks } from "./timeline-draw.js";
 import { TimelineInput } from "./timeline-input.js";
-import { TimelineModel, firstAbove } from "./timeline-model.js";
+import { PHASES, TimelineModel, firstAbove } from "./timeline-model.js";
+import { CellRows } from "./timeline-rows.js";
 import { describe } from "./timeline-words.js";
 
 const LEGEND = [
@@ -54,6 +55,7 @@ export class TimelineView extends EventTarget {
     this.selected = null; // a TimelineRequest
     this.hovered = null;
     this.showRequests = this.options.showRequests;
+    this.cells = new CellRows();
     this.drawTimes = []; // milliseconds of the newest frames
     this.numFrames = 0;
     this.#build(container);
@@ -102,8 +104,9 @@ export class TimelineView extends EventTarget {
   }
 
   follow(on = true) {
-    if (on) this.t1 = this.edge;
-    else if (this.following) this.t1 = this.edge;
+    if (on && this.spanBefore) this.span = this.spanBefore;
+    this.spanBefore = null;
+    if (on || this.following) this.t1 = this.edge;
     this.#setFollowing(on);
     this.#ranged();
   }
@@ -113,7 +116,9 @@ export class TimelineView extends EventTarget {
     const { oldest, newest } = this.model;
     if (oldest >= newest) return;
     const margin = (newest - oldest) * 0.02;
+    const before = this.spanBefore ?? this.span; // to follow with it again
     this.setRange(oldest - margin, newest + margin);
+    this.spanBefore = before;
   }
 
   /** factor < 1 comes nearer. `at`: the time that stays in its place (while following: the right edge). */
@@ -124,6 +129,7 @@ export class TimelineView extends EventTarget {
       this.t1 = fixed + ((this.t1 - fixed) * span) / this.span;
     }
     this.span = span;
+    this.spanBefore = null;
     this.#ranged();
   }
 
@@ -227,7 +233,7 @@ export class TimelineView extends EventTarget {
     if (!width) return;
     this.width = width;
     this.isNarrow = width < NARROW;
-    this.gutter = this.isNarrow ? 70 : 150;
+    this.gutter = this.isNarrow ? 92 : 150;
     this.resized = true;
     this.redraw();
   }
@@ -260,7 +266,7 @@ export class TimelineView extends EventTarget {
     const { width, gutter, rows, colours, t0, t1, fonts } = this;
     this.pen.setTransform(ratio, 0, 0, ratio, 0, 0);
     drawFrame(this.pen, this.model, {
-      t0, t1, width, height, gutter, rows, colours, fonts, edge: Math.max(this.edge, this.model.newest), top: this.scroller.scrollTop,
+      t0, t1, width, height, gutter, ratio, shown: rows, rows: this.cells, colours, fonts, edge: Math.max(this.edge, this.model.newest), top: this.scroller.scrollTop,
       ticks: ticks(t0, t1, width - gutter, clock, this.options.origin ?? 0),
       hoveredRow: rows.find((row) => row.key === this.hovered?.row?.key), selectedRow: rows.find((row) => row.request && row.request === this.selected),
     });
@@ -329,7 +335,9 @@ export class TimelineView extends EventTarget {
   #palette(ratio) {
     const family = getComputedStyle(document.body).fontFamily;
     this.fonts = { lane: `600 12px ${family}`, title: `600 12px ${family}`, small: `11px ${family}`, tiny: `9px ${family}` };
-    return { ...palette(this.pen, ratio), cellFont: `600 10.5px ${family}` };
+    const colours = { ...palette(this.pen, ratio), cellFont: `600 10.5px ${family}` };
+    this.cells.setColours(PHASES.map((phase) => colours[phase]), colours.idleLane);
+    return colours;
   }
 
   #setFollowing(on) {

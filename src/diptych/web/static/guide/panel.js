@@ -43,6 +43,7 @@ export function panel({ name, draw, live = true, onState = () => {} }) {
     writeAddress();
     onState(state());
     clearTimeout(timer);
+    if (live) results.setAttribute("aria-busy", "true");
     if (live) timer = setTimeout(refresh, wait);
   };
   form.addEventListener("input", (event) => {
@@ -52,12 +53,12 @@ export function panel({ name, draw, live = true, onState = () => {} }) {
     event.preventDefault();
     if (live) changed(0);
   });
-  $("#reset").addEventListener("click", () => {
+  $("#reset-all").addEventListener("click", () => {
     restore({});
     changed(0);
     announce("All settings are back to their defaults.");
   });
-  $("#link").addEventListener("click", () => copyLink());
+  $("#copy-link").addEventListener("click", () => copyLink());
   window.addEventListener("popstate", () => {
     readAddress();
     changed(0);
@@ -126,7 +127,7 @@ export function showTiles(tiles) {
 
 async function copyLink() {
   writeAddress();
-  const button = $("#link");
+  const button = $("#copy-link");
   try {
     await navigator.clipboard.writeText(location.href);
     button.textContent = "Copied";

@@ -31,14 +31,14 @@ export class Tiles {
   update(state, objectives) {
     const { window: recent } = state;
     const met = recent.attainment;
-    this.#set("goodput", rate(met === null ? recent.requests_per_s : recent.goodput_per_s), met === null ? "no objectives set" : `${percent(met)} met their objectives`, `${significant(recent.requests_per_s ?? 0)} requests/s ended`, met === null ? recent.requests_per_s : recent.goodput_per_s);
+    this.#set("goodput", rate(met === null ? recent.requests_per_s : recent.goodput_per_s), met === null ? "no objectives set" : `${percent(met)} met their objectives`, met === null ? "set them above" : `${significant(recent.requests_per_s ?? 0)} requests/s ended`, met === null ? recent.requests_per_s : recent.goodput_per_s);
     setText($("#tile-goodput .name"), met === null ? "Requests" : "Goodput");
     if (met !== null) this.#judge("goodput", met >= 0.9);
     this.#latency("ttft", recent.ttft, objectives.ttft);
     this.#latency("itl", recent.itl, objectives.gap);
     this.#latency("tpot", recent.tpot, objectives.gap);
     const handoffs = recent.handoffs ? `${plural(recent.handoffs, "handoff")}${recent.kv_bytes_per_s ? `, ${bytes(recent.kv_bytes_per_s)}/s` : ""}` : `${significant(recent.prompt_tokens_per_s ?? 0)} prompt tokens/s`;
-    this.#set("tokens", rate(recent.output_tokens_per_s, "tok/s"), handoffs, recent.handoff ? `handoff pause ${milliseconds(recent.handoff.p50_ms)}` : " ", recent.output_tokens_per_s);
+    this.#set("tokens", rate(recent.output_tokens_per_s, "tok/s"), handoffs, recent.handoff ? `handoff pause ${milliseconds(recent.handoff.p50_ms).replace(" ", "\u00a0")}` : " ", recent.output_tokens_per_s);
     const workers = state.workers.filter((one) => one.is_up);
     const usage = workers.length ? workers.reduce((sum, one) => sum + one.kv_usage, 0) / workers.length : 0;
     const hits = state.phases.map((one) => one.cache_hits).filter((one) => one !== null);
@@ -58,7 +58,7 @@ export class Tiles {
     parts.value.dataset.text = value;
     setText(parts.about, about);
     setText(parts.more, more);
-    parts.more.className = "about";
+    parts.about.className = parts.more.className = "about";
     const history = this.histories[name];
     history.push(spark ?? null);
     if (history.length > HISTORY) history.shift();
@@ -66,8 +66,8 @@ export class Tiles {
   }
 
   #judge(name, good) {
-    const { more } = this.parts[name];
-    more.className = `about ${good ? "good" : "bad"}`;
+    const { about, more } = this.parts[name];
+    (name === "goodput" ? about : more).className = `about ${good ? "good" : "bad"}`;
     if (name !== "goodput") setText(more, `${more.textContent} ${good ? "met" : "missed"} at p99`);
   }
 }

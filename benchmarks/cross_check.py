@@ -1,0 +1,182 @@
+"""Three load generators against one server: do guidellm, aiperf and ``diptych bench`` measure the same?
+
+    python benchmarks/cross_check.py --guidellm VENV --aiperf VENV [--url URL | --fake] [--json cross_check.json]
+
+Without --url a server with the bundled model is started; --fake takes the make-believe server, whose pace is known
+(first token after 30 ms, the others 10 ms apart) and does not depend on the machine. Each tool sends the same number of
+requests of the same lengths at the same even rate; the tools take turns. Compared: TTFT (median and mean over requests)
+from the actual sending, which is what the other two measure, and ITL as they define it: per request the time from the
+first to the last token over the tokens after the first (our TPOT), then median and mean over requests.
+Peers: pip install guidellm==0.8.* and aiperf==0.13.*, each into an environment of its own.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from common import report
+from other_load import OtherLoad
+
+from diptych.serving.options import BUNDLED_MODEL
+
+HERE = Path(__file__).parent
+PACE = {"ttft_ms": 30.0, "itl_ms": 10.0}
+COLUMNS = ("TTFT p50", "TTFT mean", "ITL p50", "ITL mean")
+
+
+@contextmanager
+def server(options: argparse.Namespace) -> Iterator[str]:
+    """The address of the server that is asked."""
+    if options.url:
+        yield options.url
+        return
+    fake = [sys.executable, str(HERE / "fake_sse_server.py"), "--pace", json.dumps(PACE)]
+    real = [str(Path(sys.executable).parent / "diptych"), "serve", "--port", "0", "--cores", "0"]
+    process = subprocess.Popen(fake if options.fake else real, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if match := re.search(r"served at (http://\S+)|(http://127\S+:\d+)", line):
+                yield (match[1] or match[2]).removesuffix("/v1")
+                break
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def on_core(command: Sequence[str]) -> list[str]:
+    """The client on the last core, so that it does not take the server's."""
+    last = (os.cpu_count() or 1) - 1
+    return ["taskset", "-c", str(last), *command] if last > 0 and shutil.which("taskset") else list(command)
+
+
+def run(command: Sequence[str], **environment: str) -> None:
+    """A client to its end. Raises CalledProcessError with what it said."""
+    done = subprocess.run(on_core(command), env={**os.environ, **environment}, capture_output=True, text=True)
+    if done.returncode:
+        sys.stderr.write(done.stdout[-2000:] + done.stderr[-2000:])
+        done.check_returncode()
+
+
+def ours(url: str, options: argparse.Namespace, folder: Path) -> dict[str, float]:
+    """``diptych bench``."""
+    records = folder / "records.jsonl"
+    run(
+        [
+            str(Path(sys.executable).parent / "diptych"), "bench", "--url", url, "--arrivals", "constant",
+            "--rate", f"{options.rate}", "--num-requests", f"{options.requests}", "--prompts", "text",
+            "--prompt-tokens", f"{options.prompt_tokens}", "--output-tokens", f"{options.output_tokens}",
+            "--records", str(records),
+        ]
+    )  # fmt: skip
+    rows = [json.loads(line) for line in records.read_text().splitlines()]
+    assert all(row["outcome"] == "completed" for row in rows), "a request failed"
+    ttft = [1e3 * (row["arrival_s"] + row["ttft_s"] - row["sent_s"]) for row in rows]
+    return figures(ttft, [1e3 * row["tpot_s"] for row in rows])
+
+
+def guidellm(url: str, options: argparse.Namespace, folder: Path) -> dict[str, float]:
+    """guidellm 0.8."""
+    path = folder / "guidellm.json"
+    shape = f"prompt_tokens={options.prompt_tokens},output_tokens={options.output_tokens}"
+    run(
+        [
+            str(options.guidellm / "bin/guidellm"), "run", "--disable-console",
+            "--backend", f"kind=openai_http,target={url},model={model_of(url)},request_format=/v1/completions",
+            "--profile", f"kind=constant,rate={options.rate}",
+            "--constraint", f"kind=max_requests,count={options.requests}",
+            "--tokenizer", f"kind=hf_auto,model={options.tokenizer}", "--data", f"kind=synthetic_text,{shape}",
+            "--output", f"kind=json,path={path}",
+        ],
+        HF_HUB_OFFLINE="1",
+    )  # fmt: skip
+    rows = json.loads(path.read_text())["benchmarks"][0]["requests"]["successful"]
+    return figures([row["time_to_first_token_ms"] for row in rows], [row["inter_token_latency_ms"] for row in rows])
+
+
+def aiperf(url: str, options: argparse.Namespace, folder: Path) -> dict[str, float]:
+    """aiperf 0.13."""
+    run(
+        [
+            str(options.aiperf / "bin/aiperf"), "profile", "-m", model_of(url), "--url", url,
+            "--endpoint-type", "completions", "--streaming", "--request-rate", f"{options.rate}",
+            "--arrival-pattern", "constant", "--request-count", f"{options.requests}",
+            "--synthetic-input-tokens-mean", f"{options.prompt_tokens}",
+            "--output-tokens-mean", f"{options.output_tokens}", "--tokenizer", str(options.tokenizer),
+            "--use-server-token-count", "--extra-inputs", "ignore_eos:true", "--artifact-dir", str(folder / "aiperf"),
+            "--ui", "none",
+        ]
+    )  # fmt: skip
+    found = json.loads((folder / "aiperf/profile_export_aiperf.json").read_text())
+    ttft, itl = found["time_to_first_token"], found["inter_token_latency"]
+    values = (ttft["p50"], ttft["avg"], itl["p50"], itl["avg"], ttft["count"])
+    return dict(zip((*COLUMNS, "requests"), values, strict=True))
+
+
+def figures(ttft: Sequence[float], itl: Sequence[float]) -> dict[str, float]:
+    """Median and mean of both, in milliseconds."""
+    values = (statistics.median(ttft), statistics.fmean(ttft), statistics.median(itl), statistics.fmean(itl), len(ttft))
+    return dict(zip((*COLUMNS, "requests"), values, strict=True))
+
+
+def model_of(url: str) -> str:
+    """The served model's name."""
+    with urllib.request.urlopen(f"{url}/v1/models") as reply:
+        return str(json.load(reply)["data"][0]["id"])
+
+
+def main() -> None:
+    """Let the tools take turns, print each run and the medians beside ours."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--guidellm", type=Path, help="its virtual environment")
+    parser.add_argument("--aiperf", type=Path, help="its virtual environment")
+    parser.add_argument("--url")
+    parser.add_argument("--fake", action="store_true")
+    parser.add_argument("--tokenizer", type=Path, default=Path(BUNDLED_MODEL).resolve())
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rate", type=float, default=4.0)
+    parser.add_argument("--requests", type=int, default=60)
+    parser.add_argument("--prompt-tokens", type=int, default=256)
+    parser.add_argument("--output-tokens", type=int, default=64)
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    tools: dict[str, Any] = {"diptych bench": ours}
+    tools |= {"guidellm": guidellm} if options.guidellm else {}
+    tools |= {"aiperf": aiperf} if options.aiperf else {}
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in tools}
+    loads = []
+    with server(options) as url, tempfile.TemporaryDirectory() as folder:
+        for number in range(options.rounds):
+            for name, measure in tools.items():
+                place = Path(folder) / f"{name}-{number}"
+                place.mkdir()
+                load = OtherLoad()
+                runs[name].append(measure(url, options, place))
+                loads.append(load.cores())
+                print(number, name, {key: round(value, 2) for key, value in runs[name][-1].items()}, file=sys.stderr)
+    rows = []
+    medians = {
+        name: {key: statistics.median(one[key] for one in found) for key in COLUMNS} for name, found in runs.items()
+    }
+    for name, values in medians.items():
+        row: dict[str, Any] = {"tool": name, **{f"{key} ms": round(value, 3) for key, value in values.items()}}
+        for key in COLUMNS:
+            row[f"{key} / ours"] = round(values[key] / medians["diptych bench"][key], 3)
+        rows.append(row)
+    kind = "fake" if options.fake else options.url or "bundled model"
+    report(f"cross-check, {kind}", rows, options.json, runs=runs, others_cores=[round(one, 2) for one in loads])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,293 @@
+"""The numbers behind the guide's pages: the panels agree with the code, with FIELD facts, and with themselves."""
+
+import json
+from typing import Any
+
+import pytest
+
+from diptych.control.errors import ConfigError
+from diptych.simulation.hardware import hardware_names
+from diptych.simulation.models import load_model
+from diptych.web.guide_app import CHAPTERS
+from diptych.web.panels import choose, chunked, disaggregated, interference, roofline, transfer
+from diptych.web.panels.cast import read_prompts
+from diptych.web.panels.query import controls, read
+
+
+def asked(module: Any, kind: Any, **query: Any) -> dict[str, Any]:
+    return module.panel(read(kind, {name: str(value) for name, value in query.items()}))
+
+
+def sent(**query: Any) -> dict[str, Any]:
+    return asked(transfer, transfer.TransferQuery, **query)
+
+
+def crossed(link: str, **query: Any) -> float:
+    """Milliseconds on paper."""
+    return sent(rate="paper", link=link, **query)["times"]["transfer_ms"]
+
+
+def test_the_kv_cache_of_llama_70b_has_671_megabytes_at_2048_tokens_and_2_68_gigabytes_at_8192() -> None:
+    assert sent(tokens=2048)["size"]["cache_bytes"] == 2 * 80 * 8 * 128 * 2048 * 2 == 671_088_640
+    assert sent(tokens=8192)["size"]["cache_bytes"] == pytest.approx(2.68e9, rel=0.002)
+
+
+def test_it_travels_21_ms_over_pcie_4_and_13_ms_over_400_gigabit_and_nvlink_900_counts_both_directions() -> None:
+    assert crossed("pcie4") == pytest.approx(21, abs=0.1)
+    assert crossed("ib400") == pytest.approx(13.4, abs=0.1)
+    assert crossed("nvlink4", gbytes=900) == pytest.approx(0.75, abs=0.01)
+    assert crossed("nvlink4") == pytest.approx(1.49, abs=0.01)
+
+
+def test_int8_halves_and_int4_quarters_what_travels_plus_scales() -> None:
+    whole = sent()["size"]["wire_bytes"]
+    assert 0.5 < sent(codec="int8")["size"]["wire_bytes"] / whole < 0.56
+    assert 0.25 < sent(codec="int4")["size"]["wire_bytes"] / whole < 0.31
+
+
+def test_a_codec_that_is_no_smaller_than_the_cache_changes_nothing() -> None:
+    assert sent(dtype="fp8", codec="int8")["size"]["wire_bytes"] == sent(dtype="fp8")["size"]["wire_bytes"]
+
+
+def test_heads_change_the_size_as_they_should() -> None:
+    own = sent()["size"]["cache_bytes"]
+    assert sent(attention="mha")["size"]["cache_bytes"] == 8 * own
+    assert sent(attention="mqa")["size"]["cache_bytes"] * 8 == own
+    assert sent(attention="gqa", kv_heads=4)["size"]["cache_bytes"] * 2 == own
+    assert sent(attention="mla")["size"]["cache_bytes"] == 80 * (512 + 64) * 2048 * 2
+
+
+def test_the_latent_of_deepseek_is_small() -> None:
+    size = sent(model="deepseek-v3", hardware="h200")["size"]["cache_bytes"]
+    assert size == load_model("deepseek-v3").kv_bytes_per_token() * 2048 == 61 * 576 * 2 * 2048
+
+
+def test_streaming_hides_all_but_the_last_chunk_and_sending_at_the_end_hides_nothing() -> None:
+    streamed, late = sent(streamed="on", chunk=256), sent(streamed="off")
+    assert late["times"]["exposed_ms"] == pytest.approx(late["times"]["transfer_ms"], rel=1e-6)
+    assert streamed["times"]["exposed_ms"] == pytest.approx(late["times"]["exposed_ms"] / 8, rel=0.01)
+
+
+def test_a_link_that_is_slower_than_the_prefill_is_called_the_bottleneck() -> None:
+    assert sent()["verdict"]["level"] == "good"
+    assert sent(streamed="off", tokens=16_384)["verdict"]["level"] == "warn"
+    verdict = sent(gbytes=1)["verdict"]
+    assert verdict["level"] == "bad"
+    assert "bottleneck" in verdict["text"]
+
+
+def test_the_ridge_of_an_h100_is_at_295_flop_per_byte() -> None:
+    assert asked(roofline, roofline.RooflineQuery)["roof"]["ridge"] == pytest.approx(295, abs=0.5)
+
+
+def test_the_intensity_of_a_prefill_is_about_its_tokens() -> None:
+    for prompt in (64, 512, 4096):
+        phase = asked(roofline, roofline.RooflineQuery, prompt=prompt)["phases"]["prefill"]
+        assert phase["intensity"] == pytest.approx(prompt, rel=0.12)
+        assert phase["bound"] == ("memory" if prompt < 295 else "compute")
+
+
+def test_a_longer_context_makes_decoding_hungrier_for_memory_and_a_larger_batch_less() -> None:
+    def intensity(**query: int) -> float:
+        return asked(roofline, roofline.RooflineQuery, **query)["phases"]["decode"]["intensity"]
+
+    assert intensity(context=32768) < intensity(context=2048) < intensity(context=16)
+    assert intensity(batch=1) < intensity(batch=16) < intensity(batch=256)
+
+
+def test_no_step_is_faster_than_the_roof_allows() -> None:
+    for hardware in ("h100-sxm", "a100-80gb", "l40s"):
+        for phase in asked(roofline, roofline.RooflineQuery, hardware=hardware, prompt=4096)["phases"].values():
+            assert phase["step_ms"] >= max(phase["compute_ms"], phase["memory_ms"])
+
+
+def test_a_long_prompt_that_runs_whole_stops_the_streams_for_its_whole_prefill() -> None:
+    found = asked(interference, interference.InterferenceQuery)
+    measures = found["measures"]
+    assert measures["stalled_ms"] >= measures["slowest"]["prefill_ms"] > 100
+    assert measures["factor"] > 10
+    stalled = [one for one in found["play"]["requests"] if one["stalled_ms"] > 100]
+    assert len(stalled) == 4
+
+
+def test_without_prompts_nobody_stands_still() -> None:
+    measures = asked(interference, interference.InterferenceQuery, prompts="")["measures"]
+    assert measures["factor"] == 1
+    assert not measures["stalled_ms"]
+
+
+def test_chunks_shorten_the_longest_gap_and_lengthen_the_long_prompt() -> None:
+    measures = asked(chunked, chunked.ChunkedQuery)["measures"]
+    assert measures["chosen"]["gap_ms"] < measures["whole"]["gap_ms"] / 10
+    assert measures["chosen"]["ttft_long_ms"] > measures["whole"]["ttft_long_ms"]
+    assert measures["chosen"]["ttft_short_ms"] < measures["whole"]["ttft_short_ms"] / 10
+
+
+def test_larger_chunks_mean_longer_gaps() -> None:
+    gaps = [point["gap_ms"] for point in asked(chunked, chunked.ChunkedQuery)["curve"]]
+    assert gaps == sorted(gaps)
+
+
+def test_chunks_sized_by_time_keep_the_objective() -> None:
+    for tpot_ms in (12, 25, 60):
+        chosen = asked(chunked, chunked.ChunkedQuery, mode="slo", tpot_ms=tpot_ms)["measures"]["chosen"]
+        assert chosen["tpot_ms"] <= tpot_ms
+        assert chosen["gap_ms"] <= 1.1 * tpot_ms  # the model learns while it predicts
+
+
+def test_a_cap_of_one_lets_long_prompts_go_one_after_the_other() -> None:
+    def overlap(**caps: int) -> bool:
+        play = asked(chunked, chunked.ChunkedQuery, prompts="200:8192:16,201:8192:16", **caps)["play"]
+        steps = [step for step in play["records"] if step["kind"] == "step"]
+        chunks = [{name for name, _, _ in step.get("prefills", ())} for step in steps]
+        first = [index for index, names in enumerate(chunks) if "long 1" in names]
+        second = [index for index, names in enumerate(chunks) if "long 2" in names]
+        return first[-1] > second[0] if first[0] < second[0] else second[-1] > first[0]
+
+    assert not overlap(partial=2, long_partial=1)
+
+
+def test_two_pools_move_every_prompt_once_and_their_transfers_weigh_what_the_model_says() -> None:
+    play = asked(disaggregated, disaggregated.DisaggregatedQuery)["play"]
+    transfers = [record for record in play["records"] if record["kind"] == "transfer"]
+    per_token = load_model("llama-3.1-8b").kv_bytes_per_token()
+    lengths = {one["name"]: one["prompt_tokens"] for one in play["requests"]}
+    assert len(transfers) == len(play["requests"]) == disaggregated.NUM_REQUESTS
+    for record in transfers:
+        assert record["num_bytes"] == lengths[record["request_id"]] * per_token
+        assert 0 <= record["exposed_ns"] <= record["end_ns"] - record["start_ns"]
+    workers = {(record["worker"], record["phase"]) for record in play["records"] if record["kind"] == "step"}
+    assert workers == {(0, "prefill"), (1, "decode")}
+
+
+@pytest.mark.parametrize("kill", [0, 1])
+def test_a_killed_worker_breaks_no_answer(kill: int) -> None:
+    found = asked(disaggregated, disaggregated.DisaggregatedQuery, kill=kill)
+    states = [record["state"] for record in found["play"]["records"] if record["kind"] == "worker"]
+    assert states == ["ready", "ready", "lost", "ready"]
+    assert found["measures"]["apart"]["completed"] == disaggregated.NUM_REQUESTS
+    assert all(one["output_tokens"] in (30, 60) for one in found["play"]["requests"])
+
+
+@pytest.mark.parametrize("shape", ["interference", "chunked", "disaggregated"])
+def test_records_tell_one_story(shape: str) -> None:
+    """Numbered without holes; steps of a worker do not overlap; every token belongs to somebody in the batch."""
+    chapter = next(one for one in CHAPTERS if one.name == shape)
+    assert chapter.panel is not None
+    play = chapter.panel(chapter.query())["play"]
+    records = play["records"]
+    assert [record["sequence"] for record in records] == list(range(1, len(records) + 1))
+    batches: dict[int, set[str]] = {}
+    ends: dict[int, int] = {}
+    tokens: dict[str, int] = {}
+    for record in records:
+        if record["kind"] == "request" and record["what"] == "first_token":
+            tokens[record["request_id"]] = tokens.get(record["request_id"], 0) + 1
+        if record["kind"] != "step":
+            continue
+        worker = record["worker"]
+        assert record["start_ns"] >= ends.get(worker, 0)
+        ends[worker] = record["end_ns"]
+        batch = batches.setdefault(worker, set())
+        batch -= set(record.get("left", ()))
+        batch |= set(record.get("joined", ()))
+        if record["num_decodes"]:
+            assert len(batch) == record["num_decodes"]
+            for name in batch:
+                tokens[name] = tokens.get(name, 0) + 1
+    assert tokens == {one["name"]: one["output_tokens"] for one in play["requests"]}
+
+
+def test_spans_of_a_request_follow_each_other_from_its_arrival_to_its_end() -> None:
+    for one in asked(disaggregated, disaggregated.DisaggregatedQuery, kill=1)["play"]["requests"]:
+        last_ns = one["arrival_ns"]
+        for _, start_ns, end_ns, _, _ in one["spans"]:
+            assert start_ns == last_ns < end_ns
+            last_ns = end_ns
+
+
+def test_choosing_says_how_far_it_is_and_ends_with_all_shapes_and_a_command() -> None:
+    query = read(choose.ChooseQuery, {"gpus": "2", "rate": "6", "prompt": "800", "output": "60"})
+    *progress, result = choose.steps(query)
+    assert [event["kind"] for event in progress] == ["progress"] * len(progress)
+    assert progress[-1]["done"] == progress[-1]["total"] == len(progress) - 1
+    assert [one["shape"] for one in result["shapes"]] == ["unified", "chunked", "disaggregated"]
+    advice = result["recommendation"]
+    assert advice["holds"]
+    assert advice["serve"].startswith("diptych serve --model ./llama-3.1-8b")
+    for one in result["shapes"]:
+        assert one["attainment"] <= 1
+        assert one["capacity_rps"] <= choose.MOST_FACTOR * 6 * 2
+
+
+def test_short_prompts_and_loose_objectives_need_no_pools() -> None:
+    advice = asked(choose, choose.ChooseQuery, gpus=2, rate=4, prompt=300, output=60, ttft_ms=2000, tpot_ms=100)[
+        "recommendation"
+    ]
+    assert advice["shape"] == "chunked"
+    assert advice["serve"].endswith("--shape chunked --both 2")
+
+
+def test_one_gpu_cannot_be_two_pools_and_the_page_says_so() -> None:
+    result = asked(choose, choose.ChooseQuery, gpus=1, rate=2, prompt=500, output=40)
+    assert [one["shape"] for one in result["shapes"]] == ["unified", "chunked"]
+    assert any("Two pools need two workers" in reason for reason in result["recommendation"]["reasons"])
+
+
+@pytest.mark.parametrize(
+    ("name", "query", "words"),
+    [
+        ("phases", {"batch": "x"}, "batch is 'x'; it must be a number from 1 to 512"),
+        ("phases", {"batch": "0"}, "from 1 to 512"),
+        ("phases", {"gpus": "3"}, "one of 0, 1, 2, 4, 8"),
+        ("phases", {"nonsense": "1"}, "nonsense is no parameter"),
+        ("phases", {"model": "gpt-9"}, "not in the catalogue"),
+        ("phases", {"model": "llama-3.1-405b", "hardware": "rtx-4090"}, "does not fit"),
+        ("interference", {"prompts": "1:2"}, "ARRIVAL_MS:PROMPT_TOKENS:OUTPUT_TOKENS"),
+        ("interference", {"prompts": "0:99999:1"}, "it must be from 1 to 32768"),
+        ("chunked", {"partial": "1", "long_partial": "2"}, "max_long_partial_prefills is 2"),
+        ("disaggregated", {"kill": "2"}, "there are 2 workers"),
+        ("transfer", {"link": "pigeon"}, "link is 'pigeon'"),
+        ("transfer", {"model": "yi-34b", "tokens": "100000"}, "reads at most"),
+        ("transfer", {"model": "opt-13b", "attention": "gqa", "kv_heads": "16", "tokens": "100"}, "must divide"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_limit(name: str, query: dict[str, str], words: str) -> None:
+    chapter = next(one for one in CHAPTERS if one.name == name)
+    assert chapter.panel is not None
+    with pytest.raises(ConfigError) as raised:
+        chapter.panel(read(chapter.query, query))
+    message = raised.value.message
+    assert words in message or "neither in the catalogue" in message
+
+
+def test_an_address_holds_at_most_24_prompts() -> None:
+    with pytest.raises(ConfigError, match="at most 24"):
+        read_prompts(",".join(["0:10:2"] * 25))
+
+
+@pytest.mark.parametrize("chapter", [one for one in CHAPTERS if one.panel], ids=lambda one: one.name)
+def test_equal_questions_get_equal_answers(chapter: Any) -> None:
+    assert json.dumps(chapter.panel(chapter.query())) == json.dumps(chapter.panel(chapter.query()))
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda one: one.name)
+def test_every_control_has_a_default_within_its_limits(chapter: Any) -> None:
+    for name, one in controls(chapter.query).items():
+        if "choices" in one:
+            assert one["default"] in one["choices"], name
+        elif "min" in one:
+            assert one["min"] <= one["default"] <= one["max"], name
+
+
+@pytest.mark.parametrize("model", ["smollm2-135m", "mixtral-8x7b", "opt-175b", "deepseek-v3", "llama-3.1-405b"])
+def test_models_of_every_kind_find_enough_gpus(model: str) -> None:
+    found = sent(model=model, hardware="h200", tokens=256)
+    assert found["size"]["cache_bytes"] > 0
+    assert found["machine"]["gpus"] in (1, 2, 4, 8)
+
+
+@pytest.mark.parametrize("hardware", hardware_names())
+def test_every_gpu_of_the_catalogue_has_a_roof(hardware: str) -> None:
+    phases = asked(roofline, roofline.RooflineQuery, model="qwen2.5-0.5b", hardware=hardware)["phases"]
+    assert all(phase["step_ms"] > 0 for phase in phases.values())
