@@ -75,15 +75,27 @@ class Case:
 
 
 class ServerProcess:
-    """A `diptych serve` on a port of its own choosing."""
+    """A `diptych serve` on a port of its own choosing. As a context it ends with its block, however that ends."""
 
     def __init__(self, arguments: list[str]) -> None:
         command = [sys.executable, "-c", LAUNCH, "serve", "--port", "0", *arguments]
         self.log = Path(os.environ.get("TMPDIR", "/tmp")) / f"chaos-{os.getpid()}-{time.monotonic_ns()}.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-        self.port = self._find_port()
-        self.wait_ready()
+        try:
+            self.port = self._find_port()
+            self.wait_ready()
+        except BaseException:
+            self.process.kill()
+            raise
+
+    def __enter__(self) -> "ServerProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
 
     def _find_port(self) -> int:
         inodes: set[str] = set()
@@ -302,8 +314,8 @@ def settle(server: ServerProcess, timeout_s: float = 60.0) -> dict[str, float]:
         time.sleep(0.2)
 
 
-def main() -> None:
-    """Measure, print, write."""
+def parse() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--prefill", type=int, default=1)
@@ -315,20 +327,25 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=512)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure, print, write."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the servers end with us
+    options = parse()
     vocab = json.loads((options.model / "config.json").read_text())["vocab_size"]
     cases = make_cases(options.cases, vocab, options.longest, options.seed)
-    quiet = ServerProcess(["--model", str(options.model)])
-    asyncio.run(undisturbed(quiet.port, cases))
-    quiet.close()
+    with ServerProcess(["--model", str(options.model)]) as quiet:
+        asyncio.run(undisturbed(quiet.port, cases))
+        quiet.close()
     pools = [part for name in ("prefill", "decode", "both") for part in (f"--{name}", str(getattr(options, name)))]
     arguments = ["--model", str(options.model), *pools, "--transfer", options.transfer, "--heartbeat-timeout", "3"]
-    server = ServerProcess([*arguments, "--disaggregate", "always"])
     started = time.monotonic()
-    outcome = asyncio.run(chaos(server, cases, Plan(options.faults, seed=options.seed)))
-    left = settle(server)
-    metrics = server.metrics()
-    orphans = server.close()
+    with ServerProcess([*arguments, "--disaggregate", "always"]) as server:
+        outcome = asyncio.run(chaos(server, cases, Plan(options.faults, seed=options.seed)))
+        left, metrics = settle(server), server.metrics()
+        orphans = server.close()
     row = {
         "fleet": f"{options.prefill}P{options.decode}D+{options.both}",
         "transfer": options.transfer,

@@ -2,13 +2,14 @@
 
     python benchmarks/live_page.py [--seconds 6] [--pictures docs/images] [--json live_page.json]
 
-Needs playwright and a Chromium. Frames: 64 made-up workers with 10,000 cells in sight, moved before each frame, at
-1360 x 900 pixels without a GPU (``/ui?bench=1``). First paint: in a new context, from a server on loopback. The server
-runs the bundled model on a prefill and a decode worker; with ``--pictures`` it also poses for screenshots, while four
-streams run and a long prompt is computed.
+Needs playwright, pillow and a Chromium. Frames: 64 made-up workers with 10,000 cells in sight, moved before each frame,
+at 1360 x 900 pixels without a GPU (``/ui?bench=1``). First paint: in a new context, from a server on loopback that runs
+the bundled model on a prefill and a decode worker. With ``--pictures`` it also poses for screenshots, while four streams
+run and a long prompt is computed.
 """
 
 import argparse
+import io
 import re
 import statistics
 import subprocess
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from common import report
+from PIL import Image
 from playwright.sync_api import sync_playwright
 
 CHROMIUM = "/usr/bin/chromium"
@@ -93,7 +95,7 @@ def take_pictures(browser: Any, address: str, folder: Path) -> None:
     for name, scheme, viewport in (("light", "light", DESKTOP), ("dark", "dark", DESKTOP), ("phone", "light", PHONE)):
         context = browser.new_context(viewport=viewport, color_scheme=scheme)
         page = context.new_page()
-        page.goto(f"{address}/ui?long=4096&ttft=2000&gap=80&span=6")
+        page.goto(f"{address}/ui?long=4096&ttft=4000&gap=80&span=6")
         page.locator("#send-streams:enabled").click()
         page.wait_for_timeout(3500)
         page.click("#send-long")
@@ -101,12 +103,14 @@ def take_pictures(browser: Any, address: str, folder: Path) -> None:
         page.click("#send-short")
         page.wait_for_timeout(1600)
         page.mouse.move(2, 2)
-        page.get_by_role("button", name="Long prompt 1").click()
+        page.get_by_role("button", name="Long prompt 1", exact=True).first.click()
         page.get_by_role("button", name="Pause").click()
         page.wait_for_timeout(400)
         page.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
         page.wait_for_timeout(100)
-        page.screenshot(path=folder / f"ui-{name}.png", full_page=True)
+        picture = Image.open(io.BytesIO(page.screenshot(full_page=True))).convert("RGB")
+        small = picture.quantize(256, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+        small.save(folder / f"ui-{name}.png", optimize=True)
         page.click("#stop")
         page.wait_for_timeout(300)
         context.close()
@@ -126,8 +130,8 @@ def main() -> None:
         paint = measure_paint(browser, address)
         frames = measure_frames(browser, address, arguments.seconds)
         browser.close()
-    report("live page: loading", [paint], None)
-    report("live page: 64 workers, 10,000 cells", frames, arguments.json)
+    report("live page: loading", [paint])
+    report("live page: 64 workers, 10,000 cells", frames, arguments.json, loading=paint)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """The load generator against a server whose pace is known: what is sent when, and what is said about it."""
 
-import asyncio
 from array import array
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +8,7 @@ import pytest
 
 from diptych.bench.goodput import SearchConfig
 from diptych.bench.interference import InterferenceConfig, interference
-from diptych.bench.load import LoadResult, ramped
+from diptych.bench.load import LoadResult, Progress, ramped
 from diptych.bench.records import RequestRecord, lines
 from diptych.bench.session import BenchConfig, Session, drive, open_session
 from diptych.bench.stalls import longest_gaps
@@ -135,14 +134,16 @@ def test_a_run_that_is_stopped_keeps_what_was_measured(url: str) -> None:
     workload = WorkloadConfig(num_requests=1000, rate=100.0, lengths=SHORT, arrivals=arrivals)
 
     async def use(session: Session) -> LoadResult:
-        asyncio.get_running_loop().call_later(0.3, session.stop.set)
-        return await session.run()
+        def watch(now: Progress) -> None:
+            if now.completed > 3:
+                session.stop.set()
+
+        return await session.run(watch=watch)
 
     result: LoadResult = measured(config(url, workload, fake={"itl_ms": 20}), use)
     assert result.ended == "stopped"
-    outcomes = {one.outcome for one in result.records}
-    assert "completed" in outcomes and outcomes <= {"completed", "unfinished"}
-    assert 3 < len(result.records) < 100
+    assert {one.outcome for one in result.records} <= {"completed", "unfinished"}
+    assert 3 < sum(one.is_completed for one in result.records) <= len(result.records) < 1000
 
 
 def test_nothing_is_sent_after_the_duration(url: str) -> None:
@@ -182,7 +183,7 @@ def test_goodput_is_what_two_slots_can_do(narrow_url: str) -> None:
     found, probes = measured(given, lambda session: session.find_goodput(search, start_rate=80.0, seconds=0.7))
     assert found.is_bracketed and found.rate is not None
     assert len(probes) == found.num_probes
-    assert any(probe.result.ended == "given up" for probe in probes) or min(probe.rate for probe in probes) < 240
+    assert all(probe.judged >= 60 for probe in probes)
 
 
 def test_goodput_without_objectives_is_refused(url: str) -> None:

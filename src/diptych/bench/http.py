@@ -220,6 +220,7 @@ class Client:
 
     def __init__(self, address: Address, headers: Mapping[str, str] | None = None) -> None:
         self._address = address
+        self._host = address.host
         self._tls = ssl.create_default_context() if address.is_tls else None
         lines = [f"Host: {address.netloc}", "Accept: text/event-stream, application/json"]
         lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
@@ -261,19 +262,6 @@ class Client:
         """It has nothing to do."""
         self._idle.append(connection)
 
-    async def warm(self, count: int) -> None:
-        """Open so many connections ahead; fewer when the server does not take them."""
-        loop = asyncio.get_running_loop()
-        for _ in range(count):
-            try:
-                _, connection = await loop.create_connection(
-                    lambda: Connection(self), self._address.host, self._address.port, ssl=self._tls
-                )
-            except OSError:
-                return
-            connection.idle_since_ns = now_ns()
-            self._idle.append(connection)
-
     async def close(self) -> None:
         """Close every connection, and forget those that are being opened."""
         for task in self._opening:
@@ -285,11 +273,18 @@ class Client:
         while self.connections:
             await asyncio.sleep(0)
 
+    async def _connect(self) -> Connection:
+        """The address that answered first is asked from then on: names are looked up once."""
+        name = self._address.host if self._tls else None
+        transport, connection = await asyncio.get_running_loop().create_connection(
+            lambda: Connection(self), self._host, self._address.port, ssl=self._tls, server_hostname=name
+        )
+        self._host = transport.get_extra_info("peername")[0]
+        return connection
+
     async def _open(self, request: bytes, stream: TokenStream) -> None:
         try:
-            _, connection = await asyncio.get_running_loop().create_connection(
-                lambda: Connection(self), self._address.host, self._address.port, ssl=self._tls
-            )
+            connection = await self._connect()
         except OSError as error:
             stream.finish(now_ns(), f"cannot connect to {self._address.netloc}: {error.strerror or error}")
             return

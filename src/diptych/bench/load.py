@@ -6,14 +6,13 @@ waits for its own. Must never judge a figure (summary.py) or print.
 
 import asyncio
 import math
-import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field, replace
 
 from diptych.bench.health import Health, HealthWatch
 from diptych.bench.http import now_ns
+from diptych.bench.pacing import Pacer, pacer
 from diptych.bench.prompts import PromptMaker
 from diptych.bench.records import RequestRecord, is_late, record
 from diptych.bench.stream import TokenStream
@@ -22,7 +21,7 @@ from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo
 from diptych.simulation.workload.spec import ClosedLoop, RequestSpec, Workload
 
 LEAD_NS = 50 * NS_PER_MS  # from deciding to start to the first request
-FINE_NS = 3 * NS_PER_MS  # closer than this to its time a request is waited for by a thread: loop timers tick in ms
+FINE_NS = 3 * NS_PER_MS  # closer than this to its time a request is waited for by the pacer: loop timers tick in ms
 PREPARED = 64  # bodies made ahead of their time
 SWEEP_S = 0.25
 
@@ -110,10 +109,10 @@ class Load:
         self._total = total
         async with self._watching():
             bodies = self._bodies(workload)
-            with ThreadPoolExecutor(1) as sleeper:
+            with closing(pacer()) as clock:
                 while (ready := next(bodies, None)) is not None:
                     number, spec, body = ready
-                    if not await self._wait_until(self._start_ns + spec.arrival_ns, sleeper, bodies):
+                    if not await self._wait_until(self._start_ns + spec.arrival_ns, clock, bodies):
                         break
                     self._send(number, spec, body, self._start_ns + spec.arrival_ns)
             await self._drain()
@@ -140,7 +139,7 @@ class Load:
     def _bodies(self, workload: Iterable[RequestSpec]) -> "Prepared":
         return Prepared(self._target, self._prompts, workload, self._slo)
 
-    async def _wait_until(self, due: int, sleeper: ThreadPoolExecutor, bodies: "Prepared") -> bool:
+    async def _wait_until(self, due: int, clock: Pacer, bodies: "Prepared") -> bool:
         """False when the run is over before that. Time left over makes bodies of later requests."""
         duration_s = self._options.duration_s
         if duration_s is not None and due - self._start_ns > duration_s * NS_PER_S:
@@ -152,7 +151,7 @@ class Load:
             elif await self._stopped_within((left - FINE_NS / 2) / NS_PER_S):
                 return False
         if left > 0:
-            await asyncio.get_running_loop().run_in_executor(sleeper, time.sleep, left / NS_PER_S)
+            await clock.sleep(left)
         return not self._stop.is_set()
 
     async def _stopped_within(self, seconds: float) -> bool:

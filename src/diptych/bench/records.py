@@ -91,7 +91,7 @@ def record(
         prompt_tokens=usage.prompt_tokens if usage and usage.prompt_tokens else spec.prompt_tokens,
         cached_tokens=cached,
         output_tokens=stream.output_tokens,
-        stamps=array("q", (stamp - start_ns for stamp in stream.stamps)),
+        stamps=array("q", [stamp - start_ns for stamp in stream.stamps]),
         sizes=stream.sizes if len(stream.sizes) == len(stream.stamps) else array("l"),
         error=None if outcome == "completed" else stream.error,
         status=stream.status,

@@ -103,6 +103,9 @@ class TokenStream:
         """The next bytes of a body of server-sent events."""
         if self._rest:
             payload = self._rest + payload
+        elif payload.find(b"\n\n") == len(payload) - 2:  # as nearly always: one whole event
+            self._on_event(payload[:-2], now_ns)
+            return
         if b"\r" in payload:
             payload = payload.replace(b"\r\n", b"\n")
         *events, self._rest = payload.split(b"\n\n")

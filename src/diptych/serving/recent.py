@@ -15,6 +15,8 @@ WINDOW_S = 30.0
 MIN_INTERVAL_S = 0.2  # more frequent questions get the same answer
 MAX_SILENCE_S = 5.0  # after which what came in between has no known time
 CAPACITY = 20_000  # observations between two questions
+_SMALLEST_S = 1e-9  # what is shorter counts as nothing
+_NOTHING = -(2**31)
 _BUCKETS_PER_E = 50  # a bucket spans a factor of e ** (1 / 50)
 
 Counts = Mapping[str, int]
@@ -100,11 +102,11 @@ class Recent:
 
 
 def _bucket(value_s: float) -> int:
-    return math.floor(math.log(max(value_s, 1e-9)) * _BUCKETS_PER_E)
+    return math.floor(math.log(value_s) * _BUCKETS_PER_E) if value_s > _SMALLEST_S else _NOTHING
 
 
 def _middle(bucket: int) -> float:
-    return math.exp((bucket + 0.5) / _BUCKETS_PER_E)
+    return 0.0 if bucket == _NOTHING else math.exp((bucket + 0.5) / _BUCKETS_PER_E)
 
 
 def _quantile(ordered: list[tuple[int, int]], total: int, share: float) -> float:

@@ -123,10 +123,10 @@ def _rate(one: Candidate) -> str:
 def _against(one: Candidate, best: Candidate, asked: Mapping[str, Any]) -> str:
     missed = []
     if one.late_share > 0.02:
-        missed.append(f"{percent(one.late_share)} of its first tokens are later than {milliseconds(asked['ttft_ms'])}")
+        missed.append(f"{percent(one.late_share)} of the first tokens are later than {milliseconds(asked['ttft_ms'])}")
     if one.slow_share > 0.02:
         missed.append(
-            f"{percent(one.slow_share)} of its answers are slower than {milliseconds(asked['tpot_ms'])} a token"
+            f"{percent(one.slow_share)} of the answers are slower than {milliseconds(asked['tpot_ms'])} a token"
         )
     name = one.words[0].upper() + one.words[1:]
     if not missed:

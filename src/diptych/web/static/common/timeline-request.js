@@ -73,7 +73,8 @@ export class TimelineRequest {
   milestone(record, limitNs) {
     const { what, time_ns: time, worker, detail = {} } = record;
     this.workers.add(worker);
-    this.attempts = Math.max(this.attempts, (record.epoch || 0) + 1);
+    const attempt = (record.epoch || 0) + 1;
+    if (attempt > this.attempts) Object.assign(this, { attempts: attempt, end: 0, detail: null }); // what ended was the one before
     if (what === "queued") {
       if (!this.queued || time < this.queued) this.queued = time;
       this.promptTokens = Math.max(this.promptTokens, detail.num_prompt_tokens || 0);
@@ -90,7 +91,7 @@ export class TimelineRequest {
       const open = this.pauses.at(-1);
       if (open && open.t1 === Infinity) open.t1 = time;
       this.cachedTokens = Math.max(this.cachedTokens, detail.num_cached_tokens || 0);
-    } else if (what === "finished") {
+    } else if (what === "finished" && attempt === this.attempts) {
       this.end = time;
       this.detail = detail;
       this.promptTokens = detail.num_prompt_tokens || this.promptTokens;

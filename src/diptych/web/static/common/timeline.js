@@ -50,7 +50,7 @@ export class TimelineView extends EventTarget {
     this.t1 = 0;
     this.following = true;
     this.rows = [];
-    this.slots = [];
+    this.slots = []; // the requests that have a row, in its order: rows keep their places while one is in sight
     this.filterLane = null;
     this.selected = null; // a TimelineRequest
     this.hovered = null;
@@ -233,7 +233,7 @@ export class TimelineView extends EventTarget {
     if (!width) return;
     this.width = width;
     this.isNarrow = width < NARROW;
-    this.gutter = this.isNarrow ? 92 : 150;
+    this.gutter = this.isNarrow ? 98 : 150;
     this.resized = true;
     this.redraw();
   }
@@ -293,25 +293,20 @@ export class TimelineView extends EventTarget {
   #layOutRequests(rows, top) {
     const { t0, t1, slots, filterLane } = this;
     const isShown = (one) => one.start <= t1 && one.last >= t0 && (filterLane === null || one.workers.has(filterLane));
-    const placed = new Set();
-    for (let at = 0; at < slots.length; at++) {
-      if (slots[at] && isShown(slots[at]) && this.model.requests.get(slots[at].id) === slots[at]) placed.add(slots[at]);
-      else slots[at] = null;
-    }
-    let total = placed.size;
+    const kept = slots.filter((one) => isShown(one) && this.model.requests.get(one.id) === one);
+    const placed = new Set(kept);
+    let total = kept.length;
     for (const one of this.model.requests.values()) {
       if (placed.has(one) || !isShown(one)) continue;
       total++;
-      const free = slots.indexOf(null);
-      if (free >= 0) slots[free] = one;
-      else if (slots.length < MAX_REQUEST_ROWS) slots.push(one);
+      if (kept.length < MAX_REQUEST_ROWS) kept.push(one);
     }
-    while (slots.length && !slots.at(-1)) slots.pop();
+    this.slots = kept;
     const of = filterLane === null ? "" : ` on ${filterLane}`;
     rows.push({ kind: "title", key: "title", label: this.isNarrow ? `Req. ${total}` : `Requests${of}: ${total}`, y: top, height: TITLE_ROW });
     let y = top + TITLE_ROW;
-    for (const request of slots) {
-      if (request) rows.push({ kind: "request", key: request, request, label: this.options.name(request.id), y, height: REQUEST_ROW });
+    for (const request of kept) {
+      rows.push({ kind: "request", key: request, request, label: this.options.name(request.id), y, height: REQUEST_ROW });
       y += REQUEST_ROW;
     }
     return Math.max(y, top + TITLE_ROW + this.options.minRequestRows * REQUEST_ROW);

@@ -70,12 +70,14 @@ function draw({ shapes, recommendation, machine, target }) {
     h("p.muted", {}, one.words),
     h("div.big", {}, percent(one.attainment), h("small", {}, " meet both objectives")),
     h("div.attained", { role: "img", "aria-label": `${percent(one.attainment)} of the requests; ${percent(target)} are wanted` }, h("i", { style: { width: `${one.attainment * 100}%` } }), h("b", { style: { left: `${target * 100}%` } })),
-    h("dl.figures", {}, figure("Goodput", `${significant(one.goodput_rps)} per s`), figure("Holds up to", capacity(one), one.capacity_rps / most), figure("1,000 good ones cost", usd(one.usd_per_thousand_good)), figure("GPUs, an hour", usd(one.usd_per_hour)),
-      figure("TTFT p50 / p90", `${milliseconds(one.ttft_ms.p50)} / ${milliseconds(one.ttft_ms.p90)}`), figure("TPOT p50 / p90", `${milliseconds(one.tpot_ms.p50)} / ${milliseconds(one.tpot_ms.p90)}`), figure("Gap (ITL), p99", milliseconds(one.itl_p99_ms)),
-      figure("Miss the TTFT", percent(one.late_share)), figure("Miss the TPOT", percent(one.slow_share))),
+    h("dl.figures", {}, figure("Goodput", `${significant(one.goodput_rps)} per s`), figure("Holds up to", capacity(one), one.capacity_rps / most), figure("Per 1,000 good", usd(one.usd_per_thousand_good)), figure("GPUs per hour", usd(one.usd_per_hour)),
+      figure("TTFT p50/p90", both(one.ttft_ms)), figure("TPOT p50/p90", both(one.tpot_ms)), figure("ITL p99", milliseconds(one.itl_p99_ms)),
+      figure("Miss TTFT", percent(one.late_share)), figure("Miss TPOT", percent(one.slow_share))),
     busy(one))));
   showMachine(machine);
 }
+
+const both = ({ p50, p90 }) => (p90 < 1000 ? `${significant(p50)} / ${significant(p90)} ms` : `${milliseconds(p50)} / ${milliseconds(p90)}`);
 
 const capacity = (one) => (one.capacity_rps ? `${one.holds_more ? "more than " : ""}${significant(one.capacity_rps)} per s` : "nothing found");
 
@@ -86,7 +88,8 @@ function figure(name, text, share = null) {
 function busy(one) {
   const parts = ["prefill", "mixed", "decode", "idle"].map((phase) => [phase, one.busy[phase]]).filter(([, share]) => share > 0.004);
   return h("div", {}, h("div.small.muted", {}, "What the workers did"), h("div.stack", { role: "img", "aria-label": parts.map(([phase, share]) => `${phase} ${percent(share)}`).join(", ") },
-    parts.map(([phase, share]) => h("i", { title: `${phase} ${percent(share)}`, style: { "flex-grow": String(share), "flex-basis": "0", background: `var(--${phase})`, color: `var(--${phase}-ink)` } }, share > 0.24 ? `${phase} ${percent(share)}` : ""))));
+    parts.map(([phase, share]) => h("i", { title: `${phase} ${percent(share)}`, style: { "flex-grow": String(share), "flex-basis": "0", background: `var(--${phase})`, color: `var(--${phase}-ink)` } }, share > 0.14 ? percent(share) : ""))),
+    h("ul.timeline-legend.small", { "aria-hidden": "true" }, parts.map(([phase]) => h("li", {}, h(`span.swatch.${phase}`), phase))));
 }
 
 function command(text) {

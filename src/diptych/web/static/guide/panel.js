@@ -176,41 +176,40 @@ function writeAddress() {
 function bindRanges() {
   for (const range of form.querySelectorAll("input[type=range][data-scale]")) {
     const number = document.getElementById(range.id.replace(/-range$/, ""));
-    const [low, high] = [Number(number.min), Number(number.max)];
-    const whole = number.step !== "any";
-    const shift = low > 0 ? 0 : 1;
-    const log = range.dataset.scale === "log";
-    const steps = whole && !log && high - low <= 1000 ? high - low : 1000;
-    range.max = String(steps);
-    const toValue = (place) => {
-      if (!log) return low + ((high - low) * place) / steps;
-      return (low + shift) * ((high + shift) / (low + shift)) ** (place / steps) - shift;
-    };
-    const toPlace = (value) => {
-      if (!log) return ((value - low) / (high - low)) * steps;
-      return (steps * Math.log((value + shift) / (low + shift))) / Math.log((high + shift) / (low + shift));
-    };
+    const stops = stopsOf(Number(number.min), Number(number.max), number.step !== "any", range.dataset.scale === "log");
+    const unit = number.parentElement.querySelector(".unit")?.textContent ?? "";
+    range.max = String(stops.length - 1);
     const follow = () => {
-      range.value = String(Math.round(toPlace(Math.min(high, Math.max(low, Number(number.value) || low)))));
-      range.setAttribute("aria-valuetext", `${number.value} ${number.parentElement.querySelector(".unit")?.textContent ?? ""}`.trim());
+      const value = Number(number.value);
+      const above = stops.findIndex((stop) => stop >= value);
+      const nearest = above < 0 ? stops.length - 1 : above && value - stops[above - 1] < stops[above] - value ? above - 1 : above;
+      range.value = String(nearest);
+      range.setAttribute("aria-valuetext", `${number.value} ${unit}`.trim());
     };
     range.addEventListener("input", () => {
-      const value = rounded(toValue(Number(range.value)), whole, log);
-      number.value = String(Math.min(high, Math.max(low, value)));
-      range.setAttribute("aria-valuetext", number.value);
+      number.value = String(stops[Number(range.value)]);
+      range.setAttribute("aria-valuetext", `${number.value} ${unit}`.trim());
       number.dispatchEvent(new Event("input", { bubbles: true }));
     });
-    number.addEventListener("input", follow);
+    number.addEventListener("input", (event) => event.isTrusted && follow());
     number.addEventListener("settled", follow);
     follow();
   }
 }
 
-/** A slider gives round numbers: two or three digits on a logarithmic scale. */
-function rounded(value, whole, log) {
-  if (!log) return whole ? Math.round(value) : Number(value.toPrecision(3));
-  const unit = 10 ** Math.max(whole ? 0 : -6, Math.floor(Math.log10(Math.max(value, 1e-6))) - 1);
-  const near = Number((Math.round(value / unit) * unit).toPrecision(6));
-  const power = 2 ** Math.round(Math.log2(Math.max(value, 1)));
-  return whole && power >= 64 && Math.abs(power - value) / value < 0.04 ? power : near;
+/** The values of a slider: even steps, or on a logarithmic scale round numbers (of tokens: powers of two and between). */
+function stopsOf(low, high, whole, log) {
+  if (!log) {
+    const count = whole ? Math.min(1000, high - low) : 200;
+    return Array.from({ length: count + 1 }, (_, index) => Number((low + ((high - low) * index) / count).toPrecision(4)));
+  }
+  const [base, shares] = whole ? [2, [1, 1.25, 1.5, 1.75]] : [10, [1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9]];
+  const found = new Set([low, high]);
+  for (let power = base ** -9; power <= high; power *= base) {
+    for (const share of shares) {
+      const value = Number((power * share).toPrecision(3 + 4 * whole));
+      if (value > low && value < high && (!whole || Number.isInteger(value))) found.add(value);
+    }
+  }
+  return [...found].sort((a, b) => a - b);
 }

@@ -97,7 +97,7 @@ export class Sender {
   /** The name of a request that was sent from here. Long prompts are known by their length before they answer. */
   nameOf(request) {
     const known = this.names.get(request.id);
-    if (known || !request.promptTokens) return known ?? "";
+    if (known || !request.promptTokens || request.firstToken || request.end) return known ?? "";
     for (const one of this.running) if (!one.id && one.promptTokens === request.promptTokens && one.promptTokens > 100) return one.name;
     return "";
   }

@@ -1,0 +1,94 @@
+"""Waiting until a moment, to within tens of microseconds: an event loop's own timers tick in milliseconds.
+
+Owns the timer: a Linux timerfd that the loop watches, or elsewhere a thread that sleeps. Must never know what is due.
+"""
+
+import asyncio
+import ctypes
+import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+from diptych.control.slo import NS_PER_S
+
+_CLOCK_MONOTONIC, _FLAGS = 1, os.O_NONBLOCK | os.O_CLOEXEC
+
+
+class Pacer(Protocol):
+    """One waiter at a time."""
+
+    async def sleep(self, ns: int) -> None:
+        """Return so many nanoseconds from now."""
+        ...
+
+    def close(self) -> None:
+        """No more waiting."""
+        ...
+
+
+def pacer() -> Pacer:
+    """The best that this system has."""
+    return TimerPacer() if sys.platform == "linux" else ThreadPacer()
+
+
+class _Timer(ctypes.Structure):
+    """``struct itimerspec``: the interval (zero: once) and the time until the end, in seconds and nanoseconds."""
+
+    _fields_ = (
+        ("interval_s", ctypes.c_long),
+        ("interval_ns", ctypes.c_long),
+        ("value_s", ctypes.c_long),
+        ("value_ns", ctypes.c_long),
+    )
+
+
+class TimerPacer:
+    """A timer of the kernel that is a file: it becomes readable when it ends."""
+
+    def __init__(self) -> None:
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._file = self._libc.timerfd_create(_CLOCK_MONOTONIC, _FLAGS)
+        if self._file < 0:
+            raise OSError(ctypes.get_errno(), "timerfd_create failed")
+        self._timer = _Timer()
+        self._loop = asyncio.get_running_loop()
+        self._waiter: asyncio.Future[None] | None = None
+        self._loop.add_reader(self._file, self._on_end)
+
+    async def sleep(self, ns: int) -> None:
+        """Return so many nanoseconds from now."""
+        self._timer.value_s, self._timer.value_ns = divmod(max(1, ns), NS_PER_S)
+        self._waiter = self._loop.create_future()
+        if self._libc.timerfd_settime(self._file, 0, ctypes.byref(self._timer), None):
+            raise OSError(ctypes.get_errno(), "timerfd_settime failed")
+        await self._waiter
+
+    def close(self) -> None:
+        """No more waiting."""
+        self._loop.remove_reader(self._file)
+        os.close(self._file)
+
+    def _on_end(self) -> None:
+        try:
+            os.read(self._file, 8)
+        except BlockingIOError:
+            return
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class ThreadPacer:
+    """A thread that sleeps."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1)
+
+    async def sleep(self, ns: int) -> None:
+        """Return so many nanoseconds from now."""
+        await asyncio.get_running_loop().run_in_executor(self._thread, time.sleep, ns / NS_PER_S)
+
+    def close(self) -> None:
+        """No more waiting."""
+        self._thread.shutdown()
