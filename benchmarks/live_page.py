@@ -4,7 +4,7 @@
 
 Needs playwright, pillow and a Chromium. Frames: 64 made-up workers with 10,000 cells in sight, moved before each frame,
 at 1360 x 900 pixels without a GPU (``/ui?bench=1``). First paint: in a new context, from a server on loopback that runs
-the bundled model on a prefill and a decode worker. With ``--pictures`` it also poses for screenshots, while four streams
+the bundled model on a prefill and a decode worker. With ``--pictures`` it also poses for screenshots, while streams
 run and a long prompt is computed.
 """
 

@@ -29,12 +29,10 @@ def render(data: Mapping[str, Any], records: Sequence[Sequence[RequestRecord]]) 
 def _run(data: Mapping[str, Any], records: Sequence[Sequence[RequestRecord]]) -> str:
     summary = data["summary"]
     parts = [_heading("Latency"), _grid(charts.latency_figures(records[0], _objectives(data)))]
-    wide = [tables.latency_table(summary)]
+    shown = [tables.latency_table(summary), tables.service_table(summary), tables.client_table(summary)]
     if data["classes"]:
-        wide.append(tables.class_table(data["classes"]))
-    parts += [_heading("Numbers"), *map(_html_table, wide)]
-    pair = (tables.service_table(summary), tables.client_table(summary))
-    parts.append(f'<div class="grid2">{"".join(map(_html_table, pair))}</div>')
+        shown.insert(1, tables.class_table(data["classes"]))
+    parts += [_heading("Numbers"), *map(_html_table, shown)]
     duration_ns = int(summary["duration_s"] * NS_PER_S)
     parts += [_heading("Over time"), _grid(charts.time_figures(records[0], duration_ns))]
     if data["stalls"]:

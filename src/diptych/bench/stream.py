@@ -103,7 +103,7 @@ class TokenStream:
         """The next bytes of a body of server-sent events."""
         if self._rest:
             payload = self._rest + payload
-        elif payload.find(b"\n\n") == len(payload) - 2:  # as nearly always: one whole event
+        elif payload.endswith(b"\n\n") and payload.find(b"\n\n") == len(payload) - 2:  # nearly always: one event
             self._on_event(payload[:-2], now_ns)
             return
         if b"\r" in payload:

@@ -1,0 +1,37 @@
+"""The live page's own endpoints, without a browser."""
+
+import httpx
+from servers import RunningServer, fake_server, wait_until
+
+
+def test_the_state_counts_what_happened_since_somebody_watches() -> None:
+    with fake_server(fleet={"prefill": 1, "decode": 1, "disaggregate": "always"}) as server:
+        state = httpx.get(f"{server.url}/ui/state").json()
+        assert (state["shape"], state["window"]["ttft"]) == ("1 prefill + 1 decode", None)
+        assert [(one["role"], one["state"]) for one in state["workers"]] == [("prefill", "ready"), ("decode", "ready")]
+        body = {"prompt": [7] * 40, "max_tokens": 8, "ttft_slo_ms": 60_000, "tpot_slo_ms": 60_000}
+        httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).raise_for_status()
+
+        def window() -> dict[str, object]:
+            found = httpx.get(f"{server.url}/ui/state").json()["window"]
+            return dict(found)
+
+        wait_until(lambda: window()["attainment"] == 1.0)
+        seen = window()
+        assert isinstance(seen["ttft"], dict) and seen["ttft"]["count"] == 1
+        assert isinstance(seen["itl"], dict) and seen["itl"]["count"] == 7
+        assert seen["handoffs"] == 1
+
+
+def test_the_page_is_open_and_what_it_shows_needs_the_key() -> None:
+    with fake_server(serve={"api_keys": ["secret"]}) as server:
+        for path, status in (("/ui", 200), ("/static/ui/live.js", 200), ("/ui/state", 401), ("/staticx", 401)):
+            assert httpx.get(f"{server.url}{path}").status_code == status, path
+        key = {"Authorization": "Bearer secret"}
+        assert httpx.get(f"{server.url}/ui/state", headers=key).status_code == 200
+
+
+def test_the_state_is_in_the_reference_and_the_page_is_not(fake: RunningServer) -> None:
+    paths = httpx.get(f"{fake.url}/openapi.json").json()["paths"]
+    assert "/ui/state" in paths
+    assert not [path for path in paths if path == "/ui" or path.startswith("/static")]
