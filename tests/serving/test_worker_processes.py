@@ -23,8 +23,8 @@ from diptych.runtime.shared_pool import SharedPool
 from diptych.serving.heartbeat import FILE_NAME, read_pulse
 from diptych.serving.load_engine import connect_peers
 from diptych.serving.options import DeviceOptions, EngineOptions, MemoryOptions, PoolShare, TransferName, WorkerPlace
+from diptych.serving.private_directory import private_directory
 from diptych.serving.shared_memory import create_shared_memory
-from diptych.serving.supervisor import private_directory
 from diptych.serving.wire import (
     Delivered,
     DropLegs,

@@ -20,8 +20,8 @@ from diptych.control.replica import ReplicaCore
 from diptych.control.request import SamplingParams
 from diptych.runtime.transfer.interface import KVConnector
 from diptych.serving.options import EngineOptions
+from diptych.serving.private_directory import private_directory
 from diptych.serving.recording import make_core
-from diptych.serving.supervisor import private_directory
 from diptych.serving.wire import (
     Finished,
     FrontendMessage,

@@ -71,7 +71,6 @@ def test_a_page_is_readable_in_light_dark_and_on_a_phone(browser: Any, guide: st
         page.set_viewport_size(PHONE)
         page.wait_for_timeout(150)
         assert overflow(page) <= 0
-        assert serious_findings(page) == []
 
 
 @pytest.mark.parametrize("name", LIVE)

@@ -65,6 +65,7 @@ class ClusterCore:
         self._parked: dict[str, int] = {}  # request id -> until when it waits for a worker
         self._is_up = [False] * len(self.workers)
         self._loads: dict[int, LoadReport] = {}  # of workers that prefill
+        self._token_ns = 0.0  # the least that any of them asks for a prompt token
         self._num_untouched = 0
         self._handlers: dict[type, Callable[[Any, int], list[Command]]] = {
             Arrived: self._on_arrived,
@@ -137,6 +138,7 @@ class ClusterCore:
             arrival_ns=now,
             deadline_ns=one.deadline_ns,
             ttft_slo_ns=one.slo.ttft_ns if one.slo else None,
+            service_ns=int(self._token_ns * one.num_prompt_tokens),
         )
         waits = bool(self.config.depth or len(self.edge))  # else nobody does
         refusal = self.edge.offer(entry, now) if waits else self.edge.pass_by(entry, now)
@@ -322,8 +324,9 @@ class ClusterCore:
     def _tell_edge(self) -> None:
         """What a token that waits at the edge costs those behind it: all that compute prompts share them. The workers'
         own backlog does not count: there, a short prompt passes the long ones."""
-        loads = self._loads.values()
-        self.edge.on_load(0, sum(load.token_ns for load in loads) / max(1, len(loads)) ** 2)
+        prices = [load.token_ns for load in self._loads.values()]
+        self._token_ns = min(prices)
+        self.edge.on_load(0, sum(prices) / len(prices) ** 2)
 
     def _take_queued(self, worker: int, event: RequestQueued, now: int) -> list[Command]:
         entry = self._current(self._legs.get(event.request_id))

@@ -4,6 +4,7 @@ Owns the order of loading. Imports torch when it is called, not before, so that 
 """
 
 import dataclasses
+import os
 from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
@@ -92,6 +93,12 @@ def _runner_config(options: EngineOptions, device: str, geometry: KVGeometry) ->
         num_blocks = share.num_blocks
         pool = SharedPool(share.fd, share.total_blocks, share.first_block)
     elif memory.kv_cache_bytes is not None:
+        total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if device == "cpu" and memory.kv_cache_bytes > total_bytes:
+            raise ConfigError(
+                f"kv_cache_bytes is {memory.kv_cache_bytes}; this machine has {total_bytes} bytes of memory",
+                param="kv_cache_bytes",
+            )
         num_blocks = geometry.blocks_within(memory.kv_cache_bytes)
     else:
         length = options.max_model_len or read_model_config(options.model).max_position_embeddings

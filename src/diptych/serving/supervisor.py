@@ -7,10 +7,10 @@ messages are handed to a callback, and so is the loss of the worker.
 import asyncio
 import contextlib
 import logging
+import os
 import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -22,6 +22,7 @@ import zmq
 from diptych.control.errors import DiptychError, WorkerError
 from diptych.serving.exit_status import Loss, count_oom_kills, in_words, is_crash
 from diptych.serving.options import EngineOptions
+from diptych.serving.private_directory import lock_directory, private_directory
 from diptych.serving.wire import (
     Failed,
     FrontendMessage,
@@ -36,7 +37,6 @@ from diptych.serving.wire import (
 logger = logging.getLogger(__name__)
 
 WORKER_COMMAND = (sys.executable, "-m", "diptych.serving.worker")
-MAX_DIRECTORY_CHARACTERS = 90
 FIRST_PAUSE_S, LONGEST_PAUSE_S, HEALTHY_S = 0.5, 30.0, 60.0
 
 
@@ -190,6 +190,7 @@ class Supervisor:
     async def _run_once(self) -> int:
         """One life of the process, from start to exit status."""
         directory = private_directory()
+        lock = lock_directory(directory)
         loop = asyncio.get_running_loop()
         socket: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
         try:
@@ -218,6 +219,7 @@ class Supervisor:
             self._socket = self.directory = None
             socket.close(0)
             shutil.rmtree(directory, ignore_errors=True)
+            os.close(lock)
 
     def _receive(self) -> None:
         """Take every message that is there: the descriptor reports changes only, so none may be left behind."""
@@ -241,12 +243,3 @@ class Supervisor:
                 logger.exception("a message of worker %d could not be handled", self.number)
             if isinstance(message, Ready) and self.ready and not self.ready.done():
                 self.ready.set_result(message)
-
-
-def private_directory() -> Path:
-    """A fresh directory that only this user can enter (0700), with a path short enough for a unix socket."""
-    directory = Path(tempfile.mkdtemp(prefix="diptych-"))
-    if len(str(directory)) > MAX_DIRECTORY_CHARACTERS:
-        directory.rmdir()
-        directory = Path(tempfile.mkdtemp(prefix="diptych-", dir="/tmp"))
-    return directory

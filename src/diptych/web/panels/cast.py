@@ -4,17 +4,19 @@ Owns the grammar "ARRIVAL_MS:PROMPT:OUTPUT,..." and the limits that keep a panel
 diptych.simulation's business.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import msgspec
 
+from diptych.control.config import ShapeName
 from diptych.control.errors import ConfigError
-from diptych.control.slo import NS_PER_MS
+from diptych.control.slo import NS_PER_MS, Slo
 from diptych.simulation.scenario import Scenario
-from diptych.simulation.settings import prepare, settings_from
+from diptych.simulation.settings import prepare, scheduler_config, settings_from
+from diptych.simulation.sizing import cache_config
 from diptych.simulation.workload.spec import RequestSpec
 from diptych.web.panels.machine import Machine
 from diptych.web.playback import STREAM, Playback, play
@@ -102,7 +104,24 @@ def cast(streams: int, stream_tokens: int, prompts: Sequence[Prompt]) -> Cast:
 def scenario_of(chosen: Machine, **settings: Any) -> Scenario:
     """The scenario of a machine without a workload of its own. settings: as diptych.simulation.settings has them.
     Raises ConfigError."""
-    raw = {
+    return _scenario(msgspec.json.encode(_raw(chosen, settings)))
+
+
+def one_worker(
+    chosen: Machine, shape: ShapeName, scheduler: Mapping[str, Any] | None = None, tpot_ms: float | None = None
+) -> Scenario:
+    """The scenario of one worker with these settings of its scheduler. (Quicker than ``scenario_of``: finding the cost
+    model takes as long as a simulation.) Raises ConfigError."""
+    settings = settings_from(_raw(chosen, {"shape": shape, "scheduler": dict(scheduler or {})}))
+    config = scheduler_config(settings)
+    base = scenario_of(chosen)
+    slo = Slo(tpot_ns=None if tpot_ms is None else round(tpot_ms * NS_PER_MS))
+    cache = cache_config(settings, config, chosen.choice)
+    return replace(base, replica=replace(base.replica, scheduler=config, cache=cache, slo=slo))
+
+
+def _raw(chosen: Machine, settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {
         "model": chosen.model.name,
         "hardware": chosen.hardware.name,
         "tensor_parallel": chosen.num_gpus,
@@ -110,12 +129,10 @@ def scenario_of(chosen: Machine, **settings: Any) -> Scenario:
         "workload": {"num_requests": 1},
         **settings,
     }
-    return _scenario(msgspec.json.encode(raw))
 
 
 @lru_cache(maxsize=128)
 def _scenario(settings: bytes) -> Scenario:
-    """Choosing a cost model takes as long as simulating with it."""
     return prepare(settings_from(msgspec.json.decode(settings))).scenario
 
 

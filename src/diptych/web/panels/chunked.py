@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from diptych.control.config import ShapeName
 from diptych.simulation.scenario import Scenario
-from diptych.web.panels.cast import MAX_STREAMS, cast, read_prompts, requests_of_kind, scenario_of, worst
+from diptych.web.panels.cast import MAX_STREAMS, cast, one_worker, read_prompts, requests_of_kind, worst
 from diptych.web.panels.formula import Formula, formula, milliseconds, significant
 from diptych.web.panels.machine import Machine, about, machine, step_ns
 from diptych.web.panels.query import Query
@@ -45,7 +46,7 @@ def panel(query: ChunkedQuery) -> dict[str, Any]:
     chosen = machine(query.model, query.hardware)
     people = cast(query.streams, query.tokens, read_prompts(query.prompts))
     play = people.play(_scenario(chosen, query)).to_json()
-    whole = people.play(scenario_of(chosen, shape="unified")).to_json()
+    whole = people.play(one_worker(chosen, "unified")).to_json()
     measures = {"chosen": measure(play), "whole": measure(whole)}
     return {
         "machine": about(chosen),
@@ -87,9 +88,9 @@ def scheduler_settings(query: ChunkedQuery, chunk: int) -> dict[str, Any]:
 
 
 def _scenario(chosen: Machine, query: ChunkedQuery) -> Scenario:
-    shape = "unified" if query.mode == "whole" else "chunked"
-    slo = {"tpot_ms": query.tpot_ms} if query.mode == "slo" else {}
-    return scenario_of(chosen, shape=shape, scheduler=scheduler_settings(query, query.chunk), slo=slo)
+    shape: ShapeName = "unified" if query.mode == "whole" else "chunked"
+    tpot_ms = query.tpot_ms if query.mode == "slo" else None
+    return one_worker(chosen, shape, scheduler_settings(query, query.chunk), tpot_ms)
 
 
 def _curve(query: ChunkedQuery) -> list[dict[str, Any]]:
@@ -103,7 +104,7 @@ def _curve_of(query: ChunkedQuery) -> tuple[dict[str, Any], ...]:
     people = cast(query.streams, query.tokens, read_prompts(query.prompts))
     points = []
     for chunk in CURVE:
-        scenario = scenario_of(chosen, shape="chunked", scheduler=scheduler_settings(query, chunk))
+        scenario = one_worker(chosen, "chunked", scheduler_settings(query, chunk))
         found = measure(people.play(scenario).to_json())
         points.append({"chunk": chunk, **{name: found[name] for name in ("gap_ms", "ttft_long_ms", "ttft_short_ms")}})
     return tuple(points)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from diptych.web.panels.cast import MAX_STREAMS, cast, read_prompts, requests_of_kind, scenario_of, worst
+from diptych.web.panels.cast import MAX_STREAMS, cast, one_worker, read_prompts, requests_of_kind, worst
 from diptych.web.panels.formula import Formula, formula, milliseconds, significant
 from diptych.web.panels.machine import about, machine
 from diptych.web.panels.query import Query
@@ -27,7 +27,7 @@ def panel(query: InterferenceQuery) -> dict[str, Any]:
     """The playback, and under ``measures`` the longest gaps of the streams with and without the prompts. Raises
     ConfigError."""
     chosen = machine(query.model, query.hardware)
-    scenario = scenario_of(chosen, shape="unified")
+    scenario = one_worker(chosen, "unified")
     prompts = read_prompts(query.prompts)
     data = cast(query.streams, query.tokens, prompts).play(scenario).to_json()
     alone = cast(query.streams, query.tokens, ()).play(scenario).to_json() if query.streams else None

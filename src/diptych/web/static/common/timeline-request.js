@@ -77,7 +77,7 @@ export class TimelineRequest {
     if (attempt > this.attempts) Object.assign(this, { attempts: attempt, end: 0, detail: null }); // what ended was the one before
     if (what === "queued") {
       if (!this.queued || time < this.queued) this.queued = time;
-      this.promptTokens = Math.max(this.promptTokens, detail.num_prompt_tokens || 0);
+      if (!this.promptTokens) this.promptTokens = detail.num_prompt_tokens || 0; // later attempts count answer tokens too
       if (this.worker < 0) this.worker = worker;
     } else if (what === "first_token") {
       if (!this.firstToken) this.firstToken = time;
@@ -94,7 +94,7 @@ export class TimelineRequest {
     } else if (what === "finished" && attempt === this.attempts) {
       this.end = time;
       this.detail = detail;
-      this.promptTokens = detail.num_prompt_tokens || this.promptTokens;
+      if (!this.promptTokens) this.promptTokens = detail.num_prompt_tokens || 0;
       this.cachedTokens = detail.num_cached_tokens ?? this.cachedTokens;
     }
   }

@@ -76,10 +76,10 @@ function drawSummary(views, wanted) {
     const [a, b] = values;
     const same = values.length === 2 && a !== null && b !== null && text(a) === text(b);
     const better = same || less === null || values.length < 2 || a === null || b === null || a === b ? -1 : (a < b) === less ? 0 : 1;
-    const change = same ? h("td.number.muted", {}, "same") : values.length === 2 && a !== null && b !== null && a ? h("td.number.muted", {}, `${b >= a ? "+" : "−"}${percent(Math.abs(b / a - 1))}`) : values.length === 2 ? h("td") : null;
+    const change = same ? h("td.number.muted.change", {}, "same") : values.length === 2 && a !== null && b !== null && a ? h("td.number.muted.change", {}, `${b >= a ? "+" : "−"}${percent(Math.abs(b / a - 1))}`) : values.length === 2 ? h("td.change") : null;
     return h("tr", {}, h("th", { scope: "row" }, name), values.map((one, at) => h(at === better ? "td.number.better" : "td.number", {}, one === null ? "–" : text(one))), change);
   });
-  show($("#summary"), h("thead", {}, h("tr", {}, h("th", { scope: "col" }, h("span.visually-hidden", {}, "Figure")), views.map((view) => h("th.number", { scope: "col" }, h(`span.swatch.run-${view.side}`), ` ${view.name}`)), views.length === 2 ? h("th.number", { scope: "col" }, "second against first") : null)), h("tbody", {}, body.filter(Boolean)));
+  show($("#summary"), h("thead", {}, h("tr", {}, h("th", { scope: "col" }, h("span.visually-hidden", {}, "Figure")), views.map((view) => h("th.number", { scope: "col" }, h(`span.swatch.run-${view.side}`), ` ${view.name}`)), views.length === 2 ? h("th.number.change", { scope: "col" }, "second against first") : null)), h("tbody", {}, body.filter(Boolean)));
 }
 
 function drawAttainment(views, wanted) {

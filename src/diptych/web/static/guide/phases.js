@@ -1,6 +1,6 @@
 import { lineChart } from "../common/charts.js";
 import { $, h, show } from "../common/dom.js";
-import { bytes, milliseconds, percent, short, significant } from "../common/format.js";
+import { bytes, milliseconds, percent, significant } from "../common/format.js";
 import { panel, showFormulas, showNotes } from "./panel.js";
 
 const flops = (value) => (value >= 1e12 ? `${significant(value / 1e12)}T` : value >= 1e9 ? `${significant(value / 1e9)}G` : significant(value));
@@ -41,7 +41,7 @@ function draw(data) {
     series: ["prefill", "decode"].map((phase) => ({ name: phase, colour: `var(--${phase})`, points: series[phase].map((one) => [one.tokens, one.tokens_per_s]) })),
     marks: ["prefill", "decode"].map((phase) => ({ x: phases[phase].tokens, y: phases[phase].tokens_per_s, colour: `var(--${phase})`, name: "" })),
     x: { label: "tokens in the step", log: true },
-    y: { label: "tokens a second", log: true, format: short },
+    y: { label: "tokens a second", log: true, format: (value) => (value < 1000 ? String(value) : `${value / 1000}k`) },
   });
   showNotes(data.notes);
   showFormulas(data);

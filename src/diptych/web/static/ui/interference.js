@@ -8,27 +8,29 @@ const MAX_REQUESTS = 24;
 
 /**
  * Compares gaps between tokens in [t0, t1] of a TimelineModel: those that touch a prefill of another request anywhere on
- * the server, and all others. Returns {quietNs: 99th percentile without, busyNs: the longest with, factor}, or null when
- * one of the two is not known.
+ * the server, and all others; gaps in which a worker was gone are left out. Returns the 99th percentiles of both and
+ * their ratio, {busyNs, quietNs, factor}, or null when one of the two is not known.
  */
 export function interference(model, t0, t1) {
   const prefills = prefillSpans(model, t0, t1);
   const quiet = [];
-  let busyNs = 0;
+  const busy = [];
+  const outages = [...model.lanes.values()].flatMap((lane) => lane.states);
   const requests = [...model.requests.values()].filter((one) => one.times.length > 8 && one.last >= t0 && one.start <= t1);
   for (const request of requests.slice(-MAX_REQUESTS)) {
     const { times } = request;
     for (let at = Math.max(2, firstAbove(times, t0)); at < times.length && times[at] <= t1; at++) {
       const [from, to] = [times[at - 1], times[at]];
-      if (touches(prefills, from, to, request.id)) busyNs = Math.max(busyNs, to - from);
-      else quiet.push(to - from);
+      if (outages.some((one) => one.t0 < to && one.t1 > from)) continue;
+      (touches(prefills, from, to, request.id) ? busy : quiet).push(to - from);
     }
   }
-  if (quiet.length < MIN_GAPS || !busyNs) return null;
-  quiet.sort((a, b) => a - b);
-  const quietNs = quiet[Math.floor((quiet.length - 1) * 0.99)];
+  if (quiet.length < MIN_GAPS || !busy.length) return null;
+  const [busyNs, quietNs] = [percentile99(busy), percentile99(quiet)];
   return { quietNs, busyNs, factor: busyNs / quietNs };
 }
+
+const percentile99 = (values) => values.sort((a, b) => a - b)[Math.ceil(values.length * 0.99) - 1];
 
 function prefillSpans(model, t0, t1) {
   const spans = [];

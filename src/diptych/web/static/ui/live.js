@@ -179,7 +179,7 @@ function showVerdict() {
   const shown = Math.max(1, found.factor);
   setText(value, `${shown < 10 ? shown.toFixed(1) : significant(shown)}×`);
   value.className = `verdict-value ${shown < 2 ? "good" : shown > 4 ? "bad" : ""}`;
-  setText(words, `longest gap between tokens: ${duration(found.busyNs)} while a prompt was computed, ${duration(found.quietNs)} else (p99)`);
+  setText(words, `gap between tokens (p99): ${duration(found.busyNs)} while a prompt is computed, ${duration(found.quietNs)} else`);
 }
 
 function updatePanels() {
