@@ -172,7 +172,7 @@ def test_whatever_the_chunks_each_token_is_sent_once_in_whole_blocks(chunk: int,
         sent += outgoing.on_step([("a", start, min(chunk, 107 - start)), ("stranger", 0, 5)])
     position = cached
     for piece in sent:
-        assert piece.start == position and not piece.is_last or piece is sent[-1]
+        assert piece.start == position and piece.is_last == (piece is sent[-1])
         assert piece.num_tokens % BLOCK == 0 or piece.is_last
         position += piece.num_tokens
     assert position == 107 and sent[-1].is_last and len(outgoing) == 0
