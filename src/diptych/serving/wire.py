@@ -49,8 +49,8 @@ _ERROR_CLASSES: dict[str, type[errors.DiptychError]] = {
 
 
 class WireRequest(msgspec.Struct, frozen=True, array_like=True):
-    """One leg of a sequence to generate. ``prompt``, ``output``: token ids as packed little-endian uint32; the output is
-    what other workers have sampled already (sampling.max_tokens counts it)."""
+    """One leg of a sequence to generate. ``prompt``, ``output``: token ids as packed little-endian uint32; the output
+    is what other workers have sampled already (sampling.max_tokens counts it)."""
 
     request_id: str
     prompt: bytes
