@@ -57,7 +57,9 @@ class BudgetConfig:
     whole: prompts run whole and before decodes. fixed: decodes first, then prompt tokens up to max_batched_tokens.
     slo: like fixed, and the step must end within the time that the objectives of running streams leave
     (``target_ns`` applies when a stream has no TPOT objective of its own, and also when nothing is running, so that
-    a newcomer never waits longer than that for the step in front of it).
+    a newcomer never waits longer than that for the step in front of it). idle_target_ns: how long a step may take
+    while nothing streams, if that is to be something else: workers that prefill for others read their weights for
+    more tokens at once, and leave the memory to those that decode.
     """
 
     kind: BudgetName = "slo"
@@ -65,12 +67,15 @@ class BudgetConfig:
     target_ns: int = 100 * NS_PER_MS
     margin: float = 0.9  # share of the objective that a predicted step may take
     min_chunk_tokens: int = 16  # smaller chunks are refused unless they end the prompt
+    idle_target_ns: int | None = None
 
     def __post_init__(self) -> None:
         _require(self.kind in ("whole", "fixed", "slo"), f"budget is {self.kind!r}; whole, fixed or slo", "budget")
         for name in ("max_batched_tokens", "target_ns", "min_chunk_tokens"):
             value = getattr(self, name)
             _require(value >= 1, f"{name} is {value}; it must be at least 1", name)
+        idle_ns = self.idle_target_ns
+        _require(idle_ns is None or idle_ns >= 1, f"idle_target_ns is {idle_ns}; at least 1", "idle_target_ns")
         _require(0 < self.margin <= 1, f"margin is {self.margin}; it must be in (0, 1]", "margin")
         _require(
             self.min_chunk_tokens <= self.max_batched_tokens,

@@ -131,7 +131,7 @@ def _against(one: Candidate, best: Candidate, asked: Mapping[str, Any]) -> str:
     name = one.words[0].upper() + one.words[1:]
     if not missed:
         return (
-            f"{name} meets the objectives as well ({percent(one.attainment)}), and holds "
+            f"{name}: {percent(one.attainment)} of the requests meet their objectives; it holds "
             f"{'more than' if one.holds_more else 'up to'} {_rate(one)}."
         )
     if one.shape == "disaggregated":
@@ -177,10 +177,9 @@ def simulate_command(best: Candidate, chosen: Machine, asked: Mapping[str, Any])
     command += ["--shape", "unified" if best.shape == "unified" else "chunked"]
     if best.shape == "disaggregated":
         command += ["--prefill", str(best.prefill), "--decode", str(best.decode), "--link", asked["link"]]
-        command += ["--routing", "kv_aware"]
     elif best.replicas > 1:
         command += ["--replicas", str(best.replicas)]
-    command += ["--rate", f"{asked['rate']:g}", "--num-requests", "2000"]
+    command += ["--routing", "kv_aware", "--rate", f"{asked['rate']:g}", "--num-requests", "2000"]
     for part in ("prompt", "output"):
         path = f"workload.lengths.{part}"
         for name, value in (("kind", "lognormal"), ("mean", asked[part]), ("sigma", 0.6), ("max", 4 * asked[part])):

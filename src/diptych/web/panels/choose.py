@@ -151,6 +151,7 @@ def settings_of(chosen: Machine, query: ChooseQuery, plan: Plan, rate: float) ->
         "weight_bits": chosen.weight_bits,
         "shape": "unified" if plan.shape == "unified" else "chunked",
         "seed": query.seed,
+        "routing": "kv_aware",
         "workload": {
             "rate": rate,
             "num_requests": num_requests(rate),
@@ -159,7 +160,7 @@ def settings_of(chosen: Machine, query: ChooseQuery, plan: Plan, rate: float) ->
         },
     }
     if plan.prefill:
-        raw |= {"pools": {"prefill": plan.prefill, "decode": plan.decode, "link": query.link}, "routing": "kv_aware"}
+        raw |= {"pools": {"prefill": plan.prefill, "decode": plan.decode, "link": query.link}}
     else:
         raw |= {"replicas": plan.replicas}
     return settings_from(raw)
