@@ -396,8 +396,8 @@ def test_a_setting_that_has_no_effect_or_no_meaning_is_refused(build, field) -> 
 
 def test_a_worker_where_nothing_streams_may_be_given_longer_steps() -> None:
     longest = {}
-    for idle_ns in (None, 400 * NS_PER_MS):
-        budget = BudgetConfig(target_ns=100 * NS_PER_MS, idle_target_ns=idle_ns)
+    for idle_ns in (None, 200 * NS_PER_MS):
+        budget = BudgetConfig(target_ns=50 * NS_PER_MS, idle_target_ns=idle_ns, max_batched_tokens=4096)
         driver = Driver(ReplicaConfig(CacheConfig(1000, 16), SchedulerConfig(budget=budget)))
         for name in ("first", "second"):  # the model has learnt what a token costs when the second comes
             before = len(driver.outputs)
@@ -405,4 +405,4 @@ def test_a_worker_where_nothing_streams_may_be_given_longer_steps() -> None:
             while driver.step():
                 pass
         longest[idle_ns] = max(chunk.num_tokens for output in driver.outputs[before:] for chunk in output.prefills)
-    assert longest[400 * NS_PER_MS] > 2 * longest[None]
+    assert longest[200 * NS_PER_MS] > 2 * longest[None]

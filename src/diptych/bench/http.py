@@ -63,6 +63,7 @@ class Connection(asyncio.Protocol):
         self._is_events = False
         self._left = -1  # bytes of a body with a length; -1: until the connection ends
         self._keeps = True
+        self._is_steady = False  # in the middle of a chunked stream of events
         self._got_bytes = False
         self._was_used = False
         self.idle_since_ns = 0
@@ -78,7 +79,7 @@ class Connection(asyncio.Protocol):
         self._stream, self._request = stream, request
         stream.connection = self
         self._in_head, self._got_bytes, self._is_chunked, self._is_events = True, False, False, False
-        self._left, self._keeps = -1, True
+        self._left, self._keeps, self._is_steady = -1, True, False
         self._transport.write(request)
 
     def abort(self) -> None:
@@ -111,8 +112,15 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """The next bytes of an answer."""
         now = now_ns()
-        if self._stream is None:
+        stream = self._stream
+        if stream is None:
             return
+        if self._is_steady and not self._buffer:  # nearly always: one whole chunk, read without further ado
+            line_end = data.find(b"\r\n")
+            size = len(data) - line_end - 4
+            if size > 0 and data[:line_end].lower() == b"%x" % size:
+                stream.feed(data[line_end + 2 : -2], now)
+                return
         if self._buffer:
             data = self._buffer + data
             self._buffer = b""
@@ -156,6 +164,7 @@ class Connection(asyncio.Protocol):
                 except ValueError:
                     self._stream.retry_after_s = None
         self._in_head = False
+        self._is_steady = self._is_chunked and self._is_events
 
     def _on_chunks(self, data: bytes, now: int) -> None:
         """Whole chunks; a piece of one waits for its rest."""

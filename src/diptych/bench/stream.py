@@ -103,8 +103,8 @@ class TokenStream:
         """The next bytes of a body of server-sent events."""
         if self._rest:
             payload = self._rest + payload
-        elif payload.endswith(b"\n\n") and payload.find(b"\n\n") == len(payload) - 2:  # nearly always: one event
-            self._on_event(payload[:-2], now_ns)
+        elif payload.startswith(b"data: {") and payload.find(b"\n") == len(payload) - 2:  # nearly always: one event
+            self._on_json(payload[6:], now_ns)
             return
         if b"\r" in payload:
             payload = payload.replace(b"\r\n", b"\n")
@@ -149,19 +149,25 @@ class TokenStream:
             if not event:
                 return
         data = event[5:]
-        if data.startswith((b" [DONE]", b"[DONE]")):
-            return
+        if not data.startswith((b" [DONE]", b"[DONE]")):
+            self._on_json(data, now_ns)
+
+    def _on_json(self, data: bytes, now_ns: int) -> None:
         try:
-            decoded = _decode(data)
+            event = _decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             self.error = self.error or f"an event is no JSON as expected: {error}: {data[:80]!r}"
             return
-        if decoded.usage is not None:
-            self.usage = decoded.usage
-        if decoded.error is not None:
-            self.error = self.error or _message_of(decoded.error)
-        if decoded.choices:
-            self._on_choice(decoded.choices[0], decoded.usage, now_ns)
+        if event.usage is not None:
+            self.usage = event.usage
+        if event.error is not None:
+            self.error = self.error or _message_of(event.error)
+        if event.choices:
+            choice = event.choices[0]
+            if choice.text and choice.finish_reason is None and choice.token_ids is None and event.usage is None:
+                self.stamps.append(now_ns)  # nearly always
+            else:
+                self._on_choice(choice, event.usage, now_ns)
 
     def _on_choice(self, choice: _Choice, usage: Usage | None, now_ns: int) -> None:
         delta = choice.delta
