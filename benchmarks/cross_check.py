@@ -4,9 +4,10 @@
 
 Without --url a server with the bundled model is started; --fake takes the make-believe server, whose pace is known
 (first token after 30 ms, the others 10 ms apart) and does not depend on the machine. Each tool sends the same number of
-requests of the same lengths at the same even rate; the tools take turns. Compared: TTFT (median and mean over requests)
-from the actual sending, which is what the other two measure, and ITL as they define it: per request the time from the
-first to the last token over the tokens after the first (our TPOT), then median and mean over requests.
+requests at the same even rate, with prompts that ``diptych bench`` would make (every run has texts of its own, so that
+no cache helps) and answers of one length; the tools take turns. Compared: TTFT (median and mean over requests) from the
+actual sending, which is what the other two measure, and ITL as they define it: per request the time from the first to
+the last token over the tokens after the first (our TPOT), then median and mean over requests.
 Peers: pip install guidellm==0.8.* and aiperf==0.13.*, each into an environment of its own.
 """
 
@@ -19,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +30,11 @@ from typing import Any
 from common import report
 from other_load import OtherLoad
 
+from diptych.bench.prompts import as_text
+from diptych.bench.session import drive
+from diptych.bench.target import Target, TargetConfig, client_for
 from diptych.serving.options import BUNDLED_MODEL
+from diptych.simulation.workload.spec import RequestSpec
 
 HERE = Path(__file__).parent
 PACE = {"ttft_ms": 30.0, "itl_ms": 10.0}
@@ -83,51 +89,77 @@ def ours(url: str, options: argparse.Namespace, folder: Path) -> dict[str, float
     rows = [json.loads(line) for line in records.read_text().splitlines()]
     assert all(row["outcome"] == "completed" for row in rows), "a request failed"
     ttft = [1e3 * (row["arrival_s"] + row["ttft_s"] - row["sent_s"]) for row in rows]
-    return figures(ttft, [1e3 * row["tpot_s"] for row in rows])
+    return figures(ttft, [1e3 * row["tpot_s"] for row in rows], [row["prompt_tokens"] for row in rows])
+
+
+async def texts(url: str, options: argparse.Namespace, salt: str) -> list[str]:
+    """Prompts of the wanted number of tokens, as this server counts them."""
+    config = TargetConfig(url=url, prompts="text")
+    client = client_for(config)
+    maker = (await Target.find(config, client)).prompt_maker(salt)
+    await client.close()
+    spec = RequestSpec(arrival_ns=0, prompt_tokens=options.prompt_tokens, output_tokens=options.output_tokens)
+    return [as_text(maker.units(spec, number)) for number in range(options.requests)]
+
+
+def prompt_file(url: str, options: argparse.Namespace, folder: Path, **names: str) -> Path:
+    """The prompts as JSON lines; names: what the tool calls the prompt and the number of tokens of its answer."""
+    path = folder / "prompts.jsonl"
+    rows = [
+        {names["prompt"]: text, names["output"]: options.output_tokens}
+        for text in drive(texts(url, options, folder.name + options.salt))
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 def guidellm(url: str, options: argparse.Namespace, folder: Path) -> dict[str, float]:
     """guidellm 0.8."""
     path = folder / "guidellm.json"
-    shape = f"prompt_tokens={options.prompt_tokens},output_tokens={options.output_tokens}"
+    prompts = prompt_file(url, options, folder, prompt="prompt", output="output_tokens_count")
     run(
         [
             str(options.guidellm / "bin/guidellm"), "run", "--disable-console",
             "--backend", f"kind=openai_http,target={url},model={model_of(url)},request_format=/v1/completions",
             "--profile", f"kind=constant,rate={options.rate}",
             "--constraint", f"kind=max_requests,count={options.requests}",
-            "--tokenizer", f"kind=hf_auto,model={options.tokenizer}", "--data", f"kind=synthetic_text,{shape}",
+            "--tokenizer", f"kind=hf_auto,model={options.tokenizer}", "--data", f"kind=json_file,path={prompts}",
             "--output", f"kind=json,path={path}",
         ],
         HF_HUB_OFFLINE="1",
     )  # fmt: skip
     rows = json.loads(path.read_text())["benchmarks"][0]["requests"]["successful"]
-    return figures([row["time_to_first_token_ms"] for row in rows], [row["inter_token_latency_ms"] for row in rows])
+    ttft, itl = ([row[name] for row in rows] for name in ("time_to_first_token_ms", "inter_token_latency_ms"))
+    return figures(ttft, itl, [row["prompt_tokens"] for row in rows])
 
 
 def aiperf(url: str, options: argparse.Namespace, folder: Path) -> dict[str, float]:
     """aiperf 0.13."""
+    prompts = prompt_file(url, options, folder, prompt="text", output="output_length")
     run(
         [
             str(options.aiperf / "bin/aiperf"), "profile", "-m", model_of(url), "--url", url,
             "--endpoint-type", "completions", "--streaming", "--request-rate", f"{options.rate}",
             "--arrival-pattern", "constant", "--request-count", f"{options.requests}",
-            "--synthetic-input-tokens-mean", f"{options.prompt_tokens}",
-            "--output-tokens-mean", f"{options.output_tokens}", "--tokenizer", str(options.tokenizer),
+            "--input-file", str(prompts), "--custom-dataset-type", "single_turn",
+            "--tokenizer", str(options.tokenizer),
             "--use-server-token-count", "--extra-inputs", "ignore_eos:true", "--artifact-dir", str(folder / "aiperf"),
             "--ui", "none",
         ]
     )  # fmt: skip
     found = json.loads((folder / "aiperf/profile_export_aiperf.json").read_text())
     ttft, itl = found["time_to_first_token"], found["inter_token_latency"]
-    values = (ttft["p50"], ttft["avg"], itl["p50"], itl["avg"], ttft["count"])
-    return dict(zip((*COLUMNS, "requests"), values, strict=True))
+    lengths = found["usage_prompt_tokens"], found["usage_completion_tokens"]
+    assert lengths[1]["min"] == lengths[1]["max"] == options.output_tokens, "answers of another length"
+    values = (ttft["p50"], ttft["avg"], itl["p50"], itl["avg"], ttft["count"], lengths[0]["avg"])
+    return dict(zip((*COLUMNS, "requests", "prompt tokens"), values, strict=True))
 
 
-def figures(ttft: Sequence[float], itl: Sequence[float]) -> dict[str, float]:
+def figures(ttft: Sequence[float], itl: Sequence[float], prompts: Sequence[float]) -> dict[str, float]:
     """Median and mean of both, in milliseconds."""
-    values = (statistics.median(ttft), statistics.fmean(ttft), statistics.median(itl), statistics.fmean(itl), len(ttft))
-    return dict(zip((*COLUMNS, "requests"), values, strict=True))
+    values = (statistics.median(ttft), statistics.fmean(ttft), statistics.median(itl), statistics.fmean(itl))
+    counts = (len(ttft), statistics.fmean(prompts))
+    return dict(zip((*COLUMNS, "requests", "prompt tokens"), values + counts, strict=True))
 
 
 def model_of(url: str) -> str:
@@ -149,6 +181,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=60)
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--output-tokens", type=int, default=64)
+    parser.add_argument("--salt", default=f"{time.time_ns():x}", help="which texts the prompts are")
     parser.add_argument("--json")
     options = parser.parse_args()
     tools: dict[str, Any] = {"diptych bench": ours}
@@ -161,6 +194,7 @@ def main() -> None:
             for name, measure in tools.items():
                 place = Path(folder) / f"{name}-{number}"
                 place.mkdir()
+                time.sleep(2)
                 load = OtherLoad()
                 runs[name].append(measure(url, options, place))
                 loads.append(load.cores())

@@ -103,7 +103,8 @@ class TokenStream:
         """The next bytes of a body of server-sent events."""
         if self._rest:
             payload = self._rest + payload
-        elif payload.startswith(b"data: {") and payload.find(b"\n") == len(payload) - 2:  # nearly always: one event
+        elif payload.startswith(b"data: {") and payload.endswith(b"\n\n") and payload.find(b"\n") == len(payload) - 2:
+            # nearly always: one event of one line
             self._on_json(payload[6:], now_ns)
             return
         if b"\r" in payload:

@@ -11,6 +11,7 @@ BudgetName = Literal["whole", "fixed", "slo"]
 PreemptionName = Literal["recompute", "swap"]
 AdmissionName = Literal["expected", "greedy"]
 ShapeName = Literal["unified", "chunked"]
+PREFILL_STEP_NS, MIN_PREFILL_STEP_NS, MAX_PREFILL_STEP_NS = 400 * NS_PER_MS, 100 * NS_PER_MS, 1000 * NS_PER_MS
 
 
 def _require(condition: bool, message: str, param: str) -> None:
@@ -221,3 +222,13 @@ def shape_preset(shape: ShapeName, **overrides: Any) -> SchedulerConfig:
     else:
         raise ConfigError(f"shape is {shape!r}; unified or chunked", param="shape")
     return replace(base, **overrides)
+
+
+def prefill_scheduler(scheduler: SchedulerConfig, slo: Slo) -> SchedulerConfig:
+    """The settings of a worker that prefills for others: steps as long as a newcomer may be kept waiting, a fifth of
+    the TTFT objective. Short steps would read all weights for few tokens each, and compete with the decode workers for
+    the memory."""
+    idle_ns = PREFILL_STEP_NS
+    if slo.ttft_ns:
+        idle_ns = min(max(slo.ttft_ns // 5, MIN_PREFILL_STEP_NS), MAX_PREFILL_STEP_NS)
+    return replace(scheduler, budget=replace(scheduler.budget, idle_target_ns=idle_ns))

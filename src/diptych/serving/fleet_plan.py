@@ -6,17 +6,16 @@ where there is some; must never start a process.
 
 import os
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from diptych.control.cluster_config import ClusterConfig
-from diptych.control.config import SchedulerConfig
+from diptych.control.config import prefill_scheduler
 from diptych.control.errors import ConfigError
 from diptych.control.router.placement_config import PlacementConfig
 from diptych.control.router.workers import LinkCosts
-from diptych.control.slo import NS_PER_MS
 from diptych.runtime.kv_geometry import KVGeometry, read_kv_geometry
 from diptych.runtime.model_config import read_model_config
 from diptych.serving.fleet_options import FleetOptions, divide_cores
@@ -24,7 +23,6 @@ from diptych.serving.options import EngineOptions, PoolShare, TransferName, Work
 from diptych.serving.shared_memory import SharedMemory, create_shared_memory, default_num_blocks
 
 SECRET_BYTES = 32
-PREFILL_STEP_NS, MIN_PREFILL_STEP_NS, MAX_PREFILL_STEP_NS = 400 * NS_PER_MS, 100 * NS_PER_MS, 1000 * NS_PER_MS
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +69,10 @@ def plan_fleet(options: EngineOptions, fleet: FleetOptions) -> FleetPlan:
             secret=secret,
         )
         record = None if options.record is None else _numbered(Path(options.record), number)
-        scheduler = _prefill_scheduler(options) if role == "prefill" else options.scheduler
+        scheduler = prefill_scheduler(options.scheduler, options.slo) if role == "prefill" else options.scheduler
         own = _on_cores(options, cores[number])
         told.append(msgspec.structs.replace(own, place=place, record=record, scheduler=scheduler))
     return FleetPlan(tuple(told), transfer, memory, geometry.block_bytes // geometry.block_size)
-
-
-def _prefill_scheduler(options: EngineOptions) -> SchedulerConfig:
-    """Of a worker that prefills for others: steps as long as a newcomer may be kept waiting, a fifth of the TTFT
-    objective. Short steps would read all weights for few tokens each, and compete with the decode workers for memory.
-    """
-    ttft_ns = options.slo.ttft_ns
-    idle_ns = min(max(ttft_ns // 5, MIN_PREFILL_STEP_NS), MAX_PREFILL_STEP_NS) if ttft_ns else PREFILL_STEP_NS
-    budget = replace(options.scheduler.budget, idle_target_ns=idle_ns)
-    return replace(options.scheduler, budget=budget)
 
 
 def _transfer(options: EngineOptions, fleet: FleetOptions) -> TransferName:

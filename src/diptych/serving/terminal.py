@@ -58,13 +58,13 @@ class StartScreen:
         example = curl(url, self._model_name, has_key=self._has_key)
         lines = (
             f"[bold]{self._model_name}[/bold] is served at [bold cyan]{url}[/bold cyan] (API: {url}/v1, "
-            f"reference: {url}/docs)",
+            f"reference: {url}/docs; watch it: {url}/ui)",
             f"[dim]{ready.description}; context {ready.max_model_len:,} tokens[/dim]",
         )
         if self._console.is_terminal:
             self._console.print(Panel("\n".join(lines), title="Diptych", expand=False))
         else:
-            print(f"{self._model_name} is served at {url} (API: {url}/v1, reference: {url}/docs)")
+            print(f"{self._model_name} is served at {url} (API: {url}/v1, reference: {url}/docs; watch it: {url}/ui)")
             print(f"{ready.description}; context {ready.max_model_len:,} tokens")
         print(f"Try it:\n\n{example}\n", flush=True)
 

@@ -265,13 +265,14 @@ def prepare(settings: Settings, *, record_events: bool = False, most_recorded: i
         kv_bits=settings.kv_bits,
     )
     workload = build(settings.workload, settings.seed)
+    replica = ReplicaConfig(
+        cache=cache_config(settings, scheduler, choice),
+        scheduler=scheduler,
+        slo=Slo(_nanoseconds(settings.slo.ttft_ms), _nanoseconds(settings.slo.tpot_ms)),
+        max_model_len=settings.max_model_len or choice.max_model_len,
+    )
     scenario = Scenario(
-        replica=ReplicaConfig(
-            cache=cache_config(settings, scheduler, choice),
-            scheduler=scheduler,
-            slo=Slo(_nanoseconds(settings.slo.ttft_ms), _nanoseconds(settings.slo.tpot_ms)),
-            max_model_len=settings.max_model_len or choice.max_model_len,
-        ),
+        replica=replica,
         cost=choice.cost,
         workload=workload,
         num_replicas=settings.num_replicas,
@@ -280,7 +281,7 @@ def prepare(settings: Settings, *, record_events: bool = False, most_recorded: i
         on_failure=settings.on_failure,
         faults=_faults(settings),
         watch=_watch(settings.watch),
-        pools=fleet_pools(settings, choice),
+        pools=fleet_pools(settings, choice, replica),
         front_end=choice.source.front_end if isinstance(choice.source, Calibration) else FrontEnd(),
         swap_block_ns=swap_block_ns(settings, choice),
         warm_up=choice.source.warm_up if isinstance(choice.source, Calibration) else (),

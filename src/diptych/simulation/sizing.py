@@ -6,7 +6,7 @@ Owns the arithmetic of memory. Must never read a file or know an option's name b
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from diptych.control.config import CacheConfig, SchedulerConfig
+from diptych.control.config import CacheConfig, ReplicaConfig, SchedulerConfig, prefill_scheduler
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_S
 from diptych.simulation.costs.choice import CostChoice
@@ -50,8 +50,8 @@ def cache_config(settings: "Settings", scheduler: SchedulerConfig, choice: CostC
     )
 
 
-def fleet_pools(settings: "Settings", choice: CostChoice) -> Pools | None:
-    """Prefill and decode apart, if the settings say so. Raises ConfigError."""
+def fleet_pools(settings: "Settings", choice: CostChoice, replica: ReplicaConfig) -> Pools | None:
+    """Prefill and decode apart, if the settings say so, from the settings of any worker. Raises ConfigError."""
     pools = settings.pools
     if not pools.prefill and not pools.decode and not pools.both:
         return None
@@ -76,6 +76,7 @@ def fleet_pools(settings: "Settings", choice: CostChoice) -> Pools | None:
         num_hosts=pools.hosts,
         kv_bytes_per_token=kv_bytes,
         link=pools.link,
+        prefill=replica.with_(scheduler=prefill_scheduler(replica.scheduler, replica.slo)),
     )
 
 

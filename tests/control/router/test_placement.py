@@ -295,9 +295,14 @@ def test_a_short_or_cached_rest_is_computed_where_the_streams_are() -> None:
     made.on_blocks(1, 1, stored=blocks(*range(100)))
     turn = place(made, ask("turn", 1650, hashes=blocks(*range(100))))
     assert (turn.reason, turn.num_cached_tokens) == ("local_cached", 1600)
-    swamped = placer("prefill", "decode", reports={0: replace(REPORT, backlog_ns=NS_PER_S)})
-    stream(swamped, 1, 2)
-    assert place(swamped, ask("late", 1000)).reason == "local_backlog"
+    for limit, reason in (
+        (0, "local_backlog"),
+        (256, "remote"),
+    ):  # the limit protects the streams from a busy neighbour
+        late = {0: replace(REPORT, backlog_ns=NS_PER_S)}
+        swamped = placer("prefill", "decode", reports=late, max_local_tokens=limit)
+        stream(swamped, 1, 2)
+        assert place(swamped, ask("late", 1000)).reason == reason
 
 
 def test_one_token_needs_no_decode_worker_and_few_stay_with_their_prefill_worker() -> None:

@@ -41,7 +41,7 @@ class PlacementConfig:
     kv_price_ns: int = 50 * NS_PER_MS
     stale_ns: int = 0
     long_prompt_tokens: int = 0
-    max_local_tokens: int = 0
+    max_local_tokens: int = 256
     links: LinkCosts = field(default_factory=LinkCosts)
     seed: int = 0
 
