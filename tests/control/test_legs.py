@@ -183,3 +183,16 @@ def test_of_borrowed_blocks_only_the_commit_is_sent() -> None:
     outgoing.begin("a", 0, 100, is_borrowed=True)
     assert outgoing.on_step([("a", 0, 64)]) == []
     assert outgoing.on_step([("a", 64, 36)]) == [Chunk("a", 100, 0, True)]
+
+
+def test_a_step_that_was_broken_off_teaches_nothing_and_leaves_nothing() -> None:
+    replica = core()
+    replica.add_request(Request("a", 100, 8), 0)
+    output = replica.begin_step(0)
+    assert output is not None and output.prefills
+    replica.drop("a", 5)
+    events = replica.end_step(StepResult(output.step_id), 6, num_steps=0)
+    assert [type(event).__name__ for event in events if not isinstance(event, HandoffReleased)][-1] == "StepFinished"
+    assert replica.model.coefficients == core().model.coefficients
+    assert replica.kv.pool.num_used == 0
+    replica.kv.check()

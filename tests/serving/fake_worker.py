@@ -73,6 +73,9 @@ class FakeRunner:
         self.decoding: dict[str, None] = {}
         self.step_s = step_s
         self.token_s = 1 / tokens_per_s if tokens_per_s else 0.0
+        self.on_layer: Callable[[], None] | None = None
+        self.num_layers = 1  # of 1 ms each, where there are more
+        self.num_layers_done = 0
 
     def add_request(
         self,
@@ -99,6 +102,11 @@ class FakeRunner:
 
     def execute(self, output: SchedulerOutput) -> StepResult:
         """Membership as the plan says, then one token per decode and per ended prompt."""
+        for _ in range(self.num_layers):
+            if self.on_layer is not None:
+                self.on_layer()
+            self.num_layers_done += 1
+            time.sleep(0.001 * (self.num_layers > 1))
         for request_id in output.finished:
             self.requests.pop(request_id, None)
             self.decoding.pop(request_id, None)

@@ -249,3 +249,24 @@ def test_a_request_that_no_worker_can_serve_is_refused_where_it_is_reserved(
     end = decode.wait_end("huge")
     assert end.error is not None and end.error.kind == "ContextLengthError"
     assert EOS_TOKEN == 0
+
+
+@pytest.mark.parametrize("borrowed", [False, True])
+def test_a_step_that_nobody_wants_any_more_is_broken_off(
+    pair: tuple[ThreadPeer, ThreadPeer], *, borrowed: bool
+) -> None:
+    prefill, decode = pair
+    prefill.runner.num_layers = 20_000
+    start(pair, borrowed=borrowed)
+    prefill.wait_event(RequestAdmitted, "r")
+    prefill.send(DropLegs(["r"]))
+    assert prefill.wait_end("r").reason is FinishReason.ABORT
+    assert prefill.runner.num_layers_done < 20_000
+    prefill.runner.num_layers = 1
+    decode.send(DropLegs(["r"]))
+    decode.wait_end("r")
+    start(pair, "next", borrowed=borrowed)
+    decode.wait(Delivered, "next")
+    decode.wait_end("next")
+    prefill.send(ReleaseLegs(["next"]))
+    prefill.wait_event(HandoffReleased, "next")

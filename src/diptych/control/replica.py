@@ -174,7 +174,7 @@ class ReplicaCore:
         """Take in the result of the oldest step in flight: the only place where computed-token counts grow.
 
         num_steps: the plan was taken so many times in a row (at most its max_repeats), the last time from
-        ``last_start_ns`` on; ``result`` is that of the last.
+        ``last_start_ns`` on; ``result`` is that of the last. 0: it was broken off, after the end of all its requests.
         """
         step = self._in_flight.popleft()
         output = step.output
@@ -305,7 +305,7 @@ class ReplicaCore:
         self._last_end_ns = now
         output = step.output
         features = output.features
-        if self.model.wants(features, self.scheduler.batch.ticks_completed):
+        if num_steps and self.model.wants(features, self.scheduler.batch.ticks_completed):
             if num_steps > 1:
                 context = features.decode_context + (num_steps - 1) * features.decode_seqs
                 features = StepFeatures(0, 0, features.decode_seqs, context)
@@ -318,7 +318,7 @@ class ReplicaCore:
             num_decodes=output.num_decodes,
             decode_context=output.features.decode_context,
             predicted_ns=output.predicted_ns,
-            num_steps=num_steps,
+            num_steps=max(1, num_steps),
         )
 
     def _forget(self, request: Request) -> None:

@@ -114,6 +114,11 @@ class StepResult:
     payload: Any = None
 
 
+class StepBrokenOff(Exception):
+    """Raised inside ``execute`` by a driver that has heard that nobody wants the step any more: all of its requests
+    are to be ended before ``ReplicaCore.end_step`` is told, with num_steps 0."""
+
+
 class Executor(Protocol):
     """Turns plans into results: ModelRunner (torch), SimulatedExecutor (a cost model), ReplayExecutor (a log).
 

@@ -17,7 +17,7 @@ stop token id) is part of StepTokens; hiding it from the client is the driver's 
 Owns the tokens, the decode batch and the KV memory. Never decides what runs, never reads a clock, never looks at text.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -126,10 +126,11 @@ class ModelRunner:
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
         self.note = note
+        self.on_layer: Callable[[], None] | None = None  # called before each layer on a CPU; may raise StepBrokenOff
         if model.device.type == "cuda":
             self._forward = GraphedDecoder(model, kv.layers, max_model_len).forward
         else:
-            self._forward = partial(model.forward, caches=kv.layers)
+            self._forward = partial(model.forward, caches=kv.layers, on_layer=self._on_layer)
         self._requests: dict[str, RequestState] = {}
         self._batch = DecodeBatch(max_num_seqs, max_model_len, self.block_size)
         self._ends_sequence = np.zeros(self.model_config.vocab_size, dtype=np.bool_)
@@ -174,6 +175,10 @@ class ModelRunner:
     def num_requests(self) -> int:
         """Requests known here."""
         return len(self._requests)
+
+    def _on_layer(self) -> None:
+        if self.on_layer is not None:
+            self.on_layer()
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> StepResult:

@@ -4,7 +4,7 @@ Owns the errors behind refusals, and the tokens of legs that another worker pref
 never send anything.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,6 +39,8 @@ class Runner(Protocol):
     def forget(self, request_id: str) -> None:
         """Drop a request that no plan will name; unknown ids are ignored."""
         ...
+
+    on_layer: Callable[[], None] | None  # called in the middle of steps; what it raises ends the step
 
     def execute(self, output: SchedulerOutput) -> StepResult:
         """Run one step (see diptych.control.step.Executor); the payload is a StepTokens."""

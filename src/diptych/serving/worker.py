@@ -7,6 +7,7 @@ Steps run on this thread, and nothing else touches the executor: when a message 
 the worker answers (a leg has ended, a peer is forgotten) is true of its memory, too.
 """
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -15,7 +16,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ from diptych.control.events import (
 from diptych.control.replica import ReplicaCore
 from diptych.control.request import FinishReason
 from diptych.control.slo import NS_PER_MS
-from diptych.control.step import SchedulerOutput, StepResult
+from diptych.control.step import SchedulerOutput, StepBrokenOff, StepResult
 from diptych.runtime.transfer.interface import KVConnector
 from diptych.serving.block_publisher import BlockPublisher
 from diptych.serving.heartbeat import FILE_NAME, Heartbeat
@@ -117,6 +119,8 @@ class Worker:
         self._is_changed = True
         self._next_stats_ns = 0
         self._is_running = True
+        self._inbox: deque[FrontendMessage] = deque()
+        self._step: SchedulerOutput | None = None  # the one that is executed
 
     def run(self) -> None:
         """Turn until a Shutdown message comes."""
@@ -129,6 +133,8 @@ class Worker:
             heartbeat.begin_turn(now)
             if output is not None and result is not None:
                 self._end_step(output, result, now)
+            elif output is not None:
+                self._end_broken_step(output, now)
             if self._handoffs and arrived:
                 self._publish(self._handoffs.on_transfers(arrived, now))
             self._take_messages(now)
@@ -139,9 +145,31 @@ class Worker:
             self._publish(core.take_events())  # before the step, which may take long
             if output is not None:
                 heartbeat.begin_step(output.predicted_ns)
-                result = runner.execute(output)
+                self._step = output
+                with contextlib.suppress(StepBrokenOff):
+                    result = runner.execute(output)
             elif self._is_running:
                 self._wait(now)
+
+    def break_off(self) -> None:
+        """Called in the middle of a step: raises StepBrokenOff when the client of every prompt in it has left, and
+        nothing else is in it. Whoever comes next need not wait for its end."""
+        if self._step is None or self._step.num_decodes:
+            return
+        leaving: set[str] = set()
+        self._inbox.extend(self._receive())
+        for message in self._inbox:
+            if isinstance(message, DropLegs):
+                leaving.update(message.leg_ids)
+            elif isinstance(message, Abort):
+                leaving.update(message.request_ids)
+        if leaving and leaving.issuperset(chunk.request_id for chunk in self._step.prefills):
+            raise StepBrokenOff
+
+    def _end_broken_step(self, output: SchedulerOutput, now: int) -> None:
+        """First those leave for whom it was computed."""
+        self._take_messages(now)
+        self._publish(self._core.end_step(StepResult(output.step_id), now, num_steps=0))
 
     def _end_step(self, output: SchedulerOutput, result: StepResult, now: int) -> None:
         """Tell what the step gave, first of all the tokens; then send its KV to where it is wanted."""
@@ -153,13 +181,18 @@ class Worker:
             self._send(changes)
 
     def _take_messages(self, now: int) -> None:
+        self._inbox.extend(self._receive())
+        while self._inbox:
+            self._is_changed = True
+            self._take(self._inbox.popleft(), now)
+
+    def _receive(self) -> Iterator[FrontendMessage]:
         while True:
             try:
                 data = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._is_changed = True
-            self._take(decode_from_frontend(data), now)
+            yield decode_from_frontend(data)
 
     def _take(self, message: FrontendMessage, now: int) -> None:
         core = self._core
@@ -332,6 +365,7 @@ def serve(directory: Path, load: Load, connect_to_peers: Connect) -> int:
     socket.send(encode(ready))
     publishes_blocks = options.place is not None and options.place.publishes_blocks
     worker = Worker(core, runner, socket, connector=connector, heartbeat=heartbeat, publishes_blocks=publishes_blocks)
+    runner.on_layer = worker.break_off
     try:
         worker.run()
     finally:

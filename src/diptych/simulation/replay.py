@@ -274,7 +274,7 @@ class _ReplayedReplica:
             failed=tuple((one, message) for one, message in failed),
         )
         output, begun_ns = self._in_flight.pop(0), self._begun_ns.pop(0)
-        if output.is_compute:
+        if output.is_compute and num_steps:
             start_ns = max(begun_ns, self._last_end_ns)
             self._last_end_ns = now
             self._report.steps.append(MeasuredStep(output.features, now - start_ns))

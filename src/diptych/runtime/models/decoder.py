@@ -3,6 +3,8 @@
 Owns no sequence state: KV caches and the batch come from outside. A layer is nine calls; nothing else runs per layer.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from diptych.runtime.attention.interface import AttentionBackend
@@ -43,9 +45,12 @@ class Decoder:
         """What the model computes in."""
         return self._weights.embedding.dtype
 
-    def forward(self, batch: InputBatch, caches: list[LayerCache]) -> torch.Tensor:
+    def forward(
+        self, batch: InputBatch, caches: list[LayerCache], on_layer: Callable[[], None] | None = None
+    ) -> torch.Tensor:
         """Compute all tokens of the batch, write their K and V, and return the normed hidden states of
-        ``batch.sample_rows``, in that order: [num_samples, hidden]."""
+        ``batch.sample_rows``, in that order: [num_samples, hidden]. on_layer: called before each layer; what it raises
+        ends the step."""
         ops, attention, eps = self._ops, self.attention, self.config.norm_eps
         plans = {window: attention.plan(batch, window) for window in self._windows}
         residual = torch.nn.functional.embedding(batch.token_ids, self._weights.embedding)  # [num_tokens, hidden]
@@ -53,6 +58,8 @@ class Decoder:
         last = len(layers) - 1
         x = ops.rms_norm(residual, layers[0].input_norm, eps)
         for index, (layer, (k_cache, v_cache)) in enumerate(zip(layers, caches, strict=True)):
+            if on_layer is not None:
+                on_layer()
             weights = layer.attention
             qkv = weights.qkv(x)
             q = ops.rope_and_cache(
