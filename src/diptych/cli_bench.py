@@ -7,7 +7,6 @@ miss: measurements are in bench/, workloads are described as for ``diptych simul
 import json
 import shlex
 import sys
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
@@ -153,7 +152,7 @@ def bench_config(given: Mapping[str, Any]) -> "BenchConfig":
 
 def workload_settings(given: Mapping[str, Any]) -> tuple[Path | None, dict[str, Any]]:
     """(settings file, settings by dotted path) as ``diptych simulate`` reads them. Raises ConfigError."""
-    from diptych.simulation.sweep import setting_path
+    from diptych.simulation.sweep import assigned
 
     workload = given["workload"]
     file = Path(workload) if workload is not None and workload.endswith(".toml") else None
@@ -161,15 +160,7 @@ def workload_settings(given: Mapping[str, Any]) -> tuple[Path | None, dict[str, 
     values |= {path: given[name] for name, path in PATHS.items() if given[name] is not None}
     if given["concurrency"] is not None:
         values.setdefault("workload.arrivals.kind", "closed")
-    for assignment in given["assign"] or ():
-        name, equals, value = assignment.partition("=")
-        if not equals:
-            raise ConfigError(f"set is {assignment!r}; expected PATH=VALUE", param="set")
-        try:
-            values[setting_path(name)] = tomllib.loads(f"value = {value}")["value"]
-        except tomllib.TOMLDecodeError:
-            values[setting_path(name)] = value
-    return file, values
+    return file, values | assigned(given["assign"] or ())
 
 
 def command_line(given: Mapping[str, Any]) -> str:

@@ -7,7 +7,6 @@ miss: settings come from simulation/settings.py, figures from simulation/report/
 import os
 import shlex
 import sys
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -129,21 +128,13 @@ def simulate(
 def overrides(given: Mapping[str, Any]) -> dict[str, Any]:
     """What the options set, by dotted path. Raises ConfigError."""
     from diptych.serving.options import parse_bytes
-    from diptych.simulation.sweep import setting_path
+    from diptych.simulation.sweep import assigned
 
     values = {path: given[name] for name, path in PATHS.items() if name in given}
     for name in ("kv_cache_memory", "swap_memory"):
         if name in given:
             values[PATHS[name]] = parse_bytes(given[name], name)
-    for assignment in given.get("assign", ()):
-        name, equals, value = assignment.partition("=")
-        if not equals:
-            raise ConfigError(f"set is {assignment!r}; expected PATH=VALUE", param="set")
-        try:
-            values[setting_path(name)] = tomllib.loads(f"value = {value}")["value"]
-        except tomllib.TOMLDecodeError:
-            values[setting_path(name)] = value
-    return values
+    return values | assigned(given.get("assign", ()))
 
 
 def command_line(given: Mapping[str, Any]) -> str:

@@ -14,10 +14,11 @@ from diptych.bench.records import RequestRecord
 from diptych.bench.stalls import Stall
 from diptych.bench.words import slo
 from diptych.control.slo import NS_PER_MS, NS_PER_S
+from diptych.simulation.report.elements import chart_grid, heading, html_table
 from diptych.simulation.report.html import LOGO
 from diptych.simulation.report.plots import patterns
 from diptych.simulation.report.style import STYLE
-from diptych.simulation.report.text import Table, milliseconds, number, percent
+from diptych.simulation.report.text import milliseconds, number, percent
 
 
 def render(data: Mapping[str, Any], records: Sequence[Sequence[RequestRecord]]) -> str:
@@ -28,15 +29,15 @@ def render(data: Mapping[str, Any], records: Sequence[Sequence[RequestRecord]]) 
 
 def _run(data: Mapping[str, Any], records: Sequence[Sequence[RequestRecord]]) -> str:
     summary = data["summary"]
-    parts = [_heading("Latency"), _grid(charts.latency_figures(records[0], _objectives(data)))]
+    parts = [heading("Latency"), chart_grid(charts.latency_figures(records[0], _objectives(data)))]
     shown = [tables.latency_table(summary), tables.service_table(summary), tables.client_table(summary)]
     if data["classes"]:
         shown.insert(1, tables.class_table(data["classes"]))
-    parts += [_heading("Numbers"), *map(_html_table, shown)]
+    parts += [heading("Numbers"), *map(html_table, shown)]
     duration_ns = int(summary["duration_s"] * NS_PER_S)
-    parts += [_heading("Over time"), _grid(charts.time_figures(records[0], duration_ns))]
+    parts += [heading("Over time"), chart_grid(charts.time_figures(records[0], duration_ns))]
     if data["stalls"]:
-        parts.append(_html_table(tables.stall_table([Stall(**stall) for stall in data["stalls"]])))
+        parts.append(html_table(tables.stall_table([Stall(**stall) for stall in data["stalls"]])))
     return "".join(parts)
 
 
@@ -44,11 +45,11 @@ def _series(data: Mapping[str, Any], records: Sequence[Sequence[RequestRecord]])
     goodput = data.get("goodput")
     target = goodput["config"]["attainment"] if goodput else None
     figures = charts.rate_figures(data["points"], target, goodput["estimate"] if goodput else None)
-    return _heading("Over the rate") + _grid(figures) + _html_table(tables.probe_table(data["points"]))
+    return heading("Over the rate") + chart_grid(figures) + html_table(tables.probe_table(data["points"]))
 
 
 def _interference(data: Mapping[str, Any], records: Sequence[Sequence[RequestRecord]]) -> str:
-    return _heading("Numbers") + "".join(map(_html_table, interference_tables(data["interference"])))
+    return heading("Numbers") + "".join(map(html_table, interference_tables(data["interference"])))
 
 
 def _objectives(data: Mapping[str, Any]) -> dict[str, float]:
@@ -126,31 +127,10 @@ def _cards(data: Mapping[str, Any]) -> str:
     return f'<dl class="cards">{drawn}</dl>' if cards else ""
 
 
-def _html_table(table: Table) -> str:
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in table.columns)
-    rows = "".join(
-        f'<tr><th scope="row">{escape(row[0])}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in row[1:])}</tr>'
-        for row in table.rows
-    )
-    title = escape(table.title)
-    return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{title}"><table><caption>{title}</caption>'
-        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
-    )
-
-
-def _grid(figures: Sequence[str]) -> str:
-    return f'<div class="grid2 charts">{"".join(figures)}</div>'
-
-
-def _heading(words: str) -> str:
-    return f"<h2>{escape(words)}</h2>"
-
-
 def _how(data: Mapping[str, Any]) -> str:
     facts = {name: data[name] for name in ("server", "machine", "settings")}
     return (
-        f"{_heading('How this was made')}<pre>{escape(data['command'])}</pre>"
+        f"{heading('How this was made')}<pre>{escape(data['command'])}</pre>"
         f"<details><summary>Server, machine and settings</summary><pre>{escape(json.dumps(facts, indent=2))}</pre>"
         "</details>"
     )

@@ -6,6 +6,7 @@ same seed, so that results do not depend on how many processes there are.
 
 import multiprocessing
 import signal
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -79,6 +80,20 @@ def setting_path(name: str) -> str:
         hint = f"; did you mean {' or '.join(near)}?" if near else "; docs/simulation.md lists them"
         raise ConfigError(f"{name} is no setting{hint}", param=name)
     return matches[0]
+
+
+def assigned(assignments: Iterable[str]) -> dict[str, Any]:
+    """What PATH=VALUE settings say, by dotted path; a value that is no TOML is a text. Raises ConfigError."""
+    values: dict[str, Any] = {}
+    for assignment in assignments:
+        name, equals, value = assignment.partition("=")
+        if not equals:
+            raise ConfigError(f"set is {assignment!r}; expected PATH=VALUE", param="set")
+        try:
+            values[setting_path(name)] = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:
+            values[setting_path(name)] = value
+    return values
 
 
 def parse_value(text: str) -> Value:

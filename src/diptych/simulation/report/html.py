@@ -11,11 +11,11 @@ from html import escape
 from typing import Any
 
 from diptych.simulation.report import charts
+from diptych.simulation.report.elements import chart_grid, heading, html_table
 from diptych.simulation.report.plots import patterns
 from diptych.simulation.report.series import LoggedEvent
 from diptych.simulation.report.style import STYLE
 from diptych.simulation.report.text import (
-    Table,
     class_table,
     latency_table,
     milliseconds,
@@ -60,11 +60,14 @@ def render(page: Page) -> str:
     parts = [_head(page), "<main>"]
     if page.sweep:
         figures = charts.sweep_figures(page.sweep_names, page.sweep)
-        parts += [_heading("Over the sweep"), _grid(figures), _html_table(sweep_table(page.sweep_names, page.sweep))]
+        parts += [heading("Over the sweep"), chart_grid(figures), html_table(sweep_table(page.sweep_names, page.sweep))]
     if page.result is not None:
-        parts += [_heading("Latency"), _grid(charts.latency_figures(page.result, page.slo_ms))]
+        parts += [heading("Latency"), chart_grid(charts.latency_figures(page.result, page.slo_ms))]
         parts += [_numbers(page.point)]
-        parts += [_heading("Over time"), _grid(charts.time_figures(page.result, page.events, page.kv_capacity_tokens))]
+        parts += [
+            heading("Over time"),
+            chart_grid(charts.time_figures(page.result, page.events, page.kv_capacity_tokens)),
+        ]
     parts += [_how(page), "</main>", _foot(page)]
     return "".join(parts)
 
@@ -108,37 +111,16 @@ def _numbers(point: Mapping[str, Any]) -> str:
     if len(point["classes"]) > 1:
         tables.append(class_table(point["classes"]))
     pair = [service_table(summary, point["economy"]), resource_table(summary)]
-    wide = "".join(_html_table(table) for table in tables)
-    narrow = "".join(_html_table(table) for table in pair)
-    return f'{_heading("Numbers")}{wide}<div class="grid2">{narrow}</div>'
-
-
-def _html_table(table: Table) -> str:
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in table.columns)
-    rows = "".join(
-        f'<tr><th scope="row">{escape(row[0])}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in row[1:])}</tr>'
-        for row in table.rows
-    )
-    title = escape(table.title)
-    return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{title}"><table><caption>{title}</caption>'
-        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
-    )
-
-
-def _grid(figures: Sequence[str]) -> str:
-    return f'<div class="grid2 charts">{"".join(figures)}</div>'
-
-
-def _heading(words: str) -> str:
-    return f"<h2>{escape(words)}</h2>"
+    wide = "".join(html_table(table) for table in tables)
+    narrow = "".join(html_table(table) for table in pair)
+    return f'{heading("Numbers")}{wide}<div class="grid2">{narrow}</div>'
 
 
 def _how(page: Page) -> str:
     settings = escape(json.dumps(page.point["settings"], indent=2))
     command = re.sub(r"(--[a-z-]+)", r'<span class="word">\1</span>', escape(page.command))
     return (
-        f"{_heading('How this was made')}<p>Step durations: {escape(page.point['cost_model'])}.</p>"
+        f"{heading('How this was made')}<p>Step durations: {escape(page.point['cost_model'])}.</p>"
         f"<pre>{command}</pre>"
         f"<details><summary>All settings</summary><pre>{settings}</pre></details>"
     )
