@@ -4,10 +4,10 @@
                                  [--shapes 1P1D,chunked,unified,vllm] [--json FILE]
 
 Load: open loop, Poisson; of ten requests nine are chats (about 200 prompt tokens, 64 out), one is a document (3,000
-in, 64 out). A request is good when its first token came within --ttft seconds of when it should have been sent, and the
-99th percentile of its own gaps between tokens is at most --itl-ms. Servers run one after another on the same cores, each rate
-with the same seed; `diptych bench` makes the load, beside the server. Goodput: good requests per second of the load;
-the highest rate with at least 90 % good is the figure to compare.
+in, 64 out). A request is good when its first token came within --ttft seconds of when it should have been sent, and
+the 99th percentile of its own gaps between tokens is at most --itl-ms. Servers run one after another on the same
+cores, each rate with the same seed; `diptych bench` makes the load, beside the server. Goodput: good requests per
+second of the load; the highest rate with at least 90 % good is the figure to compare.
 """
 
 import argparse

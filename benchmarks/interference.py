@@ -38,7 +38,7 @@ class Server:
             start_new_session=True,
         )  # fmt: skip
         end = time.monotonic() + 300
-        path = "/ready" if "diptych" in command[-1] or "serve" in command[1] else "/health"
+        path = "/health" if Path(command[0]).name == "vllm" else "/ready"
         while time.monotonic() < end:
             try:
                 urllib.request.urlopen(URL + path, timeout=2).close()
