@@ -102,11 +102,6 @@ class FakeRunner:
 
     def execute(self, output: SchedulerOutput) -> StepResult:
         """Membership as the plan says, then one token per decode and per ended prompt."""
-        for _ in range(self.num_layers):
-            if self.on_layer is not None:
-                self.on_layer()
-            self.num_layers_done += 1
-            time.sleep(0.001 * (self.num_layers > 1))
         for request_id in output.finished:
             self.requests.pop(request_id, None)
             self.decoding.pop(request_id, None)
@@ -114,6 +109,11 @@ class FakeRunner:
             self.decoding.pop(request_id, None)
         for resumed in output.resumed:
             self.decoding[resumed.request_id] = None
+        for _ in range(self.num_layers):
+            if self.on_layer is not None:
+                self.on_layer()
+            self.num_layers_done += 1
+            time.sleep(0.001 * (self.num_layers > 1))
         payload, stopped, failed = FakeTokens(), [], []
         sampling = list(self.decoding) if output.num_decodes else []
         for chunk in output.prefills:
