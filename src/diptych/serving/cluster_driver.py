@@ -14,7 +14,6 @@ from typing import Any
 from diptych.control import commands
 from diptych.control.cluster import ClusterCore
 from diptych.control.cluster_events import Cancelled, ClusterEvent, Tick
-from diptych.control.events import RequestFinished
 from diptych.control.request import FinishReason
 from diptych.control.slo import NS_PER_S
 from diptych.serving import wire
@@ -142,7 +141,7 @@ class ClusterDriver:
     def _end(self, command: commands.End) -> None:
         finished, last_word = command.finished, None
         if finished is not None:
-            last_word = self.last_words.get(finished.request_id) or _last_word(finished)
+            last_word = self.last_words.get(finished.request_id) or wire.pack_finished(finished)
         self._streams.on_end(command.request_id, last_word, command.error)
 
     def _post(self, worker: int, message: wire.FrontendMessage) -> None:
@@ -154,16 +153,3 @@ class ClusterDriver:
                 self._outbox[worker] = []
                 for message in messages:
                     self._send(worker, message)
-
-
-def _last_word(event: RequestFinished) -> wire.Finished:
-    """An end that the cluster made itself: the last token had come, the worker's word had not."""
-    return wire.Finished(
-        event.request_id,
-        event.reason,
-        event.num_prompt_tokens,
-        event.num_cached_tokens,
-        event.num_preemptions,
-        event.latency,
-        event.slo_met,
-    )

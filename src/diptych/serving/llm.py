@@ -28,7 +28,8 @@ from diptych.serving.results import OutputBuilder
 from diptych.serving.sequence import Generation
 from diptych.serving.sequence import Sequence as OneSequence
 from diptych.serving.tokenizer import Tokenizer, flatten_content
-from diptych.serving.worker import pack_finished, pack_logprobs
+from diptych.serving.wire import pack_finished
+from diptych.serving.worker import pack_logprobs
 
 Prompt = str | Sequence[int]
 Params = SamplingParams | Sequence[SamplingParams] | None

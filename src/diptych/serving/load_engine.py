@@ -16,6 +16,7 @@ from diptych.runtime.checkpoint import Checkpoint
 from diptych.runtime.kv_geometry import KVGeometry, read_kv_geometry
 from diptych.runtime.model_config import ModelConfig, read_model_config
 from diptych.runtime.safetensors_file import DTYPE_NAMES
+from diptych.runtime.transfer import make_connector
 from diptych.runtime.transfer.interface import KVConnector, KVFormat, TransferOptions
 from diptych.serving.options import EngineOptions, WorkerPlace, parse_cores
 from diptych.serving.recording import make_core
@@ -123,22 +124,14 @@ def connect_peers(options: EngineOptions, runner: "ModelRunner", directory: Path
     place = options.place
     if place is None:
         return None
-    from diptych.runtime.transfer.nixl import NixlConnector
-    from diptych.runtime.transfer.shared_memory import SharedMemoryConnector
-    from diptych.runtime.transfer.tcp import TcpConnector
-
     in_pool = place.transfer == "shared_memory" and place.pool is not None
     unpacked = in_pool or (place.transfer == "nixl" and place.codec == "auto")
     listen = place.listen
     if not listen:
         listen = f"unix://{directory}/kv" if place.transfer == "shared_memory" else "tcp://127.0.0.1:0"
     transfer = TransferOptions(secret=place.secret, listen=listen, codec="none" if unpacked else place.codec)
-    layers, form = runner.kv.layers, kv_format(runner)
-    if in_pool:
-        return SharedMemoryConnector(layers, form, transfer)
-    if place.transfer == "nixl":
-        return NixlConnector(layers, form, transfer)
-    return TcpConnector(layers, form, transfer)
+    name = "tcp" if place.transfer == "shared_memory" and not in_pool else place.transfer
+    return make_connector(name, runner.kv.layers, kv_format(runner), transfer)
 
 
 def kv_format(runner: "ModelRunner") -> KVFormat:

@@ -21,8 +21,8 @@ def verdict(pulse: Pulse, now: int, timeout_s: float) -> str:
     age_s = pulse.age_ns(now) / NS_PER_S
     if age_s > timeout_s:
         return f"no sign of life for {age_s:.1f} s"
-    if pulse.busy_since_ns and pulse.predicted_ns:
-        busy_s, predicted_s = (now - pulse.busy_since_ns) / NS_PER_S, pulse.predicted_ns / NS_PER_S
+    if pulse.predicted_ns and (overdue_ns := pulse.overdue_ns(now)):
+        busy_s, predicted_s = (pulse.predicted_ns + overdue_ns) / NS_PER_S, pulse.predicted_ns / NS_PER_S
         if busy_s > max(OVERDUE_S, OVERDUE_FACTOR * predicted_s):
             return f"a step of about {predicted_s:.3f} s has taken {busy_s:.0f} s and does not end"
     return ""

@@ -298,6 +298,23 @@ def pack_error(error: errors.DiptychError) -> WireError:
     return WireError(type(error).__name__, error.message, error.param)
 
 
+def pack_finished(event: events.RequestFinished, refusal: errors.RequestError | None = None) -> Finished:
+    """The terminal event for the wire; ``refusal``: the error behind it, where there was one."""
+    error = None
+    if event.reason is FinishReason.ERROR:
+        error = pack_error(refusal) if refusal else WireError(errors.WorkerError.__name__, event.message)
+    return Finished(
+        event.request_id,
+        event.reason,
+        event.num_prompt_tokens,
+        event.num_cached_tokens,
+        event.num_preemptions,
+        event.latency,
+        event.slo_met,
+        error,
+    )
+
+
 def unpack_error(error: WireError) -> errors.DiptychError:
     """The exception that ``pack_error`` was given; an unknown kind becomes a WorkerError."""
     cls = _ERROR_CLASSES.get(error.kind, errors.WorkerError)

@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from diptych.control.errors import DiptychError, RequestError, WorkerError
+from diptych.control.errors import DiptychError
 from diptych.control.events import (
     Event,
     FirstToken,
@@ -35,7 +35,6 @@ from diptych.control.events import (
     RequestFinished,
 )
 from diptych.control.replica import ReplicaCore
-from diptych.control.request import FinishReason
 from diptych.control.slo import NS_PER_MS
 from diptych.control.step import SchedulerOutput, StepBrokenOff, StepResult
 from diptych.runtime.transfer.interface import KVConnector
@@ -51,7 +50,6 @@ from diptych.serving.wire import (
     Blocks,
     DropLegs,
     Failed,
-    Finished,
     ForgetPeer,
     FrontendMessage,
     Happened,
@@ -68,12 +66,12 @@ from diptych.serving.wire import (
     TokenLogprobs,
     Tokens,
     TransferLost,
-    WireError,
     WorkerMessage,
     decode_from_frontend,
     encode,
     pack_error,
     pack_events,
+    pack_finished,
 )
 from diptych.serving.worker_handoff import Handoffs
 
@@ -293,23 +291,6 @@ class Worker:
 
     def _send(self, message: WorkerMessage) -> None:
         self._socket.send(encode(message), zmq.NOBLOCK)
-
-
-def pack_finished(event: RequestFinished, refusal: RequestError | None = None) -> Finished:
-    """The terminal event for the wire; ``refusal``: the error behind it, where there was one."""
-    error = None
-    if event.reason is FinishReason.ERROR:
-        error = pack_error(refusal) if refusal else WireError(WorkerError.__name__, event.message)
-    return Finished(
-        event.request_id,
-        event.reason,
-        event.num_prompt_tokens,
-        event.num_cached_tokens,
-        event.num_preemptions,
-        event.latency,
-        event.slo_met,
-        error,
-    )
 
 
 def pack_logprobs(entry: Any) -> TokenLogprobs:
