@@ -17,20 +17,19 @@ MAY_IMPORT = {
     "simulation": {"control", "timeline"},
     "serving": {"control", "runtime", "timeline", "web"},
     "bench": {"control", "simulation"},
-    "advisor": {"control", "simulation"},
     "web": {"control", "simulation", "timeline"},
     "bundled": set(),
     "cli": {
-        "control", "runtime", "simulation", "serving", "bench", "advisor", "web", "__version__", "cli_bench",
+        "control", "runtime", "simulation", "serving", "bench", "web", "__version__", "cli_bench",
         "cli_calibrate", "cli_errors", "cli_guide", "cli_simulate",
     },
-    "cli_bench": {"bench", "control", "simulation", "cli_errors"},
-    "cli_calibrate": {"control", "simulation", "serving", "__version__", "cli_errors"},
+    "cli_bench": {"bench", "control", "simulation", "cli_errors", "cli_output"},
+    "cli_calibrate": {"control", "simulation", "serving", "__version__", "cli_errors", "cli_output"},
     "cli_guide": {"control", "web", "cli_errors"},
-    "cli_simulate": {"control", "simulation", "serving", "timeline", "cli_errors"},
+    "cli_simulate": {"control", "simulation", "serving", "timeline", "cli_errors", "cli_output"},
     "cli_errors": {"control"},
+    "cli_output": {"control"},
     "__init__": {"control", "serving"},
-    "__main__": {"cli"},
 }  # fmt: skip
 
 # Not in control: whatever reads a clock, waits, talks, or draws from a global random.
@@ -43,9 +42,6 @@ FORBIDDEN_IN_CONTROL = {
 # The front end never loads torch; only these modules of serving may.
 SERVING_WITH_TORCH = {"worker", "worker_handoff", "load_engine", "llm", "calibration_steps"}
 
-
-# What of the runtime the front end may read: arithmetic over config.json and file headers, without torch.
-TORCH_FREE_RUNTIME = {"kv_geometry", "model_config", "checkpoint", "safetensors_file"}
 
 # What the front end may read of runtime: sizes and formats, without torch or numpy.
 TORCH_FREE_RUNTIME = {"checkpoint", "kv_geometry", "model_config", "safetensors_file"}

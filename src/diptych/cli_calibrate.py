@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from diptych import __version__
 from diptych.cli_errors import errors_in_words
+from diptych.cli_output import check_folders, drawn
 from diptych.control.errors import ConfigError
 from diptych.serving.options import BUNDLED_MODEL, DeviceOptions, EngineOptions, MemoryOptions, parse_bytes
 
@@ -51,8 +51,7 @@ def calibrate(
         directory = Path(model or BUNDLED_MODEL).resolve()
         if not (directory / "config.json").exists():
             raise ConfigError(f"{directory} is no model directory: it has no config.json", param="model")
-        if not out.resolve().parent.is_dir():
-            raise ConfigError(f"cannot write {out}: its directory does not exist", param="out")
+        check_folders({"out": out})
         memory = None if kv_cache_memory is None else parse_bytes(kv_cache_memory, "kv_cache_memory")
         options = EngineOptions(
             model=str(directory),
@@ -118,14 +117,16 @@ def describe_machine() -> dict[str, Any]:
 
 def _show_calibration(calibration: "Calibration", out: Path) -> None:
     from diptych.simulation.costs.fitted import MeasuredPoint
+    from diptych.simulation.report.text import Table
 
     console = Console(highlight=False)
-    table = Table("step", "ms", title=f"{calibration.model}: {calibration.settings['engine']}", title_justify="left")
     kinds = [("1 decode", 1, 0), ("8 decodes", 8, 0), ("32 decodes", 32, 0), ("prompt of 256", 0, 256)]
+    rows = []
     for text, num_seqs, prompt in [*kinds, ("prompt of 1024", 0, 1024)]:
         features = MeasuredPoint.of(num_seqs, 256, prompt)
-        table.add_row(text, f"{calibration.cost.features_ns(features) / 1e6:.2f}")
-    console.print(table)
+        rows.append((text, f"{calibration.cost.features_ns(features) / 1e6:.2f}"))
+    title = f"{calibration.model}: {calibration.settings['engine']}"
+    console.print(drawn(Table(title, ("step", "ms"), tuple(rows))))
     for law, error in calibration.errors.items():
         mark = " (chosen)" if law == calibration.cost.name else ""
         console.print(f"held-out error, {law}{mark}: median {error['median']:.1%}, p95 {error['p95']:.1%}")
@@ -150,6 +151,7 @@ def replay(
 
 
 def _show_replay(report: "ReplayReport") -> None:
+    from diptych.simulation.report.text import latency_table
     from diptych.simulation.results import summarize
 
     console = Console(highlight=False)
@@ -160,11 +162,7 @@ def _show_replay(report: "ReplayReport") -> None:
         f"{summary['num_requests']} requests ended ({report.num_aborted} aborted, {report.num_refused} refused), "
         f"{report.num_steps} steps in {summary['duration_s']:.1f} s, {summary['preemptions']} preemptions"
     )
-    table = Table("ms", "mean", "p50", "p90", "p99", "max")
-    for title, key in (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"), ("ITL", "itl_ms"), ("E2E", "e2e_ms")):
-        spread = summary[key]
-        table.add_row(title, *(f"{spread[column]:.2f}" for column in ("mean", "p50", "p90", "p99", "max")))
-    console.print(table)
+    console.print(drawn(latency_table(summary)))
     if report.difference is None:
         console.print(f"[bold]identical[/bold]: all {report.num_steps} decisions are the same")
         return

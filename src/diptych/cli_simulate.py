@@ -6,7 +6,6 @@ miss: settings come from simulation/settings.py, figures from simulation/report/
 
 import os
 import shlex
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,17 +14,18 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import typer
 
 from diptych.cli_errors import errors_in_words
+from diptych.cli_output import check_folders, print_tables, write_file
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_S
 
 if TYPE_CHECKING:
-    from diptych.simulation.report.text import Table
     from diptych.simulation.settings import Settings
     from diptych.simulation.sweep import Run
     from diptych.timeline.lanes import Window
 
 FLEET, WORKLOAD, OBJECTIVES = "Model and fleet", "Workload", "Objectives"
 SCHEDULER, MEMORY, OUTPUT = "Scheduler (details; --shape presets them)", "Memory", "Output"
+OUTPUTS = ("records", "timeline", "report")  # options that name a file to be written
 MAX_REQUESTS_WITH_EVENTS = 200_000  # of a report: above, its charts that need the event log are left out
 
 # Options that are settings, by their dotted path in the file.
@@ -168,7 +168,7 @@ def _simulate_one(given: Mapping[str, Any]) -> None:
         raise ConfigError("timeline_window has no effect without --timeline", param="timeline_window")
     window = parse_window(given.get("timeline_window"))
     settings = read_settings(given.get("config"), overrides(given))
-    _check_outputs(given)
+    check_folders({name: given.get(name) for name in OUTPUTS})
     with _progress("simulating", given) as advance:
         run = run_here(
             settings,
@@ -188,7 +188,7 @@ def _simulate_one(given: Mapping[str, Any]) -> None:
         tables.append(class_table(point["classes"]))
     tables += [service_table(point["summary"], point["economy"]), resource_table(point["summary"])]
     took = f"{len(run.result.requests):,} requests simulated in {run.result.wall_s:.2f} s"
-    _print_tables(tables, [f"Step durations: {point['cost_model']}", took, *notes])
+    print_tables(tables, [f"Step durations: {point['cost_model']}", took, *notes], num_narrow=2)
 
 
 def _simulate_sweep(given: Mapping[str, Any]) -> None:
@@ -207,7 +207,7 @@ def _simulate_sweep(given: Mapping[str, Any]) -> None:
     settings = read_settings(given.get("config"), overrides(given))
     sweeps = [parse_sweep(text) for text in given["sweep"]]
     points = grid(settings, sweeps)
-    _check_outputs(given)
+    check_folders({name: given.get(name) for name in OUTPUTS})
     with _progress(f"{len(points)} points", given) as advance:
         outcomes = run_points(points, num_workers=workers, on_done=lambda done: advance(done / len(points)))
     names = [sweep.name for sweep in sweeps]
@@ -221,11 +221,11 @@ def _simulate_sweep(given: Mapping[str, Any]) -> None:
             sweep_names=names,
             sweep=outcomes,
         )
-        notes += _write(given["report"], [render(page).encode()])
+        notes.append(write_file(given["report"], [render(page).encode()]))
     if "as_json" in given:
         _print_json({"sweep": names, "points": outcomes})
     else:
-        _print_tables([sweep_table(names, outcomes)], notes)
+        print_tables([sweep_table(names, outcomes)], notes)
 
 
 def _write_files(run: "Run", settings: "Settings", window: "Window", given: Mapping[str, Any]) -> list[str]:
@@ -234,7 +234,7 @@ def _write_files(run: "Run", settings: "Settings", window: "Window", given: Mapp
     if "records" in given:
         from diptych.simulation.report.outcome import records
 
-        notes += _write(given["records"], records(run.result.requests))
+        notes.append(write_file(given["records"], records(run.result.requests)))
     if "timeline" in given:
         import msgspec
 
@@ -242,13 +242,13 @@ def _write_files(run: "Run", settings: "Settings", window: "Window", given: Mapp
 
         events = run.log or ()
         data, note = trace(events, run.result.duration_ns, faults=run.prepared.scenario.faults, window=window)
-        notes += _write(given["timeline"], [msgspec.json.encode(data)])
+        notes.append(write_file(given["timeline"], [msgspec.json.encode(data)]))
         notes += [note] if note else []
     if "report" in given:
         from diptych.simulation.report.html import render
         from diptych.simulation.report.words import page
 
-        notes += _write(given["report"], [render(page(run, settings, command_line(given))).encode()])
+        notes.append(write_file(given["report"], [render(page(run, settings, command_line(given))).encode()]))
         if run.log is None:
             notes.append(
                 f"more than {MAX_REQUESTS_WITH_EVENTS:,} requests: the page has no phases and no KV use over time"
@@ -274,52 +274,10 @@ def parse_window(text: str | None) -> "Window":
     return Window(round(start * NS_PER_S), round(end * NS_PER_S))
 
 
-def _check_outputs(given: Mapping[str, Any]) -> None:
-    """A folder that does not exist is known before the simulation, not after it."""
-    for name in ("records", "timeline", "report"):
-        if name in given and not given[name].parent.is_dir():
-            raise ConfigError(f"{name} is {given[name]}; there is no folder {given[name].parent}", param=name)
-
-
-def _write(path: Path, chunks: Any) -> list[str]:
-    try:
-        with path.open("wb") as file:
-            file.writelines(chunks)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
-    return [f"wrote {path} ({path.stat().st_size / 1000:,.0f} kB)"]
-
-
 def _print_json(data: Any) -> None:
     import msgspec
 
     print(msgspec.json.encode(data).decode())
-
-
-def _print_tables(tables: "list[Table]", notes: list[str]) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.columns import Columns
-    from rich.console import Console
-    from rich.table import Table as RichTable
-
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-    drawn = []
-    for table in tables:
-        grid = RichTable(
-            title=table.title, title_justify="left", title_style="bold", header_style="dim", box=SIMPLE_HEAD
-        )
-        for index, name in enumerate(table.columns):
-            grid.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
-        for row in table.rows:
-            grid.add_row(*row)
-        drawn.append(grid)
-    wide = drawn[:-2] if len(drawn) > 2 else drawn
-    for grid in wide:
-        console.print(grid)
-    if len(drawn) > 2:
-        console.print(Columns(drawn[-2:], padding=(0, 2)))
-    for note in notes:
-        console.print(note, style="dim", soft_wrap=True, markup=False)
 
 
 @contextmanager

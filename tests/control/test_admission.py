@@ -184,10 +184,10 @@ def test_the_memory_of_tenants_is_bounded() -> None:
     for number in range(100):
         queue.add(entry(str(number), tenant=f"key{number}"), number, 0)
         queue.serve(f"other{number}", 5)
-    assert queue.num_tenants == 110  # those that wait are all remembered
+    assert (len(queue._active), len(queue._idle)) == (100, 10)  # those that wait are all remembered
     while queue.pop(1):
         pass
-    assert queue.num_tenants == 10
+    assert (len(queue._active), len(queue._idle)) == (0, 10)
 
 
 def test_what_is_remembered_of_the_dead_stays_small() -> None:

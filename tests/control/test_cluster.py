@@ -1,6 +1,7 @@
 """A request's way across the fleet, as commands and events: every state of a handoff, and every way to lose one."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -41,10 +42,10 @@ LEASE = 9 * NS_PER_S
 class Fleet:
     """A core with its clock; workers are what the test says they are."""
 
-    def __init__(self, *roles: Role, pool: int | None = None, **config: object) -> None:
+    def __init__(self, *roles: Role, pool: int | None = None, **config: Any) -> None:
         workers = [WorkerInfo(number, role, 100, 16, pool=pool) for number, role in enumerate(roles)]
         placement = PlacementConfig(disaggregate="always")
-        self.core = ClusterCore(workers, ClusterConfig(placement=placement, lease_ns=LEASE, **config))  # type: ignore[arg-type]
+        self.core = ClusterCore(workers, ClusterConfig(placement=placement, lease_ns=LEASE, **config))
         self.now = 0
         for number in range(len(roles)):
             assert self.tell(WorkerUp(number)) == []
@@ -189,11 +190,11 @@ def test_attempts_without_a_token_are_bounded() -> None:
 
 def test_a_request_whose_prompt_kills_two_workers_is_refused() -> None:
     fleet = Fleet("both", "both")
-    fleet.submit()
+    commands = fleet.submit()
     for leg in ("a", "a~1"):
-        worker = fleet.core.leg_of("a").decode  # type: ignore[union-attr]
-        fleet.report(worker, RequestAdmitted(0, leg, 0, True))
-        commands = fleet.tell(WorkerDown(worker, crashed=True))
+        (serve,) = [one for one in commands if isinstance(one, Serve)]
+        fleet.report(serve.worker, RequestAdmitted(0, leg, 0, True))
+        commands = fleet.tell(WorkerDown(serve.worker, crashed=True))
     end = commands[-1]
     assert isinstance(end, End) and end.error is not None and end.error.code == "poison_request"
     fleet.core.check_idle()

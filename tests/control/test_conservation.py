@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 
 from diptych.control.config import (
     BudgetConfig,
+    BudgetName,
     CacheConfig,
     CapsConfig,
+    OrderName,
     PreemptionConfig,
     ReplicaConfig,
     SchedulerConfig,
@@ -22,7 +24,7 @@ from tests.control.driver import Driver
 
 def random_config(rng: random.Random) -> ReplicaConfig:
     """Any valid combination of policies over a cache that is small enough to hurt."""
-    kind = rng.choice(["whole", "fixed", "slo", "slo"])
+    kind: BudgetName = rng.choice(("whole", "fixed", "slo", "slo"))
     tokens = rng.choice([16, 33, 64, 256])
     threshold = rng.choice([0, 5, 15])
     caps = CapsConfig()
@@ -30,7 +32,7 @@ def random_config(rng: random.Random) -> ReplicaConfig:
         partial = rng.choice([0, 1, 2, 4])
         longs = rng.choice([0, 1, 2]) if threshold else 0
         caps = CapsConfig(partial, min(longs, partial) if partial else longs, threshold)
-    order = rng.choice(["fcfs", "priority", "shortest", "deadline"])
+    order: OrderName = rng.choice(("fcfs", "priority", "shortest", "deadline"))
     preemption = PreemptionConfig(
         kind=rng.choice(["recompute", "swap"]),
         from_waiting=order == "priority" and rng.random() < 0.7,

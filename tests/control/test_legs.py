@@ -169,7 +169,11 @@ def test_whatever_the_chunks_each_token_is_sent_once_in_whole_blocks(chunk: int,
     outgoing, sent = Outgoing(BLOCK), list[Chunk]()
     outgoing.begin("a", cached, 107)
     for start in range(0, 107, chunk):
-        sent += outgoing.on_step([("a", start, min(chunk, 107 - start)), ("stranger", 0, 5)])
+        step = [("a", start, min(chunk, 107 - start)), ("stranger", 0, 5)]
+        in_step = outgoing.in_step(step)
+        assert in_step == outgoing.in_step(step), "a step that is not over changes nothing"
+        sent += outgoing.on_step(step)
+        assert sent[len(sent) - len(in_step) :] == in_step
     position = cached
     for piece in sent:
         assert piece.start == position and piece.is_last == (piece is sent[-1])
@@ -181,7 +185,7 @@ def test_whatever_the_chunks_each_token_is_sent_once_in_whole_blocks(chunk: int,
 def test_of_borrowed_blocks_only_the_commit_is_sent() -> None:
     outgoing = Outgoing(BLOCK)
     outgoing.begin("a", 0, 100, is_borrowed=True)
-    assert outgoing.on_step([("a", 0, 64)]) == []
+    assert outgoing.in_step([("a", 0, 64)]) == outgoing.on_step([("a", 0, 64)]) == []
     assert outgoing.on_step([("a", 64, 36)]) == [Chunk("a", 100, 0, True)]
 
 

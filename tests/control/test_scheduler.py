@@ -1,12 +1,17 @@
 """What the scheduler promises, one sentence a test."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from diptych.control.config import (
     BudgetConfig,
     CacheConfig,
     CapsConfig,
+    OrderName,
     PreemptionConfig,
+    PreemptionName,
     ReplicaConfig,
     SchedulerConfig,
     shape_preset,
@@ -21,7 +26,7 @@ from tests.control.driver import Driver
 
 
 def make(
-    order: str = "fcfs",
+    order: OrderName = "fcfs",
     budget: BudgetConfig | None = None,
     caps: CapsConfig | None = None,
     preemption: PreemptionConfig | None = None,
@@ -29,18 +34,18 @@ def make(
     num_blocks: int = 400,
     num_host_blocks: int = 0,
     max_num_seqs: int = 16,
-    **replica: object,
+    **replica: Any,
 ) -> Driver:
     """A driver with the given policies and blocks of 16 tokens."""
     settings = SchedulerConfig(
-        order=order,  # type: ignore[arg-type]
+        order=order,
         budget=budget or BudgetConfig("fixed", 64),
         caps=caps or CapsConfig(),
         preemption=preemption or PreemptionConfig(),
         max_num_seqs=max_num_seqs,
     )
     cache = CacheConfig(num_blocks, block_size=16, num_host_blocks=num_host_blocks, watermark_blocks=2)
-    return Driver(ReplicaConfig(cache, settings, **replica))  # type: ignore[arg-type]
+    return Driver(ReplicaConfig(cache, settings, **replica))
 
 
 def optimistic(driver: Driver) -> Driver:
@@ -195,8 +200,8 @@ def test_admission_looks_at_the_peak_to_come() -> None:
 
 
 @pytest.mark.parametrize("kind", ["recompute", "swap"])
-def test_a_decode_that_cannot_grow_displaces_the_latest_arrival(kind: str) -> None:
-    preemption = PreemptionConfig(kind)  # type: ignore[arg-type]
+def test_a_decode_that_cannot_grow_displaces_the_latest_arrival(kind: PreemptionName) -> None:
+    preemption = PreemptionConfig(kind)
     driver = optimistic(make(preemption=preemption, num_blocks=24, num_host_blocks=30))
     for number in range(3):
         driver.add(f"r{number}", 100, 120)
@@ -349,10 +354,11 @@ def test_a_repeated_step_is_as_good_as_its_steps() -> None:
     output = core.begin_step(at_once.now)
     assert output is not None
     at_once.now = one_by_one.now
-    events = core.end_step(StepResult(output.step_id), at_once.now, num_steps=25)
-    assert events == [
-        StepFinished(output.step_id, events[0].start_ns, at_once.now, (), 2, 62, output.predicted_ns, num_steps=25)  # type: ignore[union-attr]
-    ]
+    (event,) = core.end_step(StepResult(output.step_id), at_once.now, num_steps=25)
+    assert isinstance(event, StepFinished)
+    assert event == StepFinished(
+        output.step_id, event.start_ns, at_once.now, (), 2, 62, output.predicted_ns, num_steps=25
+    )
     for request_id, request in core.requests.items():
         twin = one_by_one.core.requests[request_id]
         assert request.block_ids == twin.block_ids
@@ -388,7 +394,7 @@ def test_a_steady_decode_step_names_no_request() -> None:
         (lambda: shape_preset("diagonal"), "shape"),  # type: ignore[arg-type]
     ],
 )
-def test_a_setting_that_has_no_effect_or_no_meaning_is_refused(build, field) -> None:  # type: ignore[no-untyped-def]
+def test_a_setting_that_has_no_effect_or_no_meaning_is_refused(build: Callable[[], object], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         build()
     assert caught.value.param == field

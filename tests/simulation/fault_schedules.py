@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from diptych.control.admission import BandConfig, EdgeConfig
 from diptych.control.cluster_config import ClusterConfig
+from diptych.control.cluster_events import ClusterEvent, WorkerDown, WorkerUp
 from diptych.control.commands import Command, Drop, End, Release, Renew, Restarted
 from diptych.control.config import ReplicaConfig
 from diptych.control.events import Event, HandoffReserved
@@ -146,6 +147,7 @@ class AuditedCluster(Cluster):
         self._lives: dict[tuple[int, str], tuple[int, int, tuple[int, ...]]] = {}  # leg -> owner, its life, blocks
         self._reserved: dict[str, int] = {}  # leg -> the life of its decode worker in which it got its blocks
         self._fruitless: dict[str, int] = {}
+        self._up: set[int] = set()  # as the core was told
         if self.transfers is not None:
             self.transfers.on_arrival = self._audit_arrival
 
@@ -184,9 +186,16 @@ class AuditedCluster(Cluster):
         assert leg_id in self.replicas[target].core.scheduler.incoming.reserved
         assert leg_id in self.replicas[source].core.requests
 
+    def _tell(self, event: ClusterEvent, *, later: bool = False) -> None:
+        if isinstance(event, WorkerUp):
+            self._up.add(event.worker)
+        elif isinstance(event, WorkerDown):
+            self._up.discard(event.worker)
+        super()._tell(event, later=later)
+
     def _carry_out(self, command: Command, later: bool) -> None:
         if not isinstance(command, Release | Drop | Renew | End | Restarted):
-            assert self.core.is_up(command.worker), "a command for a worker that is down"
+            assert command.worker in self._up, "a command for a worker that is down"
         super()._carry_out(command, later)
 
     def _restart(self, command: Restarted) -> None:

@@ -22,7 +22,6 @@ from diptych.simulation.settings import (
     read_settings,
     scheduler_config,
     settings_from,
-    to_scenario,
 )
 from diptych.simulation.sweep import grid, parse_sweep, run_points, setting_path
 from tests.test_cli import given as served
@@ -152,7 +151,7 @@ def test_a_fleet_of_roles_and_its_failures_become_a_scenario() -> None:
     options = {"prefill": 2, "decode": 1, "both": 1, "hosts": 2, "disaggregate": "always", "on_failure": "local"}
     base = {"model": "llama-3-8b", "hardware": "h100", "watch.detection_ms": 5, "watch.heartbeat_s": 1}
     settings = read_settings(None, base | overrides(options))
-    scenario = to_scenario(settings)
+    scenario = prepare(settings).scenario
     assert scenario.pools is not None
     assert [scenario.pools.role(worker) for worker in range(4)] == ["prefill", "prefill", "decode", "both"]
     assert (scenario.num_replicas, scenario.pools.num_hosts) == (4, 2)
@@ -172,14 +171,14 @@ def test_settings_become_a_scenario() -> None:
             "random_faults": {"count": 3, "until_s": 10},
         }
     )
-    scenario = to_scenario(settings)
+    scenario = prepare(settings).scenario
     assert scenario.replica.cache.num_blocks == 100
     assert scenario.replica.slo == Slo(250_000_000, None)
     assert scenario.replica.scheduler == shape_preset("chunked")
     assert (scenario.num_replicas, len(scenario.faults), scenario.faults[0].at_ns) == (2, 4, 1_500_000_000)
     assert len(scenario.workload) == 30
     with pytest.raises(ConfigError, match="must be below replicas"):
-        to_scenario(settings_from({**plain(settings), "replicas": 1}))
+        prepare(settings_from({**plain(settings), "replicas": 1}))
 
 
 def test_auto_takes_measured_layers_where_there_are_any_and_says_so() -> None:

@@ -1,6 +1,7 @@
 """Whatever fails, whenever: nothing is lost, nothing is written where it must not be, nothing is left behind."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -38,7 +39,7 @@ def test_every_law_holds_in_twenty_thousand_schedules() -> None:
         run_schedule(random_schedule(seed))
 
 
-def two_workers(fault: Fault | None, *, link: str = "eth100", **changes: object) -> Scenario:
+def two_workers(fault: Fault | None, *, link: str = "eth100", **changes: Any) -> Scenario:
     """One prefills, one decodes; three requests of 2,000 tokens, whose KV takes about 20 ms on this link."""
     specs = [RequestSpec(arrival_ns=number, prompt_tokens=2000, output_tokens=50) for number in range(3)]
     base = Scenario(
@@ -50,7 +51,7 @@ def two_workers(fault: Fault | None, *, link: str = "eth100", **changes: object)
         faults=(fault,) if fault else (),
         record_events=True,
     )
-    return replace(base, **changes)  # type: ignore[arg-type]
+    return replace(base, **changes)
 
 
 def complete_answers(cluster: AuditedCluster) -> int:

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ from tests.simulation.scenarios import check_row, random_replica, random_spec, r
 REGRESSION_SEEDS: tuple[int, ...] = ()
 
 
-def scenario(specs: list[RequestSpec], pools: Pools | None, **changes: object) -> Scenario:
+def scenario(specs: list[RequestSpec], pools: Pools | None, **changes: Any) -> Scenario:
     base = Scenario(
         replica=ReplicaConfig(CacheConfig(4000), shape_preset("chunked"), max_model_len=20_000),
         cost=LinearCost(5e6, 3e4, 0.3, 1e4, 10.0),
@@ -31,7 +32,7 @@ def scenario(specs: list[RequestSpec], pools: Pools | None, **changes: object) -
         disaggregate="always",
         record_events=True,
     )
-    return replace(base, **changes)  # type: ignore[arg-type]
+    return replace(base, **changes)
 
 
 def chat_beside_a_long_prompt() -> list[RequestSpec]:

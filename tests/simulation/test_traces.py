@@ -4,6 +4,7 @@ import gzip
 import statistics
 from array import array
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,10 +33,10 @@ OWN_CSV = """arrival_s,prompt_tokens,output_tokens,kind,priority,ttft_slo_ms,ses
 """
 
 
-def traced(path: object, **settings: object) -> Trace:
+def traced(path: object, **settings: Any) -> Trace:
     config = WorkloadConfig(
-        trace=TraceConfig(path=str(path), **{k: v for k, v in settings.items() if k in ("start_s", "end_s", "scale")}),  # type: ignore[arg-type]
-        **{k: v for k, v in settings.items() if k in ("num_requests", "rate", "slo")},  # type: ignore[arg-type]
+        trace=TraceConfig(path=str(path), **{k: v for k, v in settings.items() if k in ("start_s", "end_s", "scale")}),
+        **{k: v for k, v in settings.items() if k in ("num_requests", "rate", "slo")},
     )
     trace = build(config, 1)
     assert isinstance(trace, Trace)

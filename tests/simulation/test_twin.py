@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -79,13 +80,13 @@ def chat(num: int, *, rate: float, output: int = 200, seed: int = 0) -> list[Req
     return specs
 
 
-def one_replica(**changes: object) -> Scenario:
+def one_replica(**changes: Any) -> Scenario:
     scenario = Scenario(
         replica=ReplicaConfig(CacheConfig(4000), shape_preset("chunked"), max_model_len=4096),
         cost=LinearCost(5e6, 3e4, 0.3, 1e4, 10.0),
         workload=chat(50, rate=3),
     )
-    return replace(scenario, **changes)  # type: ignore[arg-type]
+    return replace(scenario, **changes)
 
 
 def test_the_work_of_a_simulation_grows_with_decisions_not_with_tokens() -> None:

@@ -23,6 +23,7 @@ from diptych.simulation.workload.config import (
     WorkloadConfig,
     build,
 )
+from diptych.simulation.workload.description import ArrivalKind
 from diptych.simulation.workload.distributions import Stream, exp, log
 from diptych.simulation.workload.spec import ClosedLoop, RequestSpec
 from diptych.simulation.workload.synthetic import SyntheticWorkload
@@ -104,8 +105,8 @@ def test_a_normal_number_falls_below_each_decile_as_often_as_it_should() -> None
 
 
 @pytest.mark.parametrize(("kind", "cv", "expected"), [("poisson", 9, 1.0), ("gamma", 2.5, 2.5), ("constant", 9, 0.0)])
-def test_arrivals_keep_their_rate_and_burstiness(kind: str, cv: float, expected: float) -> None:
-    arrivals = ArrivalConfig(kind=kind, cv=cv)  # type: ignore[arg-type]
+def test_arrivals_keep_their_rate_and_burstiness(kind: ArrivalKind, cv: float, expected: float) -> None:
+    arrivals = ArrivalConfig(kind=kind, cv=cv)
     gaps = gaps_s(drawn(WorkloadConfig(num_requests=30_000, rate=20.0, arrivals=arrivals)))
     assert statistics.fmean(gaps) == pytest.approx(1 / 20, rel=0.05)
     assert statistics.pstdev(gaps) * 20 == pytest.approx(expected, rel=0.08, abs=1e-6)

@@ -18,7 +18,6 @@ from diptych.control.errors import ConfigError, OverloadedError, RequestError, U
 from diptych.control.fair_queue import FairQueue
 from diptych.control.slo import NS_PER_S
 
-BandName = Literal["interactive", "standard", "batch"]
 BANDS: tuple[str, ...] = ("interactive", "standard", "batch")
 MAX_RETRY_S = 60
 

@@ -107,15 +107,6 @@ class ClusterCore:
         renewal_ns = self._legs.next_renewal_ns
         return renewal_ns if due_ns is None else due_ns if renewal_ns is None else min(due_ns, renewal_ns)
 
-    def leg_of(self, request_id: str) -> Leg | None:
-        """The current attempt of a request."""
-        entry = self._open.get(request_id)
-        return entry.leg if entry else None
-
-    def is_up(self, worker: int) -> bool:
-        """Whether the worker is there."""
-        return self._is_up[worker]
-
     def check_idle(self) -> None:
         """Assert that nothing is left of any request (for tests)."""
         assert not self._open and not self._parked, f"left behind: {list(self._open)[:5]}"
@@ -177,7 +168,7 @@ class ClusterCore:
             one.num_prompt_tokens + entry.num_tokens,
             one.max_tokens - entry.num_tokens,
             one.hashes,
-            band=one.band,
+            one.band,
             avoid=entry.avoid,
             hands_off=one.hands_off and not entry.must_stay_whole,
         )

@@ -60,11 +60,6 @@ class FairQueue(Generic[Entry]):
         state = self._active.get(tenant)
         return state.service if state else self._idle.get(tenant, 0)
 
-    @property
-    def num_tenants(self) -> int:
-        """Tenants that something is remembered of."""
-        return len(self._active) + len(self._idle)
-
     def add(self, entry: Entry, number: int, key: int) -> None:
         """One more."""
         state = self._active.get(entry.tenant)

@@ -1,4 +1,4 @@
-"""The prefill worker's side of a handoff: which KV to send after a step.
+"""The prefill worker's side of a handoff: which KV to send during and after a step.
 
 Owns how far each leg has been sent. Chunks travel in whole blocks, except the last one of a prompt; what the decode
 worker has cached is never sent. Must never move a byte: the driver does.
@@ -43,9 +43,8 @@ class Outgoing:
         place: nothing is sent but the commit."""
         self._legs[leg_id] = _Leg(num_tokens, start, is_borrowed)
 
-    def on_step(self, prefills: Iterable[tuple[str, int, int]]) -> list[Chunk]:
-        """What a step computed (StepFinished.prefills: leg id, start, tokens): what may be sent now. A leg is forgotten
-        with its last chunk."""
+    def in_step(self, prefills: Iterable[tuple[str, int, int]]) -> list[Chunk]:
+        """What ``on_step`` will give when a step has computed these: its layers may be sent as they are computed."""
         chunks = []
         for leg_id, start, num_tokens in prefills:
             leg = self._legs.get(leg_id)
@@ -53,15 +52,21 @@ class Outgoing:
                 continue
             end = start + num_tokens
             is_last = end >= leg.num_tokens
-            if is_last:
-                end = leg.num_tokens
-                del self._legs[leg_id]
-            else:
-                end -= end % self._block_size
+            end = leg.num_tokens if is_last else end - end % self._block_size
             count = 0 if leg.is_borrowed else max(0, end - leg.sent)
             if count or is_last:
                 chunks.append(Chunk(leg_id, leg.sent if count else end, count, is_last))
-                leg.sent = max(leg.sent, end)
+        return chunks
+
+    def on_step(self, prefills: Iterable[tuple[str, int, int]]) -> list[Chunk]:
+        """What a step computed (StepFinished.prefills: leg id, start, tokens; a leg at most once): what may be sent
+        now. A leg is forgotten with its last chunk."""
+        chunks = self.in_step(prefills)
+        for chunk in chunks:
+            if chunk.is_last:
+                del self._legs[chunk.leg_id]
+            else:
+                self._legs[chunk.leg_id].sent = chunk.start + chunk.num_tokens
         return chunks
 
     def drop(self, leg_id: str) -> None:

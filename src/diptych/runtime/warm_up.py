@@ -3,7 +3,7 @@ model its first fit. Must be called on an idle runner; leaves nothing behind but
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from diptych.control.request import SamplingParams
 from diptych.control.step import ResumedDecode, ScheduledPrefill, SchedulerOutput, StepFeatures, chunk_attention
@@ -43,7 +43,7 @@ def warm_up(
 def _decode(runner: ModelRunner, num_seqs: int, context: int, clock: Callable[[], int]) -> list[Measurement]:
     """One unmeasured step and REPEATS measured ones. All sequences share the same blocks: only the cost matters."""
     blocks = _first_blocks(runner, context + REPEATS + 2)
-    ids = _add_requests(runner, num_seqs, context + 1)
+    ids = add_requests(runner, num_seqs, context + 1, "warm-up")
     resumed = tuple(ResumedDecode(request_id, context, blocks) for request_id in ids)
     runner.execute(SchedulerOutput(0, num_decodes=num_seqs, resumed=resumed))
     measured = []
@@ -62,7 +62,7 @@ def _prefill(runner: ModelRunner, num_tokens: int, context: int, clock: Callable
     features = StepFeatures(prefill_tokens=num_tokens, prefill_attention=chunk_attention(context, num_tokens))
     duration_ns = 0
     for _ in range(2):
-        (request_id,) = _add_requests(runner, 1, context + num_tokens)
+        (request_id,) = add_requests(runner, 1, context + num_tokens, "warm-up")
         chunk = ScheduledPrefill(request_id, context, num_tokens, blocks, is_last=True)
         start = clock()
         runner.execute(SchedulerOutput(0, prefills=(chunk,)))
@@ -77,8 +77,9 @@ def _first_blocks(runner: ModelRunner, num_tokens: int) -> tuple[int, ...]:
     return tuple(range(runner.first_block, runner.first_block + count))
 
 
-def _add_requests(runner: ModelRunner, count: int, num_tokens: int) -> Sequence[str]:
-    ids = [f"warm-up-{index}" for index in range(count)]
+def add_requests(runner: ModelRunner, count: int, num_tokens: int, prefix: str) -> list[str]:
+    """Make known ``count`` requests of ``num_tokens`` made-up tokens each, without computing them: their ids."""
+    ids = [f"{prefix}-{index}" for index in range(count)]
     vocab_size = runner.model_config.vocab_size
     for index, request_id in enumerate(ids):
         token_ids = [(7 * position + index) % vocab_size for position in range(num_tokens)]

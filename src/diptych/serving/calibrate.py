@@ -23,7 +23,7 @@ from urllib.parse import urlparse
 import msgspec
 
 from diptych.control.config import ReplicaConfig
-from diptych.control.errors import DiptychError, WorkerError
+from diptych.control.errors import ConfigError, DiptychError, WorkerError
 from diptych.control.step import StepFeatures
 from diptych.serving.options import EngineOptions
 from diptych.serving.recording import read_steps
@@ -136,7 +136,11 @@ class _Load:
         self._seconds = live_s
         self._rng = random.Random(0)
         self._step_ns = {one.decode_seqs: duration_ns for one, duration_ns in steps if not one.prefill_tokens}
-        self._prompt_ns = statistics.median([ns / one.prefill_tokens for one, ns in steps if one.prefill_tokens >= 64])
+        prompts = [(one.prefill_tokens, ns) for one, ns in steps if one.prefill_tokens]
+        large = [one for one in prompts if one[0] >= 64] or prompts
+        if not large or not self._step_ns:
+            raise ConfigError("seconds is too little for a single step of a prompt here", param="seconds")
+        self._prompt_ns = statistics.median([ns / num_tokens for num_tokens, ns in large])
 
     async def run(self) -> list[tuple[int, int]]:
         """All scenarios, at least once each. Returns the front end's samples."""

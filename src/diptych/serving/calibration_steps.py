@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from diptych.control.errors import DiptychError
-from diptych.control.request import SamplingParams
 from diptych.control.step import ResumedDecode, ScheduledPrefill, SchedulerOutput, StepFeatures, chunk_attention
 from diptych.serving.options import EngineOptions
 from diptych.serving.wire import pack_error
@@ -96,17 +95,19 @@ def measure(
 
 def measure_point(runner: "ModelRunner", point: DesignPoint, clock: Clock) -> list[int]:
     """Durations of the point's step, in nanoseconds: one with a chunk, DECODE_STEPS without."""
+    from diptych.runtime.warm_up import add_requests
+
     size = runner.block_size
     per_seq = (point.context + DECODE_STEPS + 1) // size + 1
     blocks = iter(range(runner.num_blocks))
-    ids = _add_requests(runner, point.num_seqs, point.context + 1, "decode")
+    ids = add_requests(runner, point.num_seqs, point.context + 1, "decode")
     tables = [tuple(next(blocks) for _ in range(per_seq)) for _ in ids]
     durations = []
     if ids:
         resumed = tuple(ResumedDecode(name, point.context, table) for name, table in zip(ids, tables, strict=True))
         runner.execute(SchedulerOutput(0, num_decodes=len(ids), resumed=resumed))
     if point.chunk:
-        (name,) = _add_requests(runner, 1, point.start + point.chunk, "prompt")
+        (name,) = add_requests(runner, 1, point.start + point.chunk, "prompt")
         table = tuple(next(blocks) for _ in range((point.start + point.chunk - 1) // size + 1))
         chunk = ScheduledPrefill(name, point.start, point.chunk, table, is_last=True)
         plans = [SchedulerOutput(0, prefills=(chunk,), num_decodes=len(ids))]
@@ -119,15 +120,6 @@ def measure_point(runner: "ModelRunner", point: DesignPoint, clock: Clock) -> li
         durations.append(clock() - begin)
     runner.execute(SchedulerOutput(0, finished=tuple(ids)))
     return durations
-
-
-def _add_requests(runner: "ModelRunner", count: int, num_tokens: int, prefix: str) -> list[str]:
-    ids = [f"{prefix}-{index}" for index in range(count)]
-    vocab_size = runner.model_config.vocab_size
-    for index, request_id in enumerate(ids):
-        token_ids = [(7 * position + index) % vocab_size for position in range(num_tokens)]
-        runner.add_request(request_id, token_ids, SamplingParams(temperature=0.0, ignore_eos=True))
-    return ids
 
 
 def main() -> int:

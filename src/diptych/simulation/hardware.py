@@ -17,14 +17,11 @@ from diptych.control.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Interconnect:
-    """Between the devices of one node. bandwidth: bytes/s of one device in one direction, on paper.
-
-    all_reduce_latency_s and all_reduce_bandwidth are measured, by number of devices: a sum over n devices of m bytes
-    takes latency[n] + m / bandwidth[n]. Numbers of devices in between take the next larger entry.
+    """Between the devices of one node. Latency and bandwidth of an all-reduce are measured, by number of devices: a sum
+    over n devices of m bytes takes latency[n] + m / bandwidth[n]. Numbers in between take the next larger entry.
     """
 
     kind: str
-    bandwidth: float
     all_reduce_latency_s: Mapping[int, float]
     all_reduce_bandwidth: Mapping[int, float]
 
@@ -72,8 +69,6 @@ class Hardware:
     memory_bytes: int
     memory_bandwidth: float
     flops: Mapping[str, float]
-    pcie_bandwidth: float
-    network_bandwidth: float
     interconnect: Interconnect
     price_per_hour: float
     power_w: float
@@ -82,7 +77,7 @@ class Hardware:
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("memory_bytes", "memory_bandwidth", "pcie_bandwidth", "network_bandwidth", "power_w"):
+        for name in ("memory_bytes", "memory_bandwidth", "power_w"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} of {self.name} is {getattr(self, name)}; it must be above 0", param=name)
         if "bf16" not in self.flops:

@@ -53,10 +53,6 @@ class Link:
         bandwidth, latency_ns = LINKS[name]
         return cls(bandwidth, latency_ns, name)
 
-    def unloaded_ns(self, num_bytes: int) -> int:
-        """Duration of a transfer that has the link for itself."""
-        return self.latency_ns + -(-num_bytes * NS_PER_S // self.bandwidth)
-
 
 @dataclass(eq=False, slots=True)
 class Transfer:

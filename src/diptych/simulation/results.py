@@ -89,7 +89,6 @@ class ReplicaUsage:
     busy_decode_ns: int = 0
     busy_mixed_ns: int = 0
     num_steps: int = 0
-    prefill_tokens: int = 0
     decode_tokens: int = 0
     kv_block_ns: int = 0
     kv_peak_blocks: int = 0
@@ -99,7 +98,6 @@ class ReplicaUsage:
     def add_step(self, prefill_tokens: int, num_decodes: int, num_steps: int, duration_ns: int) -> None:
         """Steps of one kind in a row; a step without prompt tokens counts as decode."""
         self.num_steps += num_steps
-        self.prefill_tokens += prefill_tokens
         self.decode_tokens += num_decodes * num_steps
         if not prefill_tokens:
             self.busy_decode_ns += duration_ns

@@ -245,11 +245,6 @@ def scheduler_config(settings: Settings) -> SchedulerConfig:
     return config
 
 
-def to_scenario(settings: Settings, *, record_events: bool = False) -> Scenario:
-    """The scenario that the settings mean. Raises ConfigError."""
-    return prepare(settings, record_events=record_events).scenario
-
-
 def prepare(settings: Settings, *, record_events: bool = False, most_recorded: int | None = None) -> Prepared:
     """The scenario together with the choice of its cost model. Raises ConfigError.
 

@@ -93,7 +93,7 @@ class Supervisor:
             replica.hang(end_ns)
             environment.at(end_ns, MESSAGE, replica.wake)
             at_ns = environment.now + self._watch.heartbeat_ns
-            environment.at(at_ns, MESSAGE, partial(self._look_at, worker, process.life, at_ns - 1))
+            environment.at(at_ns, MESSAGE, partial(self._look_at, worker, process.life))
         else:
             replica.slow_down(fault.factor)
             environment.at(end_ns, MESSAGE, partial(replica.slow_down, 1))
@@ -103,7 +103,7 @@ class Supervisor:
         process.num_outages += by
         self._front_end.set_link(worker, not process.num_outages)
 
-    def _look_at(self, worker: int, life: int, hung_at_ns: int) -> None:
+    def _look_at(self, worker: int, life: int) -> None:
         """A heartbeat did not come."""
         if self._processes[worker].life == life and self._replicas[worker].is_hung:
             self._kill(worker, self._environment.now + self._watch.detection_ns)

@@ -3,6 +3,10 @@
 A leg is expected by its receiver and sent by its sender; when the commit and all bytes have arrived, the receiver is
 told. What nobody expects any more is refused, and what stands still for too long is given up by both ends. Must decide
 nothing: who sends what when is diptych.control's business (cluster.py, outgoing.py).
+
+A chunk begins to travel when its step has ended, as it does from a GPU. CPU workers send its layers while others are
+computed: where their link keeps up with the prefill, what is left at its end is about one layer of the last chunk, and
+here the whole of it.
 """
 
 from collections.abc import Callable

@@ -9,22 +9,19 @@ import pytest
 from diptych.control.errors import ConfigError
 from diptych.control.router.hit_watch import MIN_ADMISSIONS, WINDOW, HitWatch
 from diptych.control.router.load import LoadReport
-from diptych.control.router.output_length import MAX_CLASSES, OutputLengthClasses
+from diptych.control.router.output_length import OutputLengthClasses
 from diptych.control.router.placement import Placement, PlacementConfig, PlacementRequest, Placer
-from diptych.control.router.prefix_index import PrefixIndex
 from diptych.control.router.scorers import (
+    LASTING,
     LEAST_BUSY,
     LEAST_STREAMS,
     OTHERS_SHARE,
     WINDOW_NS,
     BusyShare,
-    Question,
+    Prices,
     WorkerView,
-    answer_ns,
     kv_price_ns,
     prompt_ns,
-    queue_ns,
-    restored_ns,
     work_ns,
 )
 from diptych.control.router.workers import Level, LinkCost, LinkCosts, Role, WorkerInfo, level
@@ -75,30 +72,40 @@ def stream(made: Placer, worker: int, count: int, answer: int = 200) -> None:
 # -- laws --------------------------------------------------------------------------------------------------------------
 
 
+def queue_ns(prices: Prices, now: int) -> float:
+    """What any prompt pays before it begins: work in front of it, and memory."""
+    return prices.standing + max(0, prices.idle_at - now) * prices.stretch
+
+
+def answer_ns(prices: Prices, num_tokens: int, answer: int) -> float:
+    """The expected steps after the first token, and what they cost the other streams."""
+    return (answer - 1) * (prices.step + (num_tokens + answer // 2) * prices.context)
+
+
 def brute_force(made: Placer, request: PlacementRequest, answer: int, now: int) -> float:
     """The least cost of all ways to serve a request, each computed by itself."""
     workers, views, links = made._workers, made._views, made._config.links
-    longest = (request.num_prompt_tokens - 1) // SIZE * SIZE
+    num_tokens = request.num_prompt_tokens
+    longest = (num_tokens - 1) // SIZE * SIZE
     held = [min(matched * SIZE, longest) for matched in made.index.matches(request.hashes, now)]
-    asked = Question(request.num_prompt_tokens, answer, held, held, True, now)
     costs = []
     for p, source in enumerate(workers):
-        prices, left = views[p].prices, asked.num_tokens - held[p]
+        prices, left = views[p].prices, num_tokens - held[p]
         memory = prices.block * -(-(left + answer) // SIZE)
         own = queue_ns(prices, now) + prompt_ns(prices, left, held[p])
-        costs.append(own + answer_ns(prices, asked) + memory)
+        costs.append(own + answer_ns(prices, num_tokens, answer) + memory)
         for d, target in enumerate(workers):
             if p == d or source.role == "decode" or target.role == "prefill" or source.role == target.role == "both":
                 continue
             there = views[d].prices
             cached = held[d] if level(source, target) is Level.POOL else held[p]
-            cost = queue_ns(prices, now) + prompt_ns(prices, asked.num_tokens - cached, cached)
+            cost = queue_ns(prices, now) + prompt_ns(prices, num_tokens - cached, cached)
             if level(source, target) is not Level.POOL:
                 cost += prices.block * -(-left // SIZE)
-            work = work_ns(prices, asked.num_tokens - cached, cached)
-            cost += links.exposed_ns(level(source, target), asked.num_tokens - held[d], int(work))
-            cost += there.memory + answer_ns(there, asked)
-            costs.append(cost + there.block * -(-(asked.num_tokens + answer - held[d]) // SIZE))
+            work = work_ns(prices, num_tokens - cached, cached)
+            cost += links.exposed_ns(level(source, target), num_tokens - held[d], int(work))
+            cost += there.memory + answer_ns(there, num_tokens, answer)
+            costs.append(cost + there.block * -(-(num_tokens + answer - held[d]) // SIZE))
     return min(costs)
 
 
@@ -194,14 +201,6 @@ def test_a_prompt_costs_its_uncached_work_and_a_share_of_it_for_those_who_come_l
     assert prompt_ns(view.prices, 10, 30) == work_ns(view.prices, 10, 30) * (1 + 1 / OTHERS_SHARE)
 
 
-def test_a_token_in_the_host_tier_costs_a_quarter_of_one_that_is_computed() -> None:
-    view = WorkerView()
-    view.on_report(REPORT)
-    view.reprice(0)
-    assert restored_ns(view.prices, 64, 32) == prompt_ns(view.prices, 32, 32) / 4
-    assert restored_ns(view.prices, 32, 32) == 0
-
-
 def test_a_prompt_next_to_streams_gets_what_their_objective_leaves_and_costs_them_time() -> None:
     view = WorkerView(role="decode")
     view.on_report(REPORT)
@@ -215,14 +214,15 @@ def test_a_prompt_next_to_streams_gets_what_their_objective_leaves_and_costs_the
 
 
 def test_a_step_of_an_answer_costs_itself_and_what_the_others_steps_grow_by() -> None:
-    view = WorkerView()
-    view.on_report(replace(REPORT, context_ns=10.0))
-    for _ in range(3):
-        view.join(1, 80, 40)
-    view.reprice(0)
     own_ns, others_ns = 5e6 + 4 * 1e6 + 10 * 300, 3 * 1e6
-    assert view.prices.step == own_ns + others_ns
-    assert view.prices.context == 10 * (1 + 3)
+    for role, lasting in (("decode", 1), ("both", LASTING)):
+        view = WorkerView(role=role)
+        view.on_report(replace(REPORT, context_ns=10.0))
+        for _ in range(3):
+            view.join(1, 80, 40)
+        view.reprice(0)
+        assert view.prices.step == 6e6 + lasting * (own_ns + others_ns - 6e6)
+        assert view.prices.context == 10 * (1 + lasting * 3)
     prefill = WorkerView(role="prefill")
     prefill.on_report(REPORT)
     prefill.reprice(0)
@@ -366,10 +366,10 @@ def test_expected_answers_count_against_decode_memory() -> None:
     infos = [WorkerInfo(number, "both", 100, SIZE, pool=0) for number in range(2)]
     made = placer(*infos, reports={0: full, 1: full}, kv_price_ns=NS_PER_S)
     for _ in range(32):
-        made.lengths.observe("essay", 1000)
-        made.lengths.observe("word", 2)
-    first = place(made, ask("essay", 16, 1200, length_class="essay"))
-    assert place(made, ask("next", 16, 1200, length_class="word")).decode != first.decode
+        made.lengths.observe(made.lengths.name("batch", 16), 1000)
+        made.lengths.observe(made.lengths.name("interactive", 16), 2)
+    first = place(made, ask("essay", 16, 1200, band="batch"))
+    assert place(made, ask("next", 16, 1200, band="interactive")).decode != first.decode
     made.on_ended("essay", 1000)
     assert made._views[first.decode].growth == 0
 
@@ -401,6 +401,34 @@ def test_who_has_not_reported_for_long_gets_nothing_while_others_can() -> None:
 # -- the picture -------------------------------------------------------------------------------------------------------
 
 
+def test_the_shorter_queue_wins_and_a_queue_melts_with_time() -> None:
+    reports = {0: replace(REPORT, backlog_ns=50 * NS_PER_MS), 1: replace(REPORT, backlog_ns=40 * NS_PER_MS)}
+    assert place(placer("both", "both", reports=reports), ask()).decode == 1
+    made = placer("both", "both", reports=reports)
+    made.on_report(1, replace(reports[1], time_ns=100 * NS_PER_MS))
+    assert place(made, ask(), 100 * NS_PER_MS).decode == 0
+
+
+def test_a_cached_prompt_goes_where_it_is_cached_unless_the_queue_there_costs_more() -> None:
+    for backlog_ms, worker in ((5, 0), (30, 1)):  # it saves 16 ms of prefill
+        made = placer("both", "both", reports={0: replace(REPORT, backlog_ns=backlog_ms * NS_PER_MS)})
+        made.on_blocks(0, 1, stored=blocks(*range(100)))
+        assert place(made, ask(tokens=1601, hashes=blocks(*range(100)))).decode == worker
+
+
+def test_an_equal_prompt_follows_the_first_before_anybody_has_published_its_blocks() -> None:
+    made = placer("both", "both")
+    first = place(made, ask("first", 1601, 2, hashes=blocks(*range(100))))
+    made.on_first_token("first")
+    second = place(made, ask("second", 1601, 2, hashes=blocks(*range(100))))
+    assert (second.decode, second.num_cached_tokens) == (first.decode, 1600)
+
+
+def test_full_memory_is_dear() -> None:
+    reports = {0: replace(REPORT, used_blocks=950), 1: replace(REPORT, used_blocks=100, backlog_ns=100 * NS_PER_MS)}
+    assert place(placer("both", "both", reports=reports), ask()).decode == 1
+
+
 def test_its_own_dispatches_count_until_a_report_covers_them() -> None:
     made = placer("both", "both", "both")
     assert [place(made, ask(str(number))).decode for number in range(3)] == [0, 1, 2]
@@ -413,6 +441,7 @@ def test_its_own_dispatches_count_until_a_report_covers_them() -> None:
     made.on_admitted("1", 1, 0)
     made.on_report(1, REPORT)
     assert made._views[1].memory_sum == 0
+    assert place(made, ask("next")).decode == 1
 
 
 def test_a_prefill_worker_is_free_after_the_first_token_and_the_decode_worker_after_the_end() -> None:
@@ -479,35 +508,15 @@ def test_the_alarm_has_hysteresis() -> None:
     assert watch.alarm
 
 
-def test_the_host_tier_counts_after_the_device() -> None:
-    index = PrefixIndex(2)
-    index.on_events(0, 1, stored=blocks(0, 1))
-    index.on_host_events(0, stored=blocks(2, 3))
-    assert index.has_host_blocks
-    assert index.matches(blocks(0, 1, 2, 3), 0) == [2, 0]
-    assert index.host_matches(blocks(0, 1, 2, 3, 4)) == [4, 0]
-    index.on_host_events(0, evicted=blocks(2))
-    assert index.host_matches(blocks(0, 1, 2, 3)) == [2, 0]
-    index.remove(0)
-    assert not index.has_host_blocks
-    made = placer("both", "both")
-    made.index.on_host_events(1, stored=blocks(*range(50)))
-    placement = place(made, ask(hashes=blocks(*range(50))))
-    assert (placement.decode, placement.num_cached_tokens) == (1, 800)
-
-
-def test_answers_are_expected_by_class_and_by_size_of_prompt() -> None:
+def test_answers_are_expected_by_band_and_by_size_of_prompt() -> None:
     lengths = OutputLengthClasses()
     for _ in range(20):
-        lengths.observe(lengths.name("code", 10), 500)
-        lengths.observe(lengths.name("", 10), 5)
-    assert lengths.expected(lengths.name("code", 10), 1000) == 500
-    assert lengths.expected(lengths.name("code", 10), 100) == 100
-    assert lengths.expected(lengths.name("", 12), 1000) == 5
-    assert lengths.expected(lengths.name("", 5000), 1000) == 500  # a young class: the quantile of all
-    for number in range(2 * MAX_CLASSES):
-        lengths.observe(lengths.name(f"made up {number}", 10), 5)
-    assert len(lengths._classes) <= MAX_CLASSES + 40
+        lengths.observe(lengths.name("batch", 10), 500)
+        lengths.observe(lengths.name("standard", 10), 5)
+    assert lengths.expected(lengths.name("batch", 10), 1000) == 500
+    assert lengths.expected(lengths.name("batch", 10), 100) == 100
+    assert lengths.expected(lengths.name("standard", 12), 1000) == 5
+    assert lengths.expected(lengths.name("standard", 5000), 1000) == 500  # a young class: the quantile of all
 
 
 @pytest.mark.parametrize("routing", ["round_robin", "least_loaded", "power_of_two"])

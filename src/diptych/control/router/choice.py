@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from diptych.control.router.pairing import DecodeOffer, Pair, Pairing, PrefillOffer
 from diptych.control.router.placement_config import PlacementConfig, PlacementRequest, Reason
 from diptych.control.router.prefix_index import PrefixIndex
-from diptych.control.router.scorers import UNBOUNDED, Prices, Question, WorkerView, pairs, prompt_ns, restored_ns
+from diptych.control.router.scorers import UNBOUNDED, Prices, Question, WorkerView, pairs, prompt_ns
 from diptych.control.router.workers import Level, WorkerInfo, level
 
 _Whole = tuple[float, int]  # cost, position; -1: nobody
@@ -72,11 +72,8 @@ class Choice:
         if len(hashes) > longest:
             hashes = hashes[:longest]
         held = [matched * size for matched in self._index.matches(hashes, now)]
-        restorable = held
-        if self._index.has_host_blocks:
-            restorable = list(map(max, held, [matched * size for matched in self._index.host_matches(hashes)]))
         may_hand_off = request.hands_off and num_output_tokens > 1 and self._config.disaggregate != "never"
-        return Question(num_tokens, num_output_tokens, held, restorable, may_hand_off, now)
+        return Question(num_tokens, num_output_tokens, held, may_hand_off, now)
 
     def _usable(self, request: PlacementRequest, now: int) -> list[int]:
         """Those that may take it as long as anybody may: not to be avoided, large enough, heard of lately, of the right
@@ -146,8 +143,8 @@ class Choice:
         self, question: Question, positions: list[int], best: _Whole, max_local_tokens: int = 0
     ) -> tuple[_Whole, list[DecodeOffer]]:
         """What those who may decode offer, and ``best`` or whoever serves it whole for less."""
-        views, held, restorable = self._views, question.held, question.restorable
-        now, steps, middle = question.now, question.num_steps, question.middle
+        views, held, now = self._views, question.held, question.now
+        steps, middle = question.num_steps, question.middle
         least_ns, choice = best
         size, num_prompt = self._block_size, question.num_tokens
         num_tokens, num_pairs = num_prompt + question.num_output_tokens, pairs(num_prompt, 0)
@@ -163,7 +160,7 @@ class Choice:
             if prices[2] > now:
                 cost_ns += (prices[2] - now) * prices[3]
             if cost_ns < least_ns:
-                if restorable[position]:
+                if cached:
                     cost_ns += self._prompt_ns(question, position, prices)
                 else:
                     cost_ns += num_prompt * prices[4] + num_pairs * prices[5]
@@ -173,13 +170,12 @@ class Choice:
 
     def _prompt_ns(self, question: Question, position: int, prices: Prices) -> float:
         """The prompt of a request that one worker serves whole."""
-        cached = question.restorable[position]
-        restored = restored_ns(prices, cached, question.held[position])
-        return prompt_ns(prices, question.num_tokens - cached, cached) + restored
+        cached = question.held[position]
+        return prompt_ns(prices, question.num_tokens - cached, cached)
 
     def _disturbs(self, question: Question, position: int) -> bool:
         """Whether more is to be computed there than settings allow next to streams."""
-        uncached = question.num_tokens - question.restorable[position]
+        uncached = question.num_tokens - question.held[position]
         return uncached > self._config.max_local_tokens and self._views[position].streams > 0
 
     def _as_pair(self, question: Question, pair: Pair) -> Chosen:
@@ -190,7 +186,7 @@ class Choice:
 
     def _as_whole(self, question: Question, whole: _Whole, pair: Pair | None) -> Chosen:
         cost_ns, position = whole
-        cached = question.restorable[position]
+        cached = question.held[position]
         work_ns = self._views[position].work_ns(question.num_tokens - cached, cached)
         reason = self._why(question, whole, pair)
         return Chosen(reason, position, position, int(cost_ns), cached, cached, work_ns)
@@ -213,7 +209,7 @@ class Choice:
             return "prefill_keeps"
         if not self._views[position].streams:
             return "local_idle_decode"
-        if 2 * question.restorable[position] >= question.num_tokens:
+        if 2 * question.held[position] >= question.num_tokens:
             return "local_cached"
         if pair.queue_ns >= pair.cost_ns - cost_ns:
             return "local_backlog"

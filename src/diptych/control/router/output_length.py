@@ -1,11 +1,10 @@
 """How long an answer will be, by class: a high quantile of what answers of that class were, learned as they end.
 
-A class is a name that came with the request, or the size of the prompt. Owns what was learned; memory is bounded.
+A class is a band (interactive, standard, batch) and a power of two of the prompt's size, so that there are few of them.
+Owns what was learned.
 """
 
 from diptych.control.kvcache.demand import MIN_HISTORY, OutputLengths
-
-MAX_CLASSES = 256  # names beyond that count by the size of their prompts
 
 
 class OutputLengthClasses:
@@ -15,11 +14,9 @@ class OutputLengthClasses:
         self._all = OutputLengths()
         self._classes: dict[str, tuple[OutputLengths, int]] = {}
 
-    def name(self, given: str, num_prompt_tokens: int) -> str:
+    def name(self, band: str, num_prompt_tokens: int) -> str:
         """The class of a request."""
-        if given and (given in self._classes or len(self._classes) < MAX_CLASSES):
-            return given
-        return f"<{1 << num_prompt_tokens.bit_length()}"
+        return f"{band}<{1 << num_prompt_tokens.bit_length()}"
 
     def expected(self, name: str, max_tokens: int) -> int:
         """Tokens that a request of the class will generate, at most ``max_tokens``."""

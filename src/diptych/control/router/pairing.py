@@ -10,7 +10,7 @@ order of their own cost until none can win any more. Must never know a request b
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from diptych.control.router.scorers import UNBOUNDED, Prices, Question, pairs, prompt_ns, restored_ns, work_ns
+from diptych.control.router.scorers import UNBOUNDED, Prices, Question, pairs, prompt_ns, work_ns
 from diptych.control.router.workers import Level, LinkCosts
 
 PrefillOffer = tuple[float, int, Prices]  # queue, position, prices
@@ -62,18 +62,17 @@ class Pairing:
 
     def _senders(self, prefills: list[PrefillOffer], question: Question) -> list[_Sender]:
         """The prefill workers with their own caches and their own blocks, cheapest first."""
-        num_tokens, size, restorable = question.num_tokens, self._block_size, question.restorable
+        num_tokens, size, held = question.num_tokens, self._block_size, question.held
         num_blocks, num_pairs = -(-num_tokens // size), pairs(num_tokens, 0)
         senders: list[_Sender] = []
         for queue_ns, position, prices in prefills:
-            cached = restorable[position]
+            cached = held[position]
             if not cached:
                 own_ns = num_tokens * prices[4] + num_pairs * prices[5] + num_blocks * prices[8]
                 alone_ns = num_tokens * prices[6] + num_pairs * prices[7]
             else:
                 left = num_tokens - cached
-                own_ns = prompt_ns(prices, left, cached) + restored_ns(prices, cached, question.held[position])
-                own_ns += prices.block * (-(-left // size))
+                own_ns = prompt_ns(prices, left, cached) + prices.block * (-(-left // size))
                 alone_ns = work_ns(prices, left, cached)
             senders.append((queue_ns + own_ns, position, alone_ns, queue_ns))
         senders.sort()
@@ -130,6 +129,6 @@ class Pairing:
                 cost_ns += self._links.exposed_ns(at, left, int(prompt_work_ns))
                 if cost_ns < limit_ns:
                     limit_ns = cost_ns
-                    cached = question.restorable[position]
+                    cached = question.held[position]
                     better = Pair(cost_ns, position, target[2], cached, prompt_work_ns, queue_ns)
         return better

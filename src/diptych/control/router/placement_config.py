@@ -58,8 +58,8 @@ class PlacementConfig:
 
 @dataclass(frozen=True, slots=True)
 class PlacementRequest:
-    """What placing needs to know. hashes: of the prompt's full blocks. length_class: whose answers tell how long this
-    one will be ("": prompts of its size). avoid: workers that get it only if nobody else can. hands_off: whether two
+    """What placing needs to know. hashes: of the prompt's full blocks. band: it and the prompt's size say whose
+    answers tell how long this one will be. avoid: workers that get it only if nobody else can. hands_off: whether two
     workers may share it."""
 
     request_id: str
@@ -67,7 +67,6 @@ class PlacementRequest:
     max_tokens: int
     hashes: Sequence[bytes] = ()
     band: str = "standard"
-    length_class: str = ""
     avoid: frozenset[int] = frozenset()
     hands_off: bool = True
 

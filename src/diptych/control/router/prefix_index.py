@@ -62,24 +62,10 @@ class PrefixIndex:
         self.num_replicas = num_replicas
         self._masks: dict[bytes, int] = {}
         self._blocks: list[set[bytes]] = [set() for _ in range(num_replicas)]  # what each replica has said it holds
-        self._host: dict[bytes, int] = {}  # masks of the host tiers
         self._sequence = [0] * num_replicas  # of the last event heard
         self._has_gap = [False] * num_replicas
         self._believed = (_Beliefs(num_replicas), _Beliefs(num_replicas))  # of this period, of the one before
         self._period_end_ns = 0
-
-    def has_gap(self, replica: int) -> bool:
-        """Whether events of this replica were missed: ask it for a snapshot."""
-        return self._has_gap[replica]
-
-    def num_blocks(self, replica: int) -> int:
-        """Blocks that the replica is known to hold."""
-        return len(self._blocks[replica])
-
-    @property
-    def has_host_blocks(self) -> bool:
-        """Whether any replica has said that blocks lie in its host tier."""
-        return bool(self._host)
 
     def on_events(
         self, replica: int, sequence: int, stored: Iterable[bytes] = (), evicted: Sequence[bytes] = ()
@@ -115,15 +101,6 @@ class PrefixIndex:
         for block_hash in hashes:
             self._add(replica, block_hash)
 
-    def on_host_events(self, replica: int, stored: Iterable[bytes] = (), evicted: Iterable[bytes] = ()) -> None:
-        """Blocks came into the replica's host tier, or left it (in order, like ``on_events``; they have no numbers of
-        their own)."""
-        bit = 1 << replica
-        for block_hash in evicted:
-            _clear(self._host, block_hash, bit)
-        for block_hash in stored:
-            self._host[block_hash] = self._host.get(block_hash, 0) | bit
-
     def predict(self, replica: int, hashes: Sequence[bytes], now: int) -> None:
         """A prompt was just sent there: its blocks will soon be. Believed until they are evicted, or for a while."""
         if not hashes:
@@ -150,17 +127,6 @@ class PrefixIndex:
                     break
                 lengths[replica] = length = self._follow(replica, hashes, length)
             begins ^= low
-        return lengths
-
-    def host_matches(self, hashes: Sequence[bytes]) -> list[int]:
-        """For each replica, how many leading blocks of the prompt it holds on the device or in its host tier."""
-        lengths = [0] * self.num_replicas
-        mask = (1 << self.num_replicas) - 1
-        for index, block_hash in enumerate(hashes):
-            held = mask & (self._masks.get(block_hash, 0) | self._host.get(block_hash, 0))
-            _mark(lengths, mask ^ held, index)
-            mask = held
-        _mark(lengths, mask, len(hashes))
         return lengths
 
     def _known(self, hashes: Sequence[bytes]) -> list[int]:
@@ -203,8 +169,6 @@ class PrefixIndex:
         self._has_gap[replica] = False
         for beliefs in self._believed:
             beliefs.clear(replica)
-        for block_hash in list(self._host):
-            _clear(self._host, block_hash, 1 << replica)
 
     def check(self) -> None:
         """Assert that the masks are the union of what each replica holds (for tests)."""
@@ -227,7 +191,11 @@ class PrefixIndex:
         if block_hash not in self._blocks[replica]:
             return
         self._blocks[replica].discard(block_hash)
-        _clear(self._masks, block_hash, 1 << replica)
+        mask = self._masks[block_hash] & ~(1 << replica)
+        if mask:
+            self._masks[block_hash] = mask
+        else:
+            del self._masks[block_hash]
 
     def _forget_blocks(self, replica: int) -> None:
         for beliefs in self._believed:
@@ -255,12 +223,3 @@ def _mark(lengths: list[int], lost: int, length: int) -> None:
         low = lost & -lost
         lengths[low.bit_length() - 1] = length
         lost ^= low
-
-
-def _clear(masks: dict[bytes, int], block_hash: bytes, bit: int) -> None:
-    """Take one replica out of a block's mask."""
-    mask = masks.get(block_hash, 0) & ~bit
-    if mask:
-        masks[block_hash] = mask
-    else:
-        masks.pop(block_hash, None)

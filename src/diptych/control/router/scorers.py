@@ -2,11 +2,12 @@
 
     prefill = (work waiting there + work sent there since its last report + work of what is not cached there) * stretch
               + a share of that work for those who come later + what the streams that run there lose by it
-    decode  = expected tokens * (its own step + what the other streams' steps grow by)
+    decode  = expected tokens * (its own step + what the other streams' steps grow by); what is due to the load of now
+              counts in full where the roles differ, in part between equals, whose loads even out during a long answer
     memory  = a convex price of the KV memory, u / (1 - u), with the growth that is expected of those already there
 
 Every term is time, from the step-time model that the worker itself has fitted, so nothing needs weights. Must never
-choose: that is placement.py and router.py.
+choose: that is choice.py and pairing.py.
 """
 
 from dataclasses import dataclass, field
@@ -24,8 +25,10 @@ MAX_BUSY = 0.9
 # What workers of one role are there for, before anybody says so: a prefill worker will compute prompts for at least
 # this share of its time, and on a decode worker at least this many streams will lose by a prompt.
 LEAST_BUSY, LEAST_STREAMS = 0.75, 0.125
+# Of what an answer suffers and inflicts by the load of a worker that does both jobs, this part lasts: the next requests
+# go to whoever has less. By simulation: 1/4 to 1/10 are equally good for both latencies, 1 scatters shared prompts.
+LASTING = 0.25
 HEARD = 0  # the time of a dispatch that the worker has acknowledged: any later report covers it
-HOST_RESTORED = 25  # percent of its computation that a token in the host tier costs: a credit of 0.75
 
 
 def kv_price_ns(used: int, total: int, price_ns: int) -> int:
@@ -58,13 +61,11 @@ UNKNOWN_PRICES = Prices(0, 0, 0, 1.0, 1 + 1 / OTHERS_SHARE, 0.0, 1.0, 0.0, 0.0, 
 
 @dataclass(slots=True)
 class Question:
-    """One request, as scoring needs it. held: leading tokens that each worker holds on its device; restorable: those
-    and what lies in its host tier after them (the same list where there is none)."""
+    """One request, as scoring needs it. held: leading tokens that each worker holds."""
 
     num_tokens: int
     num_output_tokens: int
     held: list[int]
-    restorable: list[int]
     may_hand_off: bool
     now: int
 
@@ -183,6 +184,9 @@ class WorkerView:
         busy = max(self.busy.share(now), LEAST_BUSY) if self.role == "prefill" else self.busy.share(now)
         slower, waiting = 1 / (1 - busy), busy / (1 - busy)
         others = self.streams + waiting  # who loses what this request adds to each step
+        lasting = LASTING if self.role == "both" else 1.0
+        alone_ns = report.fixed_ns + report.sequence_ns
+        load_ns = (base_ns + report.sequence_ns) * slower + report.sequence_ns * others - alone_ns
         self.prices = Prices(
             standing=self.work_sum_ns * stretch + memory_ns,
             memory=memory_ns,
@@ -193,8 +197,8 @@ class WorkerView:
             work_token=report.token_ns,
             work_pair=report.pair_ns,
             block=price_ns / report.num_blocks,
-            step=(base_ns + report.sequence_ns) * slower + report.sequence_ns * others,
-            context=report.context_ns * (slower + others),
+            step=alone_ns + lasting * load_ns,
+            context=report.context_ns * (1 + lasting * (slower - 1 + others)),
         )
 
     def is_idle(self, now: int) -> bool:
@@ -220,12 +224,6 @@ def pairs(left: int, cached: int) -> int:
     return left * cached + left * (left + 1) // 2
 
 
-def queue_ns(prices: Prices, now: int) -> float:
-    """What any prompt pays before it begins: work in front of it, and memory."""
-    left = prices.idle_at - now
-    return prices.standing + left * prices.stretch if left > 0 else prices.standing
-
-
 def work_ns(prices: Prices, left: int, cached: int) -> float:
     """Computing ``left`` prompt tokens after ``cached`` ones, alone."""
     return prices.work_token * left + prices.work_pair * pairs(left, cached)
@@ -234,13 +232,3 @@ def work_ns(prices: Prices, left: int, cached: int) -> float:
 def prompt_ns(prices: Prices, left: int, cached: int) -> float:
     """What the prompt costs: its work, and what others lose by it."""
     return prices.token * left + prices.pair * pairs(left, cached)
-
-
-def answer_ns(prices: Prices, question: Question) -> float:
-    """The expected steps after the first token, and what they cost the other streams."""
-    return question.num_steps * (prices.step + question.middle * prices.context)
-
-
-def restored_ns(prices: Prices, cached: int, held: int) -> float:
-    """Bringing back the tokens [held, cached) from the host tier: a share of computing them."""
-    return prompt_ns(prices, cached - held, held) * HOST_RESTORED / 100 if cached > held else 0.0

@@ -10,6 +10,7 @@ import fcntl
 import socket
 import termios
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 
@@ -52,8 +53,9 @@ class Outgoing:
         return self.at == len(self.pieces)
 
 
-class Connection:
-    """Reads and writes. Subclasses say what to read first (``expect``) and what comes of it (``filled``)."""
+class Connection(ABC):
+    """Reads and writes. Subclasses say what to read first (``expect``) and what comes of it; a side that takes KV says
+    where its bodies go and what follows (``body_for``, ``data_done``): others refuse them."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -151,9 +153,9 @@ class Connection:
             while count and self.is_open:
                 count = self._take(count)
 
+    @abstractmethod
     def heard(self, message: bytes) -> None:
         """A handshake item is here. Must call ``expect`` or ``begin_frames``, or raise."""
-        raise NotImplementedError
 
     def body_for(self, frame: Frame) -> tuple[Sequence[memoryview], Leg | None]:
         """Where the body of this DATA frame goes, and whose blocks these are (None: a buffer). The seal is checked."""
@@ -161,11 +163,11 @@ class Connection:
 
     def data_done(self, frame: Frame) -> None:
         """The body of a DATA frame is where ``body_for`` said, or in the scratch buffer when its leg was closed."""
-        raise NotImplementedError
+        raise ProtocolError("a receiver sends no KV")
 
+    @abstractmethod
     def control_done(self, frame: Frame, body: bytes) -> None:
         """A frame of another kind is here; its seal is checked."""
-        raise NotImplementedError
 
     def discard(self, count: int) -> list[memoryview]:
         """``count`` bytes of nowhere."""

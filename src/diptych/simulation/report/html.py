@@ -11,10 +11,8 @@ from html import escape
 from typing import Any
 
 from diptych.simulation.report import charts
-from diptych.simulation.report.elements import chart_grid, heading, html_table
-from diptych.simulation.report.plots import patterns
+from diptych.simulation.report.elements import card_list, chart_grid, heading, html_table, page_head
 from diptych.simulation.report.series import LoggedEvent
-from diptych.simulation.report.style import STYLE
 from diptych.simulation.report.text import (
     class_table,
     latency_table,
@@ -26,13 +24,6 @@ from diptych.simulation.report.text import (
     sweep_table,
 )
 from diptych.simulation.results import SimulationResult
-
-LOGO = (
-    '<svg viewBox="0 0 34 24" aria-hidden="true"><rect x="1" y="1" width="15" height="22" rx="2" '
-    'fill="var(--prefill)"/><rect x="18" y="1" width="15" height="22" rx="2" fill="var(--decode)"/>'
-    '<path d="M5 6h7M5 10h7M5 14h7M5 18h7" stroke="var(--paper)" stroke-width="1.6"/>'
-    '<path d="M22 6v12M25.5 6v12M29 6v12" stroke="var(--paper)" stroke-width="1.6" stroke-dasharray="2 2"/></svg>'
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +48,8 @@ class Page:
 
 def render(page: Page) -> str:
     """The whole file as text."""
-    parts = [_head(page), "<main>"]
+    cards = [] if page.sweep else _cards(page.point)
+    parts = [page_head("Diptych simulation", page.title, page.lead, card_list(cards)), "<main>"]
     if page.sweep:
         figures = charts.sweep_figures(page.sweep_names, page.sweep)
         parts += [heading("Over the sweep"), chart_grid(figures), html_table(sweep_table(page.sweep_names, page.sweep))]
@@ -72,20 +64,7 @@ def render(page: Page) -> str:
     return "".join(parts)
 
 
-def _head(page: Page) -> str:
-    title = escape(page.title)
-    cards = "" if page.sweep else _cards(page.point)
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        f"<title>{title} - Diptych</title><style>{STYLE}</style></head><body>{patterns()}"
-        f'<header><div class="mark">{LOGO}<span>Diptych simulation</span></div><h1>{title}</h1>'
-        f'<p class="lead">{escape(page.lead)}</p>{cards}</header>'
-    )
-
-
-def _cards(point: Mapping[str, Any]) -> str:
+def _cards(point: Mapping[str, Any]) -> list[tuple[str, str]]:
     summary = point["summary"]
     cards = []
     if summary["attainment"] is not None:
@@ -101,8 +80,7 @@ def _cards(point: Mapping[str, Any]) -> str:
         cards.append(("Per 1M output tokens", f"${number(cost, 2)}"))
     if len(cards) % 2:
         cards.append(("KV cache, peak", percent(summary["utilization"]["kv_peak"])))
-    drawn = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in cards)
-    return f'<dl class="cards">{drawn}</dl>'
+    return cards
 
 
 def _numbers(point: Mapping[str, Any]) -> str:

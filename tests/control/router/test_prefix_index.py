@@ -1,0 +1,85 @@
+"""Who holds which blocks: events, gaps, snapshots, predictions."""
+
+import random
+
+import pytest
+
+from diptych.control.router.prefix_index import PERIOD_NS, PrefixIndex
+
+
+def blocks(*numbers: int) -> tuple[bytes, ...]:
+    return tuple(number.to_bytes(4, "little") for number in numbers)
+
+
+def test_a_replica_matches_as_far_as_it_holds_the_beginning() -> None:
+    index = PrefixIndex(3)
+    index.on_events(0, 1, stored=blocks(1, 2, 3))
+    index.on_events(1, 1, stored=blocks(1, 3))
+    assert index.matches(blocks(1, 2, 3, 4), now=0) == [3, 1, 0]
+    index.on_events(0, 2, evicted=blocks(2))
+    assert index.matches(blocks(1, 2, 3, 4), now=0) == [1, 1, 0]
+
+
+def test_a_gap_is_noticed_and_a_snapshot_heals_it() -> None:
+    index = PrefixIndex(1)
+    index.on_events(0, 1, stored=blocks(1))
+    assert not index.on_events(0, 3, stored=blocks(3))
+    assert index.matches(blocks(1), now=0) == [0]
+    assert not index.on_events(0, 4, stored=blocks(4))
+    index.on_snapshot(0, 5, blocks(1, 2))
+    assert index.matches(blocks(1, 2), now=0) == [2]
+    assert index.on_events(0, 6, evicted=blocks(1))
+
+
+def test_what_was_heard_twice_counts_once() -> None:
+    index = PrefixIndex(1)
+    index.on_events(0, 1, stored=blocks(1))
+    index.on_events(0, 2, evicted=blocks(1))
+    assert index.on_events(0, 1, stored=blocks(1))
+    assert index.matches(blocks(1), now=0) == [0]
+
+
+def test_a_dispatched_prompt_counts_until_it_is_confirmed_or_expires() -> None:
+    index = PrefixIndex(2)
+    index.predict(1, blocks(1, 2), now=0)
+    assert index.matches(blocks(1, 2), now=PERIOD_NS) == [0, 2]
+    index.on_events(1, 1, stored=blocks(1))
+    assert index.matches(blocks(1, 2), now=2 * PERIOD_NS) == [0, 1]
+    index.predict(1, blocks(1, 2), now=2 * PERIOD_NS)
+    index.on_events(1, 2, evicted=blocks(1))
+    assert index.matches(blocks(1, 2), now=2 * PERIOD_NS) == [0, 0]
+
+
+def test_predictions_that_follow_each_other_are_one_prefix() -> None:
+    index = PrefixIndex(2)
+    index.predict(1, blocks(1, 2, 3), now=0)
+    index.predict(1, blocks(14, 15), now=0)  # after 1, 2
+    assert index.matches(blocks(1, 2, 14, 15, 16), now=0) == [0, 4]
+    index.predict(0, blocks(1, 2, 3, 4), now=0)
+    index.on_events(0, 1, stored=blocks(1, 2))  # while 3 and 4 are still to be computed
+    assert index.matches(blocks(1, 2, 3, 4, 5), now=0) == [4, 3]
+    index.on_events(0, 2, evicted=blocks(3))
+    assert index.matches(blocks(1, 2, 3, 4, 5), now=0) == [2, 3]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_index_is_the_union_of_what_each_replica_says(seed: int) -> None:
+    rng = random.Random(seed)
+    index = PrefixIndex(4)
+    held: list[set[int]] = [set() for _ in range(4)]
+    sequence = [0] * 4
+    for now in range(300):
+        replica = rng.randrange(4)
+        if rng.random() < 0.02:
+            index.remove(replica)
+            held[replica].clear()
+            sequence[replica] = 0
+            continue
+        new, old = set(rng.sample(range(30), 4)), set(rng.sample(sorted(held[replica]), len(held[replica]) // 3))
+        held[replica] = (held[replica] - old) | new
+        sequence[replica] += 1
+        index.on_events(replica, sequence[replica], blocks(*new), blocks(*old))
+        index.check()
+        prompt = rng.sample(range(30), 6)
+        expected = [next((i for i, one in enumerate(prompt) if one not in mine), 6) for mine in held]
+        assert index.matches(blocks(*prompt), now) == expected
