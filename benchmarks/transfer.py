@@ -9,8 +9,10 @@ throughput: everything queued at once, until the receiver has it. "CPU" is proce
 with other work it says more than the seconds.
 commit: a handoff within one pool (shared memory: nothing but the commit moves), from commit() to the receiver's event.
 link: two network namespaces joined by a link of limited bandwidth (ip netns, tc; root), such that the KV takes 80 % of
-the prefill. The prefill is matrix multiplications of that length in chunks, on the sender's core. "exposed" is the time
-from the end of the last chunk until the receiver has everything; its share is of the time that the link needs for all.
+the prefill. The prefill is matrix multiplications of that length in chunks of 24 layers that take the same time, on the
+sender's core; a chunk is sent when it is computed, or layer by layer while it is. "exposed" is the time from the end of
+the last chunk until the receiver has everything; its share is of the time that the link needs for all. "CPU" is here
+that of send() and of the connector's thread, and of the receiver.
 """
 
 import argparse
@@ -25,6 +27,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -214,40 +217,57 @@ def shaped_link(bytes_per_s: float) -> Iterator[None]:
             subprocess.run(command.split(), capture_output=True)
 
 
-def compute(seconds: float, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Matrix multiplications for so long, as a chunk of prefill would."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
+def compute(end_ns: int, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Matrix multiplications until then, as a layer of a chunk of prefill would."""
+    while time.monotonic_ns() < end_ns:
         a @ b
 
 
+def prefill(side: KVConnector, leg: str, chunk: int, prefill_s: float, is_by_layer: bool) -> float:
+    """As long as that, in chunks, each sent when it is computed or layer by layer. CPU seconds of send()."""
+    a, b = torch.ones(64, 896, dtype=torch.bfloat16), torch.ones(896, 4864, dtype=torch.bfloat16)
+    num_layers, table = FORMAT.num_layers, range(TABLE)
+    layer_ns, cpu_ns, begun = 1e9 * prefill_s * chunk / TOKENS / num_layers, 0, time.monotonic_ns()
+    for number, start in enumerate(range(0, TOKENS, chunk)):
+        for layer in range(1, num_layers + 1):
+            compute(begun + int(layer_ns * (num_layers * number + layer)), a, b)
+            if is_by_layer or layer == num_layers:
+                before = time.thread_time_ns()
+                side.send(leg, start, chunk, table, layer)
+                cpu_ns += time.thread_time_ns() - before
+    return cpu_ns / 1e9
+
+
 def link(prefill_s: float) -> Iterator[dict[str, Any]]:
-    """Streamed chunk by chunk over a link that carries the KV in 80 % of the prefill; and all at its end."""
+    """Over a link that carries the KV in 80 % of the prefill: unstreamed, chunk by chunk, and layer by layer."""
     rate = KV_BYTES / (0.8 * prefill_s)
-    a, b = torch.ones(256, 896, dtype=torch.bfloat16), torch.ones(896, 4864, dtype=torch.bfloat16)
+    ways = [(chunk, is_by_layer) for chunk in (TOKENS, 1024, 512, 256, 128) for is_by_layer in (False, True)]
     with shaped_link(rate), Receiver(
         "tcp", f"tcp://{FAR_ADDRESS}:0", prefix=("ip", "netns", "exec", SPACE)
     ) as receiver:  # fmt: skip
         for codec in ("none", "int8", "auto"):
             side, _ = connector("tcp", f"tcp://{NEAR_ADDRESS}:0", codec)
-            for chunk in (TOKENS, 512, 256, 128):
-                leg = f"{codec}, {chunk}"
+            (thread,) = (each for each in threading.enumerate() if each.name == "kv-transfer")
+            assert thread.ident is not None
+            clock = time.pthread_getcpuclockid(thread.ident)
+            for chunk, is_by_layer in ways:
+                leg = f"{codec}, {chunk}, {is_by_layer}"
                 receiver.expect(leg)
-                begun = time.monotonic_ns()
+                cpu, begun = time.clock_gettime(clock), time.monotonic_ns()
                 side.open(leg, receiver.address, 0)
-                for start in range(0, TOKENS, chunk):
-                    compute(prefill_s * chunk / TOKENS, a, b)
-                    side.send(leg, start, chunk, range(TABLE))
+                send_s = prefill(side, leg, chunk, prefill_s, is_by_layer)
                 ended = time.monotonic_ns()
                 side.commit(leg, b"")
                 said = receiver.hear()
                 wait_for(side, Sent)
                 exposed, whole = (said["ns"] - ended) / 1e9, said["bytes"] / rate
+                way = ", layer by layer" if is_by_layer else ""
                 yield {
-                    "what": f"link of {rate / 1e6:.1f} MB/s, {codec}, chunks of {chunk}",
+                    "what": f"link of {rate / 1e6:.1f} MB/s, {codec}, chunks of {chunk}{way}",
                     "wire MB": said["bytes"] / 1e6, "prefill s": (ended - begun) / 1e9, "transfer s": whole,
-                    "exposed ms": 1e3 * exposed,
-                    "exposed share": exposed / whole,
+                    "exposed ms": 1e3 * exposed, "exposed share": exposed / whole,
+                    "sender CPU ms": 1e3 * (send_s + time.clock_gettime(clock) - cpu),
+                    "receiver CPU ms": 1e3 * said["cpu"],
                 }  # fmt: skip
             side.close()
 

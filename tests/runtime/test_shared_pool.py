@@ -60,6 +60,7 @@ def load(family: str, fd: int, native: bool | None = None, first_block: int = 16
     return load_runner(RunnerConfig(reference(family).directory, native=native, num_blocks=20, shared_pool=pool))
 
 
+@pytest.mark.system
 def test_one_process_prefills_into_the_blocks_of_another_which_decodes_from_them() -> None:
     directory, prompt = reference("qwen2").directory, prompt_of(300)
     alone, _ = generate(runner("qwen2"), prompt, [300], greedy(40))

@@ -21,6 +21,7 @@ from diptych.runtime.attention.layout import allocate_cpu, read_cpu
 from diptych.runtime.kv_tensors import LayerCache
 from diptych.runtime.transfer import make_connector
 from diptych.runtime.transfer.addresses import parse_address
+from diptych.runtime.transfer.carriers import Carriers
 from diptych.runtime.transfer.frames import HEADER_BYTES, Frame, Kind, ProtocolError, Seal, parse_header
 from diptych.runtime.transfer.handshake import (
     GREETING_BYTES,
@@ -44,6 +45,7 @@ from diptych.runtime.transfer.interface import (
     TransferEvent,
     TransferOptions,
 )
+from diptych.runtime.transfer.legs import SendingLeg
 from tests.runtime.cutting_proxy import CuttingProxy
 
 SECRET = b"0123456789abcdef" * 2
@@ -87,7 +89,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
             listen = f"unix://{tmp_path}/{len(made)}"
         dtype = getattr(torch, kv_format.dtype)
         generator = torch.Generator().manual_seed(len(made))
-        layers = [allocate_cpu(BLOCKS, HEADS, kv_format.block_size, DIM, dtype) for _ in range(LAYERS)]
+        layers = [allocate_cpu(BLOCKS, HEADS, kv_format.block_size, DIM, dtype) for _ in range(kv_format.num_layers)]
         for cache in (cache for pair in layers for cache in pair):
             cache.copy_(torch.randn(cache.shape, generator=generator))
         options = TransferOptions(secret, listen, None, codec, timeout_s, frame_bytes)
@@ -325,6 +327,157 @@ def test_nothing_is_read_after_cancel(make: Make, seed: int) -> None:
         assert [event.leg_id for event in until(sender, Sent)] == ["next"]
 
 
+def compute(side: Side, blocks: list[int], layer: int, rng: random.Random) -> None:
+    """Write one layer's KV of these blocks, as a step does."""
+    generator = torch.Generator().manual_seed(rng.getrandbits(32))
+    for cache in side.layers[layer]:
+        cache[blocks] = torch.randn((len(blocks), *cache.shape[1:]), generator=generator).to(cache.dtype)
+
+
+def prefill(side: Side, leg: str, table: list[int], tokens: int, rng: random.Random) -> Iterator[None]:
+    """Compute in random chunks and send each layer by layer, now and then more layers at once; then commit."""
+    size, num_layers, start = side.block_size, len(side.layers), 0
+    while start < tokens:
+        count = min(size * rng.randint(1, 12), tokens - start)
+        for layer in range(num_layers):
+            compute(side, table[start // size : -(-(start + count) // size)], layer, rng)
+            if layer + 1 < num_layers and rng.random() < 0.7:
+                side.connector.send(leg, start, count, table, layer + 1)
+            yield
+        side.connector.send(leg, start, count, table)
+        start += count
+    side.connector.commit(leg, b"")
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_layers_that_leave_while_others_are_computed_bring_the_bytes_of_a_whole_send(make: Make, seed: int) -> None:
+    rng = random.Random(seed)
+    codec: CodecName = rng.choice(["none", "none", "int8", "int4"])
+    ours, theirs = replace(FORMAT, num_layers=7), replace(FORMAT, num_layers=7, block_size=rng.choice([16, 32]))
+    frame_bytes = rng.choice([1, 3000, 12_000, 40_000, 1 << 19])
+    sender, receiver = make(kv_format=ours, codec=codec, frame_bytes=frame_bytes), make(kv_format=theirs)
+    lengths = {"one": rng.randint(1, 320), "two": rng.randint(1, 320)}
+    mine = {"one": rng.sample(range(20), 20), "two": rng.sample(range(20, 40), 20)}
+    there = {"one": rng.sample(range(20), 20), "two": rng.sample(range(20, 40), 20)}
+    cuts = rng.choice([0, 5])
+    with CuttingProxy(receiver.connector.address, seed, cuts=cuts, cut_within=30_000) as proxy:
+        steps = {}
+        for leg, tokens in lengths.items():
+            receiver.connector.expect(leg, there[leg], 0, tokens)
+            sender.connector.open(leg, proxy.address, 0)
+            steps[leg] = prefill(sender, leg, mine[leg], tokens, rng)
+        while steps:
+            leg = rng.choice(list(steps))
+            if next(steps[leg], StopIteration) is StopIteration:
+                del steps[leg]
+            elif rng.random() < 0.3:
+                time.sleep(0.001)
+        until(receiver, Committed, 2)
+        until(sender, Sent, 2)
+    for leg, tokens in lengths.items():
+        streamed = receiver.rows(there[leg], 0, tokens)
+        for cache in (cache for pair in receiver.layers for cache in pair):
+            cache[there[leg]] = torch.nan
+        receiver.connector.expect(f"{leg} again", there[leg], 0, tokens)
+        sender.connector.open(f"{leg} again", receiver.connector.address, 0)
+        sender.connector.send(f"{leg} again", 0, tokens, mine[leg])
+        sender.connector.commit(f"{leg} again", b"")
+        until(receiver, Committed)
+        assert all(map(torch.equal, streamed, receiver.rows(there[leg], 0, tokens)))
+
+
+def test_the_first_layers_arrive_before_the_others_are_computed_and_count_for_no_token(make: Make) -> None:
+    sender, receiver = make(frame_bytes=64 * FORMAT.bytes_per_block // (16 * LAYERS)), make()
+    receiver.connector.expect("leg", list(range(4)), 0, 64)
+    sender.connector.open("leg", receiver.connector.address, 0)
+    sender.connector.send("leg", 0, 64, list(range(4)), 1)
+    (told,) = until(receiver, ChunkArrived)
+    assert isinstance(told, ChunkArrived) and told.num_tokens == 0
+    k, v = receiver.layers[0]
+    assert torch.equal(k[:4], sender.layers[0][0][:4]) and torch.equal(v[:4], sender.layers[0][1][:4])
+    for wrong in (0, LAYERS + 1):
+        with pytest.raises(ValueError, match="layers are computed"):
+            sender.connector.send("leg", 0, 64, list(range(4)), wrong)
+    with pytest.raises(ValueError, match="up to 64 have 1 of 3 layers"):
+        sender.connector.send("leg", 64, 16, list(range(5)))
+    with pytest.raises(ValueError, match="committed with 1 layers"):
+        sender.connector.commit("leg", b"")
+    sender.connector.send("leg", 0, 64, list(range(4)))
+    sender.connector.commit("leg", b"")
+    assert [event.num_tokens for event in until(receiver, Committed) if isinstance(event, ChunkArrived)][-1] == 64
+    assert_same(sender, receiver, (list(range(4)), list(range(4))), 64)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("who", ["sender", "receiver"])
+def test_a_leg_may_end_between_two_layers(make: Make, seed: int, who: str) -> None:
+    rng = random.Random(seed)
+    sender, receiver = make(frame_bytes=rng.choice([1, 6000])), make()
+    table = list(range(20))
+    receiver.connector.expect("leg", table, 0, 320)
+    sender.connector.open("leg", receiver.connector.address, 0)
+    steps = prefill(sender, "leg", table, 320, rng)
+    for _ in range(rng.randint(1, 8)):
+        next(steps)
+        time.sleep(rng.random() * 0.002)
+    if who == "sender":
+        sender.connector.cancel("leg")
+        for cache in (cache for pair in sender.layers for cache in pair):
+            cache[:20] = torch.nan
+    else:
+        receiver.connector.forget("leg")
+        frozen = receiver.snapshot()
+    for _ in steps:  # the step that is under way ends; nobody hears of it
+        pass
+    tables = list(range(20, 26)), list(range(30, 36))
+    receiver.connector.expect("next", tables[1], 0, 96)
+    sender.connector.open("next", receiver.connector.address, 0)
+    for _ in prefill(sender, "next", tables[0], 96, rng):
+        pass
+    happened = []
+    while not any(isinstance(event, Committed) for event in happened):
+        select.select([receiver.connector], [], [], 30)
+        happened += receiver.connector.poll()
+    assert {event.leg_id for event in happened if isinstance(event, Committed)} == {"next"}
+    assert_same(sender, receiver, tables, 96)
+    if who == "sender":
+        assert not any(cache[:20].isnan().any() for pair in receiver.layers for cache in pair)
+    else:
+        for before, after in zip(frozen, receiver.snapshot(), strict=True):
+            assert torch.equal(before[:20], after[:20])
+
+
+@given(
+    st.integers(1, 12), st.integers(1, 700), st.sampled_from([1, 9000, 60_000, 1 << 19]), st.booleans(),
+    st.lists(st.integers(1, 12), max_size=12),
+)  # fmt: skip
+@settings(max_examples=150, deadline=None)
+def test_a_frame_leaves_when_its_layers_are_there_and_is_the_one_of_a_whole_send(
+    num_layers: int, tokens: int, frame_bytes: int, is_raw: bool, said: list[int]
+) -> None:
+    form = replace(FORMAT, num_layers=num_layers)
+    caches = [allocate_cpu(1, HEADS, form.block_size, DIM, torch.bfloat16) for _ in range(num_layers)]
+    carrier = Carriers(caches, form, "none" if is_raw else "int8", frame_bytes, moves=True).for_sending(
+        form, tokens, None
+    )
+    leg = SendingLeg("leg", 1, parse_address("tcp://127.0.0.1:1"), 0, num_layers)
+    whole, left, known = list(carrier.parts(0, tokens)), [], 0
+    for count in [*(min(one, num_layers) for one in said), num_layers]:
+        was_waiting = leg.has_data
+        is_told = leg.queue_send(0, tokens, (), count)
+        known = max(known, count)
+        assert is_told or not leg.has_data or was_waiting
+        while leg.has_data and (following := leg.next_part(lambda _: carrier)) is not None:
+            assert following[0] == len(left)
+            left.append(following[1])
+        assert left == [part for part in whole if part.first_layer + part.num_layers <= known]
+        if known == num_layers:
+            break
+    assert left == whole and leg.is_cut
+    leg.queue_commit(b"")
+    assert leg.has_commit and leg.next_commit() == (len(whole), b"")
+
+
 def test_sends_that_are_repeated_are_skipped_and_gaps_are_an_error(make: Make) -> None:
     sender, receiver = make(), make()
     table = list(range(8))
@@ -381,6 +534,22 @@ def test_nixl_reads_the_blocks_bit_for_bit_and_fences(make: Make) -> None:
     sender.connector.open("leg", other.connector.address, 0)
     failed = until(sender, Failed)[-1]
     assert isinstance(failed, Failed) and "one format" in failed.message
+
+
+@pytest.mark.skipif(importlib.util.find_spec("nixl_cu13") is None, reason="needs the extra [nixl]")
+@pytest.mark.parametrize("part_bytes", [1, 30_000, 1 << 23])
+def test_nixl_reads_layers_while_others_are_computed(
+    make: Make, monkeypatch: pytest.MonkeyPatch, part_bytes: int
+) -> None:
+    monkeypatch.setattr("diptych.runtime.transfer.nixl.PART_BYTES", part_bytes)
+    sender, receiver = make("nixl"), make("nixl")
+    tables = list(range(13)), list(range(20, 33))
+    receiver.connector.expect("leg", tables[1], 0, 203)
+    sender.connector.open("leg", receiver.connector.address, 0)
+    for _ in prefill(sender, "leg", tables[0], 203, random.Random(part_bytes)):
+        time.sleep(0.002)
+    until(receiver, Committed)
+    assert_same(sender, receiver, tables, 203)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("nixl_cu13") is not None, reason="the extra [nixl] is there")

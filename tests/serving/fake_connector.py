@@ -32,11 +32,13 @@ class Receiving:
 
 @dataclass
 class Sending:
-    """A leg on its way."""
+    """A leg on its way. ``num_layers``: computed so far of the tokens up to ``end`` (0: all tokens have all layers)."""
 
     path: str
     start: int
     num_sent: int
+    end: int = 0
+    num_layers: int = 0
     first_ns: int = 0
     commit_ns: int = 0
 
@@ -56,6 +58,7 @@ class FakeConnector:
         self._events: list[TransferEvent] = []
         self.forgotten: list[str] = []
         self.cancelled: list[str] = []
+        self.layers: list[tuple[str, int]] = []  # what was sent of steps under way: leg, number of layers
 
     def expect(self, leg_id: str, block_ids: Sequence[int], start: int, num_tokens: int) -> None:
         """Receiver: this will come."""
@@ -78,12 +81,21 @@ class FakeConnector:
             raise ConfigError(f"address is {address!r}; expected unix://PATH", param="address")
         self._sending[leg_id] = Sending(address.removeprefix("unix://"), start, start)
 
-    def send(self, leg_id: str, start: int, num_tokens: int, block_ids: Sequence[int]) -> None:
-        """Sender: these tokens, in these blocks."""
+    def send(
+        self, leg_id: str, start: int, num_tokens: int, block_ids: Sequence[int], num_layers: int | None = None
+    ) -> None:
+        """Sender: these tokens, in these blocks; the other side hears of them when all layers are there."""
         if (leg := self._sending.get(leg_id)) is None:
             return
         assert start <= leg.num_sent, f"{leg_id}: nobody sends tokens {leg.num_sent} to {start}"
         assert not leg.commit_ns
+        assert leg.end in (0, start + num_tokens), f"{leg_id}: tokens up to {leg.end} lack layers"
+        if num_layers is not None:
+            assert leg.num_layers < num_layers, f"{leg_id}: layer {num_layers} after {leg.num_layers}"
+            leg.end, leg.num_layers = start + num_tokens, num_layers
+            self.layers.append((leg_id, num_layers))
+            return
+        leg.end = leg.num_layers = 0
         leg.num_sent = start + num_tokens
         leg.first_ns = leg.first_ns or time.monotonic_ns()
         self._tell(leg.path, leg_id, ("chunk", leg_id, start, num_tokens))
@@ -93,6 +105,7 @@ class FakeConnector:
         if (leg := self._sending.get(leg_id)) is None:
             return
         assert not leg.commit_ns, f"{leg_id} is committed twice"
+        assert not leg.end, f"{leg_id} is committed and lacks layers"
         leg.commit_ns = time.monotonic_ns()
         self._tell(leg.path, leg_id, ("commit", leg_id, payload, self._path))
 

@@ -73,7 +73,7 @@ class FakeRunner:
         self.decoding: dict[str, None] = {}
         self.step_s = step_s
         self.token_s = 1 / tokens_per_s if tokens_per_s else 0.0
-        self.on_layer: Callable[[], None] | None = None
+        self.on_layer: Callable[[int], None] | None = None
         self.num_layers = 1  # of 1 ms each, where there are more
         self.num_layers_done = 0
 
@@ -109,9 +109,9 @@ class FakeRunner:
             self.decoding.pop(request_id, None)
         for resumed in output.resumed:
             self.decoding[resumed.request_id] = None
-        for _ in range(self.num_layers):
+        for layer in range(self.num_layers):
             if self.on_layer is not None:
-                self.on_layer()
+                self.on_layer(layer)
             self.num_layers_done += 1
             time.sleep(0.001 * (self.num_layers > 1))
         payload, stopped, failed = FakeTokens(), [], []

@@ -252,6 +252,20 @@ def test_a_request_that_no_worker_can_serve_is_refused_where_it_is_reserved(
 
 
 @pytest.mark.parametrize("borrowed", [False, True])
+def test_each_chunk_is_sent_layer_by_layer_unless_its_blocks_are_borrowed(
+    pair: tuple[ThreadPeer, ThreadPeer], *, borrowed: bool
+) -> None:
+    prefill, decode = pair
+    prefill.runner.num_layers = 3
+    start(pair, borrowed=borrowed)
+    decode.wait(Delivered, "r")
+    assert prefill.connector.layers == ([] if borrowed else [("r", 1), ("r", 2)] * 4)
+    prefill.send(ReleaseLegs(["r"]))
+    prefill.wait_event(HandoffReleased, "r")
+    decode.wait_end("r")
+
+
+@pytest.mark.parametrize("borrowed", [False, True])
 def test_a_step_that_nobody_wants_any_more_is_broken_off(
     pair: tuple[ThreadPeer, ThreadPeer], *, borrowed: bool
 ) -> None:

@@ -129,7 +129,7 @@ class ThreadPeer(Peer):
         self.core, self.runner, self.connector = core, runner, connector
         self._there = there
         worker = Worker(core, runner, there, connector=connector, publishes_blocks=True)
-        runner.on_layer = worker.break_off
+        runner.on_layer = worker.on_layer
         self._thread = threading.Thread(target=worker.run, name=connector.address)
         self._thread.start()
 

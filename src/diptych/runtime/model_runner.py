@@ -126,7 +126,7 @@ class ModelRunner:
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
         self.note = note
-        self.on_layer: Callable[[], None] | None = None  # called before each layer on a CPU; may raise StepBrokenOff
+        self.on_layer: Callable[[int], None] | None = None  # see serving.intake.Runner; called on a CPU only
         if model.device.type == "cuda":
             self._forward = GraphedDecoder(model, kv.layers, max_model_len).forward
         else:
@@ -176,9 +176,9 @@ class ModelRunner:
         """Requests known here."""
         return len(self._requests)
 
-    def _on_layer(self) -> None:
+    def _on_layer(self, num_layers: int) -> None:
         if self.on_layer is not None:
-            self.on_layer()
+            self.on_layer(num_layers)
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> StepResult:

@@ -40,7 +40,9 @@ class Runner(Protocol):
         """Drop a request that no plan will name; unknown ids are ignored."""
         ...
 
-    on_layer: Callable[[], None] | None  # called in the middle of steps; what it raises ends the step
+    on_layer: Callable[[int], None] | None
+    """Called in the middle of steps, before each layer, with the number of layers whose KV is written; what it raises
+    (StepBrokenOff) ends the step."""
 
     def execute(self, output: SchedulerOutput) -> StepResult:
         """Run one step (see diptych.control.step.Executor); the payload is a StepTokens."""

@@ -15,8 +15,6 @@ from diptych.control.request import FinishReason, SamplingParams
 from diptych.control.router.load import LoadReport
 from diptych.control.slo import LatencyBreakdown, Slo
 
-MAX_TOKEN_ID = 2**32 - 1
-
 # Events that the timeline wants but no token record carries.
 _EVENT_CLASSES: dict[str, type] = {
     cls.__name__: cls

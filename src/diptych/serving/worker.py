@@ -144,14 +144,23 @@ class Worker:
             if output is not None:
                 heartbeat.begin_step(output.predicted_ns)
                 self._step = output
+                if self._handoffs:
+                    self._handoffs.begin_step(output)
                 with contextlib.suppress(StepBrokenOff):
                     result = runner.execute(output)
             elif self._is_running:
                 self._wait(now)
 
-    def break_off(self) -> None:
-        """Called in the middle of a step: raises StepBrokenOff when the client of every prompt in it has left, and
-        nothing else is in it. Whoever comes next need not wait for its end."""
+    def on_layer(self, num_layers: int) -> None:
+        """Called in the middle of a step, when the KV of so many layers is there: send it to where it is wanted. Raises
+        StepBrokenOff when nobody wants the step any more."""
+        self._break_off()
+        if self._handoffs and num_layers:
+            self._handoffs.on_layer(num_layers)
+
+    def _break_off(self) -> None:
+        """Raises StepBrokenOff when the client of every prompt in the step has left, and nothing else is in it. Whoever
+        comes next need not wait for its end."""
         if self._step is None or self._step.num_decodes:
             return
         leaving: set[str] = set()
@@ -346,7 +355,7 @@ def serve(directory: Path, load: Load, connect_to_peers: Connect) -> int:
     socket.send(encode(ready))
     publishes_blocks = options.place is not None and options.place.publishes_blocks
     worker = Worker(core, runner, socket, connector=connector, heartbeat=heartbeat, publishes_blocks=publishes_blocks)
-    runner.on_layer = worker.break_off
+    runner.on_layer = worker.on_layer
     try:
         worker.run()
     finally:

@@ -1,8 +1,8 @@
 """Both ends of the handoffs of one worker: where the core, the executor and the KV connector meet.
 
-As a prefill worker it sends what each step has computed, and the commit behind the last of it. As a decode worker it
-expects what its reservations are for, and takes a leg over when its commit is here. Transfers of a leg stop before
-anybody is told that the leg has ended. Must never decide where a request runs, and never wait.
+As a prefill worker it sends what each step computes, as its layers are done, and the commit behind the last of it. As a
+decode worker it expects what its reservations are for, and takes a leg over when its commit is here. Transfers of a leg
+stop before anybody is told that the leg has ended. Must never decide where a request runs, and never wait.
 """
 
 import logging
@@ -61,6 +61,7 @@ class Handoffs:
         self._block_size = core.config.cache.block_size
         self._outgoing = Outgoing(self._block_size)
         self._targets: dict[str, _Target] = {}  # of the legs that are being prefilled, or wait for their release
+        self._computing: list[tuple[Chunk, tuple[int, ...]]] = []  # in this step, and the blocks it is computed into
         self._reservations: dict[str, bool] = {}  # legs to come -> whether our blocks are borrowed for them
 
     def fileno(self) -> int:
@@ -107,8 +108,22 @@ class Handoffs:
                 if self._reservations.pop(leg_id, None) is not None:
                     self._connector.forget(leg_id)
 
+    def begin_step(self, output: SchedulerOutput) -> None:
+        """This step is computed now: ``on_layer`` may say how far it is. When it is broken off, its legs are ended."""
+        self._computing.clear()
+        if not len(self._outgoing):
+            return
+        tables = {chunk.request_id: chunk.block_ids for chunk in output.prefills}
+        prefills = ((chunk.request_id, chunk.start, chunk.num_tokens) for chunk in output.prefills)
+        self._computing += [(one, tables[one.leg_id]) for one in self._outgoing.in_step(prefills) if one.num_tokens]
+
+    def on_layer(self, num_layers: int) -> None:
+        """Send what the step that is computed has of its chunks so far: the first layers."""
+        for chunk, block_ids in self._computing:
+            self._connector.send(chunk.leg_id, chunk.start, chunk.num_tokens, block_ids, num_layers)
+
     def after_step(self, output: SchedulerOutput, events: Iterable[Event], tokens: Tokens | None) -> None:
-        """Send what this step has computed. ``tokens``: its record, as the front end has got it."""
+        """Send what is left of what this step has computed. ``tokens``: its record, as the front end has got it."""
         if not len(self._outgoing):
             return
         computed = next((event.prefills for event in events if isinstance(event, StepFinished)), ())

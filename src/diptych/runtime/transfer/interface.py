@@ -98,7 +98,7 @@ class TransferOptions:
     advertise: str | None = None  # the host that others dial, when it is not the one of ``listen``
     codec: CodecName = "none"  # auto: int8 where the link is slow enough that it saves time, else none
     resume_timeout_s: float = 10.0  # a leg fails when its connection stays broken for so long
-    frame_bytes: int = 1 << 19  # KV bytes between two chances of another leg
+    frame_bytes: int = 1 << 19  # between two chances of another leg; layers of a step under way leave when they fill it
 
     def __post_init__(self) -> None:
         if len(self.secret) < MIN_SECRET_BYTES:
@@ -188,11 +188,16 @@ class KVConnector(Protocol):
         """
         ...
 
-    def send(self, leg_id: str, start: int, num_tokens: int, block_ids: Sequence[int]) -> None:
+    def send(
+        self, leg_id: str, start: int, num_tokens: int, block_ids: Sequence[int], num_layers: int | None = None
+    ) -> None:
         """Sender: queue the KV of these tokens: whole blocks, except at the very end of the prompt.
 
-        The blocks must stay untouched until Sent or Failed, or until cancel returns. Tokens that were queued before are
-        skipped; a gap is a ValueError. Ignored when the leg is not open (it has failed or was cancelled).
+        ``num_layers``: only the first so many layers are computed (None: all are). What fills a frame may leave at
+        once; the same tokens are queued again when more of their layers are there, and no others before they have all.
+        Queued layers of the blocks must stay untouched until Sent or Failed, or until cancel returns. Tokens that were
+        queued in all layers are skipped; a gap is a ValueError, and so are other tokens (or the commit) while some lack
+        layers. Ignored when the leg is not open (it has failed or was cancelled).
         """
         ...
 

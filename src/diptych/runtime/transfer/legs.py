@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from diptych.runtime.transfer.addresses import SocketAddress
@@ -84,15 +85,34 @@ class ReceivingLeg(Leg):
         return -(-((self.end - self.start) * num_layers - self._cells) // num_layers) if self.block_ids else 0
 
 
-class SendingLeg(Leg):
-    """Sender: what is queued, what is on its way, what is acknowledged.
+@dataclass(eq=False, slots=True)
+class _Send:
+    """Tokens that were queued together. They may be queued while they are computed, layer by layer.
 
-    ``queue_*`` are for the worker's thread, the rest for the connector's; ``_pieces``, ``_payload`` lie between.
+    The worker's thread writes ``num_layers`` and then reads ``awaited``; the connector's does it the other way round.
+    So one of them sees what the other has written, and no part waits for a word that was never said.
+    """
+
+    start: int
+    num_tokens: int
+    block_ids: tuple[int, ...]
+    num_layers: int  # that are computed
+    awaited: int  # layers after which the connector's thread wants to hear of it
+
+    def has(self, part: Part) -> bool:
+        """Whether all layers of this part are computed."""
+        return part.first_layer + part.num_layers <= self.num_layers
+
+
+class SendingLeg(Leg):
+    """Sender: what is queued, what is on its way, what is acknowledged. ``num_layers``: of the model.
+
+    ``queue_*`` are for the worker's thread, the rest for the connector's; ``_sends``, ``_payload`` lie between.
     """
 
     is_sender = True
 
-    def __init__(self, leg_id: str, number: int, address: SocketAddress, start: int) -> None:
+    def __init__(self, leg_id: str, number: int, address: SocketAddress, start: int, num_layers: int) -> None:
         super().__init__(leg_id, start)
         self.number = number
         self.address = address
@@ -105,29 +125,54 @@ class SendingLeg(Leg):
         self.is_resuming = False  # waits to hear what the receiver has
         self.is_ready = False  # stands in a queue of its peer
         self.acknowledged = 0
-        self._pieces: deque[tuple[int, int, tuple[int, ...]]] = deque()
+        self._num_layers = num_layers
+        self._unfinished: _Send | None = None  # the worker's: queued, and not computed in all layers
+        self._sends: deque[_Send] = deque()
         self._payload: bytes | None = None
-        self._cutting: tuple[Iterator[Part], Carrier, tuple[int, ...]] | None = None
+        self._cutting: tuple[Iterator[Part], Carrier, _Send] | None = None
+        self._next: Part | None = None  # of _cutting; it may have to wait for its layers
         self._parts: deque[tuple[Part, Carrier, tuple[int, ...]]] = deque()  # from ``acknowledged`` on
         self._cursor = 0  # next to be sent on this connection
         self._sent_until = 0  # on any connection
 
-    def queue_send(self, start: int, num_tokens: int, block_ids: Sequence[int]) -> None:
-        """Worker's thread. Raises ValueError for a gap, or after the commit."""
+    def queue_send(self, start: int, num_tokens: int, block_ids: Sequence[int], num_layers: int) -> bool:
+        """Worker's thread. Whether the connector's should hear of it. Raises ValueError for a gap, for other tokens
+        while some lack layers, and after the commit."""
+        if self._unfinished is not None:
+            return self._queue_layers(self._unfinished, start + num_tokens, num_layers)
         skipped = max(0, self.queued_until - start)
         if start > self.queued_until:
             raise ValueError(f"leg {self.leg_id}: tokens {self.queued_until} to {start} were never sent")
         if skipped >= num_tokens:
-            return
+            return False
         if self._payload is not None:
             raise ValueError(f"leg {self.leg_id}: KV after its commit")
         self.queued_until = start + num_tokens
-        self._pieces.append((start + skipped, num_tokens - skipped, tuple(block_ids)))
+        send = _Send(start + skipped, num_tokens - skipped, tuple(block_ids), num_layers, self._num_layers)
+        self._unfinished = send if num_layers < self._num_layers else None
+        self._sends.append(send)
+        return True
+
+    def _queue_layers(self, send: _Send, end: int, num_layers: int) -> bool:
+        if end != self.queued_until:
+            raise ValueError(
+                f"leg {self.leg_id}: tokens up to {end}, while those up to {self.queued_until} have "
+                f"{send.num_layers} of {self._num_layers} layers"
+            )
+        if num_layers == self._num_layers:
+            self._unfinished = None
+        send.num_layers = max(send.num_layers, num_layers)
+        return send.num_layers >= send.awaited
 
     def queue_commit(self, payload: bytes) -> None:
-        """Worker's thread. Raises ValueError when repeated."""
+        """Worker's thread. Raises ValueError when repeated, or while tokens lack layers (of a leg that has ended,
+        unheard of here, the last ones were not queued any more)."""
         if self._payload is not None:
             raise ValueError(f"leg {self.leg_id} is committed already")
+        if self._unfinished is not None and not self.is_closed:
+            raise ValueError(
+                f"leg {self.leg_id}: committed with {self._unfinished.num_layers} layers of its last tokens"
+            )
         self.commit_ns = time.monotonic_ns()
         self._payload = payload
 
@@ -163,12 +208,16 @@ class SendingLeg(Leg):
     @property
     def is_cut(self) -> bool:
         """Whether all that was queued has become parts."""
-        return not self._pieces and self._cutting is None
+        return not self._sends and self._cutting is None
 
     @property
     def has_data(self) -> bool:
         """Whether KV can be sent now."""
-        return self._cursor < self.acknowledged + len(self._parts) or not self.is_cut
+        if self._cursor < self.acknowledged + len(self._parts):
+            return True
+        if self._cutting is None or self._next is None:
+            return not self.is_cut
+        return self._cutting[2].has(self._next)
 
     @property
     def has_commit(self) -> bool:
@@ -201,16 +250,21 @@ class SendingLeg(Leg):
 
     def _cut(self, choose: Callable[[int], Carrier]) -> tuple[Part, Carrier, tuple[int, ...]] | None:
         if self._cutting is None:
-            if not self._pieces:
+            if not self._sends:
                 return None
-            start, num_tokens, blocks = self._pieces.popleft()
-            carrier = choose(num_tokens)
-            self._cutting = carrier.parts(start, num_tokens), carrier, blocks
-        parts, carrier, blocks = self._cutting
-        part = next(parts)
+            send = self._sends.popleft()
+            carrier = choose(send.num_tokens)
+            self._cutting = carrier.parts(send.start, send.num_tokens), carrier, send
+        parts, carrier, send = self._cutting
+        part = self._next = self._next or next(parts)
+        send.awaited = part.first_layer + part.num_layers
+        if not send.has(part):
+            return None
+        send.awaited = self._num_layers
+        self._next = None
         if part.is_last:
             self._cutting = None
-        return part, carrier, blocks
+        return part, carrier, send.block_ids
 
 
 class EventQueue:

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from diptych.control.errors import ConfigError
 from diptych.runtime.kv_tensors import LayerCache
@@ -46,6 +47,14 @@ class NixlConnector(StreamConnector):
         self._pull = Pull(layers, kv_format, options.resume_timeout_s)
         super().__init__(self._pull, kv_format, options)
 
+    def send(
+        self, leg_id: str, start: int, num_tokens: int, block_ids: Sequence[int], num_layers: int | None = None
+    ) -> None:
+        """See KVConnector. The blocks are read from outside of the GPU's queue: first, what is queued must be done."""
+        if self._pull.device >= 0:
+            torch.cuda.current_stream(self._pull.device).synchronize()
+        super().send(leg_id, start, num_tokens, block_ids, num_layers)
+
     def close(self) -> None:
         """See KVConnector."""
         super().close()
@@ -67,7 +76,7 @@ class Pull:
         self._timeout_s = timeout_s
         self._bases = np.array([cache.data_ptr() for cache in caches], dtype=np.int64)
         self._num_blocks = caches[0].shape[0]
-        self._device = caches[0].device.index if caches[0].device.type == "cuda" else -1
+        self.device: int = caches[0].device.index if caches[0].device.type == "cuda" else -1  # -1: host memory
         self._agent: Any = api.nixl_agent(secrets.token_hex(8), api.nixl_agent_config(backends=["UCX"]))
         self._registered: Any = self._agent.register_memory(caches)
         self._metadata: bytes = self._agent.get_agent_metadata()
@@ -99,7 +108,7 @@ class Pull:
     def pack(self, block_ids: Sequence[int], part: Part) -> list[memoryview]:
         """See Carrier: where the part lies."""
         addresses = self._addresses(block_ids, part)
-        head = _BODY.pack(len(self._metadata), len(addresses), self._device)
+        head = _BODY.pack(len(self._metadata), len(addresses), self.device)
         return [memoryview(head), memoryview(self._metadata), memoryview(addresses.tobytes())]
 
     def num_bytes(self, part: Part) -> int:
@@ -133,7 +142,7 @@ class Pull:
             if metadata not in self._peers:
                 self._peers[metadata] = self._agent.add_remote_agent(metadata)
             self._read(
-                self._descriptors(local[begins], sizes, self._device),
+                self._descriptors(local[begins], sizes, self.device),
                 self._descriptors(remote[begins], sizes, device),
                 self._peers[metadata],
             )

@@ -1,7 +1,8 @@
 """The sending side: one connection to each receiver, kept alive as long as there is something to say.
 
 Owns dialling, backing off, resuming, and whose frame is next. Openings and commits go before KV; the KV of different
-legs takes turns, a frame each. Runs in the connector's thread.
+legs takes turns, a frame each. A leg whose next frame waits for layers is in no queue: the worker's thread says when
+they are there. Runs in the connector's thread.
 """
 
 import errno

@@ -90,20 +90,24 @@ class StreamConnector:
             raise ValueError(f"leg {leg_id} is open already")
         if not 0 < len(leg_id.encode()) <= MAX_LEG_ID_BYTES:
             raise ValueError(f"a leg id of {len(leg_id.encode())} bytes; 1 to {MAX_LEG_ID_BYTES}")
-        leg = SendingLeg(leg_id, self._next_number, parse_address(address), start)
+        leg = SendingLeg(leg_id, self._next_number, parse_address(address), start, self._format.num_layers)
         self._next_number += 1
         self._sending[leg_id] = leg
         self._tell(leg)
 
-    def send(self, leg_id: str, start: int, num_tokens: int, block_ids: Sequence[int]) -> None:
+    def send(
+        self, leg_id: str, start: int, num_tokens: int, block_ids: Sequence[int], num_layers: int | None = None
+    ) -> None:
         """See KVConnector."""
         leg = self._sending.get(leg_id)
         if leg is None or leg.is_closed or not num_tokens:
             return
+        if num_layers is not None and not 1 <= num_layers <= self._format.num_layers:
+            raise ValueError(f"leg {leg_id}: {num_layers} layers are computed, of {self._format.num_layers}")
         if block_ids:
             self._check_blocks(leg_id, block_ids, start + num_tokens)
-        leg.queue_send(start, num_tokens, block_ids)
-        self._tell(leg)
+        if leg.queue_send(start, num_tokens, block_ids, num_layers or self._format.num_layers):
+            self._tell(leg)
 
     def commit(self, leg_id: str, payload: bytes) -> None:
         """See KVConnector."""

@@ -1,0 +1,43 @@
+"""A decode step in one native call is the parts of its layers, bit for bit."""
+
+import pytest
+import torch
+
+from diptych.runtime.engine import LocalEngine, replica_config
+from diptych.runtime.sampler import TokenLogprobs
+from tests.runtime.checkpoints import prompt_of, runner
+from tests.runtime.driving import greedy
+
+LENGTHS = {"short": 5, "one segment": 256, "long": 700}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen2-window", "qwen3-biased"])
+def test_a_decode_step_gives_the_bits_of_its_parts_with_any_number_of_threads(
+    family: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = runner(family, None, dtype)
+    if shared.model.native_step is None:
+        pytest.skip("needs the native kernels (and no AMX tiles, whose products come from oneDNN)")
+
+    def logprobs() -> dict[str, list[TokenLogprobs | None]]:
+        engine = LocalEngine(shared, replica_config(shared, enable_prefix_cache=False))
+        for name, length in LENGTHS.items():
+            engine.add(name, prompt_of(length), greedy(20, logprobs=4))
+        return {name: generation.logprobs for name, generation in engine.run().items()}
+
+    results, before = [], torch.get_num_threads()
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            results.append(logprobs())
+    finally:
+        torch.set_num_threads(before)
+    monkeypatch.setattr(shared.model, "native_step", None)
+    in_parts = logprobs()
+    assert all(result == in_parts for result in results)
+
+
+def test_a_model_with_a_part_that_has_no_kernel_takes_its_steps_in_parts() -> None:
+    assert runner("llama-tied-biased").model.native_step is None  # a gated layer with a bias
+    assert runner("llama", False).model.native_step is None
