@@ -26,7 +26,7 @@ def fake() -> Iterator[RunningServer]:
         yield one
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def client(server: RunningServer) -> Iterator[openai.OpenAI]:
     """The official client, against the real server."""
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as one:

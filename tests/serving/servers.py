@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import httpx
+from urllib.request import urlopen
 
 CLI = (sys.executable, "-c", "from diptych.cli import main; main()")
 FAKE_SERVER = Path(__file__).parent / "fake_server.py"
@@ -28,7 +27,9 @@ class RunningServer:
     def metrics(self) -> dict[str, float]:
         """Metrics by name with labels (without model_name)."""
         values = {}
-        for line in httpx.get(f"{self.url}/metrics").text.splitlines():
+        with urlopen(f"{self.url}/metrics") as reply:
+            text = reply.read().decode()
+        for line in text.splitlines():
             if not line.startswith("#"):
                 name, _, value = line.rpartition(" ")
                 bare = re.sub(r',?model_name="[^"]*"', "", name).replace("{,", "{").replace("{}", "")

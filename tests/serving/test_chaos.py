@@ -33,6 +33,7 @@ from diptych.serving.llm import LLM
 from diptych.serving.options import DeviceOptions, EngineOptions, MemoryOptions
 from diptych.serving.streams import Terms
 
+pytestmark = pytest.mark.system
 OPTIONS = EngineOptions(
     device=DeviceOptions(device="cpu", threads=1),
     memory=MemoryOptions(kv_cache_bytes=32 * 2**20),

@@ -23,7 +23,7 @@ from diptych.serving.frontend import AsyncLLM
 from diptych.serving.options import EngineOptions, MemoryOptions
 from diptych.serving.outputs import RequestOutput
 
-pytestmark = pytest.mark.asyncio
+pytestmark = [pytest.mark.asyncio, pytest.mark.system]
 PROMPT = list(range(100, 196))
 P, D = 0, 1  # of one prefill worker and one decode worker
 MEMORY = MemoryOptions(kv_cache_bytes=32 * 2**20)
@@ -176,7 +176,7 @@ async def test_a_request_that_kills_workers_is_refused_and_the_others_end_well()
 async def test_on_failure_fail_tells_the_client_at_once() -> None:
     async with serving(worker={"step_ms": 3}, on_failure="fail") as llm:
         running = asyncio.create_task(ask(llm, max_tokens=2000))
-        await asyncio.sleep(0.1)
+        await until(lambda: llm.metrics.fleet.replicas.get(D, {}).get("num_decoding") == 1)
         os.kill(pid(llm, D), signal.SIGKILL)
         with pytest.raises(WorkerError, match="lost"):
             await running

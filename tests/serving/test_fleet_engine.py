@@ -14,6 +14,7 @@ from diptych.serving.frontend import AsyncLLM
 from diptych.serving.llm import LLM
 from diptych.serving.options import DeviceOptions, EngineOptions, MemoryOptions
 
+pytestmark = pytest.mark.system
 LENGTHS = (5, 33, 64, 150)
 SAMPLING = SamplingParams(max_tokens=40, temperature=0.8, seed=5, ignore_eos=True)
 

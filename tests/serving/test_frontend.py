@@ -29,7 +29,7 @@ from diptych.serving.frontend import AsyncLLM, derive_seed
 from diptych.serving.options import EngineOptions
 from diptych.serving.outputs import RequestOutput
 
-pytestmark = pytest.mark.asyncio
+pytestmark = [pytest.mark.asyncio, pytest.mark.system]
 PROMPT = list(range(100, 164))
 
 

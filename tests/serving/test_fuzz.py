@@ -5,6 +5,7 @@ from typing import Any
 
 import httpx
 import pytest
+import requests
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -57,9 +58,10 @@ def fuzz(server: RunningServer, method: str, path: str, examples: int) -> None:
     )
     def run(case: schemathesis.Case) -> None:
         case.body = tame(case.body)
-        case.call_and_validate(checks=CHECKS, timeout=60)
+        case.call_and_validate(checks=CHECKS, timeout=60, session=session)
 
-    run()
+    with requests.Session() as session:
+        run()
 
 
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
@@ -96,12 +98,13 @@ def try_any_values(server: RunningServer, examples: int) -> None:
             body = json.dumps(tame({**good, **fields}))
         except ValueError:
             return
-        reply = httpx.post(f"{server.url}/v1/completions", content=body, timeout=60)
+        reply = client.post("/v1/completions", content=body)
         assert reply.status_code in (200, 400), (body, reply.text)
         if reply.status_code == 400:
             assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
 
-    run()
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        run()
 
 
 def test_any_value_in_any_field_is_served_or_refused(server: RunningServer) -> None:

@@ -55,6 +55,7 @@ def send_all(server: RunningServer, bodies: list[dict[str, Any]], aborted: set[i
         thread.join()
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("shape", ["chunked", "unified"])
 def test_a_live_run_on_the_wall_clock_replays_to_the_same_decisions(shape: str, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"

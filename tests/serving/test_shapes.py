@@ -24,6 +24,7 @@ from diptych.serving.llm import LLM
 from diptych.serving.options import DeviceOptions, EngineOptions, MemoryOptions
 from diptych.serving.outputs import RequestOutput
 
+pytestmark = pytest.mark.system
 BLOCK_SIZE = 32
 TINY_FAMILY = "qwen2-window"  # one layer with a window, two without
 KV_BYTES = {"tiny": 4 * 2**20, "bundled": 32 * 2**20}

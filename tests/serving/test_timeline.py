@@ -375,6 +375,7 @@ def test_wrong_questions_are_refused_by_name(fake: RunningServer, query: str) ->
     assert reply.json()["error"]["param"] == query.partition("=")[0]
 
 
+@pytest.mark.system
 def test_a_live_handoff_is_seen_on_both_workers() -> None:
     with fake_server(fleet={"prefill": 1, "decode": 1, "disaggregate": "always"}) as server:
         request_id = ask(server, max_tokens=20)["id"]
@@ -407,6 +408,7 @@ def test_a_live_handoff_is_seen_on_both_workers() -> None:
         assert (("handoff", 1) in slices) == took_time
 
 
+@pytest.mark.system
 def test_the_timeline_needs_the_key_and_a_reader_does_not_keep_the_server_from_ending() -> None:
     with fake_server(serve={"api_keys": ["secret"]}) as server:
         for path in ("", "/records", "/perfetto"):

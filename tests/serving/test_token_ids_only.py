@@ -14,6 +14,7 @@ from diptych.serving.frontend import AsyncLLM
 from diptych.serving.options import BUNDLED_MODEL, EngineOptions
 
 
+@pytest.mark.system
 def test_token_ids_are_served_and_text_is_refused(tmp_path: Path) -> None:
     shutil.copy(BUNDLED_MODEL / "config.json", tmp_path)
     options = EngineOptions(model=str(tmp_path))

@@ -1,7 +1,10 @@
 """The live page's own endpoints, without a browser."""
 
 import httpx
+import pytest
 from servers import RunningServer, fake_server, wait_until
+
+pytestmark = pytest.mark.system
 
 
 def test_the_state_counts_what_happened_since_somebody_watches() -> None:

@@ -14,11 +14,11 @@ from diptych.serving import wire
 
 def test_a_request_arrives_as_it_was_sent() -> None:
     sampling = SamplingParams(max_tokens=7, logit_bias={5: -1.5}, stop_token_ids=(1, 2), seed=-3, logprobs=2)
-    request = wire.WireRequest("a", wire.pack_tokens([0, 1, wire.MAX_TOKEN_ID]), sampling, -2, Slo(5, None), "salt")
+    request = wire.WireRequest("a", wire.pack_tokens([0, 1, 2**32 - 1]), sampling, -2, Slo(5, None), "salt")
     message = wire.decode_from_frontend(wire.encode(wire.Submit([request])))
     assert message == wire.Submit([request])
     assert isinstance(message, wire.Submit)
-    assert wire.unpack_tokens(message.requests[0].prompt) == [0, 1, wire.MAX_TOKEN_ID]
+    assert wire.unpack_tokens(message.requests[0].prompt) == [0, 1, 2**32 - 1]
 
 
 def test_a_step_record_arrives_as_it_was_sent() -> None:

@@ -3,13 +3,13 @@
 import random
 import secrets
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
 import pytest
+from tests.runtime.checkpoints import prompt_of, reference, runner
 from wire_peers import Peer, ProcessPeer, ThreadPeer, hand_off, leg
 
 from diptych.control.config import BudgetConfig, SchedulerConfig
@@ -36,10 +36,7 @@ from diptych.serving.wire import (
     unpack_tokens,
 )
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "runtime"))
-
-from checkpoints import prompt_of, reference, runner
-
+pytestmark = pytest.mark.system
 NUM_BLOCKS, BLOCK_SIZE = 96, 32
 SCHEDULER = SchedulerConfig(order="fcfs", budget=BudgetConfig(kind="fixed", max_batched_tokens=64), max_num_seqs=16)
 
