@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import metadata
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def machine() -> dict[str, Any]:
     flags = set(info.get("flags", "").split())
     family = " ".join(f"{key} {info[key]}" for key in ("cpu family", "model") if key in info)
     versions = {}
-    for name in ("torch", "numpy", "fastapi", "uvicorn", "msgspec", "pyzmq", "tokenizers", "vllm"):
+    for name in ("torch", "numpy", "fastapi", "uvicorn", "msgspec", "tokenizers", "vllm"):
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -48,7 +49,7 @@ def machine() -> dict[str, Any]:
 def commit() -> str:
     """The commit of the working tree, with a mark when it was changed."""
     try:
-        here = Path(__file__).parent
+        here = Path(__file__).parent.parent
         head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True)
         dirty = subprocess.run(["git", "status", "--porcelain", "src"], cwd=here, capture_output=True, text=True)
         return head.stdout.strip() + ("+" if dirty.stdout.strip() else "")
@@ -57,10 +58,13 @@ def commit() -> str:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Rows as aligned text."""
+    """Rows as aligned text; a row with other columns than the one before it begins a table of its own."""
     if not rows:
         return "(no rows)"
-    columns = list(rows[0])
+    return "\n\n".join(_table(list(group), list(columns)) for columns, group in groupby(rows, key=tuple))
+
+
+def _table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> str:
     cells = [[_cell(row.get(column)) for column in columns] for row in rows]
     widths = [max(len(column), *(len(line[i]) for line in cells)) for i, column in enumerate(columns)]
     lines = ["  ".join(column.rjust(width) for column, width in zip(columns, widths, strict=True))]

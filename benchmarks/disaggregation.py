@@ -3,10 +3,10 @@
     python benchmarks/disaggregation.py MODEL_DIR [--transfer shared_memory|tcp] [--repetitions 5] [--json FILE]
                                         [--only interference,handoff,storm,control]
 
-interference  4 streams decode; a 4096-token prompt is prefilled meanwhile. Gaps between tokens of the streams, during
-              / before; then the same once more with nothing but the streams, to see what the machine does by itself.
-handoff       a 4096-token prompt on the idle server: end of its prefill to the decode worker's taking over
-              (``handoff_ms``), and to the second token; bytes that travelled.
+interference  ``diptych bench --interference``: 4 streams decode; a 4096-token prompt is prefilled meanwhile. Gaps
+              between tokens during / before; then the same with nothing but the streams.
+handoff       4096-token prompts one after another on the idle server: end of a prefill to the decode worker's taking
+              over (``handoff_ms`` of the server's own account), and to the second token; bytes that travelled.
 storm         50 prompts of 8000 tokens are sent and cancelled one after another, then a short one: its time to first
               token, over that on the idle server.
 control       CPU time of the front-end process per request of 64 tokens, several at once, HTTP and text included.
@@ -14,103 +14,58 @@ control       CPU time of the front-end process per request of 64 tokens, severa
 
 import argparse
 import asyncio
+import json
 import os
-import random
 import statistics
-import time
+import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from chaos import ServerProcess
-from client import Stream, percentile, run_stream
 from common import report
+from interference import measure, row, without_gaps
+from servers import PROGRAM
 
-LONG, STREAMS = 4096, 4
+from diptych.bench.http import now_ns
+from diptych.bench.session import BenchConfig, Session, drive, open_session
+from diptych.bench.stream import TokenStream
+from diptych.bench.target import TargetConfig
+from diptych.simulation.workload.spec import RequestSpec
 
-
-def body(rng: random.Random, num_tokens: int, max_tokens: int) -> dict[str, Any]:
-    """A greedy request with a prompt that no cache has seen."""
-    prompt = [rng.randrange(300, 16000) for _ in range(num_tokens)]
-    return {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "return_latency": True,
-            "stream_options": {"include_usage": True}}  # fmt: skip
-
-
-async def one(url: str, request: dict[str, Any]) -> Stream:
-    """Ask and wait."""
-    stream = Stream()
-    await run_stream(url, request, stream)
-    if stream.error:
-        raise RuntimeError(stream.error)
-    return stream
+LONG, SHORT, STORM, STORM_TOKENS = 4096, 32, 50, 8000
 
 
-async def streams_alone(url: str, rng: random.Random, long_after: float | None) -> dict[str, Any]:
-    """Gaps of the streams in a quiet part and in the part after it, in which a long prompt comes or not."""
-    streams = [Stream() for _ in range(STREAMS)]
-    tasks = [asyncio.create_task(run_stream(url, body(rng, 512, 3000), stream)) for stream in streams]
-    await asyncio.gather(*(stream.first.wait() for stream in streams))
-    await asyncio.sleep(1.0)
-    quiet = time.perf_counter()
-    await asyncio.sleep(4.0)
-    middle, ttft = time.perf_counter(), 0.0
-    if long_after is None:
-        long = await one(url, body(rng, LONG, 4))
-        middle, end, ttft = long.sent, long.stamps[0], long.ttft
-    else:
-        await asyncio.sleep(long_after)
-        end = time.perf_counter()
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    gaps = [gap for stream in streams for gap in stream.gaps()]
-    return {
-        "before": [b - a for a, b in gaps if a >= quiet and b <= middle],
-        "during": [b - a for a, b in gaps if b > middle and a < end],
-        "ttft": ttft,
-    }
+def records(url: str, *options: str) -> list[dict[str, Any]]:
+    """``diptych bench`` in a closed loop: a record per request, with the server's own account of its time."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "records.jsonl"
+        command = [PROGRAM, "bench", "--url", url, "--warmup", "0"]
+        command += ["--extra", '{"return_latency": true}', "--records", str(path), "--gaps", *options]
+        subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
+        return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def interference(url: str, rng: random.Random, repetitions: int) -> dict[str, Any]:
+def interference(server: ServerProcess, repetitions: int) -> dict[str, Any]:
     """The row of this question."""
-    runs, controls = [], []
-    for _ in range(repetitions):
-        runs.append(asyncio.run(streams_alone(url, rng, None)))
-        controls.append(asyncio.run(streams_alone(url, rng, runs[-1]["ttft"])))
+    run = measure(server.url, repetitions)
+    return {**row("1P1D", [run]), "run": without_gaps(run)}
 
-    def factors(kept: list[dict[str, Any]]) -> list[float]:
-        return [percentile(run["during"], 99) / percentile(run["before"], 99) for run in kept]
 
-    before = [gap for run in runs for gap in run["before"]]
-    during = [gap for run in runs for gap in run["during"]]
+def handoff(server: ServerProcess, repetitions: int) -> dict[str, Any]:
+    """The row of this question; the first prompt does not count."""
+    before, count = transferred(server), repetitions + 1
+    found = records(
+        server.url, "--concurrency", "1", "--num-requests", str(count), "--prompt-tokens", str(LONG),
+        "--output-tokens", "8",
+    )[1:]  # fmt: skip
+    times = [one["server_ms"]["handoff_ms"] for one in found]
     return {
-        "question": "interference",
-        "before p50 ms": round(1e3 * percentile(before, 50), 1),
-        "before p99 ms": round(1e3 * percentile(before, 99), 1),
-        "during p50 ms": round(1e3 * percentile(during, 50), 1),
-        "during p99 ms": round(1e3 * percentile(during, 99), 1),
-        "p99 during / before, median": round(statistics.median(factors(runs)), 2),
-        "each": [round(factor, 2) for factor in factors(runs)],
-        "without a long prompt": [round(factor, 2) for factor in factors(controls)],
-        "TTFT 4096 s": round(statistics.median([run["ttft"] for run in runs]), 2),
-    }
-
-
-def handoff(server: ServerProcess, rng: random.Random, repetitions: int) -> dict[str, Any]:
-    """The row of this question."""
-    handoffs, seconds, bytes_before = [], [], transferred(server)
-    for _ in range(repetitions + 1):
-        stream = asyncio.run(one(server.url, body(rng, LONG, 8)))
-        assert stream.usage is not None
-        handoffs.append(stream.usage["latency"]["handoff_ms"])
-        seconds.append(1e3 * (stream.stamps[1] - stream.stamps[0]))
-    handoffs, seconds = handoffs[1:], seconds[1:]
-    return {
-        "question": "handoff",
-        "handoff ms, median": round(statistics.median(handoffs), 2),
-        "min": round(min(handoffs), 2),
-        "max": round(max(handoffs), 2),
-        "first to second token ms": round(statistics.median(seconds), 1),
-        "bytes a prompt": round((transferred(server) - bytes_before) / (repetitions + 1)),
+        "handoff ms, median": round(statistics.median(times), 2),
+        "min": round(min(times), 2),
+        "max": round(max(times), 2),
+        "first to second token ms": round(statistics.median(one["gaps_ms"][0] for one in found), 1),
+        "bytes a prompt": round((transferred(server) - before) / count),
     }
 
 
@@ -119,59 +74,63 @@ def transferred(server: ServerProcess) -> float:
     return sum(value for name, value in server.metrics().items() if name == "diptych:kv_transfer_bytes_total")
 
 
-async def cancelled(url: str, request: dict[str, Any], after_s: float) -> None:
-    """Send it and hang up."""
-    task = asyncio.create_task(run_stream(url, request, Stream()))
-    await asyncio.sleep(after_s)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+async def storm_once(session: Session, number: int) -> tuple[float, float]:
+    """(time to first token on the idle server, after the storm), milliseconds."""
+    maker = session.target.prompt_maker(f"{session.salt}/storm/{number}")
+
+    async def short(name: str) -> float:
+        stream = await session.target.ask(maker.fresh(name, SHORT), 4)
+        return (stream.stamps[0] - stream.sent_ns) / 1e6
+
+    idle = await short("idle")
+    spec = RequestSpec(arrival_ns=0, prompt_tokens=STORM_TOKENS, output_tokens=4)
+    for index in range(STORM):
+        stream = TokenStream(now_ns())
+        session.target.send(session.target.body(maker.fresh(f"long/{index}", STORM_TOKENS), spec), stream)
+        await asyncio.sleep(0.05)
+        stream.cancel(now_ns(), "the client went away")
+    return idle, await short("after")
 
 
-async def storm_once(url: str, rng: random.Random) -> tuple[float, float]:
-    """(time to first token on the idle server, after the storm), seconds."""
-    idle = await one(url, body(rng, 32, 4))
-    for _ in range(50):
-        await cancelled(url, body(rng, 8000, 4), 0.05)
-    after = await one(url, body(rng, 32, 4))
-    return idle.ttft, after.ttft
-
-
-def storm(url: str, rng: random.Random, repetitions: int) -> dict[str, Any]:
+def storm(server: ServerProcess, repetitions: int) -> dict[str, Any]:
     """The row of this question."""
-    asyncio.run(one(url, body(rng, 32, 4)))
-    pairs = [asyncio.run(storm_once(url, rng)) for _ in range(repetitions)]
+
+    async def run() -> list[tuple[float, float]]:
+        config = BenchConfig(target=TargetConfig(url=server.url), warm_up=2)
+        async with open_session(config) as session:
+            return [await storm_once(session, number) for number in range(repetitions)]
+
+    pairs = drive(run())
     return {
-        "question": "storm",
-        "idle TTFT ms": round(1e3 * statistics.median([idle for idle, _ in pairs]), 1),
-        "after TTFT ms": round(1e3 * statistics.median([after for _, after in pairs]), 1),
-        "after / idle, median": round(statistics.median([after / idle for idle, after in pairs]), 2),
+        "idle TTFT ms": round(statistics.median(idle for idle, _ in pairs), 1),
+        "after TTFT ms": round(statistics.median(after for _, after in pairs), 1),
+        "after / idle, median": round(statistics.median(after / idle for idle, after in pairs), 2),
         "each": [round(after / idle, 2) for idle, after in pairs],
     }
 
 
-async def many(url: str, rng: random.Random, count: int, at_once: int) -> None:
-    """Requests of 64 tokens."""
-    gate = asyncio.Semaphore(at_once)
-
-    async def ask() -> None:
-        async with gate:
-            await one(url, body(rng, 64, 64))
-
-    await asyncio.gather(*(ask() for _ in range(count)))
-
-
-def control(server: ServerProcess, rng: random.Random) -> dict[str, Any]:
-    """The row of this question."""
-    asyncio.run(many(server.url, rng, 8, 8))
+def control(server: ServerProcess, repetitions: int) -> dict[str, Any]:
+    """The row of this question: ``repetitions`` times 160 requests, after 8 that do not count."""
     tick = os.sysconf("SC_CLK_TCK")
 
-    def cpu_s() -> float:
+    def cpu_ms() -> float:
         fields = Path(f"/proc/{server.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
-        return (int(fields[11]) + int(fields[12])) / tick
+        return 1e3 * (int(fields[11]) + int(fields[12])) / tick
 
-    before, count = cpu_s(), 160
-    asyncio.run(many(server.url, rng, count, 8))
-    return {"question": "control", "front-end CPU ms a request": round(1e3 * (cpu_s() - before) / count, 2)}
+    def ask(count: int) -> float:
+        before = cpu_ms()
+        lengths = ("--prompt-tokens", "64", "--output-tokens", "64")
+        found = records(server.url, "--concurrency", "8", "--num-requests", str(count), *lengths)
+        assert all(one["outcome"] == "completed" for one in found), "a request failed"
+        return (cpu_ms() - before) / count
+
+    ask(8)
+    costs = [ask(160) for _ in range(repetitions)]
+    each = [round(cost, 2) for cost in costs]
+    return {"front-end CPU ms a request": round(statistics.median(costs), 2), "each": each}
+
+
+QUESTIONS = {"interference": interference, "handoff": handoff, "storm": storm, "control": control}
 
 
 def main() -> None:
@@ -180,29 +139,21 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--transfer", default="auto")
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--only", default="interference,handoff,storm,control")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", default=",".join(QUESTIONS))
     parser.add_argument("--json")
     options = parser.parse_args()
-    rng = random.Random(options.seed)
     arguments = ["--model", str(options.model), "--prefill", "1", "--decode", "1", "--transfer", options.transfer]
-    server = ServerProcess([*arguments, "--disaggregate", "always"])
     rows: list[dict[str, Any]] = []
-    try:
-        asyncio.run(one(server.url, body(rng, 1024, 16)))
+    extra: dict[str, Any] = {}
+    server = ServerProcess([*arguments, "--disaggregate", "always"])
+    with server:
         for question in options.only.split(","):
-            if question == "interference":
-                rows.append(interference(server.url, rng, options.repetitions))
-            elif question == "handoff":
-                rows.append(handoff(server, rng, options.repetitions))
-            elif question == "storm":
-                rows.append(storm(server.url, rng, options.repetitions))
-            elif question == "control":
-                rows.append(control(server, rng))
+            found = QUESTIONS[question](server, options.repetitions)
+            extra |= {question: found.pop("run")} if "run" in found else {}
+            rows.append({"question": question, **found})
             print(rows[-1], flush=True)
-    finally:
         server.close()
-    report(f"disaggregation {options.model.name} {options.transfer}", rows, options.json)
+    report(f"disaggregation {options.model.name} {options.transfer}", rows, options.json, **extra)
 
 
 if __name__ == "__main__":

@@ -5,12 +5,12 @@
 It prints its address. A request may hold ``"fake": {...}`` with
     ttft_ms, itl_ms   when the first token comes, and how long after it each later one does (5, 2)
     batch             tokens per event (1)
-    ids, running      events carry token_ids, or a running usage
+    ids, running      events carry token_ids (else when the request asks with return_token_ids), or a running usage
     roles             the stream starts with an event that only names a role, and ends with one without text
     stall_at, stall_ms  a pause before that token
     fail              "status": HTTP 500; "break": the connection ends in the middle
-With --slots N only so many requests are worked on at once; others wait in order. The final usage says when the first
-and the last token were written (nanoseconds of the monotonic clock), so that a client's delay can be measured.
+With --slots N only so many requests are worked on at once; others wait in order. The final usage says when the request
+was read and the first and last token were written (nanoseconds of the monotonic clock): a client's delay is known then.
 """
 
 import argparse
@@ -63,10 +63,12 @@ class Answer:
         self.is_chat = is_chat
         self.total = body.get("max_completion_tokens") or body.get("max_tokens") or 16
         self.sent = 0
+        self.asked_ns = time.perf_counter_ns()
         self.first_ns = self.last_ns = 0
         self.is_over = self.has_started = False
-        prompt = body.get("prompt") or body["messages"][0]["content"]
-        self.prompt_tokens = len(prompt) if isinstance(prompt, list) else 3 + len(prompt.split())
+        prompt = body.get("prompt") or " ".join(one["content"] for one in body["messages"])
+        template = 3 * len(body.get("messages", "1"))
+        self.prompt_tokens = len(prompt) if isinstance(prompt, list) else template + len(prompt.split())
         kind = "chat.completion.chunk" if is_chat else "text_completion"
         self.prefix = b'data: {"id":"fake-1","object":"%b","created":1,"model":"fake","choices":[' % kind.encode()
 
@@ -94,7 +96,8 @@ class Answer:
         is_last = self.sent == self.total
         reason = b'"length"' if is_last and not self.pace.get("roles") else b"null"
         text = b'"delta":{"content":" word"}' if self.is_chat else b'"text":" word"'
-        ids = b',"token_ids":%b' % json.dumps([7] * count).encode() if self.pace.get("ids") else b""
+        wants_ids = self.pace.get("ids", self.body.get("return_token_ids"))
+        ids = b',"token_ids":%b' % json.dumps([7] * count).encode() if wants_ids else b""
         usage = b',"usage":%b' % self.usage() if self.pace.get("running") else b""
         event = b'%b{"index":0,%b,"logprobs":null,"finish_reason":%b%b}]%b}' % (self.prefix, text, reason, ids, usage)
         self.write(event)
@@ -108,7 +111,7 @@ class Answer:
 
     def usage(self) -> bytes:
         """Token counts so far."""
-        times = {"first_ns": float(self.first_ns), "last_ns": float(self.last_ns)}
+        times = {"asked_ns": self.asked_ns, "first_ns": self.first_ns, "last_ns": self.last_ns}
         tokens = {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.sent}
         return json.dumps({**tokens, "total_tokens": self.prompt_tokens + self.sent, "latency": times}).encode()
 

@@ -1,29 +1,32 @@
-"""Chats and long documents at once, on one machine: how many requests per second meet their objectives, by shape.
+"""Chats and long documents at once, on one machine: how many requests per second meet their objectives, by server.
 
-    python benchmarks/goodput.py MODEL_DIR [--vllm VENV] [--rates 0.25,0.5,1,2] [--seconds 40] [--ttft 2] [--itl-ms 60]
-                                 [--shapes 1P1D,chunked,unified,vllm] [--json FILE]
+    python benchmarks/goodput.py MODEL_DIR [--servers 1P1D,chunked,unified,vllm] [--vllm VENV] [--repetitions 3]
+                                 [--rates 0.25,0.5,1,2] [--seconds 60] [--slo ttft=2s,itl=60ms]
+                                 [--find-goodput] [--json FILE]
 
-Load: open loop, Poisson; of ten requests nine are chats (about 200 prompt tokens, 64 out), one is a document (3,000
-in, 64 out). A request is good when its first token came within --ttft seconds of when it should have been sent, and
-the 99th percentile of its own gaps between tokens is at most --itl-ms. Servers run one after another on the same
-cores, each rate with the same seed; `diptych bench` makes the load, beside the server. Goodput: good requests per
-second of the load; the highest rate with at least 90 % good is the figure to compare.
+Load: open loop, Poisson; of ten requests nine are chats (100 to 300 prompt tokens, 64 out), one is a document (3,000
+in, 64 out). A request is good when it met --slo: the default asks for the first token within 2 s of when it should have
+been sent, and that the 99th percentile of its own gaps between tokens is at most 60 ms. ``diptych bench`` makes the
+load and judges it, beside the server. Servers run one after another on the same cores and take turns: in each
+repetition every server is started anew and gets each rate with the arrivals of that repetition. A rate is left out for
+a server that had less than half of its requests good at a lower one. With --find-goodput the tool searches the rate
+itself, once in each repetition, instead of measuring --rates. Servers: also ``1P1D-always`` (every prompt is handed
+off) and ``2-both``.
 """
 
 import argparse
-import json
-import subprocess
+import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from chaos import ServerProcess
-from client import percentile
 from common import report
-from engine import vllm_environment
-from interference import PORT, URL, Server
+from servers import URL, Server, bench, diptych_server, vllm_server, vllm_version
+
+from diptych.bench import words
+from diptych.bench.objectives import Objectives
 
 WORKLOAD = """
 [workload]
@@ -33,120 +36,158 @@ classes = [
 ]
 """
 TARGET = 0.9
+VLLM = ("--max-model-len", "8192", "--max-num-seqs", "64")
 
 
-def load(url: str, rate: float, seconds: float, workload: Path, folder: Path, seed: int) -> list[dict[str, Any]]:
-    """One run of the load: a record per request."""
-    records = folder / "records.jsonl"
-    records.unlink(missing_ok=True)
-    command = [
-        str(Path(sys.executable).parent / "diptych"), "bench", "--url", url, "--workload", str(workload),
-        "--rate", str(rate), "--num-requests", str(max(8, round(rate * seconds))), "--warmup", "2",
-        "--seed", str(seed), "--records", str(records), "--gaps", "--token-ids", "300:16000", "--timeout", "120s",
-    ]  # fmt: skip
-    result = subprocess.run(command, capture_output=True, text=True)
-    if not records.exists():
-        raise RuntimeError(f"bench failed: {result.stdout[-500:]}{result.stderr[-1500:]}")
-    return [json.loads(line) for line in records.read_text().splitlines()]
+def server(name: str, model: Path, venv: Path | None, objectives: Objectives) -> Server:
+    """The server of a name, told about the objectives where it can use them."""
+    if name == "vllm":
+        assert venv is not None
+        return vllm_server(venv, model, *VLLM)
+    slo: list[str] = []
+    if objectives.ttft_ns is not None:
+        slo += ["--ttft-slo-ms", f"{objectives.ttft_ns / 1e6:g}"]
+    pace = objectives.tpot_ns or (0.8 * objectives.itl_ns if objectives.itl_ns is not None else None)
+    if pace is not None:
+        slo += ["--tpot-slo-ms", f"{pace / 1e6:g}"]
+    options = {
+        "1P1D": [*slo, "--prefill", "1", "--decode", "1"],
+        "1P1D-always": [*slo, "--prefill", "1", "--decode", "1", "--disaggregate", "always"],
+        "2-both": [*slo, "--both", "2"],
+        "chunked": [*slo, "--shape", "chunked"],
+        "unified": ["--shape", "unified"],
+    }
+    return diptych_server(model, *options[name])
 
 
-def is_good(record: dict[str, Any], ttft_s: float, itl_ms: float) -> bool:
-    """Whether a request met its objectives."""
-    if record["outcome"] != "completed":
-        return False
-    gaps = record["gaps_ms"]
-    return record["ttft_s"] <= ttft_s and (not gaps or percentile(gaps, 99) <= itl_ms)
+def load(options: argparse.Namespace, workload: Path, *more: str) -> dict[str, Any]:
+    """``diptych bench`` with the workload."""
+    return bench(
+        URL, "--workload", str(workload), "--slo", options.slo, "--timeout", "120s", *more
+    )  # fmt: skip
 
 
-def measure(url: str, options: argparse.Namespace, label: str, folder: Path) -> list[dict[str, Any]]:
-    """All rates against the server that is running, rising until too few are good."""
-    workload = folder / "load.toml"
-    workload.write_text(WORKLOAD)
-    load(url, 1.0, 6, workload, folder, options.seed + 1000)  # warm up
-    rows: list[dict[str, Any]] = []
-    for rate in options.rates:
-        records = load(url, rate, options.seconds, workload, folder, options.seed)
-        good = [is_good(one, options.ttft, options.itl_ms) for one in records]
-        chats = [one for one in records if one["kind"] == "chat"]
-        gaps = [gap for one in records for gap in one.get("gaps_ms", ())]
-        share = sum(good) / len(good)
-        rows.append({
-            "server": label,
-            "rate": rate,
-            "requests": len(records),
-            "good": round(share, 3),
-            "goodput": round(share * rate, 3),
-            "chat TTFT p50 s": round(percentile([one["ttft_s"] for one in chats if one["ttft_s"]], 50), 3),
-            "TTFT p90 s": round(percentile([one["ttft_s"] for one in records if one["ttft_s"]], 90), 3),
-            "ITL p50 ms": round(percentile(gaps, 50), 1),
-            "ITL p99 ms": round(percentile(gaps, 99), 1),
-            "failed": sum(one["ttft_s"] is None for one in records),
-        })  # fmt: skip
-        print(rows[-1], file=sys.stderr, flush=True)
-        if share < 0.5:
-            break
-    return rows
+def turn(name: str, repetition: int, options: argparse.Namespace, workload: Path, rates: Sequence[float]) -> list[Any]:
+    """One server's turn: a run per rate, or one search."""
+    seed = str(options.seed + repetition)
+    with server(name, options.model, options.vllm, words.slo(options.slo)):
+        load(options, workload, "--rate", "1", "--num-requests", "6", "--seed", str(options.seed + 1000))
+        if options.find_goodput:
+            found = load(options, workload, "--find-goodput", "--probe", f"{options.seconds}s", "--seed", seed)
+            print(name, repetition, found["goodput"], file=sys.stderr, flush=True)
+            return [found]
+        runs = []
+        for rate in rates:
+            count = str(max(8, round(rate * options.seconds)))
+            found = load(options, workload, "--rate", str(rate), "--num-requests", count, "--seed", seed)
+            summary = found["summary"]
+            print(name, repetition, rate, summary["attainment"], summary["missed"], file=sys.stderr, flush=True)
+            runs.append({"rate": rate, "summary": summary, "classes": found["classes"]})
+            if summary["attainment"] < 0.5:
+                break
+        return runs
 
 
-def best(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def rate_row(name: str, rate: float, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """All repetitions of one rate."""
+    shares = [run["summary"]["attainment"] for run in runs]
+    missed = {
+        key: sum(run["summary"]["missed"].get(key, 0) for run in runs)
+        for key in dict.fromkeys(key for run in runs for key in run["summary"]["missed"])
+    }
+
+    def middle(key: str, which: str) -> float:
+        return statistics.median(run["summary"][key][which] for run in runs)
+
+    chats = [run["classes"]["chat"]["ttft_ms"]["p50"] for run in runs if "chat" in run["classes"]]
+    return {
+        "server": name,
+        "rate": rate,
+        "runs": len(runs),
+        "requests": sum(run["summary"]["num_requests"] for run in runs),
+        "good, median": round(statistics.median(shares), 3),
+        "lowest": round(min(shares), 3),
+        "highest": round(max(shares), 3),
+        "goodput": round(statistics.median(shares) * rate, 3),
+        "missed": " ".join(f"{key}:{count}" for key, count in missed.items()),
+        "chat TTFT p50 ms": round(statistics.median(chats)) if chats else None,
+        "TTFT p90 ms": round(middle("ttft_ms", "p90")),
+        "ITL p50 ms": round(middle("itl_ms", "p50"), 1),
+        "ITL p99 ms": round(middle("itl_ms", "p99"), 1),
+    }
+
+
+def summary_of_rates(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Per server the highest rate that held, and the most good requests per second at any rate."""
-    held = []
-    for label in dict.fromkeys(row["server"] for row in rows):
-        own = [row for row in rows if row["server"] == label]
-        rates = [row["rate"] for row in own if row["good"] >= TARGET]
-        most = max(row["goodput"] for row in own)
-        held.append(
-            {"server": label, "highest rate with 90 % good": max(rates, default=0.0), "most good a second": most}
-        )
-    return held
+    found = []
+    for name in dict.fromkeys(row["server"] for row in rows):
+        own = [row for row in rows if row["server"] == name]
+        rates = [row["rate"] for row in own if row["good, median"] >= TARGET]
+        best = max(own, key=lambda row: row["goodput"])
+        found.append({
+            "server": name,
+            f"highest rate with {TARGET:.0%} good": max(rates, default=0.0),
+            "most good a second": best["goodput"],
+            "lowest": round(best["lowest"] * best["rate"], 3),
+            "highest": round(best["highest"] * best["rate"], 3),
+        })  # fmt: skip
+    return found
+
+
+def search_row(name: str, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """All searches of one server; a search that found no rate counts as 0."""
+    rates = [one["goodput"]["estimate"] or 0.0 for one in found]
+    return {
+        "server": name,
+        "searches": len(rates),
+        "goodput, median": round(statistics.median(rates), 3),
+        "lowest": round(min(rates), 3),
+        "highest": round(max(rates), 3),
+        "surely above": min(one["goodput"]["low"] or 0.0 for one in found),
+        "surely below": max((one["goodput"]["high"] for one in found if one["goodput"]["high"]), default=None),
+    }
 
 
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--vllm", type=Path)
-    parser.add_argument("--rates", type=lambda text: [float(one) for one in text.split(",")], default=[0.5, 1, 2, 3])
-    parser.add_argument("--seconds", type=float, default=40)
-    parser.add_argument("--ttft", type=float, default=2.0)
-    parser.add_argument("--itl-ms", type=float, default=60.0)
-    parser.add_argument("--shapes", default="1P1D,chunked,unified,vllm")
+    parser.add_argument("--servers", default="1P1D,chunked,unified,vllm")
+    parser.add_argument("--vllm", type=Path, help="vLLM's virtual environment, to measure it too")
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--rates", type=lambda text: [float(one) for one in text.split(",")], default=[0.25, 0.5, 1, 2])
+    parser.add_argument("--seconds", type=float, default=60, help="of one run")
+    parser.add_argument("--slo", default="ttft=2s,itl=60ms")
+    parser.add_argument("--find-goodput", action="store_true")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json")
     options = parser.parse_args()
-    slo = ["--ttft-slo-ms", str(int(1000 * options.ttft)), "--tpot-slo-ms", str(int(0.8 * options.itl_ms))]
-    base = ["--model", str(options.model)]
-    shapes = {
-        "1P1D": [*base, *slo, "--prefill", "1", "--decode", "1"],
-        "1P1D always": [*base, *slo, "--prefill", "1", "--decode", "1", "--disaggregate", "always"],
-        "2 both": [*base, *slo, "--both", "2"],
-        "chunked": [*base, *slo, "--shape", "chunked"],
-        "unified": [*base, "--shape", "unified"],
-    }
+    names = [name for name in options.servers.split(",") if name != "vllm" or options.vllm]
+    turns: dict[str, list[Any]] = {name: [] for name in names}
+    limits = dict.fromkeys(names, max(options.rates))  # the highest rate that is worth measuring
+    with tempfile.TemporaryDirectory() as folder:
+        workload = Path(folder) / "load.toml"
+        workload.write_text(WORKLOAD)
+        for repetition in range(options.repetitions):
+            for name in names:
+                rates = [rate for rate in options.rates if rate <= limits[name]]
+                runs = turn(name, repetition, options, workload, rates)
+                turns[name] += runs
+                if not options.find_goodput:
+                    limits[name] = runs[-1]["rate"] if repetition == 0 else limits[name]
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as name:
-        for label in options.shapes.split(","):
-            if label == "vllm":
-                if options.vllm is None:
-                    continue
-                command = [str(options.vllm / "bin/vllm"), "serve", str(options.model), "--dtype", "bfloat16"]
-                command += ["--port", str(PORT), "--host", "127.0.0.1", "--max-model-len", "8192"]
-                command += ["--max-num-seqs", "64", "--served-model-name", options.model.name]
-                peer = Server(command, vllm_environment(options.vllm))
-                try:
-                    rows += measure(URL, options, "vLLM", Path(name))
-                finally:
-                    peer.close()
-                continue
-            server = ServerProcess(shapes[label])
-            try:
-                rows += measure(server.url, options, label, Path(name))
-            finally:
-                server.close()
-    summary = best(rows)
-    report(f"goodput {options.model.name}", rows, options.json, summary=summary)
-    for line in summary:
-        print(line)
+    if options.find_goodput:
+        rows = [search_row(name, found) for name, found in turns.items()]
+        extra: dict[str, Any] = {"searches": {name: [one["goodput"] for one in turns[name]] for name in names}}
+    else:
+        for name, runs in turns.items():
+            for rate in options.rates:
+                if own := [run for run in runs if run["rate"] == rate]:
+                    rows.append(rate_row(name, rate, own))
+        extra = {"summary": summary_of_rates(rows)}
+    if options.vllm:
+        extra["vllm"] = vllm_version(options.vllm)
+    report(f"goodput {options.model.name}, {options.slo}", rows + extra.get("summary", []), options.json, **extra)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ clients (another process) read plain sockets. Counted: user and system time of t
 which every stream is running, divided by the tokens that it sent in that window. Work done once per request is not in
 the window.
 
-    python benchmarks/http_overhead.py [--streams 8 64 256] [--step-ms 20] [--chat]
+    python benchmarks/http_overhead.py [--streams 1 8 64 256] [--step-ms 20] [--chat]
 """
 
 import argparse
@@ -89,7 +89,7 @@ def measure(streams: int, step_ms: float, seconds: float, chat: bool) -> dict[st
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--streams", type=int, nargs="+", default=[8, 64, 256])
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--step-ms", type=float, default=20.0)
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--chat", action="store_true")

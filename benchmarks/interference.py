@@ -1,187 +1,116 @@
 """What a long prompt does to running streams, and to a short prompt behind it, over HTTP.
 
-    python benchmarks/interference.py MODEL_DIR [--budgets 100,200,400] [--vllm VENV] [--json interference.json]
+    python benchmarks/interference.py MODEL_DIR [--cases unified,chunked:100,chunked:200,chunked:400,1P1D,vllm,vllm:512]
+                                      [--vllm VENV] [--rounds 1] [--repetitions 3] [--json interference.json]
 
-For each server: 4 streams decode; after a few quiet seconds a 4096-token prompt arrives, 0.1 s later one of 32 tokens.
-Reported: gaps between tokens of the streams before and during the long prefill, and the time to first token of both
-prompts. Then, on an idle server: the short prompt alone, and the short prompt sent 0.1 s behind an 8000-token one.
-Servers run one after another on the same machine in the same session; every prompt is fresh random token ids.
+``diptych bench --interference`` against one server after another, in turns: 4 streams decode; after a few quiet seconds
+a 4096-token prompt arrives, 0.1 s later one of 32 tokens; the same without the long prompt; then, on the idle server,
+the short prompt alone, the long one alone, and the short one behind one of 8000 tokens. Cases: ``unified``,
+``chunked:MS`` (its TPOT objective), ``1P1D`` (every prompt is handed off), ``vllm``, ``vllm:N`` (tokens a step).
+Those of vLLM need --vllm, the environment that scripts/bench-peers makes.
 """
 
 import argparse
-import asyncio
-import os
-import random
-import signal
 import statistics
-import subprocess
 import sys
-import time
-import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from client import Stream, percentile, run_stream
 from common import report
-from engine import vllm_environment
+from servers import URL, Server, bench, diptych_server, vllm_server, vllm_version
 
-PORT = 8123
-URL = f"http://127.0.0.1:{PORT}"
+from diptych.simulation.results import percentile
 
-
-class Server:
-    """A server process that is ready when its health page answers."""
-
-    def __init__(self, command: list[str], env: dict[str, str] | None = None) -> None:
-        self._process = subprocess.Popen(
-            command, env={**os.environ, **(env or {})}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )  # fmt: skip
-        end = time.monotonic() + 300
-        path = "/health" if Path(command[0]).name == "vllm" else "/ready"
-        while time.monotonic() < end:
-            try:
-                urllib.request.urlopen(URL + path, timeout=2).close()
-                return
-            except OSError:
-                if self._process.poll() is not None:
-                    raise RuntimeError(f"server ended with code {self._process.returncode}") from None
-                time.sleep(0.5)
-        raise RuntimeError("server not ready after 300 s")
-
-    def close(self) -> None:
-        """Stop the server and whatever it started."""
-        self._process.send_signal(signal.SIGTERM)
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+CASES = "unified,chunked:100,chunked:200,chunked:400,1P1D,vllm,vllm:512"
+VLLM = ("--max-model-len", "8448", "--max-num-seqs", "32")
 
 
-def prompt(rng: random.Random, num_tokens: int) -> list[int]:
-    """Random token ids that no cache has seen."""
-    return [rng.randrange(300, 16000) for _ in range(num_tokens)]
+def server(case: str, model: Path, venv: Path | None) -> Server:
+    """The server of a case, ready."""
+    kind, _, value = case.partition(":")
+    if kind == "vllm":
+        assert venv is not None
+        return vllm_server(venv, model, *VLLM, *(("--max-num-batched-tokens", value) if value else ()))
+    options = {
+        "unified": ("--shape", "unified"),
+        "chunked": ("--shape", "chunked", "--tpot-slo-ms", value),
+        "1P1D": ("--prefill", "1", "--decode", "1", "--disaggregate", "always"),
+    }[kind]
+    return diptych_server(model, *options)
 
 
-def body(model: str, token_ids: list[int], max_tokens: int) -> dict[str, Any]:
-    """A greedy completion request."""
-    return {"model": model, "prompt": token_ids, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+def measure(url: str, repetitions: int, ahead_tokens: int = 8000) -> dict[str, Any]:
+    """The scenario against the server that is running."""
+    found: dict[str, Any] = bench(
+        url, "--interference", "--repetitions", str(repetitions),
+        "--ahead-tokens", str(ahead_tokens),
+    )["interference"]  # fmt: skip
+    return found
 
 
-async def interference(model: str, rng: random.Random) -> dict[str, Any]:
-    """One repetition of the scenario."""
-    streams = [Stream() for _ in range(4)]
-    tasks = [asyncio.create_task(run_stream(URL, body(model, prompt(rng, 512), 3000), s)) for s in streams]
-    await asyncio.gather(*(stream.first.wait() for stream in streams))
-    await asyncio.sleep(1.0)
-    quiet = time.perf_counter()
-    await asyncio.sleep(4.0)
-    long, short = Stream(), Stream()
-    long_task = asyncio.create_task(run_stream(URL, body(model, prompt(rng, 4096), 4), long))
-    await asyncio.sleep(0.1)
-    short_task = asyncio.create_task(run_stream(URL, body(model, prompt(rng, 32), 4), short))
-    await asyncio.wait({long_task, short_task}, timeout=300)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    errors = [stream.error for stream in (*streams, long, short) if stream.error]
-    if errors:
-        raise RuntimeError(errors[0])
-    gaps = [gap for stream in streams for gap in stream.gaps()]
+def row(label: str, runs: Sequence[dict[str, Any]], objective_ms: float | None = None) -> dict[str, Any]:
+    """All runs of one server as one row; milliseconds, and seconds for what takes long."""
+
+    def gaps(name: str, share: float) -> float:
+        return percentile(sorted(gap for run in runs for gap in run["gaps_ms"][name]), share)
+
+    def middle(*path: str) -> float:
+        values = [run[path[0]] if len(path) == 1 else run[path[0]][path[1]] for run in runs]
+        return float(statistics.median(values))
+
+    def each(name: str) -> list[float]:
+        return [round(one, 2) for run in runs for one in run[name]]
+
     return {
-        "before": [b - a for a, b in gaps if a >= quiet and b <= long.sent],
-        "during": [b - a for a, b in gaps if b > long.sent and a < long.stamps[0]],
-        "long": long.ttft,
-        "short": short.ttft,
-    }
-
-
-async def behind(model: str, rng: random.Random) -> dict[str, float]:
-    """TTFT of a short prompt on the idle server, and behind an 8000-token one; and that of the long one alone."""
-    alone = Stream()
-    await run_stream(URL, body(model, prompt(rng, 32), 4), alone)
-    long_alone = Stream()
-    await run_stream(URL, body(model, prompt(rng, 4096), 4), long_alone)
-    long, short = Stream(), Stream()
-    task = asyncio.create_task(run_stream(URL, body(model, prompt(rng, 8000), 2), long))
-    await asyncio.sleep(rng.uniform(0.1, 0.6))
-    await run_stream(URL, body(model, prompt(rng, 32), 4), short)
-    await task
-    for stream in (alone, long, short, long_alone):
-        if stream.error:
-            raise RuntimeError(stream.error)
-    return {"idle": alone.ttft, "behind": short.ttft, "long_alone": long_alone.ttft}
-
-
-def measure(label: str, budget_ms: float | None, model: str, repetitions: int, seed: int) -> dict[str, Any]:
-    """All repetitions against the server that is running, as one row."""
-    rng = random.Random(seed)
-    warm = Stream()
-    asyncio.run(run_stream(URL, body(model, prompt(rng, 2048), 8), warm))
-    runs = [asyncio.run(interference(model, rng)) for _ in range(repetitions)]
-    waits = [asyncio.run(behind(model, rng)) for _ in range(repetitions)]
-    before = [gap for run in runs for gap in run["before"]]
-    during = [gap for run in runs for gap in run["during"]]
-    p99 = 1e3 * percentile(during, 99)
-    idle, short = (statistics.median([wait[key] for wait in waits]) for key in ("idle", "behind"))
-    row = {
         "server": label,
-        "before p50 ms": round(1e3 * percentile(before, 50), 1),
-        "before p99 ms": round(1e3 * percentile(before, 99), 1),
-        "during p50 ms": round(1e3 * percentile(during, 50), 1),
-        "during p99 ms": round(p99, 1),
-        "p99 / budget": round(p99 / budget_ms, 2) if budget_ms else None,
-        "TTFT 4096 s": round(statistics.median([run["long"] for run in runs]), 2),
-        "4096 alone s": round(statistics.median([wait["long_alone"] for wait in waits]), 2),
-        "TTFT short s": round(statistics.median([run["short"] for run in runs]), 3),
-        "short idle s": round(idle, 3),
-        "short behind 8000 s": round(short, 3),
-        "behind / idle": round(short / idle, 2),
+        "before p50 ms": round(gaps("before", 50), 1),
+        "before p99 ms": round(gaps("before", 99), 1),
+        "during p50 ms": round(gaps("during", 50), 1),
+        "during p99 ms": round(gaps("during", 99), 1),
+        "p99 / objective": round(gaps("during", 99) / objective_ms, 2) if objective_ms else None,
+        "p99 during / before": round(statistics.median(each("factors")), 2),
+        "each": each("factors"),
+        "without a long prompt": each("control_factors"),
+        "tokens/s before": round(middle("stream_tokens_per_s", "before"), 1),
+        "tokens/s during": round(middle("stream_tokens_per_s", "during"), 1),
+        "TTFT long s": round(middle("ttft_ms", "long") / 1e3, 2),
+        "long alone s": round(middle("ttft_ms", "long_alone") / 1e3, 2),
+        "TTFT short s": round(middle("ttft_ms", "short_behind_long_among_streams") / 1e3, 3),
+        "short alone s": round(middle("ttft_ms", "short_alone") / 1e3, 3),
+        "short behind s": round(middle("ttft_ms", "short_behind_long") / 1e3, 3),
+        "behind / alone": round(statistics.median(each("ttft_factors")), 2),
     }
-    print(row, file=sys.stderr, flush=True)
-    return row
+
+
+def without_gaps(run: dict[str, Any]) -> dict[str, Any]:
+    """A run without the thousands of single gaps."""
+    return {name: value for name, value in run.items() if name not in ("gaps_ms", "around")}
 
 
 def main() -> None:
     """Start each server in turn, measure it, and print one table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--budgets", default="100,200,400", help="TPOT objectives in ms for the chunked shape")
+    parser.add_argument("--cases", default=CASES)
     parser.add_argument("--vllm", type=Path, help="vLLM's virtual environment, to measure it too")
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=1, help="how often each server has its turn")
+    parser.add_argument("--repetitions", type=int, default=3, help="of the scenario in each turn")
     parser.add_argument("--json")
     options = parser.parse_args()
-    diptych = [
-        str(Path(sys.executable).parent / "diptych"),
-        "serve",
-        "--model",
-        str(options.model),
-        "--port",
-        str(PORT),
-    ]
-    name = options.model.name
-    cases: list[tuple[str, float | None, list[str], dict[str, str]]] = [
-        ("diptych unified", None, [*diptych, "--shape", "unified"], {})
-    ]
-    for budget in filter(None, options.budgets.split(",")):
-        shape = [*diptych, "--shape", "chunked", "--tpot-slo-ms", budget]
-        cases.append((f"diptych chunked {budget} ms", float(budget), shape, {}))
+    cases = [case for case in options.cases.split(",") if options.vllm or not case.startswith("vllm")]
+    runs: dict[str, list[dict[str, Any]]] = {case: [] for case in cases}
+    for _ in range(options.rounds):
+        for case in cases:
+            with server(case, options.model, options.vllm):
+                runs[case].append(measure(URL, options.repetitions))
+            print({"server": case, **runs[case][-1]["during_ms"]}, file=sys.stderr, flush=True)
+    objectives = {case: float(case.partition(":")[2]) for case in cases if case.startswith("chunked:")}
+    rows = [row(case, found, objectives.get(case)) for case, found in runs.items()]
+    extra: dict[str, Any] = {"runs": {case: [without_gaps(run) for run in found] for case, found in runs.items()}}
     if options.vllm:
-        base = [str(options.vllm / "bin/vllm"), "serve", str(options.model), "--dtype", "bfloat16", "--port", str(PORT)]
-        base += ["--host", "127.0.0.1", "--served-model-name", name, "--max-model-len", "8448", "--max-num-seqs", "32"]
-        env = vllm_environment(options.vllm)
-        cases.append(("vllm default", None, base, env))
-        cases.append(("vllm 512-token budget", None, [*base, "--max-num-batched-tokens", "512"], env))
-    rows = []
-    for label, budget_ms, command, env in cases:
-        server = Server(command, env)
-        try:
-            rows.append(measure(label, budget_ms, name, options.repetitions, options.seed))
-        finally:
-            server.close()
-    report(f"interference {name}", rows, options.json)
+        extra["vllm"] = vllm_version(options.vllm)
+    report(f"interference {options.model.name}", rows, options.json, **extra)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""The live page in a headless browser: frames of its timeline, first paint, and weight.
+"""The pages of a server in a headless browser: frames of the timeline, first paint, weight, and what the guide costs.
 
     python benchmarks/live_page.py [--seconds 6] [--pictures docs/images] [--json live_page.json]
 
 Needs playwright, pillow and a Chromium. Frames: 64 made-up workers with 10,000 cells in sight, moved before each frame,
 at 1360 x 900 pixels without a GPU (``/ui?bench=1``). First paint: in a new context, from a server on loopback that runs
-the bundled model on a prefill and a decode worker. With ``--pictures`` it also poses for screenshots, while streams
-run and a long prompt is computed.
+the bundled model on a prefill and a decode worker; the weight is that of all files of the page. Guide: CPU time that
+the serving process itself spends on one panel, whatever else the machine does, for its event loop can stand still no
+longer than that. With ``--pictures`` it also takes the screenshots of the documentation: the live page while streams
+run and a long prompt is computed, each page of the guide, and a comparison.
 """
 
 import argparse
@@ -14,11 +16,15 @@ import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 from common import report
 from PIL import Image
 from playwright.sync_api import sync_playwright
@@ -30,17 +36,20 @@ FILES = """() => [...performance.getEntriesByType("navigation"), ...performance.
   .map((one) => [one.decodedBodySize, one.encodedBodySize])"""
 FIRST_PAINT = "() => performance.getEntriesByName('first-contentful-paint')[0].startTime"
 DESKTOP, PHONE = {"width": 1360, "height": 900}, {"width": 360, "height": 780}
+LOOKS = (("light", "light", DESKTOP), ("dark", "dark", DESKTOP), ("phone", "light", PHONE))
+CHAPTERS = ("phases", "interference", "chunked", "disaggregated", "transfer", "choose")
+CLI = (sys.executable, "-c", "from diptych.cli import main; main()")
+NUM_PANELS, IDLE_S = 60, 10
 
 
 @contextmanager
-def serving() -> Iterator[str]:
-    """A server with the bundled model; gives its address."""
-    command = (sys.executable, "-c", "from diptych.cli import main; main()", "serve", "--port", "0", *SHAPE)
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+def serving() -> Iterator[tuple[str, int]]:
+    """A server with the bundled model; gives its address and the number of its process."""
+    process = subprocess.Popen((*CLI, "serve", "--port", "0", *SHAPE), stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         address = next(match[1] for line in process.stdout if (match := re.search(r"served at (http://[^\s/]+)", line)))
-        yield address
+        yield address, process.pid
     finally:
         process.terminate()
         process.wait(30)
@@ -69,18 +78,19 @@ def measure_frames(browser: Any, address: str, seconds: float) -> list[dict[str,
     return rows
 
 
-def measure_paint(browser: Any, address: str, times: int = 7) -> dict[str, Any]:
-    """First paint of a browser that has nothing of the page yet, and what it loads."""
+def measure_paint(browser: Any, address: str, path: str, ready: str, times: int = 7) -> dict[str, Any]:
+    """First paint of a browser that has nothing of the page yet, and what it loads. ready: what must be there then."""
     paints, files = [], []
     for _ in range(times):
         context = browser.new_context(viewport=DESKTOP)
         page = context.new_page()
-        page.goto(f"{address}/ui")
-        page.locator("#send-short:enabled").wait_for()
+        page.goto(f"{address}{path}")
+        page.locator(ready).wait_for(timeout=120_000)
         paints.append(page.evaluate(FIRST_PAINT))
         files = page.evaluate(FILES)
         context.close()
     return {
+        "page": path,
         "first paint p50 ms": round(statistics.median(paints)),
         "max ms": round(max(paints)),
         "files": len(files),
@@ -89,31 +99,102 @@ def measure_paint(browser: Any, address: str, times: int = 7) -> dict[str, Any]:
     }
 
 
+def measure_guide(address: str, pid: int) -> dict[str, Any]:
+    """CPU time of the serving process for one panel, the largest there is, less what it spends anyway; and how long the
+    panel took to come."""
+
+    def ask(seed: int) -> int:
+        asked = urllib.request.Request(f"{address}/guide/api/disaggregated?seed={seed}")
+        asked.add_header("accept-encoding", "gzip")
+        with urllib.request.urlopen(asked, timeout=120) as reply:
+            return len(reply.read())
+
+    def measured(work: Callable[[], Any]) -> tuple[float, float, Any]:
+        """Seconds of the processor, seconds, and what came back."""
+        before, begun = process.cpu_times(), time.perf_counter()
+        result = work()
+        after, took = process.cpu_times(), time.perf_counter() - begun
+        return after.user + after.system - before.user - before.system, took, result
+
+    ask(NUM_PANELS)
+    process = psutil.Process(pid)
+    idle, span, _ = measured(lambda: time.sleep(IDLE_S))
+    used, took, sizes = measured(lambda: [ask(seed) for seed in range(NUM_PANELS)])
+    used -= idle / span * took
+    return {
+        "panels": NUM_PANELS,
+        "kB each": round(statistics.mean(sizes) / 1000, 1),
+        "ms each": round(took / NUM_PANELS * 1000),
+        "CPU of the serving process, ms each": round(used / NUM_PANELS * 1000, 2),
+    }
+
+
 def take_pictures(browser: Any, address: str, folder: Path) -> None:
-    """ui-light.png, ui-dark.png and ui-phone.png."""
+    """ui-*.png and guide-*.png: light, dark, and on a phone."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, scheme, viewport in (("light", "light", DESKTOP), ("dark", "dark", DESKTOP), ("phone", "light", PHONE)):
-        context = browser.new_context(viewport=viewport, color_scheme=scheme)
-        page = context.new_page()
-        page.goto(f"{address}/ui?long=4096&ttft=4000&gap=80&span=6")
-        page.locator("#send-streams:enabled").click()
-        page.wait_for_timeout(3500)
-        page.click("#send-long")
-        page.wait_for_timeout(900)
-        page.click("#send-short")
-        page.wait_for_timeout(1600)
-        page.mouse.move(2, 2)
-        page.get_by_role("button", name="Long prompt 1", exact=True).first.click()
-        page.get_by_role("button", name="Pause").click()
-        page.wait_for_timeout(400)
-        page.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
-        page.wait_for_timeout(100)
-        picture = Image.open(io.BytesIO(page.screenshot(full_page=True))).convert("RGB")
-        small = picture.quantize(256, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
-        small.save(folder / f"ui-{name}.png", optimize=True)
-        page.click("#stop")
-        page.wait_for_timeout(300)
-        context.close()
+    with tempfile.TemporaryDirectory() as place:
+        runs = [Path(place) / f"{shape}.jsonl" for shape in ("unified", "chunked")]
+        load = ("--rate", "6", "--num-requests", "400", "--prompt-tokens", "1500")
+        for path in runs:
+            command = (
+                *CLI,
+                "simulate",
+                "--model",
+                "llama-3.1-8b",
+                "--hardware",
+                "h100-sxm",
+                "--shape",
+                path.stem,
+                *load,
+            )
+            subprocess.run((*command, "--records", str(path)), check=True, stdout=subprocess.DEVNULL)
+        for look, scheme, viewport in LOOKS:
+            context = browser.new_context(viewport=viewport, color_scheme=scheme)
+            page = context.new_page()
+            pose_live(page, address)
+            save(page, folder / f"ui-{look}.png")
+            page.click("#stop")
+            for name in ("index", *CHAPTERS, "compare"):
+                pose_guide(page, address, name, runs)
+                save(page, folder / f"guide-{name}-{look}.png")
+            context.close()
+
+
+def pose_live(page: Any, address: str) -> None:
+    """Four streams, a long prompt that is over and selected, a short one."""
+    page.goto(f"{address}/ui?long=4096&ttft=4000&gap=80&span=6")
+    page.locator("#send-streams:enabled").click()
+    page.wait_for_timeout(3500)
+    page.click("#send-long")
+    page.wait_for_timeout(900)
+    page.click("#send-short")
+    page.locator("#requests tr", has_text="Long prompt 1").get_by_text("done").wait_for()
+    page.wait_for_timeout(1200)
+    page.mouse.move(2, 2)
+    page.get_by_role("button", name="Long prompt 1", exact=True).first.click()
+    page.get_by_role("button", name="Pause").click()
+    page.wait_for_timeout(400)
+
+
+def pose_guide(page: Any, address: str, name: str, runs: list[Path]) -> None:
+    """A page of the guide with what its panel shows at first; chapter 6 after its simulations."""
+    paths = {"index": "/guide", "compare": "/compare?ttft_ms=500&tpot_ms=12", "choose": "/guide/choose?gpus=4"}
+    page.goto(address + paths.get(name, f"/guide/{name}"))
+    if name in CHAPTERS:
+        page.locator("#results[aria-busy=false]").wait_for(timeout=300_000)
+    if name == "compare":
+        for side, path in zip("ab", runs, strict=True):
+            page.set_input_files(f"#file-{side}", path)
+        page.locator("#summary").wait_for()
+    page.wait_for_timeout(300)
+
+
+def save(page: Any, path: Path) -> None:
+    """The whole page, in 256 colours."""
+    page.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
+    page.wait_for_timeout(100)
+    picture = Image.open(io.BytesIO(page.screenshot(full_page=True))).convert("RGB")
+    picture.quantize(256, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 def main() -> None:
@@ -123,15 +204,20 @@ def main() -> None:
     parser.add_argument("--pictures", type=Path)
     parser.add_argument("--json")
     arguments = parser.parse_args()
-    with serving() as address, sync_playwright() as tool:
+    with serving() as (address, pid), sync_playwright() as tool:
         browser = tool.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         if arguments.pictures:
             take_pictures(browser, address, arguments.pictures)
-        paint = measure_paint(browser, address)
+        guide = measure_guide(address, pid)
+        paint = [
+            measure_paint(browser, address, "/ui", "#send-short:enabled"),
+            measure_paint(browser, address, "/guide/disaggregated", "#results[aria-busy=false]"),
+        ]
         frames = measure_frames(browser, address, arguments.seconds)
         browser.close()
-    report("live page: loading", [paint])
-    report("live page: 64 workers, 10,000 cells", frames, arguments.json, loading=paint)
+    report("guide beside a server", [guide])
+    report("loading", paint)
+    report("live page: 64 workers, 10,000 cells", frames, arguments.json, loading=paint, guide=guide)
 
 
 if __name__ == "__main__":

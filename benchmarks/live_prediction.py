@@ -13,28 +13,31 @@ nothing.
 """
 
 import argparse
-import asyncio
 import json
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from client import Stream, percentile, run_stream
 from common import RESULTS, report
-from interference import URL, Server
 from other_load import OtherLoad
 from prediction_plot import plot
+from servers import URL, diptych_server
 
+from diptych.bench.conversations import Conversations
+from diptych.bench.load import Load, LoadOptions, LoadResult
+from diptych.bench.session import BenchConfig, drive, open_session
+from diptych.bench.target import TargetConfig
 from diptych.control.config import shape_preset
 from diptych.control.slo import NS_PER_S, Slo
 from diptych.serving.options import BUNDLED_MODEL
 from diptych.simulation.costs.fitted import Calibration, read_calibration
+from diptych.simulation.results import percentile
 from diptych.simulation.run import simulate
 from diptych.simulation.scenario import Scenario
 from diptych.simulation.workload.spec import RequestSpec
@@ -127,34 +130,23 @@ def predict(case: Case, calibration: Calibration, specs: tuple[RequestSpec, ...]
     return {"ttft": ttft, "tpot": tpot}
 
 
-async def measure(specs: tuple[RequestSpec, ...], seed: int, vocab_size: int) -> Latencies:
-    """The same requests against the server that is running."""
-    rng = random.Random(seed)
-    bodies = []
-    for spec in specs:
-        prompt = [rng.randrange(vocab_size // 2, vocab_size) for _ in range(spec.prompt_tokens)]
-        body = {"prompt": prompt, "max_tokens": spec.output_tokens, "temperature": 0, "ignore_eos": True}
-        body |= {"return_token_ids": True, "stream_options": {"include_usage": True}}
-        if spec.slo and spec.slo.tpot_ns:
-            body |= {"tpot_slo_ms": spec.slo.tpot_ns / 1e6}
-        bodies.append(body)
-    streams = [Stream() for _ in specs]
-    start = time.perf_counter() + 0.2
-    tasks = []
-    for spec, body, stream in zip(specs, bodies, streams, strict=True):
-        await asyncio.sleep(max(0.0, start + spec.arrival_ns / NS_PER_S - time.perf_counter()))
-        tasks.append(asyncio.create_task(run_stream(URL, body, stream)))
-    await asyncio.gather(*tasks)
-    for stream, spec in zip(streams, specs, strict=True):
-        if stream.error or not stream.usage or stream.usage["completion_tokens"] != spec.output_tokens:
-            raise RuntimeError(stream.error or f"{stream.usage} instead of {spec.output_tokens} tokens")
-    return {
-        "ttft": [stream.ttft for stream in streams],
-        "tpot": [  # tokens that come together share an event, so events are not counted
-            (one.stamps[-1] - one.stamps[0]) / (spec.output_tokens - 1)
-            for one, spec in zip(streams, specs, strict=True)
-        ],
-    }
+def measure(specs: tuple[RequestSpec, ...], vocab_size: int) -> Latencies:
+    """The same requests against the server that is running, by the client of ``diptych bench``."""
+
+    async def run() -> LoadResult:
+        target = TargetConfig(url=URL, token_ids=(vocab_size // 2, vocab_size), send_slo=True)
+        async with open_session(BenchConfig(target=target, warm_up=0)) as session:
+            talks = Conversations(session.target, session.target.prompt_maker(session.salt), are_kept=False)
+            return await Load(session.target, talks, LoadOptions(), session.stop).open_loop(specs, len(specs))
+
+    found: Latencies = {"ttft": [], "tpot": []}
+    for record, spec in zip(drive(run()).records, specs, strict=True):
+        if record.ttft_ns is None or record.output_tokens != spec.output_tokens:
+            raise RuntimeError(record.error or f"{record.output_tokens} instead of {spec.output_tokens} tokens")
+        found["ttft"].append(record.ttft_ns / NS_PER_S)
+        # tokens that come together share an event, so events are not counted
+        found["tpot"].append((record.stamps[-1] - record.stamps[0]) / (spec.output_tokens - 1) / NS_PER_S)
+    return found
 
 
 def compare(case: Case, num_requests: int, live: list[Latencies], predicted: Latencies) -> dict[str, Any]:
@@ -163,8 +155,8 @@ def compare(case: Case, num_requests: int, live: list[Latencies], predicted: Lat
     for metric in ("ttft", "tpot"):
         pooled = [value for run in live for value in run[metric]]
         for share in SHARES:
-            measured, expected = percentile(pooled, share), percentile(predicted[metric], share)
-            each = [percentile(run[metric], share) for run in live]
+            measured, expected = percentile(sorted(pooled), share), percentile(sorted(predicted[metric]), share)
+            each = [percentile(sorted(run[metric]), share) for run in live]
             row[f"{metric} p{share} ms"] = round(1e3 * measured, 2)
             row[f"{metric} p{share} error %"] = round(100 * (expected - measured) / measured, 1)
             row[f"{metric} p{share} repeat %"] = round(100 * (max(each) - min(each)) / measured, 1)
@@ -179,12 +171,12 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             key = f"{metric} p{share}"
             errors = sorted(abs(row[f"{key} error %"]) for row in rows)
             repeats = sorted(row[f"{key} repeat %"] for row in rows)
-            median = percentile(errors, 50)
+            median = statistics.median(errors)
             goal = 5 if share == 50 else 12
             lines.append(
                 {"figure": key, "median error %": round(median, 1), "worst error %": errors[-1],
                  "within goal": f"{sum(error <= goal for error in errors)} of {len(errors)} (<= {goal} %)",
-                 "median repeat %": round(percentile(repeats, 50), 1)}
+                 "median repeat %": round(statistics.median(repeats), 1)}
             )  # fmt: skip
     return lines
 
@@ -217,23 +209,18 @@ def main() -> None:
     workloads = [requests_of(case, calibration, options.seconds, options.seed + i) for i, case in enumerate(CASES)]
     live: list[list[Latencies]] = [[] for _ in CASES]
     others: dict[Case, list[float]] = {}
-    program = str(Path(sys.executable).parent / "diptych")
     for number in range(options.repeats):
         for shape in ("chunked", "unified"):
-            command = [program, "serve", "--model", str(options.model), "--port", URL.rpartition(":")[2]]
-            server = Server([*command, "--shape", shape, *MACHINE])
-            try:
+            with diptych_server(options.model, "--shape", shape, *MACHINE):
                 warm = requests_of(CASES[0], calibration, 2.0, 99)
-                asyncio.run(measure(warm, 99, vocab_size))
+                measure(warm, vocab_size)
                 for case, specs, runs in zip(CASES, workloads, live, strict=True):
                     if case.shape == shape:
                         load = OtherLoad()
-                        runs.append(asyncio.run(measure(specs, 1000 * number + len(specs), vocab_size)))
+                        runs.append(measure(specs, vocab_size))
                         others.setdefault(case, []).append(load.cores())
                         text = f"{number + 1}: {case.name}, {shape}: others used {others[case][-1]:.2f} cores"
                         print(text, file=sys.stderr, flush=True)
-            finally:
-                server.close()
     predicted = [predict(case, calibration, specs) for case, specs in zip(CASES, workloads, strict=True)]
     rows = [
         {**compare(case, len(specs), runs, guess), "others' cores": round(max(others[case]), 2)}

@@ -7,13 +7,14 @@ miss: measurements are in bench/, workloads are described as for ``diptych simul
 import json
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
 from diptych.cli_errors import errors_in_words
+from diptych.cli_output import check_folders, print_tables, write_file
 from diptych.control.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,6 +36,19 @@ PATHS = {
     "time_scale": "workload.trace.scale",
     "seed": "seed",
 }
+
+# Options that mean something only with others.
+ONLY_WITH = {
+    **dict.fromkeys(("attainment", "tolerance"), ("find_goodput",)),
+    "probe": ("find_goodput", "rates"),
+    **dict.fromkeys(
+        (
+            "streams", "stream_tokens", "stream_limit", "long_tokens", "short_tokens", "ahead_tokens", "behind",
+            "quiet", "repetitions",
+        ),
+        ("interference",),
+    ),
+}  # fmt: skip
 
 Text: TypeAlias = str | None
 Whole: TypeAlias = int | None
@@ -77,17 +91,22 @@ def bench(
     seed: Annotated[Whole, _option("Of arrivals, lengths and sharing.", WORKLOAD)] = None,
     salt: Annotated[Text, _option("Of the texts. Default: new ones in every run.", WORKLOAD)] = None,
     assign: Annotated[list[str] | None, _option("Any setting: PATH=VALUE. Repeatable.", WORKLOAD, "--set")] = None,
-    slo: Annotated[Text, _option("Such as ttft=2s,tpot=50ms.", OBJECTIVES)] = None,
+    slo: Annotated[Text, _option("Any of ttft, tpot, itl, e2e: ttft=2s,itl=60ms.", OBJECTIVES)] = None,
     find_goodput: Annotated[bool, _option("Search the highest rate that meets them.", OBJECTIVES)] = False,
-    attainment: Annotated[float, _option("Share of requests that must meet them.", OBJECTIVES)] = 0.9,
-    tolerance: Annotated[float, _option("The search ends at rates so close.", OBJECTIVES)] = 0.05,
-    probe: Annotated[str, _option("Length of one run of a search or series.", OBJECTIVES)] = "30s",
+    attainment: Annotated[Number, _option("Share of requests that must meet them. Default: 0.9.", OBJECTIVES)] = None,
+    tolerance: Annotated[Number, _option("The search ends at rates so close. Default: 0.05.", OBJECTIVES)] = None,
+    probe: Annotated[Text, _option("Length of one run of a search or series. Default: 30s.", OBJECTIVES)] = None,
     rates: Annotated[Text, _option("A run at each rate: 1,2,4.", OBJECTIVES)] = None,
     interference: Annotated[bool, _option("What a long prompt does to streams.", STREAMS)] = False,
-    streams: Annotated[int, _option("Streams that run meanwhile.", STREAMS)] = 4,
-    long_tokens: Annotated[int, _option("The long prompt.", STREAMS)] = 4096,
-    short_tokens: Annotated[int, _option("The short one behind it.", STREAMS)] = 32,
-    repetitions: Annotated[int, _option("Of the scenario.", STREAMS)] = 3,
+    streams: Annotated[Whole, _option("Streams that run meanwhile. Default: 4.", STREAMS)] = None,
+    stream_tokens: Annotated[Whole, _option("Prompt of each stream. Default: 512.", STREAMS)] = None,
+    stream_limit: Annotated[Whole, _option("Longest answer of a stream. Default: 3000.", STREAMS)] = None,
+    long_tokens: Annotated[Whole, _option("The long prompt. Default: 4096.", STREAMS)] = None,
+    short_tokens: Annotated[Whole, _option("The short one behind it. Default: 32.", STREAMS)] = None,
+    ahead_tokens: Annotated[Whole, _option("The long one on the idle server. Default: the same.", STREAMS)] = None,
+    behind: Annotated[Text, _option("How long the short one comes after it. Default: 100ms.", STREAMS)] = None,
+    quiet: Annotated[Text, _option("Measured before the long prompt. Default: 4s.", STREAMS)] = None,
+    repetitions: Annotated[Whole, _option("Of the scenario. Default: 3.", STREAMS)] = None,
     as_json: Annotated[bool, _option("One JSON object on standard output.", OUTPUT, "--json")] = False,
     output: Annotated[Path | None, _option("Write that object to a file.", OUTPUT)] = None,
     records: Annotated[Path | None, _option("Write one JSON line per request.", OUTPUT)] = None,
@@ -109,7 +128,9 @@ def run(given: dict[str, Any]) -> None:
         raise ConfigError(f"{modes[0]} and {modes[1]} are two measurements; give one", param=modes[1])
     _check(given, modes)
     config = bench_config(given)
-    drive(_measure(config, modes[0] if modes else "run", given))
+    mode = modes[0] if modes else "run"
+    measure = {"run": _run, "rates": _rates, "find_goodput": _goodput, "interference": _interference}[mode](given)
+    drive(_measure(config, mode, measure, given))
 
 
 def bench_config(given: Mapping[str, Any]) -> "BenchConfig":
@@ -125,6 +146,9 @@ def bench_config(given: Mapping[str, Any]) -> "BenchConfig":
     settings = read_settings(file, overrides)
     objectives = words.slo(given["slo"])
     file_slo = words.slo_of(settings.slo.ttft_ms, settings.slo.tpot_ms)
+    asked = objectives.or_else(file_slo)
+    if given["send_slo"] and asked.has_any and asked.ttft_ns is None and asked.tpot_ns is None:
+        raise ConfigError("send_slo sends ttft and tpot; slo has neither", param="send_slo")
     target = TargetConfig(
         url=given["url"],
         api=api,
@@ -141,7 +165,7 @@ def bench_config(given: Mapping[str, Any]) -> "BenchConfig":
     return BenchConfig(
         target=target,
         workload=settings.workload,
-        slo=objectives.or_else(file_slo),
+        slo=asked,
         seed=settings.seed,
         duration_s=None if given["duration"] is None else words.duration_s(given["duration"], "duration"),
         ramp=None if given["ramp"] is None else words.ramp(given["ramp"]),
@@ -173,99 +197,130 @@ def command_line(given: Mapping[str, Any]) -> str:
     return shlex.join(["diptych", *shown])
 
 
-async def _measure(config: "BenchConfig", mode: str, given: Mapping[str, Any]) -> None:
+Measured: TypeAlias = "tuple[dict[str, Any], list[Table], list[str], Sequence[LoadResult]]"
+Measure: TypeAlias = "Callable[[Session, LiveLine], Awaitable[Measured]]"
+
+
+async def _measure(config: "BenchConfig", mode: str, measure: Measure, given: Mapping[str, Any]) -> None:
     from diptych.bench import outcome
     from diptych.bench.session import open_session
+    from diptych.bench.tables import problems
     from diptych.bench.terminal import LiveLine
 
     with LiveLine("looking for the server", quiet=given["as_json"]) as live:
         async with open_session(config) as session:
             live.describe("measuring")
-            measure = {"run": _run, "rates": _rates, "find_goodput": _goodput, "interference": _interference}[mode]
-            data, tables, notes, results = await measure(session, live, given)
-            data = {**outcome.context(session, command_line(given)), "mode": mode, **data}
+            data, tables, notes, results = await measure(session, live)
+            broken = _broken(session, data)
+            data = {**outcome.context(session, command_line(given)), "mode": mode, "broken": broken, **data}
     notes += _write_files(data, results, given)
-    if given["as_json"]:
-        print(json.dumps(data))
-        return
-    from diptych.bench.terminal import print_tables
-
     server = data["server"]
     notes.insert(0, f"{server['model']} {server['software']} at {config.target.url}; {data['machine']['cpu']}")
-    print_tables(tables, notes, _warnings(results))
+    if given["as_json"]:
+        print(json.dumps(data))
+    else:
+        print_tables(tables, notes, problems(data))
+    if broken is not None:
+        raise ConfigError(broken, param="url")
 
 
-Measured: TypeAlias = "tuple[dict[str, Any], list[Table], list[str], Sequence[LoadResult]]"
+def _broken(session: "Session", data: Mapping[str, Any]) -> str | None:
+    """Why the measurement says less than was asked, though what it says is shown."""
+    if session.broken is not None:
+        return f"it ended early: {session.broken}"
+    summary = data.get("summary")
+    if summary is not None and summary["num_requests"] and summary["num_failed"] == summary["num_requests"]:
+        return f"every request failed: {next(iter(summary['errors']))}"
+    return None
 
 
-async def _run(session: "Session", live: "LiveLine", given: Mapping[str, Any]) -> Measured:
+def _run(given: Mapping[str, Any]) -> Measure:
+    async def measure(session: "Session", live: "LiveLine") -> Measured:
+        from diptych.bench import outcome, tables
+        from diptych.bench.stalls import longest_gaps
+
+        result = await session.run(watch=live.show)
+        data = outcome.one_run(result)
+        summary = data["summary"]
+        shown = [tables.latency_table(summary)]
+        if data["classes"]:
+            shown.append(tables.class_table(data["classes"]))
+        shown += [tables.service_table(summary), tables.client_table(summary)]
+        if stalls := longest_gaps(result.records, 5):
+            shown.append(tables.stall_table(stalls))
+        notes = [f"{count:,} x {error}" for error, count in summary["errors"].items()]
+        if result.ended in ("stopped", "duration"):
+            notes.append(
+                f"ended early ({result.ended}): {len(result.records):,} of {result.total:,} requests were sent"
+            )
+        return data, shown, notes, [result]
+
+    return measure
+
+
+def _rates(given: Mapping[str, Any]) -> Measure:
+    from diptych.bench import outcome, tables, words
+
+    wanted, seconds = words.rates(given["rates"]), _probe_s(given)
+
+    async def measure(session: "Session", live: "LiveLine") -> Measured:
+        is_counted = session.config.workload.num_requests is not None and given["probe"] is None
+        probes = await session.series(
+            wanted, None if is_counted else seconds, live.show, lambda probe: live.say(tables.probe_line(probe))
+        )
+        data = {"points": outcome.points(probes)}
+        return data, tables.probe_tables(data["points"]), [], [probe.result for probe in probes]
+
+    return measure
+
+
+def _goodput(given: Mapping[str, Any]) -> Measure:
     from diptych.bench import outcome, tables
-    from diptych.bench.stalls import longest_gaps
-
-    result = await session.run(watch=live.show)
-    data = outcome.one_run(result)
-    summary = data["summary"]
-    shown = [tables.latency_table(summary)]
-    if data["classes"]:
-        shown.append(tables.class_table(data["classes"]))
-    shown += [tables.service_table(summary), tables.client_table(summary)]
-    if stalls := longest_gaps(result.records, 5):
-        shown.append(tables.stall_table(stalls))
-    notes = [f"{count:,} x {error}" for error, count in summary["errors"].items()]
-    if result.ended in ("stopped", "duration"):
-        notes.append(f"ended early ({result.ended}): {len(result.records):,} of {result.total:,} requests were sent")
-    return data, shown, notes, [result]
-
-
-async def _rates(session: "Session", live: "LiveLine", given: Mapping[str, Any]) -> Measured:
-    from diptych.bench import outcome, tables, words
-
-    wanted = words.rates(given["rates"])
-    probes = await session.series(
-        wanted,
-        words.duration_s(given["probe"], "probe") if session.config.workload.num_requests is None else None,
-        live.show,
-        lambda probe: live.say(tables.probe_line(probe)),
-    )
-    data = {"points": outcome.points(probes)}
-    return data, [tables.probe_table(data["points"])], [], [probe.result for probe in probes]
-
-
-async def _goodput(session: "Session", live: "LiveLine", given: Mapping[str, Any]) -> Measured:
-    from diptych.bench import outcome, tables, words
     from diptych.bench.goodput import SearchConfig
 
-    config = SearchConfig(attainment=given["attainment"], tolerance=given["tolerance"])
-    found, probes = await session.find_goodput(
-        config,
-        start_rate=given["rate"],
-        seconds=words.duration_s(given["probe"], "probe"),
-        watch=live.show,
-        on_probe=lambda probe, search: live.say(tables.probe_line(probe, search)),
-    )
-    data = outcome.search(found, config, probes)
-    notes = [tables.goodput_sentence(found, config.attainment)]
-    return data, [tables.probe_table(data["points"])], notes, [probe.result for probe in probes]
+    config = SearchConfig(**_given(given, ("attainment", "tolerance")))
+    seconds = _probe_s(given)
+
+    async def measure(session: "Session", live: "LiveLine") -> Measured:
+        found, probes = await session.find_goodput(
+            config,
+            start_rate=given["rate"],
+            seconds=seconds,
+            watch=live.show,
+            on_probe=lambda probe, search: live.say(tables.probe_line(probe, search)),
+        )
+        data = outcome.search(found, config, probes)
+        shown = [*tables.probe_tables(data["points"]), tables.goodput_table(found, config.attainment)]
+        return data, shown, [], [probe.result for probe in probes]
+
+    return measure
 
 
-async def _interference(session: "Session", live: "LiveLine", given: Mapping[str, Any]) -> Measured:
+def _interference(given: Mapping[str, Any]) -> Measure:
+    from diptych.bench import words
     from diptych.bench.interference import InterferenceConfig, interference, tables
 
-    config = InterferenceConfig(
-        streams=given["streams"],
-        long_tokens=given["long_tokens"],
-        short_tokens=given["short_tokens"],
-        repetitions=given["repetitions"],
-    )
-    data = await interference(session, config, live.say)
-    notes = (
-        ["a stream ended before the long prompt's first token: its gaps are missing"] if data["streams_ended"] else []
-    )
-    return {"interference": data}, tables(data), notes, []
+    counts = [name for name in ONLY_WITH if name in InterferenceConfig.__dataclass_fields__]
+    chosen = _given(given, counts)
+    chosen |= {f"{name}_s": words.duration_s(given[name], name) for name in ("behind", "quiet") if given[name]}
+    config = InterferenceConfig(**chosen)
+
+    async def measure(session: "Session", live: "LiveLine") -> Measured:
+        data = await interference(session, config, live.say)
+        late = "a stream ended before the long prompt's first token: its later gaps are missing"
+        return {"interference": data}, tables(data), [late] if data["streams_ended"] else [], []
+
+    return measure
 
 
-def _warnings(results: "Sequence[LoadResult]") -> list[str]:
-    return list(dict.fromkeys(problem for result in results for problem in result.health.problems))
+def _given(given: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    return {name: given[name] for name in names if given[name] is not None}
+
+
+def _probe_s(given: Mapping[str, Any]) -> float:
+    from diptych.bench import words
+
+    return words.duration_s(given["probe"] or "30s", "probe")
 
 
 def _write_files(data: Mapping[str, Any], results: "Sequence[LoadResult]", given: Mapping[str, Any]) -> list[str]:
@@ -274,32 +329,25 @@ def _write_files(data: Mapping[str, Any], results: "Sequence[LoadResult]", given
     if given["records"] is not None:
         from diptych.bench.records import lines
 
-        notes += _write(given["records"], lines(results[0].records, with_gaps=given["gaps"]))
+        notes.append(write_file(given["records"], lines(results[0].records, with_gaps=given["gaps"])))
     if given["output"] is not None:
-        notes += _write(given["output"], [json.dumps(data, indent=1).encode() + b"\n"])
+        notes.append(write_file(given["output"], [json.dumps(data, indent=1).encode() + b"\n"]))
     if given["report"] is not None:
         from diptych.bench.page import render
 
-        notes += _write(given["report"], [render(data, [result.records for result in results]).encode()])
+        notes.append(write_file(given["report"], [render(data, [result.records for result in results]).encode()]))
     return notes
-
-
-def _write(path: Path, chunks: Any) -> list[str]:
-    try:
-        with path.open("wb") as file:
-            file.writelines(chunks)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
-    return [f"wrote {path} ({path.stat().st_size / 1000:,.0f} kB)"]
 
 
 def _check(given: Mapping[str, Any], modes: Sequence[str]) -> None:
     """What would be known only after the measurement is known before it."""
-    for name in ("output", "records", "report"):
-        if given[name] is not None and not given[name].parent.is_dir():
-            raise ConfigError(f"{name} is {given[name]}; there is no folder {given[name].parent}", param=name)
+    check_folders({name: given[name] for name in ("output", "records", "report")})
     if given["records"] is not None and modes:
         raise ConfigError(f"records is of one run and has no effect with {modes[0]}", param="records")
+    for name, wanted in ONLY_WITH.items():
+        if given[name] is not None and not any(mode in wanted for mode in modes):
+            options = " or ".join(f"--{mode.replace('_', '-')}" for mode in wanted)
+            raise ConfigError(f"{name} has no effect without {options}", param=name)
     if given["gaps"] and given["records"] is None:
         raise ConfigError("gaps has no effect without records", param="gaps")
 

@@ -12,18 +12,34 @@ import pytest
 FAKE = Path(__file__).parent.parent.parent / "benchmarks" / "fake_sse_server.py"
 
 
+class FakeServer:
+    """A server that streams at the pace that requests name."""
+
+    def __init__(self, *options: str) -> None:
+        self._process = subprocess.Popen([sys.executable, str(FAKE), *options], stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        self.url: str = re.findall(r"http\S+", self._process.stdout.readline())[0]
+
+    def kill(self) -> None:
+        """It is gone at once."""
+        self._process.kill()
+        self._process.wait()
+
+    def close(self) -> None:
+        """Gone, and nothing of it is left."""
+        self.kill()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+
 @contextmanager
 def fake_sse_server(*options: str) -> Iterator[str]:
-    """The address of a server that streams at the pace that requests name."""
-    process = subprocess.Popen([sys.executable, str(FAKE), *options], stdout=subprocess.PIPE, text=True)
+    """Its address, while it runs."""
+    server = FakeServer(*options)
     try:
-        assert process.stdout is not None
-        yield re.findall(r"http\S+", process.stdout.readline())[0]
+        yield server.url
     finally:
-        process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
+        server.close()
 
 
 @pytest.fixture(scope="session")

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from diptych import cli
 from diptych.bench import words
+from diptych.bench.objectives import Objectives
 from diptych.cli_bench import workload_settings
 from diptych.control.errors import ConfigError
-from diptych.control.slo import Slo
 
 FAKE = ("--extra", '{"fake": {"ttft_ms": 2, "itl_ms": 1}}', "--warmup", "1")
 SMALL = ("--rate", "200", "--num-requests", "20", "--prompt-tokens", "16", "--output-tokens", "4")
@@ -60,8 +60,37 @@ def test_rates_give_a_row_and_a_page_each(url: str, tmp_path: Path) -> None:
     options = ("--rates", "100,200", "--num-requests", "20", "--output-tokens", "2", "--slo", "ttft=1s")
     result = invoke(url, *options, "--report", str(report))
     assert result.exit_code == 0, result.output
-    assert "100.000" in result.output and "200.000" in result.output
+    assert "100.00" in result.output and "200.00" in result.output
     assert "Attainment over the rate" in report.read_text()
+
+
+def test_what_was_missed_is_said_and_shown(url: str, tmp_path: Path) -> None:
+    report = tmp_path / "page.html"
+    pace = ("--extra", '{"fake": {"ttft_ms": 2, "itl_ms": 5}}')
+    result = invoke(url, *SMALL, *pace, "--slo", "ttft=5s,itl=1ms,e2e=1h", "--report", str(report))
+    assert result.exit_code == 0, result.output
+    assert "missed ITL" in result.output and "20 requests" in result.output and "missed TTFT" not in result.output
+    assert "ITL &lt;= 1ms" in report.read_text() and "missed ITL" in report.read_text()
+
+
+def test_a_run_in_which_every_request_failed_is_shown_and_is_an_error(url: str) -> None:
+    fail = ("--extra", '{"fake": {"fail": "status"}}', "--warmup", "0")
+    result = invoke(url, *SMALL, *fail)
+    assert result.exit_code == 1
+    assert "every request failed: HTTP 500" in result.stderr and "20 failed" in result.stdout
+
+
+def test_interference_prints_its_tables_and_shows_every_gap(url: str, tmp_path: Path) -> None:
+    report, output = tmp_path / "page.html", tmp_path / "run.json"
+    streams = ("--streams", "2", "--stream-tokens", "8", "--stream-limit", "9000", "--quiet", "100ms")
+    prompts = ("--long-tokens", "64", "--behind", "2ms", "--extra", '{"fake": {"itl_ms": 5}}')
+    options = ("--interference", *streams, *prompts, "--repetitions", "1")
+    result = invoke(url, *options, "--report", str(report), "--output", str(output))
+    assert result.exit_code == 0, result.output
+    assert "Gaps of 2 streams" in result.output and "tokens/s of the streams: during" in result.output
+    found = json.loads(output.read_text())
+    assert found["interference"]["config"]["behind_s"] == 0.002 and "excesses" in found["interference"]["client"]
+    assert report.read_text().count("<svg") > 2 and "Gaps around the long prompt" in report.read_text()
 
 
 def test_goodput_is_searched_and_each_run_is_said(narrow_url: str, tmp_path: Path) -> None:
@@ -69,7 +98,7 @@ def test_goodput_is_searched_and_each_run_is_said(narrow_url: str, tmp_path: Pat
     options = ("--find-goodput", "--slo", "ttft=200ms", "--rate", "200", "--probe", "300ms", "--tolerance", "1")
     result = invoke(narrow_url, *options, "--output-tokens", "8", "--report", str(report))
     assert result.exit_code == 0, result.output
-    assert "Goodput:" in result.output and "requests/s" in result.output
+    assert "goodput, 90.0 % in time" in result.output and "surely above" in result.output
     assert "asked for: 90.0 %" in report.read_text()
 
 
@@ -95,6 +124,12 @@ def test_an_interrupt_ends_a_run_and_reports_what_was_measured(url: str) -> None
     [
         (("--slo", "ttft"), "expected ttft=2s"),
         (("--slo", "ttft=-2s"), "expected a time"),
+        (("--slo", "tbt=50ms"), "none of ttft, tpot, itl, e2e"),
+        (("--slo", "itl=50"), "itl needs a unit"),
+        (("--find-goodput", "--attainment", "2"), "attainment is 2"),
+        (("--streams", "4"), "streams has no effect without --interference"),
+        (("--probe", "4s"), "probe has no effect without --find-goodput or --rates"),
+        (("--interference", "--repetitions", "0"), "repetitions is 0"),
         (("--api", "chat", "--prompts", "ids"), "chat completions take text"),
         (("--api", "gopher"), "one of completions, chat"),
         (("--token-ids", "5"), "LOW:HIGH"),
@@ -130,8 +165,9 @@ def test_a_workload_is_described_as_for_the_simulator(tmp_path: Path) -> None:
 
 
 def test_words_of_options() -> None:
-    assert words.slo("ttft=2s,tpot=50ms") == Slo(2_000_000_000, 50_000_000)
-    assert words.slo(None) == Slo() and words.in_words(words.slo("tpot=1.5s")) == "tpot=1.5s"
+    assert words.slo("ttft=2s,tpot=50ms") == Objectives(2_000_000_000, 50_000_000)
+    assert words.slo("itl=60ms,e2e=20s") == Objectives(None, None, 60_000_000, 20_000_000_000)
+    assert words.slo(None) == Objectives() and words.in_words(words.slo("tpot=1.5s")) == "tpot=1.5s"
     assert words.duration_s("5m", "x") == 300 and words.duration_s(".5", "x") == 0.5
     with pytest.raises(ConfigError):
         words.duration_s("0s", "x")

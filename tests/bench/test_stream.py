@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from diptych.bench.http import Address, Client, Connection
+from diptych.bench.framing import AnswerReader
+from diptych.bench.http import Address
 from diptych.bench.stream import TokenStream, error_message
 from diptych.control.errors import ConfigError
 
@@ -113,26 +114,6 @@ def test_what_a_server_says_when_it_refuses() -> None:
     assert error_message(500, b"") == "HTTP 500"
 
 
-class Pipe(asyncio.Transport):
-    """A transport to nowhere."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_closed = False
-
-    def write(self, data: Any) -> None:
-        """Nothing."""
-
-    def is_closing(self) -> bool:
-        return self.is_closed
-
-    def close(self) -> None:
-        self.is_closed = True
-
-    def abort(self) -> None:
-        self.is_closed = True
-
-
 BODY = b"".join(event(text(word)) for word in "abc") + b"data: [DONE]\n\n"
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
 
@@ -157,20 +138,26 @@ ANSWERS = {
 
 
 def received(answer: bytes, cut: Callable[[int], int]) -> TokenStream:
-    """The stream after an answer that came in pieces."""
+    """The stream after an answer that came in pieces, one nanosecond after another, and the connection's end."""
+    return read_answer(answer, cut)[0]
 
-    async def run() -> TokenStream:
-        connection = Connection(Client(Address.parse("http://nowhere:1")))
-        connection.connection_made(Pipe())
+
+def read_answer(answer: bytes, cut: Callable[[int], int]) -> tuple[TokenStream, bool, AnswerReader]:
+    """The same, with whether the answer was over before the connection, and its reader."""
+
+    async def run() -> tuple[TokenStream, bool, AnswerReader]:
         stream = TokenStream(0)
-        connection.send(b"", stream)
-        position = 0
-        while position < len(answer):
+        reader = AnswerReader(stream)
+        position = now = 0
+        is_over = False
+        while position < len(answer) and not is_over:
             size = cut(position)
-            connection.data_received(answer[position : position + size])
+            now += 1
+            is_over = reader.feed(answer[position : position + size], now)
             position += size
-        connection.connection_lost(None)
-        return stream
+        if not is_over:
+            reader.end(now)
+        return stream, is_over, reader
 
     return asyncio.run(run())
 
@@ -185,9 +172,112 @@ def test_where_an_answer_is_cut_does_not_matter(kind: str) -> None:
         assert len(stream.stamps) == 3
 
 
+def chunks(pieces: list[bytes], rng: random.Random) -> bytes:
+    """Pieces as chunks, with the liberties that a server may take, and trailers."""
+    sizes = [rng.choice((b"%x", b"%X", b"00%x", b"%x;name=value", b"%x ")) for _ in pieces]
+    lines = [size % len(piece) + b"\r\n" + piece + b"\r\n" for size, piece in zip(sizes, pieces, strict=True)]
+    return b"".join(lines) + b"0\r\n" + rng.choice((b"", b"X-Sum: 1\r\n", b"A: b\r\nC: d\r\n")) + b"\r\n"
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_an_answer_reads_alike_however_it_is_written_and_cut(seed: int) -> None:
+    rng = random.Random(seed)
+    newline = rng.choice((b"\n", b"\r\n", b"\r"))
+    words = ["".join(rng.choices("ab\r\n\u00e9\u2028: {}", k=rng.randint(1, 30))) for _ in range(rng.randint(1, 12))]
+    pieces = []
+    for place, word in enumerate(words):
+        data = msgspec.json.format(
+            msgspec.json.encode(text(word, "stop" if word is words[-1] else None, token_ids=[place])),
+            indent=rng.choice((-1, 0, 2)),
+        )
+        lines = [b"data: " + line for line in data.splitlines()]
+        extra = rng.choice(([], [b": ping"], [b"event: message", b"id: 7"], [b"", b": alone", b""]))
+        pieces.append(newline.join([*extra, *lines, b"", b""]))
+    usage = event({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": len(words)}})
+    pieces += [usage.replace(b"\n", newline), b"data: [DONE]" + newline * 2]
+    if rng.random() < 0.5:  # several in one chunk, chunks that end anywhere
+        body, pieces = b"".join(pieces), []
+        while body:
+            size = rng.randint(1, 90)
+            pieces.append(body[:size])
+            body = body[size:]
+    body = b"".join(pieces)
+    head = HEAD + rng.choice((b"", b"Connection: keep-alive\r\n"))
+    if rng.random() < 0.2:
+        head = b"HTTP/1.1 100 Continue\r\n\r\n" + head
+    framed = rng.choice(
+        (
+            b"Transfer-Encoding: chunked\r\n\r\n" + chunks(pieces, rng),
+            b"Content-Length: %d\r\n\r\n" % len(body) + body,
+        )
+    )
+    longest = rng.choice((1, 3, 20, 200, 10**6))
+    stream, is_over, reader = read_answer(head + framed, lambda _: rng.randint(1, longest))
+    assert is_over and reader.keeps and stream.is_complete, stream.error
+    assert list(stream.sizes) == [1] * len(words) and list(stream.stamps) == sorted(stream.stamps)
+    assert stream.usage is not None and stream.usage.completion_tokens == len(words) and stream.has_ended
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_an_answer_that_is_cut_short_or_damaged_is_never_complete(seed: int) -> None:
+    rng = random.Random(seed)
+    pieces = [event(text(word, "stop" if word == "c" else None)) for word in "abc"] + [b"data: [DONE]\n\n"]
+    answer = HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + chunks(pieces, rng)
+    if seed % 2:
+        short = answer[: rng.randrange(1, len(answer) - 1)]
+        stream, is_over, _ = read_answer(short, lambda _: rng.randint(1, 50))
+        assert not is_over and not stream.is_complete and stream.error
+        return
+    start = answer.index(b"\r\n\r\n") + 4
+    size_end = answer.index(b"\r\n", start)
+    for size in (b"-5", b"", b"0x10", b"1_0", b"g", b"f" * 16):
+        damaged = answer[:start] + size + answer[size_end:]
+        stream, is_over, reader = read_answer(damaged, lambda _: rng.randint(1, 50))
+        assert is_over and not reader.keeps and "no chunk" in (stream.error or "")
+
+
 def test_an_answer_that_breaks_off_is_not_complete() -> None:
     stream = received(ANSWERS["chunked"][:-30], lambda _: 7)
     assert not stream.is_complete and "in the middle" in (stream.error or "")
+    until_end = ANSWERS["until the end"]
+    for kept in (until_end.index(b"data: [DONE]"), until_end.index(b"data: [DONE]") - 20):
+        assert not received(until_end[:kept], lambda _: 7).is_complete
+    assert "without an answer" in (received(b"HTTP/1.1 2", lambda _: 7).error or "")
+
+
+def test_what_follows_an_answer_unasked_ends_the_connection() -> None:
+    _, is_over, reader = read_answer(ANSWERS["by length"] + b"HTTP/1.1 200 OK\r\n\r\n", lambda _: 10**6)
+    assert is_over and not reader.keeps
+
+
+@pytest.mark.parametrize(
+    ("head", "words"),
+    [
+        (b"HTTP/1.1 307 Moved\r\nLocation: https://other/v1\r\nContent-Length: 0\r\n\r\n", "redirected to https://other/v1"),
+        (b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 5\r\n\r\n", "compressed"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip, chunked\r\n\r\n", "only chunked is known"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n", "no proper Content-Length"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\n", "no proper Content-Length"),
+        (b"HTTP/1.1 200 OK\r\nX: " + b"y" * 70_000, "a line or head of more than"),
+        (b"HTTP/1.1 503 Busy\r\nConnection: close\r\nContent-Length: 4\r\n\r\nbusy", "HTTP 503: busy"),
+    ],
+    ids=lambda given: given if isinstance(given, str) else "",
+)  # fmt: skip
+def test_what_cannot_be_read_is_an_error_in_words(head: bytes, words: str) -> None:
+    assert words in (received(head, lambda _: 1000).error or "")
+
+
+def test_the_protocol_and_the_server_say_whether_a_connection_is_kept() -> None:
+    for first, option, keeps in ((b"1.1", b"", True), (b"1.1", b"close", False), (b"1.0", b"", False),
+                                 (b"1.0", b"Keep-Alive", True), (b"1.1", b"upgrade, Close", False)):  # fmt: skip
+        head = b"HTTP/%b 200 OK\r\nConnection: %b\r\nContent-Length: 2\r\n\r\n{}" % (first, option)
+        assert read_answer(head, lambda _: 5)[2].keeps is keeps
+
+
+def test_a_server_may_send_an_error_as_an_event_of_its_own() -> None:
+    stream = read(text("a"), {"object": "error", "message": "out of memory", "code": 500})
+    assert not stream.is_complete and stream.error == "out of memory"
+    assert read(text("a", "stop"), {"choices": [], "usage": {"completion_tokens": 1, "latency": 3.5}}).is_complete
 
 
 def test_what_is_no_http_is_an_error_in_words() -> None:
@@ -195,12 +285,14 @@ def test_what_is_no_http_is_an_error_in_words() -> None:
     assert "no HTTP" in (stream.error or "")
 
 
-@pytest.mark.parametrize("url", ["ftp://x", "http://", "http://x:port", "http://x/?q=1"])
+@pytest.mark.parametrize("url", ["ftp://x", "http://", "http://x:port", "http://x/?q=1", "http://me:key@x"])
 def test_an_address_that_is_none_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match="url is"):
+    with pytest.raises(ConfigError, match="url "):
         Address.parse(url)
 
 
 def test_an_address_may_have_a_path_and_end_in_v1() -> None:
     assert Address.parse("https://h/api/v1/") == Address("h", 443, True, "/api")
     assert Address.parse("127.0.0.1:8000").netloc == "127.0.0.1:8000"
+    assert Address.parse("http://[::1]:80/v1") == Address("::1", 80, False, "")
+    assert Address.parse("http://[::1]:80").netloc == "[::1]:80"

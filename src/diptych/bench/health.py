@@ -6,22 +6,32 @@ Owns the watch and the verdict. A measurement by a client that had no time is no
 import asyncio
 import time
 from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from diptych.bench.http import now_ns
+from diptych.bench.connection import now_ns
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 from diptych.simulation.results import percentile
 
 PERIOD_S = 0.01
-LAG_LIMIT_MS = 5.0  # p99 of the event loop's lag
-LATE_LIMIT_MS = 5.0  # p99 of sending late
-CPU_LIMIT = 0.85  # of one core: this process has one thread that matters
+SCHEDSTAT = Path("/proc/thread-self/schedstat")  # Linux: nanoseconds run, and waited for a core (proc(5))
+# A share of one core (this process has one thread that matters); the share of the time that it was ready to run while
+# others had the core; p99 in ms of the event loop's lag and of sending late.
+LIMITS = {"cpu": 0.85, "wait": 0.05, "lag": 5.0, "late": 5.0}
+PROBLEMS = {
+    "cpu": "the client used {:.0%} of a core",
+    "wait": "the client waited {:.0%} of the time for a core that others had",
+    "lag": "the client's event loop lagged (p99 {:.1f} ms)",
+    "late": "requests were sent late (p99 {:.1f} ms)",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
     """cpu_share: of one core. lag: how late the event loop came to its timers (their grain is 1 ms), late: how late
-    requests left, both in ms. cpu_us_per_token: process time over received tokens."""
+    requests left, both in ms. wait_share: of the time, ready to run while others had the core (Linux; elsewhere 0).
+    cpu_us_per_token: process time over received tokens."""
 
     cpu_share: float
     lag_p50_ms: float
@@ -29,19 +39,30 @@ class Health:
     lag_max_ms: float
     late_p99_ms: float = 0.0
     late_max_ms: float = 0.0
+    wait_share: float = 0.0
     cpu_us_per_token: float | None = None
 
     @property
-    def problems(self) -> tuple[str, ...]:
-        """Why the results are not reliable; empty when they are."""
-        found = []
-        if self.cpu_share > CPU_LIMIT:
-            found.append(f"the client used {100 * self.cpu_share:.0f} % of a core")
-        if self.lag_p99_ms > LAG_LIMIT_MS:
-            found.append(f"the client's event loop lagged (p99 {self.lag_p99_ms:.1f} ms)")
-        if self.late_p99_ms > LATE_LIMIT_MS:
-            found.append(f"requests were sent late (p99 {self.late_p99_ms:.1f} ms)")
-        return tuple(found)
+    def excesses(self) -> dict[str, float]:
+        """What was over its limit, by name; empty when the results are reliable."""
+        values = {
+            "cpu": self.cpu_share,
+            "wait": self.wait_share,
+            "lag": self.lag_p99_ms,
+            "late": self.late_p99_ms,
+        }
+        return {name: value for name, value in values.items() if value > LIMITS[name]}
+
+
+def worst_problems(runs: Sequence[Mapping[str, float]]) -> list[str]:
+    """Why results are not reliable, from the excesses of each run: the worst of each kind, and in how many runs."""
+    found = []
+    for name, words in PROBLEMS.items():
+        values = [run[name] for run in runs if name in run]
+        if values:
+            where = f" in {len(values)} of {len(runs)} runs" if len(runs) > 1 else ""
+            found.append(words.format(max(values)) + where)
+    return found
 
 
 class HealthWatch:
@@ -50,11 +71,12 @@ class HealthWatch:
     def __init__(self) -> None:
         self._lags = array("d")
         self._timer: asyncio.TimerHandle | None = None
-        self._due_ns = self._start_ns = self._start_cpu_ns = 0
+        self._due_ns = self._start_ns = self._start_cpu_ns = self._start_wait_ns = 0
 
     def start(self) -> None:
         """From now on."""
         self._start_ns, self._start_cpu_ns = now_ns(), time.process_time_ns()
+        self._start_wait_ns = _waited_ns()
         self._arm()
 
     def stop(self, num_tokens: int, late_ns: list[int]) -> Health:
@@ -71,6 +93,7 @@ class HealthWatch:
             lag_max_ms=lags[-1] if lags else 0.0,
             late_p99_ms=percentile(late, 99) / NS_PER_MS,
             late_max_ms=(late[-1] if late else 0) / NS_PER_MS,
+            wait_share=(_waited_ns() - self._start_wait_ns) / elapsed,
             cpu_us_per_token=cpu / 1000 / num_tokens if num_tokens else None,
         )
 
@@ -81,3 +104,8 @@ class HealthWatch:
     def _tick(self) -> None:
         self._lags.append(max(0, now_ns() - self._due_ns) / NS_PER_MS)
         self._arm()
+
+
+def _waited_ns() -> int:
+    """How long this thread has waited for a core so far."""
+    return int(SCHEDSTAT.read_text().split()[1]) if SCHEDSTAT.exists() else 0

@@ -1,21 +1,26 @@
-"""HTTP/1.1 with streamed answers on asyncio, with little between the socket and the token.
+"""HTTP/1.1 with streamed answers: which connection a request goes to.
 
-Owns connections: opening, keeping, framing (chunked, by length, until close). Must never read a token: it hands the
-bytes of an answer to its TokenStream with the time at which they were received.
+Owns the address and the pool of connections (connection.py); an answer's framing is framing.py's. Must never read a
+token, and never follows a redirection: what is measured is the server that was named.
 """
 
 import asyncio
+import socket
 import ssl
-import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
 from urllib.parse import urlsplit
 
+from diptych.bench.connection import Connection, Place, TlsConnection
+from diptych.bench.connection import now_ns as now_ns
+from diptych.bench.poller import Poller
+from diptych.bench.poller import poller as new_poller
 from diptych.bench.stream import TokenStream
 from diptych.control.errors import ConfigError
+from diptych.control.slo import NS_PER_S
 
-now_ns = time.perf_counter_ns  # the clock of every time stamp in this package
+MOST_OPENING = 64  # connections that wait for the server at once, ahead of requests
 KEPT_S = 2.0  # an idle connection older than this may be closed by the server at any moment
 
 
@@ -36,6 +41,8 @@ class Address:
             port = parts.port
         except ValueError:
             raise ConfigError(f"url is {url!r}; its port is no number", param="url") from None
+        if parts.username is not None or parts.password is not None:
+            raise ConfigError("url has a user or a password in it; give a key with --api-key", param="url")
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
             raise ConfigError(f"url is {url!r}; expected http://host:port", param="url")
         is_tls = parts.scheme == "https"
@@ -49,194 +56,23 @@ class Address:
         return f"{host}:{self.port}"
 
 
-class Connection(asyncio.Protocol):
-    """One connection; one answer at a time."""
-
-    def __init__(self, client: "Client") -> None:
-        self._client = client
-        self._transport: asyncio.Transport | None = None
-        self._stream: TokenStream | None = None
-        self._request = b""
-        self._buffer = b""
-        self._in_head = True
-        self._is_chunked = False
-        self._is_events = False
-        self._left = -1  # bytes of a body with a length; -1: until the connection ends
-        self._keeps = True
-        self._is_steady = False  # in the middle of a chunked stream of events
-        self._got_bytes = False
-        self._was_used = False
-        self.idle_since_ns = 0
-
-    @property
-    def is_open(self) -> bool:
-        """Whether something can be sent."""
-        return self._transport is not None and not self._transport.is_closing()
-
-    def send(self, request: bytes, stream: TokenStream) -> None:
-        """Ask; the stream gets what comes back."""
-        assert self._transport is not None and self._stream is None
-        self._stream, self._request = stream, request
-        stream.connection = self
-        self._in_head, self._got_bytes, self._is_chunked, self._is_events = True, False, False, False
-        self._left, self._keeps, self._is_steady = -1, True, False
-        self._transport.write(request)
-
-    def abort(self) -> None:
-        """Close at once; nobody is told."""
-        self._stream = None
-        if self._transport is not None:
-            self._transport.abort()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Open."""
-        self._transport = cast(asyncio.Transport, transport)
-        self._client.connections.add(self)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Closed by the other side, by an error, or by us."""
-        self._transport = None
-        self._client.connections.discard(self)
-        stream, self._stream = self._stream, None
-        if stream is None:
-            return
-        if self._was_used and not self._got_bytes:  # it was closed while it was idle, and nobody knew
-            self._client.send_on_new(self._request, stream)
-        elif exc is not None:
-            stream.finish(now_ns(), f"connection lost: {exc}")
-        elif self._in_head or self._is_chunked or self._left > 0:
-            stream.finish(now_ns(), "the connection ended in the middle of the answer")
-        else:
-            stream.finish(now_ns())
-
-    def data_received(self, data: bytes) -> None:
-        """The next bytes of an answer."""
-        now = now_ns()
-        stream = self._stream
-        if stream is None:
-            return
-        if self._is_steady and not self._buffer:  # nearly always: one whole chunk, read without further ado
-            line_end = data.find(b"\r\n")
-            size = len(data) - line_end - 4
-            if size > 0 and data[:line_end].lower() == b"%x" % size:
-                stream.feed(data[line_end + 2 : -2], now)
-                return
-        if self._buffer:
-            data = self._buffer + data
-            self._buffer = b""
-        if self._in_head:
-            self._got_bytes = True
-            head, mark, data = data.partition(b"\r\n\r\n")
-            if not mark:
-                self._buffer = head
-                return
-            self._on_head(head, now)
-            if not data and self._left != 0:
-                return
-        if self._is_chunked:
-            self._on_chunks(data, now)
-        else:
-            self._on_plain(data, now)
-
-    def _on_head(self, head: bytes, now: int) -> None:
-        assert self._stream is not None
-        first, *lines = head.split(b"\r\n")
-        status = first.split(b" ", 2)
-        if len(status) < 2 or not first.startswith(b"HTTP/1.") or not status[1].isdigit():
-            self._fail(f"no HTTP: {first[:60]!r}", now)
-            return
-        self._stream.status = int(status[1])
-        self._keeps = first.startswith(b"HTTP/1.1")
-        for line in lines:
-            name, _, value = line.partition(b":")
-            name, value = name.lower(), value.strip().lower()
-            if name == b"transfer-encoding":
-                self._is_chunked = value == b"chunked"
-            elif name == b"content-length" and value.isdigit():
-                self._left = int(value)
-            elif name == b"content-type":
-                self._is_events = value.startswith(b"text/event-stream")
-            elif name == b"connection" and value == b"close":
-                self._keeps = False
-            elif name == b"retry-after":
-                try:
-                    self._stream.retry_after_s = float(value)
-                except ValueError:
-                    self._stream.retry_after_s = None
-        self._in_head = False
-        self._is_steady = self._is_chunked and self._is_events
-
-    def _on_chunks(self, data: bytes, now: int) -> None:
-        """Whole chunks; a piece of one waits for its rest."""
-        position = 0
-        while True:
-            line_end = data.find(b"\r\n", position)
-            if line_end < 0:
-                break
-            try:
-                size = int(data[position:line_end].partition(b";")[0], 16)
-            except ValueError:
-                self._fail(f"no chunk: {data[position : position + 40]!r}", now)
-                return
-            start = line_end + 2
-            end = start + size
-            if len(data) < end + 2:
-                break
-            if size == 0:
-                self._finish(now)
-                return
-            self._on_payload(data[start:end], now)
-            position = end + 2
-        self._buffer = data[position:]
-
-    def _on_plain(self, data: bytes, now: int) -> None:
-        if data:
-            self._on_payload(data, now)
-        if self._left >= 0:
-            self._left -= len(data)
-            if self._left <= 0:
-                self._finish(now)
-
-    def _on_payload(self, payload: bytes, now: int) -> None:
-        stream = self._stream
-        if stream is None:
-            return
-        if self._is_events:
-            stream.feed(payload, now)
-        else:
-            stream.body += payload
-
-    def _fail(self, message: str, now: int) -> None:
-        stream = self._stream
-        self.abort()
-        if stream is not None:
-            stream.finish(now, message)
-
-    def _finish(self, now: int) -> None:
-        stream, self._stream, self._buffer = self._stream, None, b""
-        self._was_used = True
-        if stream is not None:
-            stream.finish(now)
-        if self._keeps:
-            self.idle_since_ns = now
-            self._client.keep(self)
-        elif self._transport is not None:
-            self._transport.close()
-
-
 class Client:
-    """Connections to one server. Idle ones are used again; as many are opened as are needed."""
+    """Connections to one server. Idle ones are used again; as many are opened as are needed. No proxy is ever used."""
 
     def __init__(self, address: Address, headers: Mapping[str, str] | None = None) -> None:
         self._address = address
-        self._host = address.host
         self._tls = ssl.create_default_context() if address.is_tls else None
         lines = [f"Host: {address.netloc}", "Accept: text/event-stream, application/json"]
         lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
         self._headers = "\r\n".join(lines)
-        self.connections: set[Connection] = set()  # that are open
-        self._idle: list[Connection] = []
-        self._opening: set[asyncio.Task[None]] = set()
+        self._places: list[Place] = []  # that the name stands for: looked up once, with the one that answered first
+        self._poller: Poller | None = None
+        self._connections: set[Connection] = set()
+        self._idle: deque[Connection] = deque()  # or opening, ahead of a request: these at the left
+        self._opening: set[Connection] = set()  # ahead of a request
+        self._looked_ns = 0  # for idle ones that are stale
+        self._looking_up: set[asyncio.Task[None]] = set()
+        self.num_retried = 0
 
     def head(self, method: str, path: str) -> bytes:
         """The constant part of a request; ``Content-Length`` and the body follow."""
@@ -248,11 +84,11 @@ class Client:
         stream.sent_ns = now = now_ns()
         while self._idle:
             connection = self._idle.pop()
-            if connection.is_open and now - connection.idle_since_ns < KEPT_S * 1e9:
+            if not connection.is_gone and now - connection.idle_since_ns < KEPT_S * NS_PER_S:
                 connection.send(request, stream)
                 return
             connection.abort()
-        self.send_on_new(request, stream)
+        self._send_on_new(request, stream)
 
     async def fetch(self, method: str, path: str, body: bytes = b"") -> TokenStream:
         """One request whose reply is no stream: status and body."""
@@ -261,43 +97,96 @@ class Client:
         await stream.done
         return stream
 
-    def send_on_new(self, request: bytes, stream: TokenStream) -> None:
-        """Open a connection and send on it."""
-        task = asyncio.get_running_loop().create_task(self._open(request, stream))
-        self._opening.add(task)
-        task.add_done_callback(self._opening.discard)
+    def connect_ahead(self, number: int) -> bool:
+        """Open one more connection towards having so many that are idle; False when none is needed now. One that fails
+        to open does not matter: the request that would have used it opens another, and says what is wrong."""
+        if len(self._opening) >= MOST_OPENING or not self._places:
+            return False
+        if len(self._idle) >= number and (now := now_ns()) - self._looked_ns > KEPT_S / 8 * NS_PER_S:
+            self._looked_ns = now
+            for stale in [one for one in self._idle if one.is_gone or now - one.idle_since_ns > KEPT_S * NS_PER_S]:
+                self._idle.remove(stale)
+                stale.abort()
+        if len(self._idle) >= number:
+            return False
+        connection = self._open()
+        if connection.is_gone:
+            return False
+        connection.idle_since_ns = now_ns()
+        if not connection.is_open:
+            self._opening.add(connection)
+        self._idle.appendleft(connection)
+        return True
 
-    def keep(self, connection: Connection) -> None:
+    def linger(self, may: bool) -> None:
+        """Whether what has come may be read a millisecond later, which is cheaper when much comes (poller.py)."""
+        if self._poller is not None:
+            self._poller.may_linger = may and self._tls is None
+
+    def on_open(self, connection: Connection) -> None:
+        """The address that answered first is asked from then on."""
+        self._opening.discard(connection)
+        if self._places[0] != connection.place:
+            self._places = [connection.place]
+
+    def on_over(self, connection: Connection, *, keeps: bool) -> None:
         """It has nothing to do."""
-        self._idle.append(connection)
+        if keeps:
+            connection.idle_since_ns = now_ns()
+            self._idle.append(connection)
+        else:
+            connection.abort()
+
+    def on_closed(self, connection: Connection) -> None:
+        """It is gone; among the idle ones it is found to be so when one is needed."""
+        self._connections.discard(connection)
+        self._opening.discard(connection)
+
+    def on_unanswered(self, request: bytes, stream: TokenStream) -> None:
+        """Send it again, on a connection that nobody has closed."""
+        self.num_retried += 1
+        self._send_on_new(request, stream)
 
     async def close(self) -> None:
-        """Close every connection, and forget those that are being opened."""
-        for task in self._opening:
+        """Close every connection."""
+        for task in self._looking_up:
             task.cancel()
-        await asyncio.gather(*self._opening, return_exceptions=True)
-        for connection in list(self.connections):
+        await asyncio.gather(*self._looking_up, return_exceptions=True)
+        for connection in list(self._connections):
             connection.abort()
         self._idle.clear()
-        while self.connections:
-            await asyncio.sleep(0)
+        if self._poller is not None:
+            self._poller.close()
+            self._poller = None
 
-    async def _connect(self) -> Connection:
-        """The address that answered first is asked from then on: names are looked up once."""
-        name = self._address.host if self._tls else None
-        transport, connection = await asyncio.get_running_loop().create_connection(
-            lambda: Connection(self), self._host, self._address.port, ssl=self._tls, server_hostname=name
-        )
-        self._host = transport.get_extra_info("peername")[0]
-        return connection
-
-    async def _open(self, request: bytes, stream: TokenStream) -> None:
-        try:
-            connection = await self._connect()
-        except OSError as error:
-            stream.finish(now_ns(), f"cannot connect to {self._address.netloc}: {error.strerror or error}")
-            return
-        if stream.done.done():
-            connection.abort()
-        else:
+    def _send_on_new(self, request: bytes, stream: TokenStream) -> None:
+        if self._places:
+            connection = self._open()
             connection.send(request, stream)
+            return
+        task = asyncio.get_running_loop().create_task(self._look_up(request, stream))
+        self._looking_up.add(task)
+        task.add_done_callback(self._looking_up.discard)
+
+    async def _look_up(self, request: bytes, stream: TokenStream) -> None:
+        address = self._address
+        try:
+            found = await asyncio.get_running_loop().getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            stream.finish(now_ns(), f"cannot connect to {address.netloc}: {error.strerror or error}")
+            return
+        self._places = self._places or [(family, place) for family, _, _, _, place in found]
+        if not stream.done.done():
+            self._send_on_new(request, stream)
+
+    def _open(self) -> Connection:
+        """A connection that is opening."""
+        poller = self._poller = self._poller or new_poller()
+        name = self._address.netloc
+        if self._tls is None:
+            connection = Connection(self, poller, self._places, name)
+        else:
+            connection = TlsConnection(self, poller, self._places, name, (self._tls, self._address.host))
+        self._connections.add(connection)
+        connection.open()
+        return connection

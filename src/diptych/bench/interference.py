@@ -14,7 +14,9 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from diptych.bench.http import now_ns
+from diptych.bench import summary
+from diptych.bench.connection import now_ns
+from diptych.bench.health import HealthWatch
 from diptych.bench.prompts import PromptMaker
 from diptych.bench.session import Session
 from diptych.bench.stream import TokenStream
@@ -28,13 +30,15 @@ from diptych.simulation.workload.spec import RequestSpec
 @dataclass(frozen=True, kw_only=True)
 class InterferenceConfig:
     """quiet_s: the measured time before the long prompt; settle_s: streams run so long before that. behind_s: the short
-    prompt comes so long after the long one. stream_limit: tokens that a stream may have; it is hung up at the end."""
+    prompt comes so long after the long one. stream_limit: tokens that a stream may have; it is hung up at the end.
+    ahead_tokens: the long prompt of the part without streams; None: long_tokens there too."""
 
     streams: int = 4
     stream_tokens: int = 512
     stream_limit: int = 3000
     long_tokens: int = 4096
     short_tokens: int = 32
+    ahead_tokens: int | None = None
     repetitions: int = 3
     settle_s: float = 1.0
     quiet_s: float = 4.0
@@ -44,20 +48,33 @@ class InterferenceConfig:
         for name in ("streams", "stream_tokens", "long_tokens", "short_tokens", "repetitions"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1", param=name)
+        if self.stream_limit < 2:
+            raise ConfigError(f"stream_limit is {self.stream_limit}; it must be at least 2", param="stream_limit")
+        if self.ahead_tokens is not None and self.ahead_tokens < 1:
+            raise ConfigError(f"ahead_tokens is {self.ahead_tokens}; it must be at least 1", param="ahead_tokens")
+
+    @property
+    def ahead(self) -> int:
+        """Tokens of the prompt that a short one waits behind on the idle server."""
+        return self.ahead_tokens or self.long_tokens
 
 
 @dataclass(kw_only=True)
 class Repetition:
-    """One time through the scenario; nanoseconds. control: gaps in as long a time without a long prompt."""
+    """One time through the scenario; nanoseconds, rates in tokens per second of all streams together. control: gaps in
+    as long a time without a long prompt. idle_long, idle_short, behind_short: without streams."""
 
     before: list[int] = field(default_factory=list)
     during: list[int] = field(default_factory=list)
     control: list[int] = field(default_factory=list)
+    rate_before: float = 0.0
+    rate_during: float = 0.0
     long_ttft: int = 0
     short_ttft: int = 0
     idle_short: int = 0
     idle_long: int = 0
     behind_short: int = 0
+    around: list[tuple[float, float]] = field(default_factory=list)
     streams_ended: bool = False  # before the long prompt's first token: then "during" is cut short
 
 
@@ -65,32 +82,49 @@ Say = Callable[[str], None]
 
 
 async def interference(session: Session, config: InterferenceConfig, say: Say = lambda _: None) -> dict[str, Any]:
-    """The scenario, ``repetitions`` times; what came of it as plain data. A request that fails is a ConfigError."""
+    """The scenario, ``repetitions`` times; what came of it as plain data. A request that fails ends it: with a
+    ConfigError in the first repetition; later that is ``session.broken``, and the repetitions before it count."""
     kept: list[Repetition] = []
     limit = session.target.facts.max_model_len
     if limit is not None:
-        longest = max(config.long_tokens + 4, config.stream_tokens + config.stream_limit)
+        longest = max(config.long_tokens + 4, config.ahead + 4, config.stream_tokens + config.stream_limit)
         if longest > limit:
-            message = f"the scenario needs a context of {longest:,} tokens; the server has {limit:,}"
+            message = (
+                f"the scenario needs a context of {longest:,} tokens; the server has {limit:,} (--long-tokens and "
+                "--ahead-tokens are prompts; --stream-tokens and --stream-limit together are a stream)"
+            )
             raise ConfigError(message, param="long_tokens")
+    watch = HealthWatch()
+    watch.start()
     for index in range(config.repetitions):
         if session.stop.is_set():
             break
         maker = session.target.prompt_maker(f"{session.salt}/interference/{index}")
-        scene = _Scene(session, config, maker)
-        one = Repetition()
-        await scene.with_streams(one)
-        await session.settle()
-        await scene.control(one)
-        await session.settle()
-        await scene.alone(one)
+        try:
+            one = await _repetition(session, _Scene(session, config, maker))
+        except ConfigError as error:
+            if not kept:
+                raise
+            session.broken = error
+            break
         if session.stop.is_set():
             break
         kept.append(one)
         say(_sentence(index, one))
+    client = summary.client(watch.stop(0, []))
     if not kept:
         raise ConfigError("stopped before the first repetition was over", param="interference")
-    return outcome(kept, config)
+    return {**outcome(kept, config), "client": client}
+
+
+async def _repetition(session: Session, scene: "_Scene") -> Repetition:
+    one = Repetition()
+    await scene.with_streams(one)
+    await session.settle()
+    await scene.control(one)
+    await session.settle()
+    await scene.alone(one)
+    return one
 
 
 class _Scene:
@@ -108,6 +142,7 @@ class _Scene:
         streams = await self._start_streams("with")
         quiet = now_ns()
         await self._pause(config.quiet_s)
+        self._check(streams)
         long = self._send("long", config.long_tokens, 4)
         await self._pause(config.behind_s)
         short = self._send("short", config.short_tokens, 4)
@@ -119,6 +154,9 @@ class _Scene:
         one.long_ttft, one.short_ttft = _ttft(long), _ttft(short)
         one.before = _gaps(streams, quiet, long.sent_ns, whole=True)
         one.during = _gaps(streams, long.sent_ns, long.stamps[0], whole=False)
+        one.around = _around(streams, quiet, long.sent_ns)
+        one.rate_before = _tokens_per_s(streams, quiet, long.sent_ns)
+        one.rate_during = _tokens_per_s(streams, long.sent_ns, long.stamps[0])
 
     async def control(self, one: Repetition) -> None:
         """Streams, and nothing, for as long."""
@@ -136,7 +174,7 @@ class _Scene:
         await self._wait(short)
         long = self._send("long/alone", config.long_tokens, 4)
         await self._wait(long)
-        first = self._send("long/first", config.long_tokens, 2)
+        first = self._send("long/first", config.ahead, 2)
         await self._pause(config.behind_s)
         behind = self._send("short/behind", config.short_tokens, 4)
         await self._wait(first, behind)
@@ -150,10 +188,20 @@ class _Scene:
         while not all(stream.stamps or stream.done.done() for stream in streams):
             await asyncio.sleep(0.01)
         await self._pause(config.settle_s)
-        failed = [stream.error for stream in streams if stream.error]
-        if failed:
-            raise ConfigError(f"a stream failed: {failed[0]}", param="url")
+        self._check(streams)
         return streams
+
+    def _check(self, streams: Sequence[TokenStream]) -> None:
+        """All must be running still, or there is nothing to compare."""
+        for stream in streams:
+            if stream.error:
+                raise ConfigError(f"a stream failed: {stream.error}", param="url")
+            if stream.done.done() and not self._session.stop.is_set():
+                message = (
+                    f"a stream ended after {stream.output_tokens:,} tokens, before the long prompt came: give it a "
+                    "higher --stream-limit, or a shorter --quiet"
+                )
+                raise ConfigError(message, param="stream_limit")
 
     def _send(self, name: str, prompt_tokens: int, output_tokens: int) -> TokenStream:
         spec = RequestSpec(arrival_ns=0, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
@@ -205,6 +253,12 @@ def outcome(kept: Sequence[Repetition], config: InterferenceConfig) -> dict[str,
         "factors": factors,
         "control_factor": median(controls),
         "control_factors": controls,
+        "gaps_ms": {name: _all_ms(kept, name) for name in ("before", "during", "control")},
+        "around": {"gaps": kept[0].around, "long_ttft_s": kept[0].long_ttft / NS_PER_S},
+        "stream_tokens_per_s": {
+            "before": median(one.rate_before for one in kept),
+            "during": median(one.rate_during for one in kept),
+        },
         "ttft_ms": {
             "long": middle("long_ttft"),
             "long_alone": middle("idle_long"),
@@ -233,22 +287,27 @@ def tables(result: dict[str, Any]) -> list[Table]:
         )
     ]
     ttft = result["ttft_ms"]
+    long, short = f"{config['long_tokens']:,}", f"{config['short_tokens']:,}"
+    behind = milliseconds(ttft["short_behind_long"])
     waits = (
-        ("long prompt, alone", milliseconds(ttft["long_alone"])),
-        ("long prompt, among the streams", milliseconds(ttft["long"])),
-        ("short prompt, alone", milliseconds(ttft["short_alone"])),
-        ("short prompt behind the long one", milliseconds(ttft["short_behind_long"])),
-        ("short prompt behind the long one, among the streams", milliseconds(ttft["short_behind_long_among_streams"])),
+        (f"{long} tokens, alone", milliseconds(ttft["long_alone"])),
+        (f"{long} tokens, among the streams", milliseconds(ttft["long"])),
+        (f"{short} tokens, alone", milliseconds(ttft["short_alone"])),
+        (f"{short} tokens behind {config['ahead_tokens'] or config['long_tokens']:,}", behind),
+        (f"{short} tokens behind {long}, among the streams", milliseconds(ttft["short_behind_long_among_streams"])),
     )
+    pace = result["stream_tokens_per_s"]
     factors = (
         ("gaps: p99 during / before", number(result["factor"], 2), _each(result["factors"])),
         ("the same without a long prompt", number(result["control_factor"], 2), _each(result["control_factors"])),
         ("TTFT of the short prompt: behind / alone", number(result["ttft_factor"], 2), _each(result["ttft_factors"])),
+        ("tokens/s of the streams: before", number(pace["before"], 0), ""),
+        ("tokens/s of the streams: during", number(pace["during"], 0), ""),
     )
     return [
         Table(f"Gaps of {config['streams']} streams, ms", ("", *names), tuple(rows)),
         Table("Time to first token, ms (median)", ("", "ms"), waits),
-        Table("Interference factors", ("", "median", "each"), factors),
+        Table("Interference", ("", "median", "each"), factors),
     ]
 
 
@@ -276,6 +335,28 @@ def _gaps(streams: Sequence[TokenStream], start: int, end: int, *, whole: bool) 
     if whole:
         return [later - earlier for earlier, later in pairs if earlier >= start and later <= end]
     return [later - earlier for earlier, later in pairs if later > start and earlier < end]
+
+
+def _tokens_per_s(streams: Sequence[TokenStream], start: int, end: int) -> float:
+    count = 0
+    for stream in streams:
+        sizes = stream.sizes if len(stream.sizes) == len(stream.stamps) else None
+        for place, stamp in enumerate(stream.stamps):
+            if start <= stamp < end:
+                count += sizes[place] if sizes else 1
+    return count * NS_PER_S / max(1, end - start)
+
+
+def _around(streams: Sequence[TokenStream], start: int, middle: int) -> list[tuple[float, float]]:
+    """(seconds from ``middle`` to its end, milliseconds) of each gap that ended after ``start``."""
+    pairs = (pair for stream in streams for pair in pairwise(stream.stamps))
+    found = ((later - middle, later - earlier) for earlier, later in pairs if later >= start)
+    return [(round(at / NS_PER_S, 4), round(gap / NS_PER_MS, 3)) for at, gap in found]
+
+
+def _all_ms(kept: Sequence[Repetition], name: str) -> list[float]:
+    """Gaps of all repetitions, to the microsecond."""
+    return [round(gap / NS_PER_MS, 3) for one in kept for gap in getattr(one, name)]
 
 
 def _ttft(stream: TokenStream) -> int:

@@ -6,23 +6,32 @@ waits for its own. Must never judge a figure (summary.py) or print.
 
 import asyncio
 import math
+import resource
+from bisect import bisect_right, insort
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field, replace
 
+from diptych.bench.conversations import Conversations, TurnCounts
 from diptych.bench.health import Health, HealthWatch
 from diptych.bench.http import now_ns
+from diptych.bench.objectives import Objectives
 from diptych.bench.pacing import Pacer, pacer
-from diptych.bench.prompts import PromptMaker
-from diptych.bench.records import RequestRecord, is_late, record
+from diptych.bench.records import RequestRecord, record
 from diptych.bench.stream import TokenStream
-from diptych.bench.target import Target
-from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo
+from diptych.bench.target import Target, no_tokens
+from diptych.control.errors import ConfigError
+from diptych.control.slo import NS_PER_MS, NS_PER_S
 from diptych.simulation.workload.spec import ClosedLoop, RequestSpec, Workload
 
 LEAD_NS = 50 * NS_PER_MS  # from deciding to start to the first request
 FINE_NS = 3 * NS_PER_MS  # closer than this to its time a request is waited for by the pacer: loop timers tick in ms
-PREPARED = 64  # bodies made ahead of their time
+PREPARED, MOST_PREPARED = 64, 4096  # bodies made ahead of their time, the second for what is due within SOON_NS
+SOON_NS = NS_PER_S
+CONNECT_NS = 250 * NS_PER_MS  # how long before its time a request's connection is opened, when the client has time
+SPARE_FILES = 32  # that a run needs beside its connections
+LATE_BODY_NS = 5 * NS_PER_MS  # how long before its time a body is made that waits for an earlier answer
 SWEEP_S = 0.25
 
 
@@ -51,7 +60,7 @@ class LoadOptions:
     """slo: for requests that name none. duration_s: nothing is sent after that. give_up: ends a run early, asked four
     times a second. watch: told about progress as often."""
 
-    slo: Slo = field(default_factory=Slo)
+    slo: Objectives = field(default_factory=Objectives)
     duration_s: float | None = None
     watch: Watcher | None = None
     give_up: GiveUp | None = None
@@ -67,6 +76,7 @@ class LoadResult:
     health: Health
     ended: str
     total: int  # requests that the workload has
+    turns: TurnCounts | None = None  # of conversations; None where there are none
 
 
 def ramped(workload: Iterable[RequestSpec], start_rate: float, end_rate: float, over_s: float) -> Iterator[RequestSpec]:
@@ -90,16 +100,17 @@ def ramped(workload: Iterable[RequestSpec], start_rate: float, end_rate: float, 
 class Load:
     """One run of a workload."""
 
-    def __init__(self, target: Target, prompts: PromptMaker, options: LoadOptions, stop: asyncio.Event) -> None:
+    def __init__(self, target: Target, talks: Conversations, options: LoadOptions, stop: asyncio.Event) -> None:
         self._target = target
-        self._prompts = prompts
+        self._talks = talks
         self._options = options
         self._stop = stop
         self._start_ns = 0
         self._records: list[RequestRecord] = []
         self._running: dict[int, tuple[RequestSpec, TokenStream]] = {}
         self._outcomes: dict[int, str] = {}
-        self._sent = self._total = self._tokens = 0
+        self._sent = self._total = self._tokens = self._yielded_ns = 0
+        self._num_completed = self._num_failed = self._num_judged = self._num_met = 0
         self._ended = "done"
         self._ttfts: list[int] = []
         self._all_done = asyncio.Event()
@@ -109,18 +120,32 @@ class Load:
         self._total = total
         async with self._watching():
             bodies = self._bodies(workload)
+            await self._get_ready(bodies)
             with closing(pacer()) as clock:
                 while (ready := next(bodies, None)) is not None:
                     number, spec, body = ready
-                    if not await self._wait_until(self._start_ns + spec.arrival_ns, clock, bodies):
+                    due = self._start_ns + spec.arrival_ns
+                    if body is None and await self._wait_until(due - LATE_BODY_NS, clock, bodies):
+                        body = self._talks.delayed_body(number, spec, self._slo(spec))
+                    if body is None or not await self._wait_until(due, clock, bodies):
                         break
-                    self._send(number, spec, body, self._start_ns + spec.arrival_ns)
+                    self._send(number, spec, body, due)
+                    if now_ns() - self._yielded_ns > NS_PER_MS:  # in a burst: what has come is read too
+                        await self._yield()
             await self._drain()
         return self._result
 
     async def closed_loop(self, workload: ClosedLoop) -> LoadResult:
-        """Each client asks, waits for its answer, thinks, and asks again."""
+        """Each client asks, waits for its answer, thinks, and asks again. Raises ConfigError for more clients than this
+        process can have connections."""
         self._total = len(workload)
+        allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if min(workload.concurrency, len(workload)) > allowed - SPARE_FILES:
+            message = (
+                f"concurrency is {workload.concurrency:,}; this process may have {allowed:,} open files (ulimit -n)"
+            )
+            raise ConfigError(message, param="concurrency")
+        self._target.client.linger(False)  # what a client asks next depends on when its answer ended
         async with self._watching():
             await asyncio.gather(*(self._client(workload, client) for client in range(workload.concurrency)))
             await self._drain()
@@ -129,15 +154,28 @@ class Load:
     async def _client(self, workload: ClosedLoop, client: int) -> None:
         while not self._is_over() and (spec := workload.next_request(client, max(0, now_ns() - self._start_ns))):
             due = self._start_ns + spec.arrival_ns
-            if (pause := due - now_ns()) > 0 and await self._stopped_within(pause / NS_PER_S):
-                return
             number = self._sent
+            body = self._talks.body(number, spec, self._slo(spec))
             self._sent += 1
-            body = self._target.body(self._prompts.units(spec, number), spec, self._slo(spec))
-            await self._send(number, spec, body, max(due, now_ns()), counted=True).done
+            if (pause := due - now_ns()) <= 0:
+                due = now_ns()  # it wanted to ask at once; making its question is not the server's time
+            elif await self._stopped_within(pause / NS_PER_S) or self._is_over():
+                self._sent -= 1
+                return
+            await self._send(number, spec, body, due, counted=True).done
 
     def _bodies(self, workload: Iterable[RequestSpec]) -> "Prepared":
-        return Prepared(self._target, self._prompts, workload, self._slo)
+        return Prepared(self._talks, workload, self._slo)
+
+    async def _get_ready(self, bodies: "Prepared") -> None:
+        """Before the start: what is needed for the first requests."""
+        while bodies.prepare_one(0) or self._target.client.connect_ahead(bodies.num_due(CONNECT_NS)):
+            await asyncio.sleep(0)
+        self._start_ns = now_ns() + LEAD_NS
+
+    async def _yield(self) -> None:
+        await asyncio.sleep(0)
+        self._yielded_ns = now_ns()
 
     async def _wait_until(self, due: int, clock: Pacer, bodies: "Prepared") -> bool:
         """False when the run is over before that. Time left over makes bodies of later requests."""
@@ -146,8 +184,9 @@ class Load:
             self._ended = "duration"
             return False
         while (left := due - now_ns()) > FINE_NS:
-            if bodies.prepare_one():
-                await asyncio.sleep(0)
+            now = now_ns() - self._start_ns
+            if self._target.client.connect_ahead(bodies.num_due(now + CONNECT_NS)) or bodies.prepare_one(now):
+                await self._yield()
             elif await self._stopped_within((left - FINE_NS / 2) / NS_PER_S):
                 return False
         if left > 0:
@@ -169,11 +208,11 @@ class Load:
             return True
         return self._stop.is_set()
 
-    def _slo(self, spec: RequestSpec) -> Slo:
-        return spec.slo.or_else(self._options.slo) if spec.slo else self._options.slo
+    def _slo(self, spec: RequestSpec) -> Objectives:
+        return self._options.slo.for_request(spec.slo)
 
     def _send(self, number: int, spec: RequestSpec, body: bytes, due: int, *, counted: bool = False) -> TokenStream:
-        stream = TokenStream(due)
+        stream = self._talks.stream(due, spec)
         if not counted:
             self._sent += 1
         self._running[number] = (spec, stream)
@@ -195,14 +234,17 @@ class Load:
         spec, stream = self._running.pop(number)
         outcome = self._outcomes.pop(number, "completed" if stream.is_complete and stream.stamps else "failed")
         if outcome == "failed" and stream.is_complete:
-            stream.error = "the answer has no tokens"
-        slo = self._slo(spec)
-        judged = slo if slo.ttft_ns is not None or slo.tpot_ns is not None else None
-        made = record(number, spec, stream, judged, self._start_ns, outcome)
+            stream.error = no_tokens(stream)
+        made = record(number, spec, stream, self._slo(spec), self._start_ns, outcome)
         self._records.append(made)
+        self._talks.on_end(spec, stream)
         self._tokens += made.output_tokens
+        self._num_completed += made.is_completed
+        self._num_failed += outcome == "failed"
+        self._num_judged += made.slo_met is not None
+        self._num_met += bool(made.slo_met)
         if made.ttft_ns is not None:
-            self._ttfts.append(made.ttft_ns)
+            insort(self._ttfts, made.ttft_ns)
         if not self._running:
             self._all_done.set()
 
@@ -226,11 +268,16 @@ class Load:
         health = HealthWatch()
         health.start()
         self._start_ns = now_ns() + LEAD_NS
+        self._target.client.linger(True)
         sweep = asyncio.create_task(self._sweep())
+        sweep.add_done_callback(lambda _: self._stop.set())  # one that fails ends the run
         try:
             yield
         finally:
+            has_failed = sweep.done()
             sweep.cancel()
+        if has_failed:
+            await sweep
         late = [one.sent_ns - one.intended_ns for one in self._records]
         self._result = LoadResult(
             records=sorted(self._records, key=lambda one: one.number),
@@ -239,6 +286,7 @@ class Load:
             health=health.stop(self._tokens, late),
             ended=self._ended,
             total=self._total,
+            turns=self._talks.counts,
         )
 
     async def _sweep(self) -> None:
@@ -262,22 +310,20 @@ class Load:
 
     def _progress(self, now: int) -> Progress:
         late = sum(
-            is_late(stream.intended_ns, bool(stream.stamps), self._slo(spec), now)
+            bool(self._slo(spec).overdue(now - stream.intended_ns, has_token=bool(stream.stamps)))
             for spec, stream in self._running.values()
         )
-        judged = [one.slo_met for one in self._records if one.slo_met is not None]
-        completed = sum(one.is_completed for one in self._records)
-        ttfts = sorted(self._ttfts)
+        ttfts = self._ttfts
         return Progress(
             elapsed_s=max(0, now - self._start_ns) / NS_PER_S,
             sent=self._sent,
             total=self._total,
             running=len(self._running),
-            completed=completed,
-            failed=sum(one.outcome == "failed" for one in self._records),
+            completed=self._num_completed,
+            failed=self._num_failed,
             tokens=self._tokens + sum(len(stream.stamps) for _, stream in self._running.values()),
-            met=sum(judged),
-            judged=len(judged) + late,
+            met=self._num_met,
+            judged=self._num_judged + late,
             ttft_p50_ms=ttfts[len(ttfts) // 2] / NS_PER_MS if ttfts else None,
         )
 
@@ -287,34 +333,43 @@ class Prepared:
 
     def __init__(
         self,
-        target: Target,
-        prompts: PromptMaker,
+        talks: Conversations,
         workload: Iterable[RequestSpec],
-        slo: Callable[[RequestSpec], Slo],
+        slo: Callable[[RequestSpec], Objectives],
     ) -> None:
-        self._target = target
-        self._prompts = prompts
+        self._talks = talks
         self._specs = enumerate(workload)
         self._slo = slo
-        self._ready: list[tuple[int, RequestSpec, bytes]] = []
+        self._ready: deque[tuple[int, RequestSpec, bytes | None]] = deque()
 
-    def __iter__(self) -> Iterator[tuple[int, RequestSpec, bytes]]:
+    def __iter__(self) -> Iterator[tuple[int, RequestSpec, bytes | None]]:
         return self
 
-    def __next__(self) -> tuple[int, RequestSpec, bytes]:
+    def __next__(self) -> tuple[int, RequestSpec, bytes | None]:
+        """Number, request and body; no body yet when an answer that belongs into it is still on its way."""
         if not self._ready and not self._make():
             raise StopIteration
-        return self._ready.pop(0)
+        return self._ready.popleft()
 
-    def prepare_one(self) -> bool:
-        """Make one more body ahead; False when there are enough."""
-        return len(self._ready) < PREPARED and self._make()
+    def prepare_one(self, now_ns: int) -> bool:
+        """Make one more body ahead; False when there are enough. ``now_ns``: from the start of the run."""
+        ready = self._ready
+        is_far = len(ready) >= PREPARED and ready[-1][1].arrival_ns > now_ns + SOON_NS
+        return not is_far and len(ready) < MOST_PREPARED and self._make()
+
+    def num_due(self, before_ns: int) -> int:
+        """Requests with bodies that are due before that."""
+        return bisect_right(self._ready, before_ns, key=lambda one: one[1].arrival_ns)
 
     def _make(self) -> bool:
         item = next(self._specs, None)
         if item is None:
             return False
         number, spec = item
-        body = self._target.body(self._prompts.units(spec, number), spec, self._slo(spec))
+        body = None
+        if self._talks.can_be_made(spec):
+            body = self._talks.body(number, spec, self._slo(spec))
+        else:
+            self._talks.delay(spec)
         self._ready.append((number, spec, body))
         return True

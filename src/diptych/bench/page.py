@@ -9,15 +9,12 @@ from html import escape
 from typing import Any
 
 from diptych.bench import charts, tables
-from diptych.bench.interference import tables as interference_tables
+from diptych.bench.interference import tables as _tables
 from diptych.bench.records import RequestRecord
 from diptych.bench.stalls import Stall
 from diptych.bench.words import slo
 from diptych.control.slo import NS_PER_MS, NS_PER_S
-from diptych.simulation.report.elements import chart_grid, heading, html_table
-from diptych.simulation.report.html import LOGO
-from diptych.simulation.report.plots import patterns
-from diptych.simulation.report.style import STYLE
+from diptych.simulation.report.elements import card_list, chart_grid, heading, html_table, page_head
 from diptych.simulation.report.text import milliseconds, number, percent
 
 
@@ -33,6 +30,8 @@ def _run(data: Mapping[str, Any], records: Sequence[Sequence[RequestRecord]]) ->
     shown = [tables.latency_table(summary), tables.service_table(summary), tables.client_table(summary)]
     if data["classes"]:
         shown.insert(1, tables.class_table(data["classes"]))
+    if summary["errors"]:
+        shown.append(tables.error_table(summary["errors"]))
     parts += [heading("Numbers"), *map(html_table, shown)]
     duration_ns = int(summary["duration_s"] * NS_PER_S)
     parts += [heading("Over time"), chart_grid(charts.time_figures(records[0], duration_ns))]
@@ -45,29 +44,24 @@ def _series(data: Mapping[str, Any], records: Sequence[Sequence[RequestRecord]])
     goodput = data.get("goodput")
     target = goodput["config"]["attainment"] if goodput else None
     figures = charts.rate_figures(data["points"], target, goodput["estimate"] if goodput else None)
-    return heading("Over the rate") + chart_grid(figures) + html_table(tables.probe_table(data["points"]))
+    return (
+        heading("Over the rate") + chart_grid(figures) + "".join(map(html_table, tables.probe_tables(data["points"])))
+    )
 
 
 def _interference(data: Mapping[str, Any], records: Sequence[Sequence[RequestRecord]]) -> str:
-    return heading("Numbers") + "".join(map(html_table, interference_tables(data["interference"])))
+    found = data["interference"]
+    figures = charts.gap_figures(found)
+    return heading("Gaps") + chart_grid(figures) + heading("Numbers") + "".join(map(html_table, _tables(found)))
 
 
 def _objectives(data: Mapping[str, Any]) -> dict[str, float]:
-    asked = slo(data["settings"]["slo"])
-    pairs = (("ttft", asked.ttft_ns), ("tpot", asked.tpot_ns))
-    return {name: value / NS_PER_MS for name, value in pairs if value is not None}
+    return {name: value / NS_PER_MS for name, value in slo(data["settings"]["slo"]).items()}
 
 
 def _head(data: Mapping[str, Any]) -> str:
-    title = escape(data["server"]["model"])
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        f"<title>{title} - Diptych</title><style>{STYLE}</style></head><body>{patterns()}"
-        f'<header><div class="mark">{LOGO}<span>Diptych bench</span></div><h1>{title}</h1>'
-        f'<p class="lead">{escape(_lead(data))}</p>{_warning(data)}{_cards(data)}</header>'
-    )
+    below = _warning(data) + card_list(_cards(data))
+    return page_head("Diptych bench", data["server"]["model"], _lead(data), below)
 
 
 def _lead(data: Mapping[str, Any]) -> str:
@@ -76,25 +70,25 @@ def _lead(data: Mapping[str, Any]) -> str:
     objectives = f" Objectives: {asked}." if asked else ""
     if data["mode"] == "run":
         summary = data["summary"]
-        return f"{summary['num_requests']:,} requests in {number(summary['duration_s'])} s at {where}{objectives}"
+        early = "" if summary["ended"] == "done" else f" The run ended early ({summary['ended']})."
+        return (
+            f"{summary['num_requests']:,} requests in {number(summary['duration_s'])} s at {where}{objectives}{early}"
+        )
     if data["mode"] == "interference":
         config = data["interference"]["config"]
         return f"{config['streams']} streams and a prompt of {config['long_tokens']:,} tokens at {where}"
-    return f"{len(data['points'])} runs at {where}{objectives}"
-
-
-def _problems(data: Mapping[str, Any]) -> list[str]:
-    summaries = [point["summary"] for point in data.get("points", ())]
-    summaries += [data["summary"]] if "summary" in data else []
-    return list(dict.fromkeys(problem for summary in summaries for problem in summary["client"]["problems"]))
+    count = len(data["points"])
+    return f"{count} {'runs' if count != 1 else 'run'} at {where}{objectives}"
 
 
 def _warning(data: Mapping[str, Any]) -> str:
-    problems = _problems(data)
-    return f"<p><strong>Not reliable:</strong> {escape('; '.join(problems))}.</p>" if problems else ""
+    problems = tables.problems(data)
+    parts = [f"<p><strong>Not reliable:</strong> {escape('; '.join(problems))}.</p>"] if problems else []
+    parts += [f"<p><strong>Incomplete:</strong> {escape(data['broken'])}.</p>"] if data.get("broken") else []
+    return "".join(parts)
 
 
-def _cards(data: Mapping[str, Any]) -> str:
+def _cards(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     cards: list[tuple[str, str]] = []
     if data["mode"] == "run":
         summary = data["summary"]
@@ -123,8 +117,7 @@ def _cards(data: Mapping[str, Any]) -> str:
             ("Short TTFT, behind / alone", number(found["ttft_factor"], 2)),
             ("Long TTFT, ms", milliseconds(found["ttft_ms"]["long"])),
         ]
-    drawn = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in cards)
-    return f'<dl class="cards">{drawn}</dl>' if cards else ""
+    return cards
 
 
 def _how(data: Mapping[str, Any]) -> str:

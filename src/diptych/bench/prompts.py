@@ -65,6 +65,10 @@ class PromptMaker:
         """A prompt of its own, for warm-ups and probes."""
         return list(self._draw(name, max(1, round((num_tokens - self._overhead) / self._tokens_per_unit))))
 
+    def words(self, name: str, num_tokens: float) -> list[int]:
+        """So many tokens in the middle of a prompt; at least one unit."""
+        return list(self._draw(name, max(1, round(num_tokens / self._tokens_per_unit))))
+
     def _draw(self, name: str, count: int) -> tuple[int, ...]:
         """Uniform to within 2**-32 of the span, from a hash: equal on every platform."""
         raw = shake_128(f"{self._salt}/{name}".encode()).digest(4 * count)

@@ -12,8 +12,10 @@ from typing import Any
 
 import msgspec
 
+from diptych.bench.objectives import NO_ANSWER, Objectives
 from diptych.bench.stream import TokenStream
-from diptych.control.slo import NS_PER_MS, NS_PER_S, LatencyBreakdown, Slo
+from diptych.control.slo import NS_PER_MS, NS_PER_S
+from diptych.simulation.results import percentile
 from diptych.simulation.workload.spec import RequestSpec
 
 
@@ -21,7 +23,7 @@ from diptych.simulation.workload.spec import RequestSpec
 class RequestRecord:
     """Times in nanoseconds from the start of the run. stamps: one per event with tokens; sizes: tokens of each, where
     the server tells (else empty). outcome: completed, failed, aborted (the client's patience ended), or unfinished (the
-    run ended first). slo_met: None without an objective or when unfinished."""
+    run ended first). missed: which objectives; None without any, or when the run ended before that was known."""
 
     number: int
     kind: str = ""
@@ -37,7 +39,7 @@ class RequestRecord:
     sizes: "array[int]" = field(default_factory=lambda: array("l"))
     error: str | None = None
     status: int = 0
-    slo_met: bool | None = None
+    missed: tuple[str, ...] | None = None
     server_ms: dict[str, float] | None = None
 
     @property
@@ -67,6 +69,16 @@ class RequestRecord:
         """Intended sending to last token (or to the end, without one)."""
         return (self.stamps[-1] if self.stamps else self.end_ns) - self.intended_ns
 
+    @property
+    def slo_met(self) -> bool | None:
+        """Whether it met every objective; None without any, or when nobody knows."""
+        return None if self.missed is None else not self.missed
+
+    @property
+    def itl_p99_ns(self) -> float | None:
+        """The 99th percentile of its own gaps; None without a gap."""
+        return percentile(sorted(self.gaps_ns()), 99) if len(self.stamps) > 1 else None
+
     def gaps_ns(self) -> Iterator[int]:
         """Between neighbouring events: what somebody who watches the stream waits for."""
         stamps = self.stamps
@@ -74,7 +86,7 @@ class RequestRecord:
 
 
 def record(
-    number: int, spec: RequestSpec, stream: TokenStream, slo: Slo | None, start_ns: int, outcome: str
+    number: int, spec: RequestSpec, stream: TokenStream, objectives: Objectives, start_ns: int, outcome: str
 ) -> RequestRecord:
     """The record of a stream that is over; ``start_ns``: of the run, on the clock of the stream."""
     stream.settle()
@@ -97,21 +109,18 @@ def record(
         status=stream.status,
         server_ms=usage.latency if usage else None,
     )
-    return made if slo is None or outcome == "unfinished" else replace(made, slo_met=_is_met(made, slo))
+    if outcome == "unfinished":
+        late = objectives.overdue(made.end_ns - made.intended_ns, has_token=bool(made.stamps))
+        return replace(made, missed=late or None)
+    return replace(made, missed=_missed(made, objectives)) if objectives.has_any else made
 
 
-def _is_met(made: RequestRecord, slo: Slo) -> bool:
+def _missed(made: RequestRecord, objectives: Objectives) -> tuple[str, ...]:
     """An answer that did not come whole met nothing."""
-    ttft_ns, tpot_ns = made.ttft_ns, made.tpot_ns
-    if not made.is_completed or ttft_ns is None:
-        return False
-    later = 0 if tpot_ns is None else tpot_ns
-    return slo.is_met(LatencyBreakdown(0, ttft_ns, later, 1 if tpot_ns is None else 2))
-
-
-def is_late(intended_ns: int, has_token: bool, slo: Slo | None, now_ns: int) -> bool:
-    """Whether a request that is still waiting for its first token has missed its objective already."""
-    return not has_token and slo is not None and slo.ttft_ns is not None and now_ns - intended_ns > slo.ttft_ns
+    if not made.is_completed or made.ttft_ns is None:
+        return (NO_ANSWER,)
+    times = {"ttft": made.ttft_ns, "tpot": made.tpot_ns, "itl": made.itl_p99_ns, "e2e": made.e2e_ns}
+    return objectives.missed(times)
 
 
 def lines(records: Iterable[RequestRecord], *, with_gaps: bool = False) -> Iterator[bytes]:
@@ -134,6 +143,7 @@ def lines(records: Iterable[RequestRecord], *, with_gaps: bool = False) -> Itera
             "output_tokens": one.output_tokens,
             "events": len(one.stamps),
             "slo_met": one.slo_met,
+            "missed": one.missed,
             "status": one.status,
             "error": one.error,
         }

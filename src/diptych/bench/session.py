@@ -17,11 +17,12 @@ from typing import Any, TypeVar
 import msgspec.structs
 import uvloop
 
+from diptych.bench.conversations import Conversations
 from diptych.bench.goodput import Found, GoodputSearch, Measured, SearchConfig
 from diptych.bench.load import Load, LoadOptions, LoadResult, Progress, Watcher, ramped
+from diptych.bench.objectives import Objectives
 from diptych.bench.target import Target, TargetConfig, client_for
 from diptych.control.errors import ConfigError
-from diptych.control.slo import Slo
 from diptych.simulation.workload.config import WorkloadConfig, build
 from diptych.simulation.workload.spec import ClosedLoop, RequestSpec
 
@@ -51,7 +52,7 @@ class BenchConfig:
 
     target: TargetConfig
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
-    slo: Slo = field(default_factory=Slo)
+    slo: Objectives = field(default_factory=Objectives)
     seed: int = 0
     duration_s: float | None = None
     ramp: Ramp | None = None
@@ -83,12 +84,14 @@ class Probe:
 
 
 class Session:
-    """A server that was found and warmed up. ``stop`` ends what is running; what was measured stays."""
+    """A server that was found and warmed up. ``stop`` ends what is running; what was measured stays. ``broken``: what
+    ended a series of runs before its time; what was measured before that stays too."""
 
     def __init__(self, config: BenchConfig, target: Target, stop: asyncio.Event) -> None:
         self.config = config
         self.target = target
         self.stop = stop
+        self.broken: ConfigError | None = None
         self.salt = config.salt if config.salt is not None else f"{time.time_ns():x}"
         self._num_runs = 0
 
@@ -109,7 +112,8 @@ class Session:
         options = LoadOptions(slo=config.slo, duration_s=config.duration_s, watch=watch, give_up=give_up)
         stop = asyncio.Event()
         forward = asyncio.create_task(_forward(self.stop, stop))
-        load = Load(self.target, self.target.prompt_maker(f"{self.salt}/{self._num_runs}"), options, stop)
+        maker = self.target.prompt_maker(f"{self.salt}/{self._num_runs}")
+        load = Load(self.target, Conversations(self.target, maker, are_kept=converses(description)), options, stop)
         self._num_runs += 1
         try:
             with _without_collection():
@@ -134,7 +138,8 @@ class Session:
             met, judged = _counts(result)
             probes.append(Probe(rate=rate, result=result, met=met, judged=judged))
             on_probe(probes[-1])
-            await self.settle()
+            if not await self._has_settled():
+                break
         return probes
 
     async def find_goodput(
@@ -148,7 +153,7 @@ class Session:
     ) -> tuple[Found, list[Probe]]:
         """The highest rate that meets the objectives often enough. Raises ConfigError without objectives."""
         workload = self.config.workload
-        has_slo = self.config.slo != Slo() or workload.slo.to_slo() or any(one.slo for one in workload.classes)
+        has_slo = self.config.slo.has_any or workload.slo.to_slo() or any(one.slo for one in workload.classes)
         if not has_slo and workload.trace is None:
             raise ConfigError("goodput needs objectives: --slo ttft=2s,tpot=50ms", param="slo")
         if workload.arrivals.kind == "closed" or self.config.ramp is not None:
@@ -164,7 +169,7 @@ class Session:
                 watch=watch,
                 give_up=lambda progress: search.is_hopeless(progress.judged - progress.met, progress.total),
             )
-            if result.ended == "stopped":
+            if result.ended == "stopped" or not await self._has_settled():
                 break
             met, judged = _counts(result)
             if not judged:
@@ -173,7 +178,6 @@ class Session:
             probes.append(Probe(rate=rate, result=result, met=met, judged=judged, known=known))
             if on_probe is not None:
                 on_probe(probes[-1], search)
-            await self.settle()
         return search.found, probes
 
     async def settle(self) -> None:
@@ -181,6 +185,15 @@ class Session:
         if not self.stop.is_set():
             await asyncio.sleep(self.config.settle_s)
             await self.target.ask(self.target.prompt_maker(f"{self.salt}/settle/{self._num_runs}").fresh("", 16), 1)
+
+    async def _has_settled(self) -> bool:
+        """False when the server no longer answers: then the run before this says nothing about its rate."""
+        try:
+            await self.settle()
+        except ConfigError as error:
+            self.broken = error
+            return False
+        return True
 
     async def warm_up(self) -> None:
         """Requests like the workload's first, one after another and then together. Raises ConfigError."""
@@ -229,13 +242,21 @@ async def open_session(config: BenchConfig) -> AsyncIterator[Session]:
 
     client = client_for(config.target)
     try:
-        session = Session(config, await Target.find(config.target, client), stop)
+        target = await Target.find(config.target, client)
+        if converses(config.workload):
+            target = await target.with_conversations()
+        session = Session(config, target, stop)
         await session.warm_up()
         loop.add_signal_handler(signal.SIGINT, on_interrupt)
         yield session
     finally:
         loop.remove_signal_handler(signal.SIGINT)
         await client.close()
+
+
+def converses(workload: WorkloadConfig) -> bool:
+    """Whether the workload has conversations of its own; those of a trace are what its identities say."""
+    return workload.trace is None and workload.sessions.max_turns > 1
 
 
 def drive(main: Coroutine[Any, Any, Result]) -> Result:
@@ -259,8 +280,7 @@ def _counts(result: LoadResult) -> tuple[int, int]:
     judged = sum(one.slo_met is not None for one in result.records)
     if result.ended != "given up":
         return judged - missed, judged
-    overdue = sum(one.outcome == "unfinished" and not one.stamps for one in result.records)
-    return max(0, result.total - missed - overdue), result.total
+    return max(0, result.total - missed), result.total
 
 
 async def _forward(first: asyncio.Event, second: asyncio.Event) -> None:

@@ -6,9 +6,11 @@ ones as missed; rates are per second from the start of the workload to its last 
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from itertools import chain
 from typing import Any
 
+from diptych.bench.health import Health
 from diptych.bench.intervals import CONFIDENCE, Interval, binned, block_bootstrap, wilson
 from diptych.bench.load import LoadResult
 from diptych.bench.records import RequestRecord
@@ -20,7 +22,7 @@ def summarize(result: LoadResult) -> dict[str, Any]:
     """Latencies in ms, rates per second, shares 0 to 1, intervals as [low, high]."""
     records = result.records
     done = [one for one in records if one.is_completed]
-    seconds, health = result.duration_ns / NS_PER_S, result.health
+    seconds = result.duration_ns / NS_PER_S
     met = [one for one in records if one.slo_met]
     judged = sum(one.slo_met is not None for one in records)
     outputs, prompts = sum(one.output_tokens for one in done), sum(one.prompt_tokens for one in done)
@@ -38,6 +40,7 @@ def summarize(result: LoadResult) -> dict[str, Any]:
         **latencies(done),
         "attainment": len(met) / judged if judged else None,
         "attainment_interval": _pair(wilson(len(met), judged)) if judged else None,
+        "missed": missed(records),
         "goodput_rps": len(met) / seconds if judged and seconds else None,
         "goodput_interval": _rate_interval(met, len(records), result.duration_ns) if judged else None,
         "throughput_rps": len(done) / seconds if seconds else 0.0,
@@ -46,19 +49,22 @@ def summarize(result: LoadResult) -> dict[str, Any]:
         "total_tokens_per_s": (outputs + prompts) / seconds if seconds else 0.0,
         "tokens_per_event": outputs / events if events else None,
         "cached_token_share": sum(cached) / prompts if cached and prompts else None,
+        "turns": None if result.turns is None else asdict(result.turns),
         "errors": dict(Counter(one.error for one in records if one.outcome == "failed").most_common(10)),
         "confidence": CONFIDENCE,
-        "client": {
-            "cpu_share": health.cpu_share,
-            "cpu_us_per_token": health.cpu_us_per_token,
-            "lag_ms": {
-                "p50": health.lag_p50_ms,
-                "p99": health.lag_p99_ms,
-                "max": health.lag_max_ms,
-            },
-            "late_ms": {"p99": health.late_p99_ms, "max": health.late_max_ms},
-            "problems": list(health.problems),
-        },
+        "client": client(result.health),
+    }
+
+
+def client(health: Health) -> dict[str, Any]:
+    """Whether the client was in the way."""
+    return {
+        "cpu_share": health.cpu_share,
+        "cpu_us_per_token": health.cpu_us_per_token,
+        "wait_share": health.wait_share,
+        "lag_ms": {"p50": health.lag_p50_ms, "p99": health.lag_p99_ms, "max": health.lag_max_ms},
+        "late_ms": {"p99": health.late_p99_ms, "max": health.late_max_ms},
+        "excesses": health.excesses,
     }
 
 
@@ -74,6 +80,11 @@ def latencies(done: Sequence[RequestRecord]) -> dict[str, dict[str, float]]:
     }
 
 
+def missed(records: Iterable[RequestRecord]) -> dict[str, int]:
+    """How many requests missed which objective; a request may miss several, and counts for each."""
+    return dict(Counter(name for one in records for name in one.missed or ()).most_common())
+
+
 def classes(records: Sequence[RequestRecord]) -> dict[str, dict[str, Any]]:
     """Latencies and attainment of each class of requests, by name; {} when all are of one."""
     kinds = sorted({one.kind for one in records})
@@ -87,6 +98,7 @@ def classes(records: Sequence[RequestRecord]) -> dict[str, dict[str, Any]]:
             "num_requests": len(rows),
             **latencies([one for one in rows if one.is_completed]),
             "attainment": sum(judged) / len(judged) if judged else None,
+            "missed": missed(rows),
         }
     return found
 

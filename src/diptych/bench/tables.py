@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from diptych.bench.goodput import Found, GoodputSearch
+from diptych.bench.health import worst_problems
+from diptych.bench.objectives import NO_ANSWER
 from diptych.bench.session import Probe
 from diptych.bench.stalls import Stall
 from diptych.simulation.report.text import Table, milliseconds, number, percent
@@ -23,17 +25,20 @@ def latency_table(summary: Mapping[str, Any], title: str = "Latency, ms") -> Tab
 
 def class_table(classes: Mapping[str, Mapping[str, Any]]) -> Table:
     """One row per class of requests."""
-    shown = (("ttft_ms", "p50"), ("ttft_ms", "p99"), ("tpot_ms", "p99"), ("e2e_ms", "p99"))
+    shown = (("ttft_ms", "p50"), ("ttft_ms", "p99"), ("tpot_ms", "p99"), ("itl_ms", "p99"), ("e2e_ms", "p99"))
     rows = [
         (
             name or "(none)",
             f"{one['num_requests']:,}",
             *(milliseconds(one[key][which]) for key, which in shown),
             percent(one["attainment"]),
+            missed_words(one["missed"]),
         )
         for name, one in classes.items()
     ]
-    columns = ("class", "requests", "TTFT p50", "TTFT p99", "TPOT p99", "E2E p99", "attainment")
+    columns = (
+        "class", "requests", "TTFT p50", "TTFT p99", "TPOT p99", "ITL p99", "E2E p99", "attainment", "missed"
+    )  # fmt: skip
     return Table("By class, ms", columns, tuple(rows))
 
 
@@ -53,8 +58,13 @@ def service_table(summary: Mapping[str, Any]) -> Table:
         low, high = summary["attainment_interval"]
         rows.insert(0, ("goodput", f"{number(summary['goodput_rps'], 2)} requests/s", _spread(summary, "goodput")))
         rows.insert(0, ("attainment", percent(summary["attainment"]), f"{percent(low)} to {percent(high)}"))
+        rows[2:2] = [(_missed_name(name), f"{count:,} requests", "") for name, count in summary["missed"].items()]
     if summary["cached_token_share"] is not None:
         rows.append(("prompt tokens found in the cache", percent(summary["cached_token_share"]), ""))
+    if (turns := summary["turns"]) is not None:
+        count = turns["real"] + turns["made_up"]
+        share = percent(turns["real"] / count if count else None)
+        rows.append(("later turns with the server's own answer", f"{share} of {count:,} ({turns['kind']})", ""))
     if summary["tokens_per_event"] and abs(summary["tokens_per_event"] - 1) > 0.005:
         rows.append(("tokens per event of a stream", number(summary["tokens_per_event"], 2), ""))
     return Table("Service", ("", "value", "95 % interval"), tuple(rows))
@@ -67,10 +77,18 @@ def client_table(summary: Mapping[str, Any]) -> Table:
     rows = (
         ("CPU of one core", percent(client["cpu_share"])),
         ("CPU per received token", "-" if cost is None else f"{number(cost)} us"),
+        ("time it waited for a core", percent(client["wait_share"])),
         ("event loop's lag, p99", f"{milliseconds(client['lag_ms']['p99'])} ms"),
         ("sent late, p99", f"{milliseconds(client['late_ms']['p99'])} ms"),
     )
     return Table("Client", ("", "value"), rows)
+
+
+def problems(data: Mapping[str, Any]) -> list[str]:
+    """Why a measurement (see outcome.py) is not reliable; empty when it is."""
+    measured = [point["summary"] for point in data.get("points", ())]
+    measured += [data[name] for name in ("summary", "interference") if name in data]
+    return worst_problems([one["client"]["excesses"] for one in measured])
 
 
 def stall_table(stalls: Sequence[Stall]) -> Table:
@@ -91,28 +109,49 @@ def stall_table(stalls: Sequence[Stall]) -> Table:
     return Table("Longest gaps of streams, and what else was running", columns, tuple(rows))
 
 
-def probe_table(points: Sequence[Mapping[str, Any]]) -> Table:
-    """One row per run of a series or search."""
+def error_table(errors: Mapping[str, int]) -> Table:
+    """What went wrong, the most frequent first."""
+    return Table("Errors", ("", "requests"), tuple((error, f"{count:,}") for error, count in errors.items()))
+
+
+def _probe_table(points: Sequence[Mapping[str, Any]]) -> Table:
     rows = [
         (
-            number(point["rate"], 3),
+            rate(point["rate"]),
             f"{point['judged']:,}",
             ("<= " if point["summary"]["ended"] == "given up" else "") + percent(point["attainment"]),
             number(point["summary"]["goodput_rps"], 2),
             number(point["summary"]["output_tokens_per_s"], 0),
-            *(milliseconds(point["summary"][key]["p99"]) for key in ("ttft_ms", "tpot_ms")),
+            *(milliseconds(point["summary"][key]["p99"]) for key in ("ttft_ms", "tpot_ms", "itl_ms")),
         )
         for point in points
     ]
-    columns = ("requests/s", "requests", "attainment", "goodput", "tokens/s", "TTFT p99", "TPOT p99")
+    columns = ("rate/s", "requests", "in time", "good/s", "tokens/s", "TTFT p99", "TPOT p99", "ITL p99")
     return Table("Runs, ms", columns, tuple(rows))
+
+
+def probe_tables(points: Sequence[Mapping[str, Any]]) -> list[Table]:
+    """Of a series or search: its runs, and where something was missed, which objectives were."""
+    names = list(dict.fromkeys(name for point in points for name in point["summary"]["missed"]))
+    if not names:
+        return [_probe_table(points)]
+    rows = [
+        (rate(point["rate"]), *(f"{point['summary']['missed'].get(name, 0):,}" for name in names)) for point in points
+    ]
+    missed = Table("Objectives missed, requests", ("rate/s", *map(_objective, names)), tuple(rows))
+    return [_probe_table(points), missed]
+
+
+def rate(per_second: float) -> str:
+    """Of requests, with as many digits as tell rates of a search apart."""
+    return number(per_second, 3 if per_second < 10 else 2)
 
 
 def probe_line(probe: Probe, search: GoodputSearch | None = None) -> str:
     """One run of a series or search, as it ends."""
     given_up = probe.result.ended == "given up"
     share = probe.met / probe.judged if probe.judged else None
-    line = f"{number(probe.rate, 3)} requests/s: {'at most ' if given_up else ''}{percent(share)} in time"
+    line = f"{rate(probe.rate)} requests/s: {'at most ' if given_up else ''}{percent(share)} in time"
     line += f" ({probe.judged:,} requests{', cut short' if given_up else ''})"
     if search is not None and probe.known is not None:
         interval = search.interval(probe.known)
@@ -121,16 +160,37 @@ def probe_line(probe: Probe, search: GoodputSearch | None = None) -> str:
     return line
 
 
-def goodput_sentence(found: Found, share: float) -> str:
+def goodput_table(found: Found, share: float) -> Table:
     """The answer of a search."""
     if found.rate is None:
-        return f"No rate was found at which {percent(share)} of the requests met their objectives."
-    ends = [number(end, 3) if end is not None else "?" for end in (found.low, found.high)]
-    tail = "" if found.is_bracketed else " No rate was too high: this is a lower bound."
-    return (
-        f"Goodput: {number(found.estimate, 3)} requests/s with {percent(share)} within their objectives (highest rate "
-        f"that held: {number(found.rate, 3)}; surely between {ends[0]} and {ends[1]}; {found.num_probes} runs).{tail}"
-    )
+        answer = "no rate was found"
+    else:
+        answer = f"{'' if found.is_bracketed else 'at least '}{rate(found.estimate or found.rate)} requests/s"
+    rows = [
+        (f"goodput, {percent(share)} in time", answer),
+        ("highest rate that held", _rate(found.rate)),
+        ("surely above", _rate(found.low)),
+        ("surely below", _rate(found.high)),
+        ("runs", f"{found.num_probes:,}"),
+    ]
+    return Table("Goodput", ("", "value"), tuple(rows))
+
+
+def missed_words(missed: Mapping[str, int]) -> str:
+    """``ITL 12, TTFT 3``: how many requests missed what; empty when none missed anything."""
+    return ", ".join(f"{_objective(name)} {count:,}" for name, count in missed.items())
+
+
+def _objective(name: str) -> str:
+    return name if name == NO_ANSWER else name.upper()
+
+
+def _missed_name(name: str) -> str:
+    return name if name == NO_ANSWER else f"missed {name.upper()}"
+
+
+def _rate(per_second: float | None) -> str:
+    return "-" if per_second is None else rate(per_second)
 
 
 def _spread(summary: Mapping[str, Any], name: str) -> str:

@@ -4,17 +4,19 @@ Owns the bodies of requests and what is found out about the server. Must never s
 """
 
 import asyncio
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import msgspec
 
 from diptych.bench.http import Address, Client
+from diptych.bench.objectives import Objectives
 from diptych.bench.prompts import WORDS, PromptMaker, as_text
 from diptych.bench.stream import TokenStream
 from diptych.control.errors import ConfigError
-from diptych.control.slo import NS_PER_MS, Slo
+from diptych.control.slo import NS_PER_MS
 from diptych.simulation.workload.spec import RequestSpec
 
 Api = Literal["completions", "chat"]
@@ -64,13 +66,16 @@ def client_for(config: TargetConfig) -> Client:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerFacts:
-    """What the server tells about itself. tokens_per_word, overhead_tokens: of text prompts, measured."""
+    """What the server tells about itself. tokens_per_word, overhead_tokens: of text prompts, measured; turn_tokens:
+    what a chat template adds for one further turn. returns_token_ids: whether answers carry them when asked to."""
 
     model: str
     software: str = ""
     max_model_len: int | None = None
     tokens_per_word: float = 1.0
     overhead_tokens: float = 0.0
+    turn_tokens: float = 0.0
+    returns_token_ids: bool = False
 
 
 class Target:
@@ -96,7 +101,8 @@ class Target:
         elif models.status in (401, 403):
             raise ConfigError(f"the server refuses the key: {models.error}", param="api_key")
         if model is None:
-            raise ConfigError(f"model is not given and GET /v1/models says {models.error}", param="model")
+            message = f"{config.url} does not say what it serves: GET /v1/models there says {models.error or 'nothing'}"
+            raise ConfigError(f"{message}; --model names it", param="model")
         facts = ServerFacts(model=model, software=await _software(client), max_model_len=length)
         target = cls(config, client, facts)
         return await target._measure_words() if config.prompts == "text" else target
@@ -113,17 +119,20 @@ class Target:
             overhead_tokens=self.facts.overhead_tokens,
         )
 
-    def body(self, units: list[int], spec: RequestSpec, slo: Slo | None = None) -> bytes:
-        """The JSON of a request."""
+    def body(self, prompt: list[int] | tuple[str, ...], spec: RequestSpec, slo: Objectives | None = None) -> bytes:
+        """The JSON of a request. prompt: units, or what was said so far: question, answer, ..., question."""
         config = self.config
-        prompt: Any = units if config.prompts == "ids" else as_text(units)
         body: dict[str, Any] = dict(self._common)
         limit = spec.max_tokens or spec.output_tokens
         if config.api == "chat":
-            body["messages"] = [{"role": "user", "content": prompt}]
+            roles = ("user", "assistant")
+            texts = _texts(prompt)
+            body["messages"] = [{"role": roles[place % 2], "content": text} for place, text in enumerate(texts)]
             body["max_completion_tokens"] = limit
         else:
-            body["prompt"] = prompt
+            body["prompt"] = prompt if config.prompts == "ids" else "".join(_texts(prompt))
+            if self.facts.returns_token_ids:
+                body["return_token_ids"] = True
             body["max_tokens"] = limit
         if config.exact_length:
             body["ignore_eos"] = True
@@ -142,44 +151,69 @@ class Target:
         """Ask now."""
         self.client.post(self._head, body, stream)
 
-    async def ask(self, units: list[int], num_tokens: int) -> TokenStream:
+    async def ask(self, prompt: list[int] | tuple[str, ...], num_tokens: int) -> TokenStream:
         """One request outside of any workload. Raises ConfigError with the server's words when it fails."""
-        spec = RequestSpec(arrival_ns=0, prompt_tokens=len(units), output_tokens=num_tokens)
+        spec = RequestSpec(arrival_ns=0, prompt_tokens=len(prompt), output_tokens=num_tokens)
         stream = TokenStream(0)
-        self.send(self.body(units, spec), stream)
+        self.send(self.body(prompt, spec), stream)
         try:
             await asyncio.wait_for(asyncio.shield(stream.done), self.config.timeout_s)
         except TimeoutError:
             raise ConfigError(f"the server gave no answer in {self.config.timeout_s:g} s", param="url") from None
         if stream.error:
-            hint = "; --no-exact-length leaves ignore_eos and min_tokens out" if stream.status in (400, 422) else ""
-            raise ConfigError(f"the server refuses a request: {stream.error}{hint}", param="url")
+            hint = "; --no-exact-length leaves them out" if re.search("ignore_eos|min_tokens", stream.error) else ""
+            refused = "the server refuses a request: " if stream.status else ""
+            raise ConfigError(f"{refused}{stream.error}{hint}", param="url")
         if not stream.stamps:
-            raise ConfigError("the server's answer has no tokens", param="url")
+            raise ConfigError(no_tokens(stream), param="url")
         stream.settle()
         return stream
 
+    async def with_conversations(self) -> "Target":
+        """The same server, asked so that the next turn can hold its answers: find out whether it returns token ids, or
+        what its chat template adds for a turn. Raises ConfigError."""
+        if self.config.prompts == "text":
+            turn = await self._turn_tokens() if self.config.api == "chat" else 0.0
+            return Target(self.config, self.client, replace(self.facts, turn_tokens=turn))
+        asking = Target(self.config, self.client, replace(self.facts, returns_token_ids=True))
+        spec = RequestSpec(arrival_ns=0, prompt_tokens=16, output_tokens=2)
+        stream = TokenStream(0, keep_token_ids=True)
+        asking.send(asking.body(self.prompt_maker("token ids").fresh("", 16), spec), stream)
+        await asyncio.wait({stream.done}, timeout=self.config.timeout_s)
+        return asking if stream.token_ids else self
+
+    async def _turn_tokens(self) -> float:
+        """What a question costs beside its words when it follows an answer."""
+        maker, words = self.prompt_maker("turns"), PROBES[0]
+        texts = [as_text(maker.words(f"{place}", words)) for place in range(3)]
+        one, three = [await self._prompt_tokens(tuple(texts[:count])) for count in (1, 3)]
+        return max(0.0, three - one - 2 * self.facts.tokens_per_word * len(texts[0].split()))
+
     async def _measure_words(self) -> "Target":
         """Two prompts of different length: tokens = overhead + slope * words."""
-        counts = []
-        for words in PROBES:
-            usage = (await self.ask(self.prompt_maker("words").fresh(f"{words}", words), 1)).usage
-            if usage is None or not usage.prompt_tokens:
-                message = "the server sends no usage, which text prompts need; use --prompts ids"
-                raise ConfigError(message, param="prompts")
-            counts.append(usage.prompt_tokens)
+        maker = self.prompt_maker("words")
+        counts = [await self._prompt_tokens((as_text(maker.fresh(f"{words}", words)),)) for words in PROBES]
         slope = max(0.1, (counts[1] - counts[0]) / (PROBES[1] - PROBES[0]))
-        facts = ServerFacts(
-            model=self.facts.model,
-            software=self.facts.software,
-            max_model_len=self.facts.max_model_len,
-            tokens_per_word=slope,
-            overhead_tokens=max(0.0, counts[0] - slope * PROBES[0]),
-        )
-        return Target(self.config, self.client, facts)
+        overhead = max(0.0, counts[0] - slope * PROBES[0])
+        return Target(self.config, self.client, replace(self.facts, tokens_per_word=slope, overhead_tokens=overhead))
+
+    async def _prompt_tokens(self, texts: tuple[str, ...]) -> int:
+        usage = (await self.ask(texts, 1)).usage
+        if usage is None or not usage.prompt_tokens:
+            raise ConfigError("the server sends no usage, which text prompts need; use --prompts ids", param="prompts")
+        return usage.prompt_tokens
 
 
-def _choose_model(body: bytes, wanted: str | None) -> tuple[str | None, int | None]:
+def no_tokens(stream: TokenStream) -> str:
+    """What to say of an answer that came whole and has no tokens."""
+    return "the server's answer is no stream of events" if stream.body else "the server's answer has no tokens"
+
+
+def _texts(prompt: list[int] | tuple[str, ...]) -> tuple[str, ...]:
+    return prompt if isinstance(prompt, tuple) else (as_text(prompt),)
+
+
+def _choose_model(body: bytes | bytearray, wanted: str | None) -> tuple[str | None, int | None]:
     """(name, context length if told) of the wanted model or of the first."""
     try:
         cards = msgspec.json.decode(body)["data"]

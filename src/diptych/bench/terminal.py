@@ -1,19 +1,15 @@
-"""What a person sees while a measurement runs and after it.
+"""What a person sees while a measurement runs.
 
-Owns the live line and how tables are drawn. Must never compute a figure.
+Owns the live line. Must never compute a figure.
 """
 
-import sys
-from collections.abc import Iterable
 from types import TracebackType
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table as RichTable
 
 from diptych.bench.load import Progress as LoadProgress
-from diptych.simulation.report.text import Table, milliseconds
+from diptych.simulation.report.text import milliseconds
 
 
 class LiveLine:
@@ -24,7 +20,7 @@ class LiveLine:
         self._words = words
         self._progress = Progress(
             TextColumn("{task.description}"),
-            BarColumn(24),
+            BarColumn(12),
             TextColumn("{task.fields[figures]}"),
             TimeElapsedColumn(),
             console=self._console,
@@ -66,28 +62,10 @@ class LiveLine:
         if now.failed:
             figures.append(f"[red]{now.failed:,} failed[/red]")
         share = (now.completed + now.failed) / max(1, now.total)
-        self._progress.update(self._task, completed=share, figures="  ".join(figures))
+        self._progress.update(self._task, description="", completed=share, figures="  ".join(figures))
         self._progress.refresh()
 
     def say(self, line: str) -> None:
         """A line that stays."""
         if not self._is_quiet:
             self._console.print(line, markup=False, soft_wrap=True)
-
-
-def print_tables(tables: Iterable[Table], notes: Iterable[str], warnings: Iterable[str] = ()) -> None:
-    """Tables and sentences on standard output."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-    for table in tables:
-        grid = RichTable(
-            title=table.title, title_justify="left", title_style="bold", header_style="dim", box=SIMPLE_HEAD
-        )
-        for index, name in enumerate(table.columns):
-            grid.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
-        for row in table.rows:
-            grid.add_row(*row)
-        console.print(grid)
-    for warning in warnings:
-        console.print(f"NOT RELIABLE: {warning}", style="bold red", soft_wrap=True, markup=False)
-    for note in notes:
-        console.print(note, style="dim", soft_wrap=True, markup=False)

@@ -5,10 +5,12 @@ Owns these little grammars. Must never hold a default.
 
 import re
 
+from diptych.bench.objectives import Objectives
 from diptych.bench.session import Ramp
 from diptych.control.errors import ConfigError
-from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo
+from diptych.control.slo import NS_PER_MS, NS_PER_S
 
+OBJECTIVES = ("ttft", "tpot", "itl", "e2e")
 UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 
@@ -20,23 +22,26 @@ def duration_s(text: str, param: str) -> float:
     return float(match[1]) * UNITS[match[2]]
 
 
-def slo(text: str | None) -> Slo:
-    """``ttft=2s,tpot=50ms``, either alone or both. Raises ConfigError."""
+def slo(text: str | None) -> Objectives:
+    """``ttft=2s,tpot=50ms,itl=60ms,e2e=20s``, any of them. Raises ConfigError."""
     found: dict[str, int] = {}
     for part in (text or "").split(","):
         if not part.strip():
             continue
         name, equals, value = part.strip().partition("=")
-        if name not in ("ttft", "tpot") or not equals or name in found:
-            raise ConfigError(f"slo is {text!r}; expected ttft=2s,tpot=50ms", param="slo")
-        found[name] = max(1, round(duration_s(value, "slo") * NS_PER_S))
-    return Slo(found.get("ttft"), found.get("tpot"))
+        if name not in OBJECTIVES:
+            raise ConfigError(f"slo is {text!r}; {name!r} is none of {', '.join(OBJECTIVES)}", param="slo")
+        if not equals or name in found:
+            raise ConfigError(f"slo is {text!r}; expected ttft=2s,tpot=50ms, each once", param="slo")
+        if value.strip()[-1:].isdigit():
+            raise ConfigError(f"slo is {text!r}; {name} needs a unit, such as {value.strip()}ms", param="slo")
+        found[name] = max(1, round(duration_s(value, f"slo: {name}") * NS_PER_S))
+    return Objectives(*(found.get(name) for name in OBJECTIVES))
 
 
-def slo_of(ttft_ms: float | None, tpot_ms: float | None) -> Slo:
+def slo_of(ttft_ms: float | None, tpot_ms: float | None) -> Objectives:
     """Objectives in milliseconds, as files of settings have them."""
-    pair = (None if value is None else round(value * NS_PER_MS) for value in (ttft_ms, tpot_ms))
-    return Slo(*pair)
+    return Objectives(*(None if value is None else round(value * NS_PER_MS) for value in (ttft_ms, tpot_ms)))
 
 
 def ramp(text: str) -> Ramp:
@@ -69,11 +74,11 @@ def rates(text: str) -> list[float]:
     return found
 
 
-def in_words(objectives: Slo) -> str:
+def in_words(objectives: Objectives) -> str:
     """Objectives as they are typed; empty when there are none."""
-    pairs = (("ttft", objectives.ttft_ns), ("tpot", objectives.tpot_ns))
-    return ",".join(f"{name}={_time(value)}" for name, value in pairs if value is not None)
+    return ",".join(f"{name}={time(value / NS_PER_MS)}" for name, value in objectives.items())
 
 
-def _time(ns: int) -> str:
-    return f"{ns / NS_PER_S:g}s" if ns >= NS_PER_S else f"{ns / NS_PER_MS:g}ms"
+def time(ms: float) -> str:
+    """``2s`` or ``50ms``."""
+    return f"{ms / 1000:g}s" if ms >= 1000 else f"{ms:g}ms"
