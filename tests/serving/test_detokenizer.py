@@ -5,14 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 
-from diptych.serving.detokenizer import Detokenizer, StopStrings
+from diptych.serving.detokenizer import Detokenizer, StopStrings, whole_texts
 from diptych.serving.options import BUNDLED_MODEL
 
 FAST = FastTokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json"))
 
 
 def pieces(token_ids: list[int], prompt: list[int] | None = None) -> list[str]:
-    detokenizer = Detokenizer(FAST, prompt or [])
+    detokenizer = Detokenizer(FAST, prompt or [], whole_texts(FAST))
     return [*(detokenizer.push(token_id) for token_id in token_ids), detokenizer.flush()]
 
 

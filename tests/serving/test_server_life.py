@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import openai
@@ -50,6 +51,34 @@ def test_fifty_streams_at_once_each_get_their_own_tokens(fake: RunningServer) ->
             await asyncio.gather(*(one(client, 40 + 3 * number) for number in range(50)))
 
     asyncio.run(main())
+
+
+def test_a_slow_reader_gets_everything_and_holds_nobody_up(fake: RunningServer) -> None:
+    fields = {"prompt": [9] * 100, "max_tokens": 1500, "ignore_eos": True, "return_token_ids": True, "stream": True}
+    data = json.dumps({**fields, "logprobs": 5}).encode()  # about a megabyte of events
+    head = ("POST /v1/completions HTTP/1.1", "Host: x", f"Content-Length: {len(data)}", "Connection: close", "", "")
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        address = urlsplit(fake.url)
+        slow.connect((address.hostname, address.port))
+        slow.sendall("\r\n".join(head).encode() + data)
+        wait_until(lambda: is_empty(fake) and fake.metrics()["vllm:generation_tokens_total"] >= 1500, 20)
+        with stream(fake.url, max_tokens=20) as reply:
+            assert list(reply.iter_lines())[-2] == "data: [DONE]"
+        said = b"".join(iter(lambda: slow.recv(65536), b""))
+    events = [json.loads(line[6:]) for line in said.split(b"\n") if line.startswith(b"data: {")]
+    assert [token for event in events for token in event["choices"][0]["token_ids"]] == list(range(100, 1600))
+    assert len(events) < 1500  # what came while it did not read came together
+
+
+def test_a_client_of_http_1_0_gets_its_stream_without_chunks(fake: RunningServer) -> None:
+    data = json.dumps({**BODY, "max_tokens": 20}).encode()
+    head = ("POST /v1/completions HTTP/1.0", f"Content-Length: {len(data)}", "", "")
+    address = urlsplit(fake.url)
+    with socket.create_connection((address.hostname, address.port)) as client:
+        client.sendall("\r\n".join(head).encode() + data)
+        said = b"".join(iter(lambda: client.recv(65536), b""))
+    assert said.count(b"data: {") == 20
 
 
 @pytest.mark.parametrize("streaming", [True, False])

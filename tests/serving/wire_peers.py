@@ -1,6 +1,8 @@
 """The front end's end of worker sockets, for tests that speak wire messages themselves."""
 
+import select
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -10,7 +12,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import zmq
 from fake_connector import FakeConnector
 from fake_worker import FakeRunner
 
@@ -19,6 +20,7 @@ from diptych.control.events import Event, HandoffReserved
 from diptych.control.replica import ReplicaCore
 from diptych.control.request import SamplingParams
 from diptych.runtime.transfer.interface import KVConnector
+from diptych.serving.channel import Channel, accept, listen
 from diptych.serving.options import EngineOptions
 from diptych.serving.private_directory import private_directory
 from diptych.serving.recording import make_core
@@ -53,8 +55,8 @@ def leg(leg_id: str, prompt: Sequence[int], output: Sequence[int] = (), **sampli
 class Peer:
     """One worker, as its front end sees it: everything that it has said, by kind."""
 
-    def __init__(self, socket: "zmq.Socket[bytes]", address: str = "") -> None:
-        self.socket = socket
+    def __init__(self, channel: Channel, address: str = "") -> None:
+        self.channel = channel
         self.address = address  # of its connector; a process tells it when it is ready
         self.said: list[WorkerMessage] = []
         self.events: list[Event] = []  # that it told at once
@@ -64,15 +66,17 @@ class Peer:
     def send(self, *messages: FrontendMessage) -> None:
         """Tell it."""
         for message in messages:
-            self.socket.send(encode(message))
+            self.channel.send(encode(message))
 
     def until(self, condition: Callable[[], Any]) -> Any:
         """Listen until ``condition()`` is true, and return it."""
         deadline = time.monotonic() + PATIENCE_S
         while not (value := condition()):
             assert time.monotonic() < deadline, f"it never happened; it said {self.said[-5:]}"
-            if self.socket.poll(100):
-                self._take(decode_from_worker(self.socket.recv()))
+            self.channel.flush()
+            select.select([self.channel], [], [], 0.1)
+            for data in self.channel.receive():
+                self._take(decode_from_worker(data))
         return value
 
     def wait(self, kind: type[Message], leg_id: str | None = None) -> Message:
@@ -121,10 +125,7 @@ class ThreadPeer(Peer):
     """A Worker on a thread of this process."""
 
     def __init__(self, core: ReplicaCore, runner: Any, connector: KVConnector) -> None:
-        context = zmq.Context.instance()
-        here, there = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
-        here.bind(f"inproc://{connector.address}")
-        there.connect(f"inproc://{connector.address}")
+        here, there = map(Channel, socket.socketpair())
         super().__init__(here, connector.address)
         self.core, self.runner, self.connector = core, runner, connector
         self._there = there
@@ -155,8 +156,8 @@ class ThreadPeer(Peer):
         if self._thread.is_alive():
             self.stop()
         self.connector.close()
-        self.socket.close(0)
-        self._there.close(0)
+        self.channel.close()
+        self._there.close()
 
 
 def fake_peer(path: Path, *, first_block: int = 0) -> ThreadPeer:
@@ -173,12 +174,15 @@ class ProcessPeer(Peer):
 
     def __init__(self, options: EngineOptions, pass_fds: Sequence[int] = ()) -> None:
         self.directory = private_directory()
-        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
-        socket.bind(f"ipc://{self.directory}/worker")
-        super().__init__(socket)
+        listener = listen(self.directory / "worker")
         (self.directory / "options.json").write_bytes(msgspec.json.encode(options))
         command = (sys.executable, "-m", "diptych.serving.worker", str(self.directory))
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=pass_fds)
+        select.select([listener], [], [], PATIENCE_S)
+        channel = accept(listener)
+        assert channel is not None
+        listener.close()
+        super().__init__(channel)
 
     def ready(self) -> Ready:
         """Its first sign that it serves."""
@@ -201,5 +205,5 @@ class ProcessPeer(Peer):
         finally:
             self.kill()
             self.process.stdin.close()
-            self.socket.close(0)
+            self.channel.close()
             shutil.rmtree(self.directory, ignore_errors=True)

@@ -6,7 +6,7 @@ Owns the text of one growing sequence. Must never know requests, sockets or HTTP
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer as FastTokenizer
-from tokenizers.decoders import DecodeStream
+from tokenizers.decoders import ByteLevel, DecodeStream
 
 _CONTEXT_TOKENS = 6  # prompt tokens that a decoder needs to see to know about a leading space
 _MAX_PENDING = 8  # a character has at most 4 bytes; more tokens without one are bytes that never become text
@@ -14,22 +14,46 @@ _KEEP_PENDING = 3
 _REPLACEMENT = "\ufffd"
 
 
+class WholeTexts(dict[int, str | None]):
+    """The texts of single tokens that are whole characters (None: of others), looked up once each. Only where a token's
+    text does not depend on its neighbours: see ``whole_texts``."""
+
+    def __init__(self, fast: FastTokenizer) -> None:
+        super().__init__()
+        self._fast = fast
+
+    def __missing__(self, token_id: int) -> str | None:
+        text = self._fast.decode([token_id])
+        self[token_id] = known = None if _REPLACEMENT in text else text
+        return known
+
+
+def whole_texts(fast: FastTokenizer) -> WholeTexts | None:
+    """For all sequences of a byte-level tokenizer, whose tokens are bytes and nothing else; None for other kinds."""
+    return WholeTexts(fast) if isinstance(fast.decoder, ByteLevel) else None
+
+
 class Detokenizer:
     """Text of one sequence. Text comes out only as whole characters; ``flush`` gives what can never be completed."""
 
-    __slots__ = ("_fast", "_pending", "_stream")
+    __slots__ = ("_fast", "_pending", "_stream", "_texts")
 
-    def __init__(self, fast: FastTokenizer, prompt_token_ids: Sequence[int]) -> None:
+    def __init__(self, fast: FastTokenizer, prompt_token_ids: Sequence[int], texts: WholeTexts | None = None) -> None:
         self._fast = fast
         self._pending: list[int] = []
-        context = list(prompt_token_ids[-_CONTEXT_TOKENS:])
+        self._texts = texts
+        context = list(prompt_token_ids[-_CONTEXT_TOKENS:]) if texts is None else []
         if context and fast.decode(context).endswith(_REPLACEMENT):
             context = []
-        self._stream = DecodeStream(ids=context, skip_special_tokens=True)
+        self._stream = DecodeStream(ids=context, skip_special_tokens=True)  # with ``texts``: of what is pending
 
     def push(self, token_id: int) -> str:
         """The text that is complete with this token (often empty while a character is incomplete)."""
         pending = self._pending
+        if self._texts is not None and not pending:
+            if (whole := self._texts[token_id]) is not None:
+                return whole
+            self._stream = DecodeStream(ids=[], skip_special_tokens=True)
         pending.append(token_id)
         try:
             text = self._stream.step(self._fast, token_id)

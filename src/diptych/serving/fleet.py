@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import zmq
-
 from diptych.control.cluster import ClusterCore
 from diptych.control.cluster_events import (
     Arrived,
@@ -77,7 +75,6 @@ class Fleet:
         self._plan: FleetPlan | None = None
         self._members = Membership(self.fleet.roles, shares_pool=False)
         self._driver: ClusterDriver | None = None  # from when every worker was ready once
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._loads: dict[int, LoadReport] = {}  # what each living worker reported last
         self._tasks: list[asyncio.Task[None]] = []
         self._hearers: dict[type, Callable[[int, Any], None]] = {
@@ -100,11 +97,10 @@ class Fleet:
         loop = asyncio.get_running_loop()
         plan = self._plan = plan_fleet(self.options, self.fleet)
         self._members = Membership(self.fleet.roles, shares_pool=plan.memory is not None)
-        self._context = zmq.Context()
         self.ready = loop.create_future()
         self.ready.add_done_callback(lambda future: future.cancelled() or future.exception())
         for number, options in enumerate(plan.options):
-            one = Supervisor(number, options, self._command, context=self._context, pass_fds=plan.pass_fds)
+            one = Supervisor(number, options, self._command, pass_fds=plan.pass_fds)
             self.supervisors.append(one)
             one.start(self)
             self._tell(number, WorkerState.STARTING)
@@ -124,9 +120,6 @@ class Fleet:
         self.timeline.close()
         if self.ready is not None and not self.ready.done():
             self.ready.set_exception(WorkerError("stopped before the workers were ready"))
-        if self._context is not None:
-            self._context.destroy(linger=0)
-            self._context = None
         if self._plan is not None:
             self._plan.close()
             self._plan = None
@@ -177,6 +170,7 @@ class Fleet:
     def on_message(self, worker: int, message: wire.WorkerMessage) -> None:
         """A worker said something."""
         self._hearers[type(message)](worker, message)
+        self.streams.deliver()
 
     def on_lost(self, worker: int, loss: Loss) -> None:
         """A worker's process has ended for certain."""

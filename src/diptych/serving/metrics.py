@@ -4,7 +4,7 @@ Owns the counts. Must never cost more than a few additions per step: gaps betwee
 most sequences share one value, and added in bulk; the text format is made when somebody asks for it.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -21,19 +21,6 @@ _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.
 _ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
 _LATENCY = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 _LENGTHS = tuple(step * 10**power for power in range(6) for step in (1, 2, 5))
-
-
-class Gaps:
-    """The gaps between tokens of one step: value -> how many sequences had it."""
-
-    __slots__ = ("counts",)
-
-    def __init__(self) -> None:
-        self.counts: dict[float, int] = {}
-
-    def add(self, gap_s: float) -> None:
-        """One sequence got a token after this long."""
-        self.counts[gap_s] = self.counts.get(gap_s, 0) + 1
 
 
 class ServingMetrics(Collector):
@@ -60,14 +47,10 @@ class ServingMetrics(Collector):
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
-    def new_gaps(self) -> Gaps:
-        """A fresh collection for one step."""
-        return Gaps()
-
-    def on_gaps(self, gaps: Gaps, num_tokens: int) -> None:
-        """The step is over; it gave so many tokens to running requests."""
+    def on_gaps(self, gaps: Mapping[float, int], num_tokens: int) -> None:
+        """A step is over; it gave so many tokens. gaps: seconds since the token before -> how many sequences had it."""
         self.num_generated_tokens += num_tokens
-        for gap_s, count in gaps.counts.items():
+        for gap_s, count in gaps.items():
             self.inter_token_latency.observe(gap_s, count)
 
     def on_finished(self, end: Finished, e2e_s: float) -> None:

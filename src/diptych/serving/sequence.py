@@ -5,6 +5,7 @@ client request behind one wake-up per step. Must never know sockets or HTTP.
 """
 
 import asyncio
+from collections.abc import Callable
 from collections.abc import Sequence as Ids
 
 import msgspec
@@ -126,10 +127,11 @@ class Sequence:
                 self._new_text += self._stops.flush()
         self.finish_reason = str(FinishReason.STOP if matched else finished.reason)
 
-    def mark(self) -> None:
-        """Tell the generation that there is something new."""
+    def mark(self) -> "Generation":
+        """Tell the generation, which is returned, that there is something new."""
         assert self.generation is not None
         self.generation.mark(self)
+        return self.generation
 
     def take(self) -> Delta:
         """What is new since the last call."""
@@ -153,9 +155,9 @@ class Sequence:
 
 
 class Generation:
-    """All sequences of one client request (prompts times n) behind one queue: one wake-up per step."""
+    """All sequences of one client request (prompts times n) behind one queue: one delivery per step."""
 
-    __slots__ = ("_dirty", "_error", "_waiter", "num_open", "request_id", "sequences")
+    __slots__ = ("_dirty", "_error", "_on_new", "_waiter", "num_open", "request_id", "sequences")
 
     def __init__(self, request_id: str, sequences: Ids[Sequence]) -> None:
         self.request_id = request_id
@@ -164,6 +166,7 @@ class Generation:
         self._dirty: list[Sequence] = []
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._on_new: Callable[[], bool] | None = None
         for sequence in self.sequences:
             sequence.generation = self
 
@@ -173,25 +176,42 @@ class Generation:
         return not self.num_open and not self._dirty and self._error is None
 
     def mark(self, sequence: Sequence) -> None:
-        """This sequence has something new; wakes the reader if it waits."""
+        """This sequence has something new, for the next ``deliver`` or ``wake``."""
         if not sequence.is_dirty:
             sequence.is_dirty = True
             self._dirty.append(sequence)
-        self._wake()
+
+    def deliver(self) -> None:
+        """The step is over: what is new goes to whoever reads; the end of it all, and what fails, goes to ``read``."""
+        try:
+            if self._dirty and (self._on_new is None or not self.num_open or not self._on_new()):
+                self.wake()
+        except Exception as error:  # as if the reader's own task had met it
+            self.fail(error)
+
+    def wake(self) -> None:
+        """Let ``read`` return, if somebody waits there."""
+        self._on_new = None
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def fail(self, error: Exception) -> None:
         """The whole request failed; the reader gets the error instead of more deltas."""
         self._error = self._error or error
-        self._wake()
+        self.wake()
 
-    async def read(self) -> list[Delta]:
-        """Everything new, at least one delta. Raises the request's error. One reader at a time."""
+    async def read(self, on_new: Callable[[], bool] | None = None) -> list[Delta]:
+        """Everything new, at least one delta. Raises the request's error. One reader at a time.
+
+        While it waits, ``on_new()`` is called as soon as there is something: it may ``take`` it there and then, without
+        a turn of the reader's task, and return True, or return False and leave it to ``read``.
+        """
         while not self._dirty and self._error is None:
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._waiter, self._on_new = asyncio.get_running_loop().create_future(), on_new
             try:
                 await self._waiter
             finally:
-                self._waiter = None
+                self._waiter = self._on_new = None
         if self._error is not None:
             raise self._error
         return self.take()
@@ -200,7 +220,3 @@ class Generation:
         """Everything new, without waiting."""
         dirty, self._dirty = self._dirty, []
         return [sequence.take() for sequence in dirty]
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)

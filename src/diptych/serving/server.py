@@ -21,6 +21,7 @@ from diptych.serving.wire import Loading, Ready
 logger = logging.getLogger(__name__)
 
 LISTEN_BACKLOG = 2048
+DATE_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +39,27 @@ class ServerOptions:
 
 
 class _QuietServer(uvicorn.Server):
-    """uvicorn without its own signal handling: we drain first."""
+    """uvicorn without its own signal handling (we drain first), and without its ten wake-ups a second."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._stopping = asyncio.Event()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Leave the signals alone."""
         yield
+
+    async def main_loop(self) -> None:
+        """Renew the date header once a second until ``stop``."""
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), DATE_INTERVAL_S)
+
+    def stop(self) -> None:
+        """Take no more connections, and end when the open ones have."""
+        self.should_exit = True
+        self._stopping.set()
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -109,19 +125,21 @@ async def _serve(
         await _drain(llm, options.drain_timeout_s, stop_now)
     finally:
         await llm.shutdown()
-        server.should_exit = True
+        server.stop()
         await serving
         starting.cancel()
         stopping.cancel()
 
 
-def _make_server(llm: AsyncLLM, options: ServerOptions) -> uvicorn.Server:
+def _make_server(llm: AsyncLLM, options: ServerOptions) -> _QuietServer:
     from diptych.serving.api.app import build_app
+    from diptych.serving.api.connection import Connection
 
     app = build_app(llm, options.served_model_name, api_keys=options.api_keys, max_body_bytes=options.max_body_bytes)
     config = uvicorn.Config(
         app,
-        http="httptools",
+        http=Connection,
+        proxy_headers=False,  # nobody asks for the client's address
         ws="none",
         lifespan="off",
         access_log=False,

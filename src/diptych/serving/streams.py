@@ -58,6 +58,7 @@ class Streams:
         self._terms: dict[str, Terms] = {}
         self._current: dict[str, Sequence] = {}  # by leg id
         self._legs: list[dict[str, Sequence]] = [{} for _ in range(num_workers)]  # of these, whom a worker feeds
+        self._news: list[Generation] = []  # those that ``deliver`` tells
         self._stopping: dict[str, Sequence] = {}  # leg -> has its stop string; only the worker's last word is missing
 
     def __len__(self) -> int:
@@ -181,7 +182,7 @@ class Streams:
         Returns the legs whose requests got their very first token."""
         now = asyncio.get_running_loop().time()
         begun: list[str] = []
-        sequences, stopped_by_text = self._legs[worker], []
+        sequences, news, stopped_by_text = self._legs[worker], self._news, []
         stopped = {end.request_id for end in message.finished if end.reason is FinishReason.STOP}
         for leg_id, cached in message.cached.items():
             if (one := sequences.get(leg_id)) and not one.num_tokens:
@@ -189,25 +190,26 @@ class Streams:
         for leg_id, (first, entries) in message.prompt_logprobs.items():
             if one := sequences.get(leg_id):
                 one.add_prompt_logprobs(first, entries)
-        gaps, num_tokens = self._metrics.new_gaps(), 0
+        gaps: dict[float, int] = {}
+        num_tokens, logprobs = 0, message.logprobs
         for leg_id, token_id in zip(message.request_ids, message.token_ids, strict=True):
             one = sequences.get(leg_id)
             if one is None:
                 continue
             num_tokens += 1
             if one.last_token_s:
-                gaps.add(now - one.last_token_s)
+                gap_s = now - one.last_token_s
+                gaps[gap_s] = gaps.get(gap_s, 0) + 1
             else:
                 begun.append(leg_id)
                 one.first_token_s = now
                 self.num_untouched -= 1
                 self._metrics.time_to_first_token.observe(now - one.submitted_s)
             one.last_token_s = now
-            logprobs = message.logprobs.get(leg_id) if message.logprobs else None
             try:
-                if one.push(token_id, is_stop_token=leg_id in stopped, logprobs=logprobs):
+                if one.push(token_id, is_stop_token=leg_id in stopped, logprobs=logprobs.get(leg_id)):
                     stopped_by_text.append(one)
-                one.mark()
+                news.append(one.mark())
             except Exception as error:  # the text of one answer must not cost the others theirs
                 self._fail_one(one, error)
         self._metrics.on_gaps(gaps, num_tokens)
@@ -221,6 +223,12 @@ class Streams:
         if one := self._stopping.get(end.request_id):
             self._end(one, end)
 
+    def deliver(self) -> None:
+        """A worker's message has been dealt with: what it gave goes to the readers, all of it at once."""
+        news, self._news = self._news, []
+        for generation in news:
+            generation.deliver()
+
     def _stop(self, sequences: list[Sequence]) -> None:
         for one in sequences:
             self._stopping[one.leg_id] = one
@@ -233,7 +241,7 @@ class Streams:
         self._metrics.on_finished(finished, e2e_s)
         self._forget(one)
         one.end(finished)
-        one.mark()
+        one.mark().wake()
 
     def _fail_one(self, one: Sequence, error: Exception) -> None:
         logger.error("request %s failed in the front end", one.request_id, exc_info=error)

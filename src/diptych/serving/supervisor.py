@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from enum import StrEnum
@@ -17,9 +18,9 @@ from pathlib import Path
 from typing import Protocol
 
 import msgspec
-import zmq
 
 from diptych.control.errors import DiptychError, WorkerError
+from diptych.serving.channel import Channel, accept, listen
 from diptych.serving.exit_status import Loss, count_oom_kills, in_words, is_crash
 from diptych.serving.options import EngineOptions
 from diptych.serving.private_directory import lock_directory, private_directory
@@ -75,7 +76,6 @@ class Supervisor:
         options: EngineOptions,
         command: Sequence[str] = WORKER_COMMAND,
         *,
-        context: "zmq.Context[zmq.Socket[bytes]]",
         pass_fds: Sequence[int] = (),
     ) -> None:
         self.number = number
@@ -87,8 +87,7 @@ class Supervisor:
         self._command = tuple(command)
         self._pass_fds = tuple(pass_fds)
         self._listener: Listener | None = None
-        self._context = context
-        self._socket: zmq.Socket[bytes] | None = None
+        self._channel: Channel | None = None  # from when it has connected
         self._process: asyncio.subprocess.Process | None = None
         self._life: asyncio.Task[None] | None = None
         self._failure: DiptychError | None = None
@@ -111,12 +110,11 @@ class Supervisor:
 
     def send(self, message: FrontendMessage) -> None:
         """Hand a message to the worker; silently nothing when it is gone (its loss is reported on its own)."""
-        if self._socket is None:
-            return
-        with contextlib.suppress(zmq.Again):
-            self._socket.send(encode(message), zmq.NOBLOCK)
-        # The socket's file descriptor reports changes only: a send may have used up the notice of a message.
-        asyncio.get_running_loop().call_soon(self._receive)
+        channel = self._channel
+        if channel is not None:
+            channel.send(encode(message))
+            if channel.has_unsent:
+                asyncio.get_running_loop().add_writer(channel.fileno(), self._flush, channel)
 
     def kill(self, because: str) -> None:
         """End a worker that does not answer (even when it is stopped); its loss is reported as any other."""
@@ -192,15 +190,11 @@ class Supervisor:
         directory = private_directory()
         lock = lock_directory(directory)
         loop = asyncio.get_running_loop()
-        socket: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
+        listener = listen(directory / "worker")
         try:
-            socket.setsockopt(zmq.SNDHWM, 0)
-            socket.setsockopt(zmq.RCVHWM, 0)
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.bind(f"ipc://{directory}/worker")
             (directory / "options.json").write_bytes(msgspec.json.encode(self._options))
-            self._socket, self.directory = socket, directory
-            loop.add_reader(socket.fileno(), self._receive)
+            self.directory = directory
+            loop.add_reader(listener.fileno(), self._accept, listener)
             self._process = await asyncio.create_subprocess_exec(
                 *self._command,
                 str(directory),
@@ -209,37 +203,66 @@ class Supervisor:
                 pass_fds=self._pass_fds,
             )
             status = await self._process.wait()
+            self._accept(listener)  # one that was quick
             self._receive()  # its last words
             return status
         finally:
             if self._process is not None and self._process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     self._process.send_signal(signal.SIGKILL)
-            loop.remove_reader(socket.fileno())
-            self._socket = self.directory = None
-            socket.close(0)
+            loop.remove_reader(listener.fileno())
+            listener.close()
+            self._hang_up()
+            self.directory = None
             shutil.rmtree(directory, ignore_errors=True)
             os.close(lock)
 
+    def _accept(self, listener: socket.socket) -> None:
+        """The worker connects, once."""
+        if self._channel is None and (channel := accept(listener)):
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(listener.fileno())
+            loop.add_reader(channel.fileno(), self._receive)
+            self._channel = channel
+
+    def _flush(self, channel: Channel) -> None:
+        channel.flush()
+        if not channel.has_unsent:
+            asyncio.get_running_loop().remove_writer(channel.fileno())
+
+    def _hang_up(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(channel.fileno())
+            loop.remove_writer(channel.fileno())
+            channel.close()
+
     def _receive(self) -> None:
-        """Take every message that is there: the descriptor reports changes only, so none may be left behind."""
+        """Take every message that is there."""
+        channel = self._channel
+        if channel is None:
+            return
+        for data in channel.receive():
+            self._take(data)
+        if channel.is_closed:
+            asyncio.get_running_loop().remove_reader(channel.fileno())
+
+    def _take(self, data: bytes) -> None:
         assert self._listener is not None
-        while self._socket is not None and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            try:
-                message = decode_from_worker(self._socket.recv(zmq.NOBLOCK))
-            except zmq.Again:
-                return
-            except msgspec.DecodeError:
-                logger.exception("worker %d sent something unreadable", self.number)
-                continue
-            if isinstance(message, Ready):
-                self.state = WorkerState.READY
-                self._ready_at = asyncio.get_running_loop().time()
-            elif isinstance(message, Failed):
-                self._failure = unpack_error(message.error)
-            try:
-                self._listener.on_message(self.number, message)
-            except Exception:  # one bad record must not leave those behind it unread
-                logger.exception("a message of worker %d could not be handled", self.number)
-            if isinstance(message, Ready) and self.ready and not self.ready.done():
-                self.ready.set_result(message)
+        try:
+            message = decode_from_worker(data)
+        except msgspec.DecodeError:
+            logger.exception("worker %d sent something unreadable", self.number)
+            return
+        if isinstance(message, Ready):
+            self.state = WorkerState.READY
+            self._ready_at = asyncio.get_running_loop().time()
+        elif isinstance(message, Failed):
+            self._failure = unpack_error(message.error)
+        try:
+            self._listener.on_message(self.number, message)
+        except Exception:  # one bad record must not leave those behind it unread
+            logger.exception("a message of worker %d could not be handled", self.number)
+        if isinstance(message, Ready) and self.ready and not self.ready.done():
+            self.ready.set_result(message)

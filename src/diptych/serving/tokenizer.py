@@ -16,7 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
 from diptych.control.errors import ConfigError, InvalidRequestError
-from diptych.serving.detokenizer import Detokenizer
+from diptych.serving.detokenizer import Detokenizer, whole_texts
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -30,6 +30,7 @@ class Tokenizer:
             name: _token_text(config[name]) for name in _SPECIAL_NAMES if config.get(name) is not None
         }
         self._fast = _load_fast(directory / "tokenizer.json")
+        self._whole_texts = whole_texts(self._fast) if self._fast else None
         self._templates = _chat_templates(directory, config)
         self._compiled: dict[str, jinja2.Template] = {}
         self._token_bytes: dict[int, bytes] = {}
@@ -68,7 +69,7 @@ class Tokenizer:
 
     def detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer | None:
         """A fresh detokenizer for a sequence after this prompt; None without a tokenizer."""
-        return Detokenizer(self._fast, prompt_token_ids) if self._fast else None
+        return Detokenizer(self._fast, prompt_token_ids, self._whole_texts) if self._fast else None
 
     def token_text(self, token_id: int) -> str:
         """One token by itself, special tokens included, incomplete characters as U+FFFD."""

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import select
 import shutil
 import signal
 import sys
@@ -22,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import zmq
 
 from diptych.control.errors import DiptychError
 from diptych.control.events import (
@@ -39,6 +39,7 @@ from diptych.control.slo import NS_PER_MS
 from diptych.control.step import SchedulerOutput, StepBrokenOff, StepResult
 from diptych.runtime.transfer.interface import KVConnector
 from diptych.serving.block_publisher import BlockPublisher
+from diptych.serving.channel import Channel, connect
 from diptych.serving.heartbeat import FILE_NAME, Heartbeat
 from diptych.serving.intake import Intake, Runner
 from diptych.serving.load_engine import Report, connect_peers, load_engine
@@ -78,6 +79,7 @@ from diptych.serving.worker_handoff import Handoffs
 logger = logging.getLogger(__name__)
 
 STATS_INTERVAL_NS = 200 * NS_PER_MS
+LINGER_S = 1.0
 PR_SET_PDEATHSIG = 1  # of prctl(2): which signal the parent's end sends
 
 # What the cluster's decisions need at once; FirstToken only of legs that are handed off.
@@ -88,14 +90,14 @@ Connect = Callable[[EngineOptions, Any, Path], KVConnector | None]
 
 
 class Worker:
-    """The loop of one replica. ``socket`` is connected to the front end; ``connector``: to the other workers (None: it
+    """The loop of one replica. ``channel`` leads to the front end; ``connector``: to the other workers (None: it
     takes no part in handoffs); ``publishes_blocks``: it says what enters and leaves the prefix cache."""
 
     def __init__(
         self,
         core: ReplicaCore,
         runner: Runner,
-        socket: "zmq.Socket[bytes]",
+        channel: Channel,
         clock: Callable[[], int] = time.monotonic_ns,
         connector: KVConnector | None = None,
         heartbeat: Heartbeat | None = None,
@@ -103,16 +105,16 @@ class Worker:
     ) -> None:
         self._core = core
         self._runner = runner
-        self._socket = socket
+        self._channel = channel
         self._clock = clock
         self._intake = Intake(core, runner)
         self._handoffs = Handoffs(core, self._intake, connector, self._send) if connector else None
         self._heartbeat = heartbeat or Heartbeat()
         self._publisher = BlockPublisher() if publishes_blocks else None
-        self._poller = zmq.Poller()
-        self._poller.register(socket, zmq.POLLIN)
+        self._poller = select.poll()
+        self._poller.register(channel, select.POLLIN)
         if connector:
-            self._poller.register(connector.fileno(), zmq.POLLIN)
+            self._poller.register(connector.fileno(), select.POLLIN)
         self._unreported: list[Event] = []
         self._is_changed = True
         self._next_stats_ns = 0
@@ -194,12 +196,11 @@ class Worker:
             self._take(self._inbox.popleft(), now)
 
     def _receive(self) -> Iterator[FrontendMessage]:
-        while True:
-            try:
-                data = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            yield decode_from_frontend(data)
+        channel = self._channel
+        if not channel.is_closed:
+            yield from map(decode_from_frontend, channel.receive())
+            if channel.is_closed:  # the front end has ended, and so will this process (die_with_parent)
+                self._poller.unregister(channel)
 
     def _take(self, message: FrontendMessage, now: int) -> None:
         core = self._core
@@ -296,25 +297,19 @@ class Worker:
             times.append(expiry_ns)
         timeout_ms = max(1, (min(times) - now + NS_PER_MS - 1) // NS_PER_MS) if times else None
         self._heartbeat.rest()
+        self._channel.flush()
+        if not self._channel.is_closed:
+            wanted = select.POLLIN | select.POLLOUT if self._channel.has_unsent else select.POLLIN
+            self._poller.modify(self._channel, wanted)
         self._poller.poll(timeout_ms)
 
     def _send(self, message: WorkerMessage) -> None:
-        self._socket.send(encode(message), zmq.NOBLOCK)
+        self._channel.send(encode(message))
 
 
 def pack_logprobs(entry: Any) -> TokenLogprobs:
     """The executor's record for the wire."""
     return TokenLogprobs(entry.token_id, entry.logprob, list(entry.top))
-
-
-def connect(directory: Path) -> "zmq.Socket[bytes]":
-    """The worker's end of the socket in the private directory."""
-    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
-    socket.setsockopt(zmq.SNDHWM, 0)
-    socket.setsockopt(zmq.RCVHWM, 0)
-    socket.setsockopt(zmq.LINGER, 1000)
-    socket.connect(f"ipc://{directory}/worker")
-    return socket
 
 
 def die_with_parent(directory: Path) -> None:
@@ -337,24 +332,24 @@ def serve(directory: Path, load: Load, connect_to_peers: Connect) -> int:
     the exit status."""
     heartbeat = Heartbeat(directory / FILE_NAME)
     options = msgspec.json.decode((directory / "options.json").read_bytes(), type=EngineOptions)
-    socket = connect(directory)
+    channel = connect(directory / "worker")
 
     def report(stage: str, fraction: float | None = None) -> None:
-        socket.send(encode(Loading(stage, fraction)), zmq.NOBLOCK)
+        channel.send(encode(Loading(stage, fraction)))
 
     try:
         core, runner, ready = load(options, report)
         connector = connect_to_peers(options, runner, directory)
     except DiptychError as error:
-        socket.send(encode(Failed(pack_error(error))))
-        socket.close()
+        channel.send(encode(Failed(pack_error(error))))
+        channel.close(LINGER_S)
         return 1
     cache = core.config.cache
     address = connector.address if connector else ""
     ready = msgspec.structs.replace(ready, address=address, num_blocks=cache.num_blocks, block_size=cache.block_size)
-    socket.send(encode(ready))
+    channel.send(encode(ready))
     publishes_blocks = options.place is not None and options.place.publishes_blocks
-    worker = Worker(core, runner, socket, connector=connector, heartbeat=heartbeat, publishes_blocks=publishes_blocks)
+    worker = Worker(core, runner, channel, connector=connector, heartbeat=heartbeat, publishes_blocks=publishes_blocks)
     runner.on_layer = worker.on_layer
     try:
         worker.run()
@@ -363,7 +358,7 @@ def serve(directory: Path, load: Load, connect_to_peers: Connect) -> int:
         if connector:
             connector.close()
         heartbeat.close()
-    socket.close()
+    channel.close(LINGER_S)
     return 0
 
 

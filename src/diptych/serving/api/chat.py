@@ -10,6 +10,8 @@ from diptych.serving.api.protocol import ChatBody
 from diptych.serving.api.reply import ReplyContext, chat_logprobs, encode_json, gather, prompt_logprobs
 from diptych.serving.sequence import Delta
 
+_PLAIN_CHOICE = b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}'
+
 
 class ChatWriter:
     """The Writer of /v1/chat/completions."""
@@ -20,6 +22,7 @@ class ChatWriter:
         self._is_plain = not body.logprobs and not body.return_token_ids
         self._wants_prompt_logprobs = body.prompt_logprobs is not None
         self._prefix = context.event_prefix("chat.completion.chunk")
+        self._plain = context.plain_event("chat.completion.chunk", _PLAIN_CHOICE)
         self._started = [False] * len(context.generation.sequences)
 
     def events(self, deltas: Iterable[Delta]) -> bytes:
@@ -31,13 +34,10 @@ class ChatWriter:
                 self._started[delta.index] = True
                 parts.append(self._prefix + self._opening(delta.index) + suffix)
             if self._is_plain and delta.finish_reason is None:
-                choice = b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}' % (
-                    delta.index,
-                    encode_json(delta.text),
-                )
+                parts.append(self._plain % (delta.index, encode_json(delta.text), suffix))
             else:
-                choice = encode_json({**self._choice(delta, is_first=is_first), "delta": {"content": delta.text}})
-            parts.append(self._prefix + choice + suffix)
+                choice = {**self._choice(delta, is_first=is_first), "delta": {"content": delta.text}}
+                parts.append(self._prefix + encode_json(choice) + suffix)
         return b"".join(parts)
 
     def last_events(self) -> bytes:

@@ -10,6 +10,8 @@ from diptych.serving.api.protocol import CompletionBody
 from diptych.serving.api.reply import ReplyContext, completion_logprobs, encode_json, gather, prompt_logprobs
 from diptych.serving.sequence import Delta
 
+_PLAIN_CHOICE = b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}'
+
 
 class CompletionWriter:
     """The Writer of /v1/completions. ``prompt_texts``: one per prompt, used by echo."""
@@ -22,6 +24,7 @@ class CompletionWriter:
         extras = (body.logprobs is not None, body.echo, self._wants_prompt_logprobs, body.return_token_ids)
         self._is_plain = not any(extras)
         self._prefix = context.event_prefix("text_completion")
+        self._plain = context.plain_event("text_completion", _PLAIN_CHOICE)
         self._started = [False] * len(context.generation.sequences)
         self._offsets = [0] * len(context.generation.sequences)
 
@@ -31,13 +34,9 @@ class CompletionWriter:
         parts = []
         for delta in deltas:
             if self._is_plain and delta.finish_reason is None:
-                choice = b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}' % (
-                    delta.index,
-                    encode_json(delta.text),
-                )
+                parts.append(self._plain % (delta.index, encode_json(delta.text), suffix))
             else:
-                choice = encode_json(self._choice(delta))
-            parts.append(self._prefix + choice + suffix)
+                parts.append(self._prefix + encode_json(self._choice(delta)) + suffix)
         return b"".join(parts)
 
     def last_events(self) -> bytes:

@@ -13,8 +13,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from diptych.control.errors import AuthenticationError, BodyTooLargeError
 from diptych.serving.api.errors import error_response
 
-OPEN_PATHS = ("/health", "/ready", "/ui")
-OPEN_PREFIX = "/static/"
+OPEN_PATHS = ("/health", "/ready", "/ui", "/guide", "/compare")
+OPEN_PREFIXES = ("/static/", "/guide/")
+CLOSED_PREFIX = "/guide/api/"  # what computes something
 
 
 class BodyLimit:
@@ -48,7 +49,7 @@ class BodyLimit:
 
 class ApiKey:
     """Asks for ``Authorization: Bearer KEY`` everywhere but at the paths that load balancers ask, and at the files of
-    the live page (which asks people for the key, and says nothing about the server without it).
+    the pages (the live page asks people for the key, and says nothing about the server without it).
 
     Whose key it was is in ``scope["state"]["tenant"]``, as a short hash: tenants share the workers fairly.
     """
@@ -70,7 +71,7 @@ class ApiKey:
 
 
 def _is_open(path: str) -> bool:
-    return path in OPEN_PATHS or path.startswith(OPEN_PREFIX)
+    return path in OPEN_PATHS or (path.startswith(OPEN_PREFIXES) and not path.startswith(CLOSED_PREFIX))
 
 
 def tenant_of(key: str) -> str:

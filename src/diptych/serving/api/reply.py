@@ -44,6 +44,10 @@ class ReplyContext:
         """A server-sent event up to the list of choices, encoded once per request."""
         return b"data: " + encode_json(self.head(kind))[:-1] + b',"choices":['
 
+    def plain_event(self, kind: str, choice: bytes) -> bytes:
+        """A format string for a whole event with this choice (itself one): its values, then the ``usage_suffix``."""
+        return self.event_prefix(kind).replace(b"%", b"%%") + choice + b"%b"
+
     def token_ids(self, delta: Delta, *, is_first: bool) -> dict[str, Any]:
         """The token ids of a choice, when they were asked for; the first chunk of a sequence has its prompt's too."""
         if not self.wants_token_ids:

@@ -1,4 +1,5 @@
-"""A generation on its way to one HTTP client, written with raw ASGI sends: one send per engine step.
+"""A generation on its way to one HTTP client: one write per engine step, straight to the connection while it takes
+more, and by ASGI's send when it does not.
 
 Owns the connection: it notices when the client goes away and aborts the request before the worker's next step, and
 turns failures into the right status (before the first byte) or into an error event (in a stream). Must never format
@@ -7,13 +8,14 @@ text: the Writer does.
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from diptych.control.errors import DiptychError
+from diptych.serving.api.connection import DIRECT_BODY, DirectBody
 from diptych.serving.api.errors import error_body, error_response
 from diptych.serving.frontend import AsyncLLM
 from diptych.serving.sequence import Delta, Generation
@@ -83,10 +85,16 @@ class GenerationResponse(Response):
         self._generation.fail(ClientGoneError())
 
     async def _send_json(self, scope: Scope, receive: Receive, send: Send) -> None:
+        generation = self._generation
         deltas: list[Delta] = []
+
+        def gather() -> bool:
+            deltas.extend(generation.take())
+            return True
+
         try:
-            while not self._generation.is_exhausted:
-                deltas += await self._generation.read()
+            while not generation.is_exhausted:
+                deltas += await generation.read(gather)
             response = Response(self._writer.body(deltas), 200, media_type="application/json")
         except DiptychError as error:
             response = error_response(error)
@@ -94,6 +102,7 @@ class GenerationResponse(Response):
 
     async def _send_stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         generation, writer = self._generation, self._writer
+        on_new = self._direct_writes(scope)
         try:
             deltas = await generation.read()
         except DiptychError as error:
@@ -101,12 +110,10 @@ class GenerationResponse(Response):
             return
         await send(_STREAM_START)
         try:
-            while True:
+            while not generation.is_exhausted:
                 await send({"type": "http.response.body", "body": writer.events(deltas), "more_body": True})
-                if generation.is_exhausted:
-                    break
-                deltas = await generation.read()
-            tail = writer.last_events()
+                deltas = await generation.read(on_new)
+            tail = writer.events(deltas) + writer.last_events()
         except DiptychError as error:
             tail = b"data: " + error_body(error) + b"\n\n"
         except ClientGoneError:
@@ -115,3 +122,18 @@ class GenerationResponse(Response):
             logger.exception("a stream failed")
             tail = b"data: " + error_body(DiptychError("internal error; the server's log has the details")) + b"\n\n"
         await send({"type": "http.response.body", "body": tail + DONE, "more_body": False})
+
+    def _direct_writes(self, scope: Scope) -> Callable[[], bool] | None:
+        """What writes new deltas at once (see Generation.read), where the server has a way."""
+        generation, writer = self._generation, self._writer
+        body: DirectBody | None = scope.get("extensions", {}).get(DIRECT_BODY, {}).get("body")
+        if body is None:
+            return None
+
+        def write() -> bool:
+            if not body.takes_more:
+                return False
+            body.write(writer.events(generation.take()))
+            return True
+
+        return write

@@ -1,0 +1,38 @@
+"""HTTP connections: uvicorn's, and a way to write to a streamed reply at once, outside of the task that sends it.
+
+Owns the ASGI extension DIRECT_BODY. Must never write more than the client reads: whoever writes asks first whether the
+connection takes it, and else waits in ``send`` as always.
+"""
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+DIRECT_BODY = "diptych.direct_body"  # in scope["extensions"]: {"body": DirectBody}
+
+
+class DirectBody:
+    """The body of one reply. Only for a reply that has been started by ``send``, and is ended by it."""
+
+    __slots__ = ("_cycle",)
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    @property
+    def takes_more(self) -> bool:
+        """Whether ``write`` may be called now: the client is there, reads what it gets, and takes chunks."""
+        cycle = self._cycle
+        return not (cycle.flow.write_paused or cycle.disconnected) and cycle.chunked_encoding is True
+
+    def write(self, body: bytes) -> None:
+        """Send a part of the body (not empty)."""
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's protocol, which offers a DirectBody with every request."""
+
+    def on_headers_complete(self) -> None:
+        """A request begins: its task runs later, and finds the extension."""
+        super().on_headers_complete()
+        if self.cycle.scope is self.scope:
+            self.scope["extensions"] = {DIRECT_BODY: {"body": DirectBody(self.cycle)}}

@@ -1,0 +1,110 @@
+"""Messages between the two processes of a unix socket: each is its length (uint32, little endian) and its bytes.
+
+Owns the framing and what the kernel has not taken yet. Must never block, nor know what a message says.
+"""
+
+import contextlib
+import socket
+import struct
+from pathlib import Path
+
+_LENGTH = struct.Struct("<I")
+_RECEIVE_BYTES = 65_536  # of one system call
+_BACKLOG = 1
+
+
+class Channel:
+    """One end. Everything returns at once: watch ``fileno`` to know when to ``receive`` and, while ``has_unsent``, when
+    to ``flush``. When the other end is gone, ``is_closed`` is true as soon as everything that it has said was received,
+    and what is sent goes nowhere."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        connected.setblocking(False)
+        self.is_closed = False
+        self._socket = connected
+        self._buffer = bytearray(_RECEIVE_BYTES)
+        self._arrived = bytearray()  # the beginning of a message
+        self._unsent = bytearray()
+
+    def fileno(self) -> int:
+        """The descriptor to watch."""
+        return self._socket.fileno()
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether the kernel did not take everything so far."""
+        return bool(self._unsent)
+
+    def send(self, message: bytes) -> None:
+        """Send it behind those before it, as soon as the kernel takes it. At most 4 GiB."""
+        self._unsent += _LENGTH.pack(len(message))
+        self._unsent += message
+        self.flush()
+
+    def flush(self) -> None:
+        """Hand over as much as the kernel takes now."""
+        with contextlib.suppress(BlockingIOError):
+            while self._unsent:
+                try:
+                    del self._unsent[: self._socket.send(self._unsent)]
+                except (BrokenPipeError, ConnectionResetError):  # nobody will read it; ``receive`` finds the end
+                    self._unsent.clear()
+
+    def receive(self) -> list[bytes]:
+        """All messages that are there, in their order."""
+        messages: list[bytes] = []
+        num_bytes = _RECEIVE_BYTES
+        while num_bytes == _RECEIVE_BYTES and not self.is_closed:
+            try:
+                num_bytes = self._socket.recv_into(self._buffer)
+            except BlockingIOError:
+                break
+            except ConnectionResetError:
+                num_bytes = 0
+            self.is_closed = not num_bytes
+            self._arrived += memoryview(self._buffer)[:num_bytes]
+            self._cut(messages)
+        return messages
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Close this end; what is unsent gets so long."""
+        if self._unsent and linger_s:
+            self._socket.settimeout(linger_s)
+            with contextlib.suppress(OSError):
+                self._socket.sendall(self._unsent)
+        self._socket.close()
+
+    def _cut(self, messages: list[bytes]) -> None:
+        """Move whole messages from what has arrived."""
+        arrived, start = self._arrived, 0
+        while len(arrived) >= (begin := start + _LENGTH.size):
+            end = begin + _LENGTH.unpack_from(arrived, start)[0]
+            if end > len(arrived):
+                break
+            messages.append(bytes(arrived[begin:end]))
+            start = end
+        del arrived[:start]
+
+
+def connect(path: Path) -> Channel:
+    """The end of the process that was started. Raises OSError when nobody listens there."""
+    one = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    one.connect(str(path))
+    return Channel(one)
+
+
+def listen(path: Path) -> socket.socket:
+    """Where the other process connects; ``accept`` gives this end. The directory must be this user's own."""
+    one = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    one.setblocking(False)
+    one.bind(str(path))
+    one.listen(_BACKLOG)
+    return one
+
+
+def accept(listener: socket.socket) -> Channel | None:
+    """This end of the connection; None while nobody has connected."""
+    try:
+        return Channel(listener.accept()[0])
+    except BlockingIOError:
+        return None
