@@ -189,6 +189,7 @@ def test_core_lists() -> None:
     assert parse_cores("0-2,5,1") == (0, 1, 2, 5)
 
 
+@pytest.mark.system
 def test_generate_streams_to_the_terminal() -> None:
     command = (sys.executable, "-c", "from diptych.cli import main; main()", "generate", "import os", "--seed", "1")
     result = subprocess.run((*command, "--max-tokens", "5"), capture_output=True, text=True, check=True)

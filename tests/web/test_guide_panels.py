@@ -1,16 +1,22 @@
-"""The numbers behind the guide's pages: the panels agree with the code, with FIELD facts, and with themselves."""
+"""The numbers behind the guide's pages: the panels agree with the code, with published figures, and with themselves."""
 
 import json
+import shlex
 from typing import Any
 
 import pytest
+import typer.main
 
+from diptych.cli import app
 from diptych.control.errors import ConfigError
+from diptych.runtime.transfer.wire_format import wire_share
 from diptych.simulation.hardware import hardware_names
 from diptych.simulation.models import load_model
-from diptych.web.guide_app import CHAPTERS
+from diptych.web.chapters import CHAPTERS
 from diptych.web.panels import choose, chunked, disaggregated, interference, roofline, transfer
+from diptych.web.panels.advice import serve_command, simulate_command
 from diptych.web.panels.cast import read_prompts
+from diptych.web.panels.machine import machine
 from diptych.web.panels.query import controls, read
 
 
@@ -225,7 +231,45 @@ def test_short_prompts_and_loose_objectives_need_no_pools() -> None:
         "recommendation"
     ]
     assert advice["shape"] == "chunked"
-    assert advice["serve"].endswith("--shape chunked --both 2")
+    assert advice["serve"].endswith("--shape chunked --both 2 --ttft-slo-ms 2000 --tpot-slo-ms 100")
+
+
+@pytest.mark.parametrize(("shape", "prefill"), [("unified", 0), ("chunked", 0), ("disaggregated", 1)])
+def test_the_commands_of_the_advice_are_commands_of_this_version(shape: str, prefill: int) -> None:
+    query = choose.ChooseQuery(gpus=2)
+    chosen = machine(query.model, query.hardware)
+    plan = choose.Plan(shape, 2, prefill, prefill)
+    one = choose.candidate(chosen, query, plan, rate=2.0)
+    asked_for = {name: getattr(query, name) for name in query.__struct_fields__}
+    for command in (serve_command(one, chosen, asked_for), simulate_command(one, chosen, asked_for)):
+        _, name, *arguments = shlex.split(command)
+        found = typer.main.get_command(app).commands[name].make_context(name, arguments)  # raises UsageError
+        assert found.params["model"] is not None
+
+
+@pytest.mark.parametrize(("codec", "head_dim"), [("int8", 64), ("int8", 128), ("int4", 64), ("int4", 128)])
+def test_the_wire_format_is_as_small_as_the_page_says(codec: str, head_dim: int) -> None:
+    assert wire_share(codec, head_dim=head_dim) * 16 == transfer.CODEC_BITS[codec]
+
+
+def test_streaming_and_codecs_shorten_the_pause_and_the_chosen_way_is_among_them() -> None:
+    found = sent(tokens=8192, codec="int8")
+    ways = {one["codec"]: one for one in found["ways"]}
+    assert [one["streamed_ms"] < one["at_end_ms"] for one in ways.values()] == [True] * 3
+    assert ways["none"]["at_end_ms"] > ways["int8"]["at_end_ms"] > ways["int4"]["at_end_ms"]
+    assert ways["int8"]["streamed_ms"] == found["times"]["exposed_ms"]
+    assert ways["int8"]["wire_bytes"] == found["size"]["wire_bytes"]
+    kept = {one["codec"]: one["wire_bytes"] for one in sent(dtype="fp8")["ways"]}
+    assert kept["int8"] == kept["none"] > kept["int4"]  # with its scales INT8 would be larger than FP8
+
+
+def test_chunks_are_sent_one_after_the_other_and_none_before_it_is_computed() -> None:
+    chunks = sent(gbytes=1.0, chunk=256)["chunks"]
+    assert len(chunks) == 8
+    free_ms = 0.0
+    for one in chunks:
+        assert one["sending_ms"] == pytest.approx(max(one["computed_ms"], free_ms), abs=0.02)  # but for the latency
+        free_ms = one["arrived_ms"]
 
 
 def test_one_gpu_cannot_be_two_pools_and_the_page_says_so() -> None:
@@ -245,7 +289,7 @@ def test_one_gpu_cannot_be_two_pools_and_the_page_says_so() -> None:
         ("phases", {"model": "llama-3.1-405b", "hardware": "rtx-4090"}, "does not fit"),
         ("interference", {"prompts": "1:2"}, "ARRIVAL_MS:PROMPT_TOKENS:OUTPUT_TOKENS"),
         ("interference", {"prompts": "0:99999:1"}, "it must be from 1 to 32768"),
-        ("chunked", {"partial": "1", "long_partial": "2"}, "max_long_partial_prefills is 2"),
+        ("chunked", {"partial": "1", "long_partial": "2"}, "long_partial is 2; it must be at most partial (1)"),
         ("disaggregated", {"kill": "2"}, "there are 2 workers"),
         ("transfer", {"link": "pigeon"}, "link is 'pigeon'"),
         ("transfer", {"model": "yi-34b", "tokens": "100000"}, "reads at most"),

@@ -5,14 +5,15 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import CLI, wait_until
+from servers import CLI, fake_server, wait_until
 from watching import PHONE, chromium, overflow, serious_findings, watched
 
-from diptych.web.guide_app import CHAPTERS
+from diptych.web.chapters import CHAPTERS
 
 PAGES = ("guide", *(f"guide/{one.name}" for one in CHAPTERS), "compare")
 LIVE = [one.name for one in CHAPTERS if one.panel]
@@ -53,7 +54,7 @@ def query(page: Any) -> str:
 
 
 def test_the_guide_needs_neither_torch_nor_numpy() -> None:
-    code = "import sys, diptych.web.guide_app; assert not {'torch', 'numpy'} & set(sys.modules)"
+    code = "import sys, diptych.web.guide_app, diptych.web.chapters; assert not {'torch', 'numpy'} & set(sys.modules)"
     subprocess.run((sys.executable, "-c", code), check=True)
 
 
@@ -213,6 +214,8 @@ def test_the_transfer_page_shows_the_right_size_and_warns(browser: Any, guide: s
         page.wait_for_selector(QUIET)
         assert "671 MB" in page.locator("#tiles").inner_text()
         assert "2 × 80 × 8 × 128 × 2,048 × 2" in page.locator("#formulas").inner_text()
+        left = page.locator("#tiles .tile", has_text="Left after the prefill").locator(".value").inner_text()
+        assert page.locator("#ways .chosen-way").all_inner_texts() == [left]
         page.fill("#gbytes", "1")
         settle(page)
         assert "The link is the bottleneck" in page.locator("#verdict").inner_text()
@@ -281,7 +284,7 @@ def test_two_runs_are_compared_and_nothing_leaves_the_browser(
         page.set_input_files("#file-b", second)
         page.locator("#about-b", has_text="chunked.jsonl: 60 requests").wait_for()
         head = page.locator("#summary thead").inner_text()
-        assert "unified.jsonl" in head and "chunked.jsonl" in head
+        assert "unified" in head and "chunked" in head
         rows = {row.locator("th").inner_text(): row.inner_text() for row in page.locator("#summary tbody tr").all()}
         records = [json.loads(line) for line in first.read_text().splitlines()]
         met = sum(one["ttft_s"] <= 0.5 and one["tpot_s"] <= 0.02 for one in records) / len(records)
@@ -297,6 +300,34 @@ def test_two_runs_are_compared_and_nothing_leaves_the_browser(
         page.set_viewport_size(PHONE)
         assert overflow(page) <= 0
         assert [one for one in asked if not one.endswith("icon.svg")] == []
+
+
+def differences(page: Any, first: Path, second: Path) -> dict[str, str]:
+    """Figures that both files have and that are not the same."""
+    page.set_input_files("#file-a", first)
+    page.set_input_files("#file-b", second)
+    page.locator("#about-b", has_text=second.name).wait_for()
+    rows = [row.locator("th, td").all_inner_texts() for row in page.locator("#summary tbody tr").all()]
+    assert len(rows) > 12
+    missing = "\N{EN DASH}"
+    return {name: change for name, one, other, change in rows if missing not in (one, other) and change != "same"}
+
+
+@pytest.mark.parametrize("tool", ["simulate", "bench"])
+def test_figures_of_records_are_those_of_the_tool_that_wrote_them(
+    browser: Any, guide: str, tmp_path: Path, tool: str
+) -> None:
+    records, whole = tmp_path / "records.jsonl", tmp_path / "whole.json"
+    load = ("--rate", "20", "--num-requests", "40", "--prompt-tokens", "200", "--output-tokens", "20")
+    with fake_server(step_ms=4, tokens_per_s=20_000) if tool == "bench" else nullcontext() as server:
+        about = {
+            "simulate": ("--model", "llama-3.1-8b", "--hardware", "h100", "--set", "workload.slo.ttft_ms=25"),
+            "bench": ("--url", getattr(server, "url", ""), "--slo", "ttft=18ms"),
+        }[tool]
+        command = (*CLI, tool, *about, *load, "--records", str(records), "--json")
+        whole.write_bytes(subprocess.run(command, check=True, capture_output=True).stdout)
+    with watched(browser, f"{guide}compare") as page:
+        assert differences(page, records, whole) == {}
 
 
 def test_a_file_that_is_no_run_is_refused_in_words(browser: Any, guide: str, tmp_path: Path) -> None:

@@ -14,6 +14,13 @@ SPLIT = {"fleet": {"prefill": 1, "decode": 1, "disaggregate": "always"}, "step_m
 SHAPE = ("--prefill", "1", "--decode", "1", "--disaggregate", "always", "--threads", "1")
 REAL = ("serve", "--port", "0", "--kv-cache-memory", "64MiB", *SHAPE)
 KEY = "correct horse"
+# Requests whose parts on the page are not what the server counted.
+UNEQUAL = """() => [...diptych.view.model.requests.values()].filter((one) => one.end && one.detail).map((one) => {
+  const { queue_ns: queue, prefill_ns: prefill, handoff_ns: handoff, decode_ns: decode } = one.detail;
+  const parts = one.breakdown(one.end);
+  const sum = (some) => some.reduce((total, part) => total + part.ns, 0);
+  return [sum(parts) - (queue + prefill + handoff + decode), sum(parts.filter((part) => part.ttft)) - one.ttftNs];
+}).filter(([total, first]) => total || first)"""
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +73,7 @@ def test_a_real_split_server_is_shown_as_it_works(browser: Any, tmp_path: Path) 
         ]
         assert model(page, "model.lanes.get(1).length") > 50
         assert model(page, "[...model.requests.values()].filter((one) => one.delivered).length") > 0
+        assert page.evaluate(UNEQUAL) == []
         page.get_by_role("button", name="Short prompt 1").click()
         wait_until(lambda: "24 answer tokens" in text(page, "#request-name"))
         assert "Computing the prompt" in text(page, "#request")
@@ -172,6 +180,95 @@ def test_the_timeline_is_moved_and_read_with_the_keyboard_alone(browser: Any, sp
         page.keyboard.press("Enter")
         page.keyboard.press("End")
         assert page.evaluate("diptych.view.following")
+
+
+def test_the_timeline_is_moved_with_the_mouse_and_with_fingers(browser: Any, split: RunningServer) -> None:
+    context = {"viewport": PHONE, "has_touch": True, "is_mobile": True}
+    with watched(browser, f"{split.url}/ui", **context) as page:
+        wait_live(page)
+        page.locator("#send-short").tap()
+        wait_until(lambda: "Short prompt 1" in request_rows(page))
+        canvas = page.locator(".timeline canvas")
+        canvas.scroll_into_view_if_needed()
+        box = canvas.bounding_box()
+        x, y = box["x"] + 200, box["y"] + 60
+        page.mouse.move(x, y)
+        page.keyboard.down("Control")
+        before = page.evaluate("diptych.view.span")
+        page.mouse.wheel(0, -40)
+        wait_until(lambda: page.evaluate("diptych.view.span") < before)
+        page.keyboard.up("Control")
+        page.mouse.down()
+        page.mouse.move(x + 60, y, steps=4)
+        page.mouse.up()
+        assert not page.evaluate("diptych.view.following")
+        devtools = page.context.new_cdp_session(page)
+
+        def touch(kind: str, *points: float) -> None:
+            places = [{"x": at, "y": y, "id": number} for number, at in enumerate(points)]
+            devtools.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": places})
+
+        right, span = page.evaluate("[diptych.view.t1, diptych.view.span]")
+        touch("touchStart", x - 30)
+        for shift in range(10, 80, 10):
+            touch("touchMove", x - 30 + shift)
+        touch("touchEnd")
+        wait_until(lambda: page.evaluate("diptych.view.t1") < right)
+        touch("touchStart", x - 40, x + 40)
+        for shift in range(8, 48, 8):
+            touch("touchMove", x - 40 - shift, x + 40 + shift)
+        touch("touchEnd")
+        wait_until(lambda: page.evaluate("diptych.view.span") < 0.8 * span)
+        page.touchscreen.tap(x, box["y"] + 40)
+        assert "Worker 0" in text(page, ".timeline-tip")
+
+
+def test_why_something_waited_is_told_of_the_worker_that_it_waited_for(browser: Any, split: RunningServer) -> None:
+    def milestone(sequence: int, worker: int, time: int, what: str, name: str = "x") -> dict[str, Any]:
+        return {
+            "kind": "request", "sequence": sequence, "worker": worker, "time_ns": time, "what": what,
+            "request_id": name, "detail": {"num_prompt_tokens": 64} if what == "queued" else {},
+        }  # fmt: skip
+
+    def step(sequence: int, worker: int, start: int, end: int, prefills: list[Any], **more: Any) -> dict[str, Any]:
+        return {
+            "kind": "step", "sequence": sequence, "worker": worker, "step_id": sequence, "start_ns": start,
+            "end_ns": end, "phase": "prefill" if prefills else "decode", "prefills": prefills, "num_decodes": 0, **more,
+        }  # fmt: skip
+
+    roles = {"0": {"state": "ready", "role": "prefill"}, "1": {"state": "ready", "role": "decode"}}
+    header = {"kind": "header", "run_id": "a", "unix_ns_at_zero": 0, "now_ns": 0, "workers": roles, "decoding": {}}
+    records = [
+        header,
+        milestone(1, 1, 100, "handoff_reserved"),
+        milestone(2, 0, 110, "queued"),
+        step(3, 0, 50, 300, [["y", 0, 512]]),
+        step(4, 1, 0, 250, [["z", 0, 9]]),
+        step(5, 0, 300, 400, [["x", 0, 64]]),
+        milestone(6, 0, 400, "first_token"),
+        milestone(7, 1, 450, "handoff_delivered"),
+        step(8, 1, 450, 500, [], num_decodes=1, decode_context=64, joined=["x"]),
+    ]
+    with watched(browser, f"{split.url}/ui") as page:
+        found = page.evaluate(
+            """async (records) => {
+              const { TimelineModel } = await import("/static/common/timeline-model.js");
+              const { describe } = await import("/static/common/timeline-words.js");
+              const model = new TimelineModel({ objectiveNs: 60 });
+              model.add(records);
+              const request = model.requests.get("x");
+              const said = (time) => describe(model, { request, time, edge: 500 }, (id) => id);
+              return [90, 200, 350, 470].map((time) => said(time).slice(1, 3));
+            }""",
+            records,
+        )
+    longest = "longest gap between tokens: 100 ns"
+    assert found == [
+        ["has not arrived yet"],
+        ["waits in the queue: 200 ns", "Worker 0 · prefill was computing 512 prompt tokens of y."],
+        ["its prompt tokens 0 to 64: 100 ns", longest],
+        ["stalled: 100 ns without a token", "Its KV cache was handed over in 50 ns of that."],
+    ]
 
 
 def test_the_page_comes_back_by_itself_when_the_server_does(browser: Any) -> None:

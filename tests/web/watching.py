@@ -27,7 +27,9 @@ def chromium() -> Iterator[Any]:
     """A headless browser. Not for a whole session: while it is open, no event loop can be started in this thread."""
     path = browser_path()
     with playwright.sync_playwright() as tool:
-        browser = tool.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        # Containers often have a small /dev/shm, and a page that finds it full stands still without a word.
+        args = ["--no-sandbox", "--disable-dev-shm-usage"]
+        browser = tool.chromium.launch(executable_path=path, args=args, timeout=60_000)
         yield browser
         browser.close()
 
@@ -39,6 +41,7 @@ def watched(
     """A page at ``url`` in a context of its own. expected: problems that belong to the test."""
     context.setdefault("viewport", DESKTOP)
     own = browser.new_context(**context)
+    own.set_default_timeout(60_000)  # panels beside a server get only what time nobody else wants
     page = own.new_page()
     problems: list[str] = []
     host = urlparse(url).netloc

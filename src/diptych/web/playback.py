@@ -33,15 +33,14 @@ from diptych.timeline.roster import Roster
 
 VERSION = 1
 STREAM = "stream"  # the kind of requests that are being answered when a scenario begins
-LIFE = ("queued", "prefill", "transfer", "decode", "mixed", "stalled")
 
 Names = Mapping[str, str]  # request id of the simulation -> what the reader sees
 
 
 @dataclass(slots=True)
 class Line:
-    """One request's life as spans (phase, start, end, worker, steps), in order of time, in nanoseconds. phase: one of
-    LIFE. stamps: when its tokens came."""
+    """One request's life as spans (phase, start, end, worker, steps), in order of time, in nanoseconds. phase:
+    queued, prefill, transfer, decode, mixed or stalled. stamps: when its tokens came."""
 
     name: str
     arrival_ns: int
@@ -240,7 +239,8 @@ class _Writer:
     def _named(self, event: Event) -> Event:
         """The same event with the reader's names."""
         if isinstance(event, StepFinished):
-            return replace(event, prefills=tuple((self._name(one), *rest) for one, *rest in event.prefills))  # type: ignore[misc]
+            named = tuple((self._name(one), start, count) for one, start, count in event.prefills)
+            return replace(event, prefills=named)
         assert not isinstance(event, BlocksStored | BlocksEvicted)
         return replace(event, request_id=self._name(event.request_id))
 

@@ -1,4 +1,4 @@
-"""The live page and the snapshot that it asks for.
+"""The live page and the snapshot that it asks for, and the guide beside it.
 
 Owns the shape of ``/ui/state``. Must never measure anything itself: it reads what metrics, timeline and fleet have.
 """
@@ -15,6 +15,8 @@ from diptych.control.slo import NS_PER_MS
 from diptych.serving.frontend import AsyncLLM
 from diptych.serving.recent import WINDOW_S, Recent
 from diptych.web.assets import page_route, static_routes
+from diptych.web.guide_app import guide_routes
+from diptych.web.panel_host import PanelHost
 
 _ROLES = ("prefill", "decode", "both")
 
@@ -116,9 +118,10 @@ class UiState(BaseModel):
 
 
 def add_ui_routes(app: FastAPI, llm: AsyncLLM, model_name: str, errors: dict[int | str, dict[str, Any]]) -> None:
-    """Add ``/ui``, its files, and ``/ui/state``. errors: the documented replies of 400 and more."""
+    """Add ``/ui``, its files and ``/ui/state``, ``/guide`` and ``/compare``. errors: documented replies from 400 on."""
     recent = _recent(llm)
     app.router.routes += [page_route("/ui", "ui/index.html"), *static_routes()]
+    app.router.routes += guide_routes(PanelHost(gives_way=True), live=True)
 
     @app.get("/ui/state", responses={401: errors[401], 200: {"model": UiState}})
     async def state() -> Response:

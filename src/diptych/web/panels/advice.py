@@ -76,7 +76,7 @@ def recommend(
         "holds": holds,
         "title": title,
         "reasons": reasons,
-        "serve": serve_command(best, chosen),
+        "serve": serve_command(best, chosen, asked),
         "serve_note": _serve_note(chosen),
         "simulate": simulate_command(best, chosen, asked),
     }
@@ -145,8 +145,8 @@ def _against(one: Candidate, best: Candidate, asked: Mapping[str, Any]) -> str:
     return f"{name}: {' and '.join(missed)} ({cause}); {holds}."
 
 
-def serve_command(best: Candidate, chosen: Machine) -> str:
-    """How to start that shape."""
+def serve_command(best: Candidate, chosen: Machine, asked: Mapping[str, Any]) -> str:
+    """How to start that shape, with these objectives for requests that name none."""
     command = ["diptych", "serve", "--model", f"./{chosen.model.name}"]
     if best.shape == "disaggregated":
         command += ["--prefill", str(best.prefill), "--decode", str(best.decode)]
@@ -154,16 +154,24 @@ def serve_command(best: Candidate, chosen: Machine) -> str:
         command += ["--shape", best.shape]
         if best.replicas > 1:
             command += ["--both", str(best.replicas)]
+    for name in ("ttft", "tpot"):
+        command += [f"--{name}-slo-ms", f"{asked[f'{name}_ms']:g}"]
     return shlex.join(command)
 
 
 def _serve_note(chosen: Machine) -> str:
-    note = "Clients say their objectives with each request (ttft_slo_ms, tpot_slo_ms), as they do in this simulation."
+    note = (
+        f"./{chosen.model.name} stands for the directory of the model, as Hugging Face has it. The objectives are for "
+        "requests that name none of their own (ttft_slo_ms, tpot_slo_ms). Without --model, a small bundled model is "
+        "served, in the same shape."
+    )
     if chosen.num_gpus > 1:
         note += (
             f" Here a replica spans {chosen.num_gpus} GPUs. `diptych serve` runs each worker on one GPU, so this shape "
             "can be simulated, but not yet served, with this model."
         )
+    if chosen.weight_bits != 16:
+        note += f" The simulation has weights of {chosen.weight_bits} bits; `diptych serve` computes with 16."
     return note
 
 

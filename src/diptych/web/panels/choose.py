@@ -83,7 +83,7 @@ def steps(query: ChooseQuery) -> Iterator[dict[str, Any]]:
     for group in groups:
         tried = []
         for plan in group:
-            tried.append(_candidate(chosen, query, plan, query.rate))
+            tried.append(candidate(chosen, query, plan, query.rate))
             done += 1
             yield {"kind": "progress", "done": done, "total": total, "text": words(plan)}
         if not tried:
@@ -171,7 +171,8 @@ def _simulated(settings: bytes) -> SimulationResult:
     return simulate(prepare(settings_from(msgspec.json.decode(settings))).scenario)
 
 
-def _candidate(chosen: Machine, query: ChooseQuery, plan: Plan, rate: float) -> Candidate:
+def candidate(chosen: Machine, query: ChooseQuery, plan: Plan, rate: float) -> Candidate:
+    """What a plan does at this rate."""
     result = _simulated(msgspec.json.encode(settings_of(chosen, query, plan, rate)))
     summary, table = summarize(result), result.requests
     rows = table.completed_rows()
@@ -207,7 +208,7 @@ def _search(chosen: Machine, query: ChooseQuery, plan: Plan, holds: bool) -> Ite
     for _ in range(SEARCH_STEPS):
         if low < MOST_FACTOR * query.rate:
             middle = low * 2 if not high else high / 3 if not low else (low + high) / 2
-            if _candidate(chosen, query, plan, round(middle, 3)).attainment >= TARGET:
+            if candidate(chosen, query, plan, round(middle, 3)).attainment >= TARGET:
                 low = middle
             else:
                 high = middle

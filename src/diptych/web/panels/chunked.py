@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from diptych.control.config import ShapeName
+from diptych.control.config import BudgetConfig, ShapeName
+from diptych.control.errors import ConfigError
 from diptych.simulation.scenario import Scenario
 from diptych.web.panels.cast import MAX_STREAMS, cast, one_worker, read_prompts, requests_of_kind, worst
 from diptych.web.panels.formula import Formula, formula, milliseconds, significant
@@ -19,7 +20,7 @@ from diptych.web.panels.machine import Machine, about, machine, step_ns
 from diptych.web.panels.query import Query
 
 CURVE = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
-MARGIN = 0.9  # control.config.BudgetConfig.margin
+MARGIN = BudgetConfig().margin
 
 
 class ChunkedQuery(Query, frozen=True, kw_only=True):
@@ -43,6 +44,12 @@ class ChunkedQuery(Query, frozen=True, kw_only=True):
 def panel(query: ChunkedQuery) -> dict[str, Any]:
     """``play`` as chosen, ``whole`` the same with whole prompts, ``measures`` of both, and ``curve``: the trade between
     the longest gap and the first token of the longest prompt, by chunk size. Raises ConfigError."""
+    if query.partial and query.long_partial > query.partial:
+        raise ConfigError(
+            f"long_partial is {query.long_partial}; it must be at most partial ({query.partial}): long prompts are "
+            "some of those that are half done",
+            param="long_partial",
+        )
     chosen = machine(query.model, query.hardware)
     people = cast(query.streams, query.tokens, read_prompts(query.prompts))
     play = people.play(_scenario(chosen, query)).to_json()

@@ -10,8 +10,8 @@ from msgspec import Meta
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_S
 from diptych.simulation.scenario import Scenario
-from diptych.simulation.settings import prepare, settings_from
-from diptych.simulation.workload.spec import RequestSpec
+from diptych.simulation.settings import settings_from
+from diptych.simulation.workload.synthetic import SyntheticWorkload
 from diptych.web.panels.cast import Cast, requests_of_kind, scenario_of, worst
 from diptych.web.panels.formula import Formula, formula, milliseconds, percent, scaled
 from diptych.web.panels.machine import Machine, about, machine
@@ -88,14 +88,13 @@ def load(chosen: Machine, query: DisaggregatedQuery) -> Cast:
             },
         }
     )
-    workload = prepare(settings).scenario.workload
-    specs = [spec for spec in workload if isinstance(spec, RequestSpec)]  # type: ignore[union-attr]
+    specs = tuple(SyntheticWorkload(settings.workload, settings.seed))
     counts: dict[str, int] = {}
     names = []
     for spec in specs:
         counts[spec.kind] = counts.get(spec.kind, 0) + 1
         names.append(f"{spec.kind} {counts[spec.kind]}")
-    return Cast(tuple(names), tuple(specs))
+    return Cast(tuple(names), specs)
 
 
 def _scenario(chosen: Machine, query: DisaggregatedQuery, pools: dict[str, Any], **settings: Any) -> Scenario:

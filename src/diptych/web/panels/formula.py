@@ -51,7 +51,7 @@ def duration(ns: float) -> str:
     for unit, size in (("s", 1e9), ("ms", 1e6), ("µs", 1e3)):
         if abs(ns) >= size:
             return f"{significant(ns / size)} {unit}"
-    return f"{significant(ns)} ns"
+    return f"{significant(ns)} ns" if ns else "0 ms"
 
 
 def milliseconds(ms: float) -> str:

@@ -5,7 +5,7 @@ Owns how a wrong value is said. The limits themselves stand at each panel's para
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import msgspec.inspect
@@ -53,6 +53,3 @@ def _in_words(kind: type[msgspec.Struct], name: str, value: str, message: str) -
     if limits.get("min") is not None:
         return f"{name} is {value!r}; it must be a number from {limits['min']:,} to {limits['max']:,}"
     return f"{name} is {value!r}: {message}"
-
-
-OnOff = Literal["on", "off"]

@@ -117,18 +117,19 @@ def panel(query: RooflineQuery) -> dict[str, Any]:
         phase: _phase(phase, matrices[phase] + attention[phase], peak, bandwidth, times[phase], tokens[phase])
         for phase in ("prefill", "decode")
     }
+    points = [
+        _point(phase, part, work, peak, bandwidth)
+        for phase in ("prefill", "decode")
+        for part, work in (
+            ("whole step", matrices[phase] + attention[phase]),
+            ("matrix products", matrices[phase]),
+            ("attention", attention[phase]),
+        )
+    ]
     return {
         "machine": {**about(chosen), "dtype": dtype},
-        "roof": {"peak": peak, "bandwidth": bandwidth, "ridge": peak / bandwidth},
-        "points": [
-            _point(phase, part, work, peak, bandwidth)
-            for phase in ("prefill", "decode")
-            for part, work in (
-                ("whole step", matrices[phase] + attention[phase]),
-                ("matrix products", matrices[phase]),
-                ("attention", attention[phase]),
-            )
-        ],
+        "roof": _roof(points, peak, bandwidth),
+        "points": points,
         "phases": phases,
         "series": _series(chosen, query),
         "formulas": _formulas(chosen, query, matrices, attention, peak, bandwidth),
@@ -155,12 +156,25 @@ def _phase(phase: str, work: Work, peak: float, bandwidth: float, took_ns: int, 
     }
 
 
+def attainable(intensity: float, peak: float, bandwidth: float) -> float:
+    """The roof: the most FLOP/s that a step of this intensity can reach."""
+    return min(peak, intensity * bandwidth)
+
+
+def _roof(points: list[dict[str, Any]], peak: float, bandwidth: float) -> dict[str, Any]:
+    """line: from the left of all points to the right of them, with its corner."""
+    ridge, reach = peak / bandwidth, [point["intensity"] for point in points]
+    low, high = min(0.5, *reach) / 2, max(20 * ridge, *reach) * 1.5
+    line = [(one, attainable(one, peak, bandwidth)) for one in (low, ridge, high)]
+    return {"peak": peak, "bandwidth": bandwidth, "ridge": ridge, "line": line}
+
+
 def _point(phase: str, part: str, work: Work, peak: float, bandwidth: float) -> dict[str, Any]:
     return {
         "phase": phase,
         "part": part,
         "intensity": work.intensity,
-        "attainable": min(peak, work.intensity * bandwidth),
+        "attainable": attainable(work.intensity, peak, bandwidth),
     }
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
+from msgspec.structs import replace
 
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_S
@@ -61,9 +62,10 @@ class TransferQuery(Query, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """When each chunk is computed and has arrived, in nanoseconds from the start of the prefill."""
+    """When each chunk is computed, begins to be sent and has arrived, in nanoseconds from the start of the prefill."""
 
     computed_ns: tuple[int, ...]
+    sending_ns: tuple[int, ...]
     arrived_ns: tuple[int, ...]
 
     @property
@@ -109,21 +111,22 @@ def transfer_ns(num_bytes: int, rate: int, latency_ns: int) -> int:
 def stream(chosen: Machine, query: TransferQuery, bytes_per_token: float, rate: int, latency_ns: int) -> Streamed:
     """Each chunk travels as soon as it is computed and the link is free."""
     cost, size = chosen.choice.cost, query.chunk if query.streamed == "on" else query.tokens
-    computed, arrived = [], []
+    computed, sending, arrived = [], [], []
     now = free_ns = start = 0
     while start < query.tokens:
         num_tokens = min(size, query.tokens - start)
         now += step_ns(cost, (start, num_tokens), 0, 0)
-        free_ns = max(now, free_ns) + -(-round(bytes_per_token * num_tokens) * NS_PER_S // rate)
         computed.append(now)
+        sending.append(max(now, free_ns))
+        free_ns = sending[-1] + -(-round(bytes_per_token * num_tokens) * NS_PER_S // rate)
         arrived.append(free_ns + latency_ns)
         start += num_tokens
-    return Streamed(tuple(computed), tuple(arrived))
+    return Streamed(tuple(computed), tuple(sending), tuple(arrived))
 
 
 def panel(query: TransferQuery) -> dict[str, Any]:
-    """``size`` of the cache and on the wire, ``times``, ``chunks`` of the streamed transfer, ``links`` to compare,
-    ``verdict`` and ``formulas``. Raises ConfigError."""
+    """``size`` of the cache and on the wire, ``times``, ``chunks`` of the streamed transfer, ``ways`` to send (each
+    codec, streamed or not), ``links`` to compare, ``verdict`` and ``formulas``. Raises ConfigError."""
     chosen = machine(query.model, query.hardware)
     if query.tokens > chosen.model.max_context:
         raise ConfigError(
@@ -132,7 +135,7 @@ def panel(query: TransferQuery) -> dict[str, Any]:
         )
     width = kv_width(chosen.model, query.attention, query.kv_heads)
     cache_bits = 8 * BYTES_OF[query.dtype]
-    wire_bits = min(CODEC_BITS.get(query.codec, cache_bits), cache_bits)
+    wire_bits = bits_on_wire(query.codec, cache_bits)
     cached = kv_bytes(chosen.model, width, query.tokens, cache_bits)
     sent = kv_bytes(chosen.model, width, query.tokens, wire_bits)
     rate, latency_ns = link_rate(query)
@@ -154,25 +157,59 @@ def panel(query: TransferQuery) -> dict[str, Any]:
         },
         "times": times,
         "chunks": [
-            {"computed_ms": done / 1e6, "arrived_ms": there / 1e6}
-            for done, there in zip(streamed.computed_ns[:256], streamed.arrived_ns[:256], strict=True)
+            {"computed_ms": done / 1e6, "sending_ms": begun / 1e6, "arrived_ms": there / 1e6}
+            for done, begun, there in zip(*(each[:256] for each in _times_of(streamed)), strict=True)
         ],
-        "links": _links(sent),
+        "ways": _ways(chosen, query, width, cache_bits),
+        "links": _links(sent, times["decode_step_ms"]),
         "verdict": _verdict(query, sent, rate, times),
         "formulas": _formulas(chosen, query, width, (cached, sent), (rate, latency_ns), times),
     }
 
 
-def _links(num_bytes: int) -> list[dict[str, Any]]:
+def bits_on_wire(codec: str, cache_bits: int) -> float:
+    """Of one number. A codec that would make it larger is not used."""
+    return min(CODEC_BITS.get(codec, cache_bits), cache_bits)
+
+
+def _ways(chosen: Machine, query: TransferQuery, width: int, cache_bits: int) -> list[dict[str, Any]]:
+    """What is left after the prefill, by codec, with chunks sent as they are computed and all at the end."""
+    rate, latency_ns = link_rate(query)
+    rows = []
+    for codec in ("none", *CODEC_BITS):
+        bits = bits_on_wire(codec, cache_bits)
+        left = {
+            how: stream(
+                chosen, replace(query, streamed=how), chosen.model.layers * width * bits / 8, rate, latency_ns
+            ).exposed_ns
+            for how in ("on", "off")
+        }
+        rows.append(
+            {
+                "codec": codec,
+                "wire_bytes": kv_bytes(chosen.model, width, query.tokens, bits),
+                "streamed_ms": left["on"] / 1e6,
+                "at_end_ms": left["off"] / 1e6,
+            }
+        )
+    return rows
+
+
+def _times_of(streamed: Streamed) -> tuple[tuple[int, ...], ...]:
+    return streamed.computed_ns, streamed.sending_ns, streamed.arrived_ns
+
+
+def _links(num_bytes: int, decode_step_ms: float) -> list[dict[str, Any]]:
     rows = []
     for name, (usable, latency_ns) in LINKS.items():
-        paper = ON_PAPER.get(name)
+        paper, usable_ms = ON_PAPER.get(name), transfer_ns(num_bytes, usable, latency_ns) / 1e6
         rows.append(
             {
                 "link": name,
                 "text": TEXTS.get(name, name),
                 "usable": usable,
-                "usable_ms": transfer_ns(num_bytes, usable, latency_ns) / 1e6,
+                "usable_ms": usable_ms,
+                "decode_steps": usable_ms / decode_step_ms,
                 "paper": paper,
                 "paper_ms": None if paper is None else num_bytes / paper * 1e3,
             }

@@ -5,12 +5,17 @@ import { duration, percent, significant } from "./format.js";
 
 const MARGIN = { left: 54, right: 16, top: 12, bottom: 40 };
 
-/** Ticks of an axis from low to high: powers of ten when it is logarithmic, else 1, 2 or 5 times one. */
+/** Ticks of an axis from low to high: powers of ten when it is logarithmic (with 2 and 5 between them when few would be left), else 1, 2 or 5 times one. */
 export function axisTicks(low, high, log, wanted = 6) {
   const ticks = [];
+  if (!Number.isFinite(high - low) || (log && low <= 0)) return ticks;
   if (log) {
-    const every = Math.max(1, Math.ceil((Math.log10(high) - Math.log10(low)) / (wanted + 1)));
-    for (let power = Math.ceil(Math.log10(low) - 1e-9); power <= Math.log10(high) + 1e-9; power += every) ticks.push(10 ** power);
+    const decades = Math.log10(high) - Math.log10(low);
+    const every = Math.max(1, Math.ceil(decades / (wanted + 1)));
+    const units = decades < 0.5 ? [1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8] : decades < 0.8 ? [1, 1.5, 2, 3, 5, 7] : decades < 1.7 ? [1, 2, 5] : [1];
+    for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high) + 1e-9; power += every) {
+      for (const unit of units) if (unit * 10 ** power >= low * (1 - 1e-9) && unit * 10 ** power <= high * (1 + 1e-9)) ticks.push(Number((unit * 10 ** power).toPrecision(3)));
+    }
     return ticks;
   }
   const rough = (high - low) / wanted || 1;
@@ -23,7 +28,7 @@ export function axisTicks(low, high, log, wanted = 6) {
 /**
  * Lines over two axes.
  *   lineChart(element, {title, series: [{name, points: [[x, y]], colour, dashed}], x: {label, log, min, max, format},
- *                       y: {...}, marks: [{x, y, name, colour}], bands: [{from, to, name, colour}], height})
+ *                       y: {...}, marks: [{x, y, name, colour, minor, below}], bands: [{from, to, name, colour}], height})
  * Replaces what the element holds. The title is what people hear who do not see it.
  */
 export function lineChart(element, { title, series, x, y, marks = [], bands = [], height = 280 }) {
@@ -44,8 +49,8 @@ export function lineChart(element, { title, series, x, y, marks = [], bands = []
   for (const mark of marks) {
     const [left, top] = [across.at(mark.x), up.at(mark.y)];
     const end = left > width * 0.7;
-    root.append(svg("circle", { cx: left, cy: top, r: 5, fill: mark.colour, stroke: "var(--surface)", "stroke-width": 2 }),
-      svg("text.strong", { x: left + (end ? -9 : 9), y: top - 8, "text-anchor": end ? "end" : "start" }, mark.name ?? ""));
+    root.append(svg("circle", { cx: left, cy: top, r: mark.minor ? 3.5 : 6, fill: mark.colour, stroke: "var(--surface)", "stroke-width": mark.minor ? 1 : 2 }),
+      svg(mark.minor ? "text" : "text.strong", { x: left + (end ? -9 : 9), y: mark.below ? top + 18 : top - 10, "text-anchor": end ? "end" : "start" }, mark.name ?? ""));
   }
   const legend = h("ul.timeline-legend", {}, series.filter((one) => one.name).map((one) => h("li", {}, h("span.swatch", { style: { background: one.colour } }), one.name)));
   show(element, root, series.length > 1 ? legend : null);

@@ -17,6 +17,7 @@ export function significant(value, digits = 3) {
 export function duration(ns) {
   if (ns === null || ns === undefined || !Number.isFinite(ns)) return "–";
   const size = Math.abs(ns);
+  if (!size) return "0 ms";
   if (size < 999.5) return `${Math.round(ns)} ns`;
   if (size < 999_500) return `${significant(ns / 1e3)} µs`;
   if (size < 999.5e6) return `${significant(ns / 1e6)} ms`;

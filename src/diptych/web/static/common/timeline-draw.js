@@ -86,7 +86,7 @@ export function drawFrame(pen, model, view) {
 
 /** Times for ticks: [{time, text}]. clock: nanoseconds of the Unix time at zero, or null for times from `origin` on. */
 export function ticks(t0, t1, pixels, clock, origin = 0) {
-  const wanted = Math.max(1, (t1 - t0) / Math.max(1, pixels / 110));
+  const wanted = Math.max(1, (t1 - t0) / Math.max(1, pixels / (pixels < 420 ? 60 : 110)));
   const step = STEPS_NS.find((one) => one >= wanted) ?? wanted;
   const zero = clock === null ? origin : -(clock % 86_400e9);
   const found = [];

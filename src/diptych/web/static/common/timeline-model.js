@@ -170,7 +170,7 @@ export class TimelineModel {
     const lane = this.lanes.get(worker);
     if (!lane) return null;
     const others = new Map();
-    const [from, to] = lane.between(t0, t1);
+    const [from, to] = lane.between(t0, t1 - 1); // what begins at t1 is what it waited for
     for (let at = from; at < to; at++) {
       for (const [id, , tokens] of lane.steps[at].prefills || []) {
         if (id !== request.id) others.set(id, (others.get(id) || 0) + tokens);

@@ -8,7 +8,7 @@ const STALLED = 1;
 export class TimelineRequest {
   constructor(id) {
     this.id = id;
-    this.queued = 0; // 0: not known (it is older than what was read)
+    this.queued = 0; // when a worker first heard of it; 0: not known (it is older than what was read)
     this.firstToken = 0;
     this.end = 0;
     this.promptTokens = 0;
@@ -82,8 +82,10 @@ export class TimelineRequest {
     } else if (what === "first_token") {
       if (!this.firstToken) this.firstToken = time;
       this.#insertFirst(time, worker, limitNs);
-    } else if (what === "handoff_reserved") this.reserved = time;
-    else if (what === "handoff_delivered") {
+    } else if (what === "handoff_reserved") {
+      this.reserved = time;
+      if (!this.queued || time < this.queued) this.queued = time; // the worker that will decode it hears of it first
+    } else if (what === "handoff_delivered") {
       this.delivered = time;
       this.worker = worker;
     } else if (what === "preempted") this.pauses.push({ t0: time, t1: Infinity, swapped: Boolean(detail.swapped) });
@@ -105,8 +107,12 @@ export class TimelineRequest {
     return objectiveNs ? this.times[at] - this.times[at - 1] > objectiveNs : this.flags[at] === STALLED;
   }
 
-  /** Where its time went until the first token and after it: [{name, phase, ns}], in order, as far as it is known. */
+  /**
+   * Where its time went until the first token and after it: [{name, phase, ns}], in order, as far as it is known. Of a
+   * request that has ended, as the server counted it: the parts sum to its total, exactly.
+   */
   breakdown(now) {
+    if (this.#isCounted) return this.#counted(this.detail);
     const token = this.firstToken || this.times[0] || 0;
     const known = Math.min(this.end || now, now);
     const parts = [];
@@ -128,8 +134,27 @@ export class TimelineRequest {
     return parts;
   }
 
+  get #isCounted() {
+    return this.detail?.decode_ns !== undefined && this.attempts === 1;
+  }
+
+  #counted({ queue_ns: queue, prefill_ns: prefill, handoff_ns: handoff, decode_ns: decode }) {
+    let own = 0;
+    const ready = this.firstToken || this.end;
+    for (const chunk of this.chunks) own += Math.max(0, Math.min(chunk.t1, ready) - chunk.t0);
+    own = this.chunks.length ? Math.min(own, prefill) : prefill;
+    return [
+      { name: "Waiting in the queue", phase: "idle", ns: queue, ttft: true },
+      { name: "Computing the prompt", phase: "prefill", ns: own, ttft: true },
+      { name: "Waiting between its chunks", phase: "stalled", ns: prefill - own, ttft: true },
+      { name: "Handing over the KV cache", phase: "transfer", ns: handoff, ttft: false },
+      { name: "Decoding", phase: "decode", ns: decode, ttft: false },
+    ];
+  }
+
   /** Time to the first token, from its arrival at a worker; null while there is none. */
   get ttftNs() {
+    if (this.firstToken && this.#isCounted) return this.detail.queue_ns + this.detail.prefill_ns;
     return this.firstToken && this.queued ? this.firstToken - this.queued : null;
   }
 

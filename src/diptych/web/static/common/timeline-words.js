@@ -20,12 +20,16 @@ export function describe(model, hit, name) {
 
 /** Why nothing came in [t0, t1], as a sentence; "" when nothing is known. */
 export function reasonText(model, request, worker, t0, t1, name) {
+  const pause = request.pauses.find((one) => one.t0 < t1 && one.t1 > t0);
+  if (pause) return pause.swapped ? "It was preempted; its KV cache lay in host memory." : "It was preempted, and computed again.";
+  if (request.delivered > t0 && request.delivered <= t1) return `Its KV cache was handed over in ${duration(request.delivered - t0)} of that.`;
   const why = model.reason(request, worker, t0, t1);
-  if (!why) return "";
+  if (!why || why.kind === "unknown") return request.reserved >= t0 && request.reserved < t1 ? "Memory for its KV cache was reserved on the decode worker first." : "";
   const where = model.lanes.get(why.worker)?.label ?? `worker ${why.worker}`;
   if (why.kind === "prefill") return `${where} was computing ${plural(why.tokens, "prompt token")} of ${name(why.id)}${why.more}.`;
   if (why.kind === "state") return `${where} was ${why.state}.`;
-  return why.kind === "busy" ? `${where} was in a slow step.` : "";
+  if (why.kind !== "busy") return "";
+  return request.times.length && t0 >= request.times[0] ? `${where} was in a slow step.` : `${where} was writing answers of others.`;
 }
 
 function describeStep(lane, index, name) {
@@ -54,11 +58,12 @@ function describeRequest(model, hit, name) {
   const { request, time } = hit;
   const lines = [`${name(request.id)}: ${requestSummary(request)}`];
   const { times } = request;
+  if (time < request.start) return [...lines, "has not arrived yet"];
   const next = times.findIndex((one) => one >= time);
   if (request.queued && time >= request.queued && time < (request.firstChunk || times[0] || request.last)) {
     const until = request.firstChunk || times[0] || hit.edge;
     lines.push(`waits in the queue: ${duration(until - request.queued)}`);
-    lines.push(reasonText(model, request, request.worker, request.queued, until, name));
+    lines.push(reasonText(model, request, request.chunks[0]?.worker ?? request.worker, request.queued, until, name));
   } else if (times.length && time > times[0] && next !== 0) {
     const before = next < 0 ? times.at(-1) : times[next - 1];
     const after = next < 0 ? Math.min(request.last, hit.edge) : times[next];
@@ -73,8 +78,9 @@ function describeRequest(model, hit, name) {
     const chunk = request.chunks.find((one) => one.t0 <= time && time <= one.t1);
     if (chunk) lines.push(`its prompt tokens ${count(chunk.first)} to ${count(chunk.first + chunk.tokens)}: ${duration(chunk.t1 - chunk.t0)}`);
     else if (request.chunks.length) {
+      const before = request.chunks.findLast((one) => one.t1 <= time) ?? request.chunks[0];
       lines.push("waits for its next chunk");
-      lines.push(reasonText(model, request, request.worker, time - 1e6, time + 1e6, name));
+      lines.push(reasonText(model, request, before.worker, time - 1e6, time + 1e6, name));
     }
   }
   if (request.longestGapNs) lines.push(`longest gap between tokens: ${duration(request.longestGapNs)}`);

@@ -97,6 +97,7 @@ export class TimelineView extends EventTarget {
   }
 
   setRange(t0, t1) {
+    if (!Number.isFinite(t1 - t0)) return; // nothing is held yet
     this.span = Math.min(MAX_SPAN_NS, Math.max(MIN_SPAN_NS, t1 - t0));
     this.t1 = t1;
     this.#setFollowing(false);
@@ -281,7 +282,7 @@ export class TimelineView extends EventTarget {
     const room = this.options.maxHeight * (this.showRequests ? 0.62 : 1) - AXIS;
     const height = Math.max(9, Math.min(30, Math.floor(room / Math.max(1, lanes.length))));
     for (const lane of lanes) {
-      const label = this.isNarrow ? `${LETTERS[lane.role] ?? "W"}${lane.id}` : lane.label;
+      const label = this.isNarrow && !lane.name ? `${LETTERS[lane.role] ?? "W"}${lane.id}` : lane.label;
       rows.push({ kind: "lane", key: lane, lane, label, y, height });
       y += height;
     }

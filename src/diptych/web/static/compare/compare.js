@@ -37,12 +37,18 @@ async function load(side, file) {
   if (run) announce(`${run.name} is loaded.`);
 }
 
+/** File names without their endings, where that leaves two names. */
+function titles(shown) {
+  const bare = shown.map(([, run]) => run.name.replace(/\.(jsonl?|ndjson)$/, ""));
+  return new Set(bare).size === shown.length ? bare : shown.map(([, run]) => run.name);
+}
+
 function draw() {
   const shown = Object.entries(runs).filter(([, run]) => run);
   $("#comparison").hidden = !shown.length;
   if (!shown.length) return;
   const { ttft, tpot, kind } = asked();
-  const views = shown.map(([side, run]) => ({ side, name: run.name, run, rows: run.rows?.filter((row) => !kind || row.kind === kind) ?? null }));
+  const views = shown.map(([side, run], at) => ({ side, name: titles(shown)[at], run, rows: run.rows?.filter((row) => !kind || row.kind === kind) ?? null }));
   drawSummary(views, { ttft, tpot });
   const curves = [["ttft", "milliseconds to the first token"], ["tpot", "milliseconds per token"], ["gap", "milliseconds"], ["e2e", "milliseconds end to end"]];
   for (const [key, label] of curves) {
@@ -61,25 +67,30 @@ function draw() {
 }
 
 function drawSummary(views, wanted) {
-  const all = views.map((view) => (view.rows ? { ...distribution(view.rows), ...span(view.rows), attainment: attainment(view.rows, wanted, 1) } : view.run.summary));
+  const all = views.map((view) => (view.rows ? { ...distribution(view.rows), ...span(view.rows), attainment: attainment(view.rows, wanted, 1) } : summaryOf(view.run, wanted)));
   const spread = (name, key) => ["p50", "p90", "p99"].map((at) => [`${name}, ${at}`, (one) => one[key]?.[at] ?? null, milliseconds, true]);
   const rows = [
     ["Requests", (one) => one.requests ?? null, count, null], ["Completed", (one) => one.completed ?? null, count, null],
     ["Meet their objectives", (one) => one.attainment ?? null, percent, false],
     ["Goodput", (one) => (one.attainment === null || !one.seconds ? one.goodput ?? null : (one.attainment * one.requests) / one.seconds), (value) => `${significant(value)} per s`, false],
     ["Answer tokens a second", (one) => one.tokensPerSecond ?? null, significant, false],
-    ...spread("First token", "ttft"), ...spread("Per token", "tpot"), ...spread("Longest gap", "gap"), ...spread("End to end", "e2e"),
+    ...spread("First token", "ttft"), ...spread("Per token", "tpot"), ...spread("Between tokens", "itl"), ...spread("Longest gap", "gap"), ...spread("End to end", "e2e"),
   ];
   const body = rows.map(([name, value, text, less]) => {
     const values = all.map(value);
     if (values.every((one) => one === null)) return null;
     const [a, b] = values;
-    const same = values.length === 2 && a !== null && b !== null && text(a) === text(b);
+    const same = values.length === 2 && a !== null && b !== null && (text(a) === text(b) || Math.abs(b / a - 1) < 0.0005);
     const better = same || less === null || values.length < 2 || a === null || b === null || a === b ? -1 : (a < b) === less ? 0 : 1;
     const change = same ? h("td.number.muted.change", {}, "same") : values.length === 2 && a !== null && b !== null && a ? h("td.number.muted.change", {}, `${b >= a ? "+" : "−"}${percent(Math.abs(b / a - 1))}`) : values.length === 2 ? h("td.change") : null;
     return h("tr", {}, h("th", { scope: "row" }, name), values.map((one, at) => h(at === better ? "td.number.better" : "td.number", {}, one === null ? "–" : text(one))), change);
   });
   show($("#summary"), h("thead", {}, h("tr", {}, h("th", { scope: "col" }, h("span.visually-hidden", {}, "Figure")), views.map((view) => h("th.number", { scope: "col" }, h(`span.swatch.run-${view.side}`), ` ${view.name}`)), views.length === 2 ? h("th.number.change", { scope: "col" }, "second against first") : null)), h("tbody", {}, body.filter(Boolean)));
+}
+
+/** A summary was judged by the objectives of its own run: nobody knows how many would meet others. */
+function summaryOf({ summary }, { ttft, tpot }) {
+  return ttft === null && tpot === null ? summary : { ...summary, attainment: null, goodput: null };
 }
 
 function drawAttainment(views, wanted) {

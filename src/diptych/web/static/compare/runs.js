@@ -29,11 +29,12 @@ function parsed(line, index) {
 function fromObject(whole, name) {
   const records = whole.records ?? whole.requests;
   if (Array.isArray(records)) return { name, size: records.length, rows: records.map((one, index) => row(one, index)), summary: null };
+  if (whole.mode && whole.mode !== "run") throw new Error("it holds several runs; load the records of one of them");
   const one = whole.summary ?? whole;
   if (!one.ttft_ms || !one.tpot_ms) throw new Error("neither records of requests nor the summary of a run");
   const summary = {
     requests: one.num_requests, completed: one.num_completed, attainment: one.attainment ?? null, goodput: one.goodput_rps ?? null, seconds: 0,
-    tokensPerSecond: one.output_tokens_per_s, ttft: one.ttft_ms, tpot: one.tpot_ms, e2e: one.e2e_ms, gap: null,
+    tokensPerSecond: one.output_tokens_per_s, ttft: one.ttft_ms, tpot: one.tpot_ms, e2e: one.e2e_ms, itl: one.itl_ms ?? null, gap: null,
   };
   return { name, size: one.num_requests ?? 0, rows: null, summary };
 }
@@ -61,12 +62,11 @@ function at(ordered, share) {
   return ordered[low] + (ordered[Math.min(low + 1, ordered.length - 1)] - ordered[low]) * (place - low);
 }
 
-/** Seconds from the first arrival to the last end, and answer tokens a second. */
+/** Seconds from the start of the run to its last end, as the tools count them, and answer tokens a second. */
 export function span(rows) {
   if (!rows.length) return { seconds: 0, tokensPerSecond: null };
-  const begin = rows.reduce((least, one) => Math.min(least, one.arrival), Infinity);
   const end = rows.reduce((most, one) => Math.max(most, one.arrival + (one.e2e ?? 0)), 0);
-  const seconds = (end - begin) / 1000;
+  const seconds = end / 1000;
   return { seconds, tokensPerSecond: seconds ? rows.reduce((sum, one) => sum + (one.completed ? one.tokens : 0), 0) / seconds : null };
 }
 

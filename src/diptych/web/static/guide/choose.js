@@ -1,6 +1,6 @@
 import { $, announce, h, show } from "../common/dom.js";
 import { milliseconds, percent, significant } from "../common/format.js";
-import { accept, panel, query, refuse, showMachine } from "./panel.js";
+import { accept, errorOf, get, panel, query, refuse, showMachine } from "./panel.js";
 
 const NAMES = { unified: "Unified", chunked: "Chunked", disaggregated: "Two pools" };
 let asking = null;
@@ -17,14 +17,21 @@ async function run() {
   results.setAttribute("aria-busy", "true");
   try {
     const asked = query();
-    const reply = await fetch(`api/choose?${asked}`, { signal: mine.signal });
+    const reply = await get("choose", asked, mine.signal);
     if (!reply.ok) {
-      refuse((await reply.json()).error);
+      refuse(errorOf(reply, await reply.json()));
       text.textContent = "";
       return;
     }
     accept();
+    let isDone = false;
     await eachLine(reply.body, (event) => {
+      isDone ||= event.kind !== "progress";
+      if (event.error) {
+        refuse(event.error);
+        text.textContent = "";
+        return;
+      }
       if (event.kind === "progress") {
         bar.value = event.done / event.total;
         text.textContent = `${event.done} of ${event.total}: ${event.text}`;
@@ -36,6 +43,7 @@ async function run() {
       results.setAttribute("aria-busy", "false");
       results.dataset.state = asked;
     });
+    if (!isDone) refuse({ message: "The guide ended before the simulations did." });
   } catch (error) {
     if (error.name === "AbortError") return;
     refuse({ message: "The guide does not answer. Is it still running?" });

@@ -7,6 +7,7 @@
  */
 
 import { $, announce, h, show } from "../common/dom.js";
+import { headers } from "../common/server.js";
 import { themeButton } from "../common/theme.js";
 
 const WAIT_MS = 140; // after the last change, before the endpoint is asked
@@ -21,17 +22,18 @@ export function panel({ name, draw, live = true, onState = () => {} }) {
   readAddress();
   bindRanges();
   const refresh = async () => {
+    timer = 0;
     asking?.abort();
     const mine = (asking = new AbortController());
     results.setAttribute("aria-busy", "true");
     try {
-      const reply = await fetch(`api/${name}?${query()}`, { signal: mine.signal });
+      const reply = await get(name, query(), mine.signal);
       const data = await reply.json();
       if (mine !== asking) return;
-      if (!reply.ok) return refuse(data.error);
+      if (!reply.ok) return refuse(errorOf(reply, data));
       accept();
       draw(data, state());
-      results.setAttribute("aria-busy", "false");
+      if (!timer) results.setAttribute("aria-busy", "false"); // else something has changed again
       results.dataset.state = query();
     } catch (error) {
       if (error.name === "AbortError") return;
@@ -66,6 +68,7 @@ export function panel({ name, draw, live = true, onState = () => {} }) {
   themeButton($("#theme"));
   onState(state());
   if (live) refresh();
+  else results.setAttribute("aria-busy", "false");
   return {
     state,
     query,
@@ -75,6 +78,15 @@ export function panel({ name, draw, live = true, onState = () => {} }) {
       changed(0);
     },
   };
+}
+
+/** Ask an endpoint; with the API key that this tab was given on the live page, if any. */
+export const get = (name, asked, signal) => fetch(`api/${name}?${asked}`, { signal, headers: headers() });
+
+/** What to say of a reply that is not 2xx. */
+export function errorOf(reply, data) {
+  if (reply.status === 401) return { message: "This server asks for an API key. Give it on the live page, and come back in the same tab." };
+  return data.error;
 }
 
 /** All values of the form, as text. */

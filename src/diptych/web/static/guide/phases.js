@@ -22,17 +22,20 @@ let shown = null;
 function draw(data) {
   shown = data;
   const { roof, points, phases, series } = data;
-  const reach = points.map((one) => one.intensity);
-  const [low, high] = [Math.min(0.5, ...reach) / 2, Math.max(roof.ridge * 20, ...reach) * 1.5];
+  const [low, lowest] = roof.line[0];
   lineChart($("#roof"), {
     title: `Roofline: ridge at ${significant(roof.ridge)} FLOP per byte; prefill at ${significant(phases.prefill.intensity)}, decode at ${significant(phases.decode.intensity)}`,
     series: [
-      { name: "the most that is possible", colour: "var(--text)", points: [[low, low * roof.bandwidth], [roof.ridge, roof.peak], [high, roof.peak]] },
-      { name: "ridge", colour: "var(--muted)", dashed: true, points: [[roof.ridge, low * roof.bandwidth], [roof.ridge, roof.peak]] },
+      { name: "the most that is possible", colour: "var(--text)", points: roof.line },
+      { name: "ridge", colour: "var(--muted)", dashed: true, points: [[roof.ridge, lowest], roof.line[1]] },
     ],
-    marks: points.map((one) => ({ x: one.intensity, y: one.attainable, colour: `var(--${one.phase})`, name: one.part === "whole step" ? one.phase : "" })),
-    x: { label: "calculations per byte (FLOP/B)", log: true, min: low, max: high },
-    y: { label: "FLOP/s", log: true, min: low * roof.bandwidth, max: roof.peak * 3, format: flops },
+    marks: [
+      { x: roof.ridge, y: roof.peak, colour: "var(--muted)", name: `ridge: ${significant(roof.ridge)}`, minor: true, below: true },
+      ...points.filter((one) => one.part !== "whole step").map((one) => ({ x: one.intensity, y: one.attainable, colour: `var(--${one.phase})`, minor: true })),
+      ...points.filter((one) => one.part === "whole step").map((one) => ({ x: one.intensity, y: one.attainable, colour: `var(--${one.phase})`, name: one.phase, below: one.intensity < roof.ridge })),
+    ],
+    x: { label: "calculations per byte (FLOP/B)", log: true, min: low, max: roof.line.at(-1)[0] },
+    y: { label: "FLOP/s", log: true, min: lowest, max: roof.peak * 3, format: flops },
     height: 330,
   });
   show($("#phases"), ROWS.map(([name, text]) => h("tr", {}, h("th", { scope: "row" }, name), h("td.number", {}, text(phases.prefill)), h("td.number", {}, text(phases.decode)))));

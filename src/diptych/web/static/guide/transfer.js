@@ -7,15 +7,16 @@ function onState(state) {
   $("#chunk").closest(".control").hidden = state.streamed !== "on";
 }
 
-function draw(data) {
+function draw(data, state) {
   const { size, times } = data;
   showTiles([
     { name: "KV cache", value: bytes(size.cache_bytes), about: `${size.width.toLocaleString("en-GB")} numbers a token and layer` },
-    { name: "On the wire", value: bytes(size.wire_bytes), about: size.wire_bytes < size.cache_bytes ? `${percent(size.wire_bytes / size.cache_bytes)} of it` : "as it is" },
+    { name: "On the wire", value: bytes(size.wire_bytes), about: size.wire_bytes < size.cache_bytes ? `${percent(size.wire_bytes / size.cache_bytes)} of it` : state.codec === "none" ? "as it is" : `as it is: ${state.codec.toUpperCase()} would not make it smaller` },
     { name: "The transfer alone", value: milliseconds(times.transfer_ms), about: `the prefill takes ${milliseconds(times.prefill_ms)}` },
     { name: "Left after the prefill", value: milliseconds(times.exposed_ms), about: `a decode step takes ${milliseconds(times.decode_step_ms)}`, tone: data.verdict.level === "good" ? "good" : "bad" },
   ]);
   drawWay(data);
+  drawWays(data, state);
   $("#verdict").className = `note ${data.verdict.level}`;
   $("#verdict").textContent = data.verdict.text;
   showFormulas(data);
@@ -27,8 +28,7 @@ function drawWay({ chunks, times }) {
   const end = Math.max(...chunks.map((one) => one.arrived_ms), times.prefill_ms + times.decode_step_ms);
   const place = (from, to, kind, title) => h(`i.${kind}`, { title, style: { left: `${(from / end) * 100}%`, width: `${Math.max(0.25, ((to - from) / end) * 100)}%` } });
   const sent = chunks.map((one, index) => {
-    const begun = Math.max(one.computed_ms, index ? chunks[index - 1].arrived_ms : 0);
-    return place(begun, one.arrived_ms, "transfer", `chunk ${index + 1}: ${milliseconds(one.arrived_ms - begun)}`);
+    return place(one.sending_ms, one.arrived_ms, "transfer", `chunk ${index + 1}: ${milliseconds(one.arrived_ms - one.sending_ms)}`);
   });
   const computed = chunks.map((one, index) => place(index ? chunks[index - 1].computed_ms : 0, one.computed_ms, "prefill", `chunk ${index + 1}: ${milliseconds(one.computed_ms - (index ? chunks[index - 1].computed_ms : 0))}`));
   const row = (name, cells) => h("div.way-row", {}, h("span.small.muted", {}, name), h("div.way-bar", {}, cells));
@@ -40,6 +40,14 @@ function drawWay({ chunks, times }) {
   h("p.small.muted.way-axis", { "aria-hidden": "true" }, h("span", {}, "0"), h("span", {}, milliseconds(end))));
 }
 
+const CODECS = { none: "as they are", int8: "INT8", int4: "INT4" };
+
+function drawWays({ ways }, { codec, streamed }) {
+  const cell = (one, ms, isStreamed) => h(one.codec === codec && (streamed === "on") === isStreamed ? "td.number.chosen-way" : "td.number", {}, milliseconds(ms));
+  show($("#ways"), h("table", {}, h("thead", {}, h("tr", {}, ["On the wire", "Bytes", "Left, sent as computed", "Left, all at the end"].map((text, at) => h(at ? "th.number" : "th", { scope: "col" }, text)))),
+    h("tbody", {}, ways.map((one) => h("tr", {}, h("th", { scope: "row" }, CODECS[one.codec]), h("td.number", {}, bytes(one.wire_bytes)), cell(one, one.streamed_ms, true), cell(one, one.at_end_ms, false))))));
+}
+
 function drawLinks(data) {
   const most = Math.log(Math.max(...data.links.map((one) => one.usable_ms)) / 0.01);
   show($("#links"), h("table", {}, h("thead", {}, h("tr", {}, ["Link", "In practice", "Transfer", "On paper", "Transfer", "Decode steps"].map((text, at) => h(at ? "th.number" : "th", { scope: "col" }, text)))),
@@ -48,7 +56,7 @@ function drawLinks(data) {
       h("td.number", {}, milliseconds(one.usable_ms)),
       h("td.number", {}, one.paper ? `${significant(one.paper / 1e9)} GB/s` : "–"),
       h("td.number", {}, milliseconds(one.paper_ms)),
-      h("td.number", {}, h("span.bar-cell", {}, h("i", { style: { width: `${Math.max(2, (Math.log(one.usable_ms / 0.01) / most) * 100)}%` } })), significant(one.usable_ms / data.times.decode_step_ms)))))));
+      h("td.number", {}, h("span.bar-cell", {}, h("i", { style: { width: `${Math.max(2, (Math.log(one.usable_ms / 0.01) / most) * 100)}%` } })), significant(one.decode_steps)))))));
 }
 
 panel({ name: "transfer", draw, onState });

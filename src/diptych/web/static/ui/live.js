@@ -8,7 +8,7 @@ import { TimelineView } from "../common/timeline.js";
 import { interference } from "./interference.js";
 import { Tiles, showRequest, showRequests, showWorkers } from "./panels.js";
 import { Sender } from "./sender.js";
-import { ServerError, getJson, hasKey, headers, setKey } from "./server.js";
+import { ServerError, getJson, hasKey, headers, setKey } from "../common/server.js";
 
 const LAG_NS = 450e6; // workers report every 200 ms, the stream every 100 ms
 const FIRST_RECORDS = 6000;
@@ -92,10 +92,11 @@ function askForKey() {
 
 async function pollState() {
   if (stream.state === "denied" || document.hidden) return;
+  const key = headers().Authorization;
   try {
     state = await getJson("ui/state");
   } catch (error) {
-    if (error instanceof ServerError && error.status === 401) onConnection("denied");
+    if (error instanceof ServerError && error.status === 401 && key === headers().Authorization) onConnection("denied");
     return; // the pill says that there is no connection; the next poll tries again
   }
   sender.model = state.model;

@@ -134,7 +134,7 @@ export function showRequest(element, title, view, request, sender) {
     bars.push(h("p.request-part", {}, `${words}: `, h("b", {}, duration(total)), isOpen ? " so far" : ""), bar);
   }
   const lines = [];
-  if (request.queued && request.firstChunk - request.queued > 5e6) lines.push(why("It waited", reasonText(model, request, request.chunks[0].worker, request.queued, request.firstChunk, name)));
+  if (request.queued && request.firstChunk - request.queued > 5e6) lines.push(why(`It waited ${duration(request.firstChunk - request.queued)} for its turn`, reasonText(model, request, request.chunks[0].worker, request.queued, request.firstChunk, name)));
   const stall = longestStall(request);
   if (stall && model.limitNs(request.worker) && stall.t1 - stall.t0 > model.limitNs(request.worker)) {
     lines.push(why(`Longest gap between tokens: ${duration(stall.t1 - stall.t0)}`, reasonText(model, request, request.worker, stall.t0, stall.t1, name)));

@@ -1,7 +1,7 @@
 /** Sends prompts to the server that is being watched, and remembers what it sent: names, texts, how it ended. */
 
 import { readEvents } from "../common/stream.js";
-import { post } from "./server.js";
+import { post } from "../common/server.js";
 
 const STREAM_TOKENS = 4000;
 const SHORT_TOKENS = 24;

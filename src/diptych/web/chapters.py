@@ -1,0 +1,102 @@
+"""The chapters of the guide: their order, their words around the panels, and what computes each panel.
+
+Owns the list and the rendering of pages. What a panel computes is panels/'s business; who asks is guide_app's.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from diptych.web.panels import choose, chunked, disaggregated, interference, roofline, transfer
+from diptych.web.panels.machine import catalogue
+from diptych.web.panels.query import Query, controls
+
+PAGES = Path(__file__).parent / "pages"
+
+Panel = Callable[[Any], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Chapter:
+    """name: in addresses. panel: None where its answer is a stream."""
+
+    name: str
+    title: str
+    about: str
+    query: type[Query]
+    panel: Panel | None
+
+
+CHAPTERS = (
+    Chapter(
+        "phases",
+        "Two phases, one roof",
+        "Why reading a prompt and writing an answer want different things from a GPU.",
+        roofline.RooflineQuery,
+        roofline.panel,
+    ),
+    Chapter(
+        "interference",
+        "Interference",
+        "What a long prompt does to everybody who shares its worker.",
+        interference.InterferenceQuery,
+        interference.panel,
+    ),
+    Chapter(
+        "chunked",
+        "Chunked prefill",
+        "Prompts in pieces, between the tokens of the others.",
+        chunked.ChunkedQuery,
+        chunked.panel,
+    ),
+    Chapter(
+        "disaggregated",
+        "Two pools",
+        "Prefill and decode on workers of their own, and what happens when one dies.",
+        disaggregated.DisaggregatedQuery,
+        disaggregated.panel,
+    ),
+    Chapter(
+        "transfer",
+        "The KV transfer",
+        "How large the KV cache is, how long it travels, and when that hurts.",
+        transfer.TransferQuery,
+        transfer.panel,
+    ),
+    Chapter(
+        "choose",
+        "When to use what",
+        "Your load, your objectives, your GPUs: all three shapes, simulated.",
+        choose.ChooseQuery,
+        None,
+    ),
+)
+BY_NAME = {one.name: one for one in CHAPTERS}
+
+
+@cache
+def page(name: str, *, live: bool = False) -> str:
+    """The HTML of ``index``, ``compare`` or a chapter. live: with a way to the live page of the same server."""
+    chapter = BY_NAME.get(name)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(PAGES),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    number = CHAPTERS.index(chapter) if chapter else -1
+    return environment.get_template(f"{name}.html").render(
+        chapters=CHAPTERS,
+        chapter=chapter,
+        number=number + 1,
+        before=CHAPTERS[number - 1] if number > 0 else None,
+        after=CHAPTERS[number + 1] if 0 <= number < len(CHAPTERS) - 1 else None,
+        controls=controls(chapter.query) if chapter else {},
+        catalogue=catalogue(),
+        live=live,
+    )

@@ -1,0 +1,88 @@
+"""The process that computes panels, seen from the process that serves them.
+
+Owns that process: one at most, started by the first question, started again when it is gone, killed when it takes too
+long. Whoever asks waits in a thread that does nothing but read a pipe, so that an event loop beside it goes on.
+"""
+
+import atexit
+import contextlib
+import subprocess
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+from typing import IO
+
+import anyio.to_thread
+import msgspec
+from anyio import CapacityLimiter, Lock
+
+from diptych.web.panel_wire import Call, Reply, receive, send
+
+MAX_WAITING = 16  # questions behind the one that is being answered
+LIMIT_S = 120.0  # for one answer, or one event of a stream
+
+
+class PanelHost:
+    """gives_way: the process runs only on cores that nobody else wants. Safe to build anywhere; ``ask`` belongs to one
+    event loop."""
+
+    def __init__(self, *, gives_way: bool = False) -> None:
+        self._gives_way = gives_way
+        self._process: subprocess.Popen[bytes] | None = None
+        self._turn = Lock()
+        self._threads = CapacityLimiter(1)
+
+    async def ask(self, call: Call, is_gone: Callable[[], Awaitable[bool]] | None = None) -> Reply:
+        """The reply to a call: 503 when too many wait, or when the process ended or was killed before it answered.
+        is_gone: whether nobody wants the answer any more, asked when it is this call's turn."""
+        if self._turn.statistics().tasks_waiting >= MAX_WAITING:
+            return _unavailable("Too many panels are being computed. Try again in a moment.")
+        async with self._turn:
+            if is_gone is not None and await is_gone():
+                return _unavailable("Nobody waits for this any more.")
+            return await anyio.to_thread.run_sync(self._exchange, call, limiter=self._threads)
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            for pipe in (self._process.stdin, self._process.stdout):
+                assert pipe is not None
+                with contextlib.suppress(BrokenPipeError):  # what was not sent yet is lost with the process
+                    pipe.close()
+            self._process = None
+
+    def _exchange(self, call: Call) -> Reply:
+        stdin, stdout = self._pipes()
+        process = self._process
+        assert process is not None
+        killing = threading.Timer(LIMIT_S, process.kill)
+        killing.daemon = True
+        killing.start()
+        try:
+            send(stdin, call)
+            return receive(stdout, Reply)
+        except (BrokenPipeError, EOFError):
+            self.close()
+            return _unavailable("The process that computes panels ended or took too long. Try again.")
+        finally:
+            killing.cancel()
+
+    def _pipes(self) -> tuple[IO[bytes], IO[bytes]]:
+        if self._process is not None and self._process.poll() is not None:
+            self.close()
+        if self._process is None:
+            # A process group of its own: Ctrl+C is for the server, which ends this one. (No session of its own: where
+            # the kernel shares time among sessions first, a low priority would mean nothing.)
+            command = [sys.executable, "-m", "diptych.web.panel_worker"] + ["gives-way"] * self._gives_way
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=-1, process_group=0
+            )
+            atexit.register(self.close)
+        assert self._process.stdin is not None and self._process.stdout is not None
+        return self._process.stdin, self._process.stdout
+
+
+def _unavailable(message: str) -> Reply:
+    return Reply(status=503, body=msgspec.json.encode({"error": {"message": message, "param": None}}))
