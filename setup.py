@@ -1,8 +1,8 @@
 """Builds the native kernels when a C++ compiler is at hand. Without one the install succeeds and torch does the work.
 
 The library is plain C++ loaded through ctypes. It chooses its instructions at run time, so one build serves every
-x86-64 machine. It is not linked against an OpenMP runtime: at load time it takes the one that torch has brought into the
-process, so that there is one thread pool.
+x86-64 machine. It is not linked against an OpenMP runtime: at load time it takes the one that torch has brought into
+the process, so that there is one thread pool.
 """
 
 import platform
@@ -12,7 +12,8 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 KERNELS = "src/diptych/runtime/attention/kernels"
-SOURCES = ("cpu", "threads", "gemm", "elementwise", "attention", "codec")
+SOURCES = ("cpu", "threads", "gemm", "elementwise", "attention", "decode_step", "codec")
+HEADERS = ("common", "kernels", "barrier")
 
 
 class OptionalBuild(build_ext):
@@ -34,7 +35,7 @@ if sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64"):
         Extension(
             "diptych.runtime.attention.kernels._native",
             sources=[f"{KERNELS}/{name}.cpp" for name in SOURCES],
-            depends=[f"{KERNELS}/common.h"],
+            depends=[f"{KERNELS}/{name}.h" for name in HEADERS],
             # no contraction: a fused multiply-add happens where the source says so, in every tile alike
             extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=off", "-fopenmp", "-w"],
             optional=True,

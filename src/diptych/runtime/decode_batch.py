@@ -38,10 +38,6 @@ class DecodeBatch:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._slot_of
 
-    def slot_of(self, request_id: str) -> int:
-        """The slot of a member."""
-        return self._slot_of[request_id]
-
     def reserve(self, num_slots: int) -> None:
         """Make room for so many members and scratch slots together."""
         if num_slots <= len(self.inputs):

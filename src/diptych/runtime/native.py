@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-ABI = 3
+ABI = 4
 KERNELS = Path(__file__).parent / "attention" / "kernels"
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -25,6 +25,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "diptych_rope_and_cache": [_P, _P, _P, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _F, _I],
     "diptych_write_kv": [_P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _I, _I],
     "diptych_attention": [_P, _P, _P, _P, _P, _P, _P, _P, _P, _F, _I],
+    "diptych_decode_step": [_P, _I],
     "diptych_kv_encode": [_P, _P, _P, _P, _I, _I],
     "diptych_kv_decode": [_P, _P, _P, _P, _I, _I],
 }

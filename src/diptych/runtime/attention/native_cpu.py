@@ -18,6 +18,7 @@ class _Plan:
     batch: InputBatch
     sizes: ctypes.Array[ctypes.c_int64]
     tables: torch.Tensor
+    partials: torch.Tensor
 
 
 class NativeCpuAttention(TorchCpuAttention):
@@ -49,19 +50,23 @@ class NativeCpuAttention(TorchCpuAttention):
 
     def plan(self, batch: InputBatch, sliding_window: int | None) -> _Plan:  # type: ignore[override]
         """See AttentionBackend."""
+        shape, tables = self.shape, batch.block_tables
+        row = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+        sizes = (ctypes.c_int64 * 9)(
+            row, tables.stride(0), batch.num_seqs, batch.num_decodes, shape.num_heads, shape.num_kv_heads,
+            shape.head_dim, shape.block_size, sliding_window or 0,
+        )  # fmt: skip
+        return _Plan(batch, sizes, tables, self.partials(batch))
+
+    def partials(self, batch: InputBatch) -> torch.Tensor:
+        """Scratch memory for the decodes of a batch: every segment's result. The next batch may get the same."""
         shape = self.shape
         needed = self._functions.diptych_attention_workspace(
             batch.num_decodes, batch.max_context_len, shape.num_heads, shape.head_dim
         )
         if needed > self._partials.numel():
             self._partials = torch.empty(needed, dtype=torch.float32)
-        tables = batch.block_tables
-        row = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-        sizes = (ctypes.c_int64 * 9)(
-            row, tables.stride(0), batch.num_seqs, batch.num_decodes, shape.num_heads, shape.num_kv_heads,
-            shape.head_dim, shape.block_size, sliding_window or 0,
-        )  # fmt: skip
-        return _Plan(batch, sizes, tables)
+        return self._partials
 
     def run(  # type: ignore[override]
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: _Plan
@@ -72,7 +77,7 @@ class NativeCpuAttention(TorchCpuAttention):
         plan.sizes[0] = q.stride(0)
         self._functions.diptych_attention(
             q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), plan.tables.data_ptr(),
-            batch.query_start.data_ptr(), batch.context_lens.data_ptr(), out.data_ptr(), self._partials.data_ptr(),
+            batch.query_start.data_ptr(), batch.context_lens.data_ptr(), out.data_ptr(), plan.partials.data_ptr(),
             ctypes.addressof(plan.sizes), self.shape.scale, self._is_bf16,
         )  # fmt: skip
         return out

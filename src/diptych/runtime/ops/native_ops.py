@@ -32,14 +32,14 @@ class NativeLinear:
         self.out_features = self._rows // 2 if gated else self._rows
         self._gated = int(gated)
         self._is_bf16 = int(weight.dtype == torch.bfloat16)
-        self._bias = bias
+        self.bias = bias
         self._bias_ptr = 0 if bias is None else bias.data_ptr()
         width = PANEL // 2 if gated else PANEL
         panels = -(-self.out_features // width)
         # room behind the last panel: the kernel prefetches past it
         size = panels * PANEL * self.in_features + 4096
-        self._packed = memory.new([size], weight.dtype, partial(self._pack, library, weight))
-        self._packed_ptr = self._packed.data_ptr()
+        self.packed = memory.new([size], weight.dtype, partial(self._pack, library, weight))
+        self._packed_ptr = self.packed.data_ptr()
 
     def _pack(self, library: NativeLibrary, weight: torch.Tensor, packed: torch.Tensor) -> None:
         source = weight.contiguous()

@@ -10,25 +10,13 @@
 //
 // All query heads that share a KV head, and the neighbouring tokens of a prompt, are multiplied against a register of
 // keys or values together: a tile of 7 vectors and 4 registers.
-#include "common.h"
+#include "kernels.h"
 
 #include <omp.h>
 
 namespace {
 
 constexpr int SEGMENT = 256, GROUPS = SEGMENT / 16, MAX_VECTORS = 56, MAX_DIM = 256, TILE = 7;
-
-struct Attention {
-    const char *q;  // [tokens, heads, dim], rows q_stride apart (in elements)
-    const char *k_cache, *v_cache;
-    const int32_t *block_tables;  // [seqs, table_stride]
-    const int32_t *query_start;   // [seqs + 1]
-    const int32_t *context_lens;  // [seqs]
-    char *out;                    // [tokens, heads, dim]
-    float *partials;              // [decode tasks, group, dim + 2]
-    int64_t q_stride, table_stride, seqs, decodes, heads, kv_heads, dim, block_size, window;
-    float scale;
-};
 
 // query vectors that go through the same keys together
 struct Vectors {
@@ -333,44 +321,54 @@ void decode_task(const Attention &a, int64_t task, int64_t segments, const Segme
     }
 }
 
-// decodes: each segment on its own, then each sequence's segments are combined in order
-template <typename T>
-void decode(const Attention &a) {
-    const int64_t group = a.heads / a.kv_heads, width = a.dim + 2;
+INLINE int64_t decode_segments(const Attention &a) {
     int64_t longest = 0;
     for (int64_t s = 0; s < a.decodes; s++) longest = maximum(longest, a.context_lens[s]);
-    const int64_t segments = (longest + SEGMENT - 1) / SEGMENT, tasks = a.decodes * a.kv_heads * segments;
-    // neighbours go to one thread, which fetches the next one's keys while it computes
-    const int64_t run = maximum(minimum(tasks / (4 * omp_get_max_threads()), 16), 1);
-#pragma omp parallel
-    {
-        Vectors v;
-        Scratch s;
-#pragma omp for schedule(dynamic, run)
-        for (int64_t task = 0; task < tasks; task++) {
-            const Segment segment = decode_segment(a, task, segments);
-            if (Segment::groups(segment) == 0) continue;
-            int64_t after = task + 1;
-            while (after < tasks && after % run && Segment::groups(decode_segment(a, after, segments)) == 0) after++;
-            decode_task<T>(a, task, segments, after < tasks ? decode_segment(a, after, segments) : segment, v, s);
-        }
-#pragma omp for schedule(static)
-        for (int64_t task = 0; task < a.decodes * a.heads; task++) {
-            const int64_t seq = task / a.heads, head = task % a.heads, context = a.context_lens[seq];
-            const int64_t first = first_visible(a, context - 1) / SEGMENT;
-            float top = -__builtin_inff(), sum = 0.0f;
-            memset(v.out, 0, a.dim * sizeof(float));
-            for (int64_t segment = first; segment * SEGMENT < context; segment++) {
-                const int64_t place = (seq * a.kv_heads + head / group) * segments + segment;
-                const float *partial = a.partials + (place * group + head % group) * width;
-                combine(top, sum, v.out, partial[0], partial[1], partial + 2, a.dim);
-            }
-            finish<T>(a, v.out, sum, a.query_start[seq], head);
-        }
-    }
+    return (longest + SEGMENT - 1) / SEGMENT;
 }
 
 }  // namespace
+
+template <typename T>
+void attend_segments(const Attention &a) {
+    const int64_t segments = decode_segments(a), tasks = a.decodes * a.kv_heads * segments;
+    // neighbours go to one thread, which fetches the next one's keys while it computes
+    const int64_t run = maximum(minimum(tasks / (4 * omp_get_num_threads()), 16), 1);
+    Vectors v;
+    Scratch s;
+#pragma omp for schedule(dynamic, run) nowait
+    for (int64_t task = 0; task < tasks; task++) {
+        const Segment segment = decode_segment(a, task, segments);
+        if (Segment::groups(segment) == 0) continue;
+        int64_t after = task + 1;
+        while (after < tasks && after % run && Segment::groups(decode_segment(a, after, segments)) == 0) after++;
+        decode_task<T>(a, task, segments, after < tasks ? decode_segment(a, after, segments) : segment, v, s);
+    }
+}
+
+template <typename T>
+void combine_segments(const Attention &a) {
+    const int64_t group = a.heads / a.kv_heads, width = a.dim + 2, segments = decode_segments(a);
+    alignas(64) float out[MAX_DIM];
+#pragma omp for schedule(static) nowait
+    for (int64_t task = 0; task < a.decodes * a.heads; task++) {
+        const int64_t seq = task / a.heads, head = task % a.heads, context = a.context_lens[seq];
+        const int64_t first = first_visible(a, context - 1) / SEGMENT;
+        float top = -__builtin_inff(), sum = 0.0f;
+        memset(out, 0, a.dim * sizeof(float));
+        for (int64_t segment = first; segment * SEGMENT < context; segment++) {
+            const int64_t place = (seq * a.kv_heads + head / group) * segments + segment;
+            const float *partial = a.partials + (place * group + head % group) * width;
+            combine(top, sum, out, partial[0], partial[1], partial + 2, a.dim);
+        }
+        finish<T>(a, out, sum, a.query_start[seq], head);
+    }
+}
+
+template void attend_segments<float>(const Attention &);
+template void attend_segments<bf16>(const Attention &);
+template void combine_segments<float>(const Attention &);
+template void combine_segments<bf16>(const Attention &);
 
 extern "C" {
 
@@ -385,7 +383,14 @@ void diptych_attention(const void *q, const void *k_cache, const void *v_cache, 
     const Attention a{(const char *)q, (const char *)k_cache, (const char *)v_cache, block_tables, query_start,
                       context_lens, (char *)out, partials, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5],
                       sizes[6], sizes[7], sizes[8], scale};
-    if (a.decodes > 0) is_bf16 ? decode<bf16>(a) : decode<float>(a);
+    if (a.decodes > 0) {
+#pragma omp parallel
+        {
+            is_bf16 ? attend_segments<bf16>(a) : attend_segments<float>(a);
+#pragma omp barrier
+            is_bf16 ? combine_segments<bf16>(a) : combine_segments<float>(a);
+        }
+    }
     if (a.seqs > a.decodes) is_bf16 ? prefill<bf16>(a) : prefill<float>(a);
 }
 }

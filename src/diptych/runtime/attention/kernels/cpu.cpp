@@ -22,5 +22,5 @@ int64_t diptych_cpu_features() {
     return features;
 }
 
-int64_t diptych_abi() { return 3; }
+int64_t diptych_abi() { return 4; }
 }

@@ -1,5 +1,5 @@
 // Norms and rotation around attention. Sums are in fp32 and in a fixed order per row.
-#include "common.h"
+#include "kernels.h"
 
 namespace {
 
@@ -27,16 +27,18 @@ INLINE void scale_row(const T *x, const T *weight, T *out, int64_t dim, float in
     }
 }
 
+}  // namespace
+
 template <typename T>
 void rms_norm(const T *x, const T *weight, T *out, int64_t rows, int64_t dim, float eps) {
-#pragma omp parallel for schedule(static) if (rows >= PARALLEL_ROWS)
+#pragma omp for schedule(static) nowait
     for (int64_t r = 0; r < rows; r++)
         scale_row(x + r * dim, weight, out + r * dim, dim, inverse_rms(x + r * dim, dim, eps));
 }
 
 template <typename T>
 void add_rms_norm(const T *x, T *residual, const T *weight, T *out, int64_t rows, int64_t dim, float eps) {
-#pragma omp parallel for schedule(static) if (rows >= PARALLEL_ROWS)
+#pragma omp for schedule(static) nowait
     for (int64_t r = 0; r < rows; r++) {
         T *sum = residual + r * dim;
         for (int64_t i = 0; i < dim; i += 16) {
@@ -47,6 +49,8 @@ void add_rms_norm(const T *x, T *residual, const T *weight, T *out, int64_t rows
         scale_row(sum, weight, out + r * dim, dim, inverse_rms(sum, dim, eps));
     }
 }
+
+namespace {
 
 template <typename T>
 void silu_and_mul(const T *x, T *out, int64_t rows, int64_t dim) {
@@ -61,17 +65,6 @@ void silu_and_mul(const T *x, T *out, int64_t rows, int64_t dim) {
             Unit<T>::store(out + r * dim + i, mask, _mm512_mul_ps(silu, u));
         }
 }
-
-struct Rope {
-    char *qkv;                // [rows, (heads + 2 kv_heads) * dim]
-    const int64_t *positions;  // [rows]
-    const float *cos_sin;     // [positions, dim]
-    const int64_t *slots;     // [rows]
-    char *k_cache, *v_cache;
-    const char *q_norm, *k_norm;  // [dim] or null
-    int64_t rows, heads, kv_heads, dim, block_size;
-    float eps;
-};
 
 template <typename T>
 INLINE void rotate(T *head, const float *cos_sin, int64_t dim) {
@@ -101,10 +94,12 @@ INLINE void write_kv(const Rope &r, int64_t row, int64_t head, const T *k, const
     for (int64_t d = 0; d < r.dim; d++) vc[d * L + offset % L] = v[d];
 }
 
+}  // namespace
+
 template <typename T>
 void rope_and_cache(const Rope &r) {
     const int64_t width = (r.heads + 2 * r.kv_heads) * r.dim;
-#pragma omp parallel for schedule(static) if (r.rows >= PARALLEL_ROWS)
+#pragma omp for schedule(static) nowait
     for (int64_t row = 0; row < r.rows; row++) {
         T *q = (T *)r.qkv + row * width, *k = q + r.heads * r.dim, *v = k + r.kv_heads * r.dim;
         const float *cos_sin = r.cos_sin + r.positions[row] * r.dim;
@@ -118,11 +113,17 @@ void rope_and_cache(const Rope &r) {
     }
 }
 
-}  // namespace
+#define INSTANTIATE(T)                                                                            \
+    template void rms_norm<T>(const T *, const T *, T *, int64_t, int64_t, float);                \
+    template void add_rms_norm<T>(const T *, T *, const T *, T *, int64_t, int64_t, float);       \
+    template void rope_and_cache<T>(const Rope &);
+INSTANTIATE(float)
+INSTANTIATE(bf16)
 
 extern "C" {
 
 void diptych_rms_norm(const void *x, const void *weight, void *out, int64_t rows, int64_t dim, float eps, int64_t is_bf16) {
+#pragma omp parallel if (rows >= PARALLEL_ROWS)
     if (is_bf16)
         rms_norm((const bf16 *)x, (const bf16 *)weight, (bf16 *)out, rows, dim, eps);
     else
@@ -131,6 +132,7 @@ void diptych_rms_norm(const void *x, const void *weight, void *out, int64_t rows
 
 void diptych_add_rms_norm(const void *x, void *residual, const void *weight, void *out, int64_t rows, int64_t dim,
                           float eps, int64_t is_bf16) {
+#pragma omp parallel if (rows >= PARALLEL_ROWS)
     if (is_bf16)
         add_rms_norm((const bf16 *)x, (bf16 *)residual, (const bf16 *)weight, (bf16 *)out, rows, dim, eps);
     else
@@ -150,6 +152,7 @@ void diptych_rope_and_cache(void *qkv, const int64_t *positions, const float *co
                             int64_t is_bf16) {
     const Rope r{(char *)qkv, positions, cos_sin, slots, (char *)k_cache, (char *)v_cache, (const char *)q_norm,
                  (const char *)k_norm, rows, heads, kv_heads, dim, block_size, eps};
+#pragma omp parallel if (rows >= PARALLEL_ROWS)
     is_bf16 ? rope_and_cache<bf16>(r) : rope_and_cache<float>(r);
 }
 

@@ -5,23 +5,15 @@
 //
 // Packed: [ceil(N / 32)][K / LANES][2][16] units. For the gated form (silu(gate) * up) a panel holds 16 gate columns and
 // the 16 up columns that belong to them, and its 16 results are finished in registers.
-#include "common.h"
+#include "kernels.h"
 
 namespace {
 
 constexpr int ROWS = 12;   // rows of a tile: 24 accumulators, 2 weights, 1 broadcast
 constexpr int CHUNK = 96;  // rows of a task
 
-struct Problem {
-    const char *x;       // [M, K]
-    const char *w;       // packed
-    const char *bias;    // [N] or null
-    char *y;             // [M, N], or [M, N / 2] when gated
-    int64_t m, n, k, x_stride, y_stride;  // strides in elements
-};
-
 template <typename T, int R, bool GATED>
-INLINE void tile(const Problem &p, int64_t row, int64_t panel) {
+INLINE void tile(const Linear &p, int64_t row, int64_t panel) {
     using U = Unit<T>;
     const int64_t units = p.k / U::LANES;
     const T *x = (const T *)p.x + row * p.x_stride;
@@ -61,7 +53,7 @@ INLINE void tile(const Problem &p, int64_t row, int64_t panel) {
 }
 
 template <typename T, bool GATED>
-void rows(const Problem &p, int64_t row, int64_t end, int64_t panel) {
+void rows(const Linear &p, int64_t row, int64_t end, int64_t panel) {
     for (; row + ROWS <= end; row += ROWS) tile<T, ROWS, GATED>(p, row, panel);
     switch (end - row) {
         case 11: return tile<T, 11, GATED>(p, row, panel);
@@ -79,16 +71,16 @@ void rows(const Problem &p, int64_t row, int64_t end, int64_t panel) {
 }
 
 template <typename T, bool GATED>
-void gemm(const Problem &p) {
+void gemm(const Linear &p) {
     const int64_t panels = (p.n + 31) / 32, chunks = (p.m + CHUNK - 1) / CHUNK;
     if (chunks == 1) {
-#pragma omp parallel for schedule(static)
+#pragma omp for schedule(static) nowait
         for (int64_t panel = 0; panel < panels; panel++) rows<T, GATED>(p, 0, p.m, panel);
         return;
     }
     // a task is a chunk of rows against a few panels: the rows stay in the L2 cache, the panels pass by
     const int64_t group = panels < 64 ? 1 : 8, groups = (panels + group - 1) / group;
-#pragma omp parallel for schedule(dynamic, 1)
+#pragma omp for schedule(dynamic, 1) nowait
     for (int64_t task = 0; task < groups * chunks; task++) {
         const int64_t row = task % chunks * CHUNK, end = row + CHUNK < p.m ? row + CHUNK : p.m;
         const int64_t first = task / chunks * group, last = first + group < panels ? first + group : panels;
@@ -121,6 +113,14 @@ void pack(const T *w, T *packed, int64_t n, int64_t k, bool gated) {
 
 }  // namespace
 
+template <typename T>
+void linear(const Linear &p) {
+    p.gated ? gemm<T, true>(p) : gemm<T, false>(p);
+}
+
+template void linear<float>(const Linear &);
+template void linear<bf16>(const Linear &);
+
 extern "C" {
 
 void diptych_pack(const void *w, void *packed, int64_t n, int64_t k, int64_t gated, int64_t is_bf16) {
@@ -132,11 +132,9 @@ void diptych_pack(const void *w, void *packed, int64_t n, int64_t k, int64_t gat
 
 void diptych_linear(const void *x, const void *w, const void *bias, void *y, int64_t m, int64_t n, int64_t k,
                     int64_t x_stride, int64_t gated, int64_t is_bf16) {
-    const Problem p{(const char *)x, (const char *)w, (const char *)bias, (char *)y, m, n, k, x_stride,
-                    gated ? n / 2 : n};
-    if (is_bf16)
-        gated ? gemm<bf16, true>(p) : gemm<bf16, false>(p);
-    else
-        gated ? gemm<float, true>(p) : gemm<float, false>(p);
+    const Linear p{(const char *)x, (const char *)w, (const char *)bias, (char *)y, m, n, k, x_stride,
+                   gated ? n / 2 : n, gated != 0};
+#pragma omp parallel
+    is_bf16 ? linear<bf16>(p) : linear<float>(p);
 }
 }
