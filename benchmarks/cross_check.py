@@ -1,9 +1,11 @@
 """Three load generators against one server: do guidellm, aiperf and ``diptych bench`` measure the same?
 
-    python benchmarks/cross_check.py --guidellm VENV --aiperf VENV [--url URL | --fake] [--json cross_check.json]
+    python benchmarks/cross_check.py --guidellm VENV --aiperf VENV [--url URL | --fake | --model DIR] [--json PATH]
 
-Without --url a server with the bundled model is started; --fake takes the make-believe server, whose pace is known
-(first token after 30 ms, the others 10 ms apart) and does not depend on the machine. Each tool sends the same number of
+Without --url a server with the bundled model, or that of --model, is started. Where there are several cores all of it is
+on the first and the clients are on the last, so that a client's own processor time is not in what it measures. --fake
+takes the make-believe server, whose pace is known (first token after 30 ms, the others 10 ms apart) and does not depend
+on the machine. Each tool sends the same number of
 requests at the same even rate, with prompts that ``diptych bench`` would make (every run has texts of its own, so that
 no cache helps) and answers of one length; the tools take turns. Compared: TTFT (median and mean over requests) from the
 actual sending, which is what the other two measure, and ITL as they define it: per request the time from the first to
@@ -49,7 +51,8 @@ def server(options: argparse.Namespace) -> Iterator[str]:
         return
     fake = [sys.executable, str(HERE / "fake_sse_server.py"), "--pace", json.dumps(PACE)]
     real = [str(Path(sys.executable).parent / "diptych"), "serve", "--port", "0", "--cores", "0"]
-    process = subprocess.Popen(fake if options.fake else real, stdout=subprocess.PIPE, text=True)
+    real += ["--model", str(options.model)] if options.model else []
+    process = subprocess.Popen(fake if options.fake else on_core(real, 0), stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         for line in process.stdout:
@@ -61,15 +64,16 @@ def server(options: argparse.Namespace) -> Iterator[str]:
         process.wait(20)
 
 
-def on_core(command: Sequence[str]) -> list[str]:
-    """The client on the last core, so that it does not take the server's."""
-    last = (os.cpu_count() or 1) - 1
-    return ["taskset", "-c", str(last), *command] if last > 0 and shutil.which("taskset") else list(command)
+def on_core(command: Sequence[str], core: int) -> list[str]:
+    """The command on one core, where there are several."""
+    several = (os.cpu_count() or 1) > 1 and shutil.which("taskset")
+    return ["taskset", "-c", str(core), *command] if several else list(command)
 
 
 def run(command: Sequence[str], **environment: str) -> None:
     """A client to its end. Raises CalledProcessError with what it said."""
-    done = subprocess.run(on_core(command), env={**os.environ, **environment}, capture_output=True, text=True)
+    last = (os.cpu_count() or 1) - 1
+    done = subprocess.run(on_core(command, last), env={**os.environ, **environment}, capture_output=True, text=True)
     if done.returncode:
         sys.stderr.write(done.stdout[-2000:] + done.stderr[-2000:])
         done.check_returncode()
@@ -175,7 +179,7 @@ def main() -> None:
     parser.add_argument("--aiperf", type=Path, help="its virtual environment")
     parser.add_argument("--url")
     parser.add_argument("--fake", action="store_true")
-    parser.add_argument("--tokenizer", type=Path, default=Path(BUNDLED_MODEL).resolve())
+    parser.add_argument("--model", type=Path, help="a directory: what is served, and whose tokenizer the tools load")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rate", type=float, default=4.0)
     parser.add_argument("--requests", type=int, default=60)
@@ -184,6 +188,7 @@ def main() -> None:
     parser.add_argument("--salt", default=f"{time.time_ns():x}", help="which texts the prompts are")
     parser.add_argument("--json")
     options = parser.parse_args()
+    options.tokenizer = options.model or Path(BUNDLED_MODEL).resolve()
     tools: dict[str, Any] = {"diptych bench": ours}
     tools |= {"guidellm": guidellm} if options.guidellm else {}
     tools |= {"aiperf": aiperf} if options.aiperf else {}
@@ -208,7 +213,7 @@ def main() -> None:
         for key in COLUMNS:
             row[f"{key} / ours"] = round(values[key] / medians["diptych bench"][key], 3)
         rows.append(row)
-    kind = "fake" if options.fake else options.url or "bundled model"
+    kind = "fake" if options.fake else options.url or (options.model.name if options.model else "bundled model")
     report(f"cross-check, {kind}", rows, options.json, runs=runs, others_cores=[round(one, 2) for one in loads])
 
 
