@@ -2,8 +2,8 @@
 
     python benchmarks/cross_check.py --guidellm VENV --aiperf VENV [--url URL | --fake | --model DIR] [--json PATH]
 
-Without --url a server with the bundled model, or that of --model, is started. Where there are several cores all of it is
-on the first and the clients are on the last, so that a client's own processor time is not in what it measures. --fake
+Without --url a server with the bundled model, or that of --model, is started. Where there are several cores, all of it
+is on the first and the clients are on the last, so that a client's own processor time is not in what it measures. --fake
 takes the make-believe server, whose pace is known (first token after 30 ms, the others 10 ms apart) and does not depend
 on the machine. Each tool sends the same number of
 requests at the same even rate, with prompts that ``diptych bench`` would make (every run has texts of its own, so that
