@@ -3,13 +3,13 @@
     python benchmarks/cross_check.py --guidellm VENV --aiperf VENV [--url URL | --fake | --model DIR] [--json PATH]
 
 Without --url a server with the bundled model, or that of --model, is started. Where there are several cores, all of it
-is on the first and the clients are on the last, so that a client's own processor time is not in what it measures. --fake
-takes the make-believe server, whose pace is known (first token after 30 ms, the others 10 ms apart) and does not depend
-on the machine. Each tool sends the same number of
-requests at the same even rate, with prompts that ``diptych bench`` would make (every run has texts of its own, so that
-no cache helps) and answers of one length; the tools take turns. Compared: TTFT (median and mean over requests) from the
-actual sending, which is what the other two measure, and ITL as they define it: per request the time from the first to
-the last token over the tokens after the first (our TPOT), then median and mean over requests.
+is on the first and the clients are on the last, so that a client's own processor time is not in what it measures. With
+--fake it is the make-believe server, whose pace is known (first token after 30 ms, the others 10 ms apart) and does not
+depend on the machine. Each tool sends the same number of requests at the same even rate, with prompts that ``diptych
+bench`` would make (every run has texts of its own, so that no cache helps) and answers of one length; the tools take
+turns. Compared: TTFT (median and mean over requests) from the actual sending, which is what the other two measure, and
+ITL as they define it: per request the time from the first to the last token over the tokens after the first (our TPOT),
+then median and mean over requests.
 Peers: pip install guidellm==0.8.* and aiperf==0.13.*, each into an environment of its own.
 """
 
