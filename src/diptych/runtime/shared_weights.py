@@ -24,11 +24,10 @@ from diptych.runtime.kv_geometry import HUGE_PAGE_BYTES
 from diptych.runtime.memory import map_file, populate
 from diptych.runtime.model_config import ModelConfig
 from diptych.runtime.native import ABI
-from diptych.runtime.weight_memory import CPU_MEMORY, Fill, WeightMemory
+from diptych.runtime.weight_memory import ALIGNMENT, Fill, PrivateMemory, WeightMemory
 
 HEADER_BYTES = 4096
 MARK = b"diptych weights 1\n"
-ALIGNMENT = 64  # of tensors: a vector register
 
 Loaded = TypeVar("Loaded")
 
@@ -81,7 +80,9 @@ def load_shared(fd: int, key: str, load: Callable[[WeightMemory], Loaded]) -> tu
             if _written_key(fd) is None:  # nobody has while this process waited
                 _write(fd, key, load)
     if _written_key(fd) != key:
-        return load(CPU_MEMORY), "the shared weights are those of another model or dtype: loaded its own"
+        return load(
+            PrivateMemory(torch.device("cpu"))
+        ), "the shared weights are those of another model or dtype: loaded its own"
     region = _Region(map_file(fd, os.fstat(fd).st_size, is_shared=False), is_filled=True)
     return load(region), ""
 

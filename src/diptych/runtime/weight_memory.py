@@ -12,6 +12,9 @@ import torch
 
 from diptych.runtime.memory import large_empty
 
+SLAB_BYTES = 1 << 26  # small weights lie side by side in slabs: alone they would be too small for huge pages
+ALIGNMENT = 64  # of tensors: a vector register
+
 Fill = Callable[[torch.Tensor], object]
 
 
@@ -37,11 +40,12 @@ class PrivateMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._slab = torch.empty(0, dtype=torch.uint8)  # what is left of the newest one
 
     def new(self, shape: Sequence[int], dtype: torch.dtype, fill: Fill) -> torch.Tensor:
         """See WeightMemory."""
         if self._device.type == "cpu":
-            tensor = large_empty(math.prod(shape), dtype).view(*shape)
+            tensor = self._cut(math.prod(shape) * dtype.itemsize).view(dtype).view(*shape)
         else:
             tensor = torch.empty(*shape, dtype=dtype, device=self._device)
         fill(tensor)
@@ -50,6 +54,17 @@ class PrivateMemory:
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """See WeightMemory."""
         return tensor
+
+    def _cut(self, num_bytes: int) -> torch.Tensor:
+        size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        if size > len(self._slab):
+            slab = large_empty(max(SLAB_BYTES, size) + ALIGNMENT, torch.uint8)
+            slab = slab[-slab.data_ptr() % ALIGNMENT :]
+            if size >= SLAB_BYTES:  # the rest of the older slab is still good for small ones
+                return slab[:num_bytes]
+            self._slab = slab
+        cut, self._slab = self._slab[:num_bytes], self._slab[size:]
+        return cut
 
 
 CPU_MEMORY = PrivateMemory(torch.device("cpu"))
