@@ -9,7 +9,9 @@ depend on the machine. Each tool sends the same number of requests at the same e
 bench`` would make (every run has texts of its own, so that no cache helps) and answers of one length; the tools take
 turns. Compared: TTFT (median and mean over requests) from the actual sending, which is what the other two measure, and
 ITL as they define it: per request the time from the first to the last token over the tokens after the first (our TPOT),
-then median and mean over requests.
+then median and mean over requests. A client on another core still shares memory and caches with the server and slows it
+down; so a server of ours is also asked (its timeline) what the requests of each run took by its own clock, and each
+tool's medians are compared with that: "/ server's".
 Peers: pip install guidellm==0.8.* and aiperf==0.13.*, each into an environment of its own.
 """
 
@@ -23,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -159,6 +162,28 @@ def aiperf(url: str, options: argparse.Namespace, folder: Path) -> dict[str, flo
     return dict(zip((*COLUMNS, "requests", "prompt tokens"), values, strict=True))
 
 
+def by_server(url: str, since: str, output_tokens: int) -> tuple[str, dict[str, float]]:
+    """(the newest record of the server's timeline, medians of TTFT and ITL in milliseconds by its own clock over the
+    requests that ended after record ``since``); without medians where there is no timeline or no request."""
+    ended: list[dict[str, Any]] = []
+    while True:
+        try:
+            with urllib.request.urlopen(f"{url}/timeline/records?since={since}&limit=1000") as reply:
+                page = json.load(reply)
+        except urllib.error.HTTPError:
+            return since, {}
+        ended += [one["detail"] for one in page["records"] if one.get("what") == "finished"]
+        if not page["records"]:
+            break
+        since = page["next"]
+    ended = [one for one in ended if one["num_output_tokens"] == output_tokens]
+    if not ended:
+        return since, {}
+    ttft = [(one["queue_ns"] + one["prefill_ns"]) / 1e6 for one in ended]
+    itl = [one["decode_ns"] / 1e6 / (output_tokens - 1) for one in ended]
+    return since, {"server's TTFT p50": statistics.median(ttft), "server's ITL p50": statistics.median(itl)}
+
+
 def figures(ttft: Sequence[float], itl: Sequence[float], prompts: Sequence[float]) -> dict[str, float]:
     """Median and mean of both, in milliseconds."""
     values = (statistics.median(ttft), statistics.fmean(ttft), statistics.median(itl), statistics.fmean(itl))
@@ -200,8 +225,10 @@ def main() -> None:
                 place = Path(folder) / f"{name}-{number}"
                 place.mkdir()
                 time.sleep(2)
+                newest, _ = by_server(url, "0", options.output_tokens)
                 load = OtherLoad()
                 runs[name].append(measure(url, options, place))
+                runs[name][-1] |= by_server(url, newest, options.output_tokens)[1]
                 loads.append(load.cores())
                 print(number, name, {key: round(value, 2) for key, value in runs[name][-1].items()}, file=sys.stderr)
     rows = []
@@ -212,6 +239,10 @@ def main() -> None:
         row: dict[str, Any] = {"tool": name, **{f"{key} ms": round(value, 3) for key, value in values.items()}}
         for key in COLUMNS:
             row[f"{key} / ours"] = round(values[key] / medians["diptych bench"][key], 3)
+        for key in ("TTFT p50", "ITL p50"):
+            shares = [one[key] / one[f"server's {key}"] for one in runs[name] if f"server's {key}" in one]
+            if shares:
+                row[f"{key} / server's"] = round(statistics.median(shares), 3)
         rows.append(row)
     kind = "fake" if options.fake else options.url or (options.model.name if options.model else "bundled model")
     report(f"cross-check, {kind}", rows, options.json, runs=runs, others_cores=[round(one, 2) for one in loads])

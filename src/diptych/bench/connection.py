@@ -2,9 +2,8 @@
 
 Owns the socket. Must never read a token or the framing of an answer (framing.py), and never choose between connections.
 
-The time of what is received is the kernel's where it tells (Linux, without TLS): a client that is busy with others
-stamps a token no later for that. Asking for it costs more than reading, so that it is not asked about later tokens that
-came a moment ago for sure (``Poller.is_prompt``).
+The time of what is received is the kernel's where it tells (Linux, without TLS): a client that is busy with others, or
+asks its sockets at intervals, stamps a token no later for that.
 """
 
 import errno
@@ -198,12 +197,8 @@ class Connection:
     def _receive(self, opened: socket.socket) -> None:
         reader = self._reader
         try:
-            if self._poller.is_prompt and reader is not None and reader.stream.stamps:
-                data = opened.recv(_READ_BYTES)
-                now = now_ns()
-            else:
-                data, extra, _, _ = opened.recvmsg(_READ_BYTES, 64)
-                now = now_ns() - (_age_ns(extra[0][2]) if extra else 0)
+            data, extra, _, _ = opened.recvmsg(_READ_BYTES, 64)
+            now = now_ns() - (_age_ns(extra[0][2]) if extra else 0)
         except BlockingIOError:
             return
         if data and reader is not None and not reader.feed(data, now):

@@ -119,7 +119,7 @@ class Client:
         return True
 
     def linger(self, may: bool) -> None:
-        """Whether what has come may be read a millisecond later, which is cheaper when much comes (poller.py)."""
+        """Whether what has come may be read some milliseconds later, which is cheaper when much comes (poller.py)."""
         if self._poller is not None:
             self._poller.may_linger = may and self._tls is None
 

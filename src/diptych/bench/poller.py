@@ -3,9 +3,10 @@
 Owns the watching of sockets: on Linux one epoll of its own, which the event loop watches as a single file; elsewhere
 the event loop's own readers. Must never read from a socket.
 
-While many sockets have something every millisecond, they are asked once a millisecond instead of at each arrival: a
+While many sockets have something every millisecond, they are asked every few milliseconds instead of at each arrival: a
 wake-up of the process costs more than the reading of a token. This is done only when sockets ``may_linger``: when those
-who need it can learn from the kernel when something came.
+who need it learn from the kernel when something came. What one socket got between two askings has one time, so they are
+several to the mean interval of the fastest socket.
 """
 
 import asyncio
@@ -19,11 +20,13 @@ from diptych.control.slo import NS_PER_MS, NS_PER_S
 READABLE = getattr(select, "EPOLLIN", 1)
 WRITABLE = getattr(select, "EPOLLOUT", 4)
 AT_ONCE = 64  # sockets between two turns of the event loop, which has requests to send
-TICK_NS = NS_PER_MS  # the grain of the event loop's timers
-TICK_S = TICK_NS / NS_PER_S
-PROMPT_NS = 3 * TICK_NS // 2  # what is found so soon after the sockets were last empty is no older than this
-BUSY, QUIET = 2000.0, 1000.0  # sockets per second: above the first they are asked once a tick, below the second no more
-WINDOW_NS = 50 * NS_PER_MS  # over which the rate is taken
+LEAST_S, MOST_S = 0.001, 0.008  # between two askings when busy; the least is the grain of the event loop's timers
+ASKINGS = 4  # in the mean interval of the fastest socket
+BUSY, QUIET = (
+    2000.0,
+    1000.0,
+)  # sockets per second: above the first they are asked at intervals, below the second no more
+WINDOW_NS = 100 * NS_PER_MS  # over which rates are taken
 
 
 class Watched(Protocol):
@@ -35,11 +38,9 @@ class Watched(Protocol):
 
 
 class Poller(Protocol):
-    """Watches sockets, named by their file numbers. may_linger: see above. is_prompt: what is read in this turn came at
-    most ``PROMPT_NS`` ago."""
+    """Watches sockets, named by their file numbers. may_linger: see above."""
 
     may_linger: bool
-    is_prompt: bool
 
     def watch(self, file: int, owner: Watched, events: int) -> None:
         """From now on."""
@@ -64,17 +65,17 @@ def poller() -> Poller:
 
 
 class EpollPoller:
-    """One epoll; the event loop watches it, or (busy) asks it once a tick."""
+    """One epoll; the event loop watches it, or (busy) asks it at intervals."""
 
     def __init__(self) -> None:
         self.may_linger = True
-        self.is_prompt = False
         self._loop = asyncio.get_running_loop()
         self._epoll = select.epoll()
         self._owners: dict[int, Watched] = {}
         self._next: asyncio.Handle | None = None  # when busy
-        self._num_events = 0
-        self._window_start_ns = self._empty_ns = time.perf_counter_ns()
+        self._interval_s = LEAST_S
+        self._counts: dict[int, int] = {}  # events of each file in this window
+        self._window_start_ns = time.perf_counter_ns()
         self._loop.add_reader(self._epoll.fileno(), self._ask)
 
     def watch(self, file: int, owner: Watched, events: int) -> None:
@@ -101,20 +102,17 @@ class EpollPoller:
 
     def _ask(self) -> bool:
         """Whether there is more."""
-        owners = self._owners
-        now = time.perf_counter_ns()
-        self.is_prompt = self._next is not None and now - self._empty_ns < PROMPT_NS
+        owners, counts = self._owners, self._counts
         events = self._epoll.poll(0, AT_ONCE)
         for file, mask in events:
             owner = owners.get(file)
             if owner is not None:  # else it was forgotten in this turn
+                counts[file] = counts.get(file, 0) + 1
                 owner.on_event(mask)
-        if len(events) < AT_ONCE:
-            self._empty_ns = now
-        self._num_events += len(events)
+        now = time.perf_counter_ns()
         if (elapsed := now - self._window_start_ns) >= WINDOW_NS:
-            self._choose(self._num_events * NS_PER_S / elapsed)
-            self._num_events = 0
+            self._choose(elapsed / NS_PER_S)
+            counts.clear()
             self._window_start_ns = now
         return len(events) == AT_ONCE
 
@@ -122,13 +120,17 @@ class EpollPoller:
         has_more = self._ask()
         if self._next is None:  # no longer busy
             return
-        self._next = self._loop.call_soon(self._tick) if has_more else self._loop.call_later(TICK_S, self._tick)
+        self._next = (
+            self._loop.call_soon(self._tick) if has_more else self._loop.call_later(self._interval_s, self._tick)
+        )
 
-    def _choose(self, rate: float) -> None:
-        """Whether to wake up for each event or once a tick."""
+    def _choose(self, elapsed_s: float) -> None:
+        """Whether to wake up for each event or at intervals, and at which, by the events of the window."""
+        rate, most = sum(self._counts.values()) / elapsed_s, max(self._counts.values(), default=1)
+        self._interval_s = min(MOST_S, max(LEAST_S, elapsed_s / (ASKINGS * most)))
         if self._next is None and rate > BUSY and self.may_linger:
             self._loop.remove_reader(self._epoll.fileno())
-            self._next = self._loop.call_later(TICK_S, self._tick)
+            self._next = self._loop.call_later(self._interval_s, self._tick)
         elif self._next is not None and (rate < QUIET or not self.may_linger):
             self._next.cancel()
             self._next = None
@@ -140,7 +142,6 @@ class LoopPoller:
 
     def __init__(self) -> None:
         self.may_linger = False
-        self.is_prompt = False
         self._loop = asyncio.get_running_loop()
         self._owners: dict[int, Watched] = {}
 
