@@ -68,7 +68,6 @@ def test_a_slow_reader_gets_everything_and_holds_nobody_up(fake: RunningServer) 
         said = b"".join(iter(lambda: slow.recv(65536), b""))
     events = [json.loads(line[6:]) for line in said.split(b"\n") if line.startswith(b"data: {")]
     assert [token for event in events for token in event["choices"][0]["token_ids"]] == list(range(100, 1600))
-    assert len(events) < 1500  # what came while it did not read came together
 
 
 def test_a_client_of_http_1_0_gets_its_stream_without_chunks(fake: RunningServer) -> None:
