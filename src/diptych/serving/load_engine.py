@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 Report = Callable[..., None]  # (stage, fraction=None)
 
 FINGERPRINT_BYTES = 64  # of each tensor
+# A prefill worker on a CPU gives way to whatever needs its core for a moment (the front end, a client on this host), so
+# that they need not take the core of a decode worker, whose streams would wait.
+PREFILL_NICENESS = 5
 
 
 def load_engine(options: EngineOptions, report: Report) -> tuple[ReplicaCore, "ModelRunner", Ready]:
@@ -41,6 +44,8 @@ def load_engine(options: EngineOptions, report: Report) -> tuple[ReplicaCore, "M
 
     device = _choose_device(options)
     cores = parse_cores(options.device.cores) if options.device.cores else None
+    if device == "cpu" and options.place and options.place.role == "prefill" and hasattr(os, "nice"):
+        os.nice(PREFILL_NICENESS)  # before there are threads: they inherit it
     threads = configure_threads(options.device.threads, cores, bind=device == "cpu")
     memory = options.memory
     geometry = read_kv_geometry(options.model, options.device.dtype, memory.block_size)
