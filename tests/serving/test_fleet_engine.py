@@ -50,6 +50,8 @@ async def test_two_workers_say_what_one_says(
     async with AsyncLLM(options, fleet) as llm:
         assert await answers(llm) == whole
         assert await answers(llm) == whole  # with cached prefixes on both sides
+        niceness = [os.getpriority(os.PRIO_PROCESS, one.worker_pid or 0) for one in fleet.supervisors]
+        assert niceness[0] > niceness[1]  # the prefill worker gives way
         assert llm.metrics.fleet.num_transfers == 2 * len(LENGTHS)
         travelled = llm.metrics.fleet.transferred_bytes
         assert travelled == 0 if transfer == "shared_memory" else travelled > 0
