@@ -50,6 +50,9 @@ def test_panels_are_computed_where_nobody_is_kept_waiting_and_end_with_the_serve
 def test_panels_are_computed_for_those_who_have_the_key_and_words_are_for_everybody() -> None:
     with fake_server(**SPLIT, serve={"api_keys": [KEY]}) as server, chromium() as browser:
         assert httpx.get(f"{server.url}/guide/api/phases").status_code == 401
+        for path in ("/ui", "/guide", "/guide/phases", "/compare"):
+            reply = httpx.get(f"{server.url}{path}/", params={"a": "b"}, follow_redirects=True, timeout=60)
+            assert (reply.status_code, reply.url.path, reply.url.query) == (200, path, b"a=b")
         with watched(browser, f"{server.url}/guide/phases", lambda text: "401" in text) as page:
             page.locator("#problem", has_text="asks for an API key").wait_for()
             page.get_by_role("link", name="Live").click()

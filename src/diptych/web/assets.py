@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 STATIC = Path(__file__).parent / "static"
@@ -86,6 +86,17 @@ def static_routes() -> list[Route]:
         return respond(request, request.path_params["name"])
 
     return [Route("/static/{name:path}", static, methods=["GET"], include_in_schema=False)]
+
+
+def without_slash(path: str) -> Route:
+    """A route from ``path/``, which people type, to the page at ``path``. The way there is relative: a proxy may serve
+    all of this below an address of its own."""
+
+    async def answer(request: Request) -> Response:
+        query = f"?{request.url.query}" if request.url.query else ""
+        return RedirectResponse(f"../{path.rpartition('/')[2]}{query}", 308)
+
+    return Route(f"{path}/", answer, methods=["GET"], include_in_schema=False)
 
 
 def page_route(path: str, name: str) -> Route:

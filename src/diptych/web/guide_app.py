@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from diptych.web.assets import Asset, packed, send, static_routes
+from diptych.web.assets import Asset, packed, send, static_routes, without_slash
 from diptych.web.panel_host import PanelHost
 from diptych.web.panel_wire import Call, Reply
 
@@ -31,6 +31,7 @@ def guide_routes(host: PanelHost, *, live: bool = False) -> list[Route]:
     pages: dict[str, Asset] = {}
     addresses = {"/guide": "index", "/compare": "compare"} | {f"/guide/{name}": name for name in NAMES}
     routes = [_page(path, name, host, pages, live) for path, name in addresses.items()]
+    routes += [without_slash(path) for path in addresses]
     for name in NAMES:
         answer = _streaming(host) if name == STREAMED else _answering(name, host)
         routes.append(Route(f"/guide/api/{name}", answer, methods=["GET"], include_in_schema=False))

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from diptych.control.errors import AuthenticationError, BodyTooLargeError
 from diptych.serving.api.errors import error_response
 
-OPEN_PATHS = ("/health", "/ready", "/ui", "/guide", "/compare")
+OPEN_PATHS = ("/health", "/ready", "/ui", "/ui/", "/guide", "/compare", "/compare/")
 OPEN_PREFIXES = ("/static/", "/guide/")
 CLOSED_PREFIX = "/guide/api/"  # what computes something
 

@@ -14,7 +14,7 @@ from diptych import __version__
 from diptych.control.slo import NS_PER_MS
 from diptych.serving.frontend import AsyncLLM
 from diptych.serving.recent import WINDOW_S, Recent
-from diptych.web.assets import page_route, static_routes
+from diptych.web.assets import page_route, static_routes, without_slash
 from diptych.web.guide_app import guide_routes
 from diptych.web.panel_host import PanelHost
 
@@ -120,7 +120,7 @@ class UiState(BaseModel):
 def add_ui_routes(app: FastAPI, llm: AsyncLLM, model_name: str, errors: dict[int | str, dict[str, Any]]) -> None:
     """Add ``/ui``, its files and ``/ui/state``, ``/guide`` and ``/compare``. errors: documented replies from 400 on."""
     recent = _recent(llm)
-    app.router.routes += [page_route("/ui", "ui/index.html"), *static_routes()]
+    app.router.routes += [page_route("/ui", "ui/index.html"), without_slash("/ui"), *static_routes()]
     app.router.routes += guide_routes(PanelHost(gives_way=True), live=True)
 
     @app.get("/ui/state", responses={401: errors[401], 200: {"model": UiState}})
