@@ -3,20 +3,20 @@
 Reads the front end's picture of the fleet (views, index) and changes nothing; placement.py keeps the picture.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from diptych.control.router.pairing import DecodeOffer, Pair, Pairing, PrefillOffer
+from diptych.control.router.pairing import DecodeOffer, Pair, Pairing, PrefillOffers
 from diptych.control.router.placement_config import PlacementConfig, PlacementRequest, Reason
 from diptych.control.router.prefix_index import PrefixIndex
-from diptych.control.router.scorers import UNBOUNDED, Prices, Question, WorkerView, pairs, prompt_ns
+from diptych.control.router.scorers import UNBOUNDED, Question, WorkerView, pairs, prompt_ns
 from diptych.control.router.workers import Level, WorkerInfo, level
 
 _Whole = tuple[float, int]  # cost, position; -1: nobody
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
+class Chosen(NamedTuple):
     """A placement by position. source, target: who prefills, who decodes. num_cached_tokens: what the source need not
     compute. target_cached: what the target holds already. work_ns: at the source. is_borrowed: the
     source computes into the target's blocks."""
@@ -43,7 +43,9 @@ class Choice:
         self._config = config
         self._block_size = workers[0].block_size
         self._roles = [worker.role for worker in workers]
-        self._pairing = Pairing(*_places(workers), config.links, self._block_size)
+        self._places, levels = _places(workers)
+        self._num_places = len(levels)
+        self._pairing = Pairing(self._places, levels, config.links, self._block_size)
         self._long_roles = {worker.role for worker in workers if worker.is_long_pool}
         self._least_blocks = min(worker.num_blocks for worker in workers)
         self._up: list[int] = []
@@ -101,11 +103,11 @@ class Choice:
         """Served whole, or by a pair, whichever costs less."""
         sources, targets, both = self._up_by_role if usable is self._up else self._by_role(usable)
         has_pair = question.may_hand_off and bool((sources and targets) or (both and (sources or targets)))
-        whole, decodes = self._targets(question, both, (UNBOUNDED, -1))
+        whole, decodes = self._targets(question, both, (UNBOUNDED, -1), has_pair)
         limit = self._config.max_local_tokens if has_pair else 0
         single = (0.0, -1) if has_pair and self._config.disaggregate == "always" else whole  # (nothing beats 0)
         single, prefills = self._sources(question, sources, single)
-        single, more_decodes = self._targets(question, targets, single, limit)
+        single, more_decodes = self._targets(question, targets, single, has_pair, limit)
         if single[1] >= 0:
             whole = single
         pair = None
@@ -119,59 +121,64 @@ class Choice:
             return self._as_pair(question, pair)
         return self._as_whole(question, whole, pair)
 
-    def _sources(self, question: Question, positions: list[int], best: _Whole) -> tuple[_Whole, list[PrefillOffer]]:
-        """What those who may compute the prompt offer, and ``best`` or whoever serves it whole for less."""
+    def _sources(self, question: Question, positions: list[int], best: _Whole) -> tuple[_Whole, PrefillOffers]:
+        """What those who may compute the prompt offer, by pool, and ``best`` or whoever serves it whole for less."""
         views, now, steps, middle = self._views, question.now, question.num_steps, question.middle
         least_ns, choice = best
-        offers: list[PrefillOffer] = []
+        pools = self._pairing.pools
+        offers: PrefillOffers = [[] for _ in range(self._pairing.num_pools)]
         for position in positions:
             prices = views[position].prices
-            queue_ns = prices[0]
-            if prices[2] > now:
-                queue_ns += (prices[2] - now) * prices[3]
-            offers.append((queue_ns, position, prices))
-            cost_ns = queue_ns + steps * (prices[9] + middle * prices[10])
+            queue_ns = prices.standing
+            if prices.idle_at > now:
+                queue_ns += (prices.idle_at - now) * prices.stretch
+            offers[pools[position]].append((queue_ns, position, prices))
+            cost_ns = queue_ns + steps * (prices.step + middle * prices.context)
             if cost_ns < least_ns:
                 cached = question.held[position]
                 num_blocks = -(-(question.num_tokens + question.num_output_tokens - cached) // self._block_size)
-                cost_ns += self._prompt_ns(question, position, prices) + prices.block * num_blocks
+                cost_ns += prompt_ns(prices, question.num_tokens - cached, cached) + prices.block * num_blocks
                 if cost_ns < least_ns:
                     least_ns, choice = cost_ns, position
         return (least_ns, choice), offers
 
     def _targets(
-        self, question: Question, positions: list[int], best: _Whole, max_local_tokens: int = 0
+        self, question: Question, positions: list[int], best: _Whole, has_pair: bool, max_local_tokens: int = 0
     ) -> tuple[_Whole, list[DecodeOffer]]:
-        """What those who may decode offer, and ``best`` or whoever serves it whole for less."""
-        views, held, now = self._views, question.held, question.now
-        steps, middle = question.num_steps, question.middle
+        """What those who may decode offer (only where pairs are asked for, and of those at one place that hold nothing
+        only the cheapest), and ``best`` or whoever serves it whole for less."""
+        if not positions:
+            return best, []
+        views, held, now, places = self._views, question.held, question.now, self._places
+        steps, middle, size, num_prompt = question.num_steps, question.middle, self._block_size, question.num_tokens
         least_ns, choice = best
-        size, num_prompt = self._block_size, question.num_tokens
         num_tokens, num_pairs = num_prompt + question.num_output_tokens, pairs(num_prompt, 0)
         num_blocks = -(-num_tokens // size)
         offers: list[DecodeOffer] = []
+        empty_ns, empty_at = [math.inf] * self._num_places, [-1] * self._num_places  # who holds nothing, by place
         for position in positions:
             prices = views[position].prices
-            answer_ns = steps * (prices[9] + middle * prices[10])
             cached = held[position]
-            answer_ns += prices[8] * (-(-(num_tokens - cached) // size) if cached else num_blocks)
-            offers.append((prices[1] + answer_ns, -cached, position))
-            cost_ns = prices[0] + answer_ns
-            if prices[2] > now:
-                cost_ns += (prices[2] - now) * prices[3]
-            if cost_ns < least_ns:
+            answer_ns = steps * (prices.step + middle * prices.context)
+            answer_ns += prices.block * (-(-(num_tokens - cached) // size) if cached else num_blocks)
+            if has_pair:
+                offer_ns = prices.memory + answer_ns
                 if cached:
-                    cost_ns += self._prompt_ns(question, position, prices)
+                    offers.append((offer_ns, -cached, position))
+                elif offer_ns < empty_ns[place := places[position]]:
+                    empty_ns[place], empty_at[place] = offer_ns, position
+            cost_ns = prices.standing + answer_ns
+            if cost_ns < least_ns:
+                if prices.idle_at > now:
+                    cost_ns += (prices.idle_at - now) * prices.stretch
+                if cached:
+                    cost_ns += prompt_ns(prices, num_prompt - cached, cached)
                 else:
-                    cost_ns += num_prompt * prices[4] + num_pairs * prices[5]
+                    cost_ns += num_prompt * prices.token + num_pairs * prices.pair
                 if cost_ns < least_ns and not (max_local_tokens and self._disturbs(question, position)):
                     least_ns, choice = cost_ns, position
+        offers += [(offer_ns, 0, at) for offer_ns, at in zip(empty_ns, empty_at, strict=True) if at >= 0]
         return (least_ns, choice), offers
-
-    def _prompt_ns(self, question: Question, position: int, prices: Prices) -> float:
-        """The prompt of a request that one worker serves whole."""
-        cached = question.held[position]
-        return prompt_ns(prices, question.num_tokens - cached, cached)
 
     def _disturbs(self, question: Question, position: int) -> bool:
         """Whether more is to be computed there than settings allow next to streams."""

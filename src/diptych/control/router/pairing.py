@@ -8,12 +8,14 @@ order of their own cost until none can win any more. Must never know a request b
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from diptych.control.router.scorers import UNBOUNDED, Prices, Question, pairs, prompt_ns, work_ns
 from diptych.control.router.workers import Level, LinkCosts
 
 PrefillOffer = tuple[float, int, Prices]  # queue, position, prices
+PrefillOffers = list[list[PrefillOffer]]  # by pool
 DecodeOffer = tuple[float, int, int]  # memory and answer, -tokens that it holds, position
 _Sender = tuple[float, int, float, float]  # queue, own prompt and blocks for the copy; position, work, queue
 
@@ -37,44 +39,63 @@ class Pairing:
         self._levels = levels
         self._links = links
         self._block_size = size
-        self._is_pool = [row[place] is Level.POOL for place, row in enumerate(levels)]
+        # each worker's pool, by the first place in it; after all places, those that have a memory of their own
+        pools = [row.index(Level.POOL) if row[place] is Level.POOL else len(levels) for place, row in enumerate(levels)]
+        self.pools = [pools[place] for place in places]
+        self.num_pools = len(levels) + 1
+        self._distances = sorted({at for row in levels for at in row} - {Level.POOL})  # that KV may have to travel
 
     def shares_pool(self, a: int, b: int) -> bool:
         """Whether two workers' blocks lie in one memory."""
         return self._levels[self._places[a]][self._places[b]] is Level.POOL
 
-    def best(self, prefills: list[PrefillOffer], decodes: list[DecodeOffer], question: Question) -> Pair | None:
+    def best(self, prefills: PrefillOffers, decodes: list[DecodeOffer], question: Question) -> Pair | None:
         """The cheapest pair; None without either."""
-        if not prefills or not decodes:
+        if not decodes or not any(prefills):
             return None
-        prefills.sort()
+        token_ns = min([prices.token for mates in prefills for _, _, prices in mates])
         senders: list[_Sender] | None = None
+        exposed_ns = 0
         found: Pair | None = None
         for target in self._undominated(decodes):
-            place = self._places[target[2]]
-            if self._is_pool[place]:
-                found = self._in_pool(prefills, target, question, found) or found
-            if len(self._is_pool) > 1 or not self._is_pool[place]:
+            if found is not None and target[0] >= found.cost_ns:
+                break
+            pool = self.pools[target[2]]
+            has_memory = pool == len(self._levels)
+            if not has_memory:
+                found = self._in_pool(prefills[pool], target, question, token_ns, found) or found
+            if has_memory or len(self._levels) > 1:
                 if senders is None:
-                    senders = self._senders(prefills, question)
-                found = self._across(senders, target, question, found) or found
+                    exposed_ns = self._exposed_ns(decodes, question)
+                    limit_ns = found.cost_ns if found else UNBOUNDED
+                    senders = self._senders(prefills, question, token_ns, (target[0], exposed_ns), limit_ns)
+                found = self._across(senders, target, question, exposed_ns, found) or found
         return found
 
-    def _senders(self, prefills: list[PrefillOffer], question: Question) -> list[_Sender]:
-        """The prefill workers with their own caches and their own blocks, cheapest first."""
+    def _exposed_ns(self, decodes: list[DecodeOffer], question: Question) -> int:
+        """What any transfer shows at least after its prefill."""
+        left = question.num_tokens + min([offer[1] for offer in decodes])
+        return min([self._links.exposed_ns(at, left, UNBOUNDED) for at in self._distances], default=0)
+
+    def _senders(
+        self, prefills: PrefillOffers, question: Question, token_ns: float, rest_ns: tuple[float, int], limit_ns: float
+    ) -> list[_Sender]:
+        """The prefill workers with their own caches and their own blocks, cheapest first. Without those that reach the
+        limit: a prompt token costs ``token_ns`` or more, and target and transfer ``rest_ns`` or more."""
         num_tokens, size, held = question.num_tokens, self._block_size, question.held
-        num_blocks, num_pairs = -(-num_tokens // size), pairs(num_tokens, 0)
+        num_blocks, num_pairs, least_ns = -(-num_tokens // size), pairs(num_tokens, 0), num_tokens * token_ns
+        target_ns, exposed_ns = rest_ns
         senders: list[_Sender] = []
-        for queue_ns, position, prices in prefills:
+        for queue_ns, position, prices in chain.from_iterable(prefills):
             cached = held[position]
-            if not cached:
-                own_ns = num_tokens * prices[4] + num_pairs * prices[5] + num_blocks * prices[8]
-                alone_ns = num_tokens * prices[6] + num_pairs * prices[7]
-            else:
+            if cached:
                 left = num_tokens - cached
                 own_ns = prompt_ns(prices, left, cached) + prices.block * (-(-left // size))
-                alone_ns = work_ns(prices, left, cached)
-            senders.append((queue_ns + own_ns, position, alone_ns, queue_ns))
+                senders.append((queue_ns + own_ns, position, work_ns(prices, left, cached), queue_ns))
+            elif queue_ns + least_ns + target_ns + exposed_ns < limit_ns:
+                own_ns = num_tokens * prices.token + num_pairs * prices.pair + num_blocks * prices.block
+                alone_ns = num_tokens * prices.work_token + num_pairs * prices.work_pair
+                senders.append((queue_ns + own_ns, position, alone_ns, queue_ns))
         senders.sort()
         return senders
 
@@ -91,38 +112,40 @@ class Pairing:
         return kept
 
     def _in_pool(
-        self, prefills: list[PrefillOffer], target: DecodeOffer, question: Question, found: Pair | None
+        self, mates: list[PrefillOffer], target: DecodeOffer, question: Question, token_ns: float, found: Pair | None
     ) -> Pair | None:
-        """The prefill worker that computes straight into the target's blocks, after what the target holds."""
-        places, row, cached = self._places, self._levels[self._places[target[2]]], -target[1]
+        """The prefill worker that computes straight into the target's blocks, after what the target holds. ``mates``:
+        those of the target's pool; a prompt token costs ``token_ns`` or more with each."""
+        cached = -target[1]
         left = question.num_tokens - cached
         num_pairs = pairs(left, cached)
-        rest_ns = target[0] + self._links.pool_latency_ns
+        rest_ns, least_ns = target[0] + self._links.pool_latency_ns, left * token_ns
         limit_ns = (found.cost_ns if found else UNBOUNDED) - rest_ns
         best = None
-        for offer in prefills:
-            queue_ns, position, prices = offer
-            if queue_ns >= limit_ns:
+        mates.sort()
+        for offer in mates:
+            queue_ns, _, prices = offer
+            if queue_ns + least_ns >= limit_ns:
                 break
-            if row[places[position]] is Level.POOL:
-                cost_ns = queue_ns + left * prices[4] + num_pairs * prices[5]
-                if cost_ns < limit_ns:
-                    best, limit_ns = offer, cost_ns
+            cost_ns = queue_ns + left * prices.token + num_pairs * prices.pair
+            if cost_ns < limit_ns:
+                best, limit_ns = offer, cost_ns
         if best is None:
             return None
         queue_ns, position, prices = best
         return Pair(limit_ns + rest_ns, position, target[2], cached, work_ns(prices, left, cached), queue_ns)
 
     def _across(
-        self, senders: list[_Sender], target: DecodeOffer, question: Question, found: Pair | None
+        self, senders: list[_Sender], target: DecodeOffer, question: Question, exposed_ns: int, found: Pair | None
     ) -> Pair | None:
-        """The prefill worker that uses its own cache and sends what the target does not hold."""
+        """The prefill worker that uses its own cache and sends what the target does not hold; ``exposed_ns`` or more
+        of that shows."""
         place, left = self._places[target[2]], question.num_tokens + target[1]
         limit_ns = found.cost_ns if found else UNBOUNDED
         better = None
         for own_ns, position, prompt_work_ns, queue_ns in senders:
             cost_ns = own_ns + target[0]
-            if cost_ns >= limit_ns:
+            if cost_ns + exposed_ns >= limit_ns:
                 break
             at = self._levels[self._places[position]][place]
             if at is not Level.POOL:

@@ -35,9 +35,14 @@ class _Beliefs:
 
     def has(self, replica: int, block_hash: bytes) -> bool:
         """Whether the block is predicted (as the first one that is not known)."""
-        if block_hash in self.chains[replica]:
-            self.open(replica, block_hash)
-        return block_hash in self.blocks[replica]
+        return self.begins(replica, block_hash) or block_hash in self.blocks[replica]
+
+    def begins(self, replica: int, block_hash: bytes) -> bool:
+        """Whether predictions begin with the block; they become sets of blocks."""
+        if block_hash not in self.chains[replica]:
+            return False
+        self.open(replica, block_hash)
+        return True
 
     def open(self, replica: int, head: bytes) -> None:
         """The predictions that begin with this block become sets of blocks."""
@@ -114,18 +119,17 @@ class PrefixIndex:
         if not hashes:
             return [0] * self.num_replicas
         new, old = self._believed
-        first = hashes[0]
+        first, end = hashes[0], len(hashes)
         lengths = self._known(hashes)
         begins = self._masks.get(first, 0) | new.heads.get(first, 0) | old.heads.get(first, 0)
         while begins:
             low = begins & -begins
             replica = low.bit_length() - 1
             length = lengths[replica]
-            while length < len(hashes):
-                following = hashes[length]
-                if not (new.has(replica, following) or old.has(replica, following)):
-                    break
+            is_there = length < end and (new.has(replica, hashes[length]) or old.has(replica, hashes[length]))
+            while is_there:
                 lengths[replica] = length = self._follow(replica, hashes, length)
+                is_there = length < end and (new.begins(replica, hashes[length]) or old.begins(replica, hashes[length]))
             begins ^= low
         return lengths
 

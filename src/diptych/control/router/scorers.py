@@ -11,7 +11,6 @@ choose: that is choice.py and pairing.py.
 """
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from diptych.control.router.load import LoadReport
 from diptych.control.router.workers import Role
@@ -37,11 +36,13 @@ def kv_price_ns(used: int, total: int, price_ns: int) -> int:
     return 999 * price_ns if free * 1000 < total else price_ns * max(0, used) // free
 
 
-class Prices(NamedTuple):
+@dataclass(slots=True)
+class Prices:
     """What a prompt and its answer cost on one worker, all in nanoseconds. standing: any prompt. memory: the part of it
     that is memory. idle_at: a time; work reported until then is in front. stretch: factor on that work. token, pair: of
     what is computed of the prompt, with what others lose by it. work_token, work_pair: the same, the work alone. block:
-    of memory filled. step, context: of a step of the answer, and of a token of context in it."""
+    of memory filled. step, context: of a step of the answer, and of a token of context in it. Replaced, never changed
+    (and not frozen only because one is made at every change of a worker, and read many times in every decision)."""
 
     standing: float
     memory: int
@@ -56,7 +57,9 @@ class Prices(NamedTuple):
     context: float
 
 
-UNKNOWN_PRICES = Prices(0, 0, 0, 1.0, 1 + 1 / OTHERS_SHARE, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0)  # before the first report
+def unknown_prices(standing: float = 0) -> Prices:
+    """Before the first report."""
+    return Prices(standing, 0, 0, 1.0, 1 + 1 / OTHERS_SHARE, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(slots=True)
@@ -95,7 +98,8 @@ class BusyShare:
 
     def share(self, now: int) -> float:
         """In [0, 0.9]."""
-        self._pass_time(now)
+        if now >= self.begun_ns + WINDOW_NS:
+            self._pass_time(now)
         left = WINDOW_NS - (now - self.begun_ns)
         return min(MAX_BUSY, (self.now_ns + self.before_ns * left // WINDOW_NS) / WINDOW_NS)
 
@@ -127,7 +131,7 @@ class WorkerView:
     context: int = 0
     growth: int = 0
     busy: BusyShare = field(default_factory=BusyShare)
-    prices: Prices = UNKNOWN_PRICES
+    prices: Prices = field(default_factory=unknown_prices)
 
     def send(self, request_id: str, covered_ns: int, work_ns: int, num_blocks: int) -> None:
         """A dispatch; reports from ``covered_ns`` on know of it."""
@@ -173,7 +177,7 @@ class WorkerView:
         """After a change: everything that costs depend on besides the prompt."""
         report = self.report
         if report is None:
-            self.prices = UNKNOWN_PRICES._replace(standing=self.work_sum_ns)
+            self.prices = unknown_prices(self.work_sum_ns)
             return
         used = report.used_blocks + self.memory_sum
         if self.growth:
@@ -181,24 +185,26 @@ class WorkerView:
         memory_ns = kv_price_ns(used, report.num_blocks, price_ns)
         base_ns = report.fixed_ns + report.sequence_ns * self.streams + report.context_ns * self.context
         stretch, loss = self._next_to_streams(report, base_ns)
-        busy = max(self.busy.share(now), LEAST_BUSY) if self.role == "prefill" else self.busy.share(now)
+        busy = self.busy.share(now)
+        if self.role == "prefill" and busy < LEAST_BUSY:
+            busy = LEAST_BUSY
         slower, waiting = 1 / (1 - busy), busy / (1 - busy)
         others = self.streams + waiting  # who loses what this request adds to each step
         lasting = LASTING if self.role == "both" else 1.0
         alone_ns = report.fixed_ns + report.sequence_ns
         load_ns = (base_ns + report.sequence_ns) * slower + report.sequence_ns * others - alone_ns
-        self.prices = Prices(
-            standing=self.work_sum_ns * stretch + memory_ns,
-            memory=memory_ns,
-            idle_at=report.time_ns + report.backlog_ns,
-            stretch=stretch,
-            token=report.token_ns * (stretch + loss),
-            pair=report.pair_ns * (stretch + loss),
-            work_token=report.token_ns,
-            work_pair=report.pair_ns,
-            block=price_ns / report.num_blocks,
-            step=alone_ns + lasting * load_ns,
-            context=report.context_ns * (1 + lasting * (slower - 1 + others)),
+        self.prices = Prices(  # (by position, which is faster)
+            self.work_sum_ns * stretch + memory_ns,
+            memory_ns,
+            report.time_ns + report.backlog_ns,
+            stretch,
+            report.token_ns * (stretch + loss),
+            report.pair_ns * (stretch + loss),
+            report.token_ns,
+            report.pair_ns,
+            price_ns / report.num_blocks,
+            alone_ns + lasting * load_ns,
+            report.context_ns * (1 + lasting * (slower - 1 + others)),
         )
 
     def is_idle(self, now: int) -> bool:

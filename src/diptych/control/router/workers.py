@@ -103,5 +103,6 @@ class LinkCosts:
         if at is Level.POOL:
             return self.pool_latency_ns
         link = (self.host, self.island, self.network)[at - 1]
-        last_ns = self.transfer_ns(at, min(num_tokens, self.chunk_tokens))
-        return link.latency_ns + max(last_ns, self.transfer_ns(at, num_tokens) - prefill_ns)
+        scale = self.bytes_per_token * NS_PER_S  # (as in transfer_ns, which costs too much where this is asked)
+        last_ns = -(-min(num_tokens, self.chunk_tokens) * scale // link.bytes_per_s)
+        return link.latency_ns + max(last_ns, -(-num_tokens * scale // link.bytes_per_s) - prefill_ns)
