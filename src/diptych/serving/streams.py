@@ -7,6 +7,7 @@ fleet tells, and is asked to cancel.
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -69,7 +70,7 @@ class Streams:
 
     def add(self, sequences: Iterable[Sequence], terms: Terms) -> None:
         """These are submitted now."""
-        now = asyncio.get_running_loop().time()
+        now = time.monotonic()
         for one in sequences:
             one.submitted_s = now
             self._sequences[one.request_id] = one
@@ -173,14 +174,14 @@ class Streams:
             logprobs = {} if message.logprobs is None else {leg_id: message.logprobs}
             self.on_tokens(worker, Tokens([leg_id], [message.first_token], logprobs=logprobs))
         else:
-            exposed_s = asyncio.get_running_loop().time() - one.last_token_s
+            exposed_s = time.monotonic() - one.last_token_s
         self._metrics.fleet.handoff_seconds.observe(exposed_s)
         return Takeover(sender, exposed_s)
 
     def on_tokens(self, worker: int, message: Tokens) -> list[str]:
         """A step's record: push every token. Metrics are added up per step. (Who ends with it, the fleet tells.)
         Returns the legs whose requests got their very first token."""
-        now = asyncio.get_running_loop().time()
+        now = time.monotonic()
         begun: list[str] = []
         sequences, news, stopped_by_text = self._legs[worker], self._news, []
         stopped = {end.request_id for end in message.finished if end.reason is FinishReason.STOP}
@@ -235,7 +236,7 @@ class Streams:
         self.cancel(sequences, FinishReason.STOP)
 
     def _end(self, one: Sequence, finished: Finished) -> None:
-        e2e_s = asyncio.get_running_loop().time() - one.submitted_s
+        e2e_s = time.monotonic() - one.submitted_s
         if one.leg_id != one.request_id or not finished.latency.total_ns:
             finished = self._as_seen_here(one, finished, e2e_s)
         self._metrics.on_finished(finished, e2e_s)
