@@ -20,7 +20,7 @@ from diptych.bench.http import Address, Client, now_ns
 from diptych.bench.poller import LoopPoller
 from diptych.bench.session import BenchConfig, drive, open_session
 from diptych.bench.stream import TokenStream
-from diptych.bench.target import TargetConfig
+from diptych.bench.target import Target, TargetConfig
 from diptych.control.errors import ConfigError
 from diptych.simulation.workload.config import ArrivalConfig, WorkloadConfig
 
@@ -100,6 +100,17 @@ def test_a_connection_is_used_again(host: str) -> None:
     assert all(stream.is_complete and len(stream.stamps) == 2 for stream in streams), streams[0].error
     assert server.num_connections == 1 and len(server.requests) == 3
     assert all(stream.sent_ns <= stream.stamps[0] <= stream.end_ns for stream in streams)
+
+
+def test_the_context_of_a_llama_cpp_server_is_what_a_request_may_have() -> None:
+    models = b'{"data":[{"id":"m","object":"model","meta":{"n_ctx":8448,"n_ctx_train":16384}}]}'
+
+    async def reply(_: int, __: int, ___: Any, writer: asyncio.StreamWriter) -> bool:
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(models), models))
+        return True
+
+    target = talk(Server(reply), lambda client, _: Target.find(TargetConfig(url="http://127.0.0.1"), client))
+    assert target.facts.max_model_len == 8448
 
 
 def test_without_an_epoll_the_event_loop_watches_the_sockets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,11 @@ def test_a_chat_holds_questions_and_answers_in_turn(url: str) -> None:
     assert {one.prompt_tokens for one in result.records} == {40, 85, 130}
 
 
+def test_a_chat_gives_its_limit_by_the_older_name_too(url: str) -> None:
+    _, bodies = talked(url, api="chat", prompts="text")
+    assert all(body["max_tokens"] == body["max_completion_tokens"] == 5 for body in bodies)
+
+
 def test_text_completions_go_on_where_the_answer_ended(url: str) -> None:
     result, bodies = talked(url, prompts="text")
     first = min((body["prompt"] for body in bodies), key=len)

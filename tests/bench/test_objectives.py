@@ -1,7 +1,6 @@
 """Objectives: what is a good answer, and which objective was missed."""
 
 import asyncio
-from array import array
 
 import pytest
 
@@ -20,7 +19,7 @@ MS = NS_PER_MS
 
 async def _stream(stamps_ms: list[int]) -> TokenStream:
     stream = TokenStream(0)
-    stream.stamps = array("q", (stamp * MS for stamp in stamps_ms))
+    stream.stamps.extend(stamp * MS for stamp in stamps_ms)
     stream.status = 200
     stream.finish(stamps_ms[-1] * MS if stamps_ms else MS)
     return stream

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from diptych.bench.framing import AnswerReader
+from diptych.bench.framing import MOST_ASIDE, AnswerReader
 from diptych.bench.http import Address
 from diptych.bench.stream import TokenStream, error_message
 from diptych.control.errors import ConfigError
@@ -296,3 +296,55 @@ def test_an_address_may_have_a_path_and_end_in_v1() -> None:
     assert Address.parse("127.0.0.1:8000").netloc == "127.0.0.1:8000"
     assert Address.parse("http://[::1]:80/v1") == Address("::1", 80, False, "")
     assert Address.parse("http://[::1]:80").netloc == "[::1]:80"
+
+
+def chunk(piece: bytes) -> bytes:
+    """One chunk."""
+    return b"%x\r\n%b\r\n" % (len(piece), piece)
+
+
+def fed(count: int, *more: bytes) -> tuple[TokenStream, AnswerReader, bool]:
+    """``count`` events in chunks of their own, then more; times are 1, 2, 3, ... Whether the last said it is over."""
+
+    async def run() -> tuple[TokenStream, AnswerReader, bool]:
+        stream = TokenStream(0)
+        reader = AnswerReader(stream)
+        reader.feed(HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + chunk(event(text("a"))), 1)
+        is_over = False
+        for now in range(2, count + 1):
+            is_over = reader.feed(chunk(event(text("a"))), now)
+        for now, piece in enumerate(more, count + 1):
+            is_over = reader.feed(piece, now)
+        return stream, reader, is_over
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("count", [1, 2, MOST_ASIDE, MOST_ASIDE + 1, MOST_ASIDE + 2, 3 * MOST_ASIDE])
+def test_whoever_looks_sees_all_that_has_come_with_its_times(count: int) -> None:
+    stream, reader, is_over = fed(count)
+    assert not is_over and list(stream.stamps) == list(range(1, count + 1))
+    assert reader.feed(chunk(event(text("b", "stop"))), count + 1) is False
+    assert reader.feed(chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n", count + 2)
+    assert stream.is_complete and list(stream.stamps) == list(range(1, count + 2)) and stream.end_ns == count + 2
+
+
+def test_a_broken_chunk_that_was_put_aside_is_found_and_ends_the_answer() -> None:
+    stream, reader, _ = fed(3, b'zz\r\ndata: {"a":1}\n\n\r\n', chunk(event(text("late"))))
+    assert len(stream.stamps) == 3
+    assert stream.error is not None and stream.error.startswith("no chunk")
+    assert stream.end_ns == 4
+    assert reader.feed(chunk(event(text("later"))), 6) and not reader.keeps
+
+
+def test_a_connection_that_ends_has_what_came_before_it_read() -> None:
+    stream, reader, _ = fed(5)
+    reader.end(9)
+    assert stream.error == "the connection ended in the middle of the answer"
+    assert len(stream.stamps) == 5 and stream.end_ns == 9
+
+
+def test_a_stream_that_is_hung_up_on_knows_all_that_came() -> None:
+    stream, _, _ = fed(5)
+    stream.cancel(9, "enough")
+    assert stream.error == "enough" and len(stream.stamps) == 5 and stream.end_ns == 9

@@ -2,6 +2,10 @@
 
 Owns the reading of one answer. Must never touch a socket or read a clock, and never reads a token: it hands the bytes
 of a body to the answer's TokenStream with the time at which they were received.
+
+Most of what comes is a whole chunk with whole events. Such chunks are put aside with their times and read several at a
+stretch: one by one, between two waits for the network, each costs twice as much. Nobody can tell: the stream has them
+read before it shows anything of what it knows.
 """
 
 import re
@@ -11,6 +15,7 @@ from diptych.bench.stream import TokenStream
 
 HEAD_LIMIT = 1 << 16  # bytes of a head, of a chunk's first line, or of a trailer's line
 BODY_LIMIT = 1 << 26  # bytes of a reply that is no stream
+MOST_ASIDE = 32  # chunks that wait to be read
 _SIZE = re.compile(rb"[0-9a-fA-F]{1,15}\Z")
 
 
@@ -21,6 +26,8 @@ class AnswerReader:
     """
 
     __slots__ = (
+        "_aside",
+        "_aside_ns",
         "_buffer",
         "_feed_stream",
         "_is_events",
@@ -37,6 +44,9 @@ class AnswerReader:
         self.has_begun = False
         self.keeps = True
         self._feed_stream = stream.feed
+        self._aside: list[bytes] = []
+        self._aside_ns: list[int] = []
+        stream.catch_up = self.catch_up
         self._buffer = b""
         self._left = 0  # bytes of the chunk, or of the body with a length, that are still to come
         self._is_events = False
@@ -46,6 +56,29 @@ class AnswerReader:
 
     def feed(self, data: bytes, now_ns: int) -> bool:
         """The next bytes. Whether the answer is over; its stream has been told."""
+        # Nearly always; an answer does not end so: its last chunk is an empty one.
+        if self._is_steady and data.endswith(b"}\n\n\r\n"):
+            aside = self._aside
+            aside.append(data)
+            self._aside_ns.append(now_ns)
+            if len(aside) < MOST_ASIDE:
+                return False
+            self.catch_up()
+            return self._step is None
+        self.catch_up()
+        return self._read(data, now_ns)
+
+    def catch_up(self) -> None:
+        """Read what was put aside."""
+        if self._aside:
+            pieces, times = self._aside, self._aside_ns
+            self._aside, self._aside_ns = [], []
+            for data, now_ns in zip(pieces, times, strict=True):
+                if self._read(data, now_ns):
+                    break
+
+    def _read(self, data: bytes, now_ns: int) -> bool:
+        """Whether the answer is over."""
         if self._is_steady and not self._buffer:  # nearly always: one whole chunk, read without further ado
             line_end = data.find(b"\r\n")
             size = len(data) - line_end - 4
@@ -65,10 +98,12 @@ class AnswerReader:
             position = following
         if position < len(data):  # more than was asked for
             self.keeps = False
+        self._is_steady = False
         return True
 
     def end(self, now_ns: int) -> None:
         """The connection has ended, without an error."""
+        self.catch_up()
         if self._step is AnswerReader._until_end:
             is_told = self.stream.has_ended or not self._is_events
             self.stream.finish(now_ns, None if is_told else "the connection ended before the answer did")

@@ -130,8 +130,7 @@ class Load:
                     if body is None or not await self._wait_until(due, clock, bodies):
                         break
                     self._send(number, spec, body, due)
-                    if now_ns() - self._yielded_ns > NS_PER_MS:  # in a burst: what has come is read too
-                        await self._yield()
+                    await self._yield()  # in a burst, what has come is read too
             await self._drain()
         return self._result
 
@@ -145,8 +144,8 @@ class Load:
                 f"concurrency is {workload.concurrency:,}; this process may have {allowed:,} open files (ulimit -n)"
             )
             raise ConfigError(message, param="concurrency")
-        self._target.client.linger(False)  # what a client asks next depends on when its answer ended
         async with self._watching():
+            self._target.client.linger(False)  # what a client asks next depends on when its answer ended
             await asyncio.gather(*(self._client(workload, client) for client in range(workload.concurrency)))
             await self._drain()
         return self._result
@@ -174,8 +173,10 @@ class Load:
         self._start_ns = now_ns() + LEAD_NS
 
     async def _yield(self) -> None:
-        await asyncio.sleep(0)
-        self._yielded_ns = now_ns()
+        """Let others do what they have to, if they have waited for a millisecond."""
+        if now_ns() - self._yielded_ns > NS_PER_MS:
+            await asyncio.sleep(0)
+            self._yielded_ns = now_ns()
 
     async def _wait_until(self, due: int, clock: Pacer, bodies: "Prepared") -> bool:
         """False when the run is over before that. Time left over makes bodies of later requests."""

@@ -20,7 +20,7 @@ from diptych.control.slo import NS_PER_MS, NS_PER_S
 READABLE = getattr(select, "EPOLLIN", 1)
 WRITABLE = getattr(select, "EPOLLOUT", 4)
 AT_ONCE = 64  # sockets between two turns of the event loop, which has requests to send
-LEAST_S, MOST_S = 0.001, 0.008  # between two askings when busy; the least is the grain of the event loop's timers
+LEAST_S, MOST_S = 0.001, 0.032  # between two askings when busy; the least is the grain of the event loop's timers
 ASKINGS = 4  # in the mean interval of the fastest socket
 BUSY, QUIET = (
     2000.0,

@@ -1,7 +1,8 @@
 """One streamed answer as its client sees it: when events came, how many tokens they were, how it ended.
 
 Owns the reading of server-sent events and the counting of tokens. Must never touch a socket or read a clock: every
-piece of the answer comes with the time at which it was received.
+piece of the answer comes with the time at which it was received. Whoever reads the bytes may be behind: ``catch_up``
+makes it read all that has come.
 
 An event with a choice is a token unless it says otherwise: ``token_ids`` or a running usage give exact numbers, an
 event that only names a role is none, and an event without text that ends the answer is a token only if the final usage
@@ -10,6 +11,7 @@ counts it.
 
 import asyncio
 from array import array
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -56,7 +58,8 @@ class TokenStream:
     """One request on its way. Times are nanoseconds of the clock that the connection reads.
 
     intended_ns: when it should have been sent; sent_ns: when it was handed to the connection.
-    stamps: one per event with tokens. sizes: tokens of each of these, where the server tells; else empty.
+    stamps: one per event with tokens; looking at them brings all the rest up to date.
+    sizes: tokens of each of these, where the server tells; else empty.
     error: what went wrong, None so far. done: resolves when the stream is over, one way or the other.
     """
 
@@ -65,7 +68,9 @@ class TokenStream:
         "_may_be_token",
         "_rest",
         "_running_count",
+        "_stamps",
         "body",
+        "catch_up",
         "connection",
         "done",
         "end_ns",
@@ -78,7 +83,6 @@ class TokenStream:
         "retry_after_s",
         "sent_ns",
         "sizes",
-        "stamps",
         "status",
         "token_ids",
         "usage",
@@ -88,7 +92,7 @@ class TokenStream:
         self.intended_ns = intended_ns
         self.sent_ns = 0
         self.end_ns = 0
-        self.stamps = array("q")
+        self._stamps = array("q")
         self.sizes = array("l")
         self.token_ids: list[int] | None = [] if keep_token_ids else None
         self.usage: Usage | None = None
@@ -100,6 +104,7 @@ class TokenStream:
         self.has_ended = False  # the server has said that the answer is whole
         self.is_complete = False
         self.body = bytearray()  # of a reply that is no stream
+        self.catch_up: Callable[[], None] = _nothing
         self.connection: Any = None  # whatever can be told to ``abort``, while the answer is on its way
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._rest = bytearray()  # of an event whose end has not come
@@ -133,6 +138,8 @@ class TokenStream:
 
     def finish(self, now_ns: int, error: str | None = None) -> None:
         """The answer is over: whole, or with an error. Later calls change nothing."""
+        if not self.done.done():
+            self.catch_up()  # which may show that it is over
         if self.done.done():
             return
         if error is None and self._rest:  # a last event without an empty line behind it: whole, or the answer is not
@@ -140,6 +147,7 @@ class TokenStream:
             self._on_event(last, now_ns)
         self.end_ns = now_ns
         self.connection = None
+        self.catch_up = _nothing  # and lets go of whoever it was
         if error is None and self.error is None and 200 <= self.status < 300:
             self.is_complete = True
         elif self.error is None:
@@ -154,16 +162,22 @@ class TokenStream:
             connection.abort()
 
     @property
+    def stamps(self) -> "array[int]":
+        """Of all that has come."""
+        self.catch_up()
+        return self._stamps
+
+    @property
     def output_tokens(self) -> int:
         """As the final usage says; without one, as the events say."""
         if self.usage is not None and self.usage.completion_tokens:
             return self.usage.completion_tokens
-        return sum(self.sizes) if self.sizes else len(self.stamps)
+        return sum(self.sizes) if self.sizes else len(self._stamps)
 
     @property
     def num_events(self) -> int:
         """Events that carried tokens."""
-        return len(self.stamps)
+        return len(self._stamps)
 
     def _on_event(self, event: bytes, now_ns: int) -> None:
         data = event[5:]
@@ -183,7 +197,7 @@ class TokenStream:
         if event.choices:
             choice = event.choices[0]
             if choice.text and choice.finish_reason is None and choice.token_ids is None and event.usage is None:
-                self.stamps.append(now_ns)  # nearly always
+                self._stamps.append(now_ns)  # nearly always
             else:
                 self._on_choice(choice, event.usage, now_ns)
         elif event.usage is None and event.error is None:
@@ -204,26 +218,30 @@ class TokenStream:
             size = len(choice.token_ids)
             if self.token_ids is not None:
                 self.token_ids += choice.token_ids
-        elif usage is not None and (self._running_count or not self.stamps):  # a running count, not only a last one
+        elif usage is not None and (self._running_count or not self._stamps):  # a running count, not only a last one
             size = usage.completion_tokens - self._running_count
             self._running_count = usage.completion_tokens
         else:
             size = -1
         if size > 0:
-            self.stamps.append(now_ns)
+            self._stamps.append(now_ns)
             self.sizes.append(size)
         elif size == 0:
             return
         elif text or (choice.finish_reason is None and (delta is None or delta.role is None)):
-            self.stamps.append(now_ns)
+            self._stamps.append(now_ns)
         elif choice.finish_reason is not None:
             self._may_be_token = now_ns
 
     def settle(self) -> None:
         """Once the answer is over: the silent last event counts when the usage says that there was one token more."""
-        if self._may_be_token and self.usage and self.usage.completion_tokens == len(self.stamps) + 1:
-            self.stamps.append(self._may_be_token)
+        if self._may_be_token and self.usage and self.usage.completion_tokens == len(self._stamps) + 1:
+            self._stamps.append(self._may_be_token)
         self._may_be_token = 0
+
+
+def _nothing() -> None:
+    """Nobody is behind."""
 
 
 def error_message(status: int, body: bytes, location: str = "") -> str:

@@ -128,12 +128,12 @@ class Target:
             roles = ("user", "assistant")
             texts = _texts(prompt)
             body["messages"] = [{"role": roles[place % 2], "content": text} for place, text in enumerate(texts)]
-            body["max_completion_tokens"] = limit
+            body["max_completion_tokens"] = limit  # by its newer name too: servers know one, or both
         else:
             body["prompt"] = prompt if config.prompts == "ids" else "".join(_texts(prompt))
             if self.facts.returns_token_ids:
                 body["return_token_ids"] = True
-            body["max_tokens"] = limit
+        body["max_tokens"] = limit
         if config.exact_length:
             body["ignore_eos"] = True
             body["min_tokens"] = limit
@@ -224,7 +224,8 @@ def _choose_model(body: bytes | bytearray, wanted: str | None) -> tuple[str | No
         raise ConfigError(f"model is {wanted!r}; the server has {', '.join(names)}", param="model")
     for card, name in zip(cards, names, strict=True):
         if wanted in (None, name):
-            length = card.get("max_model_len") or (card.get("meta") or {}).get("n_ctx_train")
+            meta = card.get("meta") or {}  # llama.cpp's: what a request may have, and what the model was trained for
+            length = card.get("max_model_len") or meta.get("n_ctx") or meta.get("n_ctx_train")
             return name, length if isinstance(length, int) else None
     return wanted, None
 
