@@ -1,8 +1,8 @@
 """Chats and long documents at once, on one machine: how many requests per second meet their objectives, by server.
 
-    python benchmarks/goodput.py MODEL_DIR [--servers 1P1D,chunked,unified,vllm] [--vllm VENV] [--repetitions 3]
-                                 [--rates 0.25,0.5,1,2] [--seconds 60] [--slo ttft=2s,itl=60ms]
-                                 [--find-goodput] [--json FILE]
+    python benchmarks/goodput.py MODEL_DIR [--servers 1P1D,chunked,unified,vllm,llama.cpp,llama.cpp-q8_0]
+                                 [--vllm VENV] [--llamacpp FOLDER] [--repetitions 3] [--rates 0.25,0.5,1,2]
+                                 [--seconds 60] [--slo ttft=2s,itl=60ms] [--find-goodput] [--json FILE]
 
 Load: open loop, Poisson; of ten requests nine are chats (100 to 300 prompt tokens, 64 out), one is a document (3,000
 in, 64 out). A request is good when it met --slo: the default asks for the first token within 2 s of when it should have
@@ -11,7 +11,9 @@ load and judges it, beside the server. Servers run one after another on the same
 repetition every server is started anew and gets each rate with the arrivals of that repetition. A rate is left out for
 a server that had less than half of its requests good at a lower one. With --find-goodput the tool searches the rate
 itself, once in each repetition, instead of measuring --rates. Servers: also ``1P1D-always`` (every prompt is handed
-off) and ``2-both``.
+off), ``2-both``, and ``vllm:N``, ``llama.cpp:N`` (tokens a step). ``llama.cpp`` has bf16 weights like all others,
+``llama.cpp-q8_0`` 8 bits a weight. Peers are left out without --vllm and --llamacpp, the environment and the folder
+that scripts/bench-peers makes.
 """
 
 import argparse
@@ -23,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from common import report
-from servers import URL, Server, bench, diptych_server, vllm_server, vllm_version
+from servers import URL, Peers, Server, bench, diptych_server, llamacpp_server, vllm_server
 
 from diptych.bench import words
 from diptych.bench.objectives import Objectives
@@ -36,14 +38,19 @@ classes = [
 ]
 """
 TARGET = 0.9
+SERVERS = "1P1D,chunked,unified,vllm,llama.cpp,llama.cpp-q8_0"
 VLLM = ("--max-model-len", "8192", "--max-num-seqs", "64")
 
 
-def server(name: str, model: Path, venv: Path | None, objectives: Objectives) -> Server:
+def server(name: str, model: Path, peers: Peers, objectives: Objectives) -> Server:
     """The server of a name, told about the objectives where it can use them."""
-    if name == "vllm":
-        assert venv is not None
-        return vllm_server(venv, model, *VLLM)
+    kind, _, value = name.partition(":")
+    if kind == "vllm":
+        assert peers.vllm is not None
+        return vllm_server(peers.vllm, model, *VLLM, *(("--max-num-batched-tokens", value) if value else ()))
+    if kind.startswith("llama.cpp"):
+        assert peers.llamacpp is not None
+        return llamacpp_server(peers.llamacpp, name, model, slots=64, slot_tokens=4096)  # its KV is not paged
     slo: list[str] = []
     if objectives.ttft_ns is not None:
         slo += ["--ttft-slo-ms", f"{objectives.ttft_ns / 1e6:g}"]
@@ -70,7 +77,7 @@ def load(options: argparse.Namespace, workload: Path, *more: str) -> dict[str, A
 def turn(name: str, repetition: int, options: argparse.Namespace, workload: Path, rates: Sequence[float]) -> list[Any]:
     """One server's turn: a run per rate, or one search."""
     seed = str(options.seed + repetition)
-    with server(name, options.model, options.vllm, words.slo(options.slo)):
+    with server(name, options.model, Peers(options.vllm, options.llamacpp), words.slo(options.slo)):
         load(options, workload, "--rate", "1", "--num-requests", "6", "--seed", str(options.seed + 1000))
         if options.find_goodput:
             found = load(options, workload, "--find-goodput", "--probe", f"{options.seconds}s", "--seed", seed)
@@ -152,8 +159,8 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--servers", default="1P1D,chunked,unified,vllm")
-    parser.add_argument("--vllm", type=Path, help="vLLM's virtual environment, to measure it too")
+    parser.add_argument("--servers", default=SERVERS)
+    Peers.add_options(parser)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--rates", type=lambda text: [float(one) for one in text.split(",")], default=[0.25, 0.5, 1, 2])
     parser.add_argument("--seconds", type=float, default=60, help="of one run")
@@ -162,7 +169,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json")
     options = parser.parse_args()
-    names = [name for name in options.servers.split(",") if name != "vllm" or options.vllm]
+    peers = Peers(options.vllm, options.llamacpp)
+    names = [name for name in options.servers.split(",") if peers.have(name)]
     turns: dict[str, list[Any]] = {name: [] for name in names}
     limits = dict.fromkeys(names, max(options.rates))  # the highest rate that is worth measuring
     with tempfile.TemporaryDirectory() as folder:
@@ -185,8 +193,7 @@ def main() -> None:
                 if own := [run for run in runs if run["rate"] == rate]:
                     rows.append(rate_row(name, rate, own))
         extra = {"summary": summary_of_rates(rows)}
-    if options.vllm:
-        extra["vllm"] = vllm_version(options.vllm)
+    extra |= peers.versions()
     report(f"goodput {options.model.name}, {options.slo}", rows + extra.get("summary", []), options.json, **extra)
 
 

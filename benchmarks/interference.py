@@ -1,13 +1,15 @@
 """What a long prompt does to running streams, and to a short prompt behind it, over HTTP.
 
-    python benchmarks/interference.py MODEL_DIR [--cases unified,chunked:100,chunked:200,chunked:400,1P1D,vllm,vllm:512]
-                                      [--vllm VENV] [--rounds 1] [--repetitions 3] [--json interference.json]
+    python benchmarks/interference.py MODEL_DIR [--cases unified,chunked:200,1P1D,vllm,vllm:512,llama.cpp,...]
+                                      [--vllm VENV] [--llamacpp FOLDER] [--rounds 1] [--repetitions 3]
+                                      [--json interference.json]
 
 ``diptych bench --interference`` against one server after another, in turns: 4 streams decode; after a few quiet seconds
 a 4096-token prompt arrives, 0.1 s later one of 32 tokens; the same without the long prompt; then, on the idle server,
 the short prompt alone, the long one alone, and the short one behind one of 8000 tokens. Cases: ``unified``,
-``chunked:MS`` (its TPOT objective), ``1P1D`` (every prompt is handed off), ``vllm``, ``vllm:N`` (tokens a step).
-Those of vLLM need --vllm, the environment that scripts/bench-peers makes.
+``chunked:MS`` (its TPOT objective), ``1P1D`` (every prompt is handed off), ``vllm``, ``vllm:N`` (tokens a step),
+``llama.cpp`` (bf16 weights, like all others), ``llama.cpp-q8_0`` (8 bits a weight), each with ``:N`` too. Those of
+peers need --vllm and --llamacpp: the environment and the folder that scripts/bench-peers makes.
 """
 
 import argparse
@@ -18,26 +20,30 @@ from pathlib import Path
 from typing import Any
 
 from common import report
-from servers import URL, Server, bench, diptych_server, vllm_server, vllm_version
+from servers import URL, Peers, Server, bench, diptych_server, llamacpp_server, vllm_server
 
 from diptych.simulation.results import percentile
 
-CASES = "unified,chunked:100,chunked:200,chunked:400,1P1D,vllm,vllm:512"
-VLLM = ("--max-model-len", "8448", "--max-num-seqs", "32")
+CASES = "unified,chunked:100,chunked:200,chunked:400,1P1D,vllm,vllm:512,llama.cpp,llama.cpp:512,llama.cpp-q8_0"
+SLOTS, SLOT_TOKENS = 32, 8448  # of the peers
 
 
-def server(case: str, model: Path, venv: Path | None) -> Server:
+def server(case: str, model: Path, peers: Peers) -> Server:
     """The server of a case, ready."""
     kind, _, value = case.partition(":")
     if kind == "vllm":
-        assert venv is not None
-        return vllm_server(venv, model, *VLLM, *(("--max-num-batched-tokens", value) if value else ()))
-    options = {
+        assert peers.vllm is not None
+        options = ("--max-model-len", str(SLOT_TOKENS), "--max-num-seqs", str(SLOTS))
+        return vllm_server(peers.vllm, model, *options, *(("--max-num-batched-tokens", value) if value else ()))
+    if kind.startswith("llama.cpp"):
+        assert peers.llamacpp is not None
+        return llamacpp_server(peers.llamacpp, case, model, slots=SLOTS, slot_tokens=SLOT_TOKENS)
+    shape = {
         "unified": ("--shape", "unified"),
         "chunked": ("--shape", "chunked", "--tpot-slo-ms", value),
         "1P1D": ("--prefill", "1", "--decode", "1", "--disaggregate", "always"),
     }[kind]
-    return diptych_server(model, *options)
+    return diptych_server(model, *shape)
 
 
 def measure(url: str, repetitions: int, ahead_tokens: int = 8000) -> dict[str, Any]:
@@ -93,24 +99,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--cases", default=CASES)
-    parser.add_argument("--vllm", type=Path, help="vLLM's virtual environment, to measure it too")
+    Peers.add_options(parser)
     parser.add_argument("--rounds", type=int, default=1, help="how often each server has its turn")
     parser.add_argument("--repetitions", type=int, default=3, help="of the scenario in each turn")
     parser.add_argument("--json")
     options = parser.parse_args()
-    cases = [case for case in options.cases.split(",") if options.vllm or not case.startswith("vllm")]
+    peers = Peers(options.vllm, options.llamacpp)
+    cases = [case for case in options.cases.split(",") if peers.have(case)]
     runs: dict[str, list[dict[str, Any]]] = {case: [] for case in cases}
     for _ in range(options.rounds):
         for case in cases:
-            with server(case, options.model, options.vllm):
+            with server(case, options.model, peers):
                 runs[case].append(measure(URL, options.repetitions))
             print({"server": case, **runs[case][-1]["during_ms"]}, file=sys.stderr, flush=True)
     objectives = {case: float(case.partition(":")[2]) for case in cases if case.startswith("chunked:")}
     rows = [row(case, found, objectives.get(case)) for case, found in runs.items()]
     extra: dict[str, Any] = {"runs": {case: [without_gaps(run) for run in found] for case, found in runs.items()}}
-    if options.vllm:
-        extra["vllm"] = vllm_version(options.vllm)
-    report(f"interference {options.model.name}", rows, options.json, **extra)
+    report(f"interference {options.model.name}", rows, options.json, **extra, **peers.versions())
 
 
 if __name__ == "__main__":
