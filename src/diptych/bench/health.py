@@ -14,7 +14,7 @@ from diptych.bench.connection import now_ns
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 from diptych.simulation.results import percentile
 
-PERIOD_S = 0.01
+PERIOD_S = 0.04  # between two looks at the lag of the event loop: each wakes the process
 SCHEDSTAT = Path("/proc/thread-self/schedstat")  # Linux: nanoseconds run, and waited for a core (proc(5))
 # A share of one core (this process has one thread that matters); the share of the time that it was ready to run while
 # others had the core; p99 in ms of the event loop's lag and of sending late.

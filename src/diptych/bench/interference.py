@@ -194,6 +194,7 @@ class _Scene:
     def _check(self, streams: Sequence[TokenStream]) -> None:
         """All must be running still, or there is nothing to compare."""
         for stream in streams:
+            stream.catch_up()
             if stream.error:
                 raise ConfigError(f"a stream failed: {stream.error}", param="url")
             if stream.done.done() and not self._session.stop.is_set():
