@@ -39,18 +39,18 @@ classes = [
 """
 TARGET = 0.9
 SERVERS = "1P1D,chunked,unified,vllm,llama.cpp,llama.cpp-q8_0"
-VLLM = ("--max-model-len", "8192", "--max-num-seqs", "64")
+SLOTS = 64  # requests at once, of the peers
 
 
 def server(name: str, model: Path, peers: Peers, objectives: Objectives) -> Server:
     """The server of a name, told about the objectives where it can use them."""
-    kind, _, value = name.partition(":")
+    kind = name.partition(":")[0]
     if kind == "vllm":
         assert peers.vllm is not None
-        return vllm_server(peers.vllm, model, *VLLM, *(("--max-num-batched-tokens", value) if value else ()))
+        return vllm_server(peers.vllm, name, model, slots=SLOTS, slot_tokens=8192)
     if kind.startswith("llama.cpp"):
         assert peers.llamacpp is not None
-        return llamacpp_server(peers.llamacpp, name, model, slots=64, slot_tokens=4096)  # its KV is not paged
+        return llamacpp_server(peers.llamacpp, name, model, slots=SLOTS, slot_tokens=4096)  # its KV is not paged
     slo: list[str] = []
     if objectives.ttft_ns is not None:
         slo += ["--ttft-slo-ms", f"{objectives.ttft_ns / 1e6:g}"]
@@ -77,7 +77,7 @@ def load(options: argparse.Namespace, workload: Path, *more: str) -> dict[str, A
 def turn(name: str, repetition: int, options: argparse.Namespace, workload: Path, rates: Sequence[float]) -> list[Any]:
     """One server's turn: a run per rate, or one search."""
     seed = str(options.seed + repetition)
-    with server(name, options.model, Peers(options.vllm, options.llamacpp), words.slo(options.slo)):
+    with server(name, options.model, Peers.of(options), words.slo(options.slo)):
         load(options, workload, "--rate", "1", "--num-requests", "6", "--seed", str(options.seed + 1000))
         if options.find_goodput:
             found = load(options, workload, "--find-goodput", "--probe", f"{options.seconds}s", "--seed", seed)
@@ -169,7 +169,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json")
     options = parser.parse_args()
-    peers = Peers(options.vllm, options.llamacpp)
+    peers = Peers.of(options)
     names = [name for name in options.servers.split(",") if peers.have(name)]
     turns: dict[str, list[Any]] = {name: [] for name in names}
     limits = dict.fromkeys(names, max(options.rates))  # the highest rate that is worth measuring

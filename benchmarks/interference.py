@@ -33,8 +33,7 @@ def server(case: str, model: Path, peers: Peers) -> Server:
     kind, _, value = case.partition(":")
     if kind == "vllm":
         assert peers.vllm is not None
-        options = ("--max-model-len", str(SLOT_TOKENS), "--max-num-seqs", str(SLOTS))
-        return vllm_server(peers.vllm, model, *options, *(("--max-num-batched-tokens", value) if value else ()))
+        return vllm_server(peers.vllm, case, model, slots=SLOTS, slot_tokens=SLOT_TOKENS)
     if kind.startswith("llama.cpp"):
         assert peers.llamacpp is not None
         return llamacpp_server(peers.llamacpp, case, model, slots=SLOTS, slot_tokens=SLOT_TOKENS)
@@ -104,7 +103,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=3, help="of the scenario in each turn")
     parser.add_argument("--json")
     options = parser.parse_args()
-    peers = Peers(options.vllm, options.llamacpp)
+    peers = Peers.of(options)
     cases = [case for case in options.cases.split(",") if peers.have(case)]
     runs: dict[str, list[dict[str, Any]]] = {case: [] for case in cases}
     for _ in range(options.rounds):

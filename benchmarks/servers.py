@@ -82,10 +82,14 @@ def diptych_server(model: Path, *options: str) -> Server:
     return Server([PROGRAM, "serve", "--model", str(model), "--port", str(PORT), *options], ready="/ready")
 
 
-def vllm_server(venv: Path, model: Path, *options: str) -> Server:
-    """vLLM's CPU build from the environment that ``scripts/bench-peers`` makes."""
+def vllm_server(venv: Path, case: str, model: Path, *, slots: int, slot_tokens: int) -> Server:
+    """vLLM's CPU build from the environment that ``scripts/bench-peers`` makes, as ``case`` says: ``vllm``, or with
+    ``:N`` the most tokens of a step. slots: requests at once, each of at most ``slot_tokens``."""
     command = [str(venv / "bin/vllm"), "serve", str(model), "--dtype", "bfloat16", "--port", str(PORT)]
-    command += ["--host", "127.0.0.1", "--served-model-name", model.name, *options]
+    command += ["--host", "127.0.0.1", "--served-model-name", model.name]
+    command += ["--max-model-len", str(slot_tokens), "--max-num-seqs", str(slots)]
+    if step_tokens := case.partition(":")[2]:
+        command += ["--max-num-batched-tokens", step_tokens]
     return Server(command, vllm_environment(venv))
 
 
@@ -147,6 +151,11 @@ class Peers:
         """--vllm and --llamacpp."""
         parser.add_argument("--vllm", type=Path, help="vLLM's virtual environment, to measure it too")
         parser.add_argument("--llamacpp", type=Path, help="the folder of llama.cpp's server, to measure it too")
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> "Peers":
+        """What was given for these options."""
+        return cls(options.vllm, options.llamacpp)
 
     def have(self, case: str) -> bool:
         """Whether there is what a case needs."""

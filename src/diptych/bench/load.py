@@ -118,7 +118,7 @@ class Load:
     async def open_loop(self, workload: Workload | Iterable[RequestSpec], total: int) -> LoadResult:
         """Requests leave at their times, whatever happened to those before."""
         self._total = total
-        async with self._watching():
+        async with self._watching(may_linger=True):
             bodies = self._bodies(workload)
             await self._get_ready(bodies)
             with closing(pacer()) as clock:
@@ -144,8 +144,7 @@ class Load:
                 f"concurrency is {workload.concurrency:,}; this process may have {allowed:,} open files (ulimit -n)"
             )
             raise ConfigError(message, param="concurrency")
-        async with self._watching():
-            self._target.client.linger(False)  # what a client asks next depends on when its answer ended
+        async with self._watching(may_linger=False):  # what a client asks next depends on when its answer ended
             await asyncio.gather(*(self._client(workload, client) for client in range(workload.concurrency)))
             await self._drain()
         return self._result
@@ -265,11 +264,11 @@ class Load:
             await asyncio.sleep(0)
 
     @asynccontextmanager
-    async def _watching(self) -> AsyncIterator[None]:
+    async def _watching(self, *, may_linger: bool) -> AsyncIterator[None]:
         health = HealthWatch()
         health.start()
         self._start_ns = now_ns() + LEAD_NS
-        self._target.client.linger(True)
+        self._target.client.linger(may_linger)
         sweep = asyncio.create_task(self._sweep())
         sweep.add_done_callback(lambda _: self._stop.set())  # one that fails ends the run
         try:

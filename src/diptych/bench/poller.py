@@ -22,10 +22,8 @@ WRITABLE = getattr(select, "EPOLLOUT", 4)
 AT_ONCE = 64  # sockets between two turns of the event loop, which has requests to send
 LEAST_S, MOST_S = 0.001, 0.032  # between two askings when busy; the least is the grain of the event loop's timers
 ASKINGS = 4  # in the mean interval of the fastest socket
-BUSY, QUIET = (
-    2000.0,
-    1000.0,
-)  # sockets per second: above the first they are asked at intervals, below the second no more
+# Sockets per second: above the first they are asked at intervals, below the second no more.
+BUSY, QUIET = 2000.0, 1000.0
 WINDOW_NS = 100 * NS_PER_MS  # over which rates are taken
 
 
