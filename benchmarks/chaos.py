@@ -32,8 +32,8 @@ from common import report
 READY_TIMEOUT_S = 120.0
 # A server with shorter pauses between restarts: at the pace of these faults it would else be down most of the time.
 LAUNCH = """
-from diptych.cli import main
-from diptych.serving import supervisor
+from diptych.cli.main import main
+from diptych.serving.fleet import supervisor
 supervisor.LONGEST_PAUSE_S = 1.0
 main()
 """

@@ -25,7 +25,7 @@ from diptych.bench.load import LoadResult
 from diptych.bench.session import BenchConfig, drive, open_session
 from diptych.bench.target import TargetConfig
 from diptych.simulation.results import percentile
-from diptych.simulation.workload.description import ArrivalConfig, LengthConfig, LengthsConfig, WorkloadConfig
+from diptych.workload.description import ArrivalConfig, LengthConfig, LengthsConfig, WorkloadConfig
 
 
 def workload(streams: int, tokens: int, spread_s: float) -> WorkloadConfig:

@@ -38,8 +38,8 @@ from other_load import OtherLoad
 from diptych.bench.prompts import as_text
 from diptych.bench.session import drive
 from diptych.bench.target import Target, TargetConfig, client_for
-from diptych.serving.options import BUNDLED_MODEL
-from diptych.simulation.workload.spec import RequestSpec
+from diptych.serving.link.engine_options import BUNDLED_MODEL
+from diptych.workload.spec import RequestSpec
 
 HERE = Path(__file__).parent
 PACE = {"ttft_ms": 30.0, "itl_ms": 10.0}

@@ -27,7 +27,7 @@ from typing import Any
 from common import report
 from servers import URL, Peers, Server, bench, diptych_server, llamacpp_server, vllm_server
 
-from diptych.bench import words
+from diptych.bench import option_grammar as words
 from diptych.bench.objectives import Objectives
 
 WORKLOAD = """

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from common import report
 
 from diptych.runtime.attention import make_attention
-from diptych.runtime.attention.interface import AttentionShape
+from diptych.runtime.attention.attention_backend import AttentionShape
 from diptych.runtime.input_batch import InputBatch
 from diptych.runtime.native import NativeLibrary, load_native
 from diptych.runtime.ops.native_ops import NativeLinear, OneDnnLinear

@@ -38,7 +38,7 @@ FIRST_PAINT = "() => performance.getEntriesByName('first-contentful-paint')[0].s
 DESKTOP, PHONE = {"width": 1360, "height": 900}, {"width": 360, "height": 780}
 LOOKS = (("light", "light", DESKTOP), ("dark", "dark", DESKTOP), ("phone", "light", PHONE))
 CHAPTERS = ("phases", "interference", "chunked", "disaggregated", "transfer", "choose")
-CLI = (sys.executable, "-c", "from diptych.cli import main; main()")
+CLI = (sys.executable, "-c", "from diptych.cli.main import main; main()")
 NUM_PANELS, IDLE_S = 60, 10
 
 

@@ -23,14 +23,14 @@ from typing import Any
 from diptych.control.config import BudgetConfig, CacheConfig, ReplicaConfig, SchedulerConfig
 from diptych.control.slo import NS_PER_S, Slo
 from diptych.control.step import SchedulerOutput
-from diptych.simulation.costs.interface import DecodeLine
+from diptych.report.plots import Line, Scale, line_chart
+from diptych.simulation.costs.cost_model import DecodeLine
 from diptych.simulation.costs.profiled import FittedLaw, ProfiledCost, ProfileInfo, load_profile
-from diptych.simulation.report.plots import Line, Scale, line_chart
 from diptych.simulation.results import RequestTable
 from diptych.simulation.run import simulate
 from diptych.simulation.scenario import Scenario
-from diptych.simulation.workload.distributions import Stream, exp
-from diptych.simulation.workload.spec import RequestSpec
+from diptych.workload.distributions import Stream, exp
+from diptych.workload.spec import RequestSpec
 
 Row = dict[str, Any]
 Lengths = list[tuple[int, int]]  # (prompt, answer) in tokens

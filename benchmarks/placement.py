@@ -19,10 +19,10 @@ from typing import Any
 
 from common import report
 
-from diptych.control.admission import BANDS, BandConfig, Edge, EdgeConfig, EdgeEntry
-from diptych.control.router.load import LoadReport
-from diptych.control.router.placement import PlacementConfig, PlacementRequest, Placer
-from diptych.control.router.workers import LinkCosts, Role, WorkerInfo
+from diptych.control.admission.admission_queue import BANDS, BandConfig, Edge, EdgeConfig, EdgeEntry
+from diptych.control.engine.load_report import LoadReport
+from diptych.control.router.cost_router import PlacementConfig, PlacementRequest, Placer
+from diptych.control.router.topology import LinkCosts, Role, WorkerInfo
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 
 WORKERS, BLOCKS, PROMPT_BLOCKS, BLOCK_SIZE, STREAMS = 64, 100_000, 256, 32, 16

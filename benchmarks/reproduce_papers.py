@@ -30,7 +30,7 @@ from diptych.simulation.costs.profiled import ProfiledCost, TabledLaw, load_prof
 from diptych.simulation.results import RequestTable, percentile
 from diptych.simulation.run import simulate
 from diptych.simulation.scenario import Scenario
-from diptych.simulation.workload.distributions import Stream
+from diptych.workload.distributions import Stream
 
 PERCENTS = (50.0, 90.0, 99.0)
 SLOWDOWNS = {"ttft": (2.0, 3.0, 6.0), "tbt": (1.25, 1.5, 5.0), "e2e": (1.25, 1.5, 5.0)}

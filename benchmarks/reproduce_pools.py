@@ -20,13 +20,13 @@ from common import report
 from diptych.control.config import BudgetConfig, CacheConfig, ReplicaConfig, SchedulerConfig
 from diptych.control.slo import NS_PER_MS, Slo
 from diptych.simulation.costs.roofline import RooflineCost
+from diptych.simulation.fleet.pools import Pools
 from diptych.simulation.hardware import load_hardware
 from diptych.simulation.models import kv_capacity_tokens, load_model
-from diptych.simulation.pools import Pools
 from diptych.simulation.results import summarize
 from diptych.simulation.run import simulate
 from diptych.simulation.scenario import Scenario
-from diptych.simulation.workload.traces import load_trace
+from diptych.workload.traces import load_trace
 
 NODES = 16
 BLOCK = 512

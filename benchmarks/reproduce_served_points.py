@@ -57,7 +57,7 @@ from diptych.simulation.models import kv_capacity_tokens, load_model
 from diptych.simulation.results import percentile
 from diptych.simulation.run import simulate
 from diptych.simulation.scenario import Scenario
-from diptych.simulation.workload.spec import RequestSpec
+from diptych.workload.spec import RequestSpec
 
 Row = dict[str, Any]
 BLOCK = 16

@@ -13,13 +13,13 @@ from typing import Any, get_args
 from common import report
 
 from diptych.control.config import CacheConfig, ReplicaConfig, shape_preset
-from diptych.control.router.placement_config import RoutingName
+from diptych.control.router.routing import RoutingName
 from diptych.control.slo import NS_PER_MS, Slo
 from diptych.simulation.costs.layer_tables import load_layer_table
 from diptych.simulation.results import summarize
 from diptych.simulation.run import simulate
 from diptych.simulation.scenario import Scenario
-from diptych.simulation.workload.traces import load_trace
+from diptych.workload.traces import load_trace
 
 
 def trace(routing: RoutingName, num_replicas: int = 8) -> dict[str, Any]:

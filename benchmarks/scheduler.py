@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from common import report
 
 from diptych.control.config import BudgetConfig, CacheConfig, ReplicaConfig, SchedulerConfig
-from diptych.control.replica import ReplicaCore
+from diptych.control.engine.engine_core import ReplicaCore
 from diptych.control.request import Request
 from diptych.control.step import StepResult
 

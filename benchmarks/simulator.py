@@ -24,8 +24,8 @@ from diptych.simulation.costs.layer_tables import load_layer_table
 from diptych.simulation.results import SimulationResult, summarize
 from diptych.simulation.run import simulate
 from diptych.simulation.scenario import Scenario
-from diptych.simulation.workload.config import build
-from diptych.simulation.workload.description import LengthsConfig, TraceConfig, WorkloadConfig
+from diptych.workload.build import build
+from diptych.workload.description import LengthsConfig, TraceConfig, WorkloadConfig
 
 RATE = 19_366 / 3_502  # requests per second and replica
 

@@ -29,7 +29,7 @@ from diptych.simulation.hardware import load_hardware
 from diptych.simulation.models import kv_capacity_tokens, load_model
 from diptych.simulation.run import simulate
 from diptych.simulation.scenario import Scenario
-from diptych.simulation.workload.spec import RequestSpec
+from diptych.workload.spec import RequestSpec
 
 MODELS = {
     "Qwen/Qwen3-32B": "qwen3-32b",

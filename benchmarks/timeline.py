@@ -18,9 +18,9 @@ from common import report
 from diptych.control.events import Event, FirstToken, RequestAdmitted, RequestFinished, RequestQueued, StepFinished
 from diptych.control.request import FinishReason
 from diptych.control.slo import NS_PER_MS, LatencyBreakdown
-from diptych.serving.timeline import CAPACITY, Timeline
-from diptych.serving.timeline_trace import hold, trace
-from diptych.serving.wire import Stats, decode_from_worker, encode, pack_events, unpack_events
+from diptych.serving.link.messages import Stats, decode_from_worker, encode, pack_events, unpack_events
+from diptych.timeline.ring import CAPACITY, Timeline
+from diptych.timeline.trace import hold, trace
 
 NUM_WORKERS, STEP_NS, STEPS_PER_REPORT = 64, 50 * NS_PER_MS, 4
 BATCH, LENGTH = 8, 64  # requests of a decode batch, tokens of each

@@ -20,9 +20,9 @@ from typing import Any
 from common import report
 
 from diptych.control.config import CacheConfig
-from diptych.control.kvcache.manager import KVCacheManager
+from diptych.control.engine.kvcache.kv_cache_manager import KVCacheManager
 from diptych.control.request import Request
-from diptych.simulation.workload.config import (
+from diptych.workload.build import (
     ArrivalConfig,
     LengthConfig,
     LengthsConfig,
@@ -31,10 +31,10 @@ from diptych.simulation.workload.config import (
     WorkloadConfig,
     build,
 )
-from diptych.simulation.workload.packed import PackedTrace, pack, tree_columns
-from diptych.simulation.workload.spec import RequestSpec
-from diptych.simulation.workload.synthetic import SyntheticWorkload
-from diptych.simulation.workload.traces import Trace, load_trace
+from diptych.workload.packed import PackedTrace, pack, tree_columns
+from diptych.workload.spec import RequestSpec
+from diptych.workload.synthetic import SyntheticWorkload
+from diptych.workload.traces import Trace, load_trace
 
 DATA = Path(__file__).parent.parent / "src/diptych/simulation/workload/data"
 SOURCES = {

@@ -39,7 +39,7 @@ from common import report
 from diptych.runtime.attention.layout import allocate_cpu
 from diptych.runtime.kv_tensors import LayerCache
 from diptych.runtime.transfer import make_connector
-from diptych.runtime.transfer.interface import (
+from diptych.runtime.transfer.connector import (
     Committed,
     Failed,
     KVConnector,

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from diptych import __version__, cli
-from diptych.cli_simulate import simulate
+from diptych import __version__
+from diptych.cli import main as cli
+from diptych.cli.simulate import simulate
 from diptych.control.config import CapsConfig, shape_preset
 from diptych.control.errors import ConfigError
-from diptych.serving.options import parse_bytes, parse_cores
+from diptych.serving.link.engine_options import parse_bytes, parse_cores
 
 SERVE_OPTIONS = {
     "model": None,
@@ -191,7 +192,15 @@ def test_core_lists() -> None:
 
 @pytest.mark.system
 def test_generate_streams_to_the_terminal() -> None:
-    command = (sys.executable, "-c", "from diptych.cli import main; main()", "generate", "import os", "--seed", "1")
+    command = (
+        sys.executable,
+        "-c",
+        "from diptych.cli.main import main; main()",
+        "generate",
+        "import os",
+        "--seed",
+        "1",
+    )
     result = subprocess.run((*command, "--max-tokens", "5"), capture_output=True, text=True, check=True)
     assert result.stdout.startswith("import os")
     assert len(result.stdout) > len("import os\n")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from diptych.control.config import shape_preset
 from diptych.control.request import SamplingParams
-from diptych.runtime.engine import LocalEngine, replica_config
+from diptych.runtime.local_engine import LocalEngine, replica_config
 from diptych.runtime.model_runner import RunnerConfig, load_runner
 from diptych.runtime.threads import configure_threads
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from diptych.control.request import SamplingParams
-    from diptych.serving.frontend import AsyncLLM
+    from diptych.serving.async_llm import AsyncLLM
     from diptych.serving.llm import LLM
 
 __version__ = "0.1.0"
@@ -24,7 +24,7 @@ def __getattr__(name: str) -> Any:
 
         return LLM
     if name == "AsyncLLM":
-        from diptych.serving.frontend import AsyncLLM
+        from diptych.serving.async_llm import AsyncLLM
 
         return AsyncLLM
     raise AttributeError(f"module 'diptych' has no attribute {name!r}")

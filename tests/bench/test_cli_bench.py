@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from diptych import cli
-from diptych.bench import words
+from diptych.bench import option_grammar as words
 from diptych.bench.objectives import Objectives
-from diptych.cli_bench import workload_settings
+from diptych.cli import main as cli
+from diptych.cli.bench import workload_settings
 from diptych.control.errors import ConfigError
 
 FAKE = ("--extra", '{"fake": {"ttft_ms": 2, "itl_ms": 1}}', "--warmup", "1")
@@ -103,7 +103,7 @@ def test_goodput_is_searched_and_each_run_is_said(narrow_url: str, tmp_path: Pat
 
 
 def test_an_interrupt_ends_a_run_and_reports_what_was_measured(url: str) -> None:
-    command = [sys.executable, "-c", "from diptych.cli import main; main()", "bench", "--url", url, *FAKE]
+    command = [sys.executable, "-c", "from diptych.cli.main import main; main()", "bench", "--url", url, *FAKE]
     process = subprocess.Popen(
         [*command, "--rate", "50", "--num-requests", "100000", "--output-tokens", "4", "--json"],
         stdout=subprocess.PIPE,

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import uvloop
 
+from diptych.bench.client_stream import TokenStream
 from diptych.bench.health import Health, worst_problems
 from diptych.bench.http import Address, Client, now_ns
 from diptych.bench.poller import LoopPoller
 from diptych.bench.session import BenchConfig, drive, open_session
-from diptych.bench.stream import TokenStream
 from diptych.bench.target import Target, TargetConfig
 from diptych.control.errors import ConfigError
-from diptych.simulation.workload.config import ArrivalConfig, WorkloadConfig
+from diptych.workload.build import ArrivalConfig, WorkloadConfig
 
 EVENT = b'data: {"choices":[{"index":0,"text":"a","finish_reason":%b}]}\n\n'
 BODY = EVENT % b"null" + EVENT % b'"stop"' + b"data: [DONE]\n\n"

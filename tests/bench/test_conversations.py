@@ -5,12 +5,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from diptych.bench.client_stream import TokenStream
 from diptych.bench.load import LoadResult
 from diptych.bench.session import BenchConfig, Session, drive, open_session
-from diptych.bench.stream import TokenStream
 from diptych.bench.summary import summarize
 from diptych.bench.target import TargetConfig
-from diptych.simulation.workload.config import (
+from diptych.workload.build import (
     ArrivalConfig,
     LengthConfig,
     LengthsConfig,

@@ -14,7 +14,7 @@ from diptych.bench.session import BenchConfig, Session, drive, open_session
 from diptych.bench.target import TargetConfig
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_MS
-from diptych.simulation.workload.config import LengthConfig, LengthsConfig, WorkloadConfig
+from diptych.workload.build import LengthConfig, LengthsConfig, WorkloadConfig
 
 from .conftest import FakeServer
 

@@ -10,14 +10,14 @@ import pytest
 from diptych.bench.goodput import SearchConfig
 from diptych.bench.load import LoadResult, Progress, ramped
 from diptych.bench.objectives import Objectives
-from diptych.bench.records import RequestRecord, lines
+from diptych.bench.request_records import RequestRecord, lines
 from diptych.bench.session import BenchConfig, Session, drive, open_session
 from diptych.bench.stalls import longest_gaps
 from diptych.bench.summary import classes, summarize
 from diptych.bench.target import TargetConfig
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_MS, NS_PER_S
-from diptych.simulation.workload.config import (
+from diptych.workload.build import (
     ArrivalConfig,
     ClassConfig,
     LengthConfig,
@@ -26,7 +26,7 @@ from diptych.simulation.workload.config import (
     WorkloadConfig,
     build,
 )
-from diptych.simulation.workload.spec import ClosedLoop, RequestSpec
+from diptych.workload.spec import ClosedLoop, RequestSpec
 
 SHORT = LengthsConfig(prompt=LengthConfig(mean=32), output=LengthConfig(mean=4))
 

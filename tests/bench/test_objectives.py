@@ -4,15 +4,15 @@ import asyncio
 
 import pytest
 
-from diptych.bench.charts import latency_figures
+from diptych.bench.bench_charts import latency_figures
+from diptych.bench.client_stream import TokenStream
 from diptych.bench.health import worst_problems
 from diptych.bench.objectives import NO_ANSWER, Objectives
-from diptych.bench.records import RequestRecord, lines, record
-from diptych.bench.stream import TokenStream
+from diptych.bench.request_records import RequestRecord, lines, record
 from diptych.bench.summary import missed
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_MS, Slo
-from diptych.simulation.workload.spec import RequestSpec
+from diptych.workload.spec import RequestSpec
 
 MS = NS_PER_MS
 

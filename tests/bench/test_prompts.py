@@ -6,7 +6,7 @@ import pytest
 
 from diptych.bench.prompts import WORDS, PromptMaker, as_text
 from diptych.control.errors import ConfigError
-from diptych.simulation.workload.config import (
+from diptych.workload.build import (
     LengthConfig,
     LengthsConfig,
     PrefixConfig,
@@ -14,7 +14,7 @@ from diptych.simulation.workload.config import (
     WorkloadConfig,
     build,
 )
-from diptych.simulation.workload.spec import ClosedLoop, RequestSpec
+from diptych.workload.spec import ClosedLoop, RequestSpec
 
 SPEC = RequestSpec(arrival_ns=0, prompt_tokens=100, output_tokens=8, hash_ids=(7, 8, 9), hash_block_tokens=32)
 

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from diptych.bench.client_stream import TokenStream, error_message
 from diptych.bench.framing import MOST_ASIDE, AnswerReader
 from diptych.bench.http import Address
-from diptych.bench.stream import TokenStream, error_message
 from diptych.control.errors import ConfigError
 
 USAGE = {"prompt_tokens": 5, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2}}

@@ -4,7 +4,7 @@ Every slot of its KV cache holds the fingerprint of the whole token prefix that 
 stale or shared-by-mistake block is an assertion error. Token ids are a pure function of (request, position).
 """
 
-from diptych.control.kvcache.prefix_cache import hash_block, hash_blocks, root_hash
+from diptych.control.engine.kvcache.prefix_cache import hash_block, hash_blocks, root_hash
 from diptych.control.request import FinishReason, Request
 from diptych.control.step import SchedulerOutput, StepResult
 

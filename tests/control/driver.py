@@ -5,9 +5,9 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from diptych.control.config import ReplicaConfig
+from diptych.control.engine.engine_core import ReplicaCore
+from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.events import Event, FirstToken, RequestFinished, StepFinished
-from diptych.control.kvcache.prefix_cache import hash_blocks
-from diptych.control.replica import ReplicaCore
 from diptych.control.request import Request
 from diptych.control.slo import Slo
 from diptych.control.step import SchedulerOutput, StepResult

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from diptych.control.admission import BANDS, BandConfig, Edge, EdgeConfig, EdgeEntry
+from diptych.control.admission.admission_queue import BANDS, BandConfig, Edge, EdgeConfig, EdgeEntry
+from diptych.control.admission.fair_queue import FairQueue
 from diptych.control.errors import ConfigError, OverloadedError, UnavailableError
-from diptych.control.fair_queue import FairQueue
 from diptych.control.slo import NS_PER_S
 
 PLENTY = 1000

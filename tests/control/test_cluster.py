@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from diptych.control.cluster import ClusterCore
-from diptych.control.cluster_config import ClusterConfig
-from diptych.control.cluster_events import (
+from diptych.control.cluster.cluster_config import ClusterConfig
+from diptych.control.cluster.cluster_core import ClusterCore
+from diptych.control.cluster.cluster_events import (
     Arrived,
     Cancelled,
     ClusterEvent,
@@ -18,7 +18,7 @@ from diptych.control.cluster_events import (
     WorkerDown,
     WorkerUp,
 )
-from diptych.control.commands import Command, Drop, End, Prefill, Release, Renew, Reserve, Restarted, Serve
+from diptych.control.cluster.commands import Command, Drop, End, Prefill, Release, Renew, Reserve, Restarted, Serve
 from diptych.control.errors import WorkerError
 from diptych.control.events import (
     Event,
@@ -31,8 +31,8 @@ from diptych.control.events import (
     RequestFinished,
 )
 from diptych.control.request import FinishReason
-from diptych.control.router.placement import PlacementConfig
-from diptych.control.router.workers import Role, WorkerInfo
+from diptych.control.router.cost_router import PlacementConfig
+from diptych.control.router.topology import Role, WorkerInfo
 from diptych.control.slo import NS_PER_S, LatencyBreakdown
 
 P, D = 0, 1

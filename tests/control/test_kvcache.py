@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from diptych.control.kvcache.block_pool import BlockPool
-from diptych.control.kvcache.demand import OutputLengths, future_peak_blocks
-from diptych.control.kvcache.prefix_cache import hash_block, hash_blocks, root_hash
+from diptych.control.engine.kvcache.block_pool import BlockPool
+from diptych.control.engine.kvcache.demand import OutputLengths, future_peak_blocks
+from diptych.control.engine.kvcache.prefix_cache import hash_block, hash_blocks, root_hash
 
 
 def test_a_hash_covers_everything_before_it_and_the_tenant() -> None:

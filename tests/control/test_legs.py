@@ -5,6 +5,9 @@ import random
 import pytest
 
 from diptych.control.config import CacheConfig, ReplicaConfig
+from diptych.control.engine.engine_core import ReplicaCore
+from diptych.control.engine.leases import Leases
+from diptych.control.engine.outgoing import Chunk, Outgoing
 from diptych.control.events import (
     HandoffDelivered,
     HandoffExpired,
@@ -12,9 +15,6 @@ from diptych.control.events import (
     HandoffReserved,
     RequestFinished,
 )
-from diptych.control.leases import Leases
-from diptych.control.outgoing import Chunk, Outgoing
-from diptych.control.replica import ReplicaCore
 from diptych.control.request import Request
 from diptych.control.step import StepResult
 

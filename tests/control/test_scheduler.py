@@ -16,10 +16,10 @@ from diptych.control.config import (
     SchedulerConfig,
     shape_preset,
 )
+from diptych.control.engine.scheduler.step_time import LEARN_EVERY
 from diptych.control.errors import ConfigError
 from diptych.control.events import RequestPreempted, RequestResumed, StepFinished
 from diptych.control.request import FinishReason
-from diptych.control.scheduler.step_time import LEARN_EVERY
 from diptych.control.slo import NS_PER_MS, Slo
 from diptych.control.step import StepFeatures, StepResult
 from tests.control.driver import Driver

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from diptych.control.scheduler.step_time import StepTimeModel, nonnegative_least_squares
+from diptych.control.engine.scheduler.step_time import StepTimeModel, nonnegative_least_squares
 from diptych.control.step import StepFeatures, chunk_attention
 
 TRUTH = (4e6, 80_000.0, 6.0, 150_000.0, 40.0)

@@ -7,7 +7,7 @@ import threading
 import time
 from types import TracebackType
 
-from diptych.runtime.transfer.addresses import parse_address
+from diptych.runtime.transfer.stream.addresses import parse_address
 
 
 class CuttingProxy:

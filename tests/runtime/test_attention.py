@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from diptych.runtime.attention import make_attention
-from diptych.runtime.attention.interface import AttentionBackend, AttentionShape
+from diptych.runtime.attention.attention_backend import AttentionBackend, AttentionShape
 from diptych.runtime.input_batch import InputBatch
 from diptych.runtime.native import load_native
 

@@ -12,9 +12,8 @@ from diptych.control.errors import ConfigError
 from diptych.runtime.attention.layout import allocate_cpu, read_cpu, read_cuda, write_cpu, write_cuda
 from diptych.runtime.kv_tensors import LayerCache
 from diptych.runtime.native import load_native
-from diptych.runtime.transfer.codec import KVCodec, measure_rates
-from diptych.runtime.transfer.interface import KVFormat
-from diptych.runtime.transfer.wire_format import (
+from diptych.runtime.transfer.codec.kv_codec import KVCodec, measure_rates
+from diptych.runtime.transfer.codec.wire_format import (
     WireEncoding,
     choose_codec,
     transfer_seconds,
@@ -22,6 +21,7 @@ from diptych.runtime.transfer.wire_format import (
     wire_encoding,
     wire_share,
 )
+from diptych.runtime.transfer.connector import KVFormat
 
 BASE = KVFormat("model", num_layers=2, num_kv_heads=3, head_dim=64, dtype="float32", block_size=32, layout="cpu")
 INTEGERS = (WireEncoding.INT8, WireEncoding.INT4)
@@ -148,7 +148,9 @@ def test_a_processor_without_bf16_instructions_reads_the_same_values(monkeypatch
         wire = Cache(BASE, 50).write(kv).encode(encoding, 0, 50)
         expected = Cache(narrow, 50).decode(encoding, wire, 0, 50).read(0, 50)
         with monkeypatch.context() as patch:
-            patch.setattr("diptych.runtime.transfer.codec.load_native", lambda: replace(library, has_bf16=False))
+            patch.setattr(
+                "diptych.runtime.transfer.codec.kv_codec.load_native", lambda: replace(library, has_bf16=False)
+            )
             got = Cache(narrow, 50).decode(encoding, wire, 0, 50, native=True).read(0, 50)
         assert torch.equal(bits(got), bits(expected))
 

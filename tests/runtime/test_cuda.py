@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from diptych.runtime.attention.cuda import CudaAttention
-from diptych.runtime.attention.interface import AttentionShape
-from diptych.runtime.attention.torch_cpu import TorchCpuAttention
+from diptych.runtime.attention.attention_backend import AttentionShape
+from diptych.runtime.attention.cuda_attention import CudaAttention
+from diptych.runtime.attention.torch_attention import TorchCpuAttention
 from tests.runtime.test_attention import Sequences
 
 CHUNKS = [(0, 299, 1), (1, 50, 1), (2, 100, 400), (3, 0, 33)]

@@ -4,7 +4,7 @@ import pytest
 
 from diptych.control.errors import ContextLengthError, InvalidRequestError
 from diptych.control.request import FinishReason, SamplingParams
-from diptych.runtime.engine import LocalEngine, replica_config
+from diptych.runtime.local_engine import LocalEngine, replica_config
 from tests.runtime.checkpoints import prompt_of, runner
 from tests.runtime.driving import greedy
 

@@ -9,7 +9,7 @@ import torch
 from diptych.control.step import ResumedDecode, ScheduledPrefill, SchedulerOutput
 from diptych.runtime.model_runner import ModelRunner, RunnerConfig, load_runner
 from diptych.runtime.transfer import make_connector
-from diptych.runtime.transfer.interface import (
+from diptych.runtime.transfer.connector import (
     ChunkArrived,
     Committed,
     KVConnector,

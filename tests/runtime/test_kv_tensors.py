@@ -5,7 +5,7 @@ import torch
 
 from diptych.control.errors import ConfigError
 from diptych.runtime.attention import make_attention
-from diptych.runtime.attention.interface import AttentionShape
+from diptych.runtime.attention.attention_backend import AttentionShape
 from diptych.runtime.kv_tensors import KVTensors, geometry_of
 
 SHAPE = AttentionShape(4, 2, 16, 32, torch.bfloat16, 0.25)

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from diptych.control.config import BudgetConfig, PreemptionConfig, SchedulerConfig
+from diptych.control.engine.engine_core import ReplicaCore
+from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.errors import InvalidRequestError
 from diptych.control.events import RequestAdmitted, RequestFinished, RequestPreempted
-from diptych.control.kvcache.prefix_cache import hash_blocks
-from diptych.control.replica import ReplicaCore
 from diptych.control.request import FinishReason, Request, SamplingParams
 from diptych.control.step import ScheduledPrefill, SchedulerOutput
-from diptych.runtime.engine import LocalEngine, replica_config
+from diptych.runtime.local_engine import LocalEngine, replica_config
 from diptych.runtime.model_runner import ModelRunner, RunnerConfig, load_runner
 from diptych.runtime.native import load_native
 from diptych.runtime.sampler import RowSampling, TokenLogprobs, sample_row, uniforms

@@ -11,7 +11,7 @@ import torch
 
 from diptych.runtime import native
 from diptych.runtime.attention import make_attention
-from diptych.runtime.attention.interface import AttentionShape
+from diptych.runtime.attention.attention_backend import AttentionShape
 from diptych.runtime.ops import make_ops
 
 ROOT = Path(__file__).parents[2]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from diptych.runtime.engine import LocalEngine, replica_config
+from diptych.runtime.local_engine import LocalEngine, replica_config
 from diptych.runtime.sampler import TokenLogprobs
 from tests.runtime.checkpoints import prompt_of, runner
 from tests.runtime.driving import greedy

@@ -8,8 +8,8 @@ from diptych.control.errors import ConfigError
 from diptych.runtime.attention.layout import allocate_cpu, read_cpu
 from diptych.runtime.native import load_native
 from diptych.runtime.ops import make_ops
-from diptych.runtime.ops.interface import Ops
 from diptych.runtime.ops.native_ops import NativeLinear, OneDnnLinear
+from diptych.runtime.ops.ops import Ops
 from diptych.runtime.ops.torch_ops import TorchOps
 
 CPU = torch.device("cpu")

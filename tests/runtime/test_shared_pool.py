@@ -139,7 +139,7 @@ def test_the_front_end_needs_no_torch_to_size_and_to_make_a_pool() -> None:
     program = (
         "import os, sys\n"
         "from diptych.runtime.kv_geometry import read_kv_geometry\n"
-        "from diptych.serving.shared_memory import create_shared_memory\n"
+        "from diptych.serving.fleet.shared_memory import create_shared_memory\n"
         "geometry = read_kv_geometry(sys.argv[1], 'auto', 32)\n"
         "memory = create_shared_memory(geometry, [10, 20, 7])\n"
         "assert memory.first_blocks == (0, 10, 30) and memory.total_blocks == 37\n"

@@ -20,20 +20,7 @@ from diptych.control.errors import ConfigError
 from diptych.runtime.attention.layout import allocate_cpu, read_cpu
 from diptych.runtime.kv_tensors import LayerCache
 from diptych.runtime.transfer import make_connector
-from diptych.runtime.transfer.addresses import parse_address
-from diptych.runtime.transfer.carriers import Carriers
-from diptych.runtime.transfer.frames import HEADER_BYTES, Frame, Kind, ProtocolError, Seal, parse_header
-from diptych.runtime.transfer.handshake import (
-    GREETING_BYTES,
-    HELLO_BYTES,
-    WELCOME_BYTES,
-    Identity,
-    accept_hello,
-    accept_welcome,
-    greeting,
-    hello,
-)
-from diptych.runtime.transfer.interface import (
+from diptych.runtime.transfer.connector import (
     MAX_PAYLOAD_BYTES,
     ChunkArrived,
     CodecName,
@@ -45,7 +32,20 @@ from diptych.runtime.transfer.interface import (
     TransferEvent,
     TransferOptions,
 )
-from diptych.runtime.transfer.legs import SendingLeg
+from diptych.runtime.transfer.stream.addresses import parse_address
+from diptych.runtime.transfer.stream.carriers import Carriers
+from diptych.runtime.transfer.stream.frames import HEADER_BYTES, Frame, Kind, ProtocolError, Seal, parse_header
+from diptych.runtime.transfer.stream.handshake import (
+    GREETING_BYTES,
+    HELLO_BYTES,
+    WELCOME_BYTES,
+    Identity,
+    accept_hello,
+    accept_welcome,
+    greeting,
+    hello,
+)
+from diptych.runtime.transfer.stream.transfer_table import SendingLeg
 from tests.runtime.cutting_proxy import CuttingProxy
 
 SECRET = b"0123456789abcdef" * 2
@@ -541,7 +541,7 @@ def test_nixl_reads_the_blocks_bit_for_bit_and_fences(make: Make) -> None:
 def test_nixl_reads_layers_while_others_are_computed(
     make: Make, monkeypatch: pytest.MonkeyPatch, part_bytes: int
 ) -> None:
-    monkeypatch.setattr("diptych.runtime.transfer.nixl.PART_BYTES", part_bytes)
+    monkeypatch.setattr("diptych.runtime.transfer.connectors.nixl_connector.PART_BYTES", part_bytes)
     sender, receiver = make("nixl"), make("nixl")
     tables = list(range(13)), list(range(20, 33))
     receiver.connector.expect("leg", tables[1], 0, 203)

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from diptych.control.errors import ConfigError
-from diptych.runtime.transfer.interface import ChunkArrived, Committed, Failed, Sent, TransferEvent
+from diptych.runtime.transfer.connector import ChunkArrived, Committed, Failed, Sent, TransferEvent
 
 BYTES_PER_TOKEN = 8
 
@@ -44,7 +44,7 @@ class Sending:
 
 
 class FakeConnector:
-    """See diptych.runtime.transfer.interface.KVConnector. The address is unix://PATH."""
+    """See diptych.runtime.transfer.connector.KVConnector. The address is unix://PATH."""
 
     def __init__(self, path: Path) -> None:
         self.address = f"unix://{path}"

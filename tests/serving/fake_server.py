@@ -17,11 +17,11 @@ import msgspec
 from fake_worker import fake_command
 
 from diptych.control.config import SchedulerConfig
-from diptych.serving.fleet import Fleet
-from diptych.serving.fleet_options import FleetOptions
-from diptych.serving.frontend import AsyncLLM
-from diptych.serving.options import EngineOptions
-from diptych.serving.server import ServerOptions, run_server
+from diptych.serving.api.server import ServerOptions, run_server
+from diptych.serving.async_llm import AsyncLLM
+from diptych.serving.fleet.fleet import Fleet
+from diptych.serving.fleet.fleet_options import FleetOptions
+from diptych.serving.link.engine_options import EngineOptions
 
 
 def main() -> None:

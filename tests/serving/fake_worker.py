@@ -18,12 +18,12 @@ from typing import Any
 from fake_connector import FakeConnector
 
 from diptych.control.config import CacheConfig, ReplicaConfig
-from diptych.control.replica import ReplicaCore
+from diptych.control.engine.engine_core import ReplicaCore
 from diptych.control.request import FinishReason, SamplingParams
 from diptych.control.step import SchedulerOutput, StepResult
-from diptych.serving.options import EngineOptions
-from diptych.serving.wire import Ready
-from diptych.serving.worker import die_with_parent, serve
+from diptych.serving.link.engine_options import EngineOptions
+from diptych.serving.link.messages import Ready
+from diptych.serving.worker.worker_loop import die_with_parent, serve
 
 VOCAB_SIZE = 4096
 EOS_TOKEN = 0
@@ -189,7 +189,7 @@ def fake_command(**arguments: Any) -> tuple[str, ...]:
 
 
 def main() -> int:
-    """As diptych.serving.worker.main, with the fake."""
+    """As diptych.serving.worker.worker_loop.main, with the fake."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--step-ms", type=float, default=1.0)
     parser.add_argument("--tokens-per-s", type=float, default=0.0, help="prefill speed; 0: prompts cost nothing")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
-CLI = (sys.executable, "-c", "from diptych.cli import main; main()")
+CLI = (sys.executable, "-c", "from diptych.cli.main import main; main()")
 FAKE_SERVER = Path(__file__).parent / "fake_server.py"
 
 

@@ -8,13 +8,13 @@ from fake_worker import VOCAB_SIZE
 from servers import RunningServer
 from tests.control.driver import Driver
 
+from diptych.calibration.calibration import _Load
+from diptych.calibration.calibration_steps import DesignPoint, design, measure_point
 from diptych.control.config import CacheConfig, ReplicaConfig
 from diptych.control.step import StepFeatures
 from diptych.runtime.model_runner import RunnerConfig, load_runner
-from diptych.serving.calibrate import _Load
-from diptych.serving.calibration_steps import DesignPoint, design, measure_point
-from diptych.serving.options import BUNDLED_MODEL, EngineOptions
-from diptych.serving.recording import LiveRecordingCore, close_recording, make_core, read_steps
+from diptych.serving.link.engine_options import BUNDLED_MODEL, EngineOptions
+from diptych.serving.worker.recorder import LiveRecordingCore, close_recording, make_core, read_steps
 
 
 def test_every_design_point_fits_the_machine() -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych.serving.channel import Channel
+from diptych.serving.link.channel import Channel
 
 Pair = tuple[Channel, Channel]
 LARGE = 3_000_000  # more than the kernel holds

@@ -25,13 +25,15 @@ from servers import fake_server, wait_until
 from diptych.control.config import BudgetConfig, SchedulerConfig
 from diptych.control.events import HandoffReserved
 from diptych.control.request import SamplingParams
-from diptych.serving import supervisor, watch, wire
-from diptych.serving.fleet import Fleet
-from diptych.serving.fleet_options import FleetOptions
-from diptych.serving.frontend import AsyncLLM
+from diptych.serving.answers.output_streams import Terms
+from diptych.serving.async_llm import AsyncLLM
+from diptych.serving.fleet import hang_watch as watch
+from diptych.serving.fleet import supervisor
+from diptych.serving.fleet.fleet import Fleet
+from diptych.serving.fleet.fleet_options import FleetOptions
+from diptych.serving.link import messages as wire
+from diptych.serving.link.engine_options import DeviceOptions, EngineOptions, MemoryOptions
 from diptych.serving.llm import LLM
-from diptych.serving.options import DeviceOptions, EngineOptions, MemoryOptions
-from diptych.serving.streams import Terms
 
 pytestmark = pytest.mark.system
 OPTIONS = EngineOptions(

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 
-from diptych.serving.detokenizer import Detokenizer, StopStrings, whole_texts
-from diptych.serving.options import BUNDLED_MODEL
+from diptych.serving.answers.detokenizer import Detokenizer, StopStrings, whole_texts
+from diptych.serving.link.engine_options import BUNDLED_MODEL
 
 FAST = FastTokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json"))
 

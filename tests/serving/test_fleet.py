@@ -16,11 +16,11 @@ from fake_worker import CRASH_TOKEN, FAIL_TOKEN, fake_command
 
 from diptych.control.errors import DiptychError, UnavailableError, WorkerError
 from diptych.control.request import SamplingParams
-from diptych.serving import supervisor as supervisors
-from diptych.serving.fleet import Fleet
-from diptych.serving.fleet_options import FleetOptions
-from diptych.serving.frontend import AsyncLLM
-from diptych.serving.options import EngineOptions, MemoryOptions
+from diptych.serving.async_llm import AsyncLLM
+from diptych.serving.fleet import supervisor as supervisors
+from diptych.serving.fleet.fleet import Fleet
+from diptych.serving.fleet.fleet_options import FleetOptions
+from diptych.serving.link.engine_options import EngineOptions, MemoryOptions
 from diptych.serving.outputs import RequestOutput
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.system]
@@ -230,7 +230,7 @@ async def test_one_worker_serves_alone_while_its_peer_is_gone_and_none_means_not
 
 
 async def test_a_deadline_that_cannot_be_met_is_refused_in_words() -> None:
-    from diptych.serving.streams import Terms
+    from diptych.serving.answers.output_streams import Terms
 
     async with serving(worker={"step_ms": 5, "tokens_per_s": 200}, depth=1) as llm:
         running = [asyncio.create_task(ask(llm, PROMPT[:90], 3)) for _ in range(6)]

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from diptych.control.request import SamplingParams
-from diptych.serving.fleet import Fleet
-from diptych.serving.fleet_options import FleetOptions
-from diptych.serving.frontend import AsyncLLM
+from diptych.serving.async_llm import AsyncLLM
+from diptych.serving.fleet.fleet import Fleet
+from diptych.serving.fleet.fleet_options import FleetOptions
+from diptych.serving.link.engine_options import DeviceOptions, EngineOptions, MemoryOptions
 from diptych.serving.llm import LLM
-from diptych.serving.options import DeviceOptions, EngineOptions, MemoryOptions
 
 pytestmark = pytest.mark.system
 LENGTHS = (5, 33, 64, 150)
@@ -43,7 +43,7 @@ async def answers(llm: AsyncLLM) -> list[list[int]]:
 async def test_two_workers_say_what_one_says(
     whole: list[list[int]], transfer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("diptych.serving.supervisor.FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr("diptych.serving.fleet.supervisor.FIRST_PAUSE_S", 0.05)
     memory, device = MemoryOptions(kv_cache_bytes=32 * 2**20), DeviceOptions(device="cpu", dtype="float32")
     options = EngineOptions(memory=memory, device=device, warm_up=False)
     fleet = Fleet(options, FleetOptions(prefill=1, decode=1, transfer=transfer, disaggregate="always"))

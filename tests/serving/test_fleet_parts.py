@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from diptych.control.errors import ConfigError
-from diptych.serving.exit_status import count_oom_kills, in_words, is_crash
-from diptych.serving.fleet_options import FleetOptions, divide_cores
-from diptych.serving.fleet_plan import plan_fleet
-from diptych.serving.heartbeat import Pulse
-from diptych.serving.membership import Membership
-from diptych.serving.options import DeviceOptions, EngineOptions, MemoryOptions
-from diptych.serving.watch import verdict
-from diptych.serving.wire import Ready
+from diptych.serving.fleet.exit_status import count_oom_kills, in_words, is_crash
+from diptych.serving.fleet.fleet_options import FleetOptions, divide_cores
+from diptych.serving.fleet.fleet_plan import plan_fleet
+from diptych.serving.fleet.hang_watch import verdict
+from diptych.serving.fleet.membership import Membership
+from diptych.serving.link.engine_options import DeviceOptions, EngineOptions, MemoryOptions
+from diptych.serving.link.heartbeat import Pulse
+from diptych.serving.link.messages import Ready
 
 S = 10**9
 

@@ -24,9 +24,9 @@ from diptych.control.errors import (
 )
 from diptych.control.request import SamplingParams
 from diptych.control.slo import Slo
-from diptych.serving.fleet import Fleet
-from diptych.serving.frontend import AsyncLLM, derive_seed
-from diptych.serving.options import EngineOptions
+from diptych.serving.async_llm import AsyncLLM, derive_seed
+from diptych.serving.fleet.fleet import Fleet
+from diptych.serving.link.engine_options import EngineOptions
 from diptych.serving.outputs import RequestOutput
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.system]
@@ -176,7 +176,7 @@ async def test_more_than_may_wait_is_overload() -> None:
 
 
 async def test_a_lost_worker_is_a_pause_for_the_innocent_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diptych.serving.supervisor.FIRST_PAUSE_S", 0.1)
+    monkeypatch.setattr("diptych.serving.fleet.supervisor.FIRST_PAUSE_S", 0.1)
     async with serving(step_ms=2) as llm:
         other = asyncio.create_task(last(llm, sampling=SamplingParams(max_tokens=300, ignore_eos=True)))
         await asyncio.sleep(0.05)
@@ -259,6 +259,6 @@ def is_alive(pid: int) -> bool:
 
 
 async def test_the_front_end_imports_no_torch() -> None:
-    source = "import sys, diptych.cli, diptych.serving.server, diptych.serving.api.app; print('torch' in sys.modules)"
+    source = "import sys, diptych.cli.main, diptych.serving.api.server; print('torch' in sys.modules)"
     result = subprocess.run((sys.executable, "-c", source), capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from diptych.serving.heartbeat import Heartbeat, Pulse, read_pulse
+from diptych.serving.link.heartbeat import Heartbeat, Pulse, read_pulse
 
 DEAD_LOOP = """
 import sys, time
 from pathlib import Path
-from diptych.serving.heartbeat import Heartbeat
+from diptych.serving.link.heartbeat import Heartbeat
 heart = Heartbeat(Path(sys.argv[1]))
 heart.begin_turn(time.monotonic_ns())
 print("here", flush=True)

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from diptych.serving.private_directory import lock_directory, remove_orphans
+from diptych.serving.fleet.private_directory import lock_directory, remove_orphans
 
 
 def make(parent: Path, name: str, age_s: float) -> Path:

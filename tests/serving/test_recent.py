@@ -1,7 +1,7 @@
 """The sliding window behind the live page."""
 
-from diptych.serving.histogram import Histogram
-from diptych.serving.recent import MAX_SILENCE_S, WINDOW_S, Recent
+from diptych.serving.metrics.histogram import Histogram
+from diptych.serving.metrics.rolling_window import MAX_SILENCE_S, WINDOW_S, Recent
 
 
 class Server:

@@ -11,9 +11,9 @@ import pytest
 from servers import CLI, RunningServer, running
 
 from diptych.control.config import CacheConfig, ReplicaConfig
+from diptych.control.engine.engine_core import ReplicaCore
 from diptych.control.errors import ConfigError
-from diptych.control.replica import ReplicaCore
-from diptych.serving.recording import LiveRecordingCore, Recorder, close_recording, make_core
+from diptych.serving.worker.recorder import LiveRecordingCore, Recorder, close_recording, make_core
 from diptych.simulation.replay import replay
 
 CONFIG = ReplicaConfig(CacheConfig(64))

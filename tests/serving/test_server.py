@@ -7,8 +7,8 @@ import openai
 import pytest
 from servers import RunningServer
 
-from diptych.serving.options import BUNDLED_MODEL
-from diptych.serving.tokenizer import Tokenizer
+from diptych.serving.answers.tokenizer import Tokenizer
+from diptych.serving.link.engine_options import BUNDLED_MODEL
 
 PROMPT = "def read(self):\n    return"
 TOKENIZER = Tokenizer(BUNDLED_MODEL)

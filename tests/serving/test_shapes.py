@@ -16,12 +16,12 @@ from tests.runtime.checkpoints import prompt_of, reference
 from diptych.control.config import BudgetConfig, SchedulerConfig, shape_preset
 from diptych.control.events import HandoffReserved
 from diptych.control.request import SamplingParams
-from diptych.serving import wire
-from diptych.serving.fleet import Fleet
-from diptych.serving.fleet_options import FleetOptions
-from diptych.serving.frontend import AsyncLLM
+from diptych.serving.async_llm import AsyncLLM
+from diptych.serving.fleet.fleet import Fleet
+from diptych.serving.fleet.fleet_options import FleetOptions
+from diptych.serving.link import messages as wire
+from diptych.serving.link.engine_options import DeviceOptions, EngineOptions, MemoryOptions
 from diptych.serving.llm import LLM
-from diptych.serving.options import DeviceOptions, EngineOptions, MemoryOptions
 from diptych.serving.outputs import RequestOutput
 
 pytestmark = pytest.mark.system

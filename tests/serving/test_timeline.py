@@ -27,9 +27,7 @@ from diptych.control.events import (
 )
 from diptych.control.request import FinishReason
 from diptych.control.slo import LatencyBreakdown
-from diptych.serving.api import timeline as routes
-from diptych.serving.timeline import Timeline, Transfer
-from diptych.serving.timeline_trace import hold, trace
+from diptych.serving.api import timeline_routes as routes
 from diptych.timeline.records import (
     GapRecord,
     Milestone,
@@ -43,6 +41,8 @@ from diptych.timeline.records import (
     split_leg_id,
     step_record,
 )
+from diptych.timeline.ring import Timeline, Transfer
+from diptych.timeline.trace import hold, trace
 
 MS = 1_000_000
 

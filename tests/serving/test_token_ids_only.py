@@ -9,9 +9,9 @@ from fake_worker import fake_command
 
 from diptych.control.errors import InvalidRequestError
 from diptych.control.request import SamplingParams
-from diptych.serving.fleet import Fleet
-from diptych.serving.frontend import AsyncLLM
-from diptych.serving.options import BUNDLED_MODEL, EngineOptions
+from diptych.serving.async_llm import AsyncLLM
+from diptych.serving.fleet.fleet import Fleet
+from diptych.serving.link.engine_options import BUNDLED_MODEL, EngineOptions
 
 
 @pytest.mark.system

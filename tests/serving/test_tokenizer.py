@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from diptych.control.errors import ConfigError, InvalidRequestError
-from diptych.serving.options import BUNDLED_MODEL
-from diptych.serving.tokenizer import Tokenizer, flatten_content
+from diptych.serving.answers.tokenizer import Tokenizer, flatten_content
+from diptych.serving.link.engine_options import BUNDLED_MODEL
 
 HELLO = [{"role": "user", "content": "hi"}]
 

@@ -9,7 +9,7 @@ from diptych.control import errors
 from diptych.control.events import BlocksStored, FirstToken, StepFinished
 from diptych.control.request import FinishReason, SamplingParams
 from diptych.control.slo import LatencyBreakdown, Slo
-from diptych.serving import wire
+from diptych.serving.link import messages as wire
 
 
 def test_a_request_arrives_as_it_was_sent() -> None:

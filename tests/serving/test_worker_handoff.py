@@ -8,12 +8,11 @@ import pytest
 from fake_worker import EOS_TOKEN, FAIL_TOKEN
 from wire_peers import ThreadPeer, fake_peer, hand_off, leg
 
+from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.events import FirstToken, HandoffExpired, HandoffReleased, HandoffReserved, RequestAdmitted
-from diptych.control.kvcache.prefix_cache import hash_blocks
 from diptych.control.request import FinishReason
 from diptych.control.slo import NS_PER_MS
-from diptych.serving.recording import close_recording
-from diptych.serving.wire import (
+from diptych.serving.link.messages import (
     Abort,
     AskBlocks,
     Blocks,
@@ -29,6 +28,7 @@ from diptych.serving.wire import (
     Submit,
     TransferLost,
 )
+from diptych.serving.worker.recorder import close_recording
 from diptych.simulation.replay import replay
 
 PROMPT = list(range(100, 300))  # six blocks and a bit: four chunks

@@ -7,8 +7,7 @@ import pytest
 from wire_peers import Peer, fake_peer, leg
 
 from diptych.control.events import HandoffExpired, HandoffReleased, HandoffReserved
-from diptych.serving.recording import close_recording
-from diptych.serving.wire import (
+from diptych.serving.link.messages import (
     Abort,
     Delivered,
     DropLegs,
@@ -19,6 +18,7 @@ from diptych.serving.wire import (
     ReserveLeg,
     WireRequest,
 )
+from diptych.serving.worker.recorder import close_recording
 from diptych.simulation.replay import replay
 
 DECODE = 1  # the number of the decode worker

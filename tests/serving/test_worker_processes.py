@@ -13,19 +13,25 @@ from tests.runtime.checkpoints import prompt_of, reference, runner
 from wire_peers import Peer, ProcessPeer, ThreadPeer, hand_off, leg
 
 from diptych.control.config import BudgetConfig, SchedulerConfig
+from diptych.control.engine.engine_core import ReplicaCore
 from diptych.control.events import HandoffReleased, RequestAdmitted
-from diptych.control.replica import ReplicaCore
 from diptych.control.request import FinishReason
-from diptych.runtime.engine import Generation, LocalEngine, replica_config
 from diptych.runtime.kv_geometry import read_kv_geometry
+from diptych.runtime.local_engine import Generation, LocalEngine, replica_config
 from diptych.runtime.model_runner import RunnerConfig, load_runner
 from diptych.runtime.shared_pool import SharedPool
-from diptych.serving.heartbeat import FILE_NAME, read_pulse
-from diptych.serving.load_engine import connect_peers
-from diptych.serving.options import DeviceOptions, EngineOptions, MemoryOptions, PoolShare, TransferName, WorkerPlace
-from diptych.serving.private_directory import private_directory
-from diptych.serving.shared_memory import create_shared_memory
-from diptych.serving.wire import (
+from diptych.serving.fleet.private_directory import private_directory
+from diptych.serving.fleet.shared_memory import create_shared_memory
+from diptych.serving.link.engine_options import (
+    DeviceOptions,
+    EngineOptions,
+    MemoryOptions,
+    PoolShare,
+    TransferName,
+    WorkerPlace,
+)
+from diptych.serving.link.heartbeat import FILE_NAME, read_pulse
+from diptych.serving.link.messages import (
     Delivered,
     DropLegs,
     PrefillLeg,
@@ -35,6 +41,7 @@ from diptych.serving.wire import (
     WireRequest,
     unpack_tokens,
 )
+from diptych.serving.worker.load_engine import connect_peers
 
 pytestmark = pytest.mark.system
 NUM_BLOCKS, BLOCK_SIZE = 96, 32

@@ -16,15 +16,14 @@ from fake_connector import FakeConnector
 from fake_worker import FakeRunner
 
 from diptych.control.config import BudgetConfig, CacheConfig, ReplicaConfig, SchedulerConfig
+from diptych.control.engine.engine_core import ReplicaCore
 from diptych.control.events import Event, HandoffReserved
-from diptych.control.replica import ReplicaCore
 from diptych.control.request import SamplingParams
-from diptych.runtime.transfer.interface import KVConnector
-from diptych.serving.channel import Channel, accept, listen
-from diptych.serving.options import EngineOptions
-from diptych.serving.private_directory import private_directory
-from diptych.serving.recording import make_core
-from diptych.serving.wire import (
+from diptych.runtime.transfer.connector import KVConnector
+from diptych.serving.fleet.private_directory import private_directory
+from diptych.serving.link.channel import Channel, accept, listen
+from diptych.serving.link.engine_options import EngineOptions
+from diptych.serving.link.messages import (
     Finished,
     FrontendMessage,
     Happened,
@@ -40,7 +39,8 @@ from diptych.serving.wire import (
     pack_tokens,
     unpack_events,
 )
-from diptych.serving.worker import Worker
+from diptych.serving.worker.recorder import make_core
+from diptych.serving.worker.worker_loop import Worker
 
 Message = TypeVar("Message", bound=WorkerMessage)
 PATIENCE_S = 60

@@ -6,22 +6,22 @@ Used by test_faults.py (some hundreds of schedules) and benchmarks/fault_schedul
 import random
 from dataclasses import replace
 
-from diptych.control.admission import BandConfig, EdgeConfig
-from diptych.control.cluster_config import ClusterConfig
-from diptych.control.cluster_events import ClusterEvent, WorkerDown, WorkerUp
-from diptych.control.commands import Command, Drop, End, Release, Renew, Restarted
+from diptych.control.admission.admission_queue import BandConfig, EdgeConfig
+from diptych.control.cluster.cluster_config import ClusterConfig
+from diptych.control.cluster.cluster_events import ClusterEvent, WorkerDown, WorkerUp
+from diptych.control.cluster.commands import Command, Drop, End, Release, Renew, Restarted
 from diptych.control.config import ReplicaConfig
 from diptych.control.events import Event, HandoffReserved
 from diptych.control.request import FinishReason
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 from diptych.control.step import SchedulerOutput
-from diptych.simulation.cluster import Cluster
 from diptych.simulation.costs.linear import LinearCost
 from diptych.simulation.faults import FAULTS, Watch, random_faults
-from diptych.simulation.pools import Pools
+from diptych.simulation.fleet.pools import Pools
+from diptych.simulation.fleet.simulated_cluster import Cluster
 from diptych.simulation.results import REASONS
 from diptych.simulation.scenario import Scenario
-from diptych.simulation.workload.spec import RequestSpec
+from diptych.workload.spec import RequestSpec
 from tests.simulation.scenarios import check_is_empty, check_row, random_replica, random_spec
 
 LIMIT_NS = 4000 * NS_PER_S  # of virtual time: whatever is not over by then never will be

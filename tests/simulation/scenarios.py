@@ -11,17 +11,17 @@ from diptych.control.config import (
     ReplicaConfig,
     SchedulerConfig,
 )
+from diptych.control.engine.engine_core import ReplicaCore
 from diptych.control.events import FirstToken, RequestFinished, StepFinished
-from diptych.control.replica import ReplicaCore
 from diptych.control.request import FinishReason
 from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo
-from diptych.simulation.cluster import FRONT_END, Cluster
 from diptych.simulation.costs.linear import LinearCost
 from diptych.simulation.event_log import EventLog
 from diptych.simulation.faults import random_faults
+from diptych.simulation.fleet.simulated_cluster import FRONT_END, Cluster
 from diptych.simulation.results import REASONS, RequestTable
 from diptych.simulation.scenario import Scenario
-from diptych.simulation.workload.spec import RequestSpec
+from diptych.workload.spec import RequestSpec
 
 
 def random_replica(rng: random.Random) -> ReplicaConfig:

@@ -7,7 +7,7 @@ import pytest
 from diptych.control.errors import ConfigError
 from diptych.control.step import ScheduledPrefill, SchedulerOutput, StepFeatures, chunk_attention
 from diptych.simulation.costs.aiconfigurator import KNOTS, AIConfiguratorCost
-from diptych.simulation.costs.interface import UNBOUNDED
+from diptych.simulation.costs.cost_model import UNBOUNDED
 
 
 class LinearEngine:

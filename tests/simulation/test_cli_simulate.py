@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from diptych import cli
-from diptych.cli_simulate import PATHS, command_line, overrides, parse_window
+from diptych.cli import main as cli
+from diptych.cli.simulate import PATHS, command_line, overrides, parse_window
 from diptych.control.config import CacheConfig, shape_preset
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo
@@ -69,7 +69,7 @@ def test_it_runs_without_torch_and_numpy() -> None:
         "import sys\n"
         "sys.modules['torch'] = sys.modules['numpy'] = None\n"
         f"sys.argv = ['diptych', 'simulate', '--json', *{BASE!r}]\n"
-        "from diptych.cli import main; main()"
+        "from diptych.cli.main import main; main()"
     )
     result = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=True)
     assert json.loads(result.stdout)["summary"]["num_completed"] == 40

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from diptych.control.cluster_config import ClusterConfig
+from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.config import CacheConfig, ReplicaConfig, shape_preset
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 from diptych.simulation.costs.linear import LinearCost
 from diptych.simulation.faults import Fault, FaultKind, Watch
-from diptych.simulation.pools import Pools
+from diptych.simulation.fleet.pools import Pools
 from diptych.simulation.scenario import Scenario
-from diptych.simulation.workload.spec import RequestSpec
+from diptych.workload.spec import RequestSpec
 from tests.simulation.fault_schedules import AuditedCluster, check_strides, random_schedule, run_schedule
 
 # Seeds of random_schedule that found something once stay here. All these: with two steps in flight, a worker that died

@@ -8,7 +8,7 @@ import pytest
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_S
 from diptych.simulation.environment import MESSAGE, Environment
-from diptych.simulation.links import GB, LINKS, Link, Network
+from diptych.simulation.fleet.links import GB, LINKS, Link, Network
 
 
 def ends(links: list[Link], transfers: list[tuple[int, int, tuple[int, ...]]]) -> list[int]:

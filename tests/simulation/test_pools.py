@@ -9,13 +9,13 @@ import pytest
 from diptych.control.config import CacheConfig, ReplicaConfig, shape_preset
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_MS, NS_PER_S
-from diptych.simulation.cluster import Cluster
 from diptych.simulation.costs.linear import LinearCost
 from diptych.simulation.faults import Fault, random_faults
-from diptych.simulation.fleet import fleet, peers_of
-from diptych.simulation.pools import Pools
+from diptych.simulation.fleet.members import fleet, peers_of
+from diptych.simulation.fleet.pools import Pools
+from diptych.simulation.fleet.simulated_cluster import Cluster
 from diptych.simulation.scenario import Scenario
-from diptych.simulation.workload.spec import RequestSpec
+from diptych.workload.spec import RequestSpec
 from tests.simulation.fault_schedules import check_nothing_is_left
 from tests.simulation.scenarios import check_row, random_replica, random_spec, run
 

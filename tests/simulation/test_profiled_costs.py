@@ -10,11 +10,11 @@ import pytest
 from diptych.control.config import BudgetConfig, CacheConfig, ReplicaConfig, SchedulerConfig
 from diptych.control.errors import ConfigError
 from diptych.control.step import ScheduledPrefill, SchedulerOutput, StepFeatures, chunk_attention
-from diptych.simulation.costs.interface import CostModel
+from diptych.simulation.costs.cost_model import CostModel
 from diptych.simulation.costs.profiled import load_profile, profile_names
 from diptych.simulation.run import simulate
 from diptych.simulation.scenario import Scenario
-from diptych.simulation.workload.spec import RequestSpec
+from diptych.workload.spec import RequestSpec
 
 
 def step(chunks: list[tuple[int, int]], num_seqs: int = 0, context: int = 0) -> SchedulerOutput:

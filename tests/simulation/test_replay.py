@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from diptych import cli
+from diptych.cli import main as cli
+from diptych.control.engine.recording import RecordingCore, Row, canonical_plan
 from diptych.control.errors import ConfigError
 from diptych.control.events import FirstToken
-from diptych.control.recording import RecordingCore, Row, canonical_plan
 from diptych.control.request import Request
 from diptych.control.slo import NS_PER_MS, Slo
 from diptych.control.step import SchedulerOutput, StepResult
-from diptych.serving.recording import Recorder
+from diptych.serving.worker.recorder import Recorder
 from diptych.simulation.replay import replay
 from tests.control.driver import Driver
 from tests.control.test_conservation import random_config

@@ -11,21 +11,21 @@ import pytest
 from diptych.control.config import CacheConfig, ReplicaConfig, shape_preset
 from diptych.control.events import StepFinished
 from diptych.control.slo import NS_PER_S, Slo
+from diptych.report.plots import linear_scale, linear_ticks, log_scale, log_ticks
+from diptych.report.text import class_table, latency_table, resource_table, service_table, sweep_table
 from diptych.simulation.costs.linear import LinearCost
 from diptych.simulation.event_log import EventLog
 from diptych.simulation.faults import Fault
 from diptych.simulation.report.economy import FleetPrice, economy
-from diptych.simulation.report.html import Page, render
 from diptych.simulation.report.outcome import outcome, records
-from diptych.simulation.report.plots import linear_scale, linear_ticks, log_scale, log_ticks
 from diptych.simulation.report.series import in_system, phase_series
-from diptych.simulation.report.text import class_table, latency_table, resource_table, service_table, sweep_table
-from diptych.simulation.report.timeline import trace
+from diptych.simulation.report.simulation_page import Page, render
+from diptych.simulation.report.simulation_trace import trace
 from diptych.simulation.results import SimulationResult
 from diptych.simulation.run import simulate_with_log
 from diptych.simulation.scenario import Scenario
-from diptych.simulation.workload.spec import RequestSpec
 from diptych.timeline.lanes import Window
+from diptych.workload.spec import RequestSpec
 from tests.simulation.scenarios import random_scenario
 
 VOID = {"meta", "br"}

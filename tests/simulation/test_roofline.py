@@ -7,7 +7,7 @@ import pytest
 
 from diptych.control.errors import ConfigError
 from diptych.control.step import ScheduledPrefill, SchedulerOutput, StepFeatures, chunk_attention
-from diptych.simulation.costs.interface import UNBOUNDED
+from diptych.simulation.costs.cost_model import UNBOUNDED
 from diptych.simulation.costs.roofline import RooflineCost, expert_ns, expert_ops
 from diptych.simulation.hardware import load_hardware
 from diptych.simulation.models import load_model

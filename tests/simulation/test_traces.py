@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from diptych.control.config import CacheConfig
+from diptych.control.engine.kvcache.kv_cache_manager import KVCacheManager
 from diptych.control.errors import ConfigError
-from diptych.control.kvcache.manager import KVCacheManager
 from diptych.control.request import Request
 from diptych.control.slo import NS_PER_S, Slo
-from diptych.simulation.workload.config import (
+from diptych.workload.build import (
     ArrivalConfig,
     LengthConfig,
     LengthsConfig,
@@ -22,9 +22,9 @@ from diptych.simulation.workload.config import (
     WorkloadConfig,
     build,
 )
-from diptych.simulation.workload.packed import BUNDLED, read_bundled, tree_columns
-from diptych.simulation.workload.synthetic import SyntheticWorkload
-from diptych.simulation.workload.traces import Trace, load_trace
+from diptych.workload.packed import BUNDLED, read_bundled, tree_columns
+from diptych.workload.synthetic import SyntheticWorkload
+from diptych.workload.traces import Trace, load_trace
 
 OWN_CSV = """arrival_s,prompt_tokens,output_tokens,kind,priority,ttft_slo_ms,session
 2.5,10,3,chat,1,250,7

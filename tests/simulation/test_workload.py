@@ -11,7 +11,7 @@ import pytest
 
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_S, Slo
-from diptych.simulation.workload.config import (
+from diptych.workload.build import (
     ArrivalConfig,
     ClassConfig,
     LengthConfig,
@@ -23,10 +23,10 @@ from diptych.simulation.workload.config import (
     WorkloadConfig,
     build,
 )
-from diptych.simulation.workload.description import ArrivalKind
-from diptych.simulation.workload.distributions import Stream, exp, log
-from diptych.simulation.workload.spec import ClosedLoop, RequestSpec
-from diptych.simulation.workload.synthetic import SyntheticWorkload
+from diptych.workload.description import ArrivalKind
+from diptych.workload.distributions import Stream, exp, log
+from diptych.workload.spec import ClosedLoop, RequestSpec
+from diptych.workload.synthetic import SyntheticWorkload
 
 LOGNORMAL = LengthConfig(kind="lognormal", median=1000, sigma=1.0)
 GOLDEN_EXPONENTIAL = ["0x1.1da90b51c573dp-2", "0x1.25c062bccfc77p-10", "0x1.9dda400f1db8ap+1"]

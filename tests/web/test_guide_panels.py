@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 import typer.main
 
-from diptych.cli import app
+from diptych.cli.main import app
 from diptych.control.errors import ConfigError
-from diptych.runtime.transfer.wire_format import wire_share
+from diptych.runtime.transfer.codec.wire_format import wire_share
 from diptych.simulation.hardware import hardware_names
 from diptych.simulation.models import load_model
 from diptych.web.chapters import CHAPTERS
-from diptych.web.panels import choose, chunked, disaggregated, interference, roofline, transfer
+from diptych.web.panels import choose, chunked, disaggregated, transfer
+from diptych.web.panels import interference_panel as interference
+from diptych.web.panels import roofline_panel as roofline
 from diptych.web.panels.advice import serve_command, simulate_command
 from diptych.web.panels.cast import read_prompts
 from diptych.web.panels.machine import machine

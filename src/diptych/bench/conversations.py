@@ -10,11 +10,11 @@ from typing import Literal
 
 import msgspec
 
+from diptych.bench.client_stream import TokenStream
 from diptych.bench.objectives import Objectives
 from diptych.bench.prompts import PromptMaker, as_text
-from diptych.bench.stream import TokenStream
 from diptych.bench.target import Target
-from diptych.simulation.workload.spec import RequestSpec
+from diptych.workload.spec import RequestSpec
 
 Kind = Literal["token ids", "text", "made up"]
 

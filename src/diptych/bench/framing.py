@@ -11,7 +11,7 @@ stretch: one by one, between two waits for the network, each costs two or three 
 import re
 from collections.abc import Callable
 
-from diptych.bench.stream import TokenStream
+from diptych.bench.client_stream import TokenStream
 
 HEAD_LIMIT = 1 << 16  # bytes of a head, of a chunk's first line, or of a trailer's line
 BODY_LIMIT = 1 << 26  # bytes of a reply that is no stream

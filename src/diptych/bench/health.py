@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from diptych.bench.connection import now_ns
+from diptych.bench.http_connection import now_ns
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 from diptych.simulation.results import percentile
 

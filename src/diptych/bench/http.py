@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from diptych.bench.connection import Connection, Place, TlsConnection
-from diptych.bench.connection import now_ns as now_ns
+from diptych.bench.client_stream import TokenStream
+from diptych.bench.http_connection import Connection, Place, TlsConnection
+from diptych.bench.http_connection import now_ns as now_ns
 from diptych.bench.poller import Poller
 from diptych.bench.poller import poller as new_poller
-from diptych.bench.stream import TokenStream
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_S
 

@@ -15,16 +15,16 @@ from statistics import median
 from typing import Any
 
 from diptych.bench import summary
-from diptych.bench.connection import now_ns
+from diptych.bench.client_stream import TokenStream
 from diptych.bench.health import HealthWatch
+from diptych.bench.http_connection import now_ns
 from diptych.bench.prompts import PromptMaker
 from diptych.bench.session import Session
-from diptych.bench.stream import TokenStream
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_MS, NS_PER_S
-from diptych.simulation.report.text import Table, milliseconds, number
+from diptych.report.text import Table, milliseconds, number
 from diptych.simulation.results import distribution_ms, percentile
-from diptych.simulation.workload.spec import RequestSpec
+from diptych.workload.spec import RequestSpec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from diptych.simulation.results import percentile
-from diptych.simulation.workload.distributions import Stream
+from diptych.workload.distributions import Stream
 
 CONFIDENCE = 0.95
 RESAMPLES = 2000

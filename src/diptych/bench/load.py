@@ -13,17 +13,17 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field, replace
 
+from diptych.bench.client_stream import TokenStream
 from diptych.bench.conversations import Conversations, TurnCounts
 from diptych.bench.health import Health, HealthWatch
 from diptych.bench.http import now_ns
 from diptych.bench.objectives import Objectives
 from diptych.bench.pacing import Pacer, pacer
-from diptych.bench.records import RequestRecord, record
-from diptych.bench.stream import TokenStream
+from diptych.bench.request_records import RequestRecord, record
 from diptych.bench.target import Target, no_tokens
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_MS, NS_PER_S
-from diptych.simulation.workload.spec import ClosedLoop, RequestSpec, Workload
+from diptych.workload.spec import ClosedLoop, RequestSpec, Workload
 
 LEAD_NS = 50 * NS_PER_MS  # from deciding to start to the first request
 FINE_NS = 3 * NS_PER_MS  # closer than this to its time a request is waited for by the pacer: loop timers tick in ms

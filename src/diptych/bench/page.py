@@ -8,14 +8,15 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from diptych.bench import charts, tables
+from diptych.bench import bench_charts as charts
+from diptych.bench import tables
 from diptych.bench.interference import tables as _tables
-from diptych.bench.records import RequestRecord
+from diptych.bench.option_grammar import slo
+from diptych.bench.request_records import RequestRecord
 from diptych.bench.stalls import Stall
-from diptych.bench.words import slo
 from diptych.control.slo import NS_PER_MS, NS_PER_S
-from diptych.simulation.report.elements import card_list, chart_grid, heading, html_table, page_head
-from diptych.simulation.report.text import milliseconds, number, percent
+from diptych.report.elements import card_list, chart_grid, heading, html_table, page_head
+from diptych.report.text import milliseconds, number, percent
 
 
 def render(data: Mapping[str, Any], records: Sequence[Sequence[RequestRecord]]) -> str:

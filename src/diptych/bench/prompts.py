@@ -11,7 +11,7 @@ from hashlib import shake_128
 from struct import unpack
 
 from diptych.control.errors import ConfigError
-from diptych.simulation.workload.spec import RequestSpec
+from diptych.workload.spec import RequestSpec
 
 BLOCKS_REMEMBERED = 1 << 16
 # Common words; with a space before it each is one token of most vocabularies.

@@ -23,8 +23,8 @@ from diptych.bench.load import Load, LoadOptions, LoadResult, Progress, Watcher,
 from diptych.bench.objectives import Objectives
 from diptych.bench.target import Target, TargetConfig, client_for
 from diptych.control.errors import ConfigError
-from diptych.simulation.workload.config import WorkloadConfig, build
-from diptych.simulation.workload.spec import ClosedLoop, RequestSpec
+from diptych.workload.build import WorkloadConfig, build
+from diptych.workload.spec import ClosedLoop, RequestSpec
 
 Result = TypeVar("Result")
 MIN_REQUESTS = 60  # of a run of a search, if they come within four times its length; fewer say little about 90 %

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from heapq import nlargest
 from itertools import pairwise
 
-from diptych.bench.records import RequestRecord
+from diptych.bench.request_records import RequestRecord
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from diptych.bench.health import Health
 from diptych.bench.intervals import CONFIDENCE, Interval, binned, block_bootstrap, wilson
 from diptych.bench.load import LoadResult
-from diptych.bench.records import RequestRecord
+from diptych.bench.request_records import RequestRecord
 from diptych.control.slo import NS_PER_S
 from diptych.simulation.results import distribution_ms
 

@@ -11,7 +11,7 @@ from diptych.bench.health import worst_problems
 from diptych.bench.objectives import NO_ANSWER
 from diptych.bench.session import Probe
 from diptych.bench.stalls import Stall
-from diptych.simulation.report.text import Table, milliseconds, number, percent
+from diptych.report.text import Table, milliseconds, number, percent
 
 LATENCIES = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "itl_ms": "ITL", "e2e_ms": "E2E", "normalized_ms": "E2E per token"}
 STATISTICS = ("p50", "p90", "p95", "p99", "max", "mean")

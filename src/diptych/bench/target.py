@@ -11,13 +11,13 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
+from diptych.bench.client_stream import TokenStream
 from diptych.bench.http import Address, Client
 from diptych.bench.objectives import Objectives
 from diptych.bench.prompts import WORDS, PromptMaker, as_text
-from diptych.bench.stream import TokenStream
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_MS
-from diptych.simulation.workload.spec import RequestSpec
+from diptych.workload.spec import RequestSpec
 
 Api = Literal["completions", "chat"]
 PromptKind = Literal["ids", "text"]

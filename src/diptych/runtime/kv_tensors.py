@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from diptych.runtime.attention.interface import AttentionBackend, AttentionShape
+from diptych.runtime.attention.attention_backend import AttentionBackend, AttentionShape
 from diptych.runtime.kv_geometry import KVGeometry
 from diptych.runtime.shared_pool import SharedPool, map_pool
 

@@ -30,9 +30,9 @@ from diptych.control.errors import ConfigError
 from diptych.control.request import FinishReason, SamplingParams
 from diptych.control.step import SchedulerOutput, StepResult
 from diptych.runtime.attention import make_attention
-from diptych.runtime.attention.interface import AttentionShape
+from diptych.runtime.attention.attention_backend import AttentionShape
 from diptych.runtime.checkpoint import Checkpoint
-from diptych.runtime.decode_batch import DecodeBatch
+from diptych.runtime.decode_rows import DecodeBatch
 from diptych.runtime.kv_tensors import KVTensors, geometry_of
 from diptych.runtime.loader import Progress, Weights, resolve_dtype
 from diptych.runtime.model_config import ModelConfig, read_model_config

@@ -6,8 +6,8 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
+from diptych.control.engine.kvcache.prefix_cache import hash_block, hash_blocks, root_hash
 from diptych.control.errors import InvalidRequestError
-from diptych.control.kvcache.prefix_cache import hash_block, hash_blocks, root_hash
 from diptych.control.request import SamplingParams
 
 

@@ -3,7 +3,7 @@
 Block ids are global within the pool, so a worker can compute into another worker's blocks and nothing needs to be
 copied afterwards. Each worker owns a range of ids; who may write where, and when, is decided in control.
 
-The file comes from the front end (serving/shared_memory.py), filled with zeros. Nothing is ever cleared, neither when a
+The file comes from the front end (serving/fleet), filled with zeros. Nothing is ever cleared, neither when a
 worker starts nor when it starts again: attention reads the slots that were written for a sequence and no others (behind
 the last token, native kernels mask the scores and put zeros in place of the values; the torch backend gathers single
 slots), so bytes that an earlier owner left, NaN included, have no effect.

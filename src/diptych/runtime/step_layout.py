@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 
 from diptych.control.step import ScheduledPrefill
-from diptych.runtime.decode_batch import DecodeBatch
+from diptych.runtime.decode_rows import DecodeBatch
 from diptych.runtime.input_batch import InputBatch
 from diptych.runtime.request_state import RequestState
 

@@ -16,20 +16,27 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from diptych.control.config import ShapeName, shape_preset
+from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.errors import ConfigError, WorkerError
 from diptych.control.events import Event, RequestAdmitted, RequestFinished
-from diptych.control.kvcache.prefix_cache import hash_blocks
 from diptych.control.request import FinishReason, Request, SamplingParams
-from diptych.serving.frontend import check_prompt, derive_seed
-from diptych.serving.load_engine import load_engine
-from diptych.serving.options import BUNDLED_MODEL, DeviceName, DeviceOptions, DTypeName, EngineOptions, MemoryOptions
+from diptych.serving.answers.answer_stream import Generation
+from diptych.serving.answers.answer_stream import Sequence as OneSequence
+from diptych.serving.answers.tokenizer import Tokenizer, flatten_content
+from diptych.serving.async_llm import check_prompt, derive_seed
+from diptych.serving.link.engine_options import (
+    BUNDLED_MODEL,
+    DeviceName,
+    DeviceOptions,
+    DTypeName,
+    EngineOptions,
+    MemoryOptions,
+)
+from diptych.serving.link.messages import pack_finished
+from diptych.serving.output_builder import OutputBuilder
 from diptych.serving.outputs import RequestOutput
-from diptych.serving.results import OutputBuilder
-from diptych.serving.sequence import Generation
-from diptych.serving.sequence import Sequence as OneSequence
-from diptych.serving.tokenizer import Tokenizer, flatten_content
-from diptych.serving.wire import pack_finished
-from diptych.serving.worker import pack_logprobs
+from diptych.serving.worker.load_engine import load_engine
+from diptych.serving.worker.worker_loop import pack_logprobs
 
 Prompt = str | Sequence[int]
 Params = SamplingParams | Sequence[SamplingParams] | None

@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 
 from diptych.control.config import ReplicaConfig
+from diptych.control.engine.engine_core import ReplicaCore
+from diptych.control.engine.recording import FORMAT, VERSION, DecisionChain, plan_summary
 from diptych.control.errors import ConfigError, RequestError
 from diptych.control.events import Event, RequestFinished, StepFinished
-from diptych.control.recording import FORMAT, VERSION, DecisionChain, plan_summary
-from diptych.control.replica import ReplicaCore
 from diptych.control.request import FinishReason, Request
 from diptych.control.slo import Slo
 from diptych.control.step import SchedulerOutput, StepFeatures, StepResult

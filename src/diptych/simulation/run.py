@@ -4,8 +4,8 @@ import gc
 import time
 from collections.abc import Callable
 
-from diptych.simulation.cluster import Cluster
 from diptych.simulation.event_log import EventLog
+from diptych.simulation.fleet.simulated_cluster import Cluster
 from diptych.simulation.results import SimulationResult
 from diptych.simulation.scenario import Scenario
 

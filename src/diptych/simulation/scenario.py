@@ -2,20 +2,20 @@
 
 from dataclasses import dataclass, field, replace
 
-from diptych.control.admission import BandConfig, EdgeConfig
-from diptych.control.cluster_config import ClusterConfig
-from diptych.control.cluster_request import OnFailure
+from diptych.control.admission.admission_queue import BandConfig, EdgeConfig
+from diptych.control.cluster.cluster_config import ClusterConfig
+from diptych.control.cluster.open_request import OnFailure
 from diptych.control.config import ReplicaConfig
 from diptych.control.errors import ConfigError
-from diptych.control.router.placement_config import Disaggregate, PlacementConfig, RoutingName
-from diptych.control.router.workers import LinkCost, LinkCosts
+from diptych.control.router.routing import Disaggregate, PlacementConfig, RoutingName
+from diptych.control.router.topology import LinkCost, LinkCosts
 from diptych.control.step import StepFeatures
-from diptych.simulation.costs.interface import CostModel
+from diptych.simulation.costs.cost_model import CostModel
 from diptych.simulation.faults import Fault, Watch
+from diptych.simulation.fleet.links import LINKS
+from diptych.simulation.fleet.pools import Pools
 from diptych.simulation.front_end import FrontEnd
-from diptych.simulation.links import LINKS
-from diptych.simulation.pools import Pools
-from diptych.simulation.workload.spec import ClosedLoop, Workload
+from diptych.workload.spec import ClosedLoop, Workload
 
 ENDLESS_NS = 2**60
 OPEN_BAND = BandConfig(ENDLESS_NS, ENDLESS_NS)

@@ -15,7 +15,7 @@ import msgspec
 import msgspec.inspect
 import msgspec.structs
 
-from diptych.control.cluster_request import OnFailure
+from diptych.control.cluster.open_request import OnFailure
 from diptych.control.config import (
     BudgetConfig,
     BudgetName,
@@ -29,16 +29,16 @@ from diptych.control.config import (
     shape_preset,
 )
 from diptych.control.errors import ConfigError
-from diptych.control.router.placement_config import Disaggregate, RoutingName
+from diptych.control.router.routing import Disaggregate, RoutingName
 from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo
-from diptych.simulation.costs.choice import CostChoice, choose_cost
+from diptych.simulation.costs.cost_choice import CostChoice, choose_cost
 from diptych.simulation.costs.fitted import Calibration
 from diptych.simulation.faults import FAULTS, MESSAGE_FAULTS, WORKER_FAULTS, Fault, FaultKind, Watch, random_faults
 from diptych.simulation.front_end import FrontEnd
+from diptych.simulation.prepare import cache_config, fleet_pools, swap_block_ns
 from diptych.simulation.scenario import Scenario
-from diptych.simulation.sizing import cache_config, fleet_pools, swap_block_ns
-from diptych.simulation.workload.config import build
-from diptych.simulation.workload.description import WorkloadConfig
+from diptych.workload.build import build
+from diptych.workload.description import WorkloadConfig
 
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 AtLeastZero = Annotated[int, msgspec.Meta(ge=0)]
@@ -70,7 +70,7 @@ class SchedulerSettings(_Part, frozen=True, kw_only=True):
 class MemorySettings(_Part, frozen=True, kw_only=True):
     """The KV cache of one replica. kv_cache_tokens or kv_cache_bytes (of each GPU) replace what fits beside the
     weights in ``gpu_memory_utilization`` of the memory; swap_bytes: host memory for swapped requests, which
-    travel over ``swap_link`` (one of simulation/links.py)."""
+    travel over ``swap_link`` (one of simulation/fleet/links.py)."""
 
     block_size: AtLeastOne = 32
     kv_cache_tokens: AtLeastOne | None = None
@@ -90,7 +90,7 @@ class SloSettings(_Part, frozen=True, kw_only=True):
 
 class PoolSettings(_Part, frozen=True, kw_only=True):
     """Prefill and decode on separate replicas, and replicas that do both (0 of all: together, on ``replicas`` of them).
-    link: the name of one of simulation/links.py; every replica has one of its own in each direction. hosts: replicas
+    link: the name of one of fleet/links.py; every replica has one of its own in each direction. hosts: replicas
     are dealt out to so many hosts, and those of one host borrow blocks of each other instead of sending them (0: each
     is on a host of its own)."""
 

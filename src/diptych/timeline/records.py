@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from diptych.control.commands import leg_id_of
+from diptych.control.cluster.commands import leg_id_of
 from diptych.control.events import (
     FirstToken,
     HandoffDelivered,

@@ -11,7 +11,9 @@ from typing import Any
 
 import jinja2
 
-from diptych.web.panels import choose, chunked, disaggregated, interference, roofline, transfer
+from diptych.web.panels import choose, chunked, disaggregated, transfer
+from diptych.web.panels import interference_panel as interference
+from diptych.web.panels import roofline_panel as roofline
 from diptych.web.panels.machine import catalogue
 from diptych.web.panels.query import Query, controls
 

@@ -22,14 +22,14 @@ from diptych.control.events import (
     StepFinished,
 )
 from diptych.control.slo import NS_PER_MS
-from diptych.simulation.cluster import Cluster
 from diptych.simulation.event_log import EventLog
+from diptych.simulation.fleet.simulated_cluster import Cluster
 from diptych.simulation.results import RequestTable
 from diptych.simulation.scenario import Scenario
-from diptych.simulation.workload.spec import ClosedLoop, RequestSpec, Workload
 from diptych.timeline.lanes import phase_of, time_of
 from diptych.timeline.records import Record, TransferRecord, WorkerRecord, request_record, split_leg_id, step_record
 from diptych.timeline.roster import Roster
+from diptych.workload.spec import ClosedLoop, RequestSpec, Workload
 
 VERSION = 1
 STREAM = "stream"  # the kind of requests that are being answered when a scenario begins

@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 
+from diptych.control.engine.load_report import LoadReport
 from diptych.control.errors import ConfigError
-from diptych.control.router.hit_watch import MIN_ADMISSIONS, WINDOW, HitWatch
-from diptych.control.router.load import LoadReport
-from diptych.control.router.output_length import OutputLengthClasses
-from diptych.control.router.placement import Placement, PlacementConfig, PlacementRequest, Placer
-from diptych.control.router.scorers import (
+from diptych.control.router.cost_router import Placement, PlacementConfig, PlacementRequest, Placer
+from diptych.control.router.costs import (
     LASTING,
     LEAST_BUSY,
     LEAST_STREAMS,
@@ -24,7 +22,9 @@ from diptych.control.router.scorers import (
     prompt_ns,
     work_ns,
 )
-from diptych.control.router.workers import Level, LinkCost, LinkCosts, Role, WorkerInfo, level
+from diptych.control.router.hit_watch import MIN_ADMISSIONS, WINDOW, HitWatch
+from diptych.control.router.output_length import OutputLengthClasses
+from diptych.control.router.topology import Level, LinkCost, LinkCosts, Role, WorkerInfo, level
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 
 SIZE = 16

@@ -4,7 +4,7 @@ A class is a band (interactive, standard, batch) and a power of two of the promp
 Owns what was learned.
 """
 
-from diptych.control.kvcache.demand import MIN_HISTORY, OutputLengths
+from diptych.control.engine.kvcache.demand import MIN_HISTORY, OutputLengths
 
 
 class OutputLengthClasses:

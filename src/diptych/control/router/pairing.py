@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from diptych.control.router.scorers import UNBOUNDED, Prices, Question, pairs, prompt_ns, work_ns
-from diptych.control.router.workers import Level, LinkCosts
+from diptych.control.router.costs import UNBOUNDED, Prices, Question, pairs, prompt_ns, work_ns
+from diptych.control.router.topology import Level, LinkCosts
 
 PrefillOffer = tuple[float, int, Prices]  # queue, position, prices
 PrefillOffers = list[list[PrefillOffer]]  # by pool

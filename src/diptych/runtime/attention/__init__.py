@@ -3,10 +3,10 @@
 import torch
 
 from diptych.control.errors import ConfigError
-from diptych.runtime.attention.cuda import CudaAttention
-from diptych.runtime.attention.interface import AttentionBackend, AttentionShape
-from diptych.runtime.attention.native_cpu import NativeCpuAttention
-from diptych.runtime.attention.torch_cpu import TorchCpuAttention
+from diptych.runtime.attention.attention_backend import AttentionBackend, AttentionShape
+from diptych.runtime.attention.cuda_attention import CudaAttention
+from diptych.runtime.attention.native_attention import NativeCpuAttention
+from diptych.runtime.attention.torch_attention import TorchCpuAttention
 from diptych.runtime.native import load_native
 
 

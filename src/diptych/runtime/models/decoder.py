@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 import torch
 
-from diptych.runtime.attention.interface import AttentionBackend
+from diptych.runtime.attention.attention_backend import AttentionBackend
 from diptych.runtime.input_batch import InputBatch
 from diptych.runtime.kv_tensors import LayerCache
 from diptych.runtime.model_config import ModelConfig
 from diptych.runtime.models.layers import DecoderWeights
 from diptych.runtime.models.native_step import native_step
-from diptych.runtime.ops.interface import Ops
+from diptych.runtime.ops.ops import Ops
 from diptych.runtime.rope import cos_sin_table
 
 

@@ -10,7 +10,7 @@ import torch
 
 from diptych.runtime.loader import Weights
 from diptych.runtime.model_config import ModelConfig
-from diptych.runtime.ops.interface import Linear, Ops
+from diptych.runtime.ops.ops import Linear, Ops
 
 
 @dataclass(frozen=True, slots=True)

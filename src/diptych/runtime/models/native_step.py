@@ -8,8 +8,8 @@ import ctypes
 
 import torch
 
-from diptych.runtime.attention.interface import AttentionBackend
-from diptych.runtime.attention.native_cpu import NativeCpuAttention
+from diptych.runtime.attention.attention_backend import AttentionBackend
+from diptych.runtime.attention.native_attention import NativeCpuAttention
 from diptych.runtime.input_batch import InputBatch
 from diptych.runtime.kv_tensors import LayerCache
 from diptych.runtime.models.layers import DecoderWeights, LayerWeights

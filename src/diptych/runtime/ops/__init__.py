@@ -4,8 +4,8 @@ import torch
 
 from diptych.control.errors import ConfigError
 from diptych.runtime.native import load_native
-from diptych.runtime.ops.interface import Ops
 from diptych.runtime.ops.native_ops import NativeOps
+from diptych.runtime.ops.ops import Ops
 from diptych.runtime.ops.torch_ops import TorchOps
 
 

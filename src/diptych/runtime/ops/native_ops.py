@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from diptych.runtime.native import NativeLibrary
-from diptych.runtime.ops.interface import Linear
+from diptych.runtime.ops.ops import Linear
 from diptych.runtime.ops.torch_ops import TorchOps
 from diptych.runtime.weight_memory import CPU_MEMORY, WeightMemory
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from diptych.runtime.attention.layout import write_cpu, write_cuda
-from diptych.runtime.ops.interface import Linear
+from diptych.runtime.ops.ops import Linear
 from diptych.runtime.weight_memory import CPU_MEMORY, WeightMemory
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from diptych.control.errors import ConfigError
-from diptych.runtime.transfer.interface import KVConnector, KVFormat, TransferOptions
+from diptych.runtime.transfer.connector import KVConnector, KVFormat, TransferOptions
 
 if TYPE_CHECKING:
     from diptych.runtime.kv_tensors import LayerCache
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 
 def _shared_memory(layers: "Sequence[LayerCache]", kv_format: KVFormat, options: TransferOptions) -> KVConnector:
-    from diptych.runtime.transfer.shared_memory import SharedMemoryConnector
+    from diptych.runtime.transfer.connectors.shared_memory_connector import SharedMemoryConnector
 
     return SharedMemoryConnector(layers, kv_format, options)
 
 
 def _tcp(layers: "Sequence[LayerCache]", kv_format: KVFormat, options: TransferOptions) -> KVConnector:
-    from diptych.runtime.transfer.tcp import TcpConnector
+    from diptych.runtime.transfer.connectors.tcp_connector import TcpConnector
 
     return TcpConnector(layers, kv_format, options)
 
 
 def _nixl(layers: "Sequence[LayerCache]", kv_format: KVFormat, options: TransferOptions) -> KVConnector:
-    from diptych.runtime.transfer.nixl import NixlConnector
+    from diptych.runtime.transfer.connectors.nixl_connector import NixlConnector
 
     return NixlConnector(layers, kv_format, options)
 

@@ -16,7 +16,8 @@ from pydantic.json_schema import models_json_schema
 
 from diptych import __version__
 from diptych.control.errors import InvalidRequestError
-from diptych.serving.api import errors, protocol
+from diptych.serving.api import error_responses as errors
+from diptych.serving.api import protocol
 from diptych.serving.api.chat import ChatWriter
 from diptych.serving.api.completions import CompletionWriter
 from diptych.serving.api.middleware import ApiKey, BodyLimit
@@ -31,9 +32,9 @@ from diptych.serving.api.parameters import (
 )
 from diptych.serving.api.reply import ReplyContext, encode_json
 from diptych.serving.api.responses import GenerationResponse
-from diptych.serving.api.timeline import add_timeline_routes
-from diptych.serving.api.ui import add_ui_routes
-from diptych.serving.frontend import AsyncLLM, check_prompt
+from diptych.serving.api.timeline_routes import add_timeline_routes
+from diptych.serving.api.ui_routes import add_ui_routes
+from diptych.serving.async_llm import AsyncLLM, check_prompt
 
 Model = TypeVar("Model", bound=BaseModel)
 

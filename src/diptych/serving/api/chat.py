@@ -6,9 +6,9 @@ Owns the JSON of chat choices. Must never wait or submit.
 from collections.abc import Iterable
 from typing import Any
 
+from diptych.serving.answers.answer_stream import Delta
 from diptych.serving.api.protocol import ChatBody
 from diptych.serving.api.reply import ReplyContext, chat_logprobs, encode_json, gather, prompt_logprobs
-from diptych.serving.sequence import Delta
 
 _PLAIN_CHOICE = b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}'
 

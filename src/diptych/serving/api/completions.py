@@ -6,9 +6,9 @@ Owns the JSON of completion choices. Must never wait or submit.
 from collections.abc import Iterable
 from typing import Any
 
+from diptych.serving.answers.answer_stream import Delta
 from diptych.serving.api.protocol import CompletionBody
 from diptych.serving.api.reply import ReplyContext, completion_logprobs, encode_json, gather, prompt_logprobs
-from diptych.serving.sequence import Delta
 
 _PLAIN_CHOICE = b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}'
 

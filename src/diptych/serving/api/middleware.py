@@ -11,7 +11,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from diptych.control.errors import AuthenticationError, BodyTooLargeError
-from diptych.serving.api.errors import error_response
+from diptych.serving.api.error_responses import error_response
 
 OPEN_PATHS = ("/health", "/ready", "/ui", "/ui/", "/guide", "/compare", "/compare/")
 OPEN_PREFIXES = ("/static/", "/guide/")

@@ -10,11 +10,11 @@ from typing import Any
 from diptych.control.errors import ContextLengthError, InvalidRequestError, NotFoundError
 from diptych.control.request import SamplingParams
 from diptych.control.slo import NS_PER_MS, Slo
+from diptych.serving.answers.output_streams import Terms
+from diptych.serving.answers.tokenizer import flatten_content
 from diptych.serving.api.protocol import ChatBody, CompletionBody, GenerationBody, Message
-from diptych.serving.frontend import AsyncLLM
-from diptych.serving.streams import Terms
-from diptych.serving.tokenizer import flatten_content
-from diptych.serving.wire import Ready
+from diptych.serving.async_llm import AsyncLLM
+from diptych.serving.link.messages import Ready
 
 DEFAULT_COMPLETION_TOKENS = 16
 

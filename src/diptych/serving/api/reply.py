@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 
 from diptych.control.slo import NS_PER_MS
+from diptych.serving.answers.answer_stream import Delta, Generation
+from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.api.protocol import GenerationBody
-from diptych.serving.results import request_metrics
-from diptych.serving.sequence import Delta, Generation
-from diptych.serving.tokenizer import Tokenizer
-from diptych.serving.wire import TokenLogprobs
+from diptych.serving.link.messages import TokenLogprobs
+from diptych.serving.output_builder import request_metrics
 
 encode_json = msgspec.json.Encoder().encode
 

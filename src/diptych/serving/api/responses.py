@@ -15,10 +15,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from diptych.control.errors import DiptychError
-from diptych.serving.api.connection import DIRECT_BODY, DirectBody
-from diptych.serving.api.errors import error_body, error_response
-from diptych.serving.frontend import AsyncLLM
-from diptych.serving.sequence import Delta, Generation
+from diptych.serving.answers.answer_stream import Delta, Generation
+from diptych.serving.api.direct_body import DIRECT_BODY, DirectBody
+from diptych.serving.api.error_responses import error_body, error_response
+from diptych.serving.async_llm import AsyncLLM
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import Protocol, Self
 
 from diptych.control.errors import ConfigError
 from diptych.control.step import SchedulerOutput
-from diptych.simulation.costs.interface import UNBOUNDED, DecodeLine
+from diptych.simulation.costs.cost_model import UNBOUNDED, DecodeLine
 
 NS_PER_MS = 1_000_000
 # Contexts of one sequence at which decode steps are asked for; in between a step follows a line, beyond the last too.

@@ -17,10 +17,10 @@ from typing import Any
 import msgspec
 
 from diptych.control.config import CacheConfig, ReplicaConfig, SchedulerConfig
+from diptych.control.engine.scheduler.step_time import nonnegative_least_squares
 from diptych.control.errors import ConfigError
-from diptych.control.scheduler.step_time import nonnegative_least_squares
 from diptych.control.step import SchedulerOutput, StepFeatures, chunk_attention
-from diptych.simulation.costs.interface import FRACTION_BITS, DecodeLine
+from diptych.simulation.costs.cost_model import FRACTION_BITS, DecodeLine
 from diptych.simulation.front_end import FrontEnd
 
 FORMAT, VERSION = "diptych calibration", 1

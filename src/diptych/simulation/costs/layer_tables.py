@@ -23,7 +23,7 @@ from typing import Any
 
 from diptych.control.errors import ConfigError
 from diptych.control.step import ScheduledPrefill, SchedulerOutput, chunk_attention
-from diptych.simulation.costs.interface import UNBOUNDED, DecodeLine
+from diptych.simulation.costs.cost_model import UNBOUNDED, DecodeLine
 from diptych.simulation.costs.interpolation import Curve, Grid, Surface
 
 NS_PER_US = 1000.0

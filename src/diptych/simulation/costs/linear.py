@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from diptych.control.step import SchedulerOutput
-from diptych.simulation.costs.interface import FRACTION_BITS, DecodeLine
+from diptych.simulation.costs.cost_model import FRACTION_BITS, DecodeLine
 
 _line = lru_cache(maxsize=8192)(DecodeLine.of)
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from diptych.control.errors import ConfigError
 from diptych.control.step import SchedulerOutput, chunk_attention
-from diptych.simulation.costs.interface import DecodeLine
+from diptych.simulation.costs.cost_model import DecodeLine
 from diptych.simulation.costs.interpolation import Curve, Surface
 from diptych.simulation.costs.layer_tables import LayerTableCost, LayerTables, TableInfo
 from diptych.simulation.costs.operators import (

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from diptych.control.errors import ConfigError
 from diptych.control.step import SchedulerOutput, StepFeatures
-from diptych.simulation.costs.interface import FRACTION_BITS, UNBOUNDED, DecodeLine
+from diptych.simulation.costs.cost_model import FRACTION_BITS, UNBOUNDED, DecodeLine
 from diptych.simulation.costs.interpolation import Curve
 
 SUFFIX = ".json"

@@ -11,7 +11,7 @@ E * (1 - (1 - k/E)^n), each token choosing k of E at random.
 from dataclasses import dataclass
 
 from diptych.control.step import SchedulerOutput, chunk_attention
-from diptych.simulation.costs.interface import UNBOUNDED, DecodeLine
+from diptych.simulation.costs.cost_model import UNBOUNDED, DecodeLine
 from diptych.simulation.hardware import Hardware
 from diptych.simulation.models import ModelSpec, MoESpec, check_tensor_parallel
 

@@ -14,12 +14,12 @@ import msgspec
 from diptych.control.config import ShapeName
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_MS, Slo
+from diptych.simulation.prepare import cache_config
 from diptych.simulation.scenario import Scenario
 from diptych.simulation.settings import prepare, scheduler_config, settings_from
-from diptych.simulation.sizing import cache_config
-from diptych.simulation.workload.spec import RequestSpec
 from diptych.web.panels.machine import Machine
 from diptych.web.playback import STREAM, Playback, play
+from diptych.workload.spec import RequestSpec
 
 MAX_PROMPTS = 24
 MAX_ARRIVAL_MS = 5000.0

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from diptych.control.errors import ConfigError
-from diptych.simulation.costs.interface import CostModel
+from diptych.simulation.costs.cost_model import CostModel
 from diptych.simulation.results import SimulationResult, summarize
 from diptych.simulation.run import simulate
 from diptych.simulation.settings import Settings, prepare, settings_from

@@ -11,11 +11,11 @@ from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_S
 from diptych.simulation.scenario import Scenario
 from diptych.simulation.settings import settings_from
-from diptych.simulation.workload.synthetic import SyntheticWorkload
 from diptych.web.panels.cast import Cast, requests_of_kind, scenario_of, worst
 from diptych.web.panels.formula import Formula, formula, milliseconds, percent, scaled
 from diptych.web.panels.machine import Machine, about, machine
 from diptych.web.panels.query import Query
+from diptych.workload.synthetic import SyntheticWorkload
 
 MAX_WORKERS = 4
 NUM_REQUESTS = 32

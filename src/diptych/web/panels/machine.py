@@ -10,10 +10,10 @@ from typing import Any
 
 from diptych.control.errors import ConfigError
 from diptych.control.step import ScheduledPrefill, SchedulerOutput, StepFeatures, chunk_attention
-from diptych.simulation.costs.choice import CostChoice, choose_cost
-from diptych.simulation.costs.interface import CostModel
+from diptych.simulation.costs.cost_choice import CostChoice, choose_cost
+from diptych.simulation.costs.cost_model import CostModel
+from diptych.simulation.fleet.links import LINKS
 from diptych.simulation.hardware import Hardware, hardware_names, load_hardware
-from diptych.simulation.links import LINKS
 from diptych.simulation.models import ModelSpec, kv_capacity_tokens, load_model, model_names
 
 SIZES = (1, 2, 4, 8)

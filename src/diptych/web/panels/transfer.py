@@ -1,6 +1,6 @@
 """Chapter 5: how large the KV cache of a prompt is, and how long it travels.
 
-Owns the arithmetic of one transfer. Sizes of models come from the catalogue, rates of links from simulation/links.py,
+Owns the arithmetic of one transfer. Sizes of models come from the catalogue, rates of links from fleet/links.py,
 durations of steps from the simulator's cost model.
 """
 
@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_S
-from diptych.simulation.links import GB, LINKS
+from diptych.simulation.fleet.links import GB, LINKS
 from diptych.simulation.models import ModelSpec
 from diptych.web.panels.formula import Formula, duration, formula, percent, scaled, significant
 from diptych.web.panels.machine import TEXTS, Machine, about, machine, step_ns
@@ -33,7 +33,7 @@ ON_PAPER = {
     "nvlink5": 900 * GB,
 }
 BYTES_OF = {"fp32": 4, "bf16": 2, "fp8": 1}
-# Bits per value of the codec with its scales, K and V averaged (9 and 8.5; 5 and 4.5): runtime/transfer/codec.py.
+# Bits per value of the codec with its scales, K and V averaged (9 and 8.5; 5 and 4.5): runtime/transfer/codec.
 CODEC_BITS = {"int8": 8.75, "int4": 4.75}
 DEEPSEEK_RANK, DEEPSEEK_ROPE = 512, 64  # numbers per token and layer of DeepSeek-V2 and V3
 

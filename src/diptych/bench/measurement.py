@@ -1,0 +1,107 @@
+"""A measurement as one JSON object: what was asked, of whom, on which machine, and what came of it.
+
+Owns the shape of that object, which pages, files and comparisons read.
+"""
+
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from diptych.bench.goodput import Found, SearchConfig
+from diptych.bench.intervals import wilson
+from diptych.bench.load import LoadResult
+from diptych.bench.option_grammar import in_words
+from diptych.bench.session import BenchConfig, Probe, Session
+from diptych.bench.stalls import longest_gaps
+from diptych.bench.summary import classes, summarize
+
+LIBRARIES = ("diptych", "msgspec", "uvloop")
+
+
+def context(session: Session, command: str) -> dict[str, Any]:
+    """Who measured whom with what. The key is not among it."""
+    config, facts = session.config, session.target.facts
+    target = asdict(config.target)
+    target["api_key"] = None
+    return {
+        "kind": "bench",
+        "command": command,
+        "when": datetime.now(UTC).strftime("%Y-%m-%dT%H:%MZ"),
+        "machine": machine(),
+        "server": asdict(facts),
+        "settings": {**_settings(config), "target": target, "salt": session.salt},
+    }
+
+
+def one_run(result: LoadResult) -> dict[str, Any]:
+    """Of one run of a workload."""
+    return {
+        "summary": summarize(result),
+        "classes": classes(result.records),
+        "stalls": [asdict(stall) for stall in longest_gaps(result.records)],
+    }
+
+
+def points(probes: Sequence[Probe]) -> list[dict[str, Any]]:
+    """Of each run of a series or a search, in the order in which they were measured."""
+    found = []
+    for probe in probes:
+        share = probe.met / probe.judged if probe.judged else None
+        interval = wilson(probe.met, probe.judged)
+        found.append(
+            {
+                "rate": probe.rate,
+                "met": probe.met,
+                "judged": probe.judged,
+                "attainment": share,
+                "attainment_interval": None if share is None else [interval.low, interval.high],
+                "summary": summarize(probe.result),
+            }
+        )
+    return found
+
+
+def search(found: Found, config: SearchConfig, probes: Sequence[Probe]) -> dict[str, Any]:
+    """Of a search for goodput."""
+    return {"goodput": {**asdict(found), "config": asdict(config)}, "points": points(probes)}
+
+
+def machine() -> dict[str, Any]:
+    """The machine on which the client runs."""
+    model = ""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = (line.partition(":") for line in cpuinfo.read_text().splitlines())
+        model = next((value.strip() for key, _, value in lines if key.strip() == "model name"), "")
+    versions = {}
+    for name in LIBRARIES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "cpu": model or platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "kernel": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "versions": versions,
+    }
+
+
+def _settings(config: BenchConfig) -> dict[str, Any]:
+    return {
+        "workload": msgspec.to_builtins(config.workload),
+        "slo": in_words(config.slo),
+        "seed": config.seed,
+        "duration_s": config.duration_s,
+        "ramp": None if config.ramp is None else asdict(config.ramp),
+        "warm_up": config.warm_up,
+    }

@@ -1,0 +1,71 @@
+"""What a person sees while a measurement runs.
+
+Owns the live line. Must never compute a figure.
+"""
+
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from diptych.bench.load import Progress as LoadProgress
+from diptych.report.text import milliseconds
+
+
+class LiveLine:
+    """A bar with the figures so far, on standard error; nothing where nobody looks."""
+
+    def __init__(self, words: str, *, quiet: bool) -> None:
+        self._console = Console(stderr=True, highlight=False)
+        self._words = words
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(12),
+            TextColumn("{task.fields[figures]}"),
+            TimeElapsedColumn(),
+            console=self._console,
+            transient=True,
+            disable=quiet or not self._console.is_terminal,
+            auto_refresh=False,
+        )
+        self._task = self._progress.add_task(words, total=1.0, figures="")
+        self._last = (0.0, 0)
+        self._is_quiet = quiet
+
+    def __enter__(self) -> "LiveLine":
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def describe(self, words: str) -> None:
+        """What is being done now."""
+        self._progress.update(self._task, description=words, completed=0.0, figures="")
+        self._last = (0.0, 0)
+        self._progress.refresh()
+
+    def show(self, now: LoadProgress) -> None:
+        """How the run is doing."""
+        seconds, tokens = self._last
+        if now.elapsed_s < seconds:
+            seconds, tokens = 0.0, 0
+        rate = (now.tokens - tokens) / max(1e-3, now.elapsed_s - seconds)
+        self._last = (now.elapsed_s, now.tokens)
+        figures = [f"{now.sent:,}/{now.total:,} sent", f"{now.running:,} running", f"{rate:,.0f} tok/s"]
+        if now.ttft_p50_ms is not None:
+            figures.append(f"TTFT {milliseconds(now.ttft_p50_ms)} ms")
+        if now.judged:
+            figures.append(f"{100 * now.met / now.judged:.0f} % in time")
+        if now.failed:
+            figures.append(f"[red]{now.failed:,} failed[/red]")
+        share = (now.completed + now.failed) / max(1, now.total)
+        self._progress.update(self._task, description="", completed=share, figures="  ".join(figures))
+        self._progress.refresh()
+
+    def say(self, line: str) -> None:
+        """A line that stays."""
+        if not self._is_quiet:
+            self._console.print(line, markup=False, soft_wrap=True)

@@ -1,0 +1,1 @@
+"""What steps cost on this machine, measured for the simulator."""

@@ -1,0 +1,1 @@
+"""The command line: ``diptych serve | generate | simulate | bench | calibrate | replay | guide``."""

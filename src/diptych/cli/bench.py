@@ -1,0 +1,364 @@
+"""``diptych bench``: the command line of the load generator.
+
+Owns option names, their help and what people see in the terminal. Must never hold logic that a library user would
+miss: measurements are in bench/, workloads are described as for ``diptych simulate``.
+"""
+
+import json
+import shlex
+import sys
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+import typer
+
+from diptych.cli.error_messages import errors_in_words
+from diptych.cli.output import check_folders, print_tables, write_file
+from diptych.control.errors import ConfigError
+
+if TYPE_CHECKING:
+    from diptych.bench.load import LoadResult
+    from diptych.bench.progress import LiveLine
+    from diptych.bench.session import BenchConfig, Session
+    from diptych.report.text import Table
+
+SERVER, WORKLOAD, OBJECTIVES, STREAMS, OUTPUT = "Server", "Workload", "Objectives and series", "Interference", "Output"
+
+# Options that are settings of the workload, by their dotted path in a file of ``diptych simulate``.
+PATHS = {
+    "rate": "workload.rate",
+    "num_requests": "workload.num_requests",
+    "arrivals": "workload.arrivals.kind",
+    "concurrency": "workload.arrivals.concurrency",
+    "prompt_tokens": "workload.lengths.prompt.mean",
+    "output_tokens": "workload.lengths.output.mean",
+    "time_scale": "workload.trace.scale",
+    "seed": "seed",
+}
+
+# Options that mean something only with others.
+ONLY_WITH = {
+    **dict.fromkeys(("attainment", "tolerance"), ("find_goodput",)),
+    "probe": ("find_goodput", "rates"),
+    **dict.fromkeys(
+        (
+            "streams", "stream_tokens", "stream_limit", "long_tokens", "short_tokens", "ahead_tokens", "behind",
+            "quiet", "repetitions",
+        ),
+        ("interference",),
+    ),
+}  # fmt: skip
+
+Text: TypeAlias = str | None
+Whole: TypeAlias = int | None
+Number: TypeAlias = float | None
+KEY = "DIPTYCH_API_KEY"
+
+
+def _option(help_text: str, panel: str, *names: str, **settings: Any) -> Any:
+    return typer.Option(*names, help=help_text, rich_help_panel=panel, **settings)
+
+
+def register(app: typer.Typer) -> None:
+    """Make the command known."""
+    app.command()(bench)
+
+
+def bench(
+    url: Annotated[str, _option("Address of an OpenAI-compatible server, such as http://127.0.0.1:8000.", SERVER)],
+    api: Annotated[str, _option("completions or chat.", SERVER)] = "completions",
+    model: Annotated[Text, _option("Served model. Default: the server's first.", SERVER)] = None,
+    api_key: Annotated[Text, _option("Sent as a bearer token.", SERVER, envvar=KEY, show_envvar=True)] = None,
+    prompts: Annotated[Text, _option("ids (token ids) or text. Default: ids, with chat text.", SERVER)] = None,
+    token_ids: Annotated[str, _option("Prompts are made of the ids LOW:HIGH.", SERVER)] = "100:1000",
+    exact_length: Annotated[bool, _option("Send ignore_eos and min_tokens.", SERVER)] = True,
+    send_slo: Annotated[bool, _option("Send the objectives (Diptych reads them).", SERVER)] = False,
+    running_usage: Annotated[bool, _option("Ask for token counts in every event.", SERVER)] = False,
+    extra: Annotated[Text, _option("JSON object of further fields for every body.", SERVER)] = None,
+    timeout: Annotated[str, _option("For one whole answer.", SERVER)] = "600s",
+    workload: Annotated[Text, _option("TOML file as of simulate, a trace's name or its file.", WORKLOAD)] = None,
+    rate: Annotated[Number, _option("Requests per second.", WORKLOAD)] = None,
+    num_requests: Annotated[Whole, _option("Requests in all.", WORKLOAD)] = None,
+    arrivals: Annotated[Text, _option("poisson, gamma, constant, on_off or closed.", WORKLOAD)] = None,
+    concurrency: Annotated[Whole, _option("Clients of a closed loop.", WORKLOAD)] = None,
+    prompt_tokens: Annotated[Number, _option("Mean length of a prompt.", WORKLOAD)] = None,
+    output_tokens: Annotated[Number, _option("Mean length of an answer.", WORKLOAD)] = None,
+    time_scale: Annotated[Number, _option("A trace comes so many times as fast.", WORKLOAD)] = None,
+    ramp: Annotated[Text, _option("Rate that rises: FROM:TO:TIME, such as 1:20:60s.", WORKLOAD)] = None,
+    duration: Annotated[Text, _option("Nothing is sent after that.", WORKLOAD)] = None,
+    warmup: Annotated[int, _option("Requests before the first that counts.", WORKLOAD)] = 4,
+    seed: Annotated[Whole, _option("Of arrivals, lengths and sharing.", WORKLOAD)] = None,
+    salt: Annotated[Text, _option("Of the texts. Default: new ones in every run.", WORKLOAD)] = None,
+    assign: Annotated[list[str] | None, _option("Any setting: PATH=VALUE. Repeatable.", WORKLOAD, "--set")] = None,
+    slo: Annotated[Text, _option("Any of ttft, tpot, itl, e2e: ttft=2s,itl=60ms.", OBJECTIVES)] = None,
+    find_goodput: Annotated[bool, _option("Search the highest rate that meets them.", OBJECTIVES)] = False,
+    attainment: Annotated[Number, _option("Share of requests that must meet them. Default: 0.9.", OBJECTIVES)] = None,
+    tolerance: Annotated[Number, _option("The search ends at rates so close. Default: 0.05.", OBJECTIVES)] = None,
+    probe: Annotated[Text, _option("Length of one run of a search or series. Default: 30s.", OBJECTIVES)] = None,
+    rates: Annotated[Text, _option("A run at each rate: 1,2,4.", OBJECTIVES)] = None,
+    interference: Annotated[bool, _option("What a long prompt does to streams.", STREAMS)] = False,
+    streams: Annotated[Whole, _option("Streams that run meanwhile. Default: 4.", STREAMS)] = None,
+    stream_tokens: Annotated[Whole, _option("Prompt of each stream. Default: 512.", STREAMS)] = None,
+    stream_limit: Annotated[Whole, _option("Longest answer of a stream. Default: 3000.", STREAMS)] = None,
+    long_tokens: Annotated[Whole, _option("The long prompt. Default: 4096.", STREAMS)] = None,
+    short_tokens: Annotated[Whole, _option("The short one behind it. Default: 32.", STREAMS)] = None,
+    ahead_tokens: Annotated[Whole, _option("The long one on the idle server. Default: the same.", STREAMS)] = None,
+    behind: Annotated[Text, _option("How long the short one comes after it. Default: 100ms.", STREAMS)] = None,
+    quiet: Annotated[Text, _option("Measured before the long prompt. Default: 4s.", STREAMS)] = None,
+    repetitions: Annotated[Whole, _option("Of the scenario. Default: 3.", STREAMS)] = None,
+    as_json: Annotated[bool, _option("One JSON object on standard output.", OUTPUT, "--json")] = False,
+    output: Annotated[Path | None, _option("Write that object to a file.", OUTPUT)] = None,
+    records: Annotated[Path | None, _option("Write one JSON line per request.", OUTPUT)] = None,
+    gaps: Annotated[bool, _option("Records hold every gap.", OUTPUT)] = False,
+    report: Annotated[Path | None, _option("Write a page with charts (HTML).", OUTPUT)] = None,
+) -> None:
+    """Measure any OpenAI-compatible server: latencies, goodput, stalls, interference."""
+    given = dict(locals())
+    with errors_in_words():
+        run(given)
+
+
+def run(given: dict[str, Any]) -> None:
+    """What the options ask for. Raises ConfigError."""
+    from diptych.bench.session import drive
+
+    modes = [name for name in ("find_goodput", "rates", "interference") if given[name]]
+    if len(modes) > 1:
+        raise ConfigError(f"{modes[0]} and {modes[1]} are two measurements; give one", param=modes[1])
+    _check(given, modes)
+    config = bench_config(given)
+    mode = modes[0] if modes else "run"
+    measure = {"run": _run, "rates": _rates, "find_goodput": _goodput, "interference": _interference}[mode](given)
+    drive(_measure(config, mode, measure, given))
+
+
+def bench_config(given: Mapping[str, Any]) -> "BenchConfig":
+    """The measurement from the values of the options. Raises ConfigError."""
+    from diptych.bench import option_grammar
+    from diptych.bench.session import BenchConfig
+    from diptych.bench.target import TargetConfig
+    from diptych.simulation.settings import read_settings
+
+    api: Any = given["api"]
+    prompts: Any = given["prompts"] or ("text" if api == "chat" else "ids")
+    file, overrides = workload_settings(given)
+    settings = read_settings(file, overrides)
+    objectives = option_grammar.slo(given["slo"])
+    file_slo = option_grammar.slo_of(settings.slo.ttft_ms, settings.slo.tpot_ms)
+    asked = objectives.or_else(file_slo)
+    if given["send_slo"] and asked.has_any and asked.ttft_ns is None and asked.tpot_ns is None:
+        raise ConfigError("send_slo sends ttft and tpot; slo has neither", param="send_slo")
+    target = TargetConfig(
+        url=given["url"],
+        api=api,
+        model=given["model"],
+        api_key=given["api_key"],
+        prompts=prompts,
+        token_ids=option_grammar.id_range(given["token_ids"]),
+        exact_length=given["exact_length"],
+        send_slo=given["send_slo"],
+        running_usage=given["running_usage"],
+        timeout_s=option_grammar.duration_s(given["timeout"], "timeout"),
+        extra=_extra(given["extra"]),
+    )
+    return BenchConfig(
+        target=target,
+        workload=settings.workload,
+        slo=asked,
+        seed=settings.seed,
+        duration_s=None if given["duration"] is None else option_grammar.duration_s(given["duration"], "duration"),
+        ramp=None if given["ramp"] is None else option_grammar.ramp(given["ramp"]),
+        warm_up=given["warmup"],
+        salt=given["salt"],
+    )
+
+
+def workload_settings(given: Mapping[str, Any]) -> tuple[Path | None, dict[str, Any]]:
+    """(settings file, settings by dotted path) as ``diptych simulate`` reads them. Raises ConfigError."""
+    from diptych.simulation.sweep import assigned
+
+    workload = given["workload"]
+    file = Path(workload) if workload is not None and workload.endswith(".toml") else None
+    values: dict[str, Any] = {} if workload is None or file else {"workload.trace.path": workload}
+    values |= {path: given[name] for name, path in PATHS.items() if given[name] is not None}
+    if given["concurrency"] is not None:
+        values.setdefault("workload.arrivals.kind", "closed")
+    return file, values | assigned(given["assign"] or ())
+
+
+def command_line(given: Mapping[str, Any]) -> str:
+    """The command as it was typed, without the key."""
+    words = sys.argv[1:] if sys.argv[1:2] == ["bench"] else ["bench", "--url", str(given["url"])]
+    shown: list[str] = []
+    for word in words:
+        hidden = shown and shown[-1] == "--api-key"
+        shown.append("KEY" if hidden else "--api-key=KEY" if word.startswith("--api-key=") else word)
+    return shlex.join(["diptych", *shown])
+
+
+Measured: TypeAlias = "tuple[dict[str, Any], list[Table], list[str], Sequence[LoadResult]]"
+Measure: TypeAlias = "Callable[[Session, LiveLine], Awaitable[Measured]]"
+
+
+async def _measure(config: "BenchConfig", mode: str, measure: Measure, given: Mapping[str, Any]) -> None:
+    from diptych.bench import measurement
+    from diptych.bench.progress import LiveLine
+    from diptych.bench.session import open_session
+    from diptych.bench.tables import problems
+
+    with LiveLine("looking for the server", quiet=given["as_json"]) as live:
+        async with open_session(config) as session:
+            live.describe("measuring")
+            data, tables, notes, results = await measure(session, live)
+            broken = _broken(session, data)
+            data = {**measurement.context(session, command_line(given)), "mode": mode, "broken": broken, **data}
+    notes += _write_files(data, results, given)
+    server = data["server"]
+    notes.insert(0, f"{server['model']} {server['software']} at {config.target.url}; {data['machine']['cpu']}")
+    if given["as_json"]:
+        print(json.dumps(data))
+    else:
+        print_tables(tables, notes, problems(data))
+    if broken is not None:
+        raise ConfigError(broken, param="url")
+
+
+def _broken(session: "Session", data: Mapping[str, Any]) -> str | None:
+    """Why the measurement says less than was asked, though what it says is shown."""
+    if session.broken is not None:
+        return f"it ended early: {session.broken}"
+    summary = data.get("summary")
+    if summary is not None and summary["num_requests"] and summary["num_failed"] == summary["num_requests"]:
+        return f"every request failed: {next(iter(summary['errors']))}"
+    return None
+
+
+def _run(given: Mapping[str, Any]) -> Measure:
+    async def measure(session: "Session", live: "LiveLine") -> Measured:
+        from diptych.bench import measurement, tables
+        from diptych.bench.stalls import longest_gaps
+
+        result = await session.run(watch=live.show)
+        data = measurement.one_run(result)
+        summary = data["summary"]
+        shown = [tables.latency_table(summary)]
+        if data["classes"]:
+            shown.append(tables.class_table(data["classes"]))
+        shown += [tables.service_table(summary), tables.client_table(summary)]
+        if stalls := longest_gaps(result.records, 5):
+            shown.append(tables.stall_table(stalls))
+        notes = [f"{count:,} x {error}" for error, count in summary["errors"].items()]
+        if result.ended in ("stopped", "duration"):
+            notes.append(
+                f"ended early ({result.ended}): {len(result.records):,} of {result.total:,} requests were sent"
+            )
+        return data, shown, notes, [result]
+
+    return measure
+
+
+def _rates(given: Mapping[str, Any]) -> Measure:
+    from diptych.bench import measurement, option_grammar, tables
+
+    wanted, seconds = option_grammar.rates(given["rates"]), _probe_s(given)
+
+    async def measure(session: "Session", live: "LiveLine") -> Measured:
+        is_counted = session.config.workload.num_requests is not None and given["probe"] is None
+        probes = await session.series(
+            wanted, None if is_counted else seconds, live.show, lambda probe: live.say(tables.probe_line(probe))
+        )
+        data = {"points": measurement.points(probes)}
+        return data, tables.probe_tables(data["points"]), [], [probe.result for probe in probes]
+
+    return measure
+
+
+def _goodput(given: Mapping[str, Any]) -> Measure:
+    from diptych.bench import measurement, tables
+    from diptych.bench.goodput import SearchConfig
+
+    config = SearchConfig(**_given(given, ("attainment", "tolerance")))
+    seconds = _probe_s(given)
+
+    async def measure(session: "Session", live: "LiveLine") -> Measured:
+        found, probes = await session.find_goodput(
+            config,
+            start_rate=given["rate"],
+            seconds=seconds,
+            watch=live.show,
+            on_probe=lambda probe, search: live.say(tables.probe_line(probe, search)),
+        )
+        data = measurement.search(found, config, probes)
+        shown = [*tables.probe_tables(data["points"]), tables.goodput_table(found, config.attainment)]
+        return data, shown, [], [probe.result for probe in probes]
+
+    return measure
+
+
+def _interference(given: Mapping[str, Any]) -> Measure:
+    from diptych.bench import option_grammar
+    from diptych.bench.interference import InterferenceConfig, interference, tables
+
+    counts = [name for name in ONLY_WITH if name in InterferenceConfig.__dataclass_fields__]
+    chosen = _given(given, counts)
+    chosen |= {f"{name}_s": option_grammar.duration_s(given[name], name) for name in ("behind", "quiet") if given[name]}
+    config = InterferenceConfig(**chosen)
+
+    async def measure(session: "Session", live: "LiveLine") -> Measured:
+        data = await interference(session, config, live.say)
+        late = "a stream ended before the long prompt's first token: its later gaps are missing"
+        return {"interference": data}, tables(data), [late] if data["streams_ended"] else [], []
+
+    return measure
+
+
+def _given(given: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    return {name: given[name] for name in names if given[name] is not None}
+
+
+def _probe_s(given: Mapping[str, Any]) -> float:
+    from diptych.bench import option_grammar
+
+    return option_grammar.duration_s(given["probe"] or "30s", "probe")
+
+
+def _write_files(data: Mapping[str, Any], results: "Sequence[LoadResult]", given: Mapping[str, Any]) -> list[str]:
+    """Write what was asked for; sentences about it."""
+    notes: list[str] = []
+    if given["records"] is not None:
+        from diptych.bench.request_records import lines
+
+        notes.append(write_file(given["records"], lines(results[0].records, with_gaps=given["gaps"])))
+    if given["output"] is not None:
+        notes.append(write_file(given["output"], [json.dumps(data, indent=1).encode() + b"\n"]))
+    if given["report"] is not None:
+        from diptych.bench.page import render
+
+        notes.append(write_file(given["report"], [render(data, [result.records for result in results]).encode()]))
+    return notes
+
+
+def _check(given: Mapping[str, Any], modes: Sequence[str]) -> None:
+    """What would be known only after the measurement is known before it."""
+    check_folders({name: given[name] for name in ("output", "records", "report")})
+    if given["records"] is not None and modes:
+        raise ConfigError(f"records is of one run and has no effect with {modes[0]}", param="records")
+    for name, wanted in ONLY_WITH.items():
+        if given[name] is not None and not any(mode in wanted for mode in modes):
+            options = " or ".join(f"--{mode.replace('_', '-')}" for mode in wanted)
+            raise ConfigError(f"{name} has no effect without {options}", param=name)
+    if given["gaps"] and given["records"] is None:
+        raise ConfigError("gaps has no effect without records", param="gaps")
+
+
+def _extra(text: str | None) -> dict[str, Any]:
+    if text is None:
+        return {}
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigError(f"extra is {text!r}; expected a JSON object", param="extra")
+    return found

@@ -1,0 +1,172 @@
+"""``diptych calibrate | replay``: measure this machine for the simulator; check a recording of a live run.
+
+Owns the options and what people see. Must never hold logic: measuring is diptych.calibration.calibration, fitting is
+diptych.simulation.costs.fitted, comparing is diptych.simulation.replay.
+"""
+
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from diptych import __version__
+from diptych.cli.error_messages import errors_in_words
+from diptych.cli.output import check_folders, drawn
+from diptych.control.errors import ConfigError
+from diptych.serving.link.engine_options import BUNDLED_MODEL, DeviceOptions, EngineOptions, MemoryOptions, parse_bytes
+
+if TYPE_CHECKING:
+    from diptych.simulation.costs.fitted import Calibration
+    from diptych.simulation.replay import ReplayReport
+
+BUSY = 0.5  # load average from which a measurement is doubtful
+
+
+def register(app: typer.Typer) -> None:
+    """Add both commands."""
+    app.command()(calibrate)
+    app.command()(replay)
+
+
+def calibrate(
+    model: Annotated[Path | None, typer.Option(help="Model directory (Hugging Face layout). Default: bundled.")] = None,
+    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("calibration.json"),
+    seconds: Annotated[float, typer.Option(help="Half for single steps, half for a live server.")] = 90.0,
+    max_model_len: Annotated[int | None, typer.Option(help="Context length. Default: the model's own.")] = None,
+    kv_cache_memory: Annotated[str | None, typer.Option(help="KV cache, such as 2GiB, as for serve.")] = None,
+    block_size: Annotated[int, typer.Option(help="Tokens per KV block.")] = 32,
+    threads: Annotated[int | None, typer.Option(help="Compute threads, as for serve.")] = None,
+    cores: Annotated[str | None, typer.Option(help="Cores to compute on, as for serve.")] = None,
+) -> None:
+    """Measure this machine and model, and write what the simulator needs to predict a server on it.
+
+    The machine should do nothing else meanwhile.
+    """
+    with errors_in_words():
+        directory = Path(model or BUNDLED_MODEL).resolve()
+        if not (directory / "config.json").exists():
+            raise ConfigError(f"{directory} is no model directory: it has no config.json", param="model")
+        check_folders({"out": out})
+        memory = None if kv_cache_memory is None else parse_bytes(kv_cache_memory, "kv_cache_memory")
+        options = EngineOptions(
+            model=str(directory),
+            device=DeviceOptions(threads=threads, cores=cores),
+            memory=MemoryOptions(block_size=block_size, kv_cache_bytes=memory),
+            max_model_len=max_model_len,
+        )
+        if hasattr(os, "getloadavg") and (load := os.getloadavg()[0]) > BUSY:
+            print(f"warning: the machine is busy (load {load:.1f}), and so will its calibration be", file=sys.stderr)
+        from diptych.simulation.costs.fitted import write_calibration
+
+        calibration = _measure_and_fit(options, seconds, directory.name)
+        write_calibration(out, calibration)
+        _show_calibration(calibration, out)
+
+
+def _measure_and_fit(options: EngineOptions, seconds: float, name: str) -> "Calibration":
+    from diptych.calibration.calibration import measure
+    from diptych.simulation.costs.fitted import Calibration, MeasuredPoint, fit, fit_front_end, fit_live
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("starting", total=1.0)
+        measured = measure(
+            options,
+            lambda stage, share: bar.update(task, description=stage, completed=share),
+            steps_s=seconds / 2,
+            live_s=seconds / 2,
+        )
+    steps = [MeasuredPoint(features, duration_ns) for features, duration_ns in measured.steps]
+    forward, step_errors = fit(steps)
+    cost, points, live_errors = fit_live(forward, measured.live_steps)
+    return Calibration(
+        model=name,
+        cost=cost,
+        cache=measured.replica.cache,
+        max_model_len=measured.replica.max_model_len,
+        front_end=fit_front_end(measured.front_end),
+        warm_up=measured.warm_up,
+        points=points,
+        steps=tuple(steps),
+        errors={f"single steps, {law}": error for law, error in step_errors.items()} | live_errors,
+        machine=describe_machine(),
+        settings={"engine": measured.description, "threads": options.device.threads, "cores": options.device.cores},
+    )
+
+
+def describe_machine() -> dict[str, Any]:
+    """What the figures belong to."""
+    lines: list[str] = []
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+    return {
+        "cpu": lines[0] if lines else platform.processor(),
+        "cores": os.cpu_count(),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "diptych": __version__,
+    }
+
+
+def _show_calibration(calibration: "Calibration", out: Path) -> None:
+    from diptych.report.text import Table
+    from diptych.simulation.costs.fitted import MeasuredPoint
+
+    console = Console(highlight=False)
+    kinds = [("1 decode", 1, 0), ("8 decodes", 8, 0), ("32 decodes", 32, 0), ("prompt of 256", 0, 256)]
+    rows = []
+    for text, num_seqs, prompt in [*kinds, ("prompt of 1024", 0, 1024)]:
+        features = MeasuredPoint.of(num_seqs, 256, prompt)
+        rows.append((text, f"{calibration.cost.features_ns(features) / 1e6:.2f}"))
+    title = f"{calibration.model}: {calibration.settings['engine']}"
+    console.print(drawn(Table(title, ("step", "ms"), tuple(rows))))
+    for law, error in calibration.errors.items():
+        mark = " (chosen)" if law == calibration.cost.name else ""
+        console.print(f"held-out error, {law}{mark}: median {error['median']:.1%}, p95 {error['p95']:.1%}")
+    console.print(f"front end: {calibration.front_end.request_ns / 1e6:.2f} ms a request")
+    console.print(f"written to {out}")
+
+
+def replay(
+    file: Annotated[Path, typer.Argument(help="What diptych serve --record wrote.")],
+) -> None:
+    """Check that a recorded run makes the same decisions again, and show what it was like.
+
+    Ends with status 1 at the first decision that differs.
+    """
+    from diptych.simulation.replay import replay as replay_recording
+
+    with errors_in_words():
+        report = replay_recording(file)
+        _show_replay(report)
+    if not report.is_identical:
+        raise typer.Exit(1)
+
+
+def _show_replay(report: "ReplayReport") -> None:
+    from diptych.report.text import latency_table
+    from diptych.simulation.results import summarize
+
+    console = Console(highlight=False)
+    summary = summarize(report.result)
+    ending = "" if report.is_complete else " (it was cut off: the end is missing)"
+    console.print(f"{report.path}, written by diptych {report.header.diptych}{ending}")
+    console.print(
+        f"{summary['num_requests']} requests ended ({report.num_aborted} aborted, {report.num_refused} refused), "
+        f"{report.num_steps} steps in {summary['duration_s']:.1f} s, {summary['preemptions']} preemptions"
+    )
+    console.print(drawn(latency_table(summary)))
+    if report.difference is None:
+        console.print(f"[bold]identical[/bold]: all {report.num_steps} decisions are the same")
+        return
+    difference = report.difference
+    console.print(f"[bold red]different[/bold red] at line {difference.line}: {difference.explanation}")
+    console.print(f"  recorded: {difference.expected}", soft_wrap=True)
+    console.print(f"  replayed: {difference.actual}", soft_wrap=True)

@@ -1,0 +1,67 @@
+"""What every command does with its results: tables in the terminal, files that were asked for.
+
+Owns how a table looks in a terminal and how a file that cannot be written is said. Must never compute a figure.
+"""
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diptych.control.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
+
+    from diptych.report.text import Table
+
+
+def check_folders(paths: Mapping[str, Path | None]) -> None:
+    """Option -> file to be written (None: none is): a folder that does not exist is known before the work, not after
+    it. Raises ConfigError."""
+    for name, path in paths.items():
+        if path is not None and not path.parent.is_dir():
+            raise ConfigError(f"{name} is {path}; there is no folder {path.parent}", param=name)
+
+
+def write_file(path: Path, chunks: Iterable[bytes]) -> str:
+    """A sentence about the file that was written. Raises ConfigError."""
+    try:
+        with path.open("wb") as file:
+            file.writelines(chunks)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+    return f"wrote {path} ({path.stat().st_size / 1000:,.0f} kB)"
+
+
+def drawn(table: "Table") -> "RichTable":
+    """A table as terminals show it."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table as RichTable
+
+    grid = RichTable(title=table.title, title_justify="left", title_style="bold", header_style="dim", box=SIMPLE_HEAD)
+    for index, name in enumerate(table.columns):
+        grid.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
+    for row in table.rows:
+        grid.add_row(*row)
+    return grid
+
+
+def print_tables(
+    tables: "Sequence[Table]", notes: Iterable[str], warnings: Iterable[str] = (), *, num_narrow: int = 0
+) -> None:
+    """Tables and sentences on standard output. num_narrow: so many of the last tables stand side by side."""
+    from rich.columns import Columns
+    from rich.console import Console
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    grids = [drawn(table) for table in tables]
+    num_wide = len(grids) - num_narrow
+    for grid in grids[:num_wide]:
+        console.print(grid)
+    if num_narrow:
+        console.print(Columns(grids[num_wide:], padding=(0, 2)))
+    for warning in warnings:
+        console.print(f"NOT RELIABLE: {warning}", style="bold red", soft_wrap=True, markup=False)
+    for note in notes:
+        console.print(note, style="dim", soft_wrap=True, markup=False)

@@ -1,0 +1,1 @@
+"""The fleet's decisions: a request's way across workers, failures included."""

@@ -1,0 +1,364 @@
+"""ReplicaCore: one worker's decisions, from the arrival of a request to its one terminal event.
+
+A state machine without a clock: every call is told the time and returns what happened or what should be done. The
+driver's whole job is to call ``begin_step``, let an executor run the plan, and hand the result to ``end_step``.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from diptych.control.config import ReplicaConfig
+from diptych.control.engine.kvcache.kv_cache_manager import KVCacheManager
+from diptych.control.engine.leases import Leases
+from diptych.control.engine.limits import refusal
+from diptych.control.engine.load_report import LoadReport
+from diptych.control.engine.reports import ReplicaStats, load_report, replica_stats
+from diptych.control.engine.scheduler.scheduler import Scheduler
+from diptych.control.engine.scheduler.step_time import StepTimeModel
+from diptych.control.errors import ConfigError, RequestError
+from diptych.control.events import (
+    BlocksEvicted,
+    BlocksStored,
+    Event,
+    FirstToken,
+    HandoffDelivered,
+    HandoffExpired,
+    HandoffReleased,
+    RequestFinished,
+    RequestQueued,
+    StepFinished,
+)
+from diptych.control.request import FinishReason, Request
+from diptych.control.slo import Slo, breakdown_from_times
+from diptych.control.step import SchedulerOutput, StepFeatures, StepResult
+
+NUM_DROPPED = 4096  # dropped legs that are remembered, lest they come later
+
+
+@dataclass(frozen=True, slots=True)
+class _StepInFlight:
+    output: SchedulerOutput
+    begun_ns: int
+    lives: tuple[int, ...]  # how often each prefill's request had been preempted when the step was planned
+
+
+class ReplicaCore:
+    """One replica. All requests live here from ``add_request`` to their RequestFinished event."""
+
+    def __init__(self, config: ReplicaConfig, model: StepTimeModel | None = None) -> None:
+        self.config = config
+        self.kv = KVCacheManager(config.cache)
+        self.model = model or StepTimeModel()
+        self.scheduler = Scheduler(config, self.kv, self.model)
+        self.requests: dict[str, Request] = {}
+        self.leases = Leases()
+        self._dropped: dict[str, None] = {}  # oldest first
+        self._in_flight: deque[_StepInFlight] = deque()
+        self._finished_ids: list[str] = []  # ended since the last plan: the executor is told with the next one
+        self._num_arrivals = 0
+        self._num_steps = 0
+        self._last_end_ns = 0
+        self._pending_events: list[Event] = []
+
+    def add_request(self, request: Request, now: int) -> list[Event]:
+        """Queue a request, or refuse it with its terminal event (the executor then never hears of it).
+
+        Raises ConfigError for an id that is in use: that is the caller's mistake. One that was dropped before it came
+        is answered with HandoffReleased."""
+        if request.request_id in self._dropped:
+            return [HandoffReleased(now, request.request_id)]
+        if refused := self._enter(request, now):
+            return refused
+        self.scheduler.add(request)
+        return [RequestQueued(now, request.request_id, request.num_prompt_tokens)]
+
+    def check_request(self, request: Request) -> None:
+        """Raise the error with which ``add_request`` would refuse this request now."""
+        if error := self._refusal(request):
+            raise error
+
+    def abort(self, request_id: str, now: int, reason: FinishReason = FinishReason.ABORT) -> list[Event]:
+        """End a request wherever it is; its blocks are free for the next step. Unknown ids are ignored (a request
+        may end on its own while the abort is on its way)."""
+        request = self.requests.get(request_id)
+        return [self._finish(request, reason, now)] if request else []
+
+    def reserve(self, request: Request, now: int, lease_ns: int = 0) -> list[Event]:
+        """Hold blocks for a prompt that another replica will compute; HandoffReserved says when they are there.
+
+        Refused like ``add_request``; ``drop`` and ``abort`` give them back, and so does ``expire`` when nobody renews
+        them for ``lease_ns`` (0: never). ``deliver`` starts the decode.
+        """
+        if request.request_id in self._dropped:
+            return [HandoffReleased(now, request.request_id)]
+        if refused := self._enter(request, now):
+            return refused
+        self.scheduler.reserve(request)
+        self.leases.grant(request.request_id, lease_ns, now)
+        return []
+
+    def renew(self, leg_ids: Iterable[str], now: int) -> None:
+        """Somebody still wants these legs."""
+        self.leases.renew(leg_ids, now)
+
+    def deliver(self, request_id: str, now: int, *, first_step_ns: int, first_token_ns: int) -> list[Event]:
+        """The KV of the whole prompt lies in the reserved blocks and the first token is known: decode from the next
+        plan on. The times are those of the prefill replica, on this replica's clock. An id that is not reserved is
+        ignored (it may have been aborted meanwhile)."""
+        request = self.scheduler.incoming.reserved.get(request_id)
+        if request is None:
+            return []
+        self.leases.end(request_id)
+        request.first_step_ns, request.first_token_ns = first_step_ns, first_token_ns
+        self.scheduler.incoming.deliver(request)
+        self.kv.remember_computed(request, request.num_prompt_tokens)
+        return [HandoffDelivered(now, request_id)]
+
+    def release(self, request_id: str, now: int) -> list[Event]:
+        """Another replica has taken over a prompt that was prefilled here: give up its blocks. Unknown ids are answered
+        too; one whose prefill is not over is left alone."""
+        request = self.requests.get(request_id)
+        if request is not None:
+            if not request.is_handed_off:
+                return []
+            self._forget(request)
+        return [HandoffReleased(now, request_id)]
+
+    def drop(self, request_id: str, now: int) -> list[Event]:
+        """End a leg wherever it is, and refuse it should it come later. Answered by RequestFinished when it was
+        running here, else by HandoffReleased."""
+        self._dropped[request_id] = None
+        if len(self._dropped) > NUM_DROPPED:
+            del self._dropped[next(iter(self._dropped))]
+        request = self.requests.get(request_id)
+        if request is None or request.is_handed_off:
+            return self.release(request_id, now)
+        return [self._finish(request, FinishReason.ABORT, now)]
+
+    def expire(self, now: int) -> list[Event]:
+        """Give up the legs whose leases have run out: reservations whose KV never came, and blocks that nobody took."""
+        expired = [self.requests[leg_id] for leg_id in self.leases.take_expired(now)]
+        for request in expired:
+            self._forget(request)
+        return [HandoffExpired(now, request.request_id, is_sender=request.hands_off) for request in expired]
+
+    @property
+    def next_expiry_ns(self) -> int | None:
+        """No lease expires before then: call ``expire`` at that time. None: there are none."""
+        return self.leases.next_expiry_ns
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step may be needed: somebody is here, or the executor has yet to hear who left."""
+        return bool(self.requests or self._finished_ids)
+
+    def begin_step(self, now: int) -> SchedulerOutput | None:
+        """The plan of the next step, or None when there is nothing to do or enough is in flight. Events that planning
+        causes are returned by the next ``end_step`` or ``take_events``."""
+        if len(self._in_flight) >= self.config.max_steps_in_flight or not self.has_work:
+            return None
+        output, events = self.scheduler.schedule(self._num_steps, tuple(self._finished_ids), now)
+        self._pending_events.extend(events)
+        if output is None:
+            return None
+        self._num_steps += 1
+        self._finished_ids.clear()
+        lives = tuple(self.requests[chunk.request_id].num_preemptions for chunk in output.prefills)
+        self._in_flight.append(_StepInFlight(output, now, lives))
+        return output
+
+    def end_step(
+        self, result: StepResult, now: int, *, num_steps: int = 1, last_start_ns: int | None = None
+    ) -> list[Event]:
+        """Take in the result of the oldest step in flight: the only place where computed-token counts grow.
+
+        num_steps: the plan was taken so many times in a row (at most its max_repeats), the last time from
+        ``last_start_ns`` on; ``result`` is that of the last. 0: it was broken off, after the end of all its requests.
+        """
+        step = self._in_flight.popleft()
+        output = step.output
+        assert result.step_id == output.step_id, f"result of step {result.step_id}, expected {output.step_id}"
+        if num_steps > 1:
+            assert num_steps <= output.max_repeats, f"{num_steps} steps of a plan for {output.max_repeats}"
+            self.scheduler.repeat(num_steps - 1)
+            self._num_steps += num_steps - 1
+        events = self.take_events()
+        reached_limit = self._end_prefills(step, now, events) if output.prefills else []
+        if output.num_decodes:
+            reached_limit += self.scheduler.batch.advance_completed()
+        for request_id, block_hash in result.full_blocks:
+            self._remember_output_block(request_id, block_hash)
+        for request_id, message in result.failed:
+            if request := self.requests.get(request_id):
+                events.append(self._finish(request, FinishReason.ERROR, now, message))
+        for request_id, reason in result.stopped:
+            if request := self.requests.get(request_id):
+                events.append(self._finish(request, reason, now))
+        for request in reached_limit:
+            if request.request_id in self.requests:
+                events.append(self._finish(request, FinishReason.LENGTH, now))
+        if output.is_compute:
+            events.append(self._measure(step, now, num_steps, last_start_ns))
+        if self.kv.pool.has_changes:
+            stored, evicted = self.kv.pool.drain_changes()
+            if evicted:
+                events.append(BlocksEvicted(now, evicted))
+            if stored:
+                events.append(BlocksStored(now, stored))
+        return events
+
+    def end_repeats(self, num_steps: int, now: int) -> tuple[SchedulerOutput, list[Event]]:
+        """Of a plan that is taken many times in a row, ``num_steps`` are over and one more is under way since ``now``.
+
+        Returns the plan of that one, and what ``end_step`` would have. For drivers under virtual time, when a message
+        comes whose effect depends on how far the requests are.
+        """
+        step = self._in_flight.popleft()
+        assert num_steps < step.output.max_repeats, f"{num_steps} + 1 steps of a plan for {step.output.max_repeats}"
+        events = self.take_events()
+        self.scheduler.repeat(num_steps)
+        self._num_steps += num_steps
+        events.append(self._measure(step, now, num_steps, None))
+        seqs = step.output.num_decodes
+        features = StepFeatures(0, 0, seqs, step.output.features.decode_context + num_steps * seqs)
+        step_id = step.output.step_id + num_steps
+        output = SchedulerOutput(
+            step_id, num_decodes=seqs, features=features, predicted_ns=self.model.predict_ns(features)
+        )
+        self._in_flight.appendleft(_StepInFlight(output, now, ()))
+        return output, events
+
+    def take_events(self) -> list[Event]:
+        """Events that planning caused since the last call."""
+        events, self._pending_events = self._pending_events, []
+        return events
+
+    def observe(self, features: StepFeatures, duration_ns: int) -> None:
+        """Teach the step-time model a step that was measured outside of the loop (warm-up, calibration)."""
+        self.model.observe(features, duration_ns)
+
+    def stats(self) -> ReplicaStats:
+        """A snapshot for metrics and routing."""
+        return replica_stats(self.scheduler, self.kv, self.model)
+
+    def load(self, now: int) -> LoadReport:
+        """What a router needs to know."""
+        return load_report(self.config, self.scheduler, self.kv, self.model, now)
+
+    def _enter(self, request: Request, now: int) -> list[Event]:
+        """Number the request and take it in; or the terminal event with which it is refused."""
+        if request.request_id in self.requests:
+            raise ConfigError(f"request id {request.request_id!r} is in use", param="request_id")
+        request.arrival_ns = now
+        request.max_tokens = min(request.max_tokens, self.config.max_model_len - request.num_prompt_tokens)
+        request.slo = self._effective_slo(request.slo)
+        if error := self._refusal(request):
+            return [self._finished_event(request, FinishReason.ERROR, now, 0, error.message)]
+        request.number = self._num_arrivals
+        self._num_arrivals += 1
+        self.requests[request.request_id] = request
+        return []
+
+    def _effective_slo(self, own: Slo | None) -> Slo | None:
+        merged = (own or Slo()).or_else(self.config.slo)
+        return merged if merged != Slo() else None
+
+    def _refusal(self, request: Request) -> RequestError | None:
+        return refusal(request, self.config, self.kv.capacity_tokens, len(self.scheduler.waiting))
+
+    def _end_prefills(self, step: _StepInFlight, now: int, events: list[Event]) -> list[Request]:
+        """Confirm the step's chunks. Returns requests whose first token was also their last."""
+        reached_limit = []
+        for chunk, life in zip(step.output.prefills, step.lives, strict=True):
+            request = self.requests.get(chunk.request_id)
+            if request is None:  # aborted while the step ran
+                continue
+            if chunk.is_last and request.first_token_ns is None:
+                request.first_token_ns = now
+                events.append(FirstToken(now, request.request_id))
+            if request.num_preemptions != life:  # it decoded already and lost these blocks while the step ran
+                continue
+            request.num_computed_tokens = max(request.num_computed_tokens, chunk.start + chunk.num_tokens)
+            self.kv.remember_computed(request, request.num_computed_tokens)
+            if chunk.is_last and request.hands_off:
+                self.leases.grant(request.request_id, request.lease_ns, now)
+            if chunk.is_last and request.decode_entry == 0:  # else the decode batch counts its first token
+                request.num_output_tokens += 1
+                if request.num_output_tokens >= request.max_tokens:
+                    reached_limit.append(request)
+        return reached_limit
+
+    def _remember_output_block(self, request_id: str, block_hash: bytes) -> None:
+        request = self.requests.get(request_id)
+        if request is None:
+            return
+        request.block_hashes.append(block_hash)
+        if request.block_ids:
+            computed = request.num_computed_tokens
+            if request_id in self.scheduler.batch:
+                computed = self.scheduler.batch.num_computed(request)
+            self.kv.remember_computed(request, computed)
+
+    def _measure(self, step: _StepInFlight, now: int, num_steps: int, last_start_ns: int | None) -> StepFinished:
+        start_ns = max(step.begun_ns, self._last_end_ns)
+        self._last_end_ns = now
+        output = step.output
+        features = output.features
+        if num_steps and self.model.wants(features, self.scheduler.batch.ticks_completed):
+            if num_steps > 1:
+                context = features.decode_context + (num_steps - 1) * features.decode_seqs
+                features = StepFeatures(0, 0, features.decode_seqs, context)
+            self.model.observe(features, now - (start_ns if last_start_ns is None else last_start_ns))
+        return StepFinished(
+            step_id=output.step_id,
+            start_ns=start_ns,
+            end_ns=now,
+            prefills=tuple((chunk.request_id, chunk.start, chunk.num_tokens) for chunk in output.prefills),
+            num_decodes=output.num_decodes,
+            decode_context=output.features.decode_context,
+            predicted_ns=output.predicted_ns,
+            num_steps=max(1, num_steps),
+        )
+
+    def _forget(self, request: Request) -> None:
+        """The request leaves without a terminal event: it goes on, or is ended, elsewhere."""
+        self.leases.end(request.request_id)
+        self.scheduler.remove(request)
+        self.kv.release(request)
+        del self.requests[request.request_id]
+        self._finished_ids.append(request.request_id)
+
+    def _finish(self, request: Request, reason: FinishReason, now: int, message: str = "") -> RequestFinished:
+        self.leases.end(request.request_id)
+        num_outputs = self.scheduler.remove(request)
+        self.kv.release(request)
+        del self.requests[request.request_id]
+        self._finished_ids.append(request.request_id)
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self.scheduler.lengths.observe(num_outputs)
+        return self._finished_event(request, reason, now, num_outputs, message)
+
+    def _finished_event(
+        self, request: Request, reason: FinishReason, now: int, num_outputs: int, message: str
+    ) -> RequestFinished:
+        latency = breakdown_from_times(
+            request.arrival_ns,
+            request.first_step_ns,
+            request.first_token_ns,
+            now,
+            num_outputs,
+            request.handoff_end_ns,
+        )
+        completed = reason in (FinishReason.STOP, FinishReason.LENGTH)
+        return RequestFinished(
+            time_ns=now,
+            request_id=request.request_id,
+            reason=reason,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_cached_tokens=request.num_cached_tokens,
+            num_preemptions=request.num_preemptions,
+            latency=latency,
+            slo_met=(completed and request.slo.is_met(latency)) if request.slo else None,
+            message=message,
+        )

@@ -1,0 +1,1 @@
+"""Which blocks hold which tokens: allocation, prefix reuse, tiers."""

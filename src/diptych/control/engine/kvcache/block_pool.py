@@ -1,0 +1,143 @@
+"""The blocks of one KV cache: reference counts, the free list and least-recently-used eviction, each operation O(1).
+
+A block is in exactly one state: in use (references > 0), cached (no reference, but its content can still be found), or
+free. "Recently used" is the order of releases, never a clock.
+"""
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+from diptych.control.engine.kvcache.prefix_cache import PrefixCache
+
+
+@lru_cache(maxsize=4)
+def _block_ids(first: int, num_blocks: int) -> tuple[int, ...]:
+    """The same number objects for every pool of a size: a simulated fleet has hundreds of them."""
+    return tuple(range(first, first + num_blocks))
+
+
+class BlockPool:
+    """Owner of block ids first_block .. first_block + num_blocks - 1."""
+
+    def __init__(self, num_blocks: int, *, enable_prefix_cache: bool = True, first_block: int = 0) -> None:
+        self.num_blocks = num_blocks
+        self.first_block = first_block
+        self.prefix_cache = PrefixCache()
+        self._enable_prefix_cache = enable_prefix_cache
+        self._references = array("i", bytes(4 * (first_block + num_blocks)))
+        self._free = list(reversed(_block_ids(first_block, num_blocks)))  # a stack; low ids first
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._stored: dict[bytes, None] = {}  # since the last ``drain_changes``, and still there
+        self._evicted: list[bytes] = []
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that ``allocate`` can hand out (free, or cached and evictable)."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be handed out without an eviction."""
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks with at least one reference."""
+        return self.num_blocks - self.num_available
+
+    def references(self, block_id: int) -> int:
+        """How many requests hold the block."""
+        return self._references[block_id]
+
+    def allocate(self, count: int) -> list[int]:
+        """``count`` private blocks; the caller has checked ``num_available``. Evicts the least recently used."""
+        assert count <= self.num_available, f"asked for {count} blocks, {self.num_available} available"
+        free = self._free
+        taken = min(count, len(free))
+        blocks = free[len(free) - taken :]
+        blocks.reverse()
+        del free[len(free) - taken :]
+        for _ in range(count - taken):
+            block_id, _ = self._cached.popitem(last=False)
+            self._forget(self.prefix_cache.remove(block_id))
+            blocks.append(block_id)
+        for block_id in blocks:
+            self._references[block_id] = 1
+        return blocks
+
+    def take_one(self) -> int | None:
+        """One private block; None when there is none. Evicts like ``allocate``."""
+        if self._free:
+            block_id = self._free.pop()
+            self._references[block_id] = 1
+            return block_id
+        return self.allocate(1)[0] if self._cached else None
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """One more holder for each of these cached or used blocks."""
+        for block_id in blocks:
+            if self._references[block_id] == 0:
+                del self._cached[block_id]
+            self._references[block_id] += 1
+
+    def num_idle(self, blocks: Iterable[int]) -> int:
+        """How many of these blocks nobody holds (sharing them takes them out of what is available)."""
+        return sum(self._references[block_id] == 0 for block_id in blocks)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Give up one reference to each block. The tail is released first, so that prefixes stay longest."""
+        references, holds, free = self._references, self.prefix_cache.holds, self._free
+        if not len(self.prefix_cache):  # nothing is shared, nothing stays findable
+            for block_id in blocks:
+                assert references[block_id] == 1, f"block {block_id} released more often than held"
+                references[block_id] = 0
+            free.extend(reversed(blocks))
+            return
+        for block_id in reversed(blocks):
+            count = references[block_id] - 1
+            assert count >= 0, f"block {block_id} released more often than held"
+            references[block_id] = count
+            if count == 0:
+                if holds(block_id):
+                    self._cached[block_id] = None
+                else:
+                    free.append(block_id)
+
+    def remember(self, block_hash: bytes, block_id: int) -> None:
+        """Make a full, computed block that somebody holds findable by its content."""
+        if self._enable_prefix_cache and self.prefix_cache.insert(block_hash, block_id):
+            self._stored[block_hash] = None
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether ``drain_changes`` would return something."""
+        return bool(self._stored or self._evicted)
+
+    def drain_changes(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+        """(stored, evicted) hashes since the last call, as if all evictions had come first."""
+        if not self._stored and not self._evicted:
+            return (), ()
+        changes = tuple(self._stored), tuple(self._evicted)
+        self._stored.clear()
+        self._evicted.clear()
+        return changes
+
+    def _forget(self, block_hash: bytes) -> None:
+        """The content can no longer be found; nobody hears of a block that came and went between two drains."""
+        if block_hash in self._stored:
+            del self._stored[block_hash]
+        else:
+            self._evicted.append(block_hash)
+
+    def check(self) -> None:
+        """Assert the pool's invariants (for tests): every block in exactly one state."""
+        free, cached = set(self._free), set(self._cached)
+        assert len(free) == len(self._free)
+        assert not free & cached
+        for block_id in range(self.first_block, self.first_block + self.num_blocks):
+            count = self._references[block_id]
+            assert (count == 0) == (block_id in free or block_id in cached), block_id
+            assert (block_id in cached) <= self.prefix_cache.holds(block_id)
+            assert not (block_id in free and self.prefix_cache.holds(block_id))

@@ -1,0 +1,192 @@
+"""The KV cache of one replica: admission, growth, prefix reuse, release and swapping, in blocks.
+
+Decides and accounts; never touches tensors. Admission takes the blocks of the whole prompt at once and looks at the
+expected peak of all that is admitted, so that a half-prefilled prompt can always finish.
+"""
+
+from collections.abc import Callable, Iterable
+
+from diptych.control.config import CacheConfig
+from diptych.control.engine.kvcache.block_pool import BlockPool
+from diptych.control.engine.kvcache.demand import future_peak_blocks
+from diptych.control.engine.kvcache.host_tier import HostTier
+from diptych.control.request import Request
+
+Demands = Callable[[], Iterable[tuple[int, int]]]
+
+
+class KVCacheManager:
+    """Owner of every block id that a request holds."""
+
+    def __init__(self, config: CacheConfig) -> None:
+        self.config = config
+        self.block_size = config.block_size
+        self.pool = BlockPool(
+            config.num_blocks, enable_prefix_cache=config.enable_prefix_cache, first_block=config.first_block
+        )
+        self.host = HostTier(config.num_host_blocks)
+        self.queried_tokens = 0  # prompt tokens looked up at admission
+        self.hit_tokens = 0
+        self._num_reserved = 0  # sum of num_reserved_blocks over the holders of blocks
+        self._leaving_host: list[int] = []  # read by the plan in the making: not to be written by it
+        self._in_progress: dict[bytes, int] = {}  # hashes that admitted prefills are about to compute
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks in use, 0 to 1."""
+        return self.pool.num_used / self.pool.num_blocks
+
+    @property
+    def capacity_tokens(self) -> int:
+        """The longest sequence that fits when it is alone."""
+        return (self.pool.num_blocks - self.config.watermark_blocks) * self.block_size
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold this many tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def cached_blocks(self, request: Request) -> list[int]:
+        """Blocks of the longest cached prefix, leaving at least one token to compute."""
+        if not request.reads_prefix_cache or not self.config.enable_prefix_cache or request.borrowed_block_ids:
+            return []
+        limit = (request.num_tokens - 1) // self.block_size
+        return self.pool.prefix_cache.longest_prefix(request.block_hashes[:limit])
+
+    def num_cached_tokens(self, request: Request) -> int:
+        """Tokens of the request's prompt that are cached now."""
+        return len(self.cached_blocks(request)) * self.block_size
+
+    def awaits_sibling(self, request: Request, cached: list[int]) -> bool:
+        """Whether an admitted prefill is about to compute the next block of this prompt (then waiting is cheaper)."""
+        if not self._in_progress or not request.reads_prefix_cache or not self.config.enable_prefix_cache:
+            return False
+        if request.borrowed_block_ids:
+            return False
+        index = len(cached)
+        full_blocks = (request.num_tokens - 1) // self.block_size
+        return index < min(len(request.block_hashes), full_blocks) and request.block_hashes[index] in self._in_progress
+
+    def fits_now(self, request: Request, cached: list[int], *, alone: bool) -> bool:
+        """Whether there are blocks for the whole prompt (``alone``: nothing else is admitted, all may be used)."""
+        if request.borrowed_block_ids:
+            return True
+        new_blocks = self.num_blocks_for(request.num_tokens) - len(cached)
+        spare = 0 if alone else self.config.watermark_blocks
+        return new_blocks + spare <= self.pool.num_available - self.pool.num_idle(cached)
+
+    def fits_later(self, request: Request, cached: list[int], expected_tokens: int, others: Demands) -> bool:
+        """Whether the expected peak of all that is admitted and this one fits.
+
+        others: gives (blocks held alone, tokens to come) of every admitted request. It is only called when the sum of
+        all expectations does not fit, so that admission costs nothing while memory is plentiful.
+        """
+        if request.borrowed_block_ids:
+            return True
+        total = self._num_reserved + self.num_blocks_for(request.num_tokens + expected_tokens)
+        if self.config.admission == "greedy" or total + self.config.watermark_blocks <= self.pool.num_blocks:
+            return True
+        new_blocks = self.num_blocks_for(request.num_tokens) - len(cached)
+        demands = [*others(), (new_blocks, expected_tokens)]
+        held = sum(blocks for blocks, _ in demands) - new_blocks
+        shared = self.pool.num_used + self.pool.num_idle(cached) - held  # not owned by one request alone
+        peak = shared + future_peak_blocks(demands, self.block_size)
+        return peak + self.config.watermark_blocks <= self.pool.num_blocks
+
+    def admit(self, request: Request, cached: list[int], expected_tokens: int) -> None:
+        """Take the blocks of the whole prompt; the caller has asked ``fits_now``. A prompt that is computed into the
+        blocks of another replica takes those, and nothing of it is found or kept here."""
+        if request.borrowed_block_ids:
+            request.block_ids = list(request.borrowed_block_ids)
+            request.num_hashed_blocks = request.num_shared_blocks = len(request.block_ids)
+            request.num_computed_tokens = request.num_scheduled_tokens = request.num_borrowed_tokens
+            return
+        self._reserve(request, request.num_tokens + expected_tokens)
+        self.pool.share(cached)
+        total = self.num_blocks_for(request.num_tokens)
+        request.block_ids = cached + self.pool.allocate(total - len(cached))
+        request.num_hashed_blocks = request.num_shared_blocks = len(cached)
+        request.num_computed_tokens = request.num_scheduled_tokens = len(cached) * self.block_size
+        self.queried_tokens += request.num_tokens
+        self.hit_tokens += request.num_computed_tokens
+        for block_hash in request.block_hashes[len(cached) :]:
+            self._in_progress[block_hash] = self._in_progress.get(block_hash, 0) + 1
+
+    def grow(self, request: Request) -> int | None:
+        """One more block for a decode; None when there is none."""
+        block_id = self.pool.take_one()
+        if block_id is not None:
+            request.block_ids.append(block_id)
+        return block_id
+
+    def remember_computed(self, request: Request, num_computed_tokens: int) -> None:
+        """Offer every block that is full, computed and hashed to the prefix cache."""
+        full = min(num_computed_tokens // self.block_size, len(request.block_hashes))
+        for index in range(request.num_hashed_blocks, full):
+            block_hash = request.block_hashes[index]
+            self.pool.remember(block_hash, request.block_ids[index])
+            self._forget_in_progress(block_hash)
+        request.num_hashed_blocks = max(request.num_hashed_blocks, full)
+
+    def release(self, request: Request) -> None:
+        """Give up everything that the request holds, on the device and on the host."""
+        if request.borrowed_block_ids:
+            request.block_ids = []
+        elif request.block_ids:
+            for block_hash in request.block_hashes[request.num_hashed_blocks :]:
+                self._forget_in_progress(block_hash)
+            self.pool.release(request.block_ids)
+            request.block_ids = []
+            self._num_reserved -= request.num_reserved_blocks
+            request.num_reserved_blocks = 0
+        if request.host_block_ids:
+            self.host.release(request.host_block_ids)
+            request.host_block_ids = []
+
+    def begin_plan(self) -> None:
+        """A new plan: host blocks that the last one copied back may be written again."""
+        if self._leaving_host:
+            self.host.release(self._leaving_host)
+            self._leaving_host.clear()
+
+    def swap_out(self, request: Request, num_tokens: int) -> list[tuple[int, int]] | None:
+        """Move the KV of ``num_tokens`` tokens to the host: (device, host) copies, or None without room."""
+        count = self.num_blocks_for(num_tokens)
+        if count == 0 or count > self.host.num_available:
+            return None
+        copies = list(zip(request.block_ids[:count], host_blocks := self.host.allocate(count), strict=True))
+        self.release(request)
+        request.host_block_ids = host_blocks
+        return copies
+
+    def can_swap_in(self, request: Request, *, alone: bool) -> bool:
+        """Whether the request fits again with room to grow."""
+        spare = 0 if alone else self.config.watermark_blocks
+        return len(request.host_block_ids) + 1 + spare <= self.pool.num_available
+
+    def swap_in(self, request: Request, expected_tokens: int) -> list[tuple[int, int]]:
+        """Bring a swapped request back: (host, device) copies; the caller has asked ``can_swap_in``."""
+        request.block_ids = self.pool.allocate(len(request.host_block_ids))
+        request.num_shared_blocks = 0
+        self._reserve(request, len(request.block_ids) * self.block_size + expected_tokens)
+        copies = list(zip(request.host_block_ids, request.block_ids, strict=True))
+        self._leaving_host += request.host_block_ids
+        request.host_block_ids = []
+        request.num_hashed_blocks = len(request.block_hashes)  # its old blocks may still be known under these hashes
+        return copies
+
+    def _reserve(self, request: Request, num_tokens: int) -> None:
+        request.num_reserved_blocks = self.num_blocks_for(num_tokens)
+        self._num_reserved += request.num_reserved_blocks
+
+    def _forget_in_progress(self, block_hash: bytes) -> None:
+        count = self._in_progress.get(block_hash, 0)
+        if count > 1:
+            self._in_progress[block_hash] = count - 1
+        elif count == 1:
+            del self._in_progress[block_hash]
+
+    def check(self) -> None:
+        """Assert the accounting invariants (for tests)."""
+        self.pool.check()
+        assert self._num_reserved >= 0
+        assert 0 <= self.host.num_available <= self.host.num_blocks

@@ -1,0 +1,221 @@
+"""A core that tells everything its decisions depend on, so that a later run can make the same ones.
+
+Owns the vocabulary of a recording: which inputs there are, in which form, and the digest of a decision. A recording
+holds counts, ids, times and block hashes, never tokens. Must never do I/O: rows go to a callable.
+
+    row = (kind, ...)           what the replica was told, in order
+    observe                     step features (4 numbers), nanoseconds: teaches the step-time model
+    add                         now, id, prompt tokens, max_tokens, block hashes, priority, ttft_ns, tpot_ns,
+                                reads_prefix_cache, hands_off, lease_ns, borrowed block ids, borrowed tokens
+    reserve                     as add: blocks for a prompt that another replica computes
+    deliver                     now, id, first_step_ns, first_token_ns: its KV is here
+    release                     now, id: another replica has taken it over
+    drop                        now, id: end it wherever it is
+    renew                       now, ids: their leases begin again
+    expire                      now: leases run out
+    refuse                      id, prompt tokens, max_tokens, name of the error: check_request said no
+    abort                       now, id, reason
+    begin                       now, the plan (None: nothing to do)
+    end                         now, step id, stopped, full blocks, failed, (number of steps, start of the last one)
+                                where end_step was told them, else ()
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from hashlib import blake2b
+from typing import Any
+
+from diptych.control.config import ReplicaConfig
+from diptych.control.engine.engine_core import ReplicaCore
+from diptych.control.errors import RequestError
+from diptych.control.events import Event
+from diptych.control.request import FinishReason, Request
+from diptych.control.step import SchedulerOutput, StepFeatures, StepResult, chunk_attention
+
+Row = tuple[Any, ...]
+
+FORMAT, VERSION = "diptych recording", 3  # of a file of rows; 1 had no handoffs, 2 no leases
+DIGEST_BYTES = 12
+
+
+class RecordingCore(ReplicaCore):
+    """A ReplicaCore that hands each input to ``write`` before it acts on it (and each plan after it is made).
+
+    ``write`` is called on the replica's own thread: it must return at once and must not raise. The objects in a row
+    are immutable and may be read later, on another thread.
+    """
+
+    def __init__(self, config: ReplicaConfig, write: Callable[[Row], None]) -> None:
+        super().__init__(config)
+        self._write = write
+
+    def add_request(self, request: Request, now: int) -> list[Event]:
+        """See ReplicaCore."""
+        self._write(("add", now, *_request_row(request)))
+        return super().add_request(request, now)
+
+    def reserve(self, request: Request, now: int, lease_ns: int = 0) -> list[Event]:
+        """See ReplicaCore."""
+        request.lease_ns = lease_ns
+        self._write(("reserve", now, *_request_row(request)))
+        return super().reserve(request, now, lease_ns)
+
+    def deliver(self, request_id: str, now: int, *, first_step_ns: int, first_token_ns: int) -> list[Event]:
+        """See ReplicaCore."""
+        self._write(("deliver", now, request_id, first_step_ns, first_token_ns))
+        return super().deliver(request_id, now, first_step_ns=first_step_ns, first_token_ns=first_token_ns)
+
+    def drop(self, request_id: str, now: int) -> list[Event]:
+        """See ReplicaCore."""
+        self._write(("drop", now, request_id))
+        return super().drop(request_id, now)
+
+    def renew(self, leg_ids: Iterable[str], now: int) -> None:
+        """See ReplicaCore."""
+        leg_ids = tuple(leg_ids)
+        self._write(("renew", now, leg_ids))
+        super().renew(leg_ids, now)
+
+    def expire(self, now: int) -> list[Event]:
+        """See ReplicaCore."""
+        expired = super().expire(now)
+        if expired:
+            self._write(("expire", now))
+        return expired
+
+    def release(self, request_id: str, now: int) -> list[Event]:
+        """See ReplicaCore."""
+        self._write(("release", now, request_id))
+        return super().release(request_id, now)
+
+    def check_request(self, request: Request) -> None:
+        """See ReplicaCore."""
+        try:
+            super().check_request(request)
+        except RequestError as error:
+            name = type(error).__name__
+            self._write(("refuse", request.request_id, request.num_prompt_tokens, request.max_tokens, name))
+            raise
+
+    def abort(self, request_id: str, now: int, reason: FinishReason = FinishReason.ABORT) -> list[Event]:
+        """See ReplicaCore."""
+        self._write(("abort", now, request_id, reason))
+        return super().abort(request_id, now, reason)
+
+    def begin_step(self, now: int) -> SchedulerOutput | None:
+        """See ReplicaCore."""
+        output = super().begin_step(now)
+        self._write(("begin", now, output))
+        return output
+
+    def end_step(
+        self, result: StepResult, now: int, *, num_steps: int = 1, last_start_ns: int | None = None
+    ) -> list[Event]:
+        """See ReplicaCore."""
+        repeats = () if num_steps == 1 and last_start_ns is None else (num_steps, last_start_ns)
+        self._write(("end", now, result.step_id, result.stopped, result.full_blocks, result.failed, repeats))
+        return super().end_step(result, now, num_steps=num_steps, last_start_ns=last_start_ns)
+
+    def observe(self, features: StepFeatures, duration_ns: int) -> None:
+        """See ReplicaCore."""
+        self._write(("observe", feature_row(features), duration_ns))
+        super().observe(features, duration_ns)
+
+
+def _request_row(request: Request) -> Row:
+    slo = request.slo
+    return (
+        request.request_id,
+        request.num_prompt_tokens,
+        request.max_tokens,
+        tuple(request.block_hashes),
+        request.priority,
+        slo.ttft_ns if slo else None,
+        slo.tpot_ns if slo else None,
+        request.reads_prefix_cache,
+        request.hands_off,
+        request.lease_ns,
+        request.borrowed_block_ids,
+        request.num_borrowed_tokens,
+    )
+
+
+def measured_steps(rows: Iterable[Sequence[Any]]) -> Iterator[tuple[StepFeatures, int]]:
+    """What each step of a recording computed and how many nanoseconds it took, the loop around it included: from the
+    end of the step before it, or from its own begin where the replica was idle. Plans as in ``plan_summary``."""
+    in_flight: deque[tuple[int, StepFeatures]] = deque()
+    last_end_ns = 0
+    for row in rows:
+        if row[0] == "begin" and len(row) > 2:
+            _, chunks, num_decodes, context, *_ = row[3]
+            tokens = sum(chunk[2] for chunk in chunks)
+            pairs = sum(chunk_attention(chunk[1], chunk[2]) for chunk in chunks)
+            in_flight.append((row[1], StepFeatures(tokens, pairs, num_decodes, context)))
+        elif row[0] == "end":
+            begun_ns, features = in_flight.popleft()
+            if features != StepFeatures() and not row[6]:
+                yield features, row[1] - max(begun_ns, last_end_ns)
+                last_end_ns = row[1]
+
+
+class DecisionChain:
+    """The digest of all plans so far: each covers the ones before it, so that the last one stands for the whole run."""
+
+    def __init__(self) -> None:
+        self._digest = b""
+
+    def add(self, output: SchedulerOutput) -> bytes:
+        """The digest after this plan."""
+        self._digest = blake2b(self._digest + canonical_plan(output), digest_size=DIGEST_BYTES).digest()
+        return self._digest
+
+
+def canonical_plan(output: SchedulerOutput) -> bytes:
+    """Every field of a plan as ASCII text; equal bytes if and only if the plans are equal."""
+    prefills = [(one.request_id, one.start, one.num_tokens, one.block_ids, one.is_last) for one in output.prefills]
+    resumed = [(one.request_id, one.num_tokens, one.block_ids) for one in output.resumed]
+    fields = (
+        output.step_id,
+        prefills,
+        output.num_decodes,
+        output.finished,
+        output.paused,
+        output.swap_out,
+        output.swap_in,
+        resumed,
+        output.new_blocks,
+        feature_row(output.features),
+        output.predicted_ns,
+        output.max_repeats,
+    )
+    return ascii(fields).encode()
+
+
+def feature_row(features: StepFeatures) -> tuple[int, int, int, int]:
+    """Step features in the order of their fields."""
+    return (features.prefill_tokens, features.prefill_attention, features.decode_seqs, features.decode_context)
+
+
+def plan_summary(output: SchedulerOutput) -> tuple[Any, ...]:
+    """What a recording says of a plan besides its digest: (step id, chunks as (id, start, tokens, is last), decodes,
+    context of the decodes, predicted nanoseconds, number of each of finished, paused, swapped out, swapped in,
+    resumed, new blocks; empty when all are zero)."""
+    changes = tuple(
+        len(part)
+        for part in (
+            output.finished,
+            output.paused,
+            output.swap_out,
+            output.swap_in,
+            output.resumed,
+            output.new_blocks,
+        )
+    )
+    return (
+        output.step_id,
+        tuple((one.request_id, one.start, one.num_tokens, one.is_last) for one in output.prefills),
+        output.num_decodes,
+        output.features.decode_context,
+        output.predicted_ns,
+        changes if any(changes) else (),
+    )

@@ -1,0 +1,62 @@
+"""What a replica says of itself: a snapshot for metrics, and what a router needs to know. Reads, never changes."""
+
+from dataclasses import dataclass
+
+from diptych.control.config import ReplicaConfig
+from diptych.control.engine.kvcache.kv_cache_manager import KVCacheManager
+from diptych.control.engine.load_report import LoadReport
+from diptych.control.engine.scheduler.scheduler import Scheduler
+from diptych.control.engine.scheduler.step_time import StepTimeModel
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStats:
+    """A snapshot of one replica for metrics."""
+
+    num_waiting: int
+    num_prefilling: int
+    num_decoding: int
+    num_swapped: int
+    kv_usage: float  # 0 to 1
+    prefix_queried_tokens: int
+    prefix_hit_tokens: int
+    num_preemptions: int
+    step_time_error: float  # recent mean relative error of the step-time model
+    step_time_coefficients: tuple[float, ...]  # ns: a step, a prompt token, a pair, a sequence, a context token
+
+
+def replica_stats(scheduler: Scheduler, kv: KVCacheManager, model: StepTimeModel) -> ReplicaStats:
+    """The snapshot of now."""
+    return ReplicaStats(
+        num_waiting=len(scheduler.waiting) + len(scheduler.incoming.waiting),
+        num_prefilling=len(scheduler.prefilling),
+        num_decoding=len(scheduler.batch) + len(scheduler.joining),
+        num_swapped=len(scheduler.swapped),
+        kv_usage=kv.usage,
+        prefix_queried_tokens=kv.queried_tokens,
+        prefix_hit_tokens=kv.hit_tokens,
+        num_preemptions=scheduler.preemption.num_preemptions,
+        step_time_error=model.relative_error,
+        step_time_coefficients=model.coefficients,
+    )
+
+
+def load_report(
+    config: ReplicaConfig, scheduler: Scheduler, kv: KVCacheManager, model: StepTimeModel, now: int
+) -> LoadReport:
+    """The load of now. A step may take as long as the objective says, or the target where there is none."""
+    budget = config.scheduler.budget
+    fixed_ns, token_ns, pair_ns, sequence_ns, context_ns = model.coefficients
+    return LoadReport(
+        time_ns=now,
+        backlog_ns=scheduler.backlog_ns(),
+        num_blocks=kv.pool.num_blocks,
+        used_blocks=kv.pool.num_used,
+        token_ns=token_ns,
+        pair_ns=pair_ns,
+        fixed_ns=fixed_ns,
+        sequence_ns=sequence_ns,
+        context_ns=context_ns,
+        output_tokens=sum(scheduler.batch.num_outputs(request) for request in scheduler.batch),
+        tpot_ns=0 if budget.kind == "whole" else config.slo.tpot_ns or budget.target_ns,
+    )

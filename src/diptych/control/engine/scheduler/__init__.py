@@ -1,0 +1,1 @@
+"""What runs in the next step of one worker."""

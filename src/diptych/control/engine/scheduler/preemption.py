@@ -1,0 +1,78 @@
+"""Taking a decode's blocks away: for a decode that must grow, or for a waiting request of higher priority.
+
+Only decodes are ever preempted. A half-prefilled prompt keeps its blocks, or its work would be lost for nothing.
+"""
+
+from diptych.control.config import PreemptionConfig
+from diptych.control.engine.kvcache.kv_cache_manager import KVCacheManager
+from diptych.control.engine.scheduler.decode_batch import DecodeBatch
+from diptych.control.engine.scheduler.step_plan import StepPlan
+from diptych.control.events import RequestPreempted
+from diptych.control.request import Request, RequestStatus
+
+
+def _rank(request: Request) -> tuple[int, int]:
+    """The highest rank loses its place first: least important, then latest arrival."""
+    return (request.priority, request.number)
+
+
+class Preemption:
+    """Chooses victims and moves them out of the decode batch."""
+
+    def __init__(self, config: PreemptionConfig, kv: KVCacheManager, batch: DecodeBatch) -> None:
+        self._config = config
+        self._kv = kv
+        self._batch = batch
+        self.num_preemptions = 0
+
+    def victim_for_growth(self) -> Request:
+        """Who makes room for a decode that needs a block (perhaps that decode itself)."""
+        return max(self._batch, key=_rank)
+
+    def victims_for(self, request: Request, blocks_needed: int, seats_needed: int) -> list[Request]:
+        """Running decodes that a waiting request may displace, enough to seat it; empty when there are not enough.
+
+        Hysteresis: a victim has run for a while since it (re)started and has not been displaced too often.
+        """
+        if not self._config.from_waiting:
+            return []
+        candidates = sorted(
+            (
+                member
+                for member in self._batch
+                if member.priority >= request.priority + self._config.priority_gap
+                and self._batch.ticks_scheduled - member.last_resume_tick >= self._config.min_steps
+                and member.num_preemptions < self._config.max_per_request
+            ),
+            key=_rank,
+            reverse=True,
+        )
+        victims: list[Request] = []
+        freed = 0
+        for member in candidates:
+            if freed >= blocks_needed and len(victims) >= seats_needed:
+                break
+            victims.append(member)
+            freed += sum(self._kv.pool.references(block) == 1 for block in member.block_ids)
+        return victims if freed >= blocks_needed and len(victims) >= seats_needed else []
+
+    def preempt(self, plan: StepPlan, victim: Request, *, by_priority: bool) -> None:
+        """Take the victim out of the batch: to the host tier if that is the policy and there is room, or back to the
+        start. Its status says which; the caller queues it."""
+        self._batch.leave(victim)
+        victim.num_preemptions += 1
+        self.num_preemptions += 1
+        plan.paused.append(victim.request_id)
+        # a block added in this very plan goes with the others
+        plan.new_blocks = [entry for entry in plan.new_blocks if entry[0] != victim.request_id]
+        copies = None
+        if self._config.kind == "swap":
+            copies = self._kv.swap_out(victim, victim.num_scheduled_tokens)
+        if copies is not None:
+            plan.swap_out.extend(copies)
+            victim.status = RequestStatus.SWAPPED
+        else:
+            self._kv.release(victim)
+            victim.num_computed_tokens = victim.num_scheduled_tokens = 0
+            victim.status = RequestStatus.WAITING
+        plan.events.append(RequestPreempted(plan.now, victim.request_id, copies is not None, by_priority))

@@ -1,0 +1,383 @@
+"""What runs in the next step of one replica: one loop for every serving shape.
+
+Shapes differ in the policy objects that the loop asks (order, budget, caps, preemption), never in branches of it. The
+scheduler sees counts and block ids, never token ids, and never waits.
+"""
+
+from enum import Enum
+
+from diptych.control.config import ReplicaConfig
+from diptych.control.engine.kvcache.demand import OutputLengths
+from diptych.control.engine.kvcache.kv_cache_manager import KVCacheManager
+from diptych.control.engine.scheduler.budget import make_budget
+from diptych.control.engine.scheduler.caps import Caps
+from diptych.control.engine.scheduler.decode_batch import UNLIMITED, DecodeBatch
+from diptych.control.engine.scheduler.incoming import Incoming
+from diptych.control.engine.scheduler.order import make_order, ttft_ns
+from diptych.control.engine.scheduler.preemption import Preemption
+from diptych.control.engine.scheduler.step_plan import StepPlan
+from diptych.control.engine.scheduler.step_time import LEARN_EVERY, StepTimeModel
+from diptych.control.engine.scheduler.waiting_queue import WaitingQueue
+from diptych.control.events import Event, HandoffReserved, RequestAdmitted, RequestResumed
+from diptych.control.request import Request, RequestStatus
+from diptych.control.step import ResumedDecode, SchedulerOutput, StepFeatures
+
+MAX_SKIPPED = 64  # waiting requests passed over in one step before the loop looks no further
+REFUSAL_STEPS = 8  # decode steps for which a refusal for lack of memory to come stands
+HOPELESS_DEFERRAL = 8  # a deadline that cannot be met any more moves back by this many objectives
+
+
+class _Verdict(Enum):
+    ADMITTED = 0
+    SKIP = 1  # not this one, but perhaps those behind it
+    STOP = 2  # nobody else in this step
+
+
+class Scheduler:
+    """Owner of who waits, who prefills, who decodes and who is swapped out."""
+
+    def __init__(self, config: ReplicaConfig, kv: KVCacheManager, model: StepTimeModel) -> None:
+        settings = config.scheduler
+        self._config = config
+        self._kv = kv
+        self._model = model
+        self._order = make_order(settings, config.slo, model)
+        self._budget = make_budget(settings.budget, config.slo, model)
+        self._caps = Caps(settings.caps)
+        self.waiting = WaitingQueue()
+        self.prefilling: dict[str, Request] = {}
+        self.joining: dict[str, Request] = {}  # last chunk handed out; in the decode batch from the next step on
+        self.batch = DecodeBatch(kv.block_size)
+        self.swapped: dict[str, Request] = {}
+        self.incoming = Incoming()  # prefilled elsewhere
+        self.outgoing: dict[str, Request] = {}  # prefilled here, to be decoded elsewhere
+        self.lengths = OutputLengths()
+        self.preemption = Preemption(settings.preemption, kv, self.batch)
+        self._num_departures = 0
+        # Of the heads of both queues, for lack of memory to come: (request number, departures so far, until this tick).
+        self._refusals = dict.fromkeys((False, True), (-1, 0, 0))
+        self._refused_until = 0  # the tick before which the waiting queue need not be asked again (0: no promise)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold blocks."""
+        return len(self.prefilling) + len(self.joining) + len(self.batch) + len(self.incoming)
+
+    def add(self, request: Request) -> None:
+        """A new request, or one that lost its blocks, waits for admission."""
+        request.status = RequestStatus.WAITING
+        request.cached_tokens_at_arrival = request.num_borrowed_tokens or self._kv.num_cached_tokens(request)
+        request.is_long = self._caps.is_long(request.num_tokens - request.cached_tokens_at_arrival)
+        request.order_key = self._order(request)
+        self.waiting.push(request, is_long=request.is_long)
+
+    def reserve(self, request: Request) -> None:
+        """A request that another replica prefills waits for its blocks here, behind those that came before it."""
+        request.order_key = self._order(request)
+        self.incoming.waiting[request.request_id] = request
+
+    def backlog_ns(self) -> int:
+        """Prompt work of all that wait here or are half done, as the step-time model sees it."""
+        work = self._model.prefill_work_ns
+        waiting = sum(
+            work(one.cached_tokens_at_arrival, one.num_tokens - one.cached_tokens_at_arrival) for one in self.waiting
+        )
+        admitted = self.prefilling.values()
+        return waiting + sum(
+            work(one.num_scheduled_tokens, one.num_tokens - one.num_scheduled_tokens) for one in admitted
+        )
+
+    def remove(self, request: Request) -> int:
+        """The request ends, wherever it is. Returns its confirmed output tokens."""
+        request_id, outputs = request.request_id, request.num_output_tokens
+        self._num_departures += 1
+        if request_id in self.batch:
+            outputs = self.batch.num_outputs(request)
+            self.batch.leave(request)
+        elif request_id in self.waiting:
+            self.waiting.remove(request)
+        else:
+            for place in (self.prefilling, self.joining, self.swapped, self.outgoing):
+                place.pop(request_id, None)
+            self.incoming.remove(request_id)
+        request.decode_entry = 0
+        request.status = RequestStatus.FINISHED
+        return outputs
+
+    def schedule(self, step_id: int, finished: tuple[str, ...], now: int) -> tuple[SchedulerOutput | None, list[Event]]:
+        """The plan of the next step (None: nothing to do) and the events that planning caused."""
+        plan = StepPlan(now)
+        self._kv.begin_plan()
+        self._settle(plan)
+        self._seat_incoming(plan)
+        if self._budget.mixes_phases:
+            self._plan_decodes(plan)
+            self._plan_prefills(plan)
+        else:
+            self._plan_prefills(plan)
+            if not plan.prefills:
+                self._plan_decodes(plan)
+        if plan.is_empty and not finished:
+            return None, plan.events
+        if plan.num_decodes:
+            self.batch.advance_scheduled()
+        features = plan.features
+        predicted_ns = self._model.predict_ns(features)
+        return plan.output(step_id, finished, features, predicted_ns, self._repeats(plan)), plan.events
+
+    def repeat(self, num_steps: int) -> None:
+        """The step just handed out was taken ``num_steps`` more times (see SchedulerOutput.max_repeats)."""
+        self.batch.skip(num_steps, self._kv.grow)
+
+    def _repeats(self, plan: StepPlan) -> int:
+        """For how many steps in a row nothing is to be decided unless a message arrives."""
+        others = (
+            plan.resumed
+            or plan.prefills
+            or self.prefilling
+            or self.joining
+            or self.swapped
+            or self._kv.pool.has_changes
+        )
+        if not plan.num_decodes or others or self._config.max_steps_in_flight > 1 or not self._model.is_trusted:
+            return 1
+        steps = LEARN_EVERY - self.batch.ticks_completed % LEARN_EVERY
+        if self.waiting:
+            steps = min(steps, self._refused_until + 1 - self.batch.ticks_scheduled)
+        if self.incoming.waiting:
+            steps = min(steps, self.incoming.refused_until + 1 - self.batch.ticks_scheduled)
+        steps = min(steps, self.batch.steps_until_end())
+        if steps > 1 and len(self.batch) * (steps // self._kv.block_size + 1) > self._kv.pool.num_free:
+            steps = min(steps, self.batch.steps_until_block())
+        return max(1, steps)
+
+    def _settle(self, plan: StepPlan) -> None:
+        """Bring membership of the decode batch up to date with the steps handed out."""
+        for request in self.batch.take_ended():  # its last step is in flight: it must not be in another one
+            self.batch.end(request)
+            plan.paused.append(request.request_id)
+        for request in self.incoming.take_delivered():
+            request.handoff_end_ns = plan.now
+            self.batch.join(request, request.num_prompt_tokens, 1)
+            blocks = tuple(request.block_ids)
+            plan.resumed.append(ResumedDecode(request.request_id, request.num_prompt_tokens, blocks))
+        for request in self.joining.values():
+            if request.hands_off:
+                request.status = RequestStatus.HANDING_OFF
+                self.outgoing[request.request_id] = request
+                plan.paused.append(request.request_id)
+                continue
+            in_flight = request.num_computed_tokens < request.num_scheduled_tokens
+            outputs = request.num_output_tokens + in_flight
+            if outputs < request.max_tokens:
+                self.batch.join(request, request.num_scheduled_tokens, outputs)
+            else:
+                plan.paused.append(request.request_id)
+        self.joining.clear()
+
+    def _seat_incoming(self, plan: StepPlan) -> None:
+        """Blocks for requests that are prefilled elsewhere, first come, first served."""
+        incoming = self.incoming
+        while incoming.waiting:
+            request = next(iter(incoming.waiting.values()))
+            cached = self._kv.cached_blocks(request)
+            self._refused_until = 0
+            if not self._has_room(request, cached):
+                incoming.refused_until = self._refused_until
+                return
+            self._kv.admit(request, cached, self._expected(request))
+            request.num_cached_tokens = len(cached) * self._kv.block_size
+            incoming.seat(request)
+            reserved = HandoffReserved(
+                plan.now, request.request_id, request.num_cached_tokens, tuple(request.block_ids)
+            )
+            plan.events.append(reserved)
+
+    def _plan_decodes(self, plan: StepPlan) -> None:
+        """Every member of the decode batch takes a token; those at the end of a block get a new one first."""
+        for request in self.batch.take_block_due():
+            while request.decode_entry > 0 and (block_id := self._kv.grow(request)) is None:
+                self._preempt(plan, self.preemption.victim_for_growth())
+            if request.decode_entry > 0:
+                assert block_id is not None
+                plan.new_blocks.append((request.request_id, block_id))
+                self.batch.block_added(request)
+        self._resume_swapped(plan)
+        plan.num_decodes = len(self.batch)
+        plan.decode_context = self.batch.context
+
+    def _resume_swapped(self, plan: StepPlan) -> None:
+        if not self.swapped:
+            return
+        for request in sorted(self.swapped.values(), key=lambda swapped: swapped.order_key):
+            if request.request_id in plan.paused or self.num_running >= self._config.scheduler.max_num_seqs:
+                continue
+            if not self._kv.can_swap_in(request, alone=self.num_running == 0):
+                break
+            plan.swap_in.extend(self._kv.swap_in(request, self._expected(request)))
+            del self.swapped[request.request_id]
+            num_tokens = request.num_scheduled_tokens
+            self.batch.join(request, num_tokens, request.num_output_tokens)
+            for due in self.batch.take_block_due():
+                (block_id,) = self._kv.pool.allocate(1)  # can_swap_in has left room for it
+                due.block_ids.append(block_id)
+                self.batch.block_added(due)
+            plan.resumed.append(ResumedDecode(request.request_id, num_tokens, tuple(request.block_ids)))
+            plan.events.append(RequestResumed(plan.now, request.request_id))
+
+    def _plan_prefills(self, plan: StepPlan) -> None:
+        """Admitted and waiting prompts in one order, each as far as budget, caps and memory allow."""
+        self._refused_until = 0
+        if not self.waiting and not self.prefilling:
+            return
+        self._budget.open(StepFeatures(0, 0, plan.num_decodes, plan.decode_context), self.batch)
+        self._caps.open(self.prefilling.values())
+        for request in self.prefilling.values():
+            request.order_key = self._order(request)
+        admitted = sorted(self.prefilling.values(), key=lambda request: request.order_key, reverse=True)
+        skipped: list[Request] = []
+        open_to_new = True
+        while True:
+            head = self.waiting.head(skip_long=self._caps.long_is_full) if open_to_new else None
+            if admitted and (head is None or admitted[-1].order_key <= head.order_key):
+                if not self._continue(plan, admitted.pop()):
+                    break
+            elif head is not None:
+                verdict = self._try_admit(plan, head)
+                if verdict is _Verdict.SKIP:
+                    self.waiting.remove(head)
+                    skipped.append(head)
+                open_to_new = verdict is not _Verdict.STOP and len(skipped) < MAX_SKIPPED
+            else:
+                break
+        if skipped or self._config.scheduler.order == "deadline" or self._config.scheduler.preemption.from_waiting:
+            self._refused_until = 0  # who is first may change with time
+        for request in skipped:
+            self.waiting.push(request, is_long=request.is_long)
+
+    def _continue(self, plan: StepPlan, request: Request) -> bool:
+        """The next chunk of an admitted prompt; False when the step is full."""
+        remaining = request.num_tokens - request.num_scheduled_tokens
+        chunk = self._budget.chunk(request.num_scheduled_tokens, remaining)
+        if chunk <= 0:
+            return False
+        self._run_chunk(plan, request, chunk)
+        return True
+
+    def _run_chunk(self, plan: StepPlan, request: Request, chunk: int) -> None:
+        self._budget.take(request.num_scheduled_tokens, chunk)
+        plan.add_prefill(request, chunk)
+        if request.num_scheduled_tokens == request.num_tokens:
+            self._caps.finished_prefill()
+            del self.prefilling[request.request_id]
+            self.joining[request.request_id] = request
+
+    def _try_admit(self, plan: StepPlan, request: Request) -> _Verdict:
+        if self._is_hopeless(request, plan.now):
+            return _Verdict.SKIP
+        cached = self._kv.cached_blocks(request)
+        start = request.num_borrowed_tokens or len(cached) * self._kv.block_size
+        remaining = request.num_tokens - start
+        request.is_long = self._caps.is_long(remaining)
+        if self._kv.awaits_sibling(request, cached):
+            return _Verdict.SKIP
+        chunk = self._budget.chunk(start, remaining)
+        if chunk <= 0:
+            return _Verdict.STOP
+        if not self._caps.allows(is_long=request.is_long, is_partial=chunk < remaining):
+            return _Verdict.SKIP
+        if not self._seat(plan, request, cached):
+            return _Verdict.STOP
+        self.waiting.remove(request)
+        is_first = request.first_step_ns is None
+        self._kv.admit(request, cached, self._expected(request))
+        if is_first:
+            request.first_step_ns = plan.now
+            request.num_cached_tokens = start
+        plan.events.append(RequestAdmitted(plan.now, request.request_id, start, is_first))
+        request.status = RequestStatus.PREFILLING
+        self.prefilling[request.request_id] = request
+        self._caps.started(is_long=request.is_long)
+        self._run_chunk(plan, request, chunk)
+        return _Verdict.ADMITTED
+
+    def _seat(self, plan: StepPlan, request: Request, cached: list[int]) -> bool:
+        """Whether there is a seat and memory, if need be after displacing somebody less important."""
+        if self._has_room(request, cached):
+            return True
+        blocks = self._kv.num_blocks_for(request.num_tokens) - len(cached) + self._kv.config.watermark_blocks
+        blocks += self._kv.pool.num_idle(cached) - self._kv.pool.num_available
+        seats = self.num_running + 1 - self._config.scheduler.max_num_seqs
+        victims = self.preemption.victims_for(request, blocks, seats)
+        for victim in victims:
+            self._preempt(plan, victim, by_priority=True)
+        if victims and plan.num_decodes:
+            plan.num_decodes = len(self.batch)
+            plan.decode_context = self.batch.context
+        return bool(victims) and self._has_room(request, cached)
+
+    def _has_room(self, request: Request, cached: list[int]) -> bool:
+        if self.num_running >= self._config.scheduler.max_num_seqs:
+            self._refused_until = UNLIMITED  # until somebody ends
+            return False
+        if self.swapped and min(swapped.order_key for swapped in self.swapped.values()) <= request.order_key:
+            return False  # those who were here before come back first
+        is_alone = self.num_running == 0
+        if not self._kv.fits_now(request, cached, alone=is_alone):
+            self._refused_until = UNLIMITED
+            return False
+        return is_alone or self._fits_later(request, cached)
+
+    def _fits_later(self, request: Request, cached: list[int]) -> bool:
+        """Ask for the expected peak. A refusal stands until somebody leaves, or for a few steps: the answer costs a
+        look at every running request and changes slowly."""
+        is_incoming = request.request_id in self.incoming.waiting  # the head of either queue has a refusal of its own
+        number, departures, until = self._refusals[is_incoming]
+        if number == request.number and departures == self._num_departures and self.batch.ticks_scheduled < until:
+            self._refused_until = until
+            return False
+        if self._kv.fits_later(request, cached, self._expected(request), self._demands):
+            return True
+        self._refused_until = self.batch.ticks_scheduled + REFUSAL_STEPS
+        self._refusals[is_incoming] = (request.number, self._num_departures, self._refused_until)
+        return False
+
+    def _expected(self, request: Request) -> int:
+        if request.hands_off:
+            return 0
+        return self.lengths.expected_remaining(request.num_output_tokens, request.max_tokens)
+
+    def _demands(self) -> list[tuple[int, int]]:
+        """(blocks held alone, tokens to come) of everybody who holds blocks."""
+        expected = self.lengths.expected_remaining
+        demands = []
+        for request in self.batch:
+            own = len(request.block_ids) - request.num_shared_blocks
+            demands.append((own, expected(self.batch.num_outputs(request), request.max_tokens)))
+        for request in (*self.prefilling.values(), *self.joining.values(), *self.incoming.holders()):
+            demands.append((len(request.block_ids) - request.num_shared_blocks, self._expected(request)))
+        for request in self.outgoing.values():
+            demands.append((len(request.block_ids) - request.num_shared_blocks, 0))
+        return demands
+
+    def _preempt(self, plan: StepPlan, victim: Request, *, by_priority: bool = False) -> None:
+        self._num_departures += 1
+        self.preemption.preempt(plan, victim, by_priority=by_priority)
+        if victim.status is RequestStatus.SWAPPED:
+            victim.order_key = self._order(victim)
+            self.swapped[victim.request_id] = victim
+        else:
+            self.add(victim)
+
+    def _is_hopeless(self, request: Request, now: int) -> bool:
+        """In order "deadline": whether the objective cannot be met any more; such a request steps back once."""
+        if self._config.scheduler.order != "deadline" or request.num_preemptions:
+            return False
+        objective = ttft_ns(request, self._config.slo)
+        if request.order_key[2] > now or now >= request.arrival_ns + HOPELESS_DEFERRAL * objective:
+            return False
+        deferred = request.arrival_ns + HOPELESS_DEFERRAL * objective
+        if request.order_key[2] == deferred:
+            return False
+        request.order_key = (*request.order_key[:2], deferred, request.order_key[3])
+        return True

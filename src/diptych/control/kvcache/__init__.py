@@ -1,1 +1,0 @@
-"""Who holds which block of the KV cache."""

@@ -1,0 +1,240 @@
+"""What a worker costs a request, in nanoseconds: the one place where costs are computed.
+
+    prefill = (work waiting there + work sent there since its last report + work of what is not cached there) * stretch
+              + a share of that work for those who come later + what the streams that run there lose by it
+    decode  = expected tokens * (its own step + what the other streams' steps grow by); what is due to the load of now
+              counts in full where the roles differ, in part between equals, whose loads even out during a long answer
+    memory  = a convex price of the KV memory, u / (1 - u), with the growth that is expected of those already there
+
+Every term is time, from the step-time model that the worker itself has fitted, so nothing needs weights. Must never
+choose: that is choice.py and pairing.py.
+"""
+
+from dataclasses import dataclass, field
+
+from diptych.control.engine.load_report import LoadReport
+from diptych.control.router.topology import Role
+from diptych.control.slo import NS_PER_S
+
+UNBOUNDED = 2**62
+OTHERS_SHARE = 8  # one part in so many of a prompt's work is charged again, for those who come after it
+MAX_STRETCH = 4  # prefill next to running streams is expected to be at most so many times slower than alone
+WINDOW_NS = 10 * NS_PER_S  # how far back the share of time that a worker spends on prompts is looked at
+MAX_BUSY = 0.9
+# What workers of one role are there for, before anybody says so: a prefill worker will compute prompts for at least
+# this share of its time, and on a decode worker at least this many streams will lose by a prompt.
+LEAST_BUSY, LEAST_STREAMS = 0.75, 0.125
+# Of what an answer suffers and inflicts by the load of a worker that does both jobs, this part lasts: the next requests
+# go to whoever has less. By simulation: 1/4 to 1/10 are equally good for both latencies, 1 scatters shared prompts.
+LASTING = 0.25
+HEARD = 0  # the time of a dispatch that the worker has acknowledged: any later report covers it
+
+
+def kv_price_ns(used: int, total: int, price_ns: int) -> int:
+    """The convex price of memory: price * u / (1 - u) for the share u in use, which ends at 999."""
+    free = total - used
+    return 999 * price_ns if free * 1000 < total else price_ns * max(0, used) // free
+
+
+@dataclass(slots=True)
+class Prices:
+    """What a prompt and its answer cost on one worker, all in nanoseconds. standing: any prompt. memory: the part of it
+    that is memory. idle_at: a time; work reported until then is in front. stretch: factor on that work. token, pair: of
+    what is computed of the prompt, with what others lose by it. work_token, work_pair: the same, the work alone. block:
+    of memory filled. step, context: of a step of the answer, and of a token of context in it. Replaced, never changed
+    (and not frozen only because one is made at every change of a worker, and read many times in every decision)."""
+
+    standing: float
+    memory: int
+    idle_at: int
+    stretch: float
+    token: float
+    pair: float
+    work_token: float
+    work_pair: float
+    block: float
+    step: float
+    context: float
+
+
+def unknown_prices(standing: float = 0) -> Prices:
+    """Before the first report."""
+    return Prices(standing, 0, 0, 1.0, 1 + 1 / OTHERS_SHARE, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0)
+
+
+@dataclass(slots=True)
+class Question:
+    """One request, as scoring needs it. held: leading tokens that each worker holds."""
+
+    num_tokens: int
+    num_output_tokens: int
+    held: list[int]
+    may_hand_off: bool
+    now: int
+
+    @property
+    def num_steps(self) -> int:
+        """Decode steps that are expected."""
+        return max(0, self.num_output_tokens - 1)
+
+    @property
+    def middle(self) -> int:
+        """Mean context of a step of the answer."""
+        return self.num_tokens + self.num_output_tokens // 2
+
+
+@dataclass(slots=True)
+class BusyShare:
+    """The share of its time for which a worker was given prompt work, over the last one to two windows."""
+
+    begun_ns: int = 0
+    now_ns: int = 0  # work given in this window
+    before_ns: int = 0  # in the window before
+
+    def add(self, now: int, work_ns: int) -> None:
+        """Work was given."""
+        self._pass_time(now)
+        self.now_ns += work_ns
+
+    def share(self, now: int) -> float:
+        """In [0, 0.9]."""
+        if now >= self.begun_ns + WINDOW_NS:
+            self._pass_time(now)
+        left = WINDOW_NS - (now - self.begun_ns)
+        return min(MAX_BUSY, (self.now_ns + self.before_ns * left // WINDOW_NS) / WINDOW_NS)
+
+    def _pass_time(self, now: int) -> None:
+        passed = (now - self.begun_ns) // WINDOW_NS
+        if passed > 0:
+            self.before_ns = self.now_ns if passed == 1 else 0
+            self.now_ns = 0
+            self.begun_ns += passed * WINDOW_NS
+
+
+@dataclass(slots=True)
+class WorkerView:
+    """One worker as the front end sees it, with every sum that a decision needs kept ready.
+
+    work, memory: dispatches that no report covers yet, as (time from which one does, nanoseconds or blocks).
+    streams, context, growth: the requests that decode there or are about to, their expected mean context in all, and
+    the tokens that they are expected to generate. prices: what follows from all that.
+    """
+
+    report: LoadReport | None = None
+    is_up: bool = True
+    role: Role = "both"
+    work: dict[str, tuple[int, int]] = field(default_factory=dict)
+    memory: dict[str, tuple[int, int]] = field(default_factory=dict)
+    work_sum_ns: int = 0  # of ``work``
+    memory_sum: int = 0  # of ``memory``
+    streams: int = 0
+    context: int = 0
+    growth: int = 0
+    busy: BusyShare = field(default_factory=BusyShare)
+    prices: Prices = field(default_factory=unknown_prices)
+
+    def send(self, request_id: str, covered_ns: int, work_ns: int, num_blocks: int) -> None:
+        """A dispatch; reports from ``covered_ns`` on know of it."""
+        if work_ns:
+            self.work[request_id] = (covered_ns, work_ns)
+            self.work_sum_ns += work_ns
+        if num_blocks:
+            self.memory[request_id] = (covered_ns, num_blocks)
+            self.memory_sum += num_blocks
+
+    def drop_work(self, request_id: str) -> None:
+        """Its prompt is computed, or given up."""
+        self.work_sum_ns -= self.work.pop(request_id, (0, 0))[1]
+
+    def drop(self, request_id: str) -> None:
+        """It ended."""
+        self.drop_work(request_id)
+        self.memory_sum -= self.memory.pop(request_id, (0, 0))[1]
+
+    def heard(self, request_id: str, *, holds_blocks: bool) -> None:
+        """The worker has it: from its next report on, its work is in the backlog, and its blocks too once it holds
+        them."""
+        if request_id in self.work:
+            self.work[request_id] = (HEARD, self.work[request_id][1])
+        if holds_blocks and request_id in self.memory:
+            self.memory[request_id] = (HEARD, self.memory[request_id][1])
+
+    def on_report(self, report: LoadReport) -> None:
+        """A report; what it covers is no longer counted here."""
+        self.report = report
+        for one in [one for one, (covered_ns, _) in self.work.items() if covered_ns <= report.time_ns]:
+            self.drop_work(one)
+        for one in [one for one, (covered_ns, _) in self.memory.items() if covered_ns <= report.time_ns]:
+            self.memory_sum -= self.memory.pop(one)[1]
+
+    def join(self, sign: int, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """A request will decode there (1), or no longer does (-1); with its expected answer."""
+        self.streams += sign
+        self.context += sign * (num_prompt_tokens + num_output_tokens // 2)
+        self.growth += sign * num_output_tokens
+
+    def reprice(self, price_ns: int, now: int = 0, block_size: int = 1) -> None:
+        """After a change: everything that costs depend on besides the prompt."""
+        report = self.report
+        if report is None:
+            self.prices = unknown_prices(self.work_sum_ns)
+            return
+        used = report.used_blocks + self.memory_sum
+        if self.growth:
+            used += max(0, self.growth - report.output_tokens) // block_size
+        memory_ns = kv_price_ns(used, report.num_blocks, price_ns)
+        base_ns = report.fixed_ns + report.sequence_ns * self.streams + report.context_ns * self.context
+        stretch, loss = self._next_to_streams(report, base_ns)
+        busy = self.busy.share(now)
+        if self.role == "prefill" and busy < LEAST_BUSY:
+            busy = LEAST_BUSY
+        slower, waiting = 1 / (1 - busy), busy / (1 - busy)
+        others = self.streams + waiting  # who loses what this request adds to each step
+        lasting = LASTING if self.role == "both" else 1.0
+        alone_ns = report.fixed_ns + report.sequence_ns
+        load_ns = (base_ns + report.sequence_ns) * slower + report.sequence_ns * others - alone_ns
+        self.prices = Prices(  # (by position, which is faster)
+            self.work_sum_ns * stretch + memory_ns,
+            memory_ns,
+            report.time_ns + report.backlog_ns,
+            stretch,
+            report.token_ns * (stretch + loss),
+            report.pair_ns * (stretch + loss),
+            report.token_ns,
+            report.pair_ns,
+            price_ns / report.num_blocks,
+            alone_ns + lasting * load_ns,
+            report.context_ns * (1 + lasting * (slower - 1 + others)),
+        )
+
+    def is_idle(self, now: int) -> bool:
+        """Whether nothing waits, is computed or decodes there, as far as is known."""
+        return not self.streams and not self.work and self.prices.idle_at <= now
+
+    def work_ns(self, left: int, cached: int) -> int:
+        """What computing ``left`` prompt tokens after ``cached`` ones takes there."""
+        return int(work_ns(self.prices, left, cached))
+
+    def _next_to_streams(self, report: LoadReport, base_ns: float) -> tuple[float, float]:
+        """Prompts next to running streams: chunks get the part of a step that the objective leaves (the first factor),
+        and each stream loses the time of the chunk, which matters the more the fuller its objective is (the second)."""
+        streams = max(self.streams, LEAST_STREAMS) if self.role == "decode" else self.streams
+        if not self.streams or not report.tpot_ns:
+            return 1.0, 1 / OTHERS_SHARE + streams
+        share = min(1.0, base_ns / report.tpot_ns)
+        return 1 / max(1 - share, 1 / MAX_STRETCH), 1 / OTHERS_SHARE + share * self.streams
+
+
+def pairs(left: int, cached: int) -> int:
+    """(query, key) pairs of ``left`` tokens after ``cached`` ones."""
+    return left * cached + left * (left + 1) // 2
+
+
+def work_ns(prices: Prices, left: int, cached: int) -> float:
+    """Computing ``left`` prompt tokens after ``cached`` ones, alone."""
+    return prices.work_token * left + prices.work_pair * pairs(left, cached)
+
+
+def prompt_ns(prices: Prices, left: int, cached: int) -> float:
+    """What the prompt costs: its work, and what others lose by it."""
+    return prices.token * left + prices.pair * pairs(left, cached)

@@ -1,0 +1,1 @@
+"""How figures are shown: tables, charts, pages. Used by simulations and by measurements."""

@@ -1,0 +1,1 @@
+"""What KV is packed with on a wire."""

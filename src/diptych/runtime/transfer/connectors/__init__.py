@@ -1,0 +1,1 @@
+"""The ways in which KV goes from worker to worker, one file each."""

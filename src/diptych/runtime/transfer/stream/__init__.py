@@ -1,0 +1,1 @@
+"""KV over a byte stream: connections, frames, both ends of a transfer."""

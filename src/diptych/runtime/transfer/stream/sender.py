@@ -1,0 +1,335 @@
+"""The sending side: one connection to each receiver, kept alive as long as there is something to say.
+
+Owns dialling, backing off, resuming, and whose frame is next. Openings and commits go before KV; the KV of different
+legs takes turns, a frame each. A leg whose next frame waits for layers is in no queue: the worker's thread says when
+they are there. Runs in the connector's thread.
+"""
+
+import errno
+import socket
+import time
+from collections import deque
+
+from diptych.control.errors import ConfigError
+from diptych.runtime.transfer.connector import Failed, KVFormat, Sent
+from diptych.runtime.transfer.stream.addresses import SocketAddress
+from diptych.runtime.transfer.stream.carriers import Carrier, CarrierChoice
+from diptych.runtime.transfer.stream.frames import LAST_OF_CHUNK, Frame, Kind, ProtocolError, Seal, checksum
+from diptych.runtime.transfer.stream.handshake import (
+    GREETING_BYTES,
+    WELCOME_BYTES,
+    Identity,
+    Introduction,
+    accept_welcome,
+    format_bytes_of,
+    hello,
+)
+from diptych.runtime.transfer.stream.stream_connection import Connection, ConnectionLost
+from diptych.runtime.transfer.stream.transfer_table import EventQueue, SendingLeg
+
+FIRST_BACK_OFF_NS = 10_000_000
+LAST_BACK_OFF_NS = 1_000_000_000
+MIN_SAMPLE_BYTES = 1 << 20  # written before the kernel's estimate of the link is believed
+_DELIVERY_RATE_AT, _APP_LIMITED_AT = 160, 7  # in struct tcp_info of linux/tcp.h
+
+
+class SenderConnection(Connection):
+    """Our connection to one receiver."""
+
+    def __init__(self, sock: socket.socket, identity: Identity, peer: "Peer", dial: int) -> None:
+        super().__init__(sock)
+        self.is_connected = False
+        self.welcomed: Introduction | None = None
+        self._identity = identity
+        self.peer = peer
+        self._dial = dial
+        self._greeted = b""
+        self._said = b""
+        self._welcome = b""
+        self.expect(GREETING_BYTES)
+
+    @property
+    def is_introduced(self) -> bool:
+        """Whether we have said who we are."""
+        return bool(self._said)
+
+    def connected(self) -> None:
+        """The socket is writable for the first time. Raises ConnectionLost when that is because it failed."""
+        code = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            raise ConnectionLost(errno.errorcode.get(code, str(code)))
+        self.is_connected = True
+
+    def heard(self, message: bytes) -> None:
+        """See Connection: a greeting, the fixed part of a WELCOME, its format."""
+        if not self._greeted:
+            self._greeted = message
+            self._said = hello(self._identity, message, str(self.peer.address), self._dial)
+            self.put(self._said)
+            self.expect(WELCOME_BYTES)
+        elif not self._welcome:
+            self._welcome = message
+            self.expect(format_bytes_of(message))
+        else:
+            who = accept_welcome(self._identity, self._greeted, self._said, self._welcome + message)
+            self.seal_in, self.seal_out = Seal(who.key_to_sender), Seal(who.key_to_receiver)
+            self.begin_frames()
+            self.welcomed = who
+            self.peer.welcomed(who)
+
+    def control_done(self, frame: Frame, body: bytes) -> None:
+        """See Connection."""
+        if frame.kind is Kind.ACK:
+            self.peer.acknowledged(frame.number, frame.sequence)
+        elif frame.kind is Kind.REFUSE:
+            self.peer.refused(frame.number, body.decode(errors="replace"))
+        else:
+            raise ProtocolError(f"a receiver does not say {frame.kind.name}")
+
+    def link_bytes_per_s(self) -> float | None:
+        """What the kernel thinks the path delivers; None when it does not know, or not from a full pipe."""
+        if self.sock.family == socket.AF_UNIX or self.num_written < MIN_SAMPLE_BYTES:
+            return None
+        info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+        if len(info) < _DELIVERY_RATE_AT + 8 or info[_APP_LIMITED_AT] & 1:
+            return None
+        return float(int.from_bytes(info[_DELIVERY_RATE_AT : _DELIVERY_RATE_AT + 8], "little")) or None
+
+
+class Peer:
+    """One receiver, by its address: its legs, its connection while there is one, and the way to the next."""
+
+    def __init__(self, address: SocketAddress, identity: Identity, carriers: CarrierChoice, events: EventQueue,
+                 resume_timeout_ns: int) -> None:  # fmt: skip
+        self.address = address
+        self.connection: SenderConnection | None = None
+        self.legs: dict[int, SendingLeg] = {}
+        self._identity = identity
+        self._carriers = carriers
+        self._events = events
+        self._resume_timeout_ns = resume_timeout_ns
+        self._urgent: deque[SendingLeg] = deque()
+        self._ready: deque[SendingLeg] = deque()
+        self._receiver: KVFormat | None = None  # while the connection is up
+        self._instance = b""
+        self._link_bytes_per_s: float | None = None
+        self._dialled_ns = 0
+        self._next_dial_ns = 0
+        self._back_off_ns = FIRST_BACK_OFF_NS
+        self._broken_ns: int | None = None  # since when there is no connection, though there are legs
+        self._stuck_ns: int | None = None  # since when connections break before anything is acknowledged
+        self._trouble = "no connection yet"
+        self._progress = (0, 0)  # when, bytes that have really left
+
+    # What the worker says
+
+    def news(self, leg: SendingLeg) -> None:
+        """Something was queued: the leg gets in line when it is its turn to send."""
+        if self._receiver is None or leg.is_ready or leg.is_closed or (leg.is_announced and leg.is_resuming):
+            return
+        if not leg.is_announced or leg.has_commit:
+            leg.is_ready = True
+            self._urgent.append(leg)
+        elif leg.has_data:
+            leg.is_ready = True
+            self._ready.append(leg)
+
+    def cancelled(self, leg: SendingLeg) -> None:
+        """The worker has given a leg up; its blocks are fenced already."""
+        if self.legs.pop(leg.number, None) is not None and leg.is_announced and self.connection is not None:
+            self.connection.put_control(Frame(Kind.CANCEL, leg.number))
+
+    # What the receiver says
+
+    def welcomed(self, who: Introduction) -> None:
+        """The connection is up. Raises ProtocolError, with all legs failed, when the caches do not fit."""
+        try:
+            self._identity.kv_format.check_compatible(who.kv_format)
+            self._carriers.for_sending(who.kv_format, 1, None)
+        except ConfigError as error:
+            self.fail_all(error.message)
+            raise ProtocolError(error.message) from error
+        self._receiver, self._instance, self._broken_ns = who.kv_format, who.instance, None
+        self._progress = (time.monotonic_ns(), 0)
+        for leg in list(self.legs.values()):
+            if leg.receiver not in (None, who.instance):
+                self._fail(leg, "the receiver was restarted")
+            else:
+                self.news(leg)
+
+    def acknowledged(self, number: int, sequence: int) -> None:
+        """The receiver has everything below ``sequence``. Raises ProtocolError for what was never sent."""
+        leg = self.legs.get(number)
+        if leg is None:
+            return
+        before = leg.acknowledged
+        leg.is_resuming = False
+        is_over = leg.acknowledge(sequence)
+        if leg.acknowledged > before or not leg.is_waiting:
+            self._stuck_ns, self._back_off_ns = None, FIRST_BACK_OFF_NS
+        if not is_over:
+            self.news(leg)
+            return
+        del self.legs[number]
+        with leg.lock:
+            if leg.is_closed:
+                return
+            leg.shut()
+        now = time.monotonic_ns()
+        first = leg.first_byte_ns or leg.commit_ns
+        self._events.emit(leg, Sent(leg.leg_id, leg.num_bytes, first, leg.commit_ns, now))
+
+    def refused(self, number: int, message: str) -> None:
+        """The receiver does not take this leg."""
+        leg = self.legs.get(number)
+        if leg is not None:
+            self._fail(leg, message)
+
+    # The connection
+
+    @property
+    def wants_write(self) -> bool:
+        """Whether there is something for the socket to take."""
+        connection = self.connection
+        if connection is None:
+            return False
+        return not connection.is_connected or connection.wants_write or bool(self._urgent or self._ready)
+
+    def write(self) -> None:
+        """The socket takes bytes: all that is urgent, and one frame of KV. Raises ConnectionLost."""
+        connection = self.connection
+        if connection is None:
+            return
+        if not connection.is_connected:
+            connection.connected()
+        connection.write()
+        may_send_kv = True
+        while not connection.wants_write and (self._urgent or (may_send_kv and self._ready)):
+            leg = self._urgent.popleft() if self._urgent else self._ready.popleft()
+            leg.is_ready = False
+            may_send_kv = not self._put_next(leg, connection) and may_send_kv
+            connection.write()
+
+    def lost(self, trouble: str) -> None:
+        """The connection is over (or could not be had): later another, and from there on."""
+        now = time.monotonic_ns()
+        was_up = self._receiver is not None
+        if self.connection is not None:
+            if self.connection.is_introduced and not was_up:
+                trouble += " (during the handshake: has it the same secret?)"
+            self.connection.close()
+        self.connection, self._receiver, self._trouble = None, None, trouble
+        self._urgent.clear()
+        self._ready.clear()
+        for leg in self.legs.values():
+            with leg.lock:
+                leg.in_flight = None
+            leg.restart()
+        if self.legs:
+            self._broken_ns = self._broken_ns or now
+            if was_up:
+                self._stuck_ns = self._stuck_ns or now
+            if self._stuck_ns is not None and now - self._stuck_ns > self._resume_timeout_ns:
+                self.fail_all(f"connections to {self.address} break before anything is through: {trouble}")
+        self._next_dial_ns = now + self._back_off_ns
+        self._back_off_ns = min(2 * self._back_off_ns, LAST_BACK_OFF_NS)
+
+    def dial(self, now_ns: int) -> SenderConnection | None:
+        """A new connection on its way, when one is needed and due."""
+        if self.connection is not None or not self.legs or now_ns < self._next_dial_ns:
+            return None
+        if self._broken_ns is None:
+            self._broken_ns = now_ns
+        self._dialled_ns = now_ns
+        try:
+            sock = socket.socket(self.address.family, socket.SOCK_STREAM)
+        except OSError as error:  # no file descriptors: later
+            self.lost(str(error))
+            return None
+        connection = SenderConnection(sock, self._identity, self, now_ns)
+        code = sock.connect_ex(self.address.target)
+        if code not in (0, errno.EINPROGRESS):
+            connection.close()
+            self.lost(f"{self.address}: {errno.errorcode.get(code, code)}")
+            return None
+        self.connection = connection
+        return connection
+
+    def tick(self, now_ns: int) -> int | None:
+        """Give up what takes too long. When to look again; None when nothing is pending. Raises ConnectionLost."""
+        if not self.legs:
+            return None
+        if self._broken_ns is not None:
+            for leg in list(self.legs.values()):
+                if now_ns - max(self._broken_ns, leg.opened_ns) > self._resume_timeout_ns:
+                    seconds = self._resume_timeout_ns / 1e9
+                    self._fail(leg, f"no working connection to {self.address} for {seconds:g} s: {self._trouble}")
+        if self.connection is None:
+            return self._next_dial_ns
+        patience = self._resume_timeout_ns // 2
+        if self._receiver is None:
+            if now_ns - self._dialled_ns > patience:
+                raise ConnectionLost("no answer to the handshake")
+        elif self.connection.wants_write or any(leg.is_waiting for leg in self.legs.values()):
+            left = self.connection.num_written - self.connection.num_unsent
+            if left != self._progress[1]:
+                self._progress = (now_ns, left)
+            elif now_ns - self._progress[0] > patience:
+                self._broken_ns = self._progress[0]
+                raise ConnectionLost("nothing moves")
+        else:
+            self._progress = (now_ns, self._progress[1])
+            return None
+        return now_ns + max(1_000_000, self._resume_timeout_ns // 16)
+
+    def fail_all(self, message: str) -> None:
+        """Every leg to this receiver is over."""
+        for leg in list(self.legs.values()):
+            self._fail(leg, message)
+
+    def _fail(self, leg: SendingLeg, message: str) -> None:
+        self.legs.pop(leg.number, None)
+        with leg.lock:
+            if leg.is_closed:
+                return
+            leg.shut()
+        self._events.emit(leg, Failed(leg.leg_id, True, message))
+
+    def _put_next(self, leg: SendingLeg, connection: SenderConnection) -> bool:
+        """Queue the leg's next frame and let it get in line again. Whether that was KV."""
+        if leg.is_closed:
+            return False
+        is_kv = False
+        if not leg.is_announced:
+            body = leg.leg_id.encode()
+            connection.put_control(Frame(Kind.OPEN, leg.number, start=leg.start, body_bytes=len(body)), body)
+            leg.is_announced, leg.receiver = True, self._instance
+        elif (commit := leg.next_commit()) is not None:
+            sequence, payload = commit
+            connection.put_control(Frame(Kind.COMMIT, leg.number, sequence, body_bytes=len(payload)), payload)
+        else:
+            is_kv = self._put_kv(leg, connection)
+        self.news(leg)
+        return is_kv
+
+    def _put_kv(self, leg: SendingLeg, connection: SenderConnection) -> bool:
+        with leg.lock:
+            following = None if leg.is_closed else leg.next_part(self._choose)
+            if following is None:
+                return False
+            sequence, part, carrier, blocks = following
+            pieces = carrier.pack(blocks, part)
+            size = sum(map(len, pieces))
+            frame = Frame(
+                Kind.DATA, leg.number, sequence, part.start, part.num_tokens, part.first_layer, part.num_layers,
+                carrier.encoding, LAST_OF_CHUNK if part.is_last else 0, size, checksum(pieces),
+            )  # fmt: skip
+            leg.in_flight = connection.put_data(frame, pieces, leg.lock)
+            leg.first_byte_ns = leg.first_byte_ns or time.monotonic_ns()
+            leg.num_bytes += carrier.num_bytes(part)
+        return True
+
+    def _choose(self, num_tokens: int) -> Carrier:
+        assert self._receiver is not None and self.connection is not None
+        self._link_bytes_per_s = self.connection.link_bytes_per_s() or self._link_bytes_per_s
+        return self._carriers.for_sending(self._receiver, num_tokens, self._link_bytes_per_s)

@@ -1,0 +1,253 @@
+"""One socket between two connectors: bytes in, bytes out, never waiting. Used by the connector's thread only.
+
+Owns the socket, the frame that is being read and the frames that wait to be written. A body is received straight to
+where it belongs and sent straight from where it lies; while bytes of a leg's blocks move, that leg's lock is held, and
+for a closed leg they go to a scratch buffer instead. Must never decide what a frame means: see sender.py, receiver.py.
+"""
+
+import contextlib
+import fcntl
+import socket
+import termios
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+
+from diptych.runtime.transfer.stream.frames import HEADER_BYTES, Frame, Kind, ProtocolError, Seal, parse_header
+from diptych.runtime.transfer.stream.transfer_table import Leg
+
+MAX_PIECES = 1000  # per system call; the kernel takes 1024
+READ_BUDGET = 1 << 21  # bytes from one connection before others have their turn
+NOT_SENT_LOW_WATER = 1 << 17  # bytes that may wait in the kernel: what a small frame of another leg has to wait behind
+SCRATCH_BYTES = 1 << 16
+_TCP_OPTIONS = (
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+    (socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, NOT_SENT_LOW_WATER),
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),  # an idle connection to a host that is gone ends after a minute
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+)
+
+
+class ConnectionLost(Exception):
+    """The connection has ended, from either side."""
+
+
+class Outgoing:
+    """A frame on its way out: a header and pieces of a body that may lie in a leg's blocks."""
+
+    def __init__(self, pieces: list[memoryview], lock: "threading.Lock | None" = None) -> None:
+        self.pieces = pieces
+        self.at = 0
+        self.lock = lock
+
+    def detach(self) -> None:
+        """Copy what is not sent yet: the frame no longer points into anybody's blocks. With the leg's lock held."""
+        self.pieces[self.at :] = [memoryview(bytes(piece)) for piece in self.pieces[self.at :]]
+
+    def advance(self, count: int) -> bool:
+        """``count`` bytes have left. Whether all have."""
+        self.at = _advance(self.pieces, self.at, count)
+        return self.at == len(self.pieces)
+
+
+class Connection(ABC):
+    """Reads and writes. Subclasses say what to read first (``expect``) and what comes of it; a side that takes KV says
+    where its bodies go and what follows (``body_for``, ``data_done``): others refuse them."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        if sock.family != socket.AF_UNIX:
+            for level, option, value in _TCP_OPTIONS:
+                sock.setsockopt(level, option, value)
+        self.sock = sock
+        self.is_open = True
+        self.num_written = 0
+        self._out: deque[Outgoing] = deque()
+        self._targets: list[memoryview] = []
+        self._at = 0
+        self._left = 0  # bytes of the current item (a body, before the next header) that are still to come
+        self._leg: Leg | None = None  # whose blocks the current item goes to
+        self._header = bytearray(HEADER_BYTES)
+        self._sealed = b""  # the header of the frame whose body is read
+        self._in_frames = False
+        self._frame: Frame | None = None
+        self._control = bytearray()
+        self._scratch = memoryview(bytearray(SCRATCH_BYTES))
+        self.seal_in: Seal | None = None
+        self.seal_out: Seal | None = None
+
+    def close(self) -> None:
+        """Close the socket; what was queued is lost."""
+        if self.is_open:
+            self.is_open = False
+            self._out.clear()
+            self.sock.close()
+
+    # Writing
+
+    @property
+    def wants_write(self) -> bool:
+        """Whether something waits to be written."""
+        return bool(self._out)
+
+    @property
+    def num_unsent(self) -> int:
+        """Bytes that the kernel still holds: not yet acknowledged by, or not yet read at, the other host."""
+        return int.from_bytes(fcntl.ioctl(self.sock, termios.TIOCOUTQ, b"\0" * 4), "little")
+
+    def put(self, data: bytes) -> None:
+        """Queue plain bytes (of the handshake)."""
+        self._out.append(Outgoing([memoryview(data)]))
+
+    def put_control(self, frame: Frame, body: bytes = b"") -> None:
+        """Queue a frame of a kind other than DATA."""
+        assert self.seal_out is not None
+        self._out.append(Outgoing([memoryview(self.seal_out.seal(frame, body)), memoryview(body)][: 2 if body else 1]))
+
+    def put_data(self, frame: Frame, pieces: list[memoryview], lock: threading.Lock) -> Outgoing:
+        """Queue a frame of KV."""
+        assert self.seal_out is not None
+        out = Outgoing([memoryview(self.seal_out.seal(frame)), *pieces], lock)
+        self._out.append(out)
+        return out
+
+    def write(self) -> None:
+        """Write until nothing is queued or the kernel takes no more. Raises ConnectionLost."""
+        while self._out:
+            out = self._out[0]
+            with out.lock or contextlib.nullcontext():
+                try:
+                    count = self.sock.sendmsg(out.pieces[out.at : out.at + MAX_PIECES])
+                except (BlockingIOError, InterruptedError):
+                    return
+                except OSError as error:
+                    raise ConnectionLost(str(error)) from error
+                self.num_written += count
+                is_done = out.advance(count)
+            if is_done:
+                self._out.popleft()
+
+    # Reading
+
+    def expect(self, count: int) -> None:
+        """Handshake: the next ``count`` bytes are one item, given to ``heard``."""
+        self._control = bytearray(count)
+        self._targets, self._at, self._left = [memoryview(self._control)], 0, count
+
+    def begin_frames(self) -> None:
+        """From here on, frames."""
+        self._in_frames = True
+        self._next_header()
+
+    def read(self) -> None:
+        """Read what is there, within the budget. Raises ConnectionLost, ProtocolError."""
+        budget = READ_BUDGET
+        while budget > 0 and self.is_open:
+            count = self._receive()
+            if count is None:
+                return
+            budget -= count
+            while count and self.is_open:
+                count = self._take(count)
+
+    @abstractmethod
+    def heard(self, message: bytes) -> None:
+        """A handshake item is here. Must call ``expect`` or ``begin_frames``, or raise."""
+
+    def body_for(self, frame: Frame) -> tuple[Sequence[memoryview], Leg | None]:
+        """Where the body of this DATA frame goes, and whose blocks these are (None: a buffer). The seal is checked."""
+        raise ProtocolError("a receiver sends no KV")
+
+    def data_done(self, frame: Frame) -> None:
+        """The body of a DATA frame is where ``body_for`` said, or in the scratch buffer when its leg was closed."""
+        raise ProtocolError("a receiver sends no KV")
+
+    @abstractmethod
+    def control_done(self, frame: Frame, body: bytes) -> None:
+        """A frame of another kind is here; its seal is checked."""
+
+    def discard(self, count: int) -> list[memoryview]:
+        """``count`` bytes of nowhere."""
+        whole, rest = divmod(count, SCRATCH_BYTES)
+        return [self._scratch] * whole + ([self._scratch[:rest]] if rest else [])
+
+    def _receive(self) -> int | None:
+        with self._leg.lock if self._leg is not None else contextlib.nullcontext():
+            if self._leg is not None and self._leg.is_closed:
+                self._leg = None
+                tail = self._targets[-1:]  # the next header
+                self._targets, self._at = [*self.discard(self._left), *tail], 0
+            try:
+                count = self.sock.recvmsg_into(self._targets[self._at : self._at + MAX_PIECES])[0]
+            except (BlockingIOError, InterruptedError):
+                return None
+            except OSError as error:
+                raise ConnectionLost(str(error)) from error
+        if count == 0:
+            raise ConnectionLost("the other side has closed the connection")
+        return count
+
+    def _take(self, count: int) -> int:
+        """``count`` bytes have come; take in what belongs to the current item. How many are left for the next."""
+        if self._left > count:
+            self._left -= count
+            self._at = _advance(self._targets, self._at, count)
+            return 0
+        rest = count - self._left
+        self._at = _advance(self._targets, self._at, self._left)
+        self._left = 0
+        self._leg = None
+        if not self._in_frames:
+            self.heard(bytes(self._control))
+        elif self._frame is None:
+            self._header_done()
+        else:
+            self._body_done(self._frame)
+        return rest  # of the next header: these bytes lie in its buffer already
+
+    def _header_done(self) -> None:
+        assert self.seal_in is not None
+        frame = parse_header(self._header)
+        self._sealed = bytes(self._header)
+        if frame.kind is Kind.DATA:
+            self.seal_in.check(self._sealed)
+            views, self._leg = self.body_for(frame)
+            body = [view for view in views if len(view)]
+        else:
+            self._control = bytearray(frame.body_bytes)
+            body = [memoryview(self._control)] if frame.body_bytes else []
+        self._frame = frame
+        if frame.body_bytes:  # the next header is read along with the body
+            self._targets, self._at, self._left = [*body, memoryview(self._header)], 0, frame.body_bytes
+        else:
+            self._leg = None
+            self._body_done(frame)
+
+    def _body_done(self, frame: Frame) -> None:
+        self._frame = None
+        self._next_header()
+        if frame.kind is Kind.DATA:
+            self.data_done(frame)
+            return
+        assert self.seal_in is not None
+        body = bytes(self._control)
+        self.seal_in.check(self._sealed, body)
+        self.control_done(frame, body)
+
+    def _next_header(self) -> None:
+        self._targets, self._at, self._left = [memoryview(self._header)], 0, HEADER_BYTES
+
+
+def _advance(pieces: list[memoryview], at: int, count: int) -> int:
+    """The pieces from ``at`` on without their first ``count`` bytes: where they begin now."""
+    while count:
+        size = len(pieces[at])
+        if size > count:
+            pieces[at] = pieces[at][count:]
+            return at
+        count -= size
+        at += 1
+    return at

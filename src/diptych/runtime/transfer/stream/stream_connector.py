@@ -1,0 +1,304 @@
+"""A KVConnector over stream sockets: the worker's calls on one side, one thread for all sockets on the other.
+
+Owns the thread, the selector and the listening socket. The worker's thread only touches dictionaries, queues and the
+locks of single legs; what there is to do travels to the connector's thread through a queue and an eventfd. The thread
+sleeps in the selector: without a time limit when nothing is pending.
+"""
+
+import os
+import secrets
+import selectors
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from diptych.control.errors import ConfigError, WorkerError
+from diptych.runtime.transfer.connector import (
+    MAX_LEG_ID_BYTES,
+    MAX_PAYLOAD_BYTES,
+    ChunkArrived,
+    KVFormat,
+    TransferEvent,
+    TransferOptions,
+)
+from diptych.runtime.transfer.stream.addresses import SocketAddress, listen, parse_address
+from diptych.runtime.transfer.stream.carriers import CarrierChoice
+from diptych.runtime.transfer.stream.frames import ProtocolError
+from diptych.runtime.transfer.stream.handshake import INSTANCE_BYTES, Identity
+from diptych.runtime.transfer.stream.receiver import Receiver, ReceiverConnection
+from diptych.runtime.transfer.stream.sender import Peer, SenderConnection
+from diptych.runtime.transfer.stream.stream_connection import Connection, ConnectionLost
+from diptych.runtime.transfer.stream.transfer_table import EventQueue, Leg, ReceivingLeg, SendingLeg
+
+READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+LISTENER_PAUSE_NS = 200_000_000  # after accepting has failed for lack of resources
+
+
+class StreamConnector:
+    """See KVConnector. One protocol over TCP and unix sockets; ``carriers`` say what travels."""
+
+    def __init__(self, carriers: CarrierChoice, kv_format: KVFormat, options: TransferOptions) -> None:
+        self._format = kv_format
+        self._identity = Identity(options.secret, secrets.token_bytes(INSTANCE_BYTES), kv_format)
+        self._carriers = carriers
+        self._timeout_ns = int(options.resume_timeout_s * 1e9)
+        self._listener, self._bound = listen(parse_address(options.listen))
+        self.address = str(_advertised(self._bound, options.advertise))
+        self._events = EventQueue()
+        self._receiver = Receiver(self._identity, carriers, self._events, self._timeout_ns, self._lost)
+        self._sending: dict[str, SendingLeg] = {}
+        self._next_number = 1
+        self._peers: dict[SocketAddress, Peer] = {}
+        self._news: deque[Leg] = deque()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector = selectors.DefaultSelector()
+        self._masks: dict[Connection, int] = {}
+        self._resume_listening_ns: int | None = None
+        self._is_closing = False
+        self._is_closed = False
+        self._fault: Exception | None = None
+        self._selector.register(self._wake, READ, None)
+        self._selector.register(self._listener, READ, None)
+        self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
+        self._thread.start()
+
+    # The worker's thread
+
+    def expect(self, leg_id: str, block_ids: Sequence[int], start: int, num_tokens: int) -> None:
+        """See KVConnector."""
+        if leg_id in self._receiver.legs:
+            raise ValueError(f"leg {leg_id} is expected already")
+        if block_ids:
+            self._check_blocks(leg_id, block_ids, start + num_tokens)
+        elif num_tokens:
+            raise ValueError(f"leg {leg_id} has no blocks for its {num_tokens} tokens")
+        self._receiver.legs[leg_id] = ReceivingLeg(leg_id, block_ids, start, num_tokens)
+
+    def forget(self, leg_id: str) -> None:
+        """See KVConnector."""
+        leg = self._receiver.legs.pop(leg_id, None)
+        if leg is not None:
+            with leg.lock:
+                leg.is_closed = leg.is_silent = True
+            self._tell(leg)
+
+    def open(self, leg_id: str, address: str, start: int) -> None:
+        """See KVConnector."""
+        if leg_id in self._sending:
+            raise ValueError(f"leg {leg_id} is open already")
+        if not 0 < len(leg_id.encode()) <= MAX_LEG_ID_BYTES:
+            raise ValueError(f"a leg id of {len(leg_id.encode())} bytes; 1 to {MAX_LEG_ID_BYTES}")
+        leg = SendingLeg(leg_id, self._next_number, parse_address(address), start, self._format.num_layers)
+        self._next_number += 1
+        self._sending[leg_id] = leg
+        self._tell(leg)
+
+    def send(
+        self, leg_id: str, start: int, num_tokens: int, block_ids: Sequence[int], num_layers: int | None = None
+    ) -> None:
+        """See KVConnector."""
+        leg = self._sending.get(leg_id)
+        if leg is None or leg.is_closed or not num_tokens:
+            return
+        if num_layers is not None and not 1 <= num_layers <= self._format.num_layers:
+            raise ValueError(f"leg {leg_id}: {num_layers} layers are computed, of {self._format.num_layers}")
+        if block_ids:
+            self._check_blocks(leg_id, block_ids, start + num_tokens)
+        if leg.queue_send(start, num_tokens, block_ids, num_layers or self._format.num_layers):
+            self._tell(leg)
+
+    def commit(self, leg_id: str, payload: bytes) -> None:
+        """See KVConnector."""
+        if len(payload) > MAX_PAYLOAD_BYTES:
+            raise ValueError(f"a commit of {len(payload)} bytes; at most {MAX_PAYLOAD_BYTES}")
+        leg = self._sending.get(leg_id)
+        if leg is not None:
+            leg.queue_commit(payload)
+            self._tell(leg)
+
+    def cancel(self, leg_id: str) -> None:
+        """See KVConnector."""
+        leg = self._sending.pop(leg_id, None)
+        if leg is not None:
+            with leg.lock:
+                leg.is_silent = True
+                leg.shut()
+            self._tell(leg)
+
+    def poll(self) -> list[TransferEvent]:
+        """See KVConnector. Raises WorkerError when the connector's thread has died of a bug."""
+        if self._fault is not None:
+            raise WorkerError(f"the KV connector has failed: {self._fault}") from self._fault
+        happened: list[TransferEvent] = []
+        if self._is_closed:
+            return happened
+        for leg, event in self._events.drain():
+            happened.append(event)
+            if not isinstance(event, ChunkArrived):
+                if leg.is_sender:
+                    self._sending.pop(leg.leg_id, None)
+                else:
+                    self._receiver.legs.pop(leg.leg_id, None)
+        return happened
+
+    def fileno(self) -> int:
+        """See KVConnector."""
+        return self._events.fileno()
+
+    def close(self) -> None:
+        """See KVConnector."""
+        if self._is_closed:
+            return
+        self._is_closed = self._is_closing = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        os.close(self._wake)
+        self._events.close()
+        if isinstance(self._bound.target, str):
+            Path(self._bound.target).unlink(missing_ok=True)
+
+    def _tell(self, leg: Leg) -> None:
+        if self._is_closed:
+            return
+        self._news.append(leg)
+        os.eventfd_write(self._wake, 1)
+
+    def _check_blocks(self, leg_id: str, block_ids: Sequence[int], num_tokens: int) -> None:
+        if len(block_ids) * self._format.block_size < num_tokens:
+            raise ValueError(f"leg {leg_id}: {len(block_ids)} blocks do not hold {num_tokens} tokens")
+
+    # The connector's thread
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                ready = self._selector.select(self._tick())
+                self._hear_worker()
+                for key, mask in ready:
+                    if key.fileobj is self._listener:
+                        self._accept()
+                    elif key.data is not None and key.data.is_open:
+                        self._serve(key.data, mask)
+        except Exception as error:
+            self._fault = error
+            self._events.emit(Leg("", 0), ChunkArrived("", 0))  # wakes the worker, which finds the fault
+        finally:
+            for connection in list(self._masks):
+                connection.close()
+            self._selector.close()
+            self._listener.close()
+
+    def _hear_worker(self) -> None:
+        """Take in what the worker has said since."""
+        try:
+            os.eventfd_read(self._wake)
+        except BlockingIOError:
+            return
+        for _ in range(len(self._news)):
+            leg = self._news.popleft()
+            if isinstance(leg, ReceivingLeg):
+                connection = leg.connection
+                self._receiver.forgotten(leg)
+                if connection is not None:
+                    self._watch(connection)
+            elif isinstance(leg, SendingLeg):
+                self._hear_of_sending(leg)
+
+    def _hear_of_sending(self, leg: SendingLeg) -> None:
+        peer = self._peers.get(leg.address)
+        if leg.is_silent:
+            if peer is not None:
+                peer.cancelled(leg)
+        elif not leg.is_closed:
+            if peer is None:
+                peer = Peer(leg.address, self._identity, self._carriers, self._events, self._timeout_ns)
+                self._peers[leg.address] = peer
+            peer.legs[leg.number] = leg
+            peer.news(leg)
+        if peer is not None and peer.connection is not None and peer.connection.is_connected:
+            self._serve(peer.connection, WRITE)
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):  # it went away before we came
+            return
+        except OSError:  # no file descriptors, say: the others wait in the backlog
+            self._selector.unregister(self._listener)
+            self._resume_listening_ns = time.monotonic_ns() + LISTENER_PAUSE_NS
+            return
+        self._watch(self._receiver.accept(sock, time.monotonic_ns()))
+
+    def _serve(self, connection: Connection, mask: int) -> None:
+        try:
+            if mask & WRITE:
+                connection.peer.write() if isinstance(connection, SenderConnection) else connection.write()
+            if mask & READ and connection.is_open:
+                connection.read()
+            if isinstance(connection, ReceiverConnection) and connection.wants_write:
+                connection.write()
+        except (ConnectionLost, ProtocolError, ConfigError) as error:
+            self._lost(connection, str(error))
+        else:
+            self._watch(connection)
+
+    def _lost(self, connection: Connection, why: str) -> None:
+        self._unwatch(connection)
+        if isinstance(connection, ReceiverConnection):
+            self._receiver.lost(connection)
+            connection.close()
+        elif isinstance(connection, SenderConnection):
+            connection.peer.lost(why)
+
+    def _watch(self, connection: Connection) -> None:
+        """Ask the selector for what this connection waits for."""
+        if not connection.is_open:
+            self._unwatch(connection)
+            return
+        writes = connection.peer.wants_write if isinstance(connection, SenderConnection) else connection.wants_write
+        mask = READ | WRITE if writes else READ
+        known = self._masks.get(connection)
+        if known is None:
+            self._selector.register(connection.sock, mask, connection)
+        elif known != mask:
+            self._selector.modify(connection.sock, mask, connection)
+        self._masks[connection] = mask
+
+    def _unwatch(self, connection: Connection) -> None:
+        if self._masks.pop(connection, None) is not None:
+            self._selector.unregister(connection.sock)
+
+    def _tick(self) -> float | None:
+        """Dial, and give up what takes too long. Seconds until the next time; None when nothing is pending."""
+        now = time.monotonic_ns()
+        due = [now + self._timeout_ns // 8] if self._receiver.tick(now) else []
+        if self._resume_listening_ns is not None:
+            due.append(self._resume_listening_ns)
+            if now >= self._resume_listening_ns:
+                self._resume_listening_ns = None
+                self._selector.register(self._listener, READ, None)
+        for peer in list(self._peers.values()):
+            if not peer.legs and peer.connection is None:
+                del self._peers[peer.address]
+                continue
+            dialled = peer.dial(now)
+            if dialled is not None:
+                self._watch(dialled)
+            try:
+                when = peer.tick(now)
+            except ConnectionLost as error:
+                assert peer.connection is not None
+                self._lost(peer.connection, str(error))
+                when = now
+            if when is not None:
+                due.append(when)
+        return max(0, min(due) - now) / 1e9 if due else None
+
+
+def _advertised(bound: SocketAddress, host: str | None) -> SocketAddress:
+    if host is None or isinstance(bound.target, str):
+        return bound
+    named = parse_address(f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0")
+    return SocketAddress(named.family, (named.target[0], bound.target[1]))

@@ -1,0 +1,297 @@
+"""The two ends of a leg, and the fences around their blocks.
+
+Owns what is known of a leg on this side. The worker's thread and the connector's thread both hold it; ``lock`` is held
+by whoever reads or writes the leg's blocks, and nobody does so once ``is_closed`` is set. That is the fence: forget and
+cancel set the flag under the lock, so a system call that was moving bytes has ended and none begins.
+"""
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from diptych.runtime.transfer.connector import TransferEvent
+from diptych.runtime.transfer.stream.addresses import SocketAddress
+from diptych.runtime.transfer.stream.carriers import Carrier, Part
+from diptych.runtime.transfer.stream.frames import LAST_OF_CHUNK, Frame, ProtocolError
+
+if TYPE_CHECKING:
+    from diptych.runtime.transfer.stream.receiver import ReceiverConnection
+    from diptych.runtime.transfer.stream.stream_connection import Outgoing
+
+
+class Leg:
+    """What both ends have."""
+
+    is_sender: bool
+
+    def __init__(self, leg_id: str, start: int) -> None:
+        self.leg_id = leg_id
+        self.start = start
+        self.lock = threading.Lock()
+        self.is_closed = False  # no block of it is read or written any more
+        self.is_silent = False  # no event of it is wanted any more
+        self.num_bytes = 0
+        self.first_byte_ns = 0
+
+
+class ReceivingLeg(Leg):
+    """Receiver: what is expected, and how much of it is here."""
+
+    is_sender = False
+
+    def __init__(self, leg_id: str, block_ids: Sequence[int], start: int, num_tokens: int) -> None:
+        super().__init__(leg_id, start)
+        self.block_ids = tuple(block_ids)
+        self.end = start + num_tokens
+        self.next_sequence = 0
+        self.sender: bytes | None = None  # the instance that has opened it
+        self.number = 0  # the sender's number for it
+        self.connection: ReceiverConnection | None = None
+        self.lost_ns: int | None = None  # since when its connection is broken
+        self.told_ns = 0  # when the worker last heard of its progress
+        self.last_byte_ns = 0
+        self.arrived = start  # tokens before this are here in all layers
+        self._cells = 0  # layers x tokens that are here
+
+    def check(self, part: Part, num_layers: int) -> None:
+        """Raises ProtocolError when a part lies outside of what is expected."""
+        if self.end == self.start and not self.block_ids:
+            return  # borrowed: words only
+        inside = self.start <= part.start and part.start + part.num_tokens <= self.end
+        if not inside or not part.num_tokens or not 1 <= part.num_layers <= num_layers - part.first_layer:
+            raise ProtocolError(
+                f"tokens {part.start} to {part.start + part.num_tokens} in layers {part.first_layer} to "
+                f"{part.first_layer + part.num_layers} are not what leg {self.leg_id} expects"
+            )
+
+    def took(self, frame: Frame, num_bytes: int) -> bool:
+        """Count a part that lies in its blocks. Whether a send is complete with it."""
+        self.next_sequence = frame.sequence + 1
+        self.num_bytes += num_bytes
+        self.last_byte_ns = time.monotonic_ns()
+        self.first_byte_ns = self.first_byte_ns or self.last_byte_ns
+        self._cells += frame.num_tokens * frame.num_layers
+        if frame.flags & LAST_OF_CHUNK:
+            self.arrived = max(self.arrived, frame.start + frame.num_tokens)
+            return True
+        return False
+
+    def missing(self, num_layers: int) -> int:
+        """Tokens (in whole or in part) that are expected and not here."""
+        return -(-((self.end - self.start) * num_layers - self._cells) // num_layers) if self.block_ids else 0
+
+
+@dataclass(eq=False, slots=True)
+class _Send:
+    """Tokens that were queued together. They may be queued while they are computed, layer by layer.
+
+    The worker's thread writes ``num_layers`` and then reads ``awaited``; the connector's does it the other way round.
+    So one of them sees what the other has written, and no part waits for a word that was never said.
+    """
+
+    start: int
+    num_tokens: int
+    block_ids: tuple[int, ...]
+    num_layers: int  # that are computed
+    awaited: int  # layers after which the connector's thread wants to hear of it
+
+    def has(self, part: Part) -> bool:
+        """Whether all layers of this part are computed."""
+        return part.first_layer + part.num_layers <= self.num_layers
+
+
+class SendingLeg(Leg):
+    """Sender: what is queued, what is on its way, what is acknowledged. ``num_layers``: of the model.
+
+    ``queue_*`` are for the worker's thread, the rest for the connector's; ``_sends``, ``_payload`` lie between.
+    """
+
+    is_sender = True
+
+    def __init__(self, leg_id: str, number: int, address: SocketAddress, start: int, num_layers: int) -> None:
+        super().__init__(leg_id, start)
+        self.number = number
+        self.address = address
+        self.opened_ns = time.monotonic_ns()
+        self.commit_ns = 0
+        self.queued_until = start
+        self.in_flight: Outgoing | None = None  # a frame that still points into the blocks
+        self.receiver: bytes | None = None  # the instance that it is bound to
+        self.is_announced = False  # on this connection
+        self.is_resuming = False  # waits to hear what the receiver has
+        self.is_ready = False  # stands in a queue of its peer
+        self.acknowledged = 0
+        self._num_layers = num_layers
+        self._unfinished: _Send | None = None  # the worker's: queued, and not computed in all layers
+        self._sends: deque[_Send] = deque()
+        self._payload: bytes | None = None
+        self._cutting: tuple[Iterator[Part], Carrier, _Send] | None = None
+        self._next: Part | None = None  # of _cutting; it may have to wait for its layers
+        self._parts: deque[tuple[Part, Carrier, tuple[int, ...]]] = deque()  # from ``acknowledged`` on
+        self._cursor = 0  # next to be sent on this connection
+        self._sent_until = 0  # on any connection
+
+    def queue_send(self, start: int, num_tokens: int, block_ids: Sequence[int], num_layers: int) -> bool:
+        """Worker's thread. Whether the connector's should hear of it. Raises ValueError for a gap, for other tokens
+        while some lack layers, and after the commit."""
+        if self._unfinished is not None:
+            return self._queue_layers(self._unfinished, start + num_tokens, num_layers)
+        skipped = max(0, self.queued_until - start)
+        if start > self.queued_until:
+            raise ValueError(f"leg {self.leg_id}: tokens {self.queued_until} to {start} were never sent")
+        if skipped >= num_tokens:
+            return False
+        if self._payload is not None:
+            raise ValueError(f"leg {self.leg_id}: KV after its commit")
+        self.queued_until = start + num_tokens
+        send = _Send(start + skipped, num_tokens - skipped, tuple(block_ids), num_layers, self._num_layers)
+        self._unfinished = send if num_layers < self._num_layers else None
+        self._sends.append(send)
+        return True
+
+    def _queue_layers(self, send: _Send, end: int, num_layers: int) -> bool:
+        if end != self.queued_until:
+            raise ValueError(
+                f"leg {self.leg_id}: tokens up to {end}, while those up to {self.queued_until} have "
+                f"{send.num_layers} of {self._num_layers} layers"
+            )
+        if num_layers == self._num_layers:
+            self._unfinished = None
+        send.num_layers = max(send.num_layers, num_layers)
+        return send.num_layers >= send.awaited
+
+    def queue_commit(self, payload: bytes) -> None:
+        """Worker's thread. Raises ValueError when repeated, or while tokens lack layers (of a leg that has ended,
+        unheard of here, the last ones were not queued any more)."""
+        if self._payload is not None:
+            raise ValueError(f"leg {self.leg_id} is committed already")
+        if self._unfinished is not None and not self.is_closed:
+            raise ValueError(
+                f"leg {self.leg_id}: committed with {self._unfinished.num_layers} layers of its last tokens"
+            )
+        self.commit_ns = time.monotonic_ns()
+        self._payload = payload
+
+    def restart(self) -> None:
+        """A new connection: announce again, and go on from what is acknowledged."""
+        self.is_resuming = self._sent_until > 0
+        self.is_announced = self.is_ready = False
+        self._cursor = self.acknowledged
+
+    def next_part(self, choose: Callable[[int], Carrier]) -> tuple[int, Part, Carrier, tuple[int, ...]] | None:
+        """The next part to be sent: its number, how it travels, its block table; None when there is none now.
+
+        ``choose``: how so many tokens travel. A part that is sent again travels as it did the first time.
+        """
+        index = self._cursor - self.acknowledged
+        if index == len(self._parts):
+            part = self._cut(choose)
+            if part is None:
+                return None
+            self._parts.append(part)
+        self._cursor += 1
+        self._sent_until = max(self._sent_until, self._cursor)
+        return (self._cursor - 1, *self._parts[index])
+
+    def next_commit(self) -> tuple[int, bytes] | None:
+        """The commit and its number, when everything before it is on its way and it is not."""
+        if self._payload is None or not self.is_cut or self._cursor != self.acknowledged + len(self._parts):
+            return None
+        self._cursor += 1
+        self._sent_until = max(self._sent_until, self._cursor)
+        return self._cursor - 1, self._payload
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether all that was queued has become parts."""
+        return not self._sends and self._cutting is None
+
+    @property
+    def has_data(self) -> bool:
+        """Whether KV can be sent now."""
+        if self._cursor < self.acknowledged + len(self._parts):
+            return True
+        if self._cutting is None or self._next is None:
+            return not self.is_cut
+        return self._cutting[2].has(self._next)
+
+    @property
+    def has_commit(self) -> bool:
+        """Whether the commit is the next to be sent."""
+        return self._payload is not None and not self.has_data and self._cursor == self.acknowledged + len(self._parts)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether something was sent and is not acknowledged."""
+        return self._sent_until > self.acknowledged
+
+    def acknowledge(self, sequence: int) -> bool:
+        """The receiver has everything below ``sequence``. Whether that ends the leg. Raises ProtocolError."""
+        if sequence > self._sent_until:
+            raise ProtocolError(f"leg {self.leg_id}: {sequence} is acknowledged, {self._sent_until} were sent")
+        while self.acknowledged < sequence:
+            self.acknowledged += 1
+            if not self._parts:
+                return True  # that was the commit
+            self._parts.popleft()
+        self._cursor = max(self._cursor, self.acknowledged)
+        return False
+
+    def shut(self) -> None:
+        """With the lock held: no block is read after this. What is half sent becomes a copy of what it was."""
+        self.is_closed = True
+        if self.in_flight is not None:
+            self.in_flight.detach()
+            self.in_flight = None
+
+    def _cut(self, choose: Callable[[int], Carrier]) -> tuple[Part, Carrier, tuple[int, ...]] | None:
+        if self._cutting is None:
+            if not self._sends:
+                return None
+            send = self._sends.popleft()
+            carrier = choose(send.num_tokens)
+            self._cutting = carrier.parts(send.start, send.num_tokens), carrier, send
+        parts, carrier, send = self._cutting
+        part = self._next = self._next or next(parts)
+        send.awaited = part.first_layer + part.num_layers
+        if not send.has(part):
+            return None
+        send.awaited = self._num_layers
+        self._next = None
+        if part.is_last:
+            self._cutting = None
+        return part, carrier, send.block_ids
+
+
+class EventQueue:
+    """What the connector's thread has to tell the worker's; an eventfd says when there is something."""
+
+    def __init__(self) -> None:
+        self._events: deque[tuple[Leg, TransferEvent]] = deque()
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def fileno(self) -> int:
+        """Readable when there is something."""
+        return self._fd
+
+    def emit(self, leg: Leg, event: TransferEvent) -> None:
+        """Connector's thread."""
+        self._events.append((leg, event))
+        os.eventfd_write(self._fd, 1)
+
+    def drain(self) -> list[tuple[Leg, TransferEvent]]:
+        """Worker's thread: what there is, without what nobody wants to hear any more."""
+        try:
+            os.eventfd_read(self._fd)
+        except BlockingIOError:
+            return []
+        happened = [self._events.popleft() for _ in range(len(self._events))]
+        return [(leg, event) for leg, event in happened if not leg.is_silent]
+
+    def close(self) -> None:
+        """No more events."""
+        os.close(self._fd)

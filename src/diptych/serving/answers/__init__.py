@@ -1,0 +1,1 @@
+"""Answers while they are made: tokens in, text out."""

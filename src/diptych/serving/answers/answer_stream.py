@@ -1,0 +1,222 @@
+"""One growing answer as the front end holds it: tokens come in, whole text that may be sent comes out.
+
+Owns the tokens, the text and the stop strings of one sequence, and the Generation that gathers the sequences of one
+client request behind one wake-up per step. Must never know sockets or HTTP.
+"""
+
+import asyncio
+from collections.abc import Callable
+from collections.abc import Sequence as Ids
+
+import msgspec
+
+from diptych.control.request import FinishReason, SamplingParams
+from diptych.serving.answers.detokenizer import StopStrings
+from diptych.serving.answers.tokenizer import Tokenizer
+from diptych.serving.link.messages import Finished, TokenLogprobs
+
+
+class Delta(msgspec.Struct, gc=False):
+    """What one sequence got since the last look."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
+    finish_reason: str | None = None
+
+
+class Sequence:
+    """One answer. ``push`` takes a token, ``end`` the terminal record, ``take`` gives what is new."""
+
+    __slots__ = (
+        "_detokenizer",
+        "_logprobs",
+        "_new_ids",
+        "_new_text",
+        "_stops",
+        "cached_tokens",
+        "finish_reason",
+        "finished",
+        "first_token_s",
+        "generation",
+        "index",
+        "is_dirty",
+        "last_token_s",
+        "leg_id",
+        "num_before_leg",
+        "prompt_logprobs",
+        "prompt_token_ids",
+        "request_id",
+        "sampling",
+        "stop_reason",
+        "submitted_s",
+        "token_ids",
+    )
+
+    def __init__(
+        self, request_id: str, index: int, prompt_token_ids: list[int], sampling: SamplingParams, tokenizer: Tokenizer
+    ) -> None:
+        self.request_id = request_id
+        self.index = index
+        self.prompt_token_ids = prompt_token_ids
+        self.sampling = sampling
+        self.generation: Generation | None = None
+        self.token_ids: list[int] = []  # all that the client has or is about to get
+        self.leg_id = request_id  # the attempt that feeds it
+        self.num_before_leg = 0  # tokens when that attempt began
+        self.finished: Finished | None = None
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.cached_tokens = 0
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self.submitted_s = 0.0
+        self.first_token_s = 0.0
+        self.last_token_s = 0.0
+        self.is_dirty = False
+        self._detokenizer = tokenizer.detokenizer(prompt_token_ids)
+        self._stops = StopStrings(sampling.stop) if sampling.stop else None
+        self._new_ids: list[int] = []
+        self._new_text = ""
+        self._logprobs: list[TokenLogprobs] = []
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far."""
+        return len(self.token_ids)
+
+    def push(self, token_id: int, *, is_stop_token: bool = False, logprobs: TokenLogprobs | None = None) -> bool:
+        """Take one sampled token. Returns True when it completed a stop string: the worker must be told to stop.
+
+        A stop token belongs to the token ids but not to the text. After a stop string, tokens are ignored.
+        """
+        if self.stop_reason is not None:
+            return False
+        self.token_ids.append(token_id)
+        self._new_ids.append(token_id)
+        if logprobs is not None:
+            self._logprobs.append(logprobs)
+        if is_stop_token:
+            self.stop_reason = token_id
+        elif self._detokenizer is not None and (text := self._detokenizer.push(token_id)):
+            return self._add_text(text)
+        return False
+
+    def add_prompt_logprobs(self, first: int, entries: list[TokenLogprobs]) -> None:
+        """Log-probabilities of the prompt's tokens from position ``first`` on (the first token has none).
+
+        A later attempt says them again; what it says of tokens behind the prompt is left out.
+        """
+        if self.prompt_logprobs is None:
+            self.prompt_logprobs = [None] * len(self.prompt_token_ids)
+        fitting = entries[: max(0, len(self.prompt_logprobs) - first)]
+        self.prompt_logprobs[first : first + len(fitting)] = fitting
+
+    def end(self, finished: Finished) -> None:
+        """The worker's last word on this sequence."""
+        self.finished = finished
+        if self.generation is not None:
+            self.generation.num_open -= 1
+        self.cached_tokens = max(self.cached_tokens, finished.num_cached_tokens)
+        matched = self._stops is not None and self._stops.matched is not None
+        if not matched:
+            if self._detokenizer is not None:
+                self._add_text(self._detokenizer.flush())
+            matched = self._stops is not None and self._stops.matched is not None
+            if self._stops is not None:
+                self._new_text += self._stops.flush()
+        self.finish_reason = str(FinishReason.STOP if matched else finished.reason)
+
+    def mark(self) -> "Generation":
+        """Tell the generation, which is returned, that there is something new."""
+        assert self.generation is not None
+        self.generation.mark(self)
+        return self.generation
+
+    def take(self) -> Delta:
+        """What is new since the last call."""
+        delta = Delta(self.index, self._new_text, self._new_ids, self._logprobs, self.finish_reason)
+        self._new_text, self._new_ids, self._logprobs = "", [], []
+        self.is_dirty = False
+        return delta
+
+    def _add_text(self, text: str) -> bool:
+        if self._stops is None:
+            self._new_text += text
+            return False
+        if self.num_tokens < self.sampling.min_tokens:  # what was said before min_tokens is never searched
+            self._new_text += self._stops.flush() + text
+            return False
+        self._new_text += self._stops.push(text)
+        if self._stops.matched is None:
+            return False
+        self.stop_reason = self._stops.matched
+        return True
+
+
+class Generation:
+    """All sequences of one client request (prompts times n) behind one queue: one delivery per step."""
+
+    __slots__ = ("_dirty", "_error", "_on_new", "_waiter", "num_open", "request_id", "sequences")
+
+    def __init__(self, request_id: str, sequences: Ids[Sequence]) -> None:
+        self.request_id = request_id
+        self.sequences = list(sequences)
+        self.num_open = len(self.sequences)
+        self._dirty: list[Sequence] = []
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._on_new: Callable[[], bool] | None = None
+        for sequence in self.sequences:
+            sequence.generation = self
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether every sequence ended and everything was read."""
+        return not self.num_open and not self._dirty and self._error is None
+
+    def mark(self, sequence: Sequence) -> None:
+        """This sequence has something new, for the next ``deliver`` or ``wake``."""
+        if not sequence.is_dirty:
+            sequence.is_dirty = True
+            self._dirty.append(sequence)
+
+    def deliver(self) -> None:
+        """The step is over: what is new goes to whoever reads; the end of it all, and what fails, goes to ``read``."""
+        try:
+            if self._dirty and (self._on_new is None or not self.num_open or not self._on_new()):
+                self.wake()
+        except Exception as error:  # as if the reader's own task had met it
+            self.fail(error)
+
+    def wake(self) -> None:
+        """Let ``read`` return, if somebody waits there."""
+        self._on_new = None
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def fail(self, error: Exception) -> None:
+        """The whole request failed; the reader gets the error instead of more deltas."""
+        self._error = self._error or error
+        self.wake()
+
+    async def read(self, on_new: Callable[[], bool] | None = None) -> list[Delta]:
+        """Everything new, at least one delta. Raises the request's error. One reader at a time.
+
+        While it waits, ``on_new()`` is called as soon as there is something: it may ``take`` it there and then, without
+        a turn of the reader's task, and return True, or return False and leave it to ``read``.
+        """
+        while not self._dirty and self._error is None:
+            self._waiter, self._on_new = asyncio.get_running_loop().create_future(), on_new
+            try:
+                await self._waiter
+            finally:
+                self._waiter = self._on_new = None
+        if self._error is not None:
+            raise self._error
+        return self.take()
+
+    def take(self) -> list[Delta]:
+        """Everything new, without waiting."""
+        dirty, self._dirty = self._dirty, []
+        return [sequence.take() for sequence in dirty]

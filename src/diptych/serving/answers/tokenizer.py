@@ -1,0 +1,229 @@
+"""Text to token ids and back, and chat messages to a prompt, from the files of a model directory.
+
+Owns tokenizer.json, tokenizer_config.json and the chat template. Must never import torch or transformers.
+"""
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer as FastTokenizer
+
+from diptych.control.errors import ConfigError, InvalidRequestError
+from diptych.serving.answers.detokenizer import Detokenizer, whole_texts
+
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """One model's tokenizer. A directory without tokenizer.json gives one that serves token ids only."""
+
+    def __init__(self, directory: Path) -> None:
+        config = _read_json(directory / "tokenizer_config.json")
+        self.special_tokens = {
+            name: _token_text(config[name]) for name in _SPECIAL_NAMES if config.get(name) is not None
+        }
+        self._fast = _load_fast(directory / "tokenizer.json")
+        self._whole_texts = whole_texts(self._fast) if self._fast else None
+        self._templates = _chat_templates(directory, config)
+        self._compiled: dict[str, jinja2.Template] = {}
+        self._token_bytes: dict[int, bytes] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def has_text(self) -> bool:
+        """Whether text can be encoded and decoded at all."""
+        return self._fast is not None
+
+    @property
+    def fast(self) -> FastTokenizer:
+        """The tokenizers object. Raises InvalidRequestError when the model has none."""
+        if self._fast is None:
+            raise InvalidRequestError(
+                "this model directory has no tokenizer.json: send prompts as lists of token ids", param="prompt"
+            )
+        return self._fast
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids the tokenizer knows (0 without one)."""
+        return self._fast.get_vocab_size(with_added_tokens=True) if self._fast else 0
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, param: str = "prompt") -> list[int]:
+        """Token ids of a text."""
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise InvalidRequestError(f"{param} is no valid Unicode text (lone surrogate)", param=param) from None
+        return self.fast.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids; ids that the tokenizer does not know give no text."""
+        return self.fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer | None:
+        """A fresh detokenizer for a sequence after this prompt; None without a tokenizer."""
+        return Detokenizer(self._fast, prompt_token_ids, self._whole_texts) if self._fast else None
+
+    def token_text(self, token_id: int) -> str:
+        """One token by itself, special tokens included, incomplete characters as U+FFFD."""
+        return self.fast.decode([token_id], skip_special_tokens=False) if self._fast else f"token_id:{token_id}"
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token, also when they are only a part of a character."""
+        known = self._token_bytes.get(token_id)
+        if known is None:
+            text = self.token_text(token_id)
+            known = text.encode()
+            if "\ufffd" in text and self._fast and (name := self._fast.id_to_token(token_id)):
+                known = _bytes_of_name(name) or known
+            self._token_bytes[token_id] = known
+        return known
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text of a conversation. Raises InvalidRequestError when there is no template or it refuses."""
+        template = self._template("default")
+        arguments = {**self.special_tokens, **(template_arguments or {})}
+        try:
+            return template.render(
+                **{**arguments, "messages": list(messages), "add_generation_prompt": add_generation_prompt}
+            )
+        except jinja2.TemplateError as error:
+            raise InvalidRequestError(f"the chat template refused: {error}", param="messages") from None
+        except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
+            raise InvalidRequestError(f"the chat template failed: {error}", param="messages") from None
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation; the template writes the special tokens itself."""
+        text = self.render_chat(
+            messages, add_generation_prompt=add_generation_prompt, template_arguments=template_arguments
+        )
+        return self.encode(text, add_special_tokens=False, param="messages")
+
+    def _template(self, name: str) -> jinja2.Template:
+        if not self._templates:
+            raise InvalidRequestError("this model has no chat template; use /v1/completions", param="messages")
+        source = self._templates.get(name) or next(iter(self._templates.values()))
+        with self._lock:
+            if source not in self._compiled:
+                try:
+                    self._compiled[source] = _environment().from_string(source)
+                except jinja2.TemplateError as error:
+                    raise InvalidRequestError(f"the model's chat template is broken: {error}") from None
+            return self._compiled[source]
+
+
+def flatten_content(content: Any, param: str) -> str:
+    """The text of a message's content: a string, None, or parts of which only text is served."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for number, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        text = part.get("text") if isinstance(part, Mapping) else None
+        if kind not in ("text", "input_text") or not isinstance(text, str):
+            raise InvalidRequestError(
+                f"content part {number} has type {kind!r}; this model reads text parts only",
+                param=f"{param}.{number}",
+            )
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
+    return environment
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is no valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds no JSON object")
+    return content
+
+
+def _token_text(token: Any) -> str:
+    return token["content"] if isinstance(token, dict) else str(token)
+
+
+def _load_fast(path: Path) -> FastTokenizer | None:
+    if not path.exists():
+        return None
+    try:
+        fast = FastTokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    fast.no_padding()
+    fast.no_truncation()
+    return fast
+
+
+def _chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Templates by name: chat_template.jinja, or the config's string or list of {name, template}."""
+    file = directory / "chat_template.jinja"
+    if file.exists():
+        return {"default": file.read_text(encoding="utf-8")}
+    given = config.get("chat_template")
+    if isinstance(given, str):
+        return {"default": given}
+    if isinstance(given, list):
+        return {str(entry["name"]): str(entry["template"]) for entry in given}
+    return {}
+
+
+def _bytes_of_name(name: str) -> bytes | None:
+    """The bytes behind a token's name: byte-fallback (<0x0A>) or the byte-level alphabet of GPT-2."""
+    if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
+        return bytes([int(name[3:5], 16)])
+    try:
+        return bytes(_BYTE_OF_CHARACTER[character] for character in name)
+    except KeyError:
+        return None
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-in for each byte: itself when printable, else the next free code point from 256."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in printable}
+    hidden = [byte for byte in range(256) if byte not in printable]
+    table.update({chr(256 + number): byte for number, byte in enumerate(hidden)})
+    return table
+
+
+_BYTE_OF_CHARACTER = _byte_alphabet()

@@ -1,0 +1,185 @@
+"""One HTTP server process: bind the port, start the workers, serve, drain on SIGTERM, leave with status 0.
+
+Owns the listening socket, the event loop and the signals. Must never import torch.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import uvicorn
+import uvloop
+
+from diptych.control.errors import ConfigError, DiptychError
+from diptych.serving.async_llm import AsyncLLM
+from diptych.serving.link.messages import Loading, Ready
+
+logger = logging.getLogger(__name__)
+
+LISTEN_BACKLOG = 2048
+DATE_INTERVAL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """The HTTP side. api_keys: those that are let in; each is a tenant of its own (none: everybody is, as one).
+    drain_timeout_s: how long running requests may take after SIGTERM."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: str = "default"
+    api_keys: tuple[str, ...] = ()
+    max_body_bytes: int = 16 * 2**20
+    drain_timeout_s: float = 30.0
+    log_level: str = "warning"
+
+
+class _QuietServer(uvicorn.Server):
+    """uvicorn without its own signal handling (we drain first), and without its ten wake-ups a second."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._stopping = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the signals alone."""
+        yield
+
+    async def main_loop(self) -> None:
+        """Renew the date header once a second until ``stop``."""
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), DATE_INTERVAL_S)
+
+    def stop(self) -> None:
+        """Take no more connections, and end when the open ones have."""
+        self.should_exit = True
+        self._stopping.set()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises ConfigError in words when the port is taken or the host is not ours."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(LISTEN_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another one with --port", param="port"
+        ) from None
+    except OverflowError:
+        listener.close()
+        raise ConfigError(f"port is {port}; it must be in [0, 65535]", param="port") from None
+    return listener
+
+
+def run_server(
+    llm: AsyncLLM,
+    options: ServerOptions,
+    on_loading: Callable[[Loading], None] = lambda loading: None,
+    on_ready: Callable[[Ready, str], None] = lambda ready, url: None,
+) -> None:
+    """Serve until SIGTERM or SIGINT. Raises what a worker refused to start with."""
+    listener = bind(options.host, options.port)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(llm, options, listener, on_loading, on_ready))
+    finally:
+        listener.close()
+
+
+async def _serve(
+    llm: AsyncLLM,
+    options: ServerOptions,
+    listener: socket.socket,
+    on_loading: Callable[[Loading], None],
+    on_ready: Callable[[Ready, str], None],
+) -> None:
+    stop = asyncio.Event()
+    stop_now = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        (stop_now if stop.is_set() else stop).set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    await llm.start(wait=False)  # the worker imports torch while we import the web framework
+    server = _make_server(llm, options)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    starting = asyncio.create_task(_report_start(llm, listener, on_loading, on_ready))
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((serving, stopping, starting), return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()
+            await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+        await _drain(llm, options.drain_timeout_s, stop_now)
+    finally:
+        await llm.shutdown()
+        server.stop()
+        await serving
+        starting.cancel()
+        stopping.cancel()
+
+
+def _make_server(llm: AsyncLLM, options: ServerOptions) -> _QuietServer:
+    from diptych.serving.api.app import build_app
+    from diptych.serving.api.direct_body import Connection
+
+    app = build_app(llm, options.served_model_name, api_keys=options.api_keys, max_body_bytes=options.max_body_bytes)
+    config = uvicorn.Config(
+        app,
+        http=Connection,
+        proxy_headers=False,  # nobody asks for the client's address
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_level=options.log_level,
+        timeout_graceful_shutdown=5,
+        server_header=False,
+    )
+    return _QuietServer(config)
+
+
+async def _report_start(
+    llm: AsyncLLM,
+    listener: socket.socket,
+    on_loading: Callable[[Loading], None],
+    on_ready: Callable[[Ready, str], None],
+) -> None:
+    """Pass on how the start goes until the workers are ready. Raises what one of them refused to start with."""
+    starting = llm.fleet.ready
+    assert starting is not None
+    last = None
+    while not starting.done():
+        if llm.loading is not last:
+            last = llm.loading
+            on_loading(last)
+        await asyncio.wait((starting,), timeout=0.05)
+    ready = starting.result()
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    on_ready(ready, f"http://{shown}:{port}")
+
+
+async def _drain(llm: AsyncLLM, timeout_s: float, stop_now: asyncio.Event) -> None:
+    """Let running requests end; a second signal or the timeout ends the wait."""
+    if llm.num_open:
+        logger.warning("draining: %d running, at most %.0f s", llm.num_open, timeout_s)
+    draining = asyncio.create_task(llm.drain(timeout_s))
+    hurry = asyncio.create_task(stop_now.wait())
+    await asyncio.wait((draining, hurry), return_when=asyncio.FIRST_COMPLETED)
+    for task in (draining, hurry):
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, DiptychError):
+            await task
+    await asyncio.sleep(0.05)  # let the last replies leave

@@ -1,0 +1,251 @@
+"""The live page and the snapshot that it asks for, and the guide beside it.
+
+Owns the shape of ``/ui/state``. Must never measure anything itself: it reads what metrics, timeline and fleet have.
+"""
+
+import time
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.responses import Response
+from pydantic import BaseModel
+
+from diptych import __version__
+from diptych.control.slo import NS_PER_MS
+from diptych.serving.async_llm import AsyncLLM
+from diptych.serving.metrics.rolling_window import WINDOW_S, Recent
+from diptych.web.assets import page_route, static_routes, without_slash
+from diptych.web.guide_app import guide_routes
+from diptych.web.panel_host import PanelHost
+
+_ROLES = ("prefill", "decode", "both")
+
+
+class Percentiles(BaseModel):
+    """Milliseconds, over the window; count: of the values."""
+
+    count: int
+    p50_ms: float
+    p90_ms: float
+    p99_ms: float
+    max_ms: float
+
+
+class WorkerView(BaseModel):
+    """One worker, as it reported last. cache_hits: share of the prompt tokens looked up that were found, 0 to 1 (null:
+    none was looked up)."""
+
+    worker: int
+    role: str
+    state: str
+    is_up: bool
+    restarts: int
+    waiting: int
+    prefilling: int
+    decoding: int
+    swapped: int
+    kv_usage: float
+    cache_hits: float | None
+    preemptions: int
+    step_time_error: float
+
+
+class PhaseView(BaseModel):
+    """All workers of one role together. kv_usage: the mean of theirs."""
+
+    role: str
+    workers: int
+    up: int
+    waiting: int
+    prefilling: int
+    decoding: int
+    kv_usage: float
+    cache_hits: float | None
+
+
+class Objectives(BaseModel):
+    """Of requests that name none; null: no objective."""
+
+    ttft_ms: float | None
+    tpot_ms: float | None
+
+
+class Model(BaseModel):
+    """What is served, and how long a prompt may be. null: not known before the workers are ready."""
+
+    name: str
+    description: str
+    max_model_len: int | None
+    kv_capacity_tokens: int | None
+    vocab_size: int | None
+    has_text: bool
+
+
+class Window(BaseModel):
+    """The last seconds. Rates are per second; goodput and attainment count requests that have an objective.
+    transfer: first byte to commit of the KV of handoffs; handoff: how long streams stood still for it."""
+
+    span_s: float
+    limit_s: float
+    requests_per_s: float | None
+    goodput_per_s: float | None
+    attainment: float | None
+    output_tokens_per_s: float | None
+    prompt_tokens_per_s: float | None
+    ttft: Percentiles | None
+    tpot: Percentiles | None
+    itl: Percentiles | None
+    transfer: Percentiles | None
+    handoff: Percentiles | None
+    handoffs: int
+    kv_bytes_per_s: float | None
+
+
+class UiState(BaseModel):
+    """The reply of /ui/state. queued: requests that no worker has been given yet."""
+
+    version: str
+    state: str
+    model: Model
+    objectives: Objectives
+    shape: str
+    scheduling: str
+    workers: list[WorkerView]
+    phases: list[PhaseView]
+    queued: int
+    open_requests: int
+    window: Window
+
+
+def add_ui_routes(app: FastAPI, llm: AsyncLLM, model_name: str, errors: dict[int | str, dict[str, Any]]) -> None:
+    """Add ``/ui``, its files and ``/ui/state``, ``/guide`` and ``/compare``. errors: documented replies from 400 on."""
+    recent = _recent(llm)
+    app.router.routes += [page_route("/ui", "ui/index.html"), without_slash("/ui"), *static_routes()]
+    app.router.routes += guide_routes(PanelHost(gives_way=True), live=True)
+
+    @app.get("/ui/state", responses={401: errors[401], 200: {"model": UiState}})
+    async def state() -> Response:
+        """The server at this moment and over the last seconds, for the live page."""
+        recent.take(time.monotonic())
+        return Response(_state(llm, model_name, recent).model_dump_json(), media_type="application/json")
+
+
+def _recent(llm: AsyncLLM) -> Recent:
+    metrics = llm.metrics
+    histograms = {
+        "ttft": metrics.time_to_first_token,
+        "itl": metrics.inter_token_latency,
+        "tpot": metrics.time_per_output_token,
+        "transfer": metrics.fleet.transfer_seconds,
+        "handoff": metrics.fleet.handoff_seconds,
+    }
+
+    def counters() -> dict[str, int]:
+        return {
+            "ended": sum(metrics.num_ended.values()),
+            "with_slo": metrics.num_with_slo,
+            "meeting_slo": metrics.num_meeting_slo,
+            "output_tokens": metrics.num_generated_tokens,
+            "prompt_tokens": metrics.num_prompt_tokens,
+            "handoffs": metrics.fleet.num_transfers,
+            "kv_bytes": metrics.fleet.transferred_bytes,
+        }
+
+    return Recent(histograms, counters)
+
+
+def _state(llm: AsyncLLM, model_name: str, recent: Recent) -> UiState:
+    view, ready, slo = llm.metrics.fleet.view(), llm.ready, llm.options.slo
+    workers = [_worker(llm, number, role) for number, role in enumerate(view.roles)]
+    budget = llm.options.scheduler.budget.kind
+    roles = {role: sum(one == role for one in view.roles) for role in _ROLES}
+    return UiState(
+        version=__version__,
+        state=llm.state,
+        model=Model(
+            name=model_name,
+            description=ready.description if ready else llm.loading.stage,
+            max_model_len=ready.max_model_len if ready else None,
+            kv_capacity_tokens=ready.kv_capacity_tokens if ready else None,
+            vocab_size=ready.vocab_size if ready else None,
+            has_text=llm.tokenizer.has_text,
+        ),
+        objectives=Objectives(ttft_ms=_ms(slo.ttft_ns), tpot_ms=_ms(slo.tpot_ns)),
+        shape=" + ".join(f"{count} {role}" for role, count in roles.items() if count),
+        scheduling="unified" if budget == "whole" else "chunked",
+        workers=workers,
+        phases=[_phase(role, [one for one in workers if one.role == role]) for role in _ROLES if roles[role]],
+        queued=view.num_queued,
+        open_requests=llm.num_open,
+        window=_window(recent),
+    )
+
+
+def _worker(llm: AsyncLLM, number: int, role: str) -> WorkerView:
+    fleet = llm.metrics.fleet
+    view, said = fleet.view(), fleet.replicas.get(number, {})
+    known = llm.timeline.workers.get(number)
+    return WorkerView(
+        worker=number,
+        role=role,
+        state=known.state if known else "starting",
+        is_up=bool(view.is_up[number]),
+        restarts=view.num_restarts[number],
+        waiting=said.get("num_waiting", 0),
+        prefilling=said.get("num_prefilling", 0),
+        decoding=said.get("num_decoding", 0),
+        swapped=said.get("num_swapped", 0),
+        kv_usage=said.get("kv_usage", 0.0),
+        cache_hits=_share(said.get("prefix_hit_tokens", 0), said.get("prefix_queried_tokens", 0)),
+        preemptions=said.get("num_preemptions", 0),
+        step_time_error=said.get("step_time_error", 0.0),
+    )
+
+
+def _phase(role: str, workers: list[WorkerView]) -> PhaseView:
+    known = [one.cache_hits for one in workers if one.cache_hits is not None]
+    return PhaseView(
+        role=role,
+        workers=len(workers),
+        up=sum(one.is_up for one in workers),
+        waiting=sum(one.waiting for one in workers),
+        prefilling=sum(one.prefilling for one in workers),
+        decoding=sum(one.decoding for one in workers),
+        kv_usage=sum(one.kv_usage for one in workers) / len(workers),
+        cache_hits=sum(known) / len(known) if known else None,
+    )
+
+
+def _window(recent: Recent) -> Window:
+    return Window(
+        span_s=recent.span_s,
+        limit_s=WINDOW_S,
+        requests_per_s=recent.per_second("ended"),
+        goodput_per_s=recent.per_second("meeting_slo"),
+        attainment=_share(recent.count("meeting_slo"), recent.count("with_slo")),
+        output_tokens_per_s=recent.per_second("output_tokens"),
+        prompt_tokens_per_s=recent.per_second("prompt_tokens"),
+        ttft=_percentiles(recent, "ttft"),
+        tpot=_percentiles(recent, "tpot"),
+        itl=_percentiles(recent, "itl"),
+        transfer=_percentiles(recent, "transfer"),
+        handoff=_percentiles(recent, "handoff"),
+        handoffs=recent.count("handoffs"),
+        kv_bytes_per_s=recent.per_second("kv_bytes"),
+    )
+
+
+def _percentiles(recent: Recent, name: str) -> Percentiles | None:
+    found = recent.percentiles(name)
+    if found is None:
+        return None
+    p50_ms, p90_ms, p99_ms, max_ms = (value * 1000 for value in (found.p50_s, found.p90_s, found.p99_s, found.max_s))
+    return Percentiles(count=found.count, p50_ms=p50_ms, p90_ms=p90_ms, p99_ms=p99_ms, max_ms=max_ms)
+
+
+def _ms(value_ns: int | None) -> float | None:
+    return None if value_ns is None else value_ns / NS_PER_MS
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None

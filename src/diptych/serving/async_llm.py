@@ -1,0 +1,275 @@
+"""AsyncLLM: submit, stream, abort. The side of the service that talks to people, without torch.
+
+Owns the checks of what comes in and the fleet of workers, one or many. Must never compute tokens or decide what runs
+where.
+"""
+
+import asyncio
+import hashlib
+import random
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from diptych.control.cluster.cluster_events import Submission
+from diptych.control.engine.kvcache.prefix_cache import hash_blocks
+from diptych.control.errors import ContextLengthError, InvalidRequestError, OverloadedError, UnavailableError
+from diptych.control.request import MAX_SEED, SamplingParams
+from diptych.control.slo import NS_PER_S, Slo
+from diptych.serving.answers.answer_stream import Generation
+from diptych.serving.answers.answer_stream import Sequence as OneSequence
+from diptych.serving.answers.output_streams import Terms
+from diptych.serving.answers.tokenizer import Tokenizer
+from diptych.serving.fleet.fleet import Fleet
+from diptych.serving.link.engine_options import EngineOptions
+from diptych.serving.link.messages import Loading, Ready
+from diptych.serving.output_builder import OutputBuilder
+from diptych.serving.outputs import RequestOutput
+
+Prompt = str | Sequence[int]
+LONG_TEXT = 16_384  # characters that are encoded in a thread
+
+
+class AsyncLLM:
+    """A served model. ``start`` it inside the event loop that will use it, ``shutdown`` it in the same loop.
+
+    ``async for output in llm.generate(prompt, SamplingParams(...))`` yields growing RequestOutputs. Leaving the loop
+    (or cancelling the task) aborts the request at the worker before its next step.
+    """
+
+    def __init__(self, options: EngineOptions | None = None, fleet: Fleet | None = None) -> None:
+        self.options = options or EngineOptions()
+        self.fleet = fleet or Fleet(self.options)
+        self.tokenizer = Tokenizer(Path(self.options.model))
+        self.metrics = self.fleet.metrics
+        self.timeline = self.fleet.timeline
+        self.is_draining = False
+        self._streams = self.fleet.streams
+        self._needs_hashes = len(self.fleet.fleet.roles) > 1 and self.options.memory.prefix_cache
+
+    async def start(self, *, wait: bool = True) -> None:
+        """Start the workers; with ``wait`` until all are ready. Raises what one of them refused to start with."""
+        await self.fleet.start()
+        if wait:
+            assert self.fleet.ready is not None
+            await asyncio.shield(self.fleet.ready)
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests and wait for the running ones; False when some were still running at the timeout."""
+        self.is_draining = True
+        try:
+            await asyncio.wait_for(self._streams.idle.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    async def shutdown(self) -> None:
+        """Stop the workers; requests that still run fail with UnavailableError."""
+        self.is_draining = True
+        self._streams.fail_all(UnavailableError("the server is shutting down"))
+        await self.fleet.stop()
+        self.timeline.close()
+
+    async def __aenter__(self) -> "AsyncLLM":
+        try:
+            await self.start()
+        except BaseException:
+            await self.shutdown()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.shutdown()
+
+    @property
+    def loading(self) -> Loading:
+        """How far the start is."""
+        return self.fleet.loading
+
+    @property
+    def ready(self) -> Ready | None:
+        """What the workers hold together; None before all were ready once."""
+        return self.fleet.joint_ready
+
+    @property
+    def num_open(self) -> int:
+        """Sequences that have not ended."""
+        return len(self._streams)
+
+    @property
+    def is_routable(self) -> bool:
+        """Whether a request sent now would be taken."""
+        return not self.is_draining and self.fleet.is_routable
+
+    @property
+    def state(self) -> str:
+        """One word for people: ready, draining, starting or lost (no worker can take a request)."""
+        if self.is_draining:
+            return "draining"
+        if self.fleet.is_routable:
+            return "ready"
+        return "starting" if self.fleet.is_starting else "lost"
+
+    def require_ready(self) -> Ready:
+        """What the workers hold together. Raises UnavailableError when no request can be taken now."""
+        if self.is_draining:
+            raise UnavailableError("the server is draining and takes no new requests", code="draining")
+        ready = self.ready
+        if ready is None:
+            raise UnavailableError("the model is still loading", retry_after_s=2.0, code="loading")
+        if not self.fleet.is_routable:
+            raise UnavailableError("workers were lost and are being restarted", retry_after_s=2.0, code="worker_lost")
+        return ready
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        slo: Slo | None = None,
+        terms: Terms | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Growing outputs of one prompt (text or token ids), the last one ``finished``. terms: instead of priority and
+        slo, for all that can be asked for.
+
+        Raises InvalidRequestError, ContextLengthError, OverloadedError, UnavailableError or WorkerError.
+        """
+        sampling = sampling or SamplingParams()
+        text = prompt if isinstance(prompt, str) else None
+        token_ids = await self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        generation = self.submit([token_ids], sampling, request_id, terms or Terms(priority, slo))
+        builder = OutputBuilder(generation, text, self.tokenizer)
+        try:
+            while not generation.is_exhausted:
+                builder.add(await generation.read())
+                yield builder.output()
+        finally:
+            self.abort(generation)
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, off the event loop when it is long."""
+        if len(text) < LONG_TEXT:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation, off the event loop when it is long."""
+        encode = partial(
+            self.tokenizer.encode_chat,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            template_arguments=template_arguments,
+        )
+        is_long = sum(len(message["content"]) for message in messages) >= LONG_TEXT
+        return await asyncio.to_thread(encode) if is_long else encode()
+
+    def submit(
+        self,
+        prompts: Sequence[list[int]],
+        sampling: SamplingParams,
+        request_id: str | None = None,
+        terms: Terms | None = None,
+    ) -> Generation:
+        """Send every prompt n times; sequence number i is answer ``i % n`` of prompt ``i // n``."""
+        ready = self.require_ready()
+        for prompt in prompts:
+            check_prompt(prompt, sampling, ready)
+        if sampling.stop and not self.tokenizer.has_text:
+            raise InvalidRequestError("stop needs text, and this model has no tokenizer.json", param="stop")
+        count, limit = len(prompts) * sampling.n, ready.max_waiting + ready.max_num_seqs
+        if not 0 < count <= limit:
+            raise InvalidRequestError(f"{count} answers in one request; between 1 and {limit}", param="prompt")
+        untouched = self._streams.num_untouched
+        if untouched + count > limit:
+            raise OverloadedError(f"{untouched} requests are waiting for their first token already")
+        request_id = request_id or f"req-{uuid.uuid4().hex}"
+        seed = random.getrandbits(63) if sampling.seed is None else sampling.seed
+        sequences = []
+        for number in range(count):
+            own_id = request_id if count == 1 else f"{request_id}-{number}"
+            if own_id in self._streams:
+                raise InvalidRequestError(f"request id {own_id!r} is in use", param="request_id")
+            child = replace(sampling, n=1, seed=derive_seed(seed, number))
+            sequences.append(OneSequence(own_id, number, prompts[number // sampling.n], child, self.tokenizer))
+        generation = Generation(request_id, sequences)
+        terms = terms or Terms()
+        self._streams.add(sequences, terms)
+        try:
+            self.fleet.submit([self._submission(one, terms) for one in sequences])
+        except Exception:
+            self.abort(generation)
+            raise
+        return generation
+
+    def abort(self, generation: Generation) -> None:
+        """End what still runs of a request; its blocks are free for the workers' next step."""
+        self._streams.abort(generation)
+
+    def _submission(self, one: OneSequence, terms: Terms) -> Submission:
+        """A request as the cluster knows it. Hashes only where there is a choice of workers."""
+        hashes: tuple[bytes, ...] = ()
+        if self._needs_hashes:
+            hashes = hash_blocks(one.prompt_token_ids, self.options.memory.block_size, terms.cache_salt)
+        deadline_ns = None
+        if terms.deadline_s is not None:
+            deadline_ns = time.monotonic_ns() + int(terms.deadline_s * NS_PER_S)
+        return Submission(
+            one.request_id,
+            len(one.prompt_token_ids),
+            one.sampling.max_tokens,
+            hashes,
+            terms.priority,
+            terms.slo,
+            terms.tenant,
+            terms.band,
+            deadline_ns,
+            hands_off=one.sampling.prompt_logprobs is None,
+        )
+
+
+def check_prompt(prompt: Sequence[int], sampling: SamplingParams, ready: Ready) -> None:
+    """Raise the error that names what does not fit: token ids, context, cache."""
+    if not prompt:
+        raise InvalidRequestError("the prompt has 0 tokens; it must have at least 1", param="prompt")
+    if min(prompt) < 0 or max(prompt) >= ready.vocab_size:
+        wrong = next(token_id for token_id in prompt if not 0 <= token_id < ready.vocab_size)
+        raise InvalidRequestError(
+            f"token id {wrong} is outside the vocabulary of {ready.vocab_size} tokens", param="prompt"
+        )
+    if len(prompt) >= ready.max_model_len:
+        raise ContextLengthError(
+            f"the prompt has {len(prompt)} tokens; the context holds {ready.max_model_len}, of which at least 1 is "
+            "for the answer",
+            param="prompt",
+        )
+    needed = min(len(prompt) + sampling.max_tokens, ready.max_model_len)
+    if needed > ready.kv_capacity_tokens:
+        raise ContextLengthError(
+            f"prompt and max_tokens make {needed} tokens; the KV cache holds {ready.kv_capacity_tokens}",
+            param="max_tokens",
+        )
+    for name, ids in (("stop_token_ids", sampling.stop_token_ids), ("logit_bias", tuple(sampling.logit_bias))):
+        if any(not 0 <= token_id < ready.vocab_size for token_id in ids):
+            raise InvalidRequestError(
+                f"{name} holds a token id outside the vocabulary of {ready.vocab_size} tokens", param=name
+            )
+
+
+def derive_seed(seed: int, number: int) -> int:
+    """The seed of sequence ``number``: the given one for the first, a hash of both for the others."""
+    if number == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") & MAX_SEED

@@ -1,0 +1,149 @@
+"""How many workers of which kind, on which cores, and how they hand over KV: the settings of a fleet.
+
+Owns the refusal of settings that contradict each other or have no effect. Must never start anything.
+"""
+
+import importlib.util
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from diptych.control.errors import ConfigError
+from diptych.control.router.topology import Role
+from diptych.serving.link.engine_options import parse_cores
+
+logger = logging.getLogger(__name__)
+
+TransferName = Literal["auto", "shared_memory", "tcp", "nixl"]
+CodecName = Literal["auto", "none", "int8", "int4"]
+DisaggregateName = Literal["auto", "always", "never"]
+OnFailureName = Literal["retry", "local", "fail"]
+
+MAX_WORKERS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class FleetOptions:
+    """The workers of one front end.
+
+    both None: one when there is no other worker, else none. transfer: how KV goes from worker to worker (auto: one pool
+    of memory on CPUs, TCP otherwise). kv_codec: what it is packed with on a wire (int8 and int4 round, and auto may
+    choose them: answers can differ in places). disaggregate: whether two workers share a request. on_failure: what
+    becomes of a request whose worker dies: tried again, tried again on one worker alone, or failed.
+    heartbeat_timeout_s: silence after which a worker is killed and started again. cores_per_worker: a number, or lists
+    such as 0-3/4-7 in the order prefill, decode, both (None: the machine's cores are divided). depth: requests without
+    a first token per worker, beyond which others wait in the front end, where service classes, API keys and deadlines
+    count (0: none wait there).
+    """
+
+    prefill: int = 0
+    decode: int = 0
+    both: int | None = None
+    transfer: TransferName = "auto"
+    kv_codec: CodecName = "none"
+    disaggregate: DisaggregateName = "auto"
+    on_failure: OnFailureName = "retry"
+    heartbeat_timeout_s: float = 10.0
+    cores_per_worker: str | None = None
+    depth: int = 64
+
+    def __post_init__(self) -> None:
+        for name in ("prefill", "decode", "both"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= MAX_WORKERS:
+                raise ConfigError(f"{name} is {value}; it must be in [0, {MAX_WORKERS}]", param=name)
+        for name, kind in (
+            ("transfer", TransferName),
+            ("kv_codec", CodecName),
+            ("disaggregate", DisaggregateName),
+            ("on_failure", OnFailureName),
+        ):
+            if getattr(self, name) not in get_args(kind):
+                known = ", ".join(get_args(kind))
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; one of {known}", param=name)
+        if not self.heartbeat_timeout_s >= 0.5:
+            raise ConfigError(
+                f"heartbeat_timeout_s is {self.heartbeat_timeout_s}; it must be at least 0.5",
+                param="heartbeat_timeout_s",
+            )
+        if self.depth < 0:
+            raise ConfigError(f"depth is {self.depth}; it must be at least 0", param="depth")
+        self._check_roles()
+        self._check_effects()
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """Of all workers in their order: prefill, decode, both."""
+        num_both = int(not self.prefill and not self.decode) if self.both is None else self.both
+        counts: tuple[tuple[Role, int], ...] = (("prefill", self.prefill), ("decode", self.decode), ("both", num_both))
+        return tuple(role for role, count in counts for _ in range(count))
+
+    def _check_roles(self) -> None:
+        roles = set(self.roles)
+        if not roles:
+            raise ConfigError("both is 0 and there is no other worker; at least one must serve", param="both")
+        for missing, given in (("decode", "prefill"), ("prefill", "decode")):
+            if roles == {given}:
+                raise ConfigError(
+                    f"{given} is {len(self.roles)} and nobody can {missing}; give --{missing} or --both", param=missing
+                )
+
+    def _check_effects(self) -> None:
+        """What the fleet's size makes useless is refused, so that nobody believes in it."""
+        if len(self.roles) == 1:
+            for name, default in (("transfer", "auto"), ("kv_codec", "none")):
+                if getattr(self, name) != default:
+                    raise ConfigError(f"{name} has no effect with one worker", param=name)
+            if self.disaggregate == "always":
+                raise ConfigError("disaggregate is always and there is only one worker", param="disaggregate")
+        if "both" not in self.roles and self.disaggregate == "never" and self.prefill:
+            logger.warning("disaggregate is never: prefill workers only help when no decode worker is up")
+        if self.transfer == "shared_memory" and self.kv_codec not in ("auto", "none"):
+            raise ConfigError(
+                f"kv_codec is {self.kv_codec} and has no effect with shared memory, where nothing is packed",
+                param="kv_codec",
+            )
+        if self.transfer == "nixl" and importlib.util.find_spec("nixl_cu13") is None:
+            raise ConfigError(
+                "transfer is nixl, which is not installed (pip install 'diptych[nixl]')", param="transfer"
+            )
+
+
+def divide_cores(available: Sequence[int], num_workers: int, wish: str | None) -> tuple[str | None, ...]:
+    """The cores of each worker as a list such as "0,1" (None: all, for one worker without a wish).
+
+    Each gets its share of ``available``, at least one; with more workers than cores they overlap, which is said in the
+    log. Raises ConfigError for a wish that cannot be had.
+    """
+    if wish is None:
+        if num_workers == 1:
+            return (None,)
+        count = max(1, len(available) // num_workers)
+        if num_workers > len(available):
+            logger.warning(
+                "%d workers on %d cores: some share a core and will disturb each other", num_workers, len(available)
+            )
+    elif not wish.isdigit():
+        return _listed_cores(wish, num_workers)
+    else:
+        count = int(wish)
+        if not 1 <= count <= len(available):
+            raise ConfigError(
+                f"cores_per_worker is {count}; it must be in [1, {len(available)}]", param="cores_per_worker"
+            )
+        if count * num_workers > len(available):
+            logger.warning("%d workers of %d cores each on %d cores: they overlap", num_workers, count, len(available))
+    cores = [
+        [available[(worker * count + at) % len(available)] for at in range(count)] for worker in range(num_workers)
+    ]
+    return tuple(",".join(map(str, own)) for own in cores)
+
+
+def _listed_cores(wish: str, num_workers: int) -> tuple[str, ...]:
+    lists = wish.split("/")
+    if len(lists) != num_workers:
+        raise ConfigError(
+            f"cores_per_worker is {wish!r}: {len(lists)} lists for {num_workers} workers", param="cores_per_worker"
+        )
+    return tuple(",".join(map(str, parse_cores(one))) for one in lists)

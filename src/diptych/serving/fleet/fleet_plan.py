@@ -1,0 +1,132 @@
+"""What each worker of a fleet is told: its role, its cores, its share of the memory, and how KV moves.
+
+Owns the translation of one EngineOptions and FleetOptions into one EngineOptions per worker. Makes the shared memory
+where there is some; must never start a process.
+"""
+
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from diptych.control.cluster.cluster_config import ClusterConfig
+from diptych.control.config import prefill_scheduler
+from diptych.control.errors import ConfigError
+from diptych.control.router.routing import PlacementConfig
+from diptych.control.router.topology import LinkCosts
+from diptych.runtime.kv_geometry import KVGeometry, read_kv_geometry
+from diptych.runtime.model_config import read_model_config
+from diptych.serving.fleet.fleet_options import FleetOptions, divide_cores
+from diptych.serving.fleet.shared_memory import SharedMemory, create_shared_memory, default_num_blocks
+from diptych.serving.link.engine_options import EngineOptions, PoolShare, TransferName, WorkerPlace, parse_cores
+
+SECRET_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class FleetPlan:
+    """One entry of ``options`` per worker. memory: None when each has its own. kv_bytes_per_token: what a handoff
+    carries (0: there are none). The owner of the plan closes it."""
+
+    options: tuple[EngineOptions, ...]
+    transfer: TransferName
+    memory: SharedMemory | None = None
+    kv_bytes_per_token: int = 0
+
+    @property
+    def pass_fds(self) -> tuple[int, ...]:
+        """File descriptors that every worker inherits."""
+        return self.memory.fds if self.memory else ()
+
+    def close(self) -> None:
+        """Let go of the shared memory."""
+        if self.memory is not None:
+            self.memory.close()
+
+
+def plan_fleet(options: EngineOptions, fleet: FleetOptions) -> FleetPlan:
+    """What each worker is told. Raises ConfigError, also for what a worker would refuse when it loads."""
+    roles = fleet.roles
+    available = parse_cores(options.device.cores) if options.device.cores else sorted(os.sched_getaffinity(0))
+    cores = divide_cores(available, len(roles), fleet.cores_per_worker)
+    if len(roles) == 1:
+        return FleetPlan((_on_cores(options, cores[0]),), "shared_memory")
+    transfer = _transfer(options, fleet)
+    geometry = read_kv_geometry(options.model, options.device.dtype, options.memory.block_size)
+    memory = _shared_memory(options, geometry, len(roles)) if transfer == "shared_memory" else None
+    secret = secrets.token_bytes(SECRET_BYTES)
+    told = []
+    for number, role in enumerate(roles):
+        place = WorkerPlace(
+            number=number,
+            role=role,
+            pool=_share(memory, number),
+            weights_fd=memory.weights_fd if memory else None,
+            transfer=transfer,
+            codec="none" if memory else fleet.kv_codec,
+            secret=secret,
+        )
+        record = None if options.record is None else _numbered(Path(options.record), number)
+        scheduler = prefill_scheduler(options.scheduler, options.slo) if role == "prefill" else options.scheduler
+        own = _on_cores(options, cores[number])
+        told.append(msgspec.structs.replace(own, place=place, record=record, scheduler=scheduler))
+    return FleetPlan(tuple(told), transfer, memory, geometry.block_bytes // geometry.block_size)
+
+
+def _transfer(options: EngineOptions, fleet: FleetOptions) -> TransferName:
+    """CPU workers of one host share a pool; whoever may have a GPU sends."""
+    if fleet.transfer != "auto":
+        if fleet.transfer == "shared_memory" and options.device.device == "cuda":
+            raise ConfigError("transfer is shared_memory; GPUs share no memory (tcp, nixl)", param="transfer")
+        return fleet.transfer
+    device = options.device.device
+    if device == "auto":
+        device = "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
+    if device == "cuda":
+        return "tcp"
+    if fleet.kv_codec not in ("auto", "none"):
+        raise ConfigError(
+            f"kv_codec is {fleet.kv_codec} and has no effect with shared memory, where nothing is packed "
+            "(transfer tcp packs)",
+            param="kv_codec",
+        )
+    return "shared_memory"
+
+
+def _shared_memory(options: EngineOptions, geometry: KVGeometry, num_workers: int) -> SharedMemory:
+    if options.memory.kv_cache_bytes is not None:
+        num_blocks = geometry.blocks_within(options.memory.kv_cache_bytes)
+    else:
+        length = options.max_model_len or read_model_config(options.model).max_position_embeddings
+        num_blocks = default_num_blocks(geometry, length, num_workers)
+    return create_shared_memory(geometry, [num_blocks] * num_workers)
+
+
+def _share(memory: SharedMemory | None, number: int) -> PoolShare | None:
+    if memory is None:
+        return None
+    return PoolShare(
+        fd=memory.pool_fd,
+        total_blocks=memory.total_blocks,
+        first_block=memory.first_blocks[number],
+        num_blocks=memory.num_blocks[number],
+    )
+
+
+def _on_cores(options: EngineOptions, cores: str | None) -> EngineOptions:
+    if cores is None:
+        return options
+    return msgspec.structs.replace(options, device=msgspec.structs.replace(options.device, cores=cores))
+
+
+def _numbered(path: Path, number: int) -> str:
+    return str(path.with_name(f"{path.stem}-{number}{path.suffix}"))
+
+
+def cluster_config(fleet: FleetOptions, plan: FleetPlan) -> ClusterConfig:
+    """How the cluster decides for this fleet."""
+    links = LinkCosts(bytes_per_token=plan.kv_bytes_per_token)
+    placement = PlacementConfig(disaggregate=fleet.disaggregate, links=links)
+    return ClusterConfig(placement=placement, on_failure=fleet.on_failure, depth=fleet.depth)

@@ -1,0 +1,1 @@
+"""Messages between the front end and its workers: what both processes know."""

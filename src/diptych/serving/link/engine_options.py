@@ -1,0 +1,119 @@
+"""What the front end asks of a worker process: one frozen record, written as JSON into the private directory.
+
+Owns the settings that cross the process border and the front end's own limits. Must never import torch.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+import diptych
+from diptych.control.config import SchedulerConfig
+from diptych.control.errors import ConfigError
+from diptych.control.slo import Slo
+
+DTypeName = Literal["auto", "bfloat16", "float32"]
+DeviceName = Literal["auto", "cpu", "cuda"]
+RoleName = Literal["prefill", "decode", "both"]
+TransferName = Literal["shared_memory", "tcp", "nixl"]
+CodecName = Literal["none", "int8", "int4", "auto"]
+
+BUNDLED_MODEL = Path(diptych.__file__).parent / "bundled" / "stdlib-python"
+
+
+class DeviceOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the worker computes. threads None: one per core of ``cores`` or of the process."""
+
+    device: DeviceName = "auto"
+    dtype: DTypeName = "auto"
+    threads: int | None = None
+    cores: str | None = None  # such as "0-3,8"
+
+
+class MemoryOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The KV cache. kv_cache_bytes None: a share of the free memory; swap_bytes: the host tier."""
+
+    block_size: int = 32
+    kv_cache_bytes: int | None = None
+    swap_bytes: int = 0
+    prefix_cache: bool = True
+
+
+class PoolShare(msgspec.Struct, frozen=True, kw_only=True):
+    """KV memory that all workers of a host map. fd: of the memfd that the front end made and this worker inherits;
+    its file holds ``total_blocks`` blocks, of which the worker owns [first_block, first_block + num_blocks)."""
+
+    fd: int
+    total_blocks: int
+    first_block: int
+    num_blocks: int
+
+
+class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a worker stands among the workers of a front end, and how KV moves between them.
+
+    pool: with shared_memory (None: its own memory, and KV is copied). weights_fd: of a memfd with prepared weights.
+    listen: where others reach its connector; "": a unix socket in the private directory for shared_memory, a free port
+    of 127.0.0.1 for the others. secret: shared by all workers; it is never on a command line. publishes_blocks: say
+    what enters and leaves the prefix cache, for a router.
+    """
+
+    number: int = 0
+    role: RoleName = "both"
+    pool: PoolShare | None = None
+    weights_fd: int | None = None
+    transfer: TransferName = "shared_memory"
+    listen: str = ""
+    codec: CodecName = "none"
+    secret: bytes = b""
+    publishes_blocks: bool = True
+
+    def __repr__(self) -> str:
+        return f"WorkerPlace(number={self.number}, role={self.role!r}, transfer={self.transfer!r}, ...)"
+
+
+class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a worker needs to load a model and to serve it. record: a file for its recording (None: none).
+    place: None for a worker that is alone (it takes no part in handoffs)."""
+
+    model: str = str(BUNDLED_MODEL)
+    device: DeviceOptions = DeviceOptions()
+    memory: MemoryOptions = MemoryOptions()
+    scheduler: SchedulerConfig = msgspec.field(default_factory=SchedulerConfig)
+    slo: Slo = msgspec.field(default_factory=Slo)
+    max_model_len: int | None = None
+    warm_up: bool = True
+    record: str | None = None
+    place: WorkerPlace | None = None
+
+
+def parse_cores(text: str) -> tuple[int, ...]:
+    """The CPU numbers of a list such as "0-3,8". Raises ConfigError."""
+    numbers: list[int] = []
+    try:
+        for part in text.split(","):
+            first, _, last = part.partition("-")
+            numbers.extend(range(int(first), int(last or first) + 1))
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 0:
+        raise ConfigError(f"cores is {text!r}; expected a list such as 0-3,8", param="cores")
+    return tuple(dict.fromkeys(numbers))
+
+
+_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_UNITS |= {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+
+
+def parse_bytes(text: str, param: str) -> int:
+    """The bytes of a size such as 2GiB, 500MB or 1.5g. Raises ConfigError naming ``param``."""
+    number = text.strip().lower().rstrip("abcdefghijklmnopqrstuvwxyz")
+    unit = text.strip().lower()[len(number) :]
+    try:
+        value = int(float(number.strip()) * _UNITS[unit])
+    except (KeyError, ValueError, OverflowError):
+        raise ConfigError(f"{param} is {text!r}; expected a size such as 2GiB or 500MB", param=param) from None
+    if value < 0:
+        raise ConfigError(f"{param} is {text!r}; it must not be negative", param=param)
+    return value

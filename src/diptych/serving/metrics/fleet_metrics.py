@@ -1,0 +1,140 @@
+"""What Prometheus reads about the workers, one by one, and about what passes between them.
+
+Owns the latest statistics of each worker and the counts of transfers. Must never cost more than a few additions per
+handoff: families are made when somebody asks for them.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from diptych.control.slo import NS_PER_S
+from diptych.serving.metrics.histogram import Histogram
+
+_TRANSFER = (0.0001, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
+_SUMMED = ("num_waiting", "num_prefilling", "num_decoding", "num_swapped")
+_GROWING = ("prefix_queried_tokens", "prefix_hit_tokens", "num_preemptions")
+
+
+@dataclass(frozen=True, slots=True)
+class FleetView:
+    """The fleet at one moment. counts: ClusterCore's. num_queued: requests that no worker has been given yet."""
+
+    roles: Sequence[str] = ()
+    is_up: Sequence[bool] = ()
+    num_restarts: Sequence[int] = ()
+    counts: Mapping[str, int] = field(default_factory=dict)
+    num_queued: int = 0
+
+
+class FleetMetrics:
+    """Per worker, and per transfer. ``view`` is set by the fleet."""
+
+    def __init__(self) -> None:
+        self.view: Callable[[], FleetView] = FleetView
+        self.replicas: dict[int, dict[str, Any]] = {}  # what each worker said last
+        self.losses: Counter[int] = Counter()
+        self.num_transfers = 0
+        self.transferred_bytes = 0
+        self.transfer_seconds = Histogram(_TRANSFER)
+        self.handoff_seconds = Histogram(_TRANSFER)
+        self._lost_counts: Counter[str] = Counter()  # what workers that are gone had counted
+
+    @property
+    def replica(self) -> dict[str, Any]:
+        """All workers as one: sums, the mean use of the KV cache, the largest model error."""
+        if not self.replicas:
+            return {}
+        known = list(self.replicas.values())
+        joint: dict[str, Any] = {name: sum(one.get(name, 0) for one in known) for name in (*_SUMMED, *_GROWING)}
+        joint["kv_usage"] = sum(one.get("kv_usage", 0.0) for one in known) / len(known)
+        joint["step_time_error"] = max(one.get("step_time_error", 0.0) for one in known)
+        return joint
+
+    def count(self, name: str) -> int:
+        """A count of all workers, those that are gone included: it never falls."""
+        return self._lost_counts[name] + sum(int(one.get(name, 0)) for one in self.replicas.values())
+
+    def on_transfer(self, num_bytes: int, transfer_ns: int) -> None:
+        """A decode worker took over a request; so many bytes had to travel."""
+        self.num_transfers += 1
+        self.transferred_bytes += num_bytes
+        self.transfer_seconds.observe(transfer_ns / NS_PER_S)
+
+    def on_worker_lost(self, worker: int) -> None:
+        """Its own counts start from zero again; ours must never fall."""
+        self.losses[worker] += 1
+        gone = self.replicas.pop(worker, {})
+        for name in _GROWING:
+            self._lost_counts[name] += int(gone.get(name, 0))
+
+    def families(self, model: str) -> Iterator[Metric]:
+        """Every family with its present value."""
+        view = self.view()
+        yield from self._per_worker(model, view)
+        yield from _by_label(model, view.counts)
+        values = (
+            ("diptych:handoffs", "Requests that a decode worker took over", self.num_transfers),
+            ("diptych:kv_transfer_bytes", "KV bytes that travelled between workers", self.transferred_bytes),
+            (
+                "diptych:kv_leases_expired",
+                "Sides of handoffs that nobody renewed",
+                view.counts.get("leases_expired", 0),
+            ),
+            ("diptych:request_retries", "Attempts after a lost one", view.counts.get("retried", 0)),
+            ("diptych:poison_requests", "Requests refused because workers died of them", view.counts.get("poison", 0)),
+        )
+        for name, text, value in values:
+            family = CounterMetricFamily(name, text, labels=["model_name"])
+            family.add_metric([model], value)
+            yield family
+        text = "First byte to commit of the KV of a handoff"
+        yield self.transfer_seconds.family("diptych:kv_transfer_seconds", text, model)
+        text = "First token at the front end to the decode worker taking over"
+        yield self.handoff_seconds.family("diptych:handoff_seconds", text, model)
+        queued = GaugeMetricFamily("diptych:num_requests_queued", "Requests that no worker has", labels=["model_name"])
+        queued.add_metric([model], view.num_queued)
+        yield queued
+
+    def _per_worker(self, model: str, view: FleetView) -> Iterator[Metric]:
+        labels = ["model_name", "worker", "role"]
+        rows = (
+            ("diptych:worker_up", "Whether the worker serves", lambda n: int(view.is_up[n])),
+            ("diptych:worker_requests_waiting", "Requests without blocks", lambda n: self._said(n, "num_waiting")),
+            ("diptych:worker_requests_prefilling", "Requests in prefill", lambda n: self._said(n, "num_prefilling")),
+            ("diptych:worker_requests_decoding", "Requests in decode", lambda n: self._said(n, "num_decoding")),
+            ("diptych:worker_kv_usage_ratio", "KV cache in use, 0 to 1", lambda n: self._said(n, "kv_usage")),
+        )
+        for name, text, value in rows:
+            gauge = GaugeMetricFamily(name, text, labels=labels)
+            for number, role in enumerate(view.roles):
+                gauge.add_metric([model, str(number), role], value(number))
+            yield gauge
+        restarts = CounterMetricFamily(
+            "diptych:worker_restarts", "Times that a worker was started again", labels=labels
+        )
+        for number, role in enumerate(view.roles):
+            restarts.add_metric([model, str(number), role], view.num_restarts[number])
+        yield restarts
+
+    def _said(self, worker: int, name: str) -> float:
+        return float(self.replicas.get(worker, {}).get(name, 0))
+
+
+def _by_label(model: str, counts: Mapping[str, int]) -> Iterator[Metric]:
+    """ClusterCore's counts that carry their reason in their names."""
+    for name, label, text, prefixes in (
+        ("diptych:placements", "reason", "Attempts by how they were placed", ("placed_",)),
+        ("diptych:attempts_lost", "reason", "Attempts that were lost, by why", ("lost_",)),
+        ("diptych:requests_refused", "reason", "Requests refused at the door or while they waited",
+         ("refused_", "expired_")),
+    ):  # fmt: skip
+        family = CounterMetricFamily(name, text, labels=["model_name", label])
+        for prefix in prefixes:
+            for key, count in sorted(counts.items()):
+                if key.startswith(prefix):
+                    family.add_metric([model, key.removeprefix(prefix)], count)
+        yield family

@@ -1,0 +1,167 @@
+"""From options to an engine that can serve: threads, weights, KV cache, step-time model, connector.
+
+Owns the order of loading. Imports torch when it is called, not before, so that a worker can say what it is doing.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diptych.control.engine.engine_core import ReplicaCore
+from diptych.control.errors import ConfigError
+from diptych.runtime.checkpoint import Checkpoint
+from diptych.runtime.kv_geometry import KVGeometry, read_kv_geometry
+from diptych.runtime.model_config import ModelConfig, read_model_config
+from diptych.runtime.safetensors_file import DTYPE_NAMES
+from diptych.runtime.transfer import make_connector
+from diptych.runtime.transfer.connector import KVConnector, KVFormat, TransferOptions
+from diptych.serving.fleet.shared_memory import default_num_blocks
+from diptych.serving.link.engine_options import EngineOptions, WorkerPlace, parse_cores
+from diptych.serving.link.messages import Ready
+from diptych.serving.worker.recorder import make_core
+
+if TYPE_CHECKING:
+    from diptych.runtime.model_runner import ModelRunner, RunnerConfig
+
+Report = Callable[..., None]  # (stage, fraction=None)
+
+FINGERPRINT_BYTES = 64  # of each tensor
+# A prefill worker on a CPU gives way to whatever needs its core for a moment (the front end, a client on this host), so
+# that they need not take the core of a decode worker, whose streams would wait.
+PREFILL_NICENESS = 5
+
+
+def load_engine(options: EngineOptions, report: Report) -> tuple[ReplicaCore, "ModelRunner", Ready]:
+    """Load the checkpoint, size its cache, teach the step-time model. Raises ConfigError for what cannot be."""
+    report("importing torch")
+    from diptych.runtime.local_engine import replica_config
+    from diptych.runtime.model_runner import load_runner
+    from diptych.runtime.threads import configure_threads
+    from diptych.runtime.warm_up import warm_up
+
+    device = _choose_device(options)
+    cores = parse_cores(options.device.cores) if options.device.cores else None
+    if device == "cpu" and options.place and options.place.role == "prefill" and hasattr(os, "nice"):
+        os.nice(PREFILL_NICENESS)  # before there are threads: they inherit it
+    threads = configure_threads(options.device.threads, cores, bind=device == "cpu")
+    memory = options.memory
+    geometry = read_kv_geometry(options.model, options.device.dtype, memory.block_size)
+    config = _runner_config(options, device, geometry)
+    runner = load_runner(config, lambda done, total: report("loading weights", done / max(1, total)))
+    replica = replica_config(runner, options.scheduler, enable_prefix_cache=memory.prefix_cache, slo=options.slo)
+    core = make_core(replica, options.record)
+    if options.warm_up:
+        report("warming up")
+        for features, duration_ns in warm_up(runner):
+            core.observe(features, duration_ns)
+    model, capacity = runner.model_config, core.kv.capacity_tokens
+    where = f"{device}, {threads.num_threads} threads" if device == "cpu" else device
+    kv_bytes = runner.num_blocks * geometry.block_bytes
+    description = f"{model.architecture}, {where}, KV cache of {capacity:,} tokens ({kv_bytes / 2**30:.2f} GiB)"
+    ready = Ready(
+        model.vocab_size,
+        runner.max_model_len,
+        capacity,
+        options.scheduler.max_waiting,
+        options.scheduler.max_num_seqs,
+        list(model.eos_token_ids),
+        f"{description}; {runner.note}" if runner.note else description,
+    )
+    return core, runner, ready
+
+
+def _choose_device(options: EngineOptions) -> str:
+    """cpu or cuda; each worker takes a GPU of its own, while there are some. Raises ConfigError when there is none."""
+    import torch
+
+    device, num_gpus = options.device.device, torch.cuda.device_count()
+    if device == "auto":
+        device = "cuda" if num_gpus else "cpu"
+    if device == "cuda":
+        if not num_gpus:
+            raise ConfigError("device is cuda; PyTorch finds no GPU here (auto, cpu)", param="device")
+        if options.place is not None:
+            torch.cuda.set_device(options.place.number % num_gpus)
+    return device
+
+
+def _runner_config(options: EngineOptions, device: str, geometry: KVGeometry) -> "RunnerConfig":
+    """Blocks: this worker's share of a pool, or as many as fit into what the options say, or a default."""
+    from diptych.runtime.model_runner import RunnerConfig
+    from diptych.runtime.shared_pool import SharedPool
+
+    memory, place = options.memory, options.place or WorkerPlace()
+    pool, share = None, place.pool
+    if share is not None:
+        num_blocks = share.num_blocks
+        pool = SharedPool(share.fd, share.total_blocks, share.first_block)
+    elif memory.kv_cache_bytes is not None:
+        total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if device == "cpu" and memory.kv_cache_bytes > total_bytes:
+            raise ConfigError(
+                f"kv_cache_bytes is {memory.kv_cache_bytes}; this machine has {total_bytes} bytes of memory",
+                param="kv_cache_bytes",
+            )
+        num_blocks = geometry.blocks_within(memory.kv_cache_bytes)
+    else:
+        length = options.max_model_len or read_model_config(options.model).max_position_embeddings
+        num_blocks = default_num_blocks(geometry, length, 1)
+    return RunnerConfig(
+        model=options.model,
+        dtype=options.device.dtype,
+        device=device,
+        block_size=memory.block_size,
+        num_blocks=num_blocks,
+        num_host_blocks=memory.swap_bytes // geometry.block_bytes,
+        max_num_seqs=options.scheduler.max_num_seqs,
+        max_model_len=options.max_model_len,
+        shared_pool=pool,
+        shared_weights=place.weights_fd,
+    )
+
+
+def connect_peers(options: EngineOptions, runner: "ModelRunner", directory: Path) -> KVConnector | None:
+    """The connector of a worker that has a place among others (else None). Workers of one host without a common pool
+    send over unix sockets. Raises ConfigError for what cannot be."""
+    place = options.place
+    if place is None:
+        return None
+    in_pool = place.transfer == "shared_memory" and place.pool is not None
+    unpacked = in_pool or (place.transfer == "nixl" and place.codec == "auto")
+    listen = place.listen
+    if not listen:
+        listen = f"unix://{directory}/kv" if place.transfer == "shared_memory" else "tcp://127.0.0.1:0"
+    transfer = TransferOptions(secret=place.secret, listen=listen, codec="none" if unpacked else place.codec)
+    name = "tcp" if place.transfer == "shared_memory" and not in_pool else place.transfer
+    return make_connector(name, runner.kv.layers, kv_format(runner), transfer)
+
+
+def kv_format(runner: "ModelRunner") -> KVFormat:
+    """What the bytes of this runner's KV cache mean."""
+    model = runner.model_config
+    caches = runner.kv.layers[0]
+    return KVFormat(
+        model=_fingerprint(model),
+        num_layers=model.num_layers,
+        num_kv_heads=model.attention.num_kv_heads,
+        head_dim=model.attention.head_dim,
+        dtype=str(caches[0].dtype).removeprefix("torch."),
+        block_size=runner.block_size,
+        layout=caches[0].device.type,
+    )
+
+
+def _fingerprint(model: ModelConfig) -> str:
+    """Equal for the same weights, wherever they lie: tensor names, shapes, and the first bytes of each."""
+    checkpoint = Checkpoint(model.path)
+    digest = blake2b(repr(dataclasses.replace(model, path=Path())).encode(), digest_size=16)
+    for name in sorted(checkpoint.names):
+        file = checkpoint.file_of(name)
+        entry = file.entries[name]
+        digest.update(repr((name, entry.dtype, entry.shape)).encode())
+        if entry.dtype in DTYPE_NAMES:
+            digest.update(file.data(name)[:FINGERPRINT_BYTES])
+    return digest.hexdigest()

@@ -1,0 +1,160 @@
+"""Which cost model prices a model on a device: the one asked for, or the best there is, and in words which one it was.
+
+Owns the order of preference of ``auto``: measured layers of this very model and device, then tables of measured
+operators, then the roofline. Must never mix two of them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from diptych.control.errors import ConfigError
+from diptych.simulation.costs.aiconfigurator import AIConfiguratorCost
+from diptych.simulation.costs.cost_model import CostModel
+from diptych.simulation.costs.fitted import Calibration, read_calibration
+from diptych.simulation.costs.layer_tables import LayerTableCost, TableInfo, layer_table_names, load_layer_table
+from diptych.simulation.costs.operator_tables import OperatorTableCost
+from diptych.simulation.costs.profiled import ProfileInfo, load_profile, profile_names
+from diptych.simulation.costs.roofline import RooflineCost
+from diptych.simulation.hardware import Hardware, load_hardware
+from diptych.simulation.models import ModelSpec, load_model
+
+COSTS = ("auto", "tables", "operators", "roofline", "aiconfigurator")
+
+
+@dataclass(frozen=True, slots=True)
+class CostChoice:
+    """A cost model, one sentence about it, and what it is of. price and power: of one device, where known."""
+
+    cost: CostModel
+    words: str
+    source: Calibration | tuple[ModelSpec, Hardware]
+    max_model_len: int
+    usd_per_hour: float | None = None
+    watts_busy: float | None = None
+    watts_idle: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is to be priced."""
+
+    model: ModelSpec
+    hardware: Hardware
+    tensor_parallel: int
+    weight_bits: int
+    kv_bits: int
+
+    def __str__(self) -> str:
+        bits = (
+            "" if self.weight_bits == self.kv_bits == 16 else f" (weights {self.weight_bits}, KV {self.kv_bits} bits)"
+        )
+        return f"{self.model.name} on {self.tensor_parallel} x {self.hardware.name}{bits}"
+
+
+def choose_cost(
+    name: str,
+    *,
+    model: str | None,
+    hardware: str | None,
+    tensor_parallel: int = 1,
+    weight_bits: int = 16,
+    kv_bits: int = 16,
+) -> CostChoice:
+    """The cost model called ``name``: one of COSTS, a layer table or a profile of the catalogue by its name, or the
+    path of a file of ``diptych calibrate``.
+
+    Raises ConfigError when it does not exist for the model and the device, or when one of these is not named.
+    """
+    if name not in COSTS and name not in layer_table_names() and name not in profile_names():
+        return _calibrated(name)
+    if model is None or hardware is None:
+        missing = "model" if model is None else "hardware"
+        example = "llama-3-8b" if model is None else "h100"
+        raise ConfigError(f"{missing} is not set; name one of the catalogue, such as {example}", param=missing)
+    wanted = Wanted(load_model(model), load_hardware(hardware), tensor_parallel, weight_bits, kv_bits)
+    cost, words = _priced(name, wanted)
+    return CostChoice(
+        cost=cost,
+        words=words,
+        source=(wanted.model, wanted.hardware),
+        max_model_len=wanted.model.max_context,
+        usd_per_hour=wanted.hardware.price_per_hour or None,
+        watts_busy=wanted.hardware.power_w,
+        watts_idle=wanted.hardware.idle_power_w,
+    )
+
+
+def _priced(name: str, wanted: Wanted) -> tuple[CostModel, str]:
+    """The cost model and a sentence about it."""
+    model, hardware, devices = wanted.model, wanted.hardware, wanted.tensor_parallel
+    if name in ("auto", "tables") or name in layer_table_names():
+        names = layer_table_names() if name in ("auto", "tables") else (name,)
+        table = find_layer_table(wanted, names)
+        if table is not None:
+            return table, f"measured layers of {table.info.model} on {_fleet(table.info)}"
+        if name != "auto":
+            raise ConfigError(
+                f"cost is {name!r}, which does not hold {wanted}; there are {', '.join(names)}", param="cost"
+            )
+    if name in profile_names():
+        profile = load_profile(name)
+        if not _holds(profile.info, wanted):
+            info = profile.info
+            raise ConfigError(
+                f"cost is {name!r}, which is of {info.model} on {_fleet(info)}, not {wanted}", param="cost"
+            )
+        return profile, f"published profile of {profile.info.model} on {_fleet(profile.info)}"
+    weight_bits, kv_bits = wanted.weight_bits, wanted.kv_bits
+    if name in ("auto", "operators"):
+        try:
+            operators = OperatorTableCost(model, hardware, devices, weight_bits=weight_bits, kv_bits=kv_bits)
+            return operators, f"measured operators, summed over the layers of {wanted} ({operators.info.engine})"
+        except ConfigError:
+            if name != "auto":
+                raise
+    if name == "aiconfigurator":
+        engine = AIConfiguratorCost.compile(
+            model.name, hardware.name, devices, weight_bits=weight_bits, kv_bits=kv_bits
+        )
+        return engine, f"aiconfigurator's tables of {wanted}"
+    roofline = RooflineCost(model, hardware, devices, weight_bits=weight_bits, kv_bits=kv_bits)
+    return roofline, f"roofline of {wanted}, with measured efficiencies"
+
+
+def find_layer_table(wanted: Wanted, names: Sequence[str]) -> LayerTableCost | None:
+    """The first of these tables that is of a model with these dimensions on this device, if there is one."""
+    tables = (load_layer_table(name) for name in names)
+    return next((table for table in tables if _holds(table.info, wanted)), None)
+
+
+def _holds(info: TableInfo | ProfileInfo, wanted: Wanted) -> bool:
+    """Whether measurements are of what is wanted: the same device, number of devices, dimensions, and 16 bits."""
+    return (
+        info.tensor_parallel == wanted.tensor_parallel
+        and wanted.weight_bits == wanted.kv_bits == 16
+        and load_hardware(info.hardware).name == wanted.hardware.name
+        and _dimensions(load_model(info.model)) == _dimensions(wanted.model)
+    )
+
+
+def _fleet(info: TableInfo | ProfileInfo) -> str:
+    return f"{info.tensor_parallel} x {info.hardware} ({info.engine})"
+
+
+def _dimensions(model: ModelSpec) -> ModelSpec:
+    """What a step's duration depends on: all but the name and the longest context."""
+    return replace(model, name="", max_context=1)
+
+
+def _calibrated(name: str) -> CostChoice:
+    path = Path(name)
+    if not path.exists():
+        tables = ", ".join((*layer_table_names(), *profile_names()))
+        raise ConfigError(
+            f"cost is {name!r}; one of {', '.join(COSTS)}, a file of diptych calibrate, or one of the tables {tables}",
+            param="cost",
+        )
+    calibration = read_calibration(path)
+    words = f"calibration of {Path(calibration.model).name} on this machine ({path.name}, {calibration.cost.name} law)"
+    return CostChoice(calibration.cost, words, calibration, calibration.max_model_len)

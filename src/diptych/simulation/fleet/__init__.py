@@ -1,0 +1,1 @@
+"""A fleet of workers under virtual time."""

@@ -1,0 +1,158 @@
+"""The lives of the simulated workers' processes: how they fail, when that is noticed, and when they are back.
+
+A process that has died is known to be dead after a while (Watch.detection_ns), and one that hangs for too long is
+killed. A new one takes its place when the fault is over and nobody writes into the old one's memory any more. Must
+decide nothing about requests.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from diptych.simulation.environment import MESSAGE, Environment
+from diptych.simulation.faults import MESSAGE_FAULTS, Fault, Watch
+from diptych.simulation.fleet.simulated_worker import SimulatedReplica
+
+
+class FrontEnd(Protocol):
+    """Who is told. ``tokens``: how many each leg had been given by the worker that died."""
+
+    def on_death(self, worker: int) -> None:
+        """The process is gone; nobody knows yet."""
+        ...
+
+    def on_down(self, worker: int, tokens: dict[str, int]) -> None:
+        """Its death is known."""
+        ...
+
+    def on_up(self, worker: int) -> None:
+        """A new process is ready, and empty."""
+        ...
+
+    def ask_to_forget(self, worker: int, peer: int, answer: Callable[[], None]) -> None:
+        """Ask a living worker to leave the memory of a dead one alone."""
+        ...
+
+    def set_link(self, worker: int, is_up: bool) -> None:
+        """The worker's KV links break, or work again."""
+        ...
+
+
+@dataclass(slots=True)
+class _Process:
+    is_alive: bool = True
+    is_known_dead: bool = False
+    life: int = 0
+    back_ns: int = 0  # when the next process may begin
+    num_outages: int = 0  # of its link, at this moment
+    tokens: dict[str, int] = field(default_factory=dict)
+    writers: set[int] = field(default_factory=set)  # living workers that may still write into its memory
+
+
+class Supervisor:
+    """All processes. peers: for each worker, the others that share memory with it."""
+
+    def __init__(
+        self,
+        environment: Environment,
+        watch: Watch,
+        replicas: list[SimulatedReplica],
+        peers: list[list[int]],
+        front_end: FrontEnd,
+    ) -> None:
+        self._environment = environment
+        self._watch = watch
+        self._replicas = replicas
+        self._peers = peers
+        self._front_end = front_end
+        self._processes = [_Process() for _ in replicas]
+
+    def schedule(self, faults: tuple[Fault, ...]) -> None:
+        """Have these happen (those of messages are the wires' business)."""
+        for fault in faults:
+            if fault.kind not in MESSAGE_FAULTS and fault.replica < len(self._replicas):
+                self._environment.at(fault.at_ns, MESSAGE, partial(self._strike, fault))
+
+    def is_alive(self, worker: int) -> bool:
+        """Whether its process lives."""
+        return self._processes[worker].is_alive
+
+    def _strike(self, fault: Fault) -> None:
+        worker, environment = fault.replica, self._environment
+        replica, process = self._replicas[worker], self._processes[worker]
+        end_ns = environment.now + fault.duration_ns
+        if fault.kind == "crash":
+            self._kill(worker, end_ns)
+        elif fault.kind == "link_down":
+            self._break_link(worker, 1)
+            environment.at(end_ns, MESSAGE, partial(self._break_link, worker, -1))
+        elif not process.is_alive:
+            return
+        elif fault.kind == "hang":
+            replica.hang(end_ns)
+            environment.at(end_ns, MESSAGE, replica.wake)
+            at_ns = environment.now + self._watch.heartbeat_ns
+            environment.at(at_ns, MESSAGE, partial(self._look_at, worker, process.life))
+        else:
+            replica.slow_down(fault.factor)
+            environment.at(end_ns, MESSAGE, partial(replica.slow_down, 1))
+
+    def _break_link(self, worker: int, by: int) -> None:
+        process = self._processes[worker]
+        process.num_outages += by
+        self._front_end.set_link(worker, not process.num_outages)
+
+    def _look_at(self, worker: int, life: int) -> None:
+        """A heartbeat did not come."""
+        if self._processes[worker].life == life and self._replicas[worker].is_hung:
+            self._kill(worker, self._environment.now + self._watch.detection_ns)
+
+    def _kill(self, worker: int, until_ns: int) -> None:
+        """The process dies; another may begin at ``until_ns``."""
+        process = self._processes[worker]
+        process.back_ns = max(process.back_ns, until_ns)
+        if not process.is_alive:
+            return
+        process.is_alive, process.is_known_dead = False, False
+        process.life += 1
+        process.tokens = self._replicas[worker].crash(until_ns)
+        self._front_end.on_death(worker)
+        for other in self._peers[worker]:
+            self._forgotten(other, worker)
+        detected_ns = self._environment.now + self._watch.detection_ns
+        self._environment.at(detected_ns, MESSAGE, partial(self._detect, worker))
+
+    def _detect(self, worker: int) -> None:
+        process = self._processes[worker]
+        process.is_known_dead = True
+        self._front_end.on_down(worker, process.tokens)
+        process.tokens = {}
+        process.writers = {other for other in self._peers[worker] if self._processes[other].is_alive}
+        for other in sorted(process.writers):
+            self._front_end.ask_to_forget(other, worker, partial(self._forgotten, worker, other))
+        self._try_to_begin(worker)
+
+    def _forgotten(self, dead: int, writer: int) -> None:
+        """That worker writes nothing into the dead one's memory any more."""
+        process = self._processes[dead]
+        if writer in process.writers:
+            process.writers.discard(writer)
+            self._try_to_begin(dead)
+
+    def _try_to_begin(self, worker: int) -> None:
+        process, now = self._processes[worker], self._environment.now
+        if process.is_alive or not process.is_known_dead or process.writers:
+            return
+        at_ns = max(process.back_ns, now + 1)
+        self._environment.at(at_ns, MESSAGE, partial(self._begin, worker, process.life))
+
+    def _begin(self, worker: int, life: int) -> None:
+        process = self._processes[worker]
+        if process.is_alive or process.life != life:
+            return
+        if process.back_ns > self._environment.now:  # it was to crash again meanwhile
+            self._environment.at(process.back_ns, MESSAGE, partial(self._begin, worker, life))
+            return
+        process.is_alive = True
+        self._front_end.on_up(worker)

@@ -1,0 +1,180 @@
+"""An executor without a model: it knows how long each answer will be and what each step costs.
+
+Owns the true output lengths and the identities of output blocks, which the scheduler never sees. It follows plans as
+diptych.control.step documents them and can take a repeated decode step many times at once.
+"""
+
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from diptych.control.request import FinishReason, Request
+from diptych.control.step import SchedulerOutput, StepResult
+from diptych.simulation.costs.cost_model import CostModel
+from diptych.workload.spec import RequestSpec
+
+NEVER = 2**62
+
+
+def block_hashes(spec: RequestSpec, num_tokens: int, block_size: int) -> list[bytes]:
+    """The hashes of the full blocks within the first ``num_tokens`` tokens, as far as the spec identifies them."""
+    ids, width = spec.hash_ids, spec.hash_block_tokens
+    full = min(num_tokens, len(ids) * width) // block_size
+    return [
+        ids[((index + 1) * block_size - 1) // width].to_bytes(10, "little", signed=True) + index.to_bytes(6, "little")
+        for index in range(full)
+    ]
+
+
+def make_request(request_id: str, spec: RequestSpec, block_size: int) -> Request:
+    """The request as the control code sees it."""
+    hashes = tuple(block_hashes(spec, spec.prompt_tokens, block_size)) if spec.hash_ids else ()
+    return Request(
+        request_id,
+        spec.prompt_tokens,
+        spec.max_tokens or spec.output_tokens,
+        block_hashes=hashes,
+        priority=spec.priority,
+        slo=spec.slo,
+    )
+
+
+@dataclass(slots=True)
+class _Answer:
+    """What will become of one request. While it decodes, its counts follow from the tick at which it joined."""
+
+    output_tokens: int  # after which it stops by itself
+    hashes: list[bytes]  # of blocks that hold output
+    first_hash: int  # index of the block that hashes[0] stands for
+    num_reported: int = 0
+    sampled: int = 0
+    kv_tokens: int = 0
+    joined_tick: int = 0
+    stay: int = 0  # 0: not in the batch
+
+
+class SimulatedExecutor:
+    """Only requests with something to tell are tracked: those that stop before max_tokens or have output hashes."""
+
+    def __init__(self, cost: CostModel, block_size: int) -> None:
+        self.cost = cost
+        self._block_size = block_size
+        self._answers: dict[str, _Answer] = {}
+        self._calendar: list[tuple[int, int, str]] = []  # (tick, stay, request id): something happens to it then
+        self._ticks = 0  # decode steps done
+        self._num_stays = 0
+        self._output: SchedulerOutput | None = None
+        self._stopped: list[tuple[str, FinishReason]] = []
+        self._full: list[tuple[str, bytes]] = []
+
+    def add(self, request: Request, spec: RequestSpec) -> None:
+        """A request that plans will name."""
+        num_tokens = spec.prompt_tokens + spec.output_tokens
+        first = spec.prompt_tokens // self._block_size
+        hashes = block_hashes(spec, num_tokens, self._block_size)[first:] if spec.hash_ids else []
+        stops = spec.output_tokens < request.max_tokens  # else the scheduler ends it at its limit
+        if hashes or stops:
+            self._answers[request.request_id] = _Answer(spec.output_tokens if stops else NEVER, hashes, first)
+
+    def deliver(self, request_id: str) -> None:
+        """The first token was sampled elsewhere."""
+        if answer := self._answers.get(request_id):
+            answer.sampled = 1
+
+    def execute(self, output: SchedulerOutput) -> StepResult:
+        """One step (see diptych.control.step.Executor)."""
+        self.begin(output)
+        return self.end(1)
+
+    def begin(self, output: SchedulerOutput) -> int:
+        """Start a plan. Returns how many steps of it may be taken at once before an answer ends or a block fills."""
+        self._output = output
+        self._stopped, self._full = [], []
+        if self._answers:
+            self._follow(output)
+        if output.max_repeats == 1 or not self._calendar:
+            return output.max_repeats
+        calendar = self._calendar
+        while calendar and self._is_stale(calendar[0]):
+            heappop(calendar)
+        return min(output.max_repeats, calendar[0][0] - self._ticks) if calendar else output.max_repeats
+
+    def end(self, num_steps: int) -> StepResult:
+        """The plan was taken so many times; the result is that of the last step."""
+        output = self._output
+        assert output is not None
+        if output.num_decodes:
+            self._ticks += num_steps
+            calendar = self._calendar
+            while calendar and calendar[0][0] <= self._ticks:
+                entry = heappop(calendar)
+                if not self._is_stale(entry):
+                    self._report(entry[2])
+        for chunk in output.prefills:
+            if chunk.is_last and chunk.request_id in self._answers:
+                self._finish_prefill(chunk.request_id, chunk.start + chunk.num_tokens)
+        if not self._stopped and not self._full:
+            return StepResult(output.step_id)
+        return StepResult(output.step_id, tuple(self._stopped), tuple(self._full))
+
+    def _follow(self, output: SchedulerOutput) -> None:
+        answers = self._answers
+        for request_id in output.finished:
+            answers.pop(request_id, None)
+        for request_id in output.paused:
+            if answer := answers.get(request_id):
+                self._leave(answer)
+        for resumed in output.resumed:
+            if answer := answers.get(resumed.request_id):
+                answer.kv_tokens = resumed.num_tokens
+                self._join(resumed.request_id, answer, self._ticks)
+
+    def _finish_prefill(self, request_id: str, kv_tokens: int) -> None:
+        """The last chunk samples a token; the request joins the batch."""
+        answer = self._answers[request_id]
+        answer.sampled += 1
+        answer.kv_tokens = kv_tokens
+        self._report_blocks(request_id, answer, kv_tokens)
+        if answer.sampled == answer.output_tokens:
+            self._stopped.append((request_id, FinishReason.STOP))
+        self._join(request_id, answer, self._ticks)
+
+    def _join(self, request_id: str, answer: _Answer, tick: int) -> None:
+        self._num_stays += 1
+        answer.stay = self._num_stays
+        answer.joined_tick = tick
+        self._note_next(request_id, answer)
+
+    def _leave(self, answer: _Answer) -> None:
+        if answer.stay:
+            ticks = self._ticks - answer.joined_tick
+            answer.sampled += ticks
+            answer.kv_tokens += ticks
+            answer.stay = 0
+
+    def _note_next(self, request_id: str, answer: _Answer) -> None:
+        """Write down the next tick at which there is something to tell."""
+        tick = answer.joined_tick + answer.output_tokens - answer.sampled
+        if answer.num_reported < len(answer.hashes):
+            end = (answer.first_hash + answer.num_reported + 1) * self._block_size
+            tick = min(tick, answer.joined_tick + end - answer.kv_tokens)
+        if self._ticks < tick < NEVER // 2:
+            heappush(self._calendar, (tick, answer.stay, request_id))
+
+    def _report(self, request_id: str) -> None:
+        answer = self._answers[request_id]
+        ticks = self._ticks - answer.joined_tick
+        self._report_blocks(request_id, answer, answer.kv_tokens + ticks)
+        if answer.sampled + ticks == answer.output_tokens:
+            self._stopped.append((request_id, FinishReason.STOP))
+        self._note_next(request_id, answer)
+
+    def _report_blocks(self, request_id: str, answer: _Answer, kv_tokens: int) -> None:
+        while answer.num_reported < len(answer.hashes):
+            if (answer.first_hash + answer.num_reported + 1) * self._block_size > kv_tokens:
+                return
+            self._full.append((request_id, answer.hashes[answer.num_reported]))
+            answer.num_reported += 1
+
+    def _is_stale(self, entry: tuple[int, int, str]) -> bool:
+        answer = self._answers.get(entry[2])
+        return answer is None or answer.stay != entry[1]

@@ -1,0 +1,90 @@
+"""From settings to sizes: KV blocks, the pools of a fleet, the price of a swap.
+
+Owns the arithmetic of memory. Must never read a file or know an option's name beyond the settings' own.
+"""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from diptych.control.config import CacheConfig, ReplicaConfig, SchedulerConfig, prefill_scheduler
+from diptych.control.errors import ConfigError
+from diptych.control.slo import NS_PER_S
+from diptych.simulation.costs.cost_choice import CostChoice
+from diptych.simulation.costs.fitted import Calibration
+from diptych.simulation.fleet.links import Link
+from diptych.simulation.fleet.pools import Pools
+from diptych.simulation.models import kv_bytes_per_gpu, kv_capacity_tokens
+
+if TYPE_CHECKING:
+    from diptych.simulation.settings import Settings
+
+
+def cache_config(settings: "Settings", scheduler: SchedulerConfig, choice: CostChoice) -> CacheConfig:
+    """The KV cache of one replica: what was said, what a calibration has, or what fits beside the weights."""
+    memory = settings.memory
+    if isinstance(choice.source, Calibration):
+        cache = choice.source.cache
+        if memory.kv_cache_tokens is not None:
+            cache = replace(cache, num_blocks=memory.kv_cache_tokens // cache.block_size)
+        return replace(cache, enable_prefix_cache=memory.prefix_cache)
+    model, hardware = choice.source
+    token_bytes = kv_bytes_per_gpu(model, settings.tensor_parallel, settings.kv_bits)
+    tokens = memory.kv_cache_tokens
+    if tokens is None and memory.kv_cache_bytes is not None:
+        tokens = memory.kv_cache_bytes // token_bytes
+    if tokens is None:
+        tokens = kv_capacity_tokens(
+            model,
+            hardware,
+            tensor_parallel=settings.tensor_parallel,
+            weight_bits=settings.weight_bits,
+            kv_bits=settings.kv_bits,
+            utilization=memory.gpu_memory_utilization,
+            step_tokens=scheduler.budget.max_batched_tokens,
+        )
+    return CacheConfig(
+        num_blocks=tokens // memory.block_size,
+        block_size=memory.block_size,
+        num_host_blocks=memory.swap_bytes // (memory.block_size * token_bytes * settings.tensor_parallel),
+        enable_prefix_cache=memory.prefix_cache,
+    )
+
+
+def fleet_pools(settings: "Settings", choice: CostChoice, replica: ReplicaConfig) -> Pools | None:
+    """Prefill and decode apart, if the settings say so, from the settings of any worker. Raises ConfigError."""
+    pools = settings.pools
+    if not pools.prefill and not pools.decode and not pools.both:
+        return None
+    for name, count in (("prefill", pools.prefill), ("decode", pools.decode)):
+        if not count and not pools.both:
+            raise ConfigError(f"pools.{name} is 0; with separate pools there is at least 1 of either", param="pools")
+    if settings.replicas != 1:
+        raise ConfigError(
+            f"replicas is {settings.replicas}, but pools.prefill and pools.decode say how many there are",
+            param="replicas",
+        )
+    if isinstance(choice.source, Calibration):
+        raise ConfigError(
+            "pools need a model of the catalogue, whose KV size is known; cost is a calibration", param="cost"
+        )
+    model, _ = choice.source
+    kv_bytes = model.kv_bytes_per_token(settings.kv_bits // 8)
+    return Pools(
+        num_prefill=pools.prefill,
+        num_decode=pools.decode,
+        num_both=pools.both,
+        num_hosts=pools.hosts,
+        kv_bytes_per_token=kv_bytes,
+        link=pools.link,
+        prefill=replica.with_(scheduler=prefill_scheduler(replica.scheduler, replica.slo)),
+    )
+
+
+def swap_block_ns(settings: "Settings", choice: CostChoice) -> int:
+    """Every GPU copies its share of a block over its own link."""
+    if not settings.memory.swap_bytes or isinstance(choice.source, Calibration):
+        return 0
+    block_bytes = settings.memory.block_size * kv_bytes_per_gpu(
+        choice.source[0], settings.tensor_parallel, settings.kv_bits
+    )
+    return block_bytes * NS_PER_S // Link.named(settings.memory.swap_link).bandwidth

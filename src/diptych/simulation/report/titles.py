@@ -1,0 +1,73 @@
+"""Titles and lead sentences of a page, from the settings and the figures."""
+
+from collections.abc import Sequence
+
+from diptych.report.text import number, percent
+from diptych.simulation.report.simulation_page import Page
+from diptych.simulation.settings import Settings
+from diptych.simulation.sweep import Run, Sweep
+
+
+def page(run: Run, settings: Settings, command: str) -> Page:
+    """The page of one run."""
+    cache = run.prepared.scenario.replica.cache
+    given = {"ttft": settings.slo.ttft_ms, "tpot": settings.slo.tpot_ms}
+    return Page(
+        title=title(settings),
+        lead=lead(run, settings),
+        command=command,
+        point=run.point,
+        result=run.result,
+        events=list(run.log or ()),
+        kv_capacity_tokens=cache.num_blocks * cache.block_size * settings.num_replicas,
+        slo_ms={name: value for name, value in given.items() if value is not None},
+    )
+
+
+def title(settings: Settings) -> str:
+    """What is served on what."""
+    if settings.model is None or settings.hardware is None:
+        return "This machine"
+    devices = settings.tensor_parallel
+    return f"{settings.model} on {f'{devices} x ' if devices > 1 else ''}{settings.hardware}"
+
+
+def lead(run: Run, settings: Settings) -> str:
+    """The run in two sentences."""
+    summary = run.point["summary"]
+    first = (
+        f"{summary['num_requests']:,} requests in {number(summary['duration_s'])} s, {fleet(settings)}, shape "
+        f"{settings.shape}."
+    )
+    if summary["attainment"] is None:
+        return f"{first} No objectives were set."
+    asked = objectives(settings)
+    wanted = f": {', '.join(asked)}" if asked else ""
+    return f"{first} {percent(summary['attainment'])} met their objectives{wanted}."
+
+
+def sweep_lead(settings: Settings, sweeps: Sequence[Sweep]) -> str:
+    """What was varied, and what was not."""
+    varied = " and ".join(f"{sweep.name} over {len(sweep.values)} values" for sweep in sweeps)
+    paths = {sweep.path for sweep in sweeps}
+    fixed = [] if paths & {"replicas", "tensor_parallel", "pools.prefill", "pools.decode"} else [fleet(settings)]
+    fixed += [] if "shape" in paths else [f"shape {settings.shape}"]
+    asked = [] if paths & {"slo.ttft_ms", "slo.tpot_ms"} else objectives(settings)
+    sentence = f"{varied}, every point with the same seed".capitalize()
+    return f"{'; '.join([sentence, *fixed])}." + (f" Objectives: {', '.join(asked)}." if asked else "")
+
+
+def objectives(settings: Settings) -> list[str]:
+    """Those that requests have unless they name their own, in words."""
+    pairs = (("first token", settings.slo.ttft_ms), ("each later one on average", settings.slo.tpot_ms))
+    return [f"{words} within {value:g} ms" for words, value in pairs if value is not None]
+
+
+def fleet(settings: Settings) -> str:
+    """How many replicas of what size."""
+    pools = settings.pools
+    replicas = f"{settings.replicas} replica{'s' if settings.replicas > 1 else ''}"
+    if pools.prefill:
+        replicas = f"{pools.prefill} prefill and {pools.decode} decode replicas ({pools.link})"
+    devices = settings.tensor_parallel
+    return replicas if devices == 1 else f"{replicas} of {devices} devices each"
