@@ -73,7 +73,7 @@ def main() -> None:
             if number % 20 == 0:
                 print(f"{number * BATCH} schedules, {time.perf_counter() - begun:.0f} s", file=sys.stderr)
     handoffs = {name: counts[name] for name in ("handoffs", "steps into borrowed blocks", "transfers")}
-    losses = {name: counts[name] for name in ("lost_worker", "lost_transfer", "lost_leg", "leases_expired")}
+    losses = {name: counts[name] for name in ("lost_worker", "lost_transfer", "lost_attempt", "leases_expired")}
     row: dict[str, Any] = {name: counts[name] for name in ("schedules", "workers", "requests", "faults")}
     row |= handoffs | losses | {"retried": counts["retried"], "poison": counts["poison"], "laws broken": len(wrong)}
     report("fault_schedules", [row | {"seconds": round(time.perf_counter() - begun)}], options.json)

@@ -72,7 +72,7 @@ def connector(name: str, listen: str, codec: str = "none") -> tuple[KVConnector,
 
 
 def wait_for(side: KVConnector, kind: type[TransferEvent]) -> TransferEvent:
-    """The next event of a kind. Raises RuntimeError when the leg fails."""
+    """The next event of a kind. Raises RuntimeError when the attempt fails."""
     while True:
         select.select([side], [], [], 60)
         for event in side.poll():
@@ -83,17 +83,17 @@ def wait_for(side: KVConnector, kind: type[TransferEvent]) -> TransferEvent:
 
 
 def receive(name: str, listen: str, codec: str) -> None:
-    """The other process: a line of JSON for each leg, answered when it is expected and when it is here."""
+    """The other process: a line of JSON for each attempt, answered when it is expected and when it is here."""
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     side, _ = connector(name, listen, codec)
     rng = random.Random(1)
     say(side.address)
     for line in sys.stdin:
-        leg = json.loads(line)
-        if leg["borrowed"]:
-            side.expect(leg["id"], (), TOKENS, 0)
+        attempt = json.loads(line)
+        if attempt["borrowed"]:
+            side.expect(attempt["id"], (), TOKENS, 0)
         else:
-            side.expect(leg["id"], rng.sample(range(NUM_BLOCKS), TABLE), 0, TOKENS)
+            side.expect(attempt["id"], rng.sample(range(NUM_BLOCKS), TABLE), 0, TOKENS)
         say(None)
         cpu = time.process_time()
         done = wait_for(side, Committed)
@@ -116,10 +116,10 @@ class Receiver:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.address: str = self.hear()
 
-    def expect(self, leg_id: str, borrowed: bool = False) -> None:
-        """Have it expect a leg."""
+    def expect(self, attempt_id: str, borrowed: bool = False) -> None:
+        """Have it expect an attempt."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"id": leg_id, "borrowed": borrowed}) + "\n")
+        self._process.stdin.write(json.dumps({"id": attempt_id, "borrowed": borrowed}) + "\n")
         self._process.stdin.flush()
         self.hear()
 
@@ -151,12 +151,12 @@ def throughput(directory: str, repetitions: int) -> Iterator[dict[str, Any]]:
         seconds, ours, theirs, size = [], [], [], 0
         with Receiver(name, listen, codec) as receiver:
             for number in range(repetitions + 2):
-                leg = f"{number}"
-                receiver.expect(leg)
+                attempt = f"{number}"
+                receiver.expect(attempt)
                 cpu, begun = time.process_time(), time.monotonic_ns()
-                side.open(leg, receiver.address, 0)
-                side.send(leg, 0, TOKENS, range(TABLE))
-                side.commit(leg, b"")
+                side.open(attempt, receiver.address, 0)
+                side.send(attempt, 0, TOKENS, range(TABLE))
+                side.commit(attempt, b"")
                 said = receiver.hear()
                 wait_for(side, Sent)
                 seconds.append((said["ns"] - begun) / 1e9)
@@ -179,11 +179,11 @@ def commits(directory: str, repetitions: int) -> Iterator[dict[str, Any]]:
     delays, acknowledged = [], []
     with Receiver("shared_memory", f"unix://{directory}/d") as receiver:
         for number in range(repetitions):
-            leg = f"{number}"
-            receiver.expect(leg, borrowed=True)
-            side.open(leg, receiver.address, TOKENS)
+            attempt = f"{number}"
+            receiver.expect(attempt, borrowed=True)
+            side.open(attempt, receiver.address, TOKENS)
             time.sleep(0.005)
-            side.commit(leg, bytes(24))
+            side.commit(attempt, bytes(24))
             said = receiver.hear()
             sent = wait_for(side, Sent)
             assert isinstance(sent, Sent) and not said["bytes"]
@@ -223,7 +223,7 @@ def compute(end_ns: int, a: torch.Tensor, b: torch.Tensor) -> None:
         a @ b
 
 
-def prefill(side: KVConnector, leg: str, chunk: int, prefill_s: float, is_by_layer: bool) -> float:
+def prefill(side: KVConnector, attempt: str, chunk: int, prefill_s: float, is_by_layer: bool) -> float:
     """As long as that, in chunks, each sent when it is computed or layer by layer. CPU seconds of send()."""
     a, b = torch.ones(64, 896, dtype=torch.bfloat16), torch.ones(896, 4864, dtype=torch.bfloat16)
     num_layers, table = FORMAT.num_layers, range(TABLE)
@@ -233,7 +233,7 @@ def prefill(side: KVConnector, leg: str, chunk: int, prefill_s: float, is_by_lay
             compute(begun + int(layer_ns * (num_layers * number + layer)), a, b)
             if is_by_layer or layer == num_layers:
                 before = time.thread_time_ns()
-                side.send(leg, start, chunk, table, layer)
+                side.send(attempt, start, chunk, table, layer)
                 cpu_ns += time.thread_time_ns() - before
     return cpu_ns / 1e9
 
@@ -251,13 +251,13 @@ def link(prefill_s: float) -> Iterator[dict[str, Any]]:
             assert thread.ident is not None
             clock = time.pthread_getcpuclockid(thread.ident)
             for chunk, is_by_layer in ways:
-                leg = f"{codec}, {chunk}, {is_by_layer}"
-                receiver.expect(leg)
+                attempt = f"{codec}, {chunk}, {is_by_layer}"
+                receiver.expect(attempt)
                 cpu, begun = time.clock_gettime(clock), time.monotonic_ns()
-                side.open(leg, receiver.address, 0)
-                send_s = prefill(side, leg, chunk, prefill_s, is_by_layer)
+                side.open(attempt, receiver.address, 0)
+                send_s = prefill(side, attempt, chunk, prefill_s, is_by_layer)
                 ended = time.monotonic_ns()
-                side.commit(leg, b"")
+                side.commit(attempt, b"")
                 said = receiver.hear()
                 wait_for(side, Sent)
                 exposed, whole = (said["ns"] - ended) / 1e9, said["bytes"] / rate

@@ -60,21 +60,21 @@ class Fleet:
     def report(self, worker: int, *events: Event) -> list[Command]:
         return self.tell(Reported(worker, events))
 
-    def reserved(self, leg: str = "a", blocks: Sequence[int] = (5, 6)) -> list[Command]:
-        return self.report(D, HandoffReserved(self.now, leg, 16, tuple(blocks)))
+    def reserved(self, attempt: str = "a", blocks: Sequence[int] = (5, 6)) -> list[Command]:
+        return self.report(D, HandoffReserved(self.now, attempt, 16, tuple(blocks)))
 
-    def prefilled(self, leg: str = "a") -> list[Command]:
-        commands = self.report(P, RequestAdmitted(self.now, leg, 0, True))
-        return commands + self.report(P, FirstToken(self.now, leg))
+    def prefilled(self, attempt: str = "a") -> list[Command]:
+        commands = self.report(P, RequestAdmitted(self.now, attempt, 0, True))
+        return commands + self.report(P, FirstToken(self.now, attempt))
 
-    def delivered(self, leg: str = "a") -> list[Command]:
-        return self.report(D, HandoffDelivered(self.now, leg))
+    def delivered(self, attempt: str = "a") -> list[Command]:
+        return self.report(D, HandoffDelivered(self.now, attempt))
 
-    def finished(self, worker: int, leg: str = "a", reason: FinishReason = FinishReason.LENGTH) -> list[Command]:
-        return self.report(worker, self.end(leg, reason))
+    def finished(self, worker: int, attempt: str = "a", reason: FinishReason = FinishReason.LENGTH) -> list[Command]:
+        return self.report(worker, self.end(attempt, reason))
 
-    def end(self, leg: str, reason: FinishReason = FinishReason.ABORT) -> RequestFinished:
-        return RequestFinished(self.now, leg, reason, 100, 0, 0, LatencyBreakdown(0, 0, 0, 8), None)
+    def end(self, attempt: str, reason: FinishReason = FinishReason.ABORT) -> RequestFinished:
+        return RequestFinished(self.now, attempt, reason, 100, 0, 0, LatencyBreakdown(0, 0, 0, 8), None)
 
 
 def test_the_way_of_a_handoff() -> None:
@@ -191,9 +191,9 @@ def test_attempts_without_a_token_are_bounded() -> None:
 def test_a_request_whose_prompt_kills_two_workers_is_refused() -> None:
     fleet = Fleet("both", "both")
     commands = fleet.submit()
-    for leg in ("a", "a~1"):
+    for attempt in ("a", "a~1"):
         (serve,) = [one for one in commands if isinstance(one, Serve)]
-        fleet.report(serve.worker, RequestAdmitted(0, leg, 0, True))
+        fleet.report(serve.worker, RequestAdmitted(0, attempt, 0, True))
         commands = fleet.tell(WorkerDown(serve.worker, crashed=True))
     end = commands[-1]
     assert isinstance(end, End) and end.error is not None and end.error.code == "poison_request"
@@ -225,7 +225,7 @@ def test_leases_are_renewed_while_a_handoff_is_under_way_and_their_loss_is_a_los
     assert fleet.tell(Tick()) == [Renew(D, ("a",)), Renew(P, ("a",))]
     commands = fleet.report(D, HandoffExpired(0, "a", False))
     assert Drop(P, "a") in commands and Drop(D, "a") not in commands
-    assert isinstance(commands[-1], Reserve) and commands[-1].leg_id == "a~1"
+    assert isinstance(commands[-1], Reserve) and commands[-1].attempt_id == "a~1"
 
 
 def test_an_answer_that_ends_with_its_first_token_frees_the_place_that_was_reserved() -> None:

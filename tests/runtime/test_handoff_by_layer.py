@@ -42,8 +42,9 @@ def workers() -> Iterator[tuple[ModelRunner, KVConnector, ModelRunner, KVConnect
     receiver.close()
 
 
-def prefill(one: ModelRunner, connector: KVConnector, leg: str, blocks: Sequence[int], chunk_tokens: int) -> int:
-    """Compute the prompt of a leg in chunks, and send whole blocks of each as its layers are done. The first token."""
+def prefill(one: ModelRunner, connector: KVConnector, attempt: str, blocks: Sequence[int], chunk_tokens: int) -> int:
+    """Compute the prompt of an attempt in chunks, and send whole blocks of each as its layers are done. The first
+    token."""
     start = sent = 0
     for number in chunks_of(LENGTH, chunk_tokens):
         is_last = start + number == LENGTH
@@ -52,15 +53,15 @@ def prefill(one: ModelRunner, connector: KVConnector, leg: str, blocks: Sequence
 
         def on_layer(num_layers: int, sent: int = sent, count: int = count) -> None:
             if num_layers:
-                connector.send(leg, sent, count, blocks, num_layers)
+                connector.send(attempt, sent, count, blocks, num_layers)
 
         one.on_layer = on_layer
-        chunk = ScheduledPrefill(leg, start, number, tuple(blocks), is_last)
+        chunk = ScheduledPrefill(attempt, start, number, tuple(blocks), is_last)
         tokens = one.execute(SchedulerOutput(0, prefills=(chunk,))).payload.token_ids
         one.on_layer = None
-        connector.send(leg, sent, count, blocks)
+        connector.send(attempt, sent, count, blocks)
         start, sent = start + number, sent + count
-    connector.commit(leg, b"")
+    connector.commit(attempt, b"")
     return int(tokens[0])
 
 
@@ -69,14 +70,14 @@ def test_the_answer_is_that_of_one_runner(
     workers: tuple[ModelRunner, KVConnector, ModelRunner, KVConnector], chunk_tokens: int
 ) -> None:
     mine, sender, theirs, receiver = workers
-    leg, prompt, sampling = f"chunks of {chunk_tokens}", prompt_of(LENGTH), greedy(8)
+    attempt, prompt, sampling = f"chunks of {chunk_tokens}", prompt_of(LENGTH), greedy(8)
     expected, _ = generate(mine, prompt, chunks_of(LENGTH, chunk_tokens), sampling)
     full = LENGTH // mine.block_size
-    receiver.expect(leg, range(10, 10 + full + 1), 0, LENGTH)
-    sender.open(leg, receiver.address, 0)
-    mine.add_request(leg, prompt, sampling)
-    first = prefill(mine, sender, leg, range(20, 20 + full + 1), chunk_tokens)
-    mine.execute(SchedulerOutput(0, finished=(leg,)))
+    receiver.expect(attempt, range(10, 10 + full + 1), 0, LENGTH)
+    sender.open(attempt, receiver.address, 0)
+    mine.add_request(attempt, prompt, sampling)
+    first = prefill(mine, sender, attempt, range(20, 20 + full + 1), chunk_tokens)
+    mine.execute(SchedulerOutput(0, finished=(attempt,)))
     happened: list[TransferEvent] = []
     while not happened or isinstance(happened[-1], ChunkArrived):
         select.select([receiver], [], [], 30)
@@ -85,10 +86,10 @@ def test_the_answer_is_that_of_one_runner(
     for ours, there in zip(mine.kv.layers, theirs.kv.layers, strict=True):
         for computed, arrived in zip(ours, there, strict=True):
             assert torch.equal(computed[20 : 20 + full], arrived[10 : 10 + full])
-    theirs.add_request(leg, prompt, sampling, output_token_ids=[first])
-    resumed = (ResumedDecode(leg, LENGTH, tuple(range(10, 10 + full + 1))),)
+    theirs.add_request(attempt, prompt, sampling, output_token_ids=[first])
+    resumed = (ResumedDecode(attempt, LENGTH, tuple(range(10, 10 + full + 1))),)
     tokens = [first, *theirs.execute(SchedulerOutput(0, num_decodes=1, resumed=resumed)).payload.token_ids]
     while len(tokens) < len(expected):
         tokens += theirs.execute(SchedulerOutput(0, num_decodes=1)).payload.token_ids
-    theirs.execute(SchedulerOutput(0, finished=(leg,)))
+    theirs.execute(SchedulerOutput(0, finished=(attempt,)))
     assert tokens == expected

@@ -45,7 +45,7 @@ from diptych.runtime.transfer.stream.handshake import (
     greeting,
     hello,
 )
-from diptych.runtime.transfer.stream.transfer_table import SendingLeg
+from diptych.runtime.transfer.stream.transfer_table import SendTransfer
 from tests.runtime.cutting_proxy import CuttingProxy
 
 SECRET = b"0123456789abcdef" * 2
@@ -114,17 +114,17 @@ def until(side: Side, kind: type[TransferEvent], count: int = 1) -> list[Transfe
     return happened
 
 
-def transfer(sender: Side, receiver: Side, leg: str, tokens: int, address: str = "", chunk: int = 48) -> tuple[
+def transfer(sender: Side, receiver: Side, attempt: str, tokens: int, address: str = "", chunk: int = 48) -> tuple[
     list[int], list[int]
 ]:  # fmt: skip
-    """Queue a whole leg in chunks; the block tables on both sides."""
-    rng = random.Random(leg)
+    """Queue a whole attempt in chunks; the block tables on both sides."""
+    rng = random.Random(attempt)
     tables = [rng.sample(range(BLOCKS), -(-tokens // side.block_size)) for side in (sender, receiver)]
-    receiver.connector.expect(leg, tables[1], 0, tokens)
-    sender.connector.open(leg, address or receiver.connector.address, 0)
+    receiver.connector.expect(attempt, tables[1], 0, tokens)
+    sender.connector.open(attempt, address or receiver.connector.address, 0)
     for start in range(0, tokens, chunk):
-        sender.connector.send(leg, start, min(chunk, tokens - start), tables[0])
-    sender.connector.commit(leg, leg.encode())
+        sender.connector.send(attempt, start, min(chunk, tokens - start), tables[0])
+    sender.connector.commit(attempt, attempt.encode())
     return tables[0], tables[1]
 
 
@@ -138,10 +138,10 @@ def assert_same(sender: Side, receiver: Side, tables: tuple[list[int], list[int]
 def test_blocks_arrive_bit_for_bit_in_frames_of_every_size(make: Make, listen: str, frame_bytes: int) -> None:
     sender, receiver = make(frame_bytes=frame_bytes), make(listen=listen)
     untouched = receiver.snapshot()
-    tables = transfer(sender, receiver, "leg", 203)
+    tables = transfer(sender, receiver, "abc", 203)
     happened = until(receiver, Committed)
     done = happened[-1]
-    assert isinstance(done, Committed) and done.payload == b"leg"
+    assert isinstance(done, Committed) and done.payload == b"abc"
     assert done.num_bytes == 13 * FORMAT.bytes_per_block and done.first_byte_ns <= done.last_byte_ns
     assert_same(sender, receiver, tables, 203)
     others = [block for block in range(BLOCKS) if block not in tables[1]]
@@ -157,11 +157,11 @@ def test_a_prefix_that_the_receiver_holds_is_left_alone(make: Make, chunk: int) 
     sender, receiver = make(), make()
     mine, theirs = list(range(13)), list(range(20, 33))
     held = receiver.rows(theirs, 0, 48)
-    receiver.connector.expect("leg", theirs, 48, 200 - 48)
-    sender.connector.open("leg", receiver.connector.address, 48)
+    receiver.connector.expect("abc", theirs, 48, 200 - 48)
+    sender.connector.open("abc", receiver.connector.address, 48)
     for start in range(48, 200, chunk):
-        sender.connector.send("leg", start, min(chunk, 200 - start), mine)
-    sender.connector.commit("leg", b"")
+        sender.connector.send("abc", start, min(chunk, 200 - start), mine)
+    sender.connector.commit("abc", b"")
     until(receiver, Committed)
     assert all(map(torch.equal, held, receiver.rows(theirs, 0, 48)))
     assert all(map(torch.equal, sender.rows(mine, 48, 200), receiver.rows(theirs, 48, 200)))
@@ -183,7 +183,7 @@ def test_block_sizes_and_dtypes_may_differ(make: Make, block_size: int, dtype: s
 @pytest.mark.parametrize("codec", ["int8", "int4", "auto"])
 def test_a_codec_saves_bytes_and_keeps_the_values_near(make: Make, codec: CodecName) -> None:
     sender, receiver = make(codec=codec), make(kv_format=replace(FORMAT, block_size=32))
-    tables = transfer(sender, receiver, "leg", 100)
+    tables = transfer(sender, receiver, "abc", 100)
     done = until(receiver, Committed)[-1]
     assert isinstance(done, Committed)
     share, error = {"int8": (0.6, 0.02), "int4": (0.35, 0.3), "auto": (1.0, 0.0)}[codec]
@@ -195,9 +195,9 @@ def test_a_codec_saves_bytes_and_keeps_the_values_near(make: Make, codec: CodecN
 def test_within_one_pool_only_the_commit_travels(make: Make) -> None:
     sender, receiver = make("shared_memory", "unix"), make("shared_memory", "unix")
     before = sender.snapshot() + receiver.snapshot()
-    receiver.connector.expect("leg", (), 100, 0)
-    sender.connector.open("leg", receiver.connector.address, 100)
-    sender.connector.commit("leg", b"first token")
+    receiver.connector.expect("abc", (), 100, 0)
+    sender.connector.open("abc", receiver.connector.address, 100)
+    sender.connector.commit("abc", b"first token")
     done = until(receiver, Committed)[-1]
     assert isinstance(done, Committed) and (done.payload, done.num_bytes) == (b"first token", 0)
     until(sender, Sent)
@@ -208,18 +208,20 @@ def test_within_one_pool_only_the_commit_travels(make: Make) -> None:
 def test_a_link_that_breaks_anywhere_loses_nothing_and_repeats_nothing(make: Make, seed: int) -> None:
     sender, receiver = make(), make()
     with CuttingProxy(receiver.connector.address, seed, cuts=12, cut_within=60_000) as proxy:
-        legs = {f"leg {i}": 16 * i + 77 for i in range(5)}
-        tables = {leg: transfer(sender, receiver, leg, tokens, proxy.address) for leg, tokens in legs.items()}
-        # block tables of different legs overlap at the receiver: compare one leg at a time
+        attempts = {f"attempt {i}": 16 * i + 77 for i in range(5)}
+        tables = {
+            attempt: transfer(sender, receiver, attempt, tokens, proxy.address) for attempt, tokens in attempts.items()
+        }
+        # block tables of different attempts overlap at the receiver: compare one attempt at a time
         happened = until(receiver, Committed, 5)
-        assert sorted(event.leg_id for event in happened if isinstance(event, Committed)) == list(legs)
-        assert {event.leg_id for event in until(sender, Sent, 5)} == set(legs)
+        assert sorted(event.attempt_id for event in happened if isinstance(event, Committed)) == list(attempts)
+        assert {event.attempt_id for event in until(sender, Sent, 5)} == set(attempts)
         proxy.cuts_left = 6
         proxy.cut()
         tables["last"] = transfer(sender, receiver, "last", 203, proxy.address)
         until(receiver, Committed)
         assert_same(sender, receiver, tables["last"], 203)
-        assert until(sender, Sent)[-1].leg_id == "last"
+        assert until(sender, Sent)[-1].attempt_id == "last"
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -233,27 +235,27 @@ def test_damaged_bytes_are_noticed_and_sent_again(make: Make, seed: int) -> None
             until(sender, Sent)
 
 
-def test_a_small_leg_passes_a_long_one_on_a_slow_link(make: Make) -> None:
+def test_a_small_attempt_passes_a_long_one_on_a_slow_link(make: Make) -> None:
     sender, receiver = make(), make()
     with CuttingProxy(receiver.connector.address, bytes_per_s=1_200_000) as proxy:
         transfer(sender, receiver, "long", 640, proxy.address)
         until(receiver, ChunkArrived)
         transfer(sender, receiver, "short", 16, proxy.address)
-        ended = [event.leg_id for event in until(receiver, Committed, 2) if isinstance(event, Committed)]
+        ended = [event.attempt_id for event in until(receiver, Committed, 2) if isinstance(event, Committed)]
         assert ended == ["short", "long"]
 
 
-def test_64_legs_in_both_directions_at_once(make: Make) -> None:
+def test_64_attempts_in_both_directions_at_once(make: Make) -> None:
     left, right = make(frame_bytes=20_000), make(listen="unix", frame_bytes=3000)
     for number in range(32):
         for sender, receiver in ((left, right), (right, left)):
             blocks = list(range(20)) if sender is left else list(range(20, 40))
-            leg = f"{number}{'>' if sender is left else '<'}"
-            receiver.connector.expect(leg, blocks, 0, 320)
-            sender.connector.open(leg, receiver.connector.address, 0)
+            attempt = f"{number}{'>' if sender is left else '<'}"
+            receiver.connector.expect(attempt, blocks, 0, 320)
+            sender.connector.open(attempt, receiver.connector.address, 0)
             for start in range(0, 320, 80):
-                sender.connector.send(leg, start, 80, blocks)
-            sender.connector.commit(leg, b"")
+                sender.connector.send(attempt, start, 80, blocks)
+            sender.connector.commit(attempt, b"")
     for side in (left, right):
         happened: list[TransferEvent] = []
         while sum(isinstance(event, Committed | Sent) for event in happened) < 64:
@@ -264,13 +266,13 @@ def test_64_legs_in_both_directions_at_once(make: Make) -> None:
     assert_same(right, left, (list(range(20, 40)), list(range(20, 40))), 320)
 
 
-def test_a_leg_that_nobody_expects_fails_at_the_sender_alone(make: Make) -> None:
+def test_an_attempt_that_nobody_expects_fails_at_the_sender_alone(make: Make) -> None:
     sender, receiver = make(), make()
     sender.connector.open("unknown", receiver.connector.address, 0)
     sender.connector.send("unknown", 0, 64, list(range(4)))
     sender.connector.commit("unknown", b"")
     failed = until(sender, Failed)[-1]
-    assert isinstance(failed, Failed) and failed.is_sender and "does not expect leg unknown" in failed.message
+    assert isinstance(failed, Failed) and failed.is_sender and "does not expect attempt unknown" in failed.message
     sender.connector.send("unknown", 64, 64, list(range(8)))  # has no effect
     tables = transfer(sender, receiver, "known", 64)
     until(receiver, Committed)
@@ -284,17 +286,17 @@ def test_nothing_is_written_after_forget(make: Make, seed: int) -> None:
     kept = transfer(sender, receiver, "kept", 48)
     until(receiver, Committed)
     table = [block for block in range(BLOCKS) if block not in kept[1]]
-    receiver.connector.expect("leg", table, 0, 16 * len(table))
-    sender.connector.open("leg", receiver.connector.address, 0)
-    sender.connector.send("leg", 0, 16 * len(table), [block % BLOCKS for block in range(len(table))])
+    receiver.connector.expect("abc", table, 0, 16 * len(table))
+    sender.connector.open("abc", receiver.connector.address, 0)
+    sender.connector.send("abc", 0, 16 * len(table), [block % BLOCKS for block in range(len(table))])
     time.sleep(rng.random() * 0.004)
-    receiver.connector.forget("leg")
+    receiver.connector.forget("abc")
     frozen = receiver.snapshot()
-    receiver.connector.forget("leg")
+    receiver.connector.forget("abc")
     failed = until(sender, Failed)[-1]
-    assert isinstance(failed, Failed) and failed.leg_id == "leg"
+    assert isinstance(failed, Failed) and failed.attempt_id == "abc"
     assert all(map(torch.equal, frozen, receiver.snapshot()))
-    assert not [event for event in receiver.connector.poll() if event.leg_id == "leg"]
+    assert not [event for event in receiver.connector.poll() if event.attempt_id == "abc"]
     transfer(sender, receiver, "next", 48)
     until(receiver, Committed)
 
@@ -305,15 +307,15 @@ def test_nothing_is_read_after_cancel(make: Make, seed: int) -> None:
     sender, receiver = make(frame_bytes=1 << 16), make()
     table = list(range(BLOCKS - 3))
     with CuttingProxy(receiver.connector.address, bytes_per_s=20_000_000) as proxy:
-        receiver.connector.expect("leg", table, 0, 16 * len(table))
-        sender.connector.open("leg", proxy.address, 0)
-        sender.connector.send("leg", 0, 16 * len(table), table)
+        receiver.connector.expect("abc", table, 0, 16 * len(table))
+        sender.connector.open("abc", proxy.address, 0)
+        sender.connector.send("abc", 0, 16 * len(table), table)
         time.sleep(rng.random() * 0.02)
-        sender.connector.cancel("leg")
+        sender.connector.cancel("abc")
         for pair in sender.layers:
             for cache in pair:
                 cache[: BLOCKS - 3] = torch.nan
-        sender.connector.cancel("leg")
+        sender.connector.cancel("abc")
         receiver.connector.expect("next", [BLOCKS - 1], 0, 16)
         sender.connector.open("next", proxy.address, 0)
         sender.connector.send("next", 0, 16, [BLOCKS - 2])
@@ -322,9 +324,9 @@ def test_nothing_is_read_after_cancel(make: Make, seed: int) -> None:
         while not any(isinstance(event, Committed) for event in happened):
             select.select([receiver.connector], [], [], 30)
             happened += receiver.connector.poll()
-        assert all(event.leg_id == "leg" for event in happened if isinstance(event, Failed))
+        assert all(event.attempt_id == "abc" for event in happened if isinstance(event, Failed))
         assert not any(cache.isnan().any() for pair in receiver.layers for cache in pair)
-        assert [event.leg_id for event in until(sender, Sent)] == ["next"]
+        assert [event.attempt_id for event in until(sender, Sent)] == ["next"]
 
 
 def compute(side: Side, blocks: list[int], layer: int, rng: random.Random) -> None:
@@ -334,7 +336,7 @@ def compute(side: Side, blocks: list[int], layer: int, rng: random.Random) -> No
         cache[blocks] = torch.randn((len(blocks), *cache.shape[1:]), generator=generator).to(cache.dtype)
 
 
-def prefill(side: Side, leg: str, table: list[int], tokens: int, rng: random.Random) -> Iterator[None]:
+def prefill(side: Side, attempt: str, table: list[int], tokens: int, rng: random.Random) -> Iterator[None]:
     """Compute in random chunks and send each layer by layer, now and then more layers at once; then commit."""
     size, num_layers, start = side.block_size, len(side.layers), 0
     while start < tokens:
@@ -342,11 +344,11 @@ def prefill(side: Side, leg: str, table: list[int], tokens: int, rng: random.Ran
         for layer in range(num_layers):
             compute(side, table[start // size : -(-(start + count) // size)], layer, rng)
             if layer + 1 < num_layers and rng.random() < 0.7:
-                side.connector.send(leg, start, count, table, layer + 1)
+                side.connector.send(attempt, start, count, table, layer + 1)
             yield
-        side.connector.send(leg, start, count, table)
+        side.connector.send(attempt, start, count, table)
         start += count
-    side.connector.commit(leg, b"")
+    side.connector.commit(attempt, b"")
 
 
 @pytest.mark.parametrize("seed", range(16))
@@ -362,70 +364,70 @@ def test_layers_that_leave_while_others_are_computed_bring_the_bytes_of_a_whole_
     cuts = rng.choice([0, 5])
     with CuttingProxy(receiver.connector.address, seed, cuts=cuts, cut_within=30_000) as proxy:
         steps = {}
-        for leg, tokens in lengths.items():
-            receiver.connector.expect(leg, there[leg], 0, tokens)
-            sender.connector.open(leg, proxy.address, 0)
-            steps[leg] = prefill(sender, leg, mine[leg], tokens, rng)
+        for attempt, tokens in lengths.items():
+            receiver.connector.expect(attempt, there[attempt], 0, tokens)
+            sender.connector.open(attempt, proxy.address, 0)
+            steps[attempt] = prefill(sender, attempt, mine[attempt], tokens, rng)
         while steps:
-            leg = rng.choice(list(steps))
-            if next(steps[leg], StopIteration) is StopIteration:
-                del steps[leg]
+            attempt = rng.choice(list(steps))
+            if next(steps[attempt], StopIteration) is StopIteration:
+                del steps[attempt]
             elif rng.random() < 0.3:
                 time.sleep(0.001)
         until(receiver, Committed, 2)
         until(sender, Sent, 2)
-    for leg, tokens in lengths.items():
-        streamed = receiver.rows(there[leg], 0, tokens)
+    for attempt, tokens in lengths.items():
+        streamed = receiver.rows(there[attempt], 0, tokens)
         for cache in (cache for pair in receiver.layers for cache in pair):
-            cache[there[leg]] = torch.nan
-        receiver.connector.expect(f"{leg} again", there[leg], 0, tokens)
-        sender.connector.open(f"{leg} again", receiver.connector.address, 0)
-        sender.connector.send(f"{leg} again", 0, tokens, mine[leg])
-        sender.connector.commit(f"{leg} again", b"")
+            cache[there[attempt]] = torch.nan
+        receiver.connector.expect(f"{attempt} again", there[attempt], 0, tokens)
+        sender.connector.open(f"{attempt} again", receiver.connector.address, 0)
+        sender.connector.send(f"{attempt} again", 0, tokens, mine[attempt])
+        sender.connector.commit(f"{attempt} again", b"")
         until(receiver, Committed)
-        assert all(map(torch.equal, streamed, receiver.rows(there[leg], 0, tokens)))
+        assert all(map(torch.equal, streamed, receiver.rows(there[attempt], 0, tokens)))
 
 
 def test_the_first_layers_arrive_before_the_others_are_computed_and_count_for_no_token(make: Make) -> None:
     sender, receiver = make(frame_bytes=64 * FORMAT.bytes_per_block // (16 * LAYERS)), make()
-    receiver.connector.expect("leg", list(range(4)), 0, 64)
-    sender.connector.open("leg", receiver.connector.address, 0)
-    sender.connector.send("leg", 0, 64, list(range(4)), 1)
+    receiver.connector.expect("abc", list(range(4)), 0, 64)
+    sender.connector.open("abc", receiver.connector.address, 0)
+    sender.connector.send("abc", 0, 64, list(range(4)), 1)
     (told,) = until(receiver, ChunkArrived)
     assert isinstance(told, ChunkArrived) and told.num_tokens == 0
     k, v = receiver.layers[0]
     assert torch.equal(k[:4], sender.layers[0][0][:4]) and torch.equal(v[:4], sender.layers[0][1][:4])
     for wrong in (0, LAYERS + 1):
         with pytest.raises(ValueError, match="layers are computed"):
-            sender.connector.send("leg", 0, 64, list(range(4)), wrong)
+            sender.connector.send("abc", 0, 64, list(range(4)), wrong)
     with pytest.raises(ValueError, match="up to 64 have 1 of 3 layers"):
-        sender.connector.send("leg", 64, 16, list(range(5)))
+        sender.connector.send("abc", 64, 16, list(range(5)))
     with pytest.raises(ValueError, match="committed with 1 layers"):
-        sender.connector.commit("leg", b"")
-    sender.connector.send("leg", 0, 64, list(range(4)))
-    sender.connector.commit("leg", b"")
+        sender.connector.commit("abc", b"")
+    sender.connector.send("abc", 0, 64, list(range(4)))
+    sender.connector.commit("abc", b"")
     assert [event.num_tokens for event in until(receiver, Committed) if isinstance(event, ChunkArrived)][-1] == 64
     assert_same(sender, receiver, (list(range(4)), list(range(4))), 64)
 
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("who", ["sender", "receiver"])
-def test_a_leg_may_end_between_two_layers(make: Make, seed: int, who: str) -> None:
+def test_an_attempt_may_end_between_two_layers(make: Make, seed: int, who: str) -> None:
     rng = random.Random(seed)
     sender, receiver = make(frame_bytes=rng.choice([1, 6000])), make()
     table = list(range(20))
-    receiver.connector.expect("leg", table, 0, 320)
-    sender.connector.open("leg", receiver.connector.address, 0)
-    steps = prefill(sender, "leg", table, 320, rng)
+    receiver.connector.expect("abc", table, 0, 320)
+    sender.connector.open("abc", receiver.connector.address, 0)
+    steps = prefill(sender, "abc", table, 320, rng)
     for _ in range(rng.randint(1, 8)):
         next(steps)
         time.sleep(rng.random() * 0.002)
     if who == "sender":
-        sender.connector.cancel("leg")
+        sender.connector.cancel("abc")
         for cache in (cache for pair in sender.layers for cache in pair):
             cache[:20] = torch.nan
     else:
-        receiver.connector.forget("leg")
+        receiver.connector.forget("abc")
         frozen = receiver.snapshot()
     for _ in steps:  # the step that is under way ends; nobody hears of it
         pass
@@ -438,7 +440,7 @@ def test_a_leg_may_end_between_two_layers(make: Make, seed: int, who: str) -> No
     while not any(isinstance(event, Committed) for event in happened):
         select.select([receiver.connector], [], [], 30)
         happened += receiver.connector.poll()
-    assert {event.leg_id for event in happened if isinstance(event, Committed)} == {"next"}
+    assert {event.attempt_id for event in happened if isinstance(event, Committed)} == {"next"}
     assert_same(sender, receiver, tables, 96)
     if who == "sender":
         assert not any(cache[:20].isnan().any() for pair in receiver.layers for cache in pair)
@@ -460,48 +462,48 @@ def test_a_frame_leaves_when_its_layers_are_there_and_is_the_one_of_a_whole_send
     carrier = Carriers(caches, form, "none" if is_raw else "int8", frame_bytes, moves=True).for_sending(
         form, tokens, None
     )
-    leg = SendingLeg("leg", 1, parse_address("tcp://127.0.0.1:1"), 0, num_layers)
+    attempt = SendTransfer("abc", 1, parse_address("tcp://127.0.0.1:1"), 0, num_layers)
     whole, left, known = list(carrier.parts(0, tokens)), [], 0
     for count in [*(min(one, num_layers) for one in said), num_layers]:
-        was_waiting = leg.has_data
-        is_told = leg.queue_send(0, tokens, (), count)
+        was_waiting = attempt.has_data
+        is_told = attempt.queue_send(0, tokens, (), count)
         known = max(known, count)
-        assert is_told or not leg.has_data or was_waiting
-        while leg.has_data and (following := leg.next_part(lambda _: carrier)) is not None:
+        assert is_told or not attempt.has_data or was_waiting
+        while attempt.has_data and (following := attempt.next_part(lambda _: carrier)) is not None:
             assert following[0] == len(left)
             left.append(following[1])
         assert left == [part for part in whole if part.first_layer + part.num_layers <= known]
         if known == num_layers:
             break
-    assert left == whole and leg.is_cut
-    leg.queue_commit(b"")
-    assert leg.has_commit and leg.next_commit() == (len(whole), b"")
+    assert left == whole and attempt.is_cut
+    attempt.queue_commit(b"")
+    assert attempt.has_commit and attempt.next_commit() == (len(whole), b"")
 
 
 def test_sends_that_are_repeated_are_skipped_and_gaps_are_an_error(make: Make) -> None:
     sender, receiver = make(), make()
     table = list(range(8))
-    receiver.connector.expect("leg", table, 0, 128)
-    sender.connector.open("leg", receiver.connector.address, 0)
-    sender.connector.send("leg", 0, 48, table)
-    sender.connector.send("leg", 0, 48, table)
-    sender.connector.send("leg", 32, 64, table)
+    receiver.connector.expect("abc", table, 0, 128)
+    sender.connector.open("abc", receiver.connector.address, 0)
+    sender.connector.send("abc", 0, 48, table)
+    sender.connector.send("abc", 0, 48, table)
+    sender.connector.send("abc", 32, 64, table)
     with pytest.raises(ValueError, match="tokens 96 to 112 were never sent"):
-        sender.connector.send("leg", 112, 16, table)
-    sender.connector.send("leg", 96, 32, table)
-    sender.connector.commit("leg", b"")
+        sender.connector.send("abc", 112, 16, table)
+    sender.connector.send("abc", 96, 32, table)
+    sender.connector.commit("abc", b"")
     with pytest.raises(ValueError, match="committed already"):
-        sender.connector.commit("leg", b"")
+        sender.connector.commit("abc", b"")
     done = until(receiver, Committed)[-1]
     assert isinstance(done, Committed) and done.num_bytes == 8 * FORMAT.bytes_per_block
 
 
 def test_a_commit_without_all_of_the_kv_fails_on_both_sides(make: Make) -> None:
     sender, receiver = make(), make()
-    receiver.connector.expect("leg", list(range(8)), 0, 128)
-    sender.connector.open("leg", receiver.connector.address, 0)
-    sender.connector.send("leg", 0, 112, list(range(7)))
-    sender.connector.commit("leg", b"")
+    receiver.connector.expect("abc", list(range(8)), 0, 128)
+    sender.connector.open("abc", receiver.connector.address, 0)
+    sender.connector.send("abc", 0, 112, list(range(7)))
+    sender.connector.commit("abc", b"")
     for side, is_sender in ((sender, True), (receiver, False)):
         failed = until(side, Failed)[-1]
         assert isinstance(failed, Failed) and failed.is_sender is is_sender and "16 tokens is missing" in failed.message
@@ -509,8 +511,8 @@ def test_a_commit_without_all_of_the_kv_fails_on_both_sides(make: Make) -> None:
 
 def test_a_sender_that_begins_elsewhere_is_refused(make: Make) -> None:
     sender, receiver = make(), make()
-    receiver.connector.expect("leg", list(range(8)), 32, 96)
-    sender.connector.open("leg", receiver.connector.address, 0)
+    receiver.connector.expect("abc", list(range(8)), 32, 96)
+    sender.connector.open("abc", receiver.connector.address, 0)
     failed = until(sender, Failed)[-1]
     assert isinstance(failed, Failed) and "begins at token 0, the receiver at 32" in failed.message
     assert isinstance(until(receiver, Failed)[-1], Failed)
@@ -519,7 +521,7 @@ def test_a_sender_that_begins_elsewhere_is_refused(make: Make) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("nixl_cu13") is None, reason="needs the extra [nixl]")
 def test_nixl_reads_the_blocks_bit_for_bit_and_fences(make: Make) -> None:
     sender, receiver = make("nixl"), make("nixl")
-    tables = transfer(sender, receiver, "leg", 203)
+    tables = transfer(sender, receiver, "abc", 203)
     done = until(receiver, Committed)[-1]
     assert isinstance(done, Committed) and done.num_bytes == 13 * FORMAT.bytes_per_block
     assert_same(sender, receiver, tables, 203)
@@ -530,8 +532,8 @@ def test_nixl_reads_the_blocks_bit_for_bit_and_fences(make: Make) -> None:
     assert isinstance(until(sender, Failed)[-1], Failed)
     assert all(map(torch.equal, frozen, receiver.snapshot()))
     other = make("nixl", kv_format=replace(FORMAT, block_size=32))
-    other.connector.expect("leg", [0], 0, 16)
-    sender.connector.open("leg", other.connector.address, 0)
+    other.connector.expect("abc", [0], 0, 16)
+    sender.connector.open("abc", other.connector.address, 0)
     failed = until(sender, Failed)[-1]
     assert isinstance(failed, Failed) and "one format" in failed.message
 
@@ -544,9 +546,9 @@ def test_nixl_reads_layers_while_others_are_computed(
     monkeypatch.setattr("diptych.runtime.transfer.connectors.nixl_connector.PART_BYTES", part_bytes)
     sender, receiver = make("nixl"), make("nixl")
     tables = list(range(13)), list(range(20, 33))
-    receiver.connector.expect("leg", tables[1], 0, 203)
-    sender.connector.open("leg", receiver.connector.address, 0)
-    for _ in prefill(sender, "leg", tables[0], 203, random.Random(part_bytes)):
+    receiver.connector.expect("abc", tables[1], 0, 203)
+    sender.connector.open("abc", receiver.connector.address, 0)
+    for _ in prefill(sender, "abc", tables[0], 203, random.Random(part_bytes)):
         time.sleep(0.002)
     until(receiver, Committed)
     assert_same(sender, receiver, tables, 203)
@@ -560,43 +562,43 @@ def test_without_its_extra_nixl_says_how_to_get_it(make: Make) -> None:
 
 def test_everything_may_be_queued_before_the_receiver_listens(make: Make, tmp_path: Path) -> None:
     sender = make()
-    sender.connector.open("leg", f"unix://{tmp_path}/1", 0)
-    sender.connector.send("leg", 0, 64, [3, 2, 1, 0])
-    sender.connector.commit("leg", b"")
+    sender.connector.open("abc", f"unix://{tmp_path}/1", 0)
+    sender.connector.send("abc", 0, 64, [3, 2, 1, 0])
+    sender.connector.commit("abc", b"")
     time.sleep(0.05)
     receiver = make(listen="unix")
-    receiver.connector.expect("leg", [5, 6, 7, 8], 0, 64)
+    receiver.connector.expect("abc", [5, 6, 7, 8], 0, 64)
     until(receiver, Committed)
     assert_same(sender, receiver, ([3, 2, 1, 0], [5, 6, 7, 8]), 64)
 
 
 def test_nobody_there_is_a_failure_in_the_end(make: Make, tmp_path: Path) -> None:
     sender = make(timeout_s=0.2)
-    sender.connector.open("leg", f"unix://{tmp_path}/nobody", 0)
+    sender.connector.open("abc", f"unix://{tmp_path}/nobody", 0)
     failed = until(sender, Failed)[-1]
     assert isinstance(failed, Failed) and "no working connection" in failed.message and "ENOENT" in failed.message
 
 
 def test_a_sender_that_vanishes_is_a_failure_at_the_receiver_in_the_end(make: Make) -> None:
     sender, receiver = make(), make(timeout_s=0.2)
-    receiver.connector.expect("leg", list(range(8)), 0, 128)
-    sender.connector.open("leg", receiver.connector.address, 0)
-    sender.connector.send("leg", 0, 64, list(range(8)))
+    receiver.connector.expect("abc", list(range(8)), 0, 128)
+    sender.connector.open("abc", receiver.connector.address, 0)
+    sender.connector.send("abc", 0, 64, list(range(8)))
     until(receiver, ChunkArrived)
     sender.connector.close()
     failed = until(receiver, Failed)[-1]
     assert isinstance(failed, Failed) and "not resumed within 0.2 s" in failed.message
 
 
-def test_a_restarted_receiver_fails_the_legs_of_the_old_one(make: Make, tmp_path: Path) -> None:
+def test_a_restarted_receiver_fails_the_attempts_of_the_old_one(make: Make, tmp_path: Path) -> None:
     sender, old = make(), make(listen=f"unix://{tmp_path}/kv")
-    old.connector.expect("leg", list(range(8)), 0, 128)
-    sender.connector.open("leg", old.connector.address, 0)
-    sender.connector.send("leg", 0, 64, list(range(8)))
+    old.connector.expect("abc", list(range(8)), 0, 128)
+    sender.connector.open("abc", old.connector.address, 0)
+    sender.connector.send("abc", 0, 64, list(range(8)))
     until(old, ChunkArrived)
     old.connector.close()
     new = make(listen=f"unix://{tmp_path}/kv")
-    new.connector.expect("leg", list(range(8)), 0, 128)
+    new.connector.expect("abc", list(range(8)), 0, 128)
     failed = until(sender, Failed)[-1]
     assert isinstance(failed, Failed) and "was restarted" in failed.message
     transfer(sender, new, "another", 64)
@@ -617,9 +619,9 @@ def test_closing_with_everything_in_flight_ends_at_once(make: Make) -> None:
 
 def test_who_does_not_know_the_secret_stays_outside(make: Make) -> None:
     stranger, receiver = make(secret=b"another secret, also 32 bytes long", timeout_s=0.3), make()
-    receiver.connector.expect("leg", [0], 0, 16)
-    stranger.connector.open("leg", receiver.connector.address, 0)
-    stranger.connector.send("leg", 0, 16, [0])
+    receiver.connector.expect("abc", [0], 0, 16)
+    stranger.connector.open("abc", receiver.connector.address, 0)
+    stranger.connector.send("abc", 0, 16, [0])
     before = receiver.snapshot()
     failed = until(stranger, Failed)[-1]
     assert isinstance(failed, Failed) and "has it the same secret?" in failed.message
@@ -645,7 +647,7 @@ def test_garbage_disturbs_nobody(make: Make) -> None:
 def any_frame(rng: random.Random) -> tuple[Frame, bytes]:
     """A frame that a peer with the secret, and without a mind, might send."""
     kind = rng.choice(list(Kind))
-    body = b"leg" if kind is Kind.OPEN else rng.randbytes(rng.choice([0, 0, 7, 6144, 12288]))
+    body = b"abc" if kind is Kind.OPEN else rng.randbytes(rng.choice([0, 0, 7, 6144, 12288]))
     if kind in (Kind.ACK, Kind.CANCEL, Kind.REFUSE):
         body = b""
     small = [rng.choice([0, 0, 1, 2, 3, 16, 48, 2**16 - 1]) for _ in range(5)]
@@ -676,7 +678,7 @@ def introduce(sock: socket.socket, me: Identity, dial: int) -> bytes:
 
 def test_a_newer_connection_of_a_sender_replaces_the_older_one_and_not_the_reverse(make: Make) -> None:
     sender, receiver = make(), make()
-    receiver.connector.expect("leg", [0], 0, 16)
+    receiver.connector.expect("abc", [0], 0, 16)
     me = Identity(SECRET, b"s" * 16, FORMAT)
     opening = Frame(Kind.OPEN, 1, body_bytes=3)
     with contextlib.ExitStack() as stack:
@@ -686,7 +688,7 @@ def test_a_newer_connection_of_a_sender_replaces_the_older_one_and_not_the_rever
         ]
         for dial in (1, 3, 4):
             seal = Seal(introduce(socks[dial], me, dial))
-            socks[dial].sendall(seal.seal(opening, b"leg") + b"leg")
+            socks[dial].sendall(seal.seal(opening, b"abc") + b"abc")
             acknowledgement = parse_header(exactly(socks[dial], HEADER_BYTES))
             assert (acknowledgement.kind, acknowledgement.sequence) == (Kind.ACK, 0)
         assert socks[1].recv(1) == socks[3].recv(1) == b""
@@ -703,13 +705,13 @@ def test_a_sender_with_the_secret_and_no_mind_harms_only_itself(make: Make, seed
     rng = random.Random(seed)
     sender, receiver = make(), make()
     untouched = [(k.clone(), v.clone()) for k, v in receiver.layers]
-    receiver.connector.expect("leg", list(range(6)), 0, 96)
+    receiver.connector.expect("abc", list(range(6)), 0, 96)
     mad = Identity(SECRET, rng.randbytes(16), FORMAT)
     with socket.create_connection(parse_address(receiver.connector.address).target) as sock:
         seal = Seal(introduce(sock, mad, 1))
         opening = Frame(Kind.OPEN, 1, body_bytes=3)
         with contextlib.suppress(OSError):
-            sock.sendall(seal.seal(opening, b"leg") + b"leg")
+            sock.sendall(seal.seal(opening, b"abc") + b"abc")
             for _ in range(12):
                 frame, body = any_frame(rng)
                 sock.sendall(seal.seal(frame, b"" if frame.kind is Kind.DATA else body) + body)
@@ -724,13 +726,13 @@ def test_a_sender_with_the_secret_and_no_mind_harms_only_itself(make: Make, seed
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_receiver_with_the_secret_and_no_mind_harms_only_its_legs(make: Make, seed: int) -> None:
+def test_a_receiver_with_the_secret_and_no_mind_harms_only_its_attempts(make: Make, seed: int) -> None:
     rng = random.Random(seed)
     sender, receiver = make(timeout_s=0.5), make()
     mad = Identity(SECRET, rng.randbytes(16), FORMAT)
     with socket.create_server(("127.0.0.1", 0)) as server:
-        sender.connector.open("leg", f"tcp://127.0.0.1:{server.getsockname()[1]}", 0)
-        sender.connector.send("leg", 0, 96, list(range(6)))
+        sender.connector.open("abc", f"tcp://127.0.0.1:{server.getsockname()[1]}", 0)
+        sender.connector.send("abc", 0, 96, list(range(6)))
         with server.accept()[0] as sock:
             greeted = greeting()
             sock.sendall(greeted)
@@ -749,8 +751,8 @@ def test_a_receiver_with_the_secret_and_no_mind_harms_only_its_legs(make: Make, 
 
 def test_caches_of_different_models_are_refused_with_both_sides_values(make: Make) -> None:
     sender, receiver = make(), make(kv_format=replace(FORMAT, model="another"))
-    receiver.connector.expect("leg", [0], 0, 16)
-    sender.connector.open("leg", receiver.connector.address, 0)
+    receiver.connector.expect("abc", [0], 0, 16)
+    sender.connector.open("abc", receiver.connector.address, 0)
     failed = until(sender, Failed)[-1]
     assert isinstance(failed, Failed) and "model is 'm' here and 'another' there" in failed.message
 
@@ -768,12 +770,12 @@ def test_what_cannot_be_is_said_at_once(make: Make, tmp_path: Path) -> None:
         make(listen="unix")
     for address in ("tcp://example.org:1", "tcp://127.0.0.1", "http://127.0.0.1:1", "unix://", "tcp://127.0.0.1:99999"):
         with pytest.raises(ConfigError, match="address"):
-            side.connector.open("leg", address, 0)
+            side.connector.open("abc", address, 0)
     with pytest.raises(ValueError, match="do not hold"):
-        side.connector.expect("leg", [0], 0, 17)
-    side.connector.open("leg", side.connector.address, 0)
+        side.connector.expect("abc", [0], 0, 17)
+    side.connector.open("abc", side.connector.address, 0)
     with pytest.raises(ValueError, match="at most"):
-        side.connector.commit("leg", bytes(MAX_PAYLOAD_BYTES + 1))
+        side.connector.commit("abc", bytes(MAX_PAYLOAD_BYTES + 1))
 
 
 @given(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES), st.binary(max_size=64))

@@ -157,7 +157,7 @@ def expected(model: str) -> list[Round]:
 
 
 class WatchedFleet(Fleet):
-    """Notes how much of each leg its decode worker had cached."""
+    """Notes how much of each attempt its decode worker had cached."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

@@ -38,7 +38,7 @@ from diptych.timeline.records import (
     WorkerRecord,
     event_of,
     request_record,
-    split_leg_id,
+    split_attempt_id,
     step_record,
 )
 from diptych.timeline.ring import Timeline, Transfer
@@ -164,9 +164,9 @@ def test_whoever_begins_anywhere_knows_who_decodes_from_there_on() -> None:
     for timeline in (full, small):
         busy(timeline)
     for start in range(full.next_sequence - 1):
-        before = {worker: set(legs) for worker, legs in full.decoding_after(start).items()}
+        before = {worker: set(attempts) for worker, attempts in full.decoding_after(start).items()}
         after = members(full.since(start), before)
-        assert after == {worker: set(legs) for worker, legs in full.decoding_after(full.next_sequence).items()}
+        assert after == {worker: set(attempts) for worker, attempts in full.decoding_after(full.next_sequence).items()}
         if start >= small.first_sequence - 1:
             assert small.decoding_after(start) == full.decoding_after(start)
 
@@ -227,9 +227,9 @@ def test_a_lost_worker_takes_its_batch_with_it() -> None:
 
 
 def test_ids_of_attempts_are_those_of_their_requests() -> None:
-    assert split_leg_id("cmpl-1-0") == ("cmpl-1-0", 0)
-    assert split_leg_id("cmpl-1-0~12") == ("cmpl-1-0", 12)
-    assert split_leg_id("odd~") == ("odd~", 0)
+    assert split_attempt_id("cmpl-1-0") == ("cmpl-1-0", 0)
+    assert split_attempt_id("cmpl-1-0~12") == ("cmpl-1-0", 12)
+    assert split_attempt_id("odd~") == ("odd~", 0)
 
 
 @pytest.mark.parametrize(

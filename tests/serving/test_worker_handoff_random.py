@@ -1,21 +1,22 @@
-"""Two workers under random messages: every leg is answered, every token follows the one before it, nothing stays."""
+"""Two workers under random messages: every attempt is answered, every token follows the one before it, nothing
+stays."""
 
 import random
 from pathlib import Path
 
 import pytest
-from wire_peers import Peer, fake_peer, leg
+from wire_peers import Peer, attempt, fake_peer
 
 from diptych.control.events import HandoffExpired, HandoffReleased, HandoffReserved
 from diptych.serving.link.messages import (
     Abort,
     Delivered,
-    DropLegs,
+    DropAttempts,
     ForgetPeer,
-    PrefillLeg,
-    ReleaseLegs,
-    RenewLegs,
-    ReserveLeg,
+    PrefillAttempt,
+    ReleaseAttempts,
+    RenewAttempts,
+    ReserveAttempt,
     WireRequest,
 )
 from diptych.serving.worker.recorder import close_recording
@@ -24,76 +25,80 @@ from diptych.simulation.replay import replay
 DECODE = 1  # the number of the decode worker
 
 
-def is_answered(peer: Peer, leg_id: str) -> bool:
-    """Whether the worker has said that the leg is gone."""
+def is_answered(peer: Peer, attempt_id: str) -> bool:
+    """Whether the worker has said that the attempt is gone."""
     released = (event for event in peer.events if isinstance(event, HandoffReleased | HandoffExpired))
-    return leg_id in peer.finished or any(event.request_id == leg_id for event in released)
+    return attempt_id in peer.finished or any(event.request_id == attempt_id for event in released)
 
 
-def drop(prefill: Peer, decode: Peer, leg_id: str) -> None:
+def drop(prefill: Peer, decode: Peer, attempt_id: str) -> None:
     """In this order: the blocks that the first one writes into may be the second one's."""
     for peer in (prefill, decode):
-        peer.send(DropLegs([leg_id]))
-        peer.until(lambda peer=peer: is_answered(peer, leg_id))
+        peer.send(DropAttempts([attempt_id]))
+        peer.until(lambda peer=peer: is_answered(peer, attempt_id))
 
 
-def disturb(rng: random.Random, prefill: Peer, decode: Peer, leg_id: str, *, borrowed: bool) -> None:
-    """Something happens to a leg, or nothing."""
+def disturb(rng: random.Random, prefill: Peer, decode: Peer, attempt_id: str, *, borrowed: bool) -> None:
+    """Something happens to an attempt, or nothing."""
     chance = rng.random()
     if chance < 0.12:
-        drop(prefill, decode, leg_id)
+        drop(prefill, decode, attempt_id)
     elif chance < 0.2 and not borrowed:
-        rng.choice([prefill, decode]).send(Abort([leg_id]))
+        rng.choice([prefill, decode]).send(Abort([attempt_id]))
     elif chance < 0.3:
         for peer in (prefill, decode):
-            peer.send(RenewLegs([leg_id]))
-    elif chance < 0.4 and decode.first(Delivered, leg_id):
-        prefill.send(ReleaseLegs([leg_id]))
+            peer.send(RenewAttempts([attempt_id]))
+    elif chance < 0.4 and decode.first(Delivered, attempt_id):
+        prefill.send(ReleaseAttempts([attempt_id]))
     elif chance < 0.42:
         prefill.send(ForgetPeer(DECODE))
 
 
 def begin(rng: random.Random, prefill: Peer, decode: Peer, request: WireRequest, *, borrowed: bool) -> None:
-    """Reserve, and prefill unless the leg was dropped before it came."""
-    leg_id, lease_ns = request.request_id, 0 if borrowed else rng.choice([0, 20_000_000, 10**10])
+    """Reserve, and prefill unless the attempt was dropped before it came."""
+    attempt_id, lease_ns = request.request_id, 0 if borrowed else rng.choice([0, 20_000_000, 10**10])
     for peer in (prefill, decode):
         if rng.random() < 0.1:
-            peer.send(DropLegs([leg_id]))
-    decode.send(ReserveLeg(request, lease_ns, borrowed))
+            peer.send(DropAttempts([attempt_id]))
+    decode.send(ReserveAttempt(request, lease_ns, borrowed))
 
     def outcome() -> object:
         reserved = (event for event in decode.events if isinstance(event, HandoffReserved))
-        return next((event for event in reserved if event.request_id == leg_id), None) or is_answered(decode, leg_id)
+        return next((event for event in reserved if event.request_id == attempt_id), None) or is_answered(
+            decode, attempt_id
+        )
 
     reserved = decode.until(outcome)
     if isinstance(reserved, HandoffReserved):
         block_ids = list(reserved.block_ids) if borrowed else []
-        prefill.send(PrefillLeg(request, decode.address, reserved.num_cached_tokens, block_ids, lease_ns, DECODE))
+        prefill.send(PrefillAttempt(request, decode.address, reserved.num_cached_tokens, block_ids, lease_ns, DECODE))
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_every_leg_is_answered_and_nothing_stays(seed: int, tmp_path: Path) -> None:
+def test_every_attempt_is_answered_and_nothing_stays(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)
     prefill, decode = fake_peer(tmp_path / "p"), fake_peer(tmp_path / "d", first_block=128)
     prefill.runner.num_layers = 1 + 2 * (seed % 2)
-    legs: dict[str, tuple[bool, int]] = {}  # whether blocks are borrowed, and the first token
+    attempts: dict[str, tuple[bool, int]] = {}  # whether blocks are borrowed, and the first token
     try:
         for number in range(rng.randint(3, 10)):
-            leg_id, borrowed = f"leg{number}", rng.random() < 0.5
+            attempt_id, borrowed = f"attempt{number}", rng.random() < 0.5
             length, stem = rng.choice([5, 31, 32, 33, 64, 200, 700, 1500]), rng.randrange(3)
             prompt = [1 + stem] * (length // 2) + [1 + (7 * at + number) % 90 for at in range(length - length // 2)]
             output = [7] * rng.choice([0, 0, 1, 30])
-            legs[leg_id] = borrowed, length + len(output)
-            request = leg(leg_id, prompt, output, max_tokens=rng.choice([31, 40, 60]), logprobs=rng.choice([None, 2]))
+            attempts[attempt_id] = borrowed, length + len(output)
+            request = attempt(
+                attempt_id, prompt, output, max_tokens=rng.choice([31, 40, 60]), logprobs=rng.choice([None, 2])
+            )
             begin(rng, prefill, decode, request, borrowed=borrowed)
-            for other, (is_borrowed, _) in legs.items():
+            for other, (is_borrowed, _) in attempts.items():
                 disturb(rng, prefill, decode, other, borrowed=is_borrowed)
-        for leg_id, (_, first_token) in legs.items():
-            if decode.first(Delivered, leg_id) and rng.random() < 0.7:
-                decode.wait_end(leg_id)
-            drop(prefill, decode, leg_id)
-            tokens = prefill.tokens.get(leg_id, []) + decode.tokens.get(leg_id, [])
-            assert tokens == list(range(first_token, first_token + len(tokens))), leg_id
+        for attempt_id, (_, first_token) in attempts.items():
+            if decode.first(Delivered, attempt_id) and rng.random() < 0.7:
+                decode.wait_end(attempt_id)
+            drop(prefill, decode, attempt_id)
+            tokens = prefill.tokens.get(attempt_id, []) + decode.tokens.get(attempt_id, [])
+            assert tokens == list(range(first_token, first_token + len(tokens))), attempt_id
         for peer, name in ((prefill, "p"), (decode, "d")):
             peer.stop()
             close_recording(peer.core)

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from tests.runtime.checkpoints import prompt_of, reference, runner
-from wire_peers import Peer, ProcessPeer, ThreadPeer, hand_off, leg
+from wire_peers import Peer, ProcessPeer, ThreadPeer, attempt, hand_off
 
 from diptych.control.config import BudgetConfig, SchedulerConfig
 from diptych.control.engine.engine_core import ReplicaCore
@@ -33,10 +33,10 @@ from diptych.serving.link.engine_options import (
 from diptych.serving.link.heartbeat import FILE_NAME, read_pulse
 from diptych.serving.link.messages import (
     Delivered,
-    DropLegs,
-    PrefillLeg,
-    ReleaseLegs,
-    ReserveLeg,
+    DropAttempts,
+    PrefillAttempt,
+    ReleaseAttempts,
+    ReserveAttempt,
     Submit,
     WireRequest,
     unpack_tokens,
@@ -138,7 +138,7 @@ def serve(pair: Pair, requests: list[WireRequest]) -> dict[str, list[int]]:
         assert (delivered.num_bytes == 0) == borrowed
         prefill.until(lambda one=one: one.request_id in prefill.tokens)
         assert prefill.tokens[one.request_id] == [delivered.first_token]
-        prefill.send(ReleaseLegs([one.request_id]))
+        prefill.send(ReleaseAttempts([one.request_id]))
         prefill.wait_event(HandoffReleased, one.request_id)
     for one in requests:
         assert decode.wait_end(one.request_id).reason is FinishReason.LENGTH
@@ -146,9 +146,9 @@ def serve(pair: Pair, requests: list[WireRequest]) -> dict[str, list[int]]:
 
 
 def test_the_tokens_are_those_of_one_engine_and_the_answer_is_found_again(pair: Pair) -> None:
-    requests = [leg(f"a{length}", prompt_of(length), max_tokens=70) for length in (31, 64, 200, 333)]
+    requests = [attempt(f"a{length}", prompt_of(length), max_tokens=70) for length in (31, 64, 200, 333)]
     requests.append(
-        leg("a95", prompt_of(95), max_tokens=40, temperature=0.9, seed=7, repetition_penalty=1.2, min_tokens=5)
+        attempt("a95", prompt_of(95), max_tokens=40, temperature=0.9, seed=7, repetition_penalty=1.2, min_tokens=5)
     )
     expected, got = alone(requests), serve(pair, requests)
     for one in requests:
@@ -156,7 +156,7 @@ def test_the_tokens_are_those_of_one_engine_and_the_answer_is_found_again(pair: 
     follow_ups = []
     for one in requests:
         prompt = unpack_tokens(one.prompt) + got[one.request_id] + prompt_of(9)
-        follow_ups.append(leg(f"b{one.request_id}", prompt, max_tokens=8))
+        follow_ups.append(attempt(f"b{one.request_id}", prompt, max_tokens=8))
     expected, got = alone(follow_ups), serve(pair, follow_ups)
     decode = pair[1]
     for one in follow_ups:
@@ -165,19 +165,19 @@ def test_the_tokens_are_those_of_one_engine_and_the_answer_is_found_again(pair: 
         assert decode.finished[one.request_id].num_cached_tokens == computed
 
 
-def test_legs_dropped_at_any_moment_leave_the_others_as_they_are(pair: Pair) -> None:
+def test_attempts_dropped_at_any_moment_leave_the_others_as_they_are(pair: Pair) -> None:
     prefill, decode, borrowed = pair
     name = "shm" if borrowed else "tcp"
     rng = random.Random(3)
-    kept = [leg(f"{name}-kept{number}", prompt_of(150, number), max_tokens=30) for number in range(3)]
+    kept = [attempt(f"{name}-kept{number}", prompt_of(150, number), max_tokens=30) for number in range(3)]
     expected = alone(kept)
-    dropped = [leg(f"{name}-gone{number}", prompt_of(1200, 10 + number)) for number in range(4)]
+    dropped = [attempt(f"{name}-gone{number}", prompt_of(1200, 10 + number)) for number in range(4)]
     for one in dropped:
         hand_off(prefill, decode, one, decode.address, borrowed=borrowed)
         if rng.random() < 0.7:
             prefill.wait_event(RequestAdmitted, one.request_id)
         for peer in (prefill, decode):  # in this order: the sender's blocks are the receiver's
-            peer.send(DropLegs([one.request_id]))
+            peer.send(DropAttempts([one.request_id]))
             peer.until(
                 lambda peer=peer, one=one: (
                     one.request_id in peer.finished
@@ -197,13 +197,13 @@ def test_an_answer_goes_on_elsewhere_with_the_tokens_of_an_undisturbed_run(pair:
     _, decode, borrowed = pair
     name = "shm" if borrowed else "tcp"
     more = {"max_tokens": 40, "temperature": 0.8, "seed": 11, "logprobs": 2, "frequency_penalty": 0.5, "min_tokens": 30}
-    whole = leg(f"{name}-moved", prompt_of(77), **more)
+    whole = attempt(f"{name}-moved", prompt_of(77), **more)
     tokens = alone([whole])[whole.request_id].token_ids
-    again = leg(f"{name}-moved~1", prompt_of(77), tokens[:19], **more)
+    again = attempt(f"{name}-moved~1", prompt_of(77), tokens[:19], **more)
     decode.send(Submit([again]))
     decode.wait_end(again.request_id)
     assert decode.tokens[again.request_id] == tokens[19:]
-    handed = leg(f"{name}-moved~2", prompt_of(77), tokens[:18], **more)
+    handed = attempt(f"{name}-moved~2", prompt_of(77), tokens[:18], **more)
     assert serve(pair, [handed])[handed.request_id] == tokens[18:]
     delivered = decode.wait(Delivered, handed.request_id)
     assert delivered.logprobs is not None and len(delivered.logprobs.top) == 2
@@ -221,14 +221,14 @@ def test_a_prefill_worker_that_is_killed_leaves_a_decode_worker_that_serves(pair
     """The last test of this file: it costs the TCP pair its prefill worker."""
     prefill, decode, _ = pairs["tcp"]
     assert isinstance(prefill, ProcessPeer)
-    lost = leg("lost", prompt_of(1500, 99))
-    decode.send(ReserveLeg(lost, 0, False))
-    prefill.send(PrefillLeg(lost, decode.address, 0, [], 0))
+    lost = attempt("lost", prompt_of(1500, 99))
+    decode.send(ReserveAttempt(lost, 0, False))
+    prefill.send(PrefillAttempt(lost, decode.address, 0, [], 0))
     prefill.wait_event(RequestAdmitted, "lost")
     prefill.kill()
-    decode.send(DropLegs(["lost"]))
+    decode.send(DropAttempts(["lost"]))
     assert decode.wait_end("lost").reason is FinishReason.ABORT
-    request = leg("alone", prompt_of(50), max_tokens=5)
+    request = attempt("alone", prompt_of(50), max_tokens=5)
     decode.send(Submit([request]))
     decode.wait_end("alone")
     assert decode.tokens["alone"] == alone([request])["alone"].token_ids

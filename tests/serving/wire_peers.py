@@ -27,9 +27,9 @@ from diptych.serving.link.messages import (
     Finished,
     FrontendMessage,
     Happened,
-    PrefillLeg,
+    PrefillAttempt,
     Ready,
-    ReserveLeg,
+    ReserveAttempt,
     Shutdown,
     Tokens,
     WireRequest,
@@ -46,10 +46,10 @@ Message = TypeVar("Message", bound=WorkerMessage)
 PATIENCE_S = 60
 
 
-def leg(leg_id: str, prompt: Sequence[int], output: Sequence[int] = (), **sampling: Any) -> WireRequest:
+def attempt(attempt_id: str, prompt: Sequence[int], output: Sequence[int] = (), **sampling: Any) -> WireRequest:
     """A greedy request."""
     params = SamplingParams(**({"max_tokens": 8, "temperature": 0.0} | sampling))
-    return WireRequest(leg_id, pack_tokens(prompt), params, output=pack_tokens(output))
+    return WireRequest(attempt_id, pack_tokens(prompt), params, output=pack_tokens(output))
 
 
 class Peer:
@@ -79,25 +79,30 @@ class Peer:
                 self._take(decode_from_worker(data))
         return value
 
-    def wait(self, kind: type[Message], leg_id: str | None = None) -> Message:
-        """The first message of this kind (about this leg)."""
-        return self.until(lambda: self.first(kind, leg_id))
+    def wait(self, kind: type[Message], attempt_id: str | None = None) -> Message:
+        """The first message of this kind (about this attempt)."""
+        return self.until(lambda: self.first(kind, attempt_id))
 
-    def first(self, kind: type[Message], leg_id: str | None = None) -> Message | None:
+    def first(self, kind: type[Message], attempt_id: str | None = None) -> Message | None:
         """See ``wait``; None when there is none so far."""
         return next(
-            (one for one in self.said if isinstance(one, kind) and leg_id in (None, getattr(one, "leg_id", None))), None
+            (
+                one
+                for one in self.said
+                if isinstance(one, kind) and attempt_id in (None, getattr(one, "attempt_id", None))
+            ),
+            None,
         )
 
-    def wait_event(self, kind: type[Any], leg_id: str) -> Any:
-        """The first event of this kind about this leg."""
+    def wait_event(self, kind: type[Any], attempt_id: str) -> Any:
+        """The first event of this kind about this attempt."""
         return self.until(
-            lambda: next((one for one in self.events if isinstance(one, kind) and one.request_id == leg_id), None)
+            lambda: next((one for one in self.events if isinstance(one, kind) and one.request_id == attempt_id), None)
         )
 
-    def wait_end(self, leg_id: str) -> Finished:
-        """The end of a leg."""
-        return self.until(lambda: self.finished.get(leg_id))
+    def wait_end(self, attempt_id: str) -> Finished:
+        """The end of an attempt."""
+        return self.until(lambda: self.finished.get(attempt_id))
 
     def _take(self, message: WorkerMessage) -> None:
         self.said.append(message)
@@ -113,11 +118,11 @@ class Peer:
 
 def hand_off(prefill: Peer, decode: Peer, request: WireRequest, address: str, *, borrowed: bool) -> HandoffReserved:
     """Reserve on one worker, then prefill on the other one. Returns what was reserved."""
-    decode.send(ReserveLeg(request, 0, borrowed))
+    decode.send(ReserveAttempt(request, 0, borrowed))
     reserved = decode.wait_event(HandoffReserved, request.request_id)
     assert isinstance(reserved, HandoffReserved)
     block_ids = list(reserved.block_ids) if borrowed else []
-    prefill.send(PrefillLeg(request, address, reserved.num_cached_tokens, block_ids, 0))
+    prefill.send(PrefillAttempt(request, address, reserved.num_cached_tokens, block_ids, 0))
     return reserved
 
 

@@ -144,15 +144,16 @@ class AuditedCluster(Cluster):
         super().__init__(scenario, auditor=self._audit)
         self.num_borrowed_steps = 0
         self.num_arrivals = 0
-        self._lives: dict[tuple[int, str], tuple[int, int, tuple[int, ...]]] = {}  # leg -> owner, its life, blocks
-        self._reserved: dict[str, int] = {}  # leg -> the life of its decode worker in which it got its blocks
+        self._lives: dict[tuple[int, str], tuple[int, int, tuple[int, ...]]] = {}  # attempt -> owner, its life, blocks
+        self._reserved: dict[str, int] = {}  # attempt -> the life of its decode worker in which it got its blocks
         self._fruitless: dict[str, int] = {}
         self._up: set[int] = set()  # as the core was told
         if self.transfers is not None:
             self.transfers.on_arrival = self._audit_arrival
 
     def _audit(self, worker: int, output: SchedulerOutput) -> None:
-        """A step begins or ends: the blocks that it writes belong to the leg for which it does, here or elsewhere."""
+        """A step begins or ends: the blocks that it writes belong to the attempt for which it does, here or
+        elsewhere."""
         core = self.replicas[worker].core
         for chunk in output.prefills:
             request = core.requests.get(chunk.request_id)
@@ -164,13 +165,13 @@ class AuditedCluster(Cluster):
                 self.num_borrowed_steps += 1
                 self._check_borrowed(chunk.request_id, *self._lives[key])
 
-    def _check_borrowed(self, leg_id: str, owner: int, life: int, block_ids: tuple[int, ...]) -> None:
+    def _check_borrowed(self, attempt_id: str, owner: int, life: int, block_ids: tuple[int, ...]) -> None:
         process = self.supervisor._processes[owner]
         if not process.is_alive and process.life == life + 1:
             return  # nobody's memory
-        assert process.life == life, f"{leg_id} is computed into memory of a worker that has begun again"
-        held = self.replicas[owner].core.requests.get(leg_id)
-        assert held is not None, f"{leg_id} is computed into blocks that worker {owner} has released"
+        assert process.life == life, f"{attempt_id} is computed into memory of a worker that has begun again"
+        held = self.replicas[owner].core.requests.get(attempt_id)
+        assert held is not None, f"{attempt_id} is computed into blocks that worker {owner} has released"
         assert tuple(held.block_ids[: len(block_ids)]) == block_ids
 
     def _on_events(self, worker: int, events: list[Event], output: SchedulerOutput | None) -> None:
@@ -179,12 +180,12 @@ class AuditedCluster(Cluster):
                 self._reserved[event.request_id] = self.supervisor._processes[worker].life
         super()._on_events(worker, events, output)
 
-    def _audit_arrival(self, leg_id: str, source: int, target: int) -> None:
+    def _audit_arrival(self, attempt_id: str, source: int, target: int) -> None:
         """KV lands in blocks that are reserved for it, from blocks that still hold it."""
         self.num_arrivals += 1
         assert self.supervisor.is_alive(target)
-        assert leg_id in self.replicas[target].core.scheduler.incoming.reserved
-        assert leg_id in self.replicas[source].core.requests
+        assert attempt_id in self.replicas[target].core.scheduler.incoming.reserved
+        assert attempt_id in self.replicas[source].core.requests
 
     def _tell(self, event: ClusterEvent, *, later: bool = False) -> None:
         if isinstance(event, WorkerUp):

@@ -86,7 +86,7 @@ def test_a_worker_that_hangs_for_long_is_replaced() -> None:
 
 @pytest.mark.parametrize("duration_ms", [5, 900])
 def test_a_broken_link_stalls_a_transfer_and_then_moves_the_request(duration_ms: int) -> None:
-    """A short outage is waited out; one beyond the connector's patience loses the leg, which is tried again."""
+    """A short outage is waited out; one beyond the connector's patience loses the attempt, which is tried again."""
     outage = Fault("link_down", 0, 60 * NS_PER_MS, duration_ms * NS_PER_MS)
     cluster = run_schedule(two_workers(outage, watch=Watch(resume_ns=100 * NS_PER_MS)))
     assert complete_answers(cluster) == 3

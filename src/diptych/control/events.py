@@ -70,7 +70,7 @@ class HandoffDelivered:
 
 @dataclass(frozen=True, slots=True)
 class HandoffReleased:
-    """A replica has forgotten a leg: a decode replica took it over, or it was dropped (known or not)."""
+    """A replica has forgotten an attempt: a decode replica took it over, or it was dropped (known or not)."""
 
     time_ns: int
     request_id: str
@@ -78,7 +78,7 @@ class HandoffReleased:
 
 @dataclass(frozen=True, slots=True)
 class HandoffExpired:
-    """Nobody renewed the lease of a leg here in time: its blocks are free. is_sender: it was prefilled here."""
+    """Nobody renewed the lease of an attempt here in time: its blocks are free. is_sender: it was prefilled here."""
 
     time_ns: int
     request_id: str

@@ -31,19 +31,19 @@ class Collector:
         self.requests = RequestTable()
         self.gaps = GapHistogram()
         self._streams = [_Streams() for _ in range(num_replicas)]
-        self._handoffs: dict[str, int] = {}  # leg that one replica prefills and another decodes -> its first token
-        self._interrupted: dict[str, int] = {}  # leg that goes on with an answer -> when its newest token came
+        self._handoffs: dict[str, int] = {}  # attempt that one replica prefills and another decodes -> its first token
+        self._interrupted: dict[str, int] = {}  # attempt that goes on with an answer -> when its newest token came
 
-    def expect_handoff(self, leg_id: str) -> None:
-        """The leg will go on elsewhere after its first token."""
-        self._handoffs[leg_id] = -1
+    def expect_handoff(self, attempt_id: str) -> None:
+        """The attempt will go on elsewhere after its first token."""
+        self._handoffs[attempt_id] = -1
 
-    def restart(self, old_leg: str, new_leg: str, last_token_ns: int) -> None:
+    def restart(self, old_attempt: str, new_attempt: str, last_token_ns: int) -> None:
         """The request is tried again. last_token_ns: when its newest token came (-1: it has none)."""
-        self._handoffs.pop(old_leg, None)
-        self._interrupted.pop(old_leg, None)
+        self._handoffs.pop(old_attempt, None)
+        self._interrupted.pop(old_attempt, None)
         if last_token_ns >= 0:
-            self._interrupted[new_leg] = last_token_ns
+            self._interrupted[new_attempt] = last_token_ns
 
     def last_token_ns(self, replica: int) -> int:
         """When the decode batch of a replica last gave tokens."""
@@ -107,11 +107,11 @@ class Collector:
         streams.last_token_ns = step.end_ns
 
     def add_row(
-        self, event: RequestFinished, number: int, arrival_ns: int, replica: int, kind: str, leg_id: str = ""
+        self, event: RequestFinished, number: int, arrival_ns: int, replica: int, kind: str, attempt_id: str = ""
     ) -> None:
-        """The one terminal event of a request, whose current leg this is."""
+        """The one terminal event of a request, whose current attempt this is."""
         if self._handoffs:
-            self._handoffs.pop(leg_id, None)
+            self._handoffs.pop(attempt_id, None)
         if self._interrupted:
-            self._interrupted.pop(leg_id, None)
+            self._interrupted.pop(attempt_id, None)
         self.requests.add(event, number, arrival_ns, replica=replica, kind=kind)

@@ -176,9 +176,9 @@ class _ReplayedReplica:
             if request_id not in self.core.requests:
                 self._numbers.pop(request_id, None)
         elif kind == "renew":
-            now, leg_ids = fields
+            now, attempt_ids = fields
             self._tick(now)
-            self.core.renew(leg_ids, now)
+            self.core.renew(attempt_ids, now)
         elif kind == "expire":
             (now,) = fields
             self._tick(now)

@@ -77,8 +77,8 @@ def time_of(event: Event) -> int:
 class Lane:
     """What one replica's slices and counters need to remember. ``out`` holds what is drawn so far.
 
-    receivers: leg -> the replica that reserved blocks for it, shared by all lanes of a trace. joins_runs: decode steps
-    in a row with the same batch become one slice (a simulation takes many at once); else every step is a slice.
+    receivers: attempt -> the replica that reserved blocks for it, shared by all lanes of a trace. joins_runs: decode
+    steps in a row with the same batch become one slice (a simulation takes many at once); else every step is a slice.
     """
 
     replica: int

@@ -1,15 +1,15 @@
 """The records of the live timeline, as the ring holds them and as clients of ``GET /timeline`` read them.
 
 Owns their shape (docs/api.md describes it), how they come from the workers' events, and the way back. They hold ids of
-requests, never legs: ``epoch`` tells the attempts apart. (gc=False: they live long and can be in no cycle, so that the
-garbage collector need not look at a full ring.)
+requests, never attempts: ``epoch`` tells the attempts apart. (gc=False: they live long and can be in no cycle, so that
+the garbage collector need not look at a full ring.)
 """
 
 from typing import Any
 
 import msgspec
 
-from diptych.control.cluster.commands import leg_id_of
+from diptych.control.cluster.commands import attempt_id_of
 from diptych.control.events import (
     FirstToken,
     HandoffDelivered,
@@ -43,7 +43,7 @@ Milestone = (
     | RequestFinished
 )
 Decoding = dict[int, list[str]]  # worker -> requests in its decode batch
-Legs = tuple[str, ...]
+AttemptTable = tuple[str, ...]
 
 _CLASSES: dict[str, type[Any]] = {
     "queued": RequestQueued,
@@ -75,8 +75,8 @@ class StepRecord(msgspec.Struct, frozen=True, gc=False, tag_field="kind", tag="s
     predicted_ns: int
     prefills: tuple[tuple[str, int, int], ...] = ()
     epochs: tuple[int, ...] = ()  # of the prefills' requests, unless all are 0
-    joined: Legs = ()
-    left: Legs = ()
+    joined: AttemptTable = ()
+    left: AttemptTable = ()
 
 
 class RequestRecord(msgspec.Struct, frozen=True, gc=False, tag_field="kind", tag="request", omit_defaults=True):
@@ -115,7 +115,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, gc=False, tag_field="kind", tag=
     state: str
     role: str = ""
     detail: str = ""
-    left: Legs = ()
+    left: AttemptTable = ()
 
 
 class GapRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="gap"):
@@ -143,25 +143,25 @@ class HeaderRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="header"):
 Record = StepRecord | RequestRecord | TransferRecord | WorkerRecord
 
 
-def split_leg_id(leg_id: str) -> tuple[str, int]:
-    """The request's own id and the epoch, of an id that control.commands.leg_id_of made."""
-    if "~" not in leg_id:
-        return leg_id, 0
-    request_id, _, epoch = leg_id.rpartition("~")
-    return (request_id, int(epoch)) if epoch.isascii() and epoch.isdigit() else (leg_id, 0)
+def split_attempt_id(attempt_id: str) -> tuple[str, int]:
+    """The request's own id and the epoch, of an id that control.commands.attempt_id_of made."""
+    if "~" not in attempt_id:
+        return attempt_id, 0
+    request_id, _, epoch = attempt_id.rpartition("~")
+    return (request_id, int(epoch)) if epoch.isascii() and epoch.isdigit() else (attempt_id, 0)
 
 
-def requests_of(legs: Legs) -> Legs:
+def requests_of(attempts: AttemptTable) -> AttemptTable:
     """The requests' own ids."""
-    return tuple([split_leg_id(leg_id)[0] for leg_id in legs]) if legs else ()
+    return tuple([split_attempt_id(attempt_id)[0] for attempt_id in attempts]) if attempts else ()
 
 
 def step_record(sequence: int, worker: int, step: StepFinished, changes: Changes) -> StepRecord:
-    """A step for the ring. changes: the legs that joined and left the decode batch."""
+    """A step for the ring. changes: the attempts that joined and left the decode batch."""
     prefills = step.prefills
     epochs: tuple[int, ...] = ()
     if any("~" in chunk[0] for chunk in prefills):
-        split = [split_leg_id(chunk[0]) for chunk in prefills]
+        split = [split_attempt_id(chunk[0]) for chunk in prefills]
         prefills = tuple((own[0], *chunk[1:]) for own, chunk in zip(split, step.prefills, strict=True))
         epochs = tuple(epoch for _, epoch in split)
     return StepRecord(
@@ -183,7 +183,7 @@ def step_record(sequence: int, worker: int, step: StepFinished, changes: Changes
 
 def request_record(sequence: int, worker: int, event: Milestone) -> RequestRecord:
     """A milestone for the ring. Block ids are left out, and errors cut to 200 characters."""
-    request_id, epoch = split_leg_id(event.request_id)
+    request_id, epoch = split_attempt_id(event.request_id)
     return RequestRecord(sequence, worker, event.time_ns, _NAMES[type(event)], request_id, epoch, _detail(event))
 
 
@@ -192,19 +192,19 @@ def event_of(record: StepRecord | RequestRecord) -> StepFinished | Milestone:
     if isinstance(record, StepRecord):
         epochs = record.epochs or (0,) * len(record.prefills)
         prefills = tuple(
-            (leg_id_of(request_id, epoch), start, num_tokens)
+            (attempt_id_of(request_id, epoch), start, num_tokens)
             for (request_id, start, num_tokens), epoch in zip(record.prefills, epochs, strict=True)
         )
         times = (record.start_ns, record.end_ns)
         return StepFinished(
             record.step_id, *times, prefills, record.num_decodes, record.decode_context, record.predicted_ns
         )
-    leg_id, detail = leg_id_of(record.request_id, record.epoch), dict(record.detail)
+    attempt_id, detail = attempt_id_of(record.request_id, record.epoch), dict(record.detail)
     if record.what == "finished":
         names = ("queue_ns", "prefill_ns", "decode_ns", "num_output_tokens", "handoff_ns")
         detail["latency"] = LatencyBreakdown(*(detail.pop(name) for name in names))
         detail["reason"] = FinishReason(detail["reason"])
-    event: Milestone = _CLASSES[record.what](record.time_ns, leg_id, **detail)
+    event: Milestone = _CLASSES[record.what](record.time_ns, attempt_id, **detail)
     return event
 
 

@@ -24,7 +24,7 @@ from diptych.timeline.records import (
     WorkerRecord,
     request_record,
     requests_of,
-    split_leg_id,
+    split_attempt_id,
     step_record,
 )
 from diptych.timeline.roster import Roster
@@ -40,9 +40,9 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """KV of one leg travelled. start_ns: its first byte; exposed_ns: how much of the time was after the prefill."""
+    """KV of one attempt travelled. start_ns: its first byte; exposed_ns: how much of the time was after the prefill."""
 
-    leg_id: str
+    attempt_id: str
     sender: int
     receiver: int
     num_bytes: int
@@ -74,13 +74,13 @@ class Timeline:
         self._weight = 0
         self._rosters: dict[int, Roster] = {}
         self._before: dict[int, dict[str, None]] = {}  # decode batches just before first_sequence
-        self._receivers: dict[str, int] = {}  # leg -> the worker that decodes it, of the newest handoffs
-        self._first_tokens: dict[str, tuple[int, int]] = {}  # leg -> where and when, of the newest
+        self._receivers: dict[str, int] = {}  # attempt -> the worker that decodes it, of the newest handoffs
+        self._first_tokens: dict[str, tuple[int, int]] = {}  # attempt -> where and when, of the newest
         self._subscriptions: set[Subscription] = set()
 
     def on_events(self, worker: int, events: Sequence[Event]) -> None:
-        """What a worker's core reported, in its order, each event once; names in them are leg ids. Block events are not
-        kept."""
+        """What a worker's core reported, in its order, each event once; names in them are attempt ids. Block events are
+        not kept."""
         roster = self._rosters.get(worker)
         if roster is None:
             roster = self._rosters[worker] = Roster()
@@ -103,8 +103,8 @@ class Timeline:
         self._append(record)
 
     def on_transfer(self, transfer: Transfer) -> None:
-        """KV of a leg has arrived."""
-        request_id, epoch = split_leg_id(transfer.leg_id)
+        """KV of an attempt has arrived."""
+        request_id, epoch = split_attempt_id(transfer.attempt_id)
         self._append(
             TransferRecord(
                 self.next_sequence,
@@ -244,9 +244,9 @@ def _weight(record: Record) -> int:
     return 1 + len(record.prefills) if isinstance(record, StepRecord) else 1
 
 
-def _remember(newest: dict[str, Value], leg_id: str, value: Value) -> None:
+def _remember(newest: dict[str, Value], attempt_id: str, value: Value) -> None:
     """Note it, and forget the oldest note when there are many."""
-    newest[leg_id] = value
+    newest[attempt_id] = value
     if len(newest) > MAX_REMEMBERED:
         del newest[next(iter(newest))]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from diptych.control.cluster.commands import leg_id_of
+from diptych.control.cluster.commands import attempt_id_of
 from diptych.timeline.lanes import Lane, TraceEvent, Window
 from diptych.timeline.perfetto import frame, place_of, titles
 from diptych.timeline.records import Decoding, Record, StepRecord, TransferRecord, WorkerRecord, event_of
@@ -130,8 +130,8 @@ def _transfer(transfer: TransferRecord, window: Window) -> list[TraceEvent]:
     start, end = max(transfer.start_ns, window.start_ns), min(transfer.end_ns, window.end_ns)
     if start >= end:
         return []
-    leg_id = leg_id_of(transfer.request_id, transfer.epoch)
-    own = {"name": "transfer", "cat": "transfer", "id": leg_id, "pid": transfer.worker + 1}
+    attempt_id = attempt_id_of(transfer.request_id, transfer.epoch)
+    own = {"name": "transfer", "cat": "transfer", "id": attempt_id, "pid": transfer.worker + 1}
     details = {
         "request": transfer.request_id,
         "from": transfer.sender,

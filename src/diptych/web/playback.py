@@ -27,7 +27,7 @@ from diptych.simulation.fleet.simulated_cluster import Cluster
 from diptych.simulation.results import RequestTable
 from diptych.simulation.scenario import Scenario
 from diptych.timeline.lanes import phase_of, time_of
-from diptych.timeline.records import Record, TransferRecord, WorkerRecord, request_record, split_leg_id, step_record
+from diptych.timeline.records import Record, TransferRecord, WorkerRecord, request_record, split_attempt_id, step_record
 from diptych.timeline.roster import Roster
 from diptych.workload.spec import ClosedLoop, RequestSpec, Workload
 
@@ -214,9 +214,9 @@ class _Writer:
         self._scenario = scenario
         self._records: list[Record] = []
         self._rosters: dict[int, Roster] = {}
-        self._receivers: dict[str, tuple[int, int]] = {}  # leg -> decode worker, tokens that it had already
-        self._chunks: dict[str, tuple[int, int]] = {}  # leg -> end of the first chunk, worker that computed it
-        self._computed: dict[str, int] = {}  # leg -> tokens of its prompt that are there
+        self._receivers: dict[str, tuple[int, int]] = {}  # attempt -> decode worker, tokens that it had already
+        self._chunks: dict[str, tuple[int, int]] = {}  # attempt -> end of the first chunk, worker that computed it
+        self._computed: dict[str, int] = {}  # attempt -> tokens of its prompt that are there
         self._first_tokens: dict[str, int] = {}
 
     def write(self, log: Sequence[tuple[int, Event]]) -> list[Record]:
@@ -244,12 +244,12 @@ class _Writer:
         assert not isinstance(event, BlocksStored | BlocksEvicted)
         return replace(event, request_id=self._name(event.request_id))
 
-    def _name(self, leg_id: str) -> str:
-        own, _ = split_leg_id(leg_id)
-        return self._names[own] + leg_id[len(own) :]
+    def _name(self, attempt_id: str) -> str:
+        own, _ = split_attempt_id(attempt_id)
+        return self._names[own] + attempt_id[len(own) :]
 
-    def _line(self, leg_id: str) -> Line:
-        return self._lines[split_leg_id(leg_id)[0]]
+    def _line(self, attempt_id: str) -> Line:
+        return self._lines[split_attempt_id(attempt_id)[0]]
 
     def _roster(self, worker: int) -> Roster:
         return self._rosters.setdefault(worker, Roster())
@@ -257,29 +257,29 @@ class _Writer:
     def _step(self, worker: int, step: StepFinished) -> None:
         roster = self._roster(worker)
         self._records.append(step_record(self._next, worker, step, roster.step(step)))
-        for leg_id, start, num_tokens in step.prefills:
-            self._line(leg_id).add("prefill", step.start_ns, step.end_ns, worker)
-            self._chunks.setdefault(leg_id, (step.end_ns, worker))
-            self._computed[leg_id] = start + num_tokens
+        for attempt_id, start, num_tokens in step.prefills:
+            self._line(attempt_id).add("prefill", step.start_ns, step.end_ns, worker)
+            self._chunks.setdefault(attempt_id, (step.end_ns, worker))
+            self._computed[attempt_id] = start + num_tokens
         phase = phase_of(step) if step.num_decodes else "stalled"
-        for leg_id in roster.members:
-            line = self._line(leg_id)
+        for attempt_id in roster.members:
+            line = self._line(attempt_id)
             line.add(phase, step.start_ns, step.end_ns, worker)
             if step.num_decodes:
                 line.stamps.append(step.end_ns)
 
     def _milestone(self, worker: int, event: Any) -> None:
-        roster, leg_id = self._roster(worker), event.request_id
-        line = self._line(leg_id)
+        roster, attempt_id = self._roster(worker), event.request_id
+        line = self._line(attempt_id)
         if isinstance(event, FirstToken):
-            self._first_tokens[leg_id] = event.time_ns
+            self._first_tokens[attempt_id] = event.time_ns
             if line.first_token_ns < 0:
                 line.first_token_ns = event.time_ns
             line.stamps.append(event.time_ns)
-            if self._receivers.get(leg_id, (worker, 0))[0] == worker:
-                roster.join(leg_id, event.time_ns)
+            if self._receivers.get(attempt_id, (worker, 0))[0] == worker:
+                roster.join(attempt_id, event.time_ns)
         elif isinstance(event, HandoffReserved):
-            self._receivers[leg_id] = (worker, event.num_cached_tokens)
+            self._receivers[attempt_id] = (worker, event.num_cached_tokens)
         else:
             roster.note(event)
         if isinstance(event, HandoffDelivered):
@@ -290,15 +290,15 @@ class _Writer:
 
     def _transfer(self, worker: int, event: HandoffDelivered) -> None:
         """KV has arrived: it began to travel when the first chunk was computed."""
-        leg_id = event.request_id
-        begun_ns, sender = self._chunks.get(leg_id, (event.time_ns, worker))
-        prefilled_ns = self._first_tokens.get(leg_id, begun_ns)
+        attempt_id = event.request_id
+        begun_ns, sender = self._chunks.get(attempt_id, (event.time_ns, worker))
+        prefilled_ns = self._first_tokens.get(attempt_id, begun_ns)
         pools = self._scenario.pools
         assert pools is not None
-        own, epoch = split_leg_id(leg_id)
-        line = self._line(leg_id)
+        own, epoch = split_attempt_id(attempt_id)
+        line = self._line(attempt_id)
         line.handoff = (prefilled_ns, event.time_ns)
-        num_tokens = self._computed.get(leg_id, 0) - self._receivers[leg_id][1]
+        num_tokens = self._computed.get(attempt_id, 0) - self._receivers[attempt_id][1]
         num_bytes = 0 if pools.num_hosts else num_tokens * pools.kv_bytes_per_token
         exposed_ns = event.time_ns - prefilled_ns
         self._records.append(
@@ -321,7 +321,7 @@ class _Writer:
     def _life(self, record: WorkerRecord) -> None:
         left: tuple[str, ...] = ()
         if record.state == "lost":
-            left = tuple(split_leg_id(leg_id)[0] for leg_id in self._roster(record.worker).clear())
+            left = tuple(split_attempt_id(attempt_id)[0] for attempt_id in self._roster(record.worker).clear())
         self._records.append(msgspec.structs.replace(record, sequence=self._next, left=left))
 
     @property

@@ -4,7 +4,7 @@
 
 A state machine without a clock, sockets or tokens. The same object decides for the live server (serving.fleet) and for
 the simulator (simulation.cluster). It asks the edge (admission.py) who may go next, the placer (router/) where, keeps
-one leg (handoff.py) per attempt, and turns every loss into another attempt or into the one end of the request.
+one attempt (handoff.py) per attempt, and turns every loss into another attempt or into the one end of the request.
 
 Invariants: a request that has arrived ends with exactly one End, or by its Cancelled. A worker's blocks are never
 given up while another may write into them. Attempts without progress are bounded.
@@ -16,8 +16,8 @@ from itertools import takewhile
 from typing import Any
 
 from diptych.control.admission.admission_queue import Edge, EdgeEntry
-from diptych.control.cluster.attempt import Leg, LegState
-from diptych.control.cluster.attempt_table import Legs
+from diptych.control.cluster.attempt import Attempt, AttemptState
+from diptych.control.cluster.attempt_table import AttemptTable
 from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.cluster.cluster_events import (
     Arrived,
@@ -31,7 +31,7 @@ from diptych.control.cluster.cluster_events import (
     WorkerDown,
     WorkerUp,
 )
-from diptych.control.cluster.commands import AskSnapshot, Command, End, Restarted, leg_id_of
+from diptych.control.cluster.commands import AskSnapshot, Command, End, Restarted, attempt_id_of
 from diptych.control.cluster.open_request import OpenRequest
 from diptych.control.engine.load_report import LoadReport
 from diptych.control.errors import ConfigError, DiptychError, UnavailableError
@@ -61,7 +61,7 @@ class ClusterCore:
         self.edge = Edge(self.config.edge)
         self.counts: Counter[str] = Counter()
         self._open: dict[str, OpenRequest] = {}
-        self._legs = Legs(len(self.workers), self.config.lease_ns)
+        self._attempts = AttemptTable(len(self.workers), self.config.lease_ns)
         self._parked: dict[str, int] = {}  # request id -> until when it waits for a worker
         self._is_up = [False] * len(self.workers)
         self._loads: dict[int, LoadReport] = {}  # of workers that prefill
@@ -104,14 +104,14 @@ class ClusterCore:
         if self._parked:
             parked_ns = next(iter(self._parked.values()))
             due_ns = parked_ns if due_ns is None else min(due_ns, parked_ns)
-        renewal_ns = self._legs.next_renewal_ns
+        renewal_ns = self._attempts.next_renewal_ns
         return renewal_ns if due_ns is None else due_ns if renewal_ns is None else min(due_ns, renewal_ns)
 
     def check_idle(self) -> None:
         """Assert that nothing is left of any request (for tests)."""
         assert not self._open and not self._parked, f"left behind: {list(self._open)[:5]}"
         assert self._num_untouched == 0 and len(self.edge) == 0
-        self._legs.check_idle()
+        self._attempts.check_idle()
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -145,7 +145,7 @@ class ClusterCore:
             return []
         self._settle(entry, event.num_tokens)
         self.placer.on_ended(event.request_id, None)
-        return [*(self._legs.close(entry.leg) if entry.leg else ()), *self._dispatch(now)]
+        return [*(self._attempts.close(entry.attempt) if entry.attempt else ()), *self._dispatch(now)]
 
     def _dispatch(self, now: int) -> list[Command]:
         """Send as many as may go now."""
@@ -181,17 +181,17 @@ class ClusterCore:
         entry.epoch += 1
         source, target = self.workers[placement.prefill], self.workers[placement.decode]
         is_borrowed = source.pool is not None and source.pool == target.pool
-        leg_id = leg_id_of(one.request_id, entry.epoch)
-        leg = Leg(leg_id, one.request_id, source.number, target.number, is_borrowed, self.config.lease_ns)
-        entry.leg, entry.is_untouched, entry.is_computing = leg, True, False
+        attempt_id = attempt_id_of(one.request_id, entry.epoch)
+        attempt = Attempt(attempt_id, one.request_id, source.number, target.number, is_borrowed, self.config.lease_ns)
+        entry.attempt, entry.is_untouched, entry.is_computing = attempt, True, False
         self._num_untouched += 1
-        restarted: list[Command] = [Restarted(one.request_id, leg_id)] if entry.epoch else []
-        return restarted + self._legs.begin(leg, now)
+        restarted: list[Command] = [Restarted(one.request_id, attempt_id)] if entry.epoch else []
+        return restarted + self._attempts.begin(attempt, now)
 
     def _end(
         self, entry: OpenRequest, *, finished: RequestFinished | None = None, error: DiptychError | None = None
     ) -> End:
-        """The request's one end (whoever calls closes its leg)."""
+        """The request's one end (whoever calls closes its attempt)."""
         one = entry.submission
         num_tokens = entry.num_tokens + finished.latency.num_output_tokens if finished else None
         self._settle(entry, num_tokens or entry.num_tokens)
@@ -215,21 +215,21 @@ class ClusterCore:
 
     # -- attempts ---------------------------------------------------------------------------------------------------
 
-    def _current(self, leg: Leg | None) -> OpenRequest | None:
-        """The request whose current attempt this leg is."""
-        if leg is None or leg.state is LegState.CLOSING:
+    def _current(self, attempt: Attempt | None) -> OpenRequest | None:
+        """The request whose current attempt this attempt is."""
+        if attempt is None or attempt.state is AttemptState.CLOSING:
             return None
-        entry = self._open.get(leg.request_id)
-        return entry if entry is not None and entry.leg is leg else None
+        entry = self._open.get(attempt.request_id)
+        return entry if entry is not None and entry.attempt is attempt else None
 
     def _lose(self, entry: OpenRequest, why: str, now: int, *, num_tokens: int | None = None) -> list[Command]:
         """The current attempt is lost. num_tokens: of the answer that the client has, when that is known better."""
-        leg = entry.leg
-        assert leg is not None
-        commands = self._legs.close(leg)
-        entry.lose_leg(num_tokens)
+        attempt = entry.attempt
+        assert attempt is not None
+        commands = self._attempts.close(attempt)
+        entry.lose_attempt(num_tokens)
         self._touch(entry)
-        self.placer.on_ended(leg.request_id, None)
+        self.placer.on_ended(attempt.request_id, None)
         self.counts[f"lost_{why}"] += 1
         if error := entry.verdict(why, self.config.on_failure, self.config.max_attempts):
             self.counts["poison"] += entry.is_poison
@@ -238,7 +238,7 @@ class ClusterCore:
             return [*commands, self._end(entry, finished=entry.complete(now))]
         entry.must_stay_whole |= self.config.on_failure == "local"
         if why != "worker":  # a dead one is out anyway; of two that cannot hand over, nobody knows whose fault it is
-            entry.avoid = frozenset((leg.prefill, leg.decode))
+            entry.avoid = frozenset((attempt.prefill, attempt.decode))
         self.counts["retried"] += 1
         return commands + self._place(entry, now)
 
@@ -259,13 +259,13 @@ class ClusterCore:
         self._loads.pop(worker, None)
         self.placer.set_up(worker, False)
         commands: list[Command] = []
-        for leg in self._legs.of_worker(worker):
-            entry = self._current(leg)
-            commands += self._legs.forgotten(leg, worker)
-            if entry is not None and leg.needs(worker):
+        for attempt in self._attempts.of_worker(worker):
+            entry = self._current(attempt)
+            commands += self._attempts.forgotten(attempt, worker)
+            if entry is not None and attempt.needs(worker):
                 if event.crashed:
                     entry.blame(worker)
-                num_tokens = event.progress.get(leg.request_id, entry.num_tokens)
+                num_tokens = event.progress.get(attempt.request_id, entry.num_tokens)
                 commands += self._lose(entry, "worker", now, num_tokens=num_tokens)
         return commands
 
@@ -280,9 +280,9 @@ class ClusterCore:
         return []
 
     def _on_transfer_failed(self, event: TransferFailed, now: int) -> list[Command]:
-        leg = self._legs.get(event.leg_id)
-        entry = self._current(leg)
-        if leg is None or entry is None or not leg.is_under_way:
+        attempt = self._attempts.get(event.attempt_id)
+        entry = self._current(attempt)
+        if attempt is None or entry is None or not attempt.is_under_way:
             return []
         return self._lose(entry, "transfer", now)
 
@@ -294,7 +294,7 @@ class ClusterCore:
         for request_id in list(takewhile(lambda one: self._parked[one] <= now, self._parked)):
             error = UnavailableError("no worker that could take the request came up in time", code="no_worker")
             commands.append(self._end(self._open[request_id], error=error))
-        commands += self._legs.renew(now)
+        commands += self._attempts.renew(now)
         return commands + self._dispatch(now)
 
     # -- what workers report ----------------------------------------------------------------------------------------
@@ -320,40 +320,40 @@ class ClusterCore:
         self.edge.on_load(0, sum(prices) / len(prices) ** 2)
 
     def _take_queued(self, worker: int, event: RequestQueued, now: int) -> list[Command]:
-        entry = self._current(self._legs.get(event.request_id))
+        entry = self._current(self._attempts.get(event.request_id))
         if entry is not None:
             self.placer.on_queued(entry.submission.request_id, worker)
         return []
 
     def _take_admitted(self, worker: int, event: RequestAdmitted, now: int) -> list[Command]:
-        entry = self._current(self._legs.get(event.request_id))
+        entry = self._current(self._attempts.get(event.request_id))
         if entry is not None and event.is_first:
             entry.is_computing = entry.is_untouched
             self.placer.on_admitted(entry.submission.request_id, worker, event.num_cached_tokens)
         return []
 
     def _take_reserved(self, worker: int, event: HandoffReserved, now: int) -> list[Command]:
-        leg = self._legs.get(event.request_id)
-        if leg is None or self._current(leg) is None:
+        attempt = self._attempts.get(event.request_id)
+        if attempt is None or self._current(attempt) is None:
             return []
-        self.placer.on_admitted(leg.request_id, worker, event.num_cached_tokens)
-        return leg.on_reserved(event.num_cached_tokens, event.block_ids)
+        self.placer.on_admitted(attempt.request_id, worker, event.num_cached_tokens)
+        return attempt.on_reserved(event.num_cached_tokens, event.block_ids)
 
     def _take_first_token(self, worker: int, event: FirstToken, now: int) -> list[Command]:
-        leg = self._legs.get(event.request_id)
-        entry = self._current(leg)
-        if leg is None or entry is None:
+        attempt = self._attempts.get(event.request_id)
+        entry = self._current(attempt)
+        if attempt is None or entry is None:
             return []
-        leg.on_first_token()
+        attempt.on_first_token()
         return self._got_token(entry, now)
 
     def _take_delivered(self, worker: int, event: HandoffDelivered, now: int) -> list[Command]:
-        leg = self._legs.get(event.request_id)
-        entry = self._current(leg)
-        if leg is None or entry is None:
+        attempt = self._attempts.get(event.request_id)
+        entry = self._current(attempt)
+        if attempt is None or entry is None:
             return []
         self.counts["handoffs"] += 1
-        return self._legs.delivered(leg) + self._got_token(entry, now)
+        return self._attempts.delivered(attempt) + self._got_token(entry, now)
 
     def _got_token(self, entry: OpenRequest, now: int) -> list[Command]:
         """The first token of this attempt: there is room for somebody else."""
@@ -365,13 +365,13 @@ class ClusterCore:
         return self._dispatch(now)
 
     def _take_released(self, worker: int, event: HandoffReleased, now: int) -> list[Command]:
-        leg = self._legs.get(event.request_id)
-        if leg is None:
+        attempt = self._attempts.get(event.request_id)
+        if attempt is None:
             return []
-        entry = self._current(leg)
-        commands = self._legs.forgotten(leg, worker)
-        if entry is not None and leg.needs(worker):  # it says that it has nothing of what we believe it works on
-            commands += self._lose(entry, "leg", now)
+        entry = self._current(attempt)
+        commands = self._attempts.forgotten(attempt, worker)
+        if entry is not None and attempt.needs(worker):  # it says that it has nothing of what we believe it works on
+            commands += self._lose(entry, "attempt", now)
         return commands
 
     def _take_expired(self, worker: int, event: HandoffExpired, now: int) -> list[Command]:
@@ -379,13 +379,13 @@ class ClusterCore:
         return self._take_released(worker, HandoffReleased(event.time_ns, event.request_id), now)
 
     def _take_finished(self, worker: int, event: RequestFinished, now: int) -> list[Command]:
-        leg = self._legs.get(event.request_id)
-        if leg is None:
+        attempt = self._attempts.get(event.request_id)
+        if attempt is None:
             return []
-        entry = self._current(leg)
-        commands = self._legs.forgotten(leg, worker)
+        entry = self._current(attempt)
+        commands = self._attempts.forgotten(attempt, worker)
         if entry is not None:
-            commands += self._legs.close(leg)
+            commands += self._attempts.close(attempt)
             commands.append(self._end(entry, finished=event))
             commands += self._dispatch(now)
         return commands

@@ -64,7 +64,7 @@ class WorkerDown:
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """What happened on a worker, in order; names in it are leg ids."""
+    """What happened on a worker, in order; names in it are attempt ids."""
 
     worker: int
     events: Sequence[Event] = ()
@@ -92,10 +92,10 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class TransferFailed:
-    """KV of a leg cannot be moved, said by the sending or by the receiving worker."""
+    """KV of an attempt cannot be moved, said by the sending or by the receiving worker."""
 
     worker: int
-    leg_id: str
+    attempt_id: str
     is_sender: bool
     message: str
 

@@ -1,7 +1,8 @@
 """What ClusterCore wants done, as frozen records. Drivers (serving.fleet, simulation.cluster) carry them out.
 
-Every attempt to serve a request is a *leg*: its id is the request's own for the first one and ``<id>~<epoch>`` later.
-Both workers of a handoff know it by the same leg id; whatever names an older leg is unknown to them and ignored.
+Every attempt to serve a request is a *attempt*: its id is the request's own for the first one and ``<id>~<epoch>``
+later. Both workers of a handoff know it by the same attempt id; whatever names an older attempt is unknown to them and
+ignored.
 """
 
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from diptych.control.errors import DiptychError
 from diptych.control.events import RequestFinished
 
 
-def leg_id_of(request_id: str, epoch: int) -> str:
+def attempt_id_of(request_id: str, epoch: int) -> str:
     """The name of attempt number ``epoch`` (0: the first) of a request."""
     return f"{request_id}~{epoch}" if epoch else request_id
 
@@ -21,7 +22,7 @@ class Serve:
 
     worker: int
     request_id: str
-    leg_id: str
+    attempt_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class Reserve:
 
     worker: int
     request_id: str
-    leg_id: str
+    attempt_id: str
     lease_ns: int
     borrowed: bool
 
@@ -48,7 +49,7 @@ class Prefill:
 
     worker: int
     request_id: str
-    leg_id: str
+    attempt_id: str
     target: int
     num_cached_tokens: int
     block_ids: tuple[int, ...]
@@ -62,27 +63,27 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """The prefill worker may forget the leg: ReplicaCore.release. Answered by HandoffReleased."""
+    """The prefill worker may forget the attempt: ReplicaCore.release. Answered by HandoffReleased."""
 
     worker: int
-    leg_id: str
+    attempt_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """End the leg on this worker wherever it is, and refuse it should it come later: ReplicaCore.drop. Answered by
+    """End the attempt on this worker wherever it is, and refuse it should it come later: ReplicaCore.drop. Answered by
     RequestFinished or HandoffReleased."""
 
     worker: int
-    leg_id: str
+    attempt_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Renew:
-    """These legs are still wanted: ReplicaCore.renew."""
+    """These attempts are still wanted: ReplicaCore.renew."""
 
     worker: int
-    leg_ids: tuple[str, ...]
+    attempt_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +95,10 @@ class AskSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Restarted:
-    """The request begins another attempt: from now on its tokens come under ``leg_id``."""
+    """The request begins another attempt: from now on its tokens come under ``attempt_id``."""
 
     request_id: str
-    leg_id: str
+    attempt_id: str
 
 
 @dataclass(frozen=True, slots=True)

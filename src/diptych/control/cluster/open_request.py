@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from diptych.control.cluster.attempt import Leg
+from diptych.control.cluster.attempt import Attempt
 from diptych.control.cluster.cluster_events import Submission
 from diptych.control.errors import DiptychError, WorkerError
 from diptych.control.events import RequestFinished
@@ -20,7 +20,7 @@ class OpenRequest:
     """A request that has not ended. ``num_tokens``: of the answer, before the current attempt."""
 
     submission: Submission
-    leg: Leg | None = None
+    attempt: Attempt | None = None
     epoch: int = -1
     num_tokens: int = 0
     num_fruitless: int = 0  # attempts in a row that gave the client nothing
@@ -33,11 +33,11 @@ class OpenRequest:
 
     def blame(self, worker: int) -> None:
         """This worker crashed while it held the request."""
-        assert self.leg is not None
-        self.num_suspicions += self.is_computing and worker == self.leg.prefill
+        assert self.attempt is not None
+        self.num_suspicions += self.is_computing and worker == self.attempt.prefill
         self.num_deaths += 1
 
-    def lose_leg(self, num_tokens: int | None) -> None:
+    def lose_attempt(self, num_tokens: int | None) -> None:
         """The attempt is over without an end. num_tokens: of the answer that the client has; None: at most the first
         one of this attempt."""
         had = self.num_tokens
@@ -46,7 +46,7 @@ class OpenRequest:
         elif not self.is_untouched:
             self.num_tokens += 1
         self.num_fruitless = 1 if self.num_tokens > had else self.num_fruitless + 1
-        self.leg, self.is_computing = None, False
+        self.attempt, self.is_computing = None, False
 
     def verdict(self, why: str, on_failure: OnFailure, max_attempts: int) -> DiptychError | None:
         """After a loss: the error with which the request ends, or None to try again."""

@@ -33,7 +33,7 @@ from diptych.control.request import FinishReason, Request
 from diptych.control.slo import Slo, breakdown_from_times
 from diptych.control.step import SchedulerOutput, StepFeatures, StepResult
 
-NUM_DROPPED = 4096  # dropped legs that are remembered, lest they come later
+NUM_DROPPED = 4096  # dropped attempts that are remembered, lest they come later
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +98,9 @@ class ReplicaCore:
         self.leases.grant(request.request_id, lease_ns, now)
         return []
 
-    def renew(self, leg_ids: Iterable[str], now: int) -> None:
-        """Somebody still wants these legs."""
-        self.leases.renew(leg_ids, now)
+    def renew(self, attempt_ids: Iterable[str], now: int) -> None:
+        """Somebody still wants these attempts."""
+        self.leases.renew(attempt_ids, now)
 
     def deliver(self, request_id: str, now: int, *, first_step_ns: int, first_token_ns: int) -> list[Event]:
         """The KV of the whole prompt lies in the reserved blocks and the first token is known: decode from the next
@@ -126,7 +126,7 @@ class ReplicaCore:
         return [HandoffReleased(now, request_id)]
 
     def drop(self, request_id: str, now: int) -> list[Event]:
-        """End a leg wherever it is, and refuse it should it come later. Answered by RequestFinished when it was
+        """End an attempt wherever it is, and refuse it should it come later. Answered by RequestFinished when it was
         running here, else by HandoffReleased."""
         self._dropped[request_id] = None
         if len(self._dropped) > NUM_DROPPED:
@@ -137,8 +137,9 @@ class ReplicaCore:
         return [self._finish(request, FinishReason.ABORT, now)]
 
     def expire(self, now: int) -> list[Event]:
-        """Give up the legs whose leases have run out: reservations whose KV never came, and blocks that nobody took."""
-        expired = [self.requests[leg_id] for leg_id in self.leases.take_expired(now)]
+        """Give up the attempts whose leases have run out: reservations whose KV never came, and blocks that nobody
+        took."""
+        expired = [self.requests[attempt_id] for attempt_id in self.leases.take_expired(now)]
         for request in expired:
             self._forget(request)
         return [HandoffExpired(now, request.request_id, is_sender=request.hands_off) for request in expired]

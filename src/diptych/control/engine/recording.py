@@ -70,11 +70,11 @@ class RecordingCore(ReplicaCore):
         self._write(("drop", now, request_id))
         return super().drop(request_id, now)
 
-    def renew(self, leg_ids: Iterable[str], now: int) -> None:
+    def renew(self, attempt_ids: Iterable[str], now: int) -> None:
         """See ReplicaCore."""
-        leg_ids = tuple(leg_ids)
-        self._write(("renew", now, leg_ids))
-        super().renew(leg_ids, now)
+        attempt_ids = tuple(attempt_ids)
+        self._write(("renew", now, attempt_ids))
+        super().renew(attempt_ids, now)
 
     def expire(self, now: int) -> list[Event]:
         """See ReplicaCore."""

@@ -1,9 +1,10 @@
 """The contract of KV transfers: what a worker says to its connector and what it hears back.
 
 Owns the KVConnector protocol, the events, and the description of a KV cache that both sides compare. Knows no socket
-and no tensor. A *leg* is one attempt to serve one request; its id is the same on both workers and is never used twice.
+and no tensor. A *transfer* is one attempt to serve one request; its id is the same on both workers and is never used
+twice.
 
-The life of a leg:
+The life of a transfer:
     receiver   expect -> (ChunkArrived)* -> Committed | Failed; forget in any state ends it
     sender     open -> send* -> commit -> Sent | Failed; cancel in any state ends it
 Exactly one of the last events comes, none after forget or cancel has returned.
@@ -18,7 +19,7 @@ from diptych.control.errors import ConfigError
 
 PROTOCOL_VERSION = 1  # of the frames and of the codec's bytes
 MAX_PAYLOAD_BYTES = 64 * 1024  # of a commit
-MAX_LEG_ID_BYTES = 1024
+MAX_ATTEMPT_ID_BYTES = 1024
 MIN_SECRET_BYTES = 32
 
 CodecName = Literal["none", "int8", "int4", "auto"]
@@ -97,8 +98,10 @@ class TransferOptions:
     listen: str = "tcp://127.0.0.1:0"  # tcp://host:port (0: any free port) or unix:///path (in a 0700 directory)
     advertise: str | None = None  # the host that others dial, when it is not the one of ``listen``
     codec: CodecName = "none"  # auto: int8 where the link is slow enough that it saves time, else none
-    resume_timeout_s: float = 10.0  # a leg fails when its connection stays broken for so long
-    frame_bytes: int = 1 << 19  # between two chances of another leg; layers of a step under way leave when they fill it
+    resume_timeout_s: float = 10.0  # a transfer fails when its connection stays broken for so long
+    frame_bytes: int = (
+        1 << 19
+    )  # between two chances of another transfer; layers of a step under way leave when they fill it
 
     def __post_init__(self) -> None:
         if len(self.secret) < MIN_SECRET_BYTES:
@@ -113,20 +116,20 @@ class TransferOptions:
 
 @dataclass(frozen=True, slots=True)
 class ChunkArrived:
-    """Receiver: this leg makes progress. ``num_tokens``: how many of its tokens are here in all layers, so far."""
+    """Receiver: this transfer makes progress. ``num_tokens``: how many of its tokens are here in all layers, so far."""
 
-    leg_id: str
+    attempt_id: str
     num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """Receiver: all KV of the leg and its commit are here; nothing more is written into its blocks.
+    """Receiver: all KV of the transfer and its commit are here; nothing more is written into its blocks.
 
     Times are time.monotonic_ns of this process; ``num_bytes`` counts KV bytes on the wire (0: borrowed blocks).
     """
 
-    leg_id: str
+    attempt_id: str
     payload: bytes
     num_bytes: int
     first_byte_ns: int
@@ -141,7 +144,7 @@ class Sent:
     was none), of commit(), and of the last acknowledgement. Exposed after prefill: acknowledged_ns - commit_ns.
     """
 
-    leg_id: str
+    attempt_id: str
     num_bytes: int
     first_byte_ns: int
     commit_ns: int
@@ -150,9 +153,9 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The leg is broken beyond resuming, on this side. Its blocks are not touched any more."""
+    """The transfer is broken beyond resuming, on this side. Its blocks are not touched any more."""
 
-    leg_id: str
+    attempt_id: str
     is_sender: bool
     message: str
 
@@ -163,33 +166,33 @@ TransferEvent = ChunkArrived | Committed | Sent | Failed
 class KVConnector(Protocol):
     """Moves KV between workers. All methods are called by one thread, and none blocks on a peer.
 
-    ``block_ids`` are always the leg's whole block table: token t lies in block_ids[t // block_size] of that side.
+    ``block_ids`` are always the transfer's whole block table: token t lies in block_ids[t // block_size] of that side.
     """
 
     address: str  # where senders reach this worker, for example "tcp://127.0.0.1:41234"
 
-    def expect(self, leg_id: str, block_ids: Sequence[int], start: int, num_tokens: int) -> None:
+    def expect(self, attempt_id: str, block_ids: Sequence[int], start: int, num_tokens: int) -> None:
         """Receiver: KV of the tokens [start, start + num_tokens) will come and belongs into these blocks.
 
-        ``start`` is a multiple of the block size. A borrowed leg (the sender computes straight into the blocks) is
-        expect(leg_id, (), n, 0): only a commit will come. Raises ValueError when the leg is expected already or the
-        block table does not cover the tokens.
+        ``start`` is a multiple of the block size. A borrowed transfer (the sender computes straight into the blocks) is
+        expect(attempt_id, (), n, 0): only a commit will come. Raises ValueError when the transfer is expected already
+        or the block table does not cover the tokens.
         """
         ...
 
-    def forget(self, leg_id: str) -> None:
-        """Receiver: nothing of this leg is written after this returns, and no event of it comes. Idempotent."""
+    def forget(self, attempt_id: str) -> None:
+        """Receiver: nothing of this transfer is written after this returns, and no event of it comes. Idempotent."""
         ...
 
-    def open(self, leg_id: str, address: str, start: int) -> None:
+    def open(self, attempt_id: str, address: str, start: int) -> None:
         """Sender: a handoff begins whose first token to be sent is ``start``; connects when needed.
 
-        Raises ValueError when the leg is open, ConfigError when the address is not one.
+        Raises ValueError when the transfer is open, ConfigError when the address is not one.
         """
         ...
 
     def send(
-        self, leg_id: str, start: int, num_tokens: int, block_ids: Sequence[int], num_layers: int | None = None
+        self, attempt_id: str, start: int, num_tokens: int, block_ids: Sequence[int], num_layers: int | None = None
     ) -> None:
         """Sender: queue the KV of these tokens: whole blocks, except at the very end of the prompt.
 
@@ -197,16 +200,17 @@ class KVConnector(Protocol):
         once; the same tokens are queued again when more of their layers are there, and no others before they have all.
         Queued layers of the blocks must stay untouched until Sent or Failed, or until cancel returns. Tokens that were
         queued in all layers are skipped; a gap is a ValueError, and so are other tokens (or the commit) while some lack
-        layers. Ignored when the leg is not open (it has failed or was cancelled).
+        layers. Ignored when the transfer is not open (it has failed or was cancelled).
         """
         ...
 
-    def commit(self, leg_id: str, payload: bytes) -> None:
+    def commit(self, attempt_id: str, payload: bytes) -> None:
         """Sender: queue the commit, after all KV. Raises ValueError above MAX_PAYLOAD_BYTES or when repeated."""
         ...
 
-    def cancel(self, leg_id: str) -> None:
-        """Sender: nothing more is read from the leg's blocks after this returns, and no event comes. Idempotent."""
+    def cancel(self, attempt_id: str) -> None:
+        """Sender: nothing more is read from the transfer's blocks after this returns, and no event comes.
+        Idempotent."""
         ...
 
     def poll(self) -> list[TransferEvent]:
@@ -218,5 +222,5 @@ class KVConnector(Protocol):
         ...
 
     def close(self) -> None:
-        """Close all connections and stop; legs end without events. Idempotent."""
+        """Close all connections and stop; transfers end without events. Idempotent."""
         ...

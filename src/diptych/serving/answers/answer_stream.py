@@ -35,6 +35,7 @@ class Sequence:
         "_new_ids",
         "_new_text",
         "_stops",
+        "attempt_id",
         "cached_tokens",
         "finish_reason",
         "finished",
@@ -43,8 +44,7 @@ class Sequence:
         "index",
         "is_dirty",
         "last_token_s",
-        "leg_id",
-        "num_before_leg",
+        "num_before_attempt",
         "prompt_logprobs",
         "prompt_token_ids",
         "request_id",
@@ -63,8 +63,8 @@ class Sequence:
         self.sampling = sampling
         self.generation: Generation | None = None
         self.token_ids: list[int] = []  # all that the client has or is about to get
-        self.leg_id = request_id  # the attempt that feeds it
-        self.num_before_leg = 0  # tokens when that attempt began
+        self.attempt_id = request_id  # the attempt that feeds it
+        self.num_before_attempt = 0  # tokens when that attempt began
         self.finished: Finished | None = None
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None

@@ -1,8 +1,8 @@
-"""All answers that are being made, and which leg on which worker each of them is fed by.
+"""All answers that are being made, and which attempt on which worker each of them is fed by.
 
-Owns the open sequences. A token counts only when it comes from the worker that its leg is on, so what an older attempt
-still says goes nowhere, and each token reaches the client exactly once. Must never decide where a request runs: the
-fleet tells, and is asked to cancel.
+Owns the open sequences. A token counts only when it comes from the worker that its attempt is on, so what an older
+attempt still says goes nowhere, and each token reaches the client exactly once. Must never decide where a request runs:
+the fleet tells, and is asked to cancel.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ class Takeover:
 
 
 class Streams:
-    """Open sequences by request id, and by worker and leg id. ``cancel`` is set by whoever owns the fleet."""
+    """Open sequences by request id, and by worker and attempt id. ``cancel`` is set by whoever owns the fleet."""
 
     def __init__(self, metrics: ServingMetrics, num_workers: int) -> None:
         self.idle = asyncio.Event()
@@ -57,10 +57,12 @@ class Streams:
         self._metrics = metrics
         self._sequences: dict[str, Sequence] = {}
         self._terms: dict[str, Terms] = {}
-        self._current: dict[str, Sequence] = {}  # by leg id
-        self._legs: list[dict[str, Sequence]] = [{} for _ in range(num_workers)]  # of these, whom a worker feeds
+        self._current: dict[str, Sequence] = {}  # by attempt id
+        self._attempts: list[dict[str, Sequence]] = [{} for _ in range(num_workers)]  # of these, whom a worker feeds
         self._news: list[Generation] = []  # those that ``deliver`` tells
-        self._stopping: dict[str, Sequence] = {}  # leg -> has its stop string; only the worker's last word is missing
+        self._stopping: dict[
+            str, Sequence
+        ] = {}  # attempt -> has its stop string; only the worker's last word is missing
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -96,15 +98,15 @@ class Streams:
 
     # What the fleet tells.
 
-    def wire_request(self, request_id: str, leg_id: str) -> WireRequest | None:
-        """A leg of a request for a worker, with the tokens that the client has already; None when it is over."""
+    def wire_request(self, request_id: str, attempt_id: str) -> WireRequest | None:
+        """An attempt of a request for a worker, with the tokens that the client has already; None when it is over."""
         one = self._sequences.get(request_id)
         if one is None:
             return None
         terms = self._terms[request_id]
         sampling = replace(one.sampling, stop=()) if one.sampling.stop else one.sampling
         return WireRequest(
-            leg_id,
+            attempt_id,
             pack_tokens(one.prompt_token_ids),
             sampling,
             terms.priority,
@@ -117,29 +119,29 @@ class Streams:
         """How many tokens the client of each open request has."""
         return {request_id: one.num_tokens for request_id, one in self._sequences.items() if one.num_tokens}
 
-    def on_placed(self, request_id: str, leg_id: str, worker: int) -> None:
-        """Tokens of this leg come from this worker."""
+    def on_placed(self, request_id: str, attempt_id: str, worker: int) -> None:
+        """Tokens of this attempt come from this worker."""
         if one := self._sequences.get(request_id):
-            self.on_restarted(request_id, leg_id)
-            one.num_before_leg = one.num_tokens
-            self._current[leg_id] = self._legs[worker][leg_id] = one
+            self.on_restarted(request_id, attempt_id)
+            one.num_before_attempt = one.num_tokens
+            self._current[attempt_id] = self._attempts[worker][attempt_id] = one
 
-    def on_restarted(self, request_id: str, leg_id: str) -> None:
+    def on_restarted(self, request_id: str, attempt_id: str) -> None:
         """Another attempt begins; what the older one still says is not heard."""
         one = self._sequences.get(request_id)
-        if one is not None and one.leg_id != leg_id:
+        if one is not None and one.attempt_id != attempt_id:
             self._unplace(one)
-            one.leg_id = leg_id
+            one.attempt_id = attempt_id
 
     def on_worker_lost(self, worker: int) -> None:
         """Nothing comes from it any more. Answers that only waited for its last word end now."""
-        self._legs[worker].clear()
-        for leg_id in list(self._stopping):
-            self.on_gone(leg_id)
+        self._attempts[worker].clear()
+        for attempt_id in list(self._stopping):
+            self.on_gone(attempt_id)
 
-    def on_gone(self, leg_id: str) -> None:
-        """A worker has forgotten this leg; one that had its stop string ends without the worker's own account."""
-        if one := self._stopping.get(leg_id):
+    def on_gone(self, attempt_id: str) -> None:
+        """A worker has forgotten this attempt; one that had its stop string ends without the worker's own account."""
+        if one := self._stopping.get(attempt_id):
             self._end(one, _last_word(one))
 
     def on_end(self, request_id: str, finished: Finished | None, error: DiptychError | None) -> None:
@@ -162,17 +164,18 @@ class Streams:
         self.abort(one.generation)
 
     def on_delivered(self, worker: int, message: Delivered) -> Takeover | None:
-        """The decode worker goes on with a leg. Its first token is news when the prefill worker has not told it."""
-        leg_id = message.leg_id
-        one = self._current.get(leg_id)
+        """The decode worker goes on with an attempt. Its first token is news when the prefill worker has not told
+        it."""
+        attempt_id = message.attempt_id
+        one = self._current.get(attempt_id)
         if one is None:
             return None
-        sender = next((number for number, legs in enumerate(self._legs) if legs.pop(leg_id, None)), -1)
-        self._legs[worker][leg_id] = one
+        sender = next((number for number, attempts in enumerate(self._attempts) if attempts.pop(attempt_id, None)), -1)
+        self._attempts[worker][attempt_id] = one
         exposed_s = 0.0
-        if one.num_tokens == one.num_before_leg:
-            logprobs = {} if message.logprobs is None else {leg_id: message.logprobs}
-            self.on_tokens(worker, Tokens([leg_id], [message.first_token], logprobs=logprobs))
+        if one.num_tokens == one.num_before_attempt:
+            logprobs = {} if message.logprobs is None else {attempt_id: message.logprobs}
+            self.on_tokens(worker, Tokens([attempt_id], [message.first_token], logprobs=logprobs))
         else:
             exposed_s = time.monotonic() - one.last_token_s
         self._metrics.fleet.handoff_seconds.observe(exposed_s)
@@ -180,21 +183,21 @@ class Streams:
 
     def on_tokens(self, worker: int, message: Tokens) -> list[str]:
         """A step's record: push every token. Metrics are added up per step. (Who ends with it, the fleet tells.)
-        Returns the legs whose requests got their very first token."""
+        Returns the attempts whose requests got their very first token."""
         now = time.monotonic()
         begun: list[str] = []
-        sequences, news, stopped_by_text = self._legs[worker], self._news, []
+        sequences, news, stopped_by_text = self._attempts[worker], self._news, []
         stopped = {end.request_id for end in message.finished if end.reason is FinishReason.STOP}
-        for leg_id, cached in message.cached.items():
-            if (one := sequences.get(leg_id)) and not one.num_tokens:
+        for attempt_id, cached in message.cached.items():
+            if (one := sequences.get(attempt_id)) and not one.num_tokens:
                 one.cached_tokens = cached
-        for leg_id, (first, entries) in message.prompt_logprobs.items():
-            if one := sequences.get(leg_id):
+        for attempt_id, (first, entries) in message.prompt_logprobs.items():
+            if one := sequences.get(attempt_id):
                 one.add_prompt_logprobs(first, entries)
         gaps: dict[float, int] = {}
         num_tokens, logprobs = 0, message.logprobs
-        for leg_id, token_id in zip(message.request_ids, message.token_ids, strict=True):
-            one = sequences.get(leg_id)
+        for attempt_id, token_id in zip(message.request_ids, message.token_ids, strict=True):
+            one = sequences.get(attempt_id)
             if one is None:
                 continue
             num_tokens += 1
@@ -202,13 +205,13 @@ class Streams:
                 gap_s = now - one.last_token_s
                 gaps[gap_s] = gaps.get(gap_s, 0) + 1
             else:
-                begun.append(leg_id)
+                begun.append(attempt_id)
                 one.first_token_s = now
                 self.num_untouched -= 1
                 self._metrics.time_to_first_token.observe(now - one.submitted_s)
             one.last_token_s = now
             try:
-                if one.push(token_id, is_stop_token=leg_id in stopped, logprobs=logprobs.get(leg_id)):
+                if one.push(token_id, is_stop_token=attempt_id in stopped, logprobs=logprobs.get(attempt_id)):
                     stopped_by_text.append(one)
                 news.append(one.mark())
             except Exception as error:  # the text of one answer must not cost the others theirs
@@ -216,11 +219,11 @@ class Streams:
         self._metrics.on_gaps(gaps, num_tokens)
         if stopped_by_text:
             ended = {end.request_id for end in message.finished}
-            self._stop([one for one in stopped_by_text if one.leg_id not in ended])
+            self._stop([one for one in stopped_by_text if one.attempt_id not in ended])
         return begun
 
     def on_finished(self, end: Finished) -> None:
-        """A worker's last word on a leg: awaited only when the front end had found a stop string."""
+        """A worker's last word on an attempt: awaited only when the front end had found a stop string."""
         if one := self._stopping.get(end.request_id):
             self._end(one, end)
 
@@ -232,12 +235,12 @@ class Streams:
 
     def _stop(self, sequences: list[Sequence]) -> None:
         for one in sequences:
-            self._stopping[one.leg_id] = one
+            self._stopping[one.attempt_id] = one
         self.cancel(sequences, FinishReason.STOP)
 
     def _end(self, one: Sequence, finished: Finished) -> None:
         e2e_s = time.monotonic() - one.submitted_s
-        if one.leg_id != one.request_id or not finished.latency.total_ns:
+        if one.attempt_id != one.request_id or not finished.latency.total_ns:
             finished = self._as_seen_here(one, finished, e2e_s)
         self._metrics.on_finished(finished, e2e_s)
         self._forget(one)
@@ -265,16 +268,16 @@ class Streams:
     def _forget(self, one: Sequence) -> None:
         del self._sequences[one.request_id], self._terms[one.request_id]
         self._unplace(one)
-        self._stopping.pop(one.leg_id, None)
+        self._stopping.pop(one.attempt_id, None)
         if not one.last_token_s:
             self.num_untouched -= 1
         if not self._sequences:
             self.idle.set()
 
     def _unplace(self, one: Sequence) -> None:
-        self._current.pop(one.leg_id, None)
-        for legs in self._legs:
-            legs.pop(one.leg_id, None)
+        self._current.pop(one.attempt_id, None)
+        for attempts in self._attempts:
+            attempts.pop(one.attempt_id, None)
 
 
 def _last_word(one: Sequence) -> Finished:

@@ -28,7 +28,7 @@ class Stopped:
     """A request whose stop string was found: cancelled for the cluster, a good end for its worker and the metrics."""
 
     request_id: str
-    leg_id: str
+    attempt_id: str
 
 
 class ClusterDriver:
@@ -36,7 +36,9 @@ class ClusterDriver:
 
     def __init__(self, core: ClusterCore, streams: Streams, members: Membership, send: Send) -> None:
         self.core = core
-        self.last_words: dict[str, wire.Finished] = {}  # of the record in hand: what a worker said of legs that ended
+        self.last_words: dict[
+            str, wire.Finished
+        ] = {}  # of the record in hand: what a worker said of attempts that ended
         self._streams = streams
         self._members = members
         self._send = send
@@ -49,11 +51,11 @@ class ClusterDriver:
             commands.Serve: self._serve,
             commands.Reserve: self._reserve,
             commands.Prefill: self._prefill,
-            commands.Release: lambda one: self._post(one.worker, wire.ReleaseLegs([one.leg_id])),
-            commands.Drop: lambda one: self._post(one.worker, wire.DropLegs([one.leg_id])),
-            commands.Renew: lambda one: self._post(one.worker, wire.RenewLegs(list(one.leg_ids))),
+            commands.Release: lambda one: self._post(one.worker, wire.ReleaseAttempts([one.attempt_id])),
+            commands.Drop: lambda one: self._post(one.worker, wire.DropAttempts([one.attempt_id])),
+            commands.Renew: lambda one: self._post(one.worker, wire.RenewAttempts(list(one.attempt_ids))),
             commands.AskSnapshot: lambda one: self._post(one.worker, wire.AskBlocks()),
-            commands.Restarted: lambda one: streams.on_restarted(one.request_id, one.leg_id),
+            commands.Restarted: lambda one: streams.on_restarted(one.request_id, one.attempt_id),
             commands.End: self._end,
         }
 
@@ -67,7 +69,7 @@ class ClusterDriver:
             while self._pending:
                 event = self._pending.popleft()
                 if isinstance(event, Stopped):
-                    self._stop_leg(event)
+                    self._stop_attempt(event)
                 else:
                     self._carry_out(self.core.on_event(event, time.monotonic_ns()))
         finally:
@@ -84,16 +86,16 @@ class ClusterDriver:
         for command in todo:
             self._carriers[type(command)](command)
 
-    def _stop_leg(self, stop: Stopped) -> None:
+    def _stop_attempt(self, stop: Stopped) -> None:
         """As a Cancelled, but the workers are told that the end is a good one."""
         is_awaited = False
         for command in self.core.on_event(Cancelled(stop.request_id), time.monotonic_ns()):
-            if isinstance(command, commands.Drop) and command.leg_id == stop.leg_id:
+            if isinstance(command, commands.Drop) and command.attempt_id == stop.attempt_id:
                 is_awaited = True
-                self._post(command.worker, wire.Abort([stop.leg_id], FinishReason.STOP))
+                self._post(command.worker, wire.Abort([stop.attempt_id], FinishReason.STOP))
             self._carry_out([command])
         if not is_awaited:
-            self._streams.on_gone(stop.leg_id)
+            self._streams.on_gone(stop.attempt_id)
 
     def _set_timer(self) -> None:
         due_ns = self.core.next_time()
@@ -112,10 +114,10 @@ class ClusterDriver:
         self.tell(Tick())
 
     def _serve(self, command: commands.Serve) -> None:
-        request = self._streams.wire_request(command.request_id, command.leg_id)
+        request = self._streams.wire_request(command.request_id, command.attempt_id)
         if request is None:  # its client left; the Cancelled waits for its turn
             return
-        self._streams.on_placed(command.request_id, command.leg_id, command.worker)
+        self._streams.on_placed(command.request_id, command.attempt_id, command.worker)
         messages = self._outbox[command.worker]
         last = messages[-1] if messages else None
         if isinstance(last, wire.Submit):
@@ -124,18 +126,18 @@ class ClusterDriver:
             messages.append(wire.Submit([request]))
 
     def _reserve(self, command: commands.Reserve) -> None:
-        request = self._streams.wire_request(command.request_id, command.leg_id)
+        request = self._streams.wire_request(command.request_id, command.attempt_id)
         if request is not None:
-            self._post(command.worker, wire.ReserveLeg(request, command.lease_ns, command.borrowed))
+            self._post(command.worker, wire.ReserveAttempt(request, command.lease_ns, command.borrowed))
 
     def _prefill(self, command: commands.Prefill) -> None:
-        request = self._streams.wire_request(command.request_id, command.leg_id)
+        request = self._streams.wire_request(command.request_id, command.attempt_id)
         target = self._members.known[command.target]
         if request is None or target is None:
             return
-        self._streams.on_placed(command.request_id, command.leg_id, command.worker)
+        self._streams.on_placed(command.request_id, command.attempt_id, command.worker)
         num_cached, block_ids = command.num_cached_tokens, list(command.block_ids)
-        message = wire.PrefillLeg(request, target.address, num_cached, block_ids, command.lease_ns, command.target)
+        message = wire.PrefillAttempt(request, target.address, num_cached, block_ids, command.lease_ns, command.target)
         self._post(command.worker, message)
 
     def _end(self, command: commands.End) -> None:

@@ -157,7 +157,7 @@ class Fleet:
     def cancel(self, sequences: Iterable[OneSequence], reason: FinishReason) -> None:
         """End these wherever they are. reason stop: the front end found a stop string, and awaits the worker's word."""
         if reason is FinishReason.STOP:
-            self._tell_cluster(*(Stopped(one.request_id, one.leg_id) for one in sequences))
+            self._tell_cluster(*(Stopped(one.request_id, one.attempt_id) for one in sequences))
         else:
             self._tell_cluster(*(Cancelled(one.request_id) for one in sequences))
 
@@ -191,7 +191,7 @@ class Fleet:
         if not (begun or message.finished):
             return
         now = time.monotonic_ns()
-        news: list[Event] = [FirstToken(now, leg_id) for leg_id in begun]
+        news: list[Event] = [FirstToken(now, attempt_id) for attempt_id in begun]
         for end in message.finished:
             self.streams.on_finished(end)
             news.append(_event(end, now))
@@ -223,14 +223,14 @@ class Fleet:
             start_ns, end_ns = message.time_ns - message.transfer_ns, message.time_ns
             exposed_ns = int(takeover.exposed_s * NS_PER_S)
             travelled = Transfer(
-                message.leg_id, takeover.sender, worker, message.num_bytes, start_ns, end_ns, exposed_ns
+                message.attempt_id, takeover.sender, worker, message.num_bytes, start_ns, end_ns, exposed_ns
             )
             self.timeline.on_transfer(travelled)
-        self._tell_cluster(Reported(worker, (HandoffDelivered(message.time_ns, message.leg_id),)))
+        self._tell_cluster(Reported(worker, (HandoffDelivered(message.time_ns, message.attempt_id),)))
 
     def _on_transfer_lost(self, worker: int, message: wire.TransferLost) -> None:
-        logger.info("worker %d: the KV of %s cannot be moved: %s", worker, message.leg_id, message.message)
-        self._tell_cluster(TransferFailed(worker, message.leg_id, message.is_sender, message.message))
+        logger.info("worker %d: the KV of %s cannot be moved: %s", worker, message.attempt_id, message.message)
+        self._tell_cluster(TransferFailed(worker, message.attempt_id, message.is_sender, message.message))
 
     def _on_blocks(self, worker: int, message: wire.Blocks) -> None:
         if message.is_snapshot:
@@ -285,7 +285,7 @@ class Fleet:
 
 
 def _event(end: wire.Finished, now: int) -> RequestFinished:
-    """A worker's last word on a leg, as the control code knows it."""
+    """A worker's last word on an attempt, as the control code knows it."""
     message = end.error.message if end.error else ""
     return RequestFinished(
         now,

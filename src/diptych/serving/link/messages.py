@@ -47,8 +47,8 @@ _ERROR_CLASSES: dict[str, type[errors.DiptychError]] = {
 
 
 class WireRequest(msgspec.Struct, frozen=True, array_like=True):
-    """One leg of a sequence to generate. ``prompt``, ``output``: token ids as packed little-endian uint32; the output
-    is what other workers have sampled already (sampling.max_tokens counts it)."""
+    """One attempt of a sequence to generate. ``prompt``, ``output``: token ids as packed little-endian uint32; the
+    output is what other workers have sampled already (sampling.max_tokens counts it)."""
 
     request_id: str
     prompt: bytes
@@ -80,16 +80,16 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
     reason: FinishReason = FinishReason.ABORT
 
 
-class ReserveLeg(msgspec.Struct, frozen=True, array_like=True, tag="reserve"):
-    """Hold blocks for this leg, which another worker prefills (control.commands.Reserve)."""
+class ReserveAttempt(msgspec.Struct, frozen=True, array_like=True, tag="reserve"):
+    """Hold blocks for this attempt, which another worker prefills (control.commands.Reserve)."""
 
     request: WireRequest
     lease_ns: int
     borrowed: bool
 
 
-class PrefillLeg(msgspec.Struct, frozen=True, array_like=True, tag="prefill"):
-    """Prefill this leg and hand it to the connector at ``address`` (control.commands.Prefill)."""
+class PrefillAttempt(msgspec.Struct, frozen=True, array_like=True, tag="prefill"):
+    """Prefill this attempt and hand it to the connector at ``address`` (control.commands.Prefill)."""
 
     request: WireRequest
     address: str
@@ -99,22 +99,22 @@ class PrefillLeg(msgspec.Struct, frozen=True, array_like=True, tag="prefill"):
     target: int = -1  # its number (see ForgetPeer)
 
 
-class ReleaseLegs(msgspec.Struct, frozen=True, array_like=True, tag="release"):
-    """Forget these legs: another worker has them."""
+class ReleaseAttempts(msgspec.Struct, frozen=True, array_like=True, tag="release"):
+    """Forget these attempts: another worker has them."""
 
-    leg_ids: list[str]
-
-
-class DropLegs(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
-    """End these legs wherever they are, and refuse them should they come later."""
-
-    leg_ids: list[str]
+    attempt_ids: list[str]
 
 
-class RenewLegs(msgspec.Struct, frozen=True, array_like=True, tag="renew"):
-    """These legs are still wanted."""
+class DropAttempts(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
+    """End these attempts wherever they are, and refuse them should they come later."""
 
-    leg_ids: list[str]
+    attempt_ids: list[str]
+
+
+class RenewAttempts(msgspec.Struct, frozen=True, array_like=True, tag="renew"):
+    """These attempts are still wanted."""
+
+    attempt_ids: list[str]
 
 
 class AskBlocks(msgspec.Struct, frozen=True, array_like=True, tag="ask_blocks"):
@@ -122,8 +122,8 @@ class AskBlocks(msgspec.Struct, frozen=True, array_like=True, tag="ask_blocks"):
 
 
 class ForgetPeer(msgspec.Struct, frozen=True, array_like=True, tag="forget_peer"):
-    """The worker with this number is gone; answer with PeerForgotten once nothing here touches its memory (legs that
-    are prefilled into its blocks are dropped first, and answered as such)."""
+    """The worker with this number is gone; answer with PeerForgotten once nothing here touches its memory (attempts
+    that are prefilled into its blocks are dropped first, and answered as such)."""
 
     worker: int
 
@@ -156,7 +156,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
 
 class Happened(msgspec.Struct, frozen=True, array_like=True, tag="happened"):
     """Events that the cluster's decisions need at once: RequestAdmitted, HandoffReserved, HandoffReleased,
-    HandoffExpired, and FirstToken of a leg that is handed off. (RequestFinished comes in a Tokens record,
+    HandoffExpired, and FirstToken of an attempt that is handed off. (RequestFinished comes in a Tokens record,
     HandoffDelivered as Delivered.) The next Stats record has all of them once more, for the timeline."""
 
     events: list[tuple[str, Any]]
@@ -166,7 +166,7 @@ class Delivered(msgspec.Struct, frozen=True, array_like=True, tag="delivered"):
     """The worker has taken over a handoff. first_token: what the prefill worker sampled (it has said so itself,
     unless it died)."""
 
-    leg_id: str
+    attempt_id: str
     time_ns: int
     first_token: int
     logprobs: "TokenLogprobs | None" = None
@@ -175,9 +175,9 @@ class Delivered(msgspec.Struct, frozen=True, array_like=True, tag="delivered"):
 
 
 class TransferLost(msgspec.Struct, frozen=True, array_like=True, tag="transfer_lost"):
-    """KV of this leg cannot be moved."""
+    """KV of this attempt cannot be moved."""
 
-    leg_id: str
+    attempt_id: str
     is_sender: bool
     message: str
 
@@ -213,7 +213,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 class Finished(msgspec.Struct, frozen=True, array_like=True):
     """The one end of a request, from the RequestFinished event. num_prompt_tokens counts what other workers had
-    sampled (WireRequest.output), and the latency begins with this leg."""
+    sampled (WireRequest.output), and the latency begins with this attempt."""
 
     request_id: str
     reason: FinishReason
@@ -245,7 +245,16 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag="stats"):
 
 
 FrontendMessage = (
-    Submit | Abort | ReserveLeg | PrefillLeg | ReleaseLegs | DropLegs | RenewLegs | AskBlocks | ForgetPeer | Shutdown
+    Submit
+    | Abort
+    | ReserveAttempt
+    | PrefillAttempt
+    | ReleaseAttempts
+    | DropAttempts
+    | RenewAttempts
+    | AskBlocks
+    | ForgetPeer
+    | Shutdown
 )
 WorkerMessage = Loading | Ready | Failed | Tokens | Stats | Happened | Delivered | TransferLost | Blocks | PeerForgotten
 

@@ -1,6 +1,6 @@
 """Requests on their way into a worker: known to the executor and to the core, or refused with their terminal event.
 
-Owns the errors behind refusals, and the tokens of legs that another worker prefills until they are delivered. Must
+Owns the errors behind refusals, and the tokens of attempts that another worker prefills until they are delivered. Must
 never send anything.
 """
 
@@ -15,9 +15,9 @@ from diptych.control.events import Event, HandoffExpired, HandoffReleased, Reque
 from diptych.control.request import FinishReason, Request, SamplingParams
 from diptych.control.slo import LatencyBreakdown
 from diptych.control.step import SchedulerOutput, StepResult
-from diptych.serving.link.messages import PrefillLeg, ReserveLeg, WireRequest, unpack_tokens
+from diptych.serving.link.messages import PrefillAttempt, ReserveAttempt, WireRequest, unpack_tokens
 
-LEG_ENDS = (RequestFinished, HandoffReleased, HandoffExpired)
+ATTEMPT_ENDS = (RequestFinished, HandoffReleased, HandoffExpired)
 
 
 class Runner(Protocol):
@@ -68,16 +68,16 @@ class Intake:
         self._reserved: dict[str, tuple[WireRequest, _Tokens]] = {}
         self._refusals: dict[str, RequestError] = {}
 
-    def add(self, wire: WireRequest, now: int, leg: PrefillLeg | None = None) -> list[Event]:
-        """Queue a request, to be served whole or (``leg``) to be prefilled for another worker."""
+    def add(self, wire: WireRequest, now: int, attempt: PrefillAttempt | None = None) -> list[Event]:
+        """Queue a request, to be served whole or (``attempt``) to be prefilled for another worker."""
         tokens = self._tokens(wire)
         try:
             request = self._request(wire, tokens)
-            if leg is not None:
+            if attempt is not None:
                 request.hands_off = True
-                request.lease_ns = leg.lease_ns
-                request.borrowed_block_ids = tuple(leg.block_ids)
-                request.num_borrowed_tokens = leg.num_cached_tokens if leg.block_ids else 0
+                request.lease_ns = attempt.lease_ns
+                request.borrowed_block_ids = tuple(attempt.block_ids)
+                request.num_borrowed_tokens = attempt.num_cached_tokens if attempt.block_ids else 0
             self._core.check_request(request)
             self._tell_runner(wire, tokens, tokens.output)
         except RequestError as error:
@@ -87,7 +87,7 @@ class Intake:
             self._runner.forget(wire.request_id)
         return events
 
-    def reserve(self, message: ReserveLeg, now: int) -> list[Event]:
+    def reserve(self, message: ReserveAttempt, now: int) -> list[Event]:
         """Queue a reservation; the executor hears of it with its delivery."""
         wire = message.request
         tokens = self._tokens(wire)
@@ -102,24 +102,24 @@ class Intake:
         return events
 
     def deliver(
-        self, leg_id: str, first_token: int, now: int, *, first_step_ns: int, first_token_ns: int
+        self, attempt_id: str, first_token: int, now: int, *, first_step_ns: int, first_token_ns: int
     ) -> list[Event]:
-        """The KV of a reserved leg is here, with its first token. A leg that is not reserved is ignored."""
-        wire, tokens = self._reserved.pop(leg_id, (None, None))
+        """The KV of a reserved attempt is here, with its first token. An attempt that is not reserved is ignored."""
+        wire, tokens = self._reserved.pop(attempt_id, (None, None))
         if wire is None or tokens is None:
             return []
         try:
             self._tell_runner(wire, tokens, [*tokens.output, first_token])
         except RequestError as error:
-            self._refusals[leg_id] = error
-            return self._core.abort(leg_id, now, FinishReason.ERROR)
-        return self._core.deliver(leg_id, now, first_step_ns=first_step_ns, first_token_ns=first_token_ns)
+            self._refusals[attempt_id] = error
+            return self._core.abort(attempt_id, now, FinishReason.ERROR)
+        return self._core.deliver(attempt_id, now, first_step_ns=first_step_ns, first_token_ns=first_token_ns)
 
     def forget_ended(self, events: Iterable[Event]) -> None:
-        """Legs that ended before their delivery need no tokens any more."""
+        """AttemptTable that ended before their delivery need no tokens any more."""
         if self._reserved:
             for event in events:
-                if isinstance(event, LEG_ENDS):
+                if isinstance(event, ATTEMPT_ENDS):
                     self._reserved.pop(event.request_id, None)
 
     def take_refusal(self, request_id: str) -> RequestError | None:

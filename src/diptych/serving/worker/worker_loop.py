@@ -4,7 +4,7 @@ Owns the replica's core, its executor and the worker's end of the socket. Must n
 clock (beyond one monotonic reading per turn), and never wait while there is work.
 
 Steps run on this thread, and nothing else touches the executor: when a message is taken, no step is running, so what
-the worker answers (a leg has ended, a peer is forgotten) is true of its memory, too.
+the worker answers (an attempt has ended, a peer is forgotten) is true of its memory, too.
 """
 
 import contextlib
@@ -45,18 +45,18 @@ from diptych.serving.link.messages import (
     Abort,
     AskBlocks,
     Blocks,
-    DropLegs,
+    DropAttempts,
     Failed,
     ForgetPeer,
     FrontendMessage,
     Happened,
     Loading,
     PeerForgotten,
-    PrefillLeg,
+    PrefillAttempt,
     Ready,
-    ReleaseLegs,
-    RenewLegs,
-    ReserveLeg,
+    ReleaseAttempts,
+    RenewAttempts,
+    ReserveAttempt,
     Shutdown,
     Stats,
     Submit,
@@ -82,7 +82,7 @@ STATS_INTERVAL_NS = 200 * NS_PER_MS
 LINGER_S = 1.0
 PR_SET_PDEATHSIG = 1  # of prctl(2): which signal the parent's end sends
 
-# What the cluster's decisions need at once; FirstToken only of legs that are handed off.
+# What the cluster's decisions need at once; FirstToken only of attempts that are handed off.
 _URGENT = (RequestAdmitted, HandoffReserved, HandoffReleased, HandoffExpired)
 
 Load = Callable[[EngineOptions, Report], tuple[ReplicaCore, Runner, Ready]]
@@ -168,8 +168,8 @@ class Worker:
         leaving: set[str] = set()
         self._inbox.extend(self._receive())
         for message in self._inbox:
-            if isinstance(message, DropLegs):
-                leaving.update(message.leg_ids)
+            if isinstance(message, DropAttempts):
+                leaving.update(message.attempt_ids)
             elif isinstance(message, Abort):
                 leaving.update(message.request_ids)
         if leaving and leaving.issuperset(chunk.request_id for chunk in self._step.prefills):
@@ -210,14 +210,14 @@ class Worker:
             case Abort(request_ids, reason):
                 for request_id in request_ids:
                     self._publish(core.abort(request_id, now, reason))
-            case ReserveLeg() | PrefillLeg():
-                self._take_leg(message, now)
-            case ReleaseLegs(leg_ids):
-                self._publish([event for leg_id in leg_ids for event in core.release(leg_id, now)])
-            case DropLegs(leg_ids):
-                self._publish([event for leg_id in leg_ids for event in core.drop(leg_id, now)])
-            case RenewLegs(leg_ids):
-                core.renew(leg_ids, now)
+            case ReserveAttempt() | PrefillAttempt():
+                self._take_attempt(message, now)
+            case ReleaseAttempts(attempt_ids):
+                self._publish([event for attempt_id in attempt_ids for event in core.release(attempt_id, now)])
+            case DropAttempts(attempt_ids):
+                self._publish([event for attempt_id in attempt_ids for event in core.drop(attempt_id, now)])
+            case RenewAttempts(attempt_ids):
+                core.renew(attempt_ids, now)
             case AskBlocks():
                 self._send(self._publisher.snapshot() if self._publisher else Blocks(0, [], [], is_snapshot=True))
             case ForgetPeer(worker):
@@ -227,11 +227,11 @@ class Worker:
             case Shutdown():
                 self._is_running = False
 
-    def _take_leg(self, message: ReserveLeg | PrefillLeg, now: int) -> None:
-        is_sender = isinstance(message, PrefillLeg)
+    def _take_attempt(self, message: ReserveAttempt | PrefillAttempt, now: int) -> None:
+        is_sender = isinstance(message, PrefillAttempt)
         if self._handoffs is None:
             self._send(TransferLost(message.request.request_id, is_sender, "this worker takes no part in handoffs"))
-        elif isinstance(message, PrefillLeg):
+        elif isinstance(message, PrefillAttempt):
             self._publish(self._handoffs.prefill(message, now))
         else:
             self._publish(self._handoffs.reserve(message, now))

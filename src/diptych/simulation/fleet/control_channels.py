@@ -74,7 +74,7 @@ class Wires:
         self._environment = environment
         self._to: list[Wire] = []
         self._from: list[Wire] = []
-        self._begun: list[set[str]] = [set() for _ in range(num_workers)]  # legs that each worker has heard of
+        self._begun: list[set[str]] = [set() for _ in range(num_workers)]  # attempts that each worker has heard of
         if not faults:
             return
         for worker in range(num_workers):
@@ -100,13 +100,13 @@ class Wires:
         else:
             act()
 
-    def is_news(self, worker: int, leg_id: str) -> bool:
-        """Whether the worker hears of this leg for the first time (messages may come twice)."""
+    def is_news(self, worker: int, attempt_id: str) -> bool:
+        """Whether the worker hears of this attempt for the first time (messages may come twice)."""
         if not self._to:
             return True
-        if leg_id in self._begun[worker]:
+        if attempt_id in self._begun[worker]:
             return False
-        self._begun[worker].add(leg_id)
+        self._begun[worker].add(attempt_id)
         return True
 
     def on_death(self, worker: int) -> None:

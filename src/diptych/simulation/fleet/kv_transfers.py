@@ -1,8 +1,8 @@
 """The KV connectors of a simulated fleet: bytes and commits on their way from worker to worker.
 
-A leg is expected by its receiver and sent by its sender; when the commit and all bytes have arrived, the receiver is
-told. What nobody expects any more is refused, and what stands still for too long is given up by both ends. Must decide
-nothing: who sends what when is diptych.control's business (cluster.py, outgoing.py).
+An attempt is expected by its receiver and sent by its sender; when the commit and all bytes have arrived, the receiver
+is told. What nobody expects any more is refused, and what stands still for too long is given up by both ends. Must
+decide nothing: who sends what when is diptych.control's business (cluster.py, outgoing.py).
 
 A chunk begins to travel when its step has ended, as it does from a GPU. CPU workers send its layers while others are
 computed: where their link keeps up with the prefill, what is left at its end is about one layer of the last chunk, and
@@ -29,7 +29,7 @@ class Commit:
 
 @dataclass(eq=False, slots=True)
 class Receiver:
-    """What one leg's decode worker waits for. on_commit: everything is here. on_chunk: a sign of life."""
+    """What one attempt's decode worker waits for. on_commit: everything is here. on_chunk: a sign of life."""
 
     on_commit: Callable[[Commit], None]
     on_chunk: Callable[[], None]
@@ -38,7 +38,7 @@ class Receiver:
 
 @dataclass(eq=False, slots=True)
 class _Sender:
-    leg_id: str
+    attempt_id: str
     source: int
     target: int
     on_failed: Failed
@@ -54,7 +54,7 @@ class Transfers:
         self, environment: Environment, num_workers: int, link: str, kv_bytes_per_token: int, resume_ns: int
     ) -> None:
         self.num_bytes = 0
-        self.on_arrival: Callable[[str, int, int], None] | None = None  # (leg id, sender, receiver): for tests
+        self.on_arrival: Callable[[str, int, int], None] | None = None  # (attempt id, sender, receiver): for tests
         self._environment = environment
         self._bytes_per_token = kv_bytes_per_token
         self._resume_ns = resume_ns
@@ -66,25 +66,25 @@ class Transfers:
         self._senders: dict[tuple[int, str], _Sender] = {}
 
     def __len__(self) -> int:
-        """Ends of legs that have not been settled."""
+        """Ends of attempts that have not been settled."""
         return len(self._expected) + len(self._senders)
 
-    def expect(self, worker: int, leg_id: str, receiver: Receiver) -> None:
+    def expect(self, worker: int, attempt_id: str, receiver: Receiver) -> None:
         """The receiver has a place for it."""
-        self._expected[worker, leg_id] = receiver
+        self._expected[worker, attempt_id] = receiver
 
-    def forget(self, worker: int, leg_id: str) -> None:
-        """The receiver takes nothing of this leg from now on."""
-        self._expected.pop((worker, leg_id), None)
+    def forget(self, worker: int, attempt_id: str) -> None:
+        """The receiver takes nothing of this attempt from now on."""
+        self._expected.pop((worker, attempt_id), None)
 
-    def open(self, worker: int, leg_id: str, target: int, on_failed: Failed) -> None:
+    def open(self, worker: int, attempt_id: str, target: int, on_failed: Failed) -> None:
         """A sender begins."""
-        self._senders[worker, leg_id] = _Sender(leg_id, worker, target, on_failed)
+        self._senders[worker, attempt_id] = _Sender(attempt_id, worker, target, on_failed)
 
-    def send(self, worker: int, leg_id: str, num_tokens: int, commit: Commit | None, *, is_near: bool) -> None:
+    def send(self, worker: int, attempt_id: str, num_tokens: int, commit: Commit | None, *, is_near: bool) -> None:
         """KV of so many more tokens, with ``commit`` the last of it. is_near: both ends see the same memory, and only
         the commit travels, beside the links."""
-        sender = self._senders.get((worker, leg_id))
+        sender = self._senders.get((worker, attempt_id))
         if sender is None:
             return
         sender.commit = commit
@@ -102,9 +102,9 @@ class Transfers:
         sender.transfers.add(number)
         self._watch(sender)
 
-    def cancel(self, worker: int, leg_id: str) -> None:
+    def cancel(self, worker: int, attempt_id: str) -> None:
         """The sender stops."""
-        if sender := self._senders.pop((worker, leg_id), None):
+        if sender := self._senders.pop((worker, attempt_id), None):
             self._stop(sender)
 
     def set_link(self, worker: int, is_up: bool) -> None:
@@ -127,9 +127,11 @@ class Transfers:
             if sender.source == worker:
                 del self._senders[key]
                 self._stop(sender)
-                receiver = self._expected.get((sender.target, sender.leg_id))
+                receiver = self._expected.get((sender.target, sender.attempt_id))
                 if receiver is not None:
-                    fail = partial(self._fail_receiver, sender.target, sender.leg_id, receiver, "the sender is gone")
+                    fail = partial(
+                        self._fail_receiver, sender.target, sender.attempt_id, receiver, "the sender is gone"
+                    )
                     self._environment.at(now + self._resume_ns, MESSAGE, fail)
             elif sender.target == worker:
                 self._stop(sender)
@@ -139,24 +141,24 @@ class Transfers:
 
     def _arrive(self, sender: _Sender, number: int) -> None:
         sender.transfers.discard(number)
-        if self._senders.get((sender.source, sender.leg_id)) is not sender or sender.num_pending < 0:
+        if self._senders.get((sender.source, sender.attempt_id)) is not sender or sender.num_pending < 0:
             return
-        receiver = self._expected.get((sender.target, sender.leg_id))
+        receiver = self._expected.get((sender.target, sender.attempt_id))
         if receiver is None:
-            self._fail_sender(sender, "the receiver does not know the leg")
+            self._fail_sender(sender, "the receiver does not know the attempt")
             return
         if self.on_arrival is not None:
-            self.on_arrival(sender.leg_id, sender.source, sender.target)
+            self.on_arrival(sender.attempt_id, sender.source, sender.target)
         sender.num_pending -= 1
         if sender.num_pending or sender.commit is None:
             receiver.on_chunk()
             return
-        del self._senders[sender.source, sender.leg_id]
-        del self._expected[sender.target, sender.leg_id]
+        del self._senders[sender.source, sender.attempt_id]
+        del self._expected[sender.target, sender.attempt_id]
         receiver.on_commit(sender.commit)
 
     def _watch(self, sender: _Sender) -> None:
-        """Something of this leg is on its way: while a link is down, give it up in time."""
+        """Something of this attempt is on its way: while a link is down, give it up in time."""
         for worker in (sender.source, sender.target):
             outage = self._outages[worker]
             if outage % 2 and sender.transfers:
@@ -164,22 +166,22 @@ class Transfers:
                 self._environment.at(self._environment.now + self._resume_ns, MESSAGE, check)
 
     def _give_up(self, sender: _Sender, worker: int, outage: int) -> None:
-        is_here = self._senders.get((sender.source, sender.leg_id)) is sender
+        is_here = self._senders.get((sender.source, sender.attempt_id)) is sender
         if not is_here or self._outages[worker] != outage or not sender.transfers:
             return
         message = f"the link of worker {worker} is broken"
-        receiver = self._expected.get((sender.target, sender.leg_id))
+        receiver = self._expected.get((sender.target, sender.attempt_id))
         self._fail_sender(sender, message)
         if receiver is not None:
-            self._fail_receiver(sender.target, sender.leg_id, receiver, message)
+            self._fail_receiver(sender.target, sender.attempt_id, receiver, message)
 
     def _fail_sender(self, sender: _Sender, message: str) -> None:
-        if self._senders.get((sender.source, sender.leg_id)) is sender:
-            self.cancel(sender.source, sender.leg_id)
+        if self._senders.get((sender.source, sender.attempt_id)) is sender:
+            self.cancel(sender.source, sender.attempt_id)
             sender.on_failed(message)
 
-    def _fail_receiver(self, worker: int, leg_id: str, receiver: Receiver, message: str) -> None:
-        if self._expected.get((worker, leg_id)) is receiver:
+    def _fail_receiver(self, worker: int, attempt_id: str, receiver: Receiver, message: str) -> None:
+        if self._expected.get((worker, attempt_id)) is receiver:
             receiver.on_failed(message)
 
     def _stop(self, sender: _Sender) -> None:

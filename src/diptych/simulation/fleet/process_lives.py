@@ -16,7 +16,7 @@ from diptych.simulation.fleet.simulated_worker import SimulatedReplica
 
 
 class FrontEnd(Protocol):
-    """Who is told. ``tokens``: how many each leg had been given by the worker that died."""
+    """Who is told. ``tokens``: how many each attempt had been given by the worker that died."""
 
     def on_death(self, worker: int) -> None:
         """The process is gone; nobody knows yet."""

@@ -200,38 +200,42 @@ class Cluster:
             case Serve():
                 one = self._open[command.request_id]
                 one.worker = one.prefill = command.worker
-                self._begin_leg(command, one.leg_spec(), later)
+                self._begin_attempt(command, one.attempt_spec(), later)
             case End():
                 self._end(command)
             case Reserve():
                 one = self._open[command.request_id]
                 one.worker = command.worker
-                self._begin_leg(command, one.leg_spec(), later)
+                self._begin_attempt(command, one.attempt_spec(), later)
             case Prefill():
                 one = self._open[command.request_id]
                 one.prefill = command.worker
-                self.collector.expect_handoff(command.leg_id)
-                self._begin_leg(command, one.leg_spec(), later)
+                self.collector.expect_handoff(command.attempt_id)
+                self._begin_attempt(command, one.attempt_spec(), later)
             case Release():
-                self._wires.post(command.worker, partial(self.replicas[command.worker].release, command.leg_id), later)
+                self._wires.post(
+                    command.worker, partial(self.replicas[command.worker].release, command.attempt_id), later
+                )
             case Drop():
-                self._wires.post(command.worker, partial(self.replicas[command.worker].drop, command.leg_id), later)
+                self._wires.post(command.worker, partial(self.replicas[command.worker].drop, command.attempt_id), later)
             case Renew():
-                self._wires.post(command.worker, partial(self.handoffs[command.worker].renew, command.leg_ids), later)
+                self._wires.post(
+                    command.worker, partial(self.handoffs[command.worker].renew, command.attempt_ids), later
+                )
             case Restarted():
                 self._restart(command)
             case AskSnapshot():
                 self._wires.post(command.worker, partial(self._take_snapshot, command.worker), later)
 
-    def _begin_leg(self, command: Serve | Reserve | Prefill, spec: RequestSpec, later: bool) -> None:
-        self._wires.post(command.worker, partial(self._start_leg, command, spec), later)
+    def _begin_attempt(self, command: Serve | Reserve | Prefill, spec: RequestSpec, later: bool) -> None:
+        self._wires.post(command.worker, partial(self._start_attempt, command, spec), later)
 
-    def _start_leg(self, command: Serve | Reserve | Prefill, spec: RequestSpec) -> None:
-        """The worker hears of a leg (of one that it has heard of before, nothing comes)."""
+    def _start_attempt(self, command: Serve | Reserve | Prefill, spec: RequestSpec) -> None:
+        """The worker hears of an attempt (of one that it has heard of before, nothing comes)."""
         worker = command.worker
-        if not self._wires.is_news(worker, command.leg_id):
+        if not self._wires.is_news(worker, command.attempt_id):
             return
-        request = make_request(command.leg_id, spec, self._scenario.replica.cache.block_size)
+        request = make_request(command.attempt_id, spec, self._scenario.replica.cache.block_size)
         if isinstance(command, Serve):
             self.replicas[worker].submit(request, spec)
         elif isinstance(command, Reserve):
@@ -244,9 +248,9 @@ class Cluster:
         last_ns = one.first_token_ns
         if one.worker >= 0 and (one.is_taken_over or not one.is_handoff):
             last_ns = max(last_ns, self.collector.last_token_ns(one.worker))
-        self.collector.restart(one.leg_id, command.leg_id, last_ns if one.first_token_ns >= 0 else -1)
-        one.begin_leg(command.leg_id)
-        one.num_legs += 1
+        self.collector.restart(one.attempt_id, command.attempt_id, last_ns if one.first_token_ns >= 0 else -1)
+        one.begin_attempt(command.attempt_id)
+        one.num_attempts += 1
 
     def _take_snapshot(self, worker: int) -> None:
         def act(now: int) -> list[Event]:
@@ -277,7 +281,7 @@ class Cluster:
     def _note_ends(self, events: list[Event]) -> None:
         for event in events:
             if type(event) is RequestFinished:
-                one = self._of_leg(event.request_id)
+                one = self._of_attempt(event.request_id)
                 if one is not None:
                     one.num_final = event.latency.num_output_tokens
 
@@ -286,7 +290,7 @@ class Cluster:
         if isinstance(message, Reported):
             for event in message.events:
                 if type(event) is FirstToken or type(event) is HandoffDelivered:
-                    one = self._of_leg(event.request_id)
+                    one = self._of_attempt(event.request_id)
                     if one is not None:
                         one.token_came(event.time_ns)
                         one.is_taken_over |= type(event) is HandoffDelivered
@@ -294,17 +298,17 @@ class Cluster:
 
     def _hear_end(self, worker: int, event: RequestFinished) -> None:
         """Where nothing else is of interest."""
-        if self._leaving is not None and self._leaving.leg_id == event.request_id:
+        if self._leaving is not None and self._leaving.attempt_id == event.request_id:
             self._end_with(self._leaving, event)
         self._tell(Reported(worker, (event,)), later=True)
 
-    def _of_leg(self, leg_id: str) -> OpenRequest | None:
-        """The request whose current leg this is."""
-        one = self._open.get(leg_id.partition("~")[0])
-        return one if one is not None and one.leg_id == leg_id else None
+    def _of_attempt(self, attempt_id: str) -> OpenRequest | None:
+        """The request whose current attempt this is."""
+        one = self._open.get(attempt_id.partition("~")[0])
+        return one if one is not None and one.attempt_id == attempt_id else None
 
-    def _on_transfer_failed(self, worker: int, leg_id: str, is_sender: bool, message: str) -> None:
-        failed = TransferFailed(worker, leg_id, is_sender, message)
+    def _on_transfer_failed(self, worker: int, attempt_id: str, is_sender: bool, message: str) -> None:
+        failed = TransferFailed(worker, attempt_id, is_sender, message)
         self._wires.report(worker, partial(self._tell, failed, later=True))
 
     # -- failures (see supervisor.FrontEnd) -------------------------------------------------------------------------
@@ -369,7 +373,7 @@ class Cluster:
         del self._open[str(one.number)]
         self.last_end_ns = self.environment.now
         spec = one.spec
-        self.collector.add_row(event, one.number, spec.arrival_ns, one.worker, spec.kind, one.leg_id)
+        self.collector.add_row(event, one.number, spec.arrival_ns, one.worker, spec.kind, one.attempt_id)
         if self._progress is not None:
             self._progress(len(self.collector.requests))
         workload = self._scenario.workload

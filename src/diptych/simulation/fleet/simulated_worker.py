@@ -96,37 +96,37 @@ class SimulatedReplica:
         """A request arrives at this worker."""
         self.hear(lambda now: self.take_in(request, spec, self.core.add_request(request, now)))
 
-    def deliver(self, leg_id: str, first_step_ns: int, first_token_ns: int) -> None:
+    def deliver(self, attempt_id: str, first_step_ns: int, first_token_ns: int) -> None:
         """The KV of a reserved request is here."""
 
         def act(now: int) -> list[Event]:
-            self.executor.deliver(leg_id)
-            return self.core.deliver(leg_id, now, first_step_ns=first_step_ns, first_token_ns=first_token_ns)
+            self.executor.deliver(attempt_id)
+            return self.core.deliver(attempt_id, now, first_step_ns=first_step_ns, first_token_ns=first_token_ns)
 
         self.hear(act)
 
-    def release(self, leg_id: str) -> None:
+    def release(self, attempt_id: str) -> None:
         """Another replica has what this one prefilled."""
-        self.hear(lambda now: self.core.release(leg_id, now))
+        self.hear(lambda now: self.core.release(attempt_id, now))
 
-    def drop(self, leg_id: str) -> None:
-        """End a leg wherever it is. When it was being computed into the blocks of another worker, its end is said once
-        nothing is written there any more."""
+    def drop(self, attempt_id: str) -> None:
+        """End an attempt wherever it is. When it was being computed into the blocks of another worker, its end is said
+        once nothing is written there any more."""
 
         def act(now: int) -> list[Event]:
             self._settle()  # how far the request is will be told
-            request = self.core.requests.get(leg_id)
-            events = self.core.drop(leg_id, now)
+            request = self.core.requests.get(attempt_id)
+            events = self.core.drop(attempt_id, now)
             if request is not None and not request.borrowed_block_ids:
                 return events
-            self.when_idle_of((leg_id,), lambda: self.say(events))
+            self.when_idle_of((attempt_id,), lambda: self.say(events))
             return []
 
         self.hear(act)
 
-    def when_idle_of(self, leg_ids: Collection[str], action: Callable[[], None]) -> None:
-        """Act once nothing of these legs is being computed."""
-        run = self._computing(leg_ids)
+    def when_idle_of(self, attempt_ids: Collection[str], action: Callable[[], None]) -> None:
+        """Act once nothing of these attempts is being computed."""
+        run = self._computing(attempt_ids)
         if run is None:
             action()
         else:
@@ -147,10 +147,10 @@ class SimulatedReplica:
         """What had to wait for the end of a step."""
         self._listener(self.number, events, None)
 
-    def _computing(self, leg_ids: Collection[str]) -> "_Run | None":
+    def _computing(self, attempt_ids: Collection[str]) -> "_Run | None":
         """The last step under way that computes a prompt of these."""
         for run in reversed(self._runs):
-            if any(chunk.request_id in leg_ids for chunk in run.output.prefills):
+            if any(chunk.request_id in attempt_ids for chunk in run.output.prefills):
                 return run
         return None
 
@@ -161,7 +161,7 @@ class SimulatedReplica:
         return events
 
     def crash(self, until_ns: int) -> dict[str, int]:
-        """Lose everything; an empty worker takes this one's place at ``until_ns``. Returns how many tokens each leg
+        """Lose everything; an empty worker takes this one's place at ``until_ns``. Returns how many tokens each attempt
         had been given here."""
         now = self._environment.now
         self._cut(now)
@@ -169,8 +169,10 @@ class SimulatedReplica:
         batch = self.core.scheduler.batch
         unsure = max(0, batch.ticks_scheduled - batch.ticks_completed - 1)  # who has left it counts steps in flight
         tokens = {
-            leg_id: batch.num_outputs(request) if leg_id in batch else max(0, request.num_output_tokens - unsure)
-            for leg_id, request in self.core.requests.items()
+            attempt_id: batch.num_outputs(request)
+            if attempt_id in batch
+            else max(0, request.num_output_tokens - unsure)
+            for attempt_id, request in self.core.requests.items()
         }
         for run in self._runs:
             self._account(run, now)

@@ -22,11 +22,11 @@ from diptych.simulation.fleet.kv_transfers import Commit, Receiver, Transfers
 from diptych.simulation.fleet.simulated_worker import SimulatedReplica
 from diptych.workload.spec import RequestSpec
 
-ReportFailed = Callable[[int, str, bool, str], None]  # (worker, leg id, is_sender, why)
+ReportFailed = Callable[[int, str, bool, str], None]  # (worker, attempt id, is_sender, why)
 
 
 class WorkerHandoffs:
-    """One worker. ``report_failed``: says to the front end that KV of a leg cannot be moved."""
+    """One worker. ``report_failed``: says to the front end that KV of an attempt cannot be moved."""
 
     def __init__(
         self,
@@ -46,14 +46,14 @@ class WorkerHandoffs:
     def reset(self) -> None:
         """The worker's process has died."""
         self._outgoing = Outgoing(self._replica.config.cache.block_size)
-        self._borrowed: dict[str, int] = {}  # legs that are computed into another worker's blocks -> that worker
+        self._borrowed: dict[str, int] = {}  # attempts that are computed into another worker's blocks -> that worker
 
     def __len__(self) -> int:
-        """Legs that have not been let go of."""
+        """AttemptTable that have not been let go of."""
         return len(self._outgoing) + len(self._borrowed)
 
     def reserve(self, request: Request, spec: RequestSpec, command: Reserve) -> None:
-        """Hold blocks for a leg."""
+        """Hold blocks for an attempt."""
 
         def act(now: int) -> list[Event]:
             events = self._replica.core.reserve(request, now, command.lease_ns)
@@ -72,31 +72,31 @@ class WorkerHandoffs:
 
         def act(now: int) -> list[Event]:
             events = self._replica.take_in(request, spec, self._replica.core.add_request(request, now))
-            leg_id = command.leg_id
-            if leg_id in self._replica.core.requests:
+            attempt_id = command.attempt_id
+            if attempt_id in self._replica.core.requests:
                 num_tokens = request.num_prompt_tokens
-                self._outgoing.begin(leg_id, command.num_cached_tokens, num_tokens, is_borrowed=command.borrowed)
+                self._outgoing.begin(attempt_id, command.num_cached_tokens, num_tokens, is_borrowed=command.borrowed)
                 if command.borrowed:
-                    self._borrowed[leg_id] = command.target
-                self._transfers.open(self._worker, leg_id, command.target, partial(self._fail, leg_id, True))
+                    self._borrowed[attempt_id] = command.target
+                self._transfers.open(self._worker, attempt_id, command.target, partial(self._fail, attempt_id, True))
             return events
 
         self._replica.hear(act)
 
-    def renew(self, leg_ids: tuple[str, ...]) -> None:
+    def renew(self, attempt_ids: tuple[str, ...]) -> None:
         """The front end still wants these."""
-        self._replica.hear(partial(self._renew, leg_ids))
+        self._replica.hear(partial(self._renew, attempt_ids))
 
     def forget_peer(self, peer: int, answer: Callable[[], None]) -> None:
         """That worker has died: write nothing into its memory from now on, then answer."""
 
         def act(now: int) -> list[Event]:
-            legs = [leg_id for leg_id, target in self._borrowed.items() if target == peer]
+            attempts = [attempt_id for attempt_id, target in self._borrowed.items() if target == peer]
             events = [
                 event
-                for leg_id in legs
-                if leg_id in self._replica.core.requests
-                for event in self._replica.core.drop(leg_id, now)
+                for attempt_id in attempts
+                if attempt_id in self._replica.core.requests
+                for event in self._replica.core.drop(attempt_id, now)
             ]
 
             def done() -> None:
@@ -104,7 +104,7 @@ class WorkerHandoffs:
                     self._replica.say(events)
                 answer()
 
-            self._replica.when_idle_of(legs, done)
+            self._replica.when_idle_of(attempts, done)
             return []
 
         self._replica.hear(act)
@@ -123,36 +123,36 @@ class WorkerHandoffs:
 
     def _send(self, step: StepFinished) -> None:
         for chunk in self._outgoing.on_step(step.prefills):
-            request = self._replica.core.requests.get(chunk.leg_id)
+            request = self._replica.core.requests.get(chunk.attempt_id)
             if request is None:  # dropped while the step ran
-                self._transfers.cancel(self._worker, chunk.leg_id)
+                self._transfers.cancel(self._worker, chunk.attempt_id)
                 continue
             assert request.first_step_ns is not None
             commit = Commit(request.first_step_ns, step.end_ns) if chunk.is_last else None
-            is_near = chunk.leg_id in self._borrowed
-            self._transfers.send(self._worker, chunk.leg_id, chunk.num_tokens, commit, is_near=is_near)
+            is_near = chunk.attempt_id in self._borrowed
+            self._transfers.send(self._worker, chunk.attempt_id, chunk.num_tokens, commit, is_near=is_near)
 
-    def _expect(self, leg_id: str) -> None:
+    def _expect(self, attempt_id: str) -> None:
         receiver = Receiver(
-            on_commit=lambda commit: self._replica.deliver(leg_id, commit.first_step_ns, commit.first_token_ns),
-            on_chunk=lambda: self.renew((leg_id,)),
-            on_failed=partial(self._fail, leg_id, False),
+            on_commit=lambda commit: self._replica.deliver(attempt_id, commit.first_step_ns, commit.first_token_ns),
+            on_chunk=lambda: self.renew((attempt_id,)),
+            on_failed=partial(self._fail, attempt_id, False),
         )
-        self._transfers.expect(self._worker, leg_id, receiver)
+        self._transfers.expect(self._worker, attempt_id, receiver)
 
-    def _let_go(self, leg_id: str) -> None:
-        self._outgoing.drop(leg_id)
-        self._borrowed.pop(leg_id, None)
-        self._transfers.cancel(self._worker, leg_id)
-        self._transfers.forget(self._worker, leg_id)
+    def _let_go(self, attempt_id: str) -> None:
+        self._outgoing.drop(attempt_id)
+        self._borrowed.pop(attempt_id, None)
+        self._transfers.cancel(self._worker, attempt_id)
+        self._transfers.forget(self._worker, attempt_id)
 
-    def _renew(self, leg_ids: tuple[str, ...], now: int) -> list[Event]:
-        self._replica.core.renew(leg_ids, now)
+    def _renew(self, attempt_ids: tuple[str, ...], now: int) -> list[Event]:
+        self._replica.core.renew(attempt_ids, now)
         return []
 
-    def _fail(self, leg_id: str, is_sender: bool, message: str) -> None:
+    def _fail(self, attempt_id: str, is_sender: bool, message: str) -> None:
         def act(now: int) -> list[Event]:
-            self._report_failed(self._worker, leg_id, is_sender, message)
+            self._report_failed(self._worker, attempt_id, is_sender, message)
             return []
 
         self._replica.hear(act)

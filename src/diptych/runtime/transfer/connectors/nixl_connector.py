@@ -2,8 +2,8 @@
 
 Needs the extra [nixl]. The protocol is that of stream.py, over TCP or a unix socket; but the body of a part says where
 its blocks lie, and the receiver has NIXL read them before it acknowledges the part. The reader is the one that may
-stop, so both fences are local: forget waits for the part that is being read, and what is read of a leg that its sender
-has cancelled is never committed (its blocks may be read while cancel returns, to no effect).
+stop, so both fences are local: forget waits for the part that is being read, and what is read of a transfer that its
+sender has cancelled is never committed (its blocks may be read while cancel returns, to no effect).
 
 Blocks must have one format on both sides. Reads are authenticated and encrypted no better than the fabric below does
 it: the handshake keeps strangers from learning the addresses, it does not guard the fabric.
@@ -48,12 +48,12 @@ class NixlConnector(StreamConnector):
         super().__init__(self._pull, kv_format, options)
 
     def send(
-        self, leg_id: str, start: int, num_tokens: int, block_ids: Sequence[int], num_layers: int | None = None
+        self, attempt_id: str, start: int, num_tokens: int, block_ids: Sequence[int], num_layers: int | None = None
     ) -> None:
         """See KVConnector. The blocks are read from outside of the GPU's queue: first, what is queued must be done."""
         if self._pull.device >= 0:
             torch.cuda.current_stream(self._pull.device).synchronize()
-        super().send(leg_id, start, num_tokens, block_ids, num_layers)
+        super().send(attempt_id, start, num_tokens, block_ids, num_layers)
 
     def close(self) -> None:
         """See KVConnector."""

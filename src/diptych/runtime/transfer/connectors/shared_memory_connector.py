@@ -1,7 +1,7 @@
 """KV within one shared pool: the sender has computed straight into the receiver's blocks. No byte of KV moves.
 
-What travels is that a leg begins, how far it is, its commit, and the acknowledgement: the protocol of TCP over a unix
-socket in a directory of our own. Written blocks are visible to the receiver before it hears of them: the sender's
+What travels is that a transfer begins, how far it is, its commit, and the acknowledgement: the protocol of TCP over a
+unix socket in a directory of our own. Written blocks are visible to the receiver before it hears of them: the sender's
 stores come before its system call, the receiver's loads after its own, on memory that both have mapped.
 """
 

@@ -3,12 +3,12 @@
 A frame is a header of HEADER_BYTES and a body. Integers are little-endian; nothing is ever unpickled.
 
     kind        from      body                  meaning
-    OPEN        sender    leg id                this number stands for this leg; its first token is ``start``
-    DATA        sender    KV of a rectangle     layers x tokens, number ``sequence`` of its leg
-    COMMIT      sender    payload               the last of its leg; numbered after the last DATA
-    CANCEL      sender                          the sender gives the leg up
-    ACK         receiver                        everything below ``sequence`` of this leg is here
-    REFUSE      receiver  message               the receiver does not take this leg, or no longer
+    OPEN        sender    transfer id                this number stands for this transfer; its first token is ``start``
+    DATA        sender    KV of a rectangle     layers x tokens, number ``sequence`` of its transfer
+    COMMIT      sender    payload               the last of its transfer; numbered after the last DATA
+    CANCEL      sender                          the sender gives the transfer up
+    ACK         receiver                        everything below ``sequence`` of this transfer is here
+    REFUSE      receiver  message               the receiver does not take this transfer, or no longer
 
 Threat model. Whoever does not know the secret is kept out by the handshake (handshake.py) and can inject nothing: every
 header carries a MAC under a key of this connection and direction, over the frame's place in the stream, the header and,
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from diptych.control.errors import DiptychError
-from diptych.runtime.transfer.connector import MAX_LEG_ID_BYTES, MAX_PAYLOAD_BYTES
+from diptych.runtime.transfer.connector import MAX_ATTEMPT_ID_BYTES, MAX_PAYLOAD_BYTES
 
 _FIELDS = struct.Struct("<BBHIQQIIIHH")
 _PLACE = struct.Struct("<Q")
@@ -53,7 +53,7 @@ class Kind(IntEnum):
 
 
 _MAX_BODY = {
-    Kind.OPEN: MAX_LEG_ID_BYTES,
+    Kind.OPEN: MAX_ATTEMPT_ID_BYTES,
     Kind.DATA: MAX_DATA_BYTES,
     Kind.COMMIT: MAX_PAYLOAD_BYTES,
     Kind.CANCEL: 0,
@@ -64,7 +64,7 @@ _MAX_BODY = {
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A header. ``number`` names the leg among those of one sender."""
+    """A header. ``number`` names the transfer among those of one sender."""
 
     kind: Kind
     number: int

@@ -1,8 +1,8 @@
-"""The receiving side: connections that others have opened, and the legs that are expected.
+"""The receiving side: connections that others have opened, and the transfers that are expected.
 
-Owns which connection of a sender counts, what each leg has got, and the answers. Runs in the connector's thread; only
-``legs`` is shared with the worker's, whose single dict operations need no lock. A leg's mistakes end that leg, a
-connection's end that connection; nobody else notices.
+Owns which connection of a sender counts, what each transfer has got, and the answers. Runs in the connector's thread;
+only ``transfers`` is shared with the worker's, whose single dict operations need no lock. A transfer's mistakes end
+that transfer, a connection's end that connection; nobody else notices.
 """
 
 import socket
@@ -31,23 +31,23 @@ from diptych.runtime.transfer.stream.handshake import (
     greeting,
 )
 from diptych.runtime.transfer.stream.stream_connection import Connection
-from diptych.runtime.transfer.stream.transfer_table import EventQueue, Leg, ReceivingLeg
+from diptych.runtime.transfer.stream.transfer_table import EventQueue, RecvTransfer, Transfer
 
 MAX_STRANGERS = 64  # connections that have not proved anything yet
-MAX_REMEMBERED = 4096  # finished legs, whose acknowledgement may have been lost
+MAX_REMEMBERED = 4096  # finished transfers, whose acknowledgement may have been lost
 TELL_EVERY_NS = 250_000_000  # progress within one send
 
 
 class Receiver:
-    """All incoming connections and all expected legs of one connector."""
+    """All incoming connections and all expected transfers of one connector."""
 
     def __init__(self, identity: Identity, carriers: CarrierChoice, events: EventQueue, resume_timeout_ns: int,
                  drop: Callable[["ReceiverConnection", str], None]) -> None:  # fmt: skip
         self.identity = identity
         self.carriers = carriers
         self.events = events
-        self.legs: dict[str, ReceivingLeg] = {}
-        self.finished: OrderedDict[tuple[bytes, str], int] = OrderedDict()  # (sender, leg) -> what is acknowledged
+        self.transfers: dict[str, RecvTransfer] = {}
+        self.finished: OrderedDict[tuple[bytes, str], int] = OrderedDict()  # (sender, transfer) -> what is acknowledged
         self._resume_timeout_ns = resume_timeout_ns
         self._drop = drop  # unregisters a connection, calls ``lost`` and closes it
         self._strangers: dict[ReceiverConnection, int] = {}  # since when
@@ -76,33 +76,33 @@ class Receiver:
         self._connections[who.line] = connection
 
     def lost(self, connection: "ReceiverConnection") -> None:
-        """It is over; its legs wait for another connection of the same sender."""
+        """It is over; its transfers wait for another connection of the same sender."""
         self._strangers.pop(connection, None)
         who = connection.peer
         if who is not None and self._connections.get(who.line) is connection:
             del self._connections[who.line]
         now = time.monotonic_ns()
-        for leg in connection.numbers.values():
-            if leg is not None and leg.connection is connection:
-                leg.connection, leg.lost_ns = None, now
+        for transfer in connection.numbers.values():
+            if transfer is not None and transfer.connection is connection:
+                transfer.connection, transfer.lost_ns = None, now
 
-    def forgotten(self, leg: ReceivingLeg) -> None:
-        """The worker has forgotten a leg: its sender should know."""
-        if leg.connection is not None and leg.connection.is_open:
-            leg.connection.refuse(leg.number, f"the receiver has given leg {leg.leg_id} up")
-            leg.connection = None
+    def forgotten(self, transfer: RecvTransfer) -> None:
+        """The worker has forgotten a transfer: its sender should know."""
+        if transfer.connection is not None and transfer.connection.is_open:
+            transfer.connection.refuse(transfer.number, f"the receiver has given transfer {transfer.attempt_id} up")
+            transfer.connection = None
 
-    def fail(self, leg: ReceivingLeg, message: str) -> None:
-        """The leg is over on this side."""
-        with leg.lock:
-            if leg.is_closed:
+    def fail(self, transfer: RecvTransfer, message: str) -> None:
+        """The transfer is over on this side."""
+        with transfer.lock:
+            if transfer.is_closed:
                 return
-            leg.is_closed = True
-        self.events.emit(leg, Failed(leg.leg_id, False, message))
+            transfer.is_closed = True
+        self.events.emit(transfer, Failed(transfer.attempt_id, False, message))
 
-    def finish(self, leg: ReceivingLeg, sender: bytes, sequence: int) -> None:
+    def finish(self, transfer: RecvTransfer, sender: bytes, sequence: int) -> None:
         """Remember what was acknowledged: the acknowledgement may be lost."""
-        self.finished[sender, leg.leg_id] = sequence
+        self.finished[sender, transfer.attempt_id] = sequence
         _trim(self.finished)
 
     def tick(self, now_ns: int) -> bool:
@@ -110,11 +110,15 @@ class Receiver:
         limit = now_ns - self._resume_timeout_ns
         for connection in [stranger for stranger, since in self._strangers.items() if since < limit]:
             self._drop(connection, "no proof in time")
-        waiting = [leg for leg in list(self.legs.values()) if leg.lost_ns is not None and not leg.is_closed]
-        for leg in waiting:
-            if leg.lost_ns is not None and leg.lost_ns < limit:
+        waiting = [
+            transfer
+            for transfer in list(self.transfers.values())
+            if transfer.lost_ns is not None and not transfer.is_closed
+        ]
+        for transfer in waiting:
+            if transfer.lost_ns is not None and transfer.lost_ns < limit:
                 seconds = self._resume_timeout_ns / 1e9
-                self.fail(leg, f"the sender's connection broke and was not resumed within {seconds:g} s")
+                self.fail(transfer, f"the sender's connection broke and was not resumed within {seconds:g} s")
         return bool(waiting or self._strangers)
 
 
@@ -124,11 +128,11 @@ class ReceiverConnection(Connection):
     def __init__(self, sock: socket.socket, receiver: Receiver) -> None:
         super().__init__(sock)
         self.peer: Introduction | None = None
-        self.numbers: dict[int, ReceivingLeg | None] = {}  # the sender's numbers; None: refused
+        self.numbers: dict[int, RecvTransfer | None] = {}  # the sender's numbers; None: refused
         self._receiver = receiver
         self._greeted = greeting()
         self._hello = b""
-        self._current: tuple[ReceivingLeg, Carrier, Part, Sequence[memoryview], bool] | None = None
+        self._current: tuple[RecvTransfer, Carrier, Part, Sequence[memoryview], bool] | None = None
         self._staging = memoryview(b"")
         self._acks: dict[int, int] = {}
         self.put(self._greeted)
@@ -156,63 +160,63 @@ class ReceiverConnection(Connection):
         self._acks.clear()
 
     def refuse(self, number: int, message: str) -> None:
-        """Tell the sender, once, that this leg is not taken."""
+        """Tell the sender, once, that this transfer is not taken."""
         body = message.encode()[:MAX_MESSAGE_BYTES]
         self.numbers[number] = None
         self._acks.pop(number, None)
         self.put_control(Frame(Kind.REFUSE, number, body_bytes=len(body)), body)
 
-    def body_for(self, frame: Frame) -> tuple[Sequence[memoryview], Leg | None]:
+    def body_for(self, frame: Frame) -> tuple[Sequence[memoryview], Transfer | None]:
         """See Connection."""
         self._current = None
         nowhere = self.discard(frame.body_bytes), None
-        leg = self._leg_of(frame)
-        if leg is None:
+        transfer = self._transfer_of(frame)
+        if transfer is None:
             return nowhere
-        if frame.sequence < leg.next_sequence:
-            self._acks[frame.number] = leg.next_sequence
+        if frame.sequence < transfer.next_sequence:
+            self._acks[frame.number] = transfer.next_sequence
             return nowhere
         last = bool(frame.flags & LAST_OF_CHUNK)
         part = Part(frame.start, frame.num_tokens, frame.first_layer, frame.num_layers, last)
         assert self.peer is not None
         try:
-            leg.check(part, self._receiver.identity.kv_format.num_layers)
+            transfer.check(part, self._receiver.identity.kv_format.num_layers)
             carrier = self._receiver.carriers.for_receiving(frame.encoding, self.peer.kv_format)
             if not carrier.accepts(part, frame.body_bytes):
                 raise ProtocolError(f"a part of {frame.num_tokens} tokens cannot have {frame.body_bytes} bytes")
-            views = carrier.targets(leg.block_ids, part)
+            views = carrier.targets(transfer.block_ids, part)
         except (ProtocolError, ConfigError) as error:
-            self._give_up(leg, str(error))
+            self._give_up(transfer, str(error))
             return nowhere
         staged = views is None
         if views is None:
             if len(self._staging) < frame.body_bytes:
                 self._staging = memoryview(bytearray(frame.body_bytes))
             views = [self._staging[: frame.body_bytes]]
-        self._current = leg, carrier, part, list(views), staged
-        return views, None if staged else leg
+        self._current = transfer, carrier, part, list(views), staged
+        return views, None if staged else transfer
 
     def data_done(self, frame: Frame) -> None:
         """See Connection."""
         if self._current is None:
             return
-        leg, carrier, part, views, staged = self._current
+        transfer, carrier, part, views, staged = self._current
         self._current = None
-        with leg.lock:
-            is_closed = leg.is_closed
+        with transfer.lock:
+            is_closed = transfer.is_closed
             if not is_closed:
                 if checksum(views) != frame.checksum:
                     raise ProtocolError("the checksum of a part is wrong")
                 if staged:
-                    carrier.unpack(leg.block_ids, part, views[0])
-                is_whole = leg.took(frame, carrier.num_bytes(part))
+                    carrier.unpack(transfer.block_ids, part, views[0])
+                is_whole = transfer.took(frame, carrier.num_bytes(part))
         if is_closed:
-            self.refuse(frame.number, f"the receiver has given leg {leg.leg_id} up")
+            self.refuse(frame.number, f"the receiver has given transfer {transfer.attempt_id} up")
             return
-        self._acks[frame.number] = leg.next_sequence
-        if is_whole or leg.last_byte_ns - leg.told_ns >= TELL_EVERY_NS:
-            leg.told_ns = leg.last_byte_ns
-            self._receiver.events.emit(leg, ChunkArrived(leg.leg_id, leg.arrived - leg.start))
+        self._acks[frame.number] = transfer.next_sequence
+        if is_whole or transfer.last_byte_ns - transfer.told_ns >= TELL_EVERY_NS:
+            transfer.told_ns = transfer.last_byte_ns
+            self._receiver.events.emit(transfer, ChunkArrived(transfer.attempt_id, transfer.arrived - transfer.start))
 
     def control_done(self, frame: Frame, body: bytes) -> None:
         """See Connection."""
@@ -221,70 +225,72 @@ class ReceiverConnection(Connection):
             return
         if frame.kind not in (Kind.COMMIT, Kind.CANCEL):
             raise ProtocolError(f"a sender does not say {frame.kind.name}")
-        leg = self._leg_of(frame)
-        if leg is None:
+        transfer = self._transfer_of(frame)
+        if transfer is None:
             return
         if frame.kind is Kind.CANCEL:
             self.numbers[frame.number] = None
-            self._receiver.fail(leg, "the sender has cancelled it")
+            self._receiver.fail(transfer, "the sender has cancelled it")
         else:
-            self._committed(leg, frame, body)
+            self._committed(transfer, frame, body)
 
     def _opened(self, frame: Frame, body: bytes) -> None:
         assert self.peer is not None
-        sender, leg_id = self.peer.instance, body.decode(errors="replace")
-        sequence = self._receiver.finished.get((sender, leg_id))
+        sender, attempt_id = self.peer.instance, body.decode(errors="replace")
+        sequence = self._receiver.finished.get((sender, attempt_id))
         if sequence is not None:
             self.numbers[frame.number] = None
             self._acks[frame.number] = sequence
             return
-        leg = self._receiver.legs.get(leg_id)
-        if leg is None or leg.is_closed:
-            self.refuse(frame.number, f"the receiver does not expect leg {leg_id}")
-        elif (leg.sender or sender, leg.number or frame.number) != (sender, frame.number):
-            self.refuse(frame.number, f"leg {leg_id} has another sender")
-        elif leg.block_ids and leg.start != frame.start:
-            self._give_up(leg, f"the sender begins at token {frame.start}, the receiver at {leg.start}", frame.number)
+        transfer = self._receiver.transfers.get(attempt_id)
+        if transfer is None or transfer.is_closed:
+            self.refuse(frame.number, f"the receiver does not expect transfer {attempt_id}")
+        elif (transfer.sender or sender, transfer.number or frame.number) != (sender, frame.number):
+            self.refuse(frame.number, f"transfer {attempt_id} has another sender")
+        elif transfer.block_ids and transfer.start != frame.start:
+            self._give_up(
+                transfer, f"the sender begins at token {frame.start}, the receiver at {transfer.start}", frame.number
+            )
         else:
-            leg.sender, leg.number, leg.connection, leg.lost_ns = sender, frame.number, self, None
-            self.numbers[frame.number] = leg
-            self._acks[frame.number] = leg.next_sequence
+            transfer.sender, transfer.number, transfer.connection, transfer.lost_ns = sender, frame.number, self, None
+            self.numbers[frame.number] = transfer
+            self._acks[frame.number] = transfer.next_sequence
 
-    def _committed(self, leg: ReceivingLeg, frame: Frame, payload: bytes) -> None:
+    def _committed(self, transfer: RecvTransfer, frame: Frame, payload: bytes) -> None:
         assert self.peer is not None
-        if frame.sequence != leg.next_sequence:
-            raise ProtocolError(f"commit number {frame.sequence} where {leg.next_sequence} is next")
-        missing = leg.missing(self._receiver.identity.kv_format.num_layers)
+        if frame.sequence != transfer.next_sequence:
+            raise ProtocolError(f"commit number {frame.sequence} where {transfer.next_sequence} is next")
+        missing = transfer.missing(self._receiver.identity.kv_format.num_layers)
         if missing:
-            self._give_up(leg, f"committed, but the KV of {missing} tokens is missing")
+            self._give_up(transfer, f"committed, but the KV of {missing} tokens is missing")
             return
         now = time.monotonic_ns()
-        with leg.lock:
-            is_closed, leg.is_closed = leg.is_closed, True
+        with transfer.lock:
+            is_closed, transfer.is_closed = transfer.is_closed, True
         if is_closed:
-            self.refuse(frame.number, f"the receiver has given leg {leg.leg_id} up")
+            self.refuse(frame.number, f"the receiver has given transfer {transfer.attempt_id} up")
             return
         self.numbers[frame.number] = None
-        self._receiver.finish(leg, self.peer.instance, frame.sequence + 1)
+        self._receiver.finish(transfer, self.peer.instance, frame.sequence + 1)
         self._acks[frame.number] = frame.sequence + 1
-        times = leg.first_byte_ns or now, leg.last_byte_ns or now
-        self._receiver.events.emit(leg, Committed(leg.leg_id, payload, leg.num_bytes, *times))
+        times = transfer.first_byte_ns or now, transfer.last_byte_ns or now
+        self._receiver.events.emit(transfer, Committed(transfer.attempt_id, payload, transfer.num_bytes, *times))
 
-    def _leg_of(self, frame: Frame) -> ReceivingLeg | None:
-        """The leg of a frame; None when it is refused. Raises ProtocolError when it was never opened."""
+    def _transfer_of(self, frame: Frame) -> RecvTransfer | None:
+        """The transfer of a frame; None when it is refused. Raises ProtocolError when it was never opened."""
         if frame.number not in self.numbers:
-            raise ProtocolError(f"{frame.kind.name} for a leg that was not opened")
-        leg = self.numbers[frame.number]
-        if leg is not None and leg.is_closed:
-            self.refuse(frame.number, f"the receiver has given leg {leg.leg_id} up")
+            raise ProtocolError(f"{frame.kind.name} for a transfer that was not opened")
+        transfer = self.numbers[frame.number]
+        if transfer is not None and transfer.is_closed:
+            self.refuse(frame.number, f"the receiver has given transfer {transfer.attempt_id} up")
             return None
-        if leg is not None and frame.kind is Kind.DATA and frame.sequence > leg.next_sequence:
-            raise ProtocolError(f"part {frame.sequence} where {leg.next_sequence} is next")
-        return leg
+        if transfer is not None and frame.kind is Kind.DATA and frame.sequence > transfer.next_sequence:
+            raise ProtocolError(f"part {frame.sequence} where {transfer.next_sequence} is next")
+        return transfer
 
-    def _give_up(self, leg: ReceivingLeg, message: str, number: int | None = None) -> None:
-        self.refuse(leg.number if number is None else number, message)
-        self._receiver.fail(leg, message)
+    def _give_up(self, transfer: RecvTransfer, message: str, number: int | None = None) -> None:
+        self.refuse(transfer.number if number is None else number, message)
+        self._receiver.fail(transfer, message)
 
 
 def _trim(memory: "OrderedDict[bytes, int] | OrderedDict[tuple[bytes, str], int]") -> None:

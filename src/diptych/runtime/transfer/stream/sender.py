@@ -1,8 +1,8 @@
 """The sending side: one connection to each receiver, kept alive as long as there is something to say.
 
 Owns dialling, backing off, resuming, and whose frame is next. Openings and commits go before KV; the KV of different
-legs takes turns, a frame each. A leg whose next frame waits for layers is in no queue: the worker's thread says when
-they are there. Runs in the connector's thread.
+transfers takes turns, a frame each. A transfer whose next frame waits for layers is in no queue: the worker's thread
+says when they are there. Runs in the connector's thread.
 """
 
 import errno
@@ -25,7 +25,7 @@ from diptych.runtime.transfer.stream.handshake import (
     hello,
 )
 from diptych.runtime.transfer.stream.stream_connection import Connection, ConnectionLost
-from diptych.runtime.transfer.stream.transfer_table import EventQueue, SendingLeg
+from diptych.runtime.transfer.stream.transfer_table import EventQueue, SendTransfer
 
 FIRST_BACK_OFF_NS = 10_000_000
 LAST_BACK_OFF_NS = 1_000_000_000
@@ -97,52 +97,61 @@ class SenderConnection(Connection):
 
 
 class Peer:
-    """One receiver, by its address: its legs, its connection while there is one, and the way to the next."""
+    """One receiver, by its address: its transfers, its connection while there is one, and the way to the next."""
 
     def __init__(self, address: SocketAddress, identity: Identity, carriers: CarrierChoice, events: EventQueue,
                  resume_timeout_ns: int) -> None:  # fmt: skip
         self.address = address
         self.connection: SenderConnection | None = None
-        self.legs: dict[int, SendingLeg] = {}
+        self.transfers: dict[int, SendTransfer] = {}
         self._identity = identity
         self._carriers = carriers
         self._events = events
         self._resume_timeout_ns = resume_timeout_ns
-        self._urgent: deque[SendingLeg] = deque()
-        self._ready: deque[SendingLeg] = deque()
+        self._urgent: deque[SendTransfer] = deque()
+        self._ready: deque[SendTransfer] = deque()
         self._receiver: KVFormat | None = None  # while the connection is up
         self._instance = b""
         self._link_bytes_per_s: float | None = None
         self._dialled_ns = 0
         self._next_dial_ns = 0
         self._back_off_ns = FIRST_BACK_OFF_NS
-        self._broken_ns: int | None = None  # since when there is no connection, though there are legs
+        self._broken_ns: int | None = None  # since when there is no connection, though there are transfers
         self._stuck_ns: int | None = None  # since when connections break before anything is acknowledged
         self._trouble = "no connection yet"
         self._progress = (0, 0)  # when, bytes that have really left
 
     # What the worker says
 
-    def news(self, leg: SendingLeg) -> None:
-        """Something was queued: the leg gets in line when it is its turn to send."""
-        if self._receiver is None or leg.is_ready or leg.is_closed or (leg.is_announced and leg.is_resuming):
+    def news(self, transfer: SendTransfer) -> None:
+        """Something was queued: the transfer gets in line when it is its turn to send."""
+        if (
+            self._receiver is None
+            or transfer.is_ready
+            or transfer.is_closed
+            or (transfer.is_announced and transfer.is_resuming)
+        ):
             return
-        if not leg.is_announced or leg.has_commit:
-            leg.is_ready = True
-            self._urgent.append(leg)
-        elif leg.has_data:
-            leg.is_ready = True
-            self._ready.append(leg)
+        if not transfer.is_announced or transfer.has_commit:
+            transfer.is_ready = True
+            self._urgent.append(transfer)
+        elif transfer.has_data:
+            transfer.is_ready = True
+            self._ready.append(transfer)
 
-    def cancelled(self, leg: SendingLeg) -> None:
-        """The worker has given a leg up; its blocks are fenced already."""
-        if self.legs.pop(leg.number, None) is not None and leg.is_announced and self.connection is not None:
-            self.connection.put_control(Frame(Kind.CANCEL, leg.number))
+    def cancelled(self, transfer: SendTransfer) -> None:
+        """The worker has given a transfer up; its blocks are fenced already."""
+        if (
+            self.transfers.pop(transfer.number, None) is not None
+            and transfer.is_announced
+            and self.connection is not None
+        ):
+            self.connection.put_control(Frame(Kind.CANCEL, transfer.number))
 
     # What the receiver says
 
     def welcomed(self, who: Introduction) -> None:
-        """The connection is up. Raises ProtocolError, with all legs failed, when the caches do not fit."""
+        """The connection is up. Raises ProtocolError, with all transfers failed, when the caches do not fit."""
         try:
             self._identity.kv_format.check_compatible(who.kv_format)
             self._carriers.for_sending(who.kv_format, 1, None)
@@ -151,39 +160,39 @@ class Peer:
             raise ProtocolError(error.message) from error
         self._receiver, self._instance, self._broken_ns = who.kv_format, who.instance, None
         self._progress = (time.monotonic_ns(), 0)
-        for leg in list(self.legs.values()):
-            if leg.receiver not in (None, who.instance):
-                self._fail(leg, "the receiver was restarted")
+        for transfer in list(self.transfers.values()):
+            if transfer.receiver not in (None, who.instance):
+                self._fail(transfer, "the receiver was restarted")
             else:
-                self.news(leg)
+                self.news(transfer)
 
     def acknowledged(self, number: int, sequence: int) -> None:
         """The receiver has everything below ``sequence``. Raises ProtocolError for what was never sent."""
-        leg = self.legs.get(number)
-        if leg is None:
+        transfer = self.transfers.get(number)
+        if transfer is None:
             return
-        before = leg.acknowledged
-        leg.is_resuming = False
-        is_over = leg.acknowledge(sequence)
-        if leg.acknowledged > before or not leg.is_waiting:
+        before = transfer.acknowledged
+        transfer.is_resuming = False
+        is_over = transfer.acknowledge(sequence)
+        if transfer.acknowledged > before or not transfer.is_waiting:
             self._stuck_ns, self._back_off_ns = None, FIRST_BACK_OFF_NS
         if not is_over:
-            self.news(leg)
+            self.news(transfer)
             return
-        del self.legs[number]
-        with leg.lock:
-            if leg.is_closed:
+        del self.transfers[number]
+        with transfer.lock:
+            if transfer.is_closed:
                 return
-            leg.shut()
+            transfer.shut()
         now = time.monotonic_ns()
-        first = leg.first_byte_ns or leg.commit_ns
-        self._events.emit(leg, Sent(leg.leg_id, leg.num_bytes, first, leg.commit_ns, now))
+        first = transfer.first_byte_ns or transfer.commit_ns
+        self._events.emit(transfer, Sent(transfer.attempt_id, transfer.num_bytes, first, transfer.commit_ns, now))
 
     def refused(self, number: int, message: str) -> None:
-        """The receiver does not take this leg."""
-        leg = self.legs.get(number)
-        if leg is not None:
-            self._fail(leg, message)
+        """The receiver does not take this transfer."""
+        transfer = self.transfers.get(number)
+        if transfer is not None:
+            self._fail(transfer, message)
 
     # The connection
 
@@ -205,9 +214,9 @@ class Peer:
         connection.write()
         may_send_kv = True
         while not connection.wants_write and (self._urgent or (may_send_kv and self._ready)):
-            leg = self._urgent.popleft() if self._urgent else self._ready.popleft()
-            leg.is_ready = False
-            may_send_kv = not self._put_next(leg, connection) and may_send_kv
+            transfer = self._urgent.popleft() if self._urgent else self._ready.popleft()
+            transfer.is_ready = False
+            may_send_kv = not self._put_next(transfer, connection) and may_send_kv
             connection.write()
 
     def lost(self, trouble: str) -> None:
@@ -221,11 +230,11 @@ class Peer:
         self.connection, self._receiver, self._trouble = None, None, trouble
         self._urgent.clear()
         self._ready.clear()
-        for leg in self.legs.values():
-            with leg.lock:
-                leg.in_flight = None
-            leg.restart()
-        if self.legs:
+        for transfer in self.transfers.values():
+            with transfer.lock:
+                transfer.in_flight = None
+            transfer.restart()
+        if self.transfers:
             self._broken_ns = self._broken_ns or now
             if was_up:
                 self._stuck_ns = self._stuck_ns or now
@@ -236,7 +245,7 @@ class Peer:
 
     def dial(self, now_ns: int) -> SenderConnection | None:
         """A new connection on its way, when one is needed and due."""
-        if self.connection is not None or not self.legs or now_ns < self._next_dial_ns:
+        if self.connection is not None or not self.transfers or now_ns < self._next_dial_ns:
             return None
         if self._broken_ns is None:
             self._broken_ns = now_ns
@@ -257,20 +266,20 @@ class Peer:
 
     def tick(self, now_ns: int) -> int | None:
         """Give up what takes too long. When to look again; None when nothing is pending. Raises ConnectionLost."""
-        if not self.legs:
+        if not self.transfers:
             return None
         if self._broken_ns is not None:
-            for leg in list(self.legs.values()):
-                if now_ns - max(self._broken_ns, leg.opened_ns) > self._resume_timeout_ns:
+            for transfer in list(self.transfers.values()):
+                if now_ns - max(self._broken_ns, transfer.opened_ns) > self._resume_timeout_ns:
                     seconds = self._resume_timeout_ns / 1e9
-                    self._fail(leg, f"no working connection to {self.address} for {seconds:g} s: {self._trouble}")
+                    self._fail(transfer, f"no working connection to {self.address} for {seconds:g} s: {self._trouble}")
         if self.connection is None:
             return self._next_dial_ns
         patience = self._resume_timeout_ns // 2
         if self._receiver is None:
             if now_ns - self._dialled_ns > patience:
                 raise ConnectionLost("no answer to the handshake")
-        elif self.connection.wants_write or any(leg.is_waiting for leg in self.legs.values()):
+        elif self.connection.wants_write or any(transfer.is_waiting for transfer in self.transfers.values()):
             left = self.connection.num_written - self.connection.num_unsent
             if left != self._progress[1]:
                 self._progress = (now_ns, left)
@@ -283,50 +292,50 @@ class Peer:
         return now_ns + max(1_000_000, self._resume_timeout_ns // 16)
 
     def fail_all(self, message: str) -> None:
-        """Every leg to this receiver is over."""
-        for leg in list(self.legs.values()):
-            self._fail(leg, message)
+        """Every transfer to this receiver is over."""
+        for transfer in list(self.transfers.values()):
+            self._fail(transfer, message)
 
-    def _fail(self, leg: SendingLeg, message: str) -> None:
-        self.legs.pop(leg.number, None)
-        with leg.lock:
-            if leg.is_closed:
+    def _fail(self, transfer: SendTransfer, message: str) -> None:
+        self.transfers.pop(transfer.number, None)
+        with transfer.lock:
+            if transfer.is_closed:
                 return
-            leg.shut()
-        self._events.emit(leg, Failed(leg.leg_id, True, message))
+            transfer.shut()
+        self._events.emit(transfer, Failed(transfer.attempt_id, True, message))
 
-    def _put_next(self, leg: SendingLeg, connection: SenderConnection) -> bool:
-        """Queue the leg's next frame and let it get in line again. Whether that was KV."""
-        if leg.is_closed:
+    def _put_next(self, transfer: SendTransfer, connection: SenderConnection) -> bool:
+        """Queue the transfer's next frame and let it get in line again. Whether that was KV."""
+        if transfer.is_closed:
             return False
         is_kv = False
-        if not leg.is_announced:
-            body = leg.leg_id.encode()
-            connection.put_control(Frame(Kind.OPEN, leg.number, start=leg.start, body_bytes=len(body)), body)
-            leg.is_announced, leg.receiver = True, self._instance
-        elif (commit := leg.next_commit()) is not None:
+        if not transfer.is_announced:
+            body = transfer.attempt_id.encode()
+            connection.put_control(Frame(Kind.OPEN, transfer.number, start=transfer.start, body_bytes=len(body)), body)
+            transfer.is_announced, transfer.receiver = True, self._instance
+        elif (commit := transfer.next_commit()) is not None:
             sequence, payload = commit
-            connection.put_control(Frame(Kind.COMMIT, leg.number, sequence, body_bytes=len(payload)), payload)
+            connection.put_control(Frame(Kind.COMMIT, transfer.number, sequence, body_bytes=len(payload)), payload)
         else:
-            is_kv = self._put_kv(leg, connection)
-        self.news(leg)
+            is_kv = self._put_kv(transfer, connection)
+        self.news(transfer)
         return is_kv
 
-    def _put_kv(self, leg: SendingLeg, connection: SenderConnection) -> bool:
-        with leg.lock:
-            following = None if leg.is_closed else leg.next_part(self._choose)
+    def _put_kv(self, transfer: SendTransfer, connection: SenderConnection) -> bool:
+        with transfer.lock:
+            following = None if transfer.is_closed else transfer.next_part(self._choose)
             if following is None:
                 return False
             sequence, part, carrier, blocks = following
             pieces = carrier.pack(blocks, part)
             size = sum(map(len, pieces))
             frame = Frame(
-                Kind.DATA, leg.number, sequence, part.start, part.num_tokens, part.first_layer, part.num_layers,
+                Kind.DATA, transfer.number, sequence, part.start, part.num_tokens, part.first_layer, part.num_layers,
                 carrier.encoding, LAST_OF_CHUNK if part.is_last else 0, size, checksum(pieces),
             )  # fmt: skip
-            leg.in_flight = connection.put_data(frame, pieces, leg.lock)
-            leg.first_byte_ns = leg.first_byte_ns or time.monotonic_ns()
-            leg.num_bytes += carrier.num_bytes(part)
+            transfer.in_flight = connection.put_data(frame, pieces, transfer.lock)
+            transfer.first_byte_ns = transfer.first_byte_ns or time.monotonic_ns()
+            transfer.num_bytes += carrier.num_bytes(part)
         return True
 
     def _choose(self, num_tokens: int) -> Carrier:

@@ -1,8 +1,9 @@
 """One socket between two connectors: bytes in, bytes out, never waiting. Used by the connector's thread only.
 
 Owns the socket, the frame that is being read and the frames that wait to be written. A body is received straight to
-where it belongs and sent straight from where it lies; while bytes of a leg's blocks move, that leg's lock is held, and
-for a closed leg they go to a scratch buffer instead. Must never decide what a frame means: see sender.py, receiver.py.
+where it belongs and sent straight from where it lies; while bytes of a transfer's blocks move, that transfer's lock is
+held, and for a closed transfer they go to a scratch buffer instead. Must never decide what a frame means: see
+sender.py, receiver.py.
 """
 
 import contextlib
@@ -15,11 +16,13 @@ from collections import deque
 from collections.abc import Sequence
 
 from diptych.runtime.transfer.stream.frames import HEADER_BYTES, Frame, Kind, ProtocolError, Seal, parse_header
-from diptych.runtime.transfer.stream.transfer_table import Leg
+from diptych.runtime.transfer.stream.transfer_table import Transfer
 
 MAX_PIECES = 1000  # per system call; the kernel takes 1024
 READ_BUDGET = 1 << 21  # bytes from one connection before others have their turn
-NOT_SENT_LOW_WATER = 1 << 17  # bytes that may wait in the kernel: what a small frame of another leg has to wait behind
+NOT_SENT_LOW_WATER = (
+    1 << 17
+)  # bytes that may wait in the kernel: what a small frame of another transfer has to wait behind
 SCRATCH_BYTES = 1 << 16
 _TCP_OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
@@ -36,7 +39,7 @@ class ConnectionLost(Exception):
 
 
 class Outgoing:
-    """A frame on its way out: a header and pieces of a body that may lie in a leg's blocks."""
+    """A frame on its way out: a header and pieces of a body that may lie in a transfer's blocks."""
 
     def __init__(self, pieces: list[memoryview], lock: "threading.Lock | None" = None) -> None:
         self.pieces = pieces
@@ -44,7 +47,8 @@ class Outgoing:
         self.lock = lock
 
     def detach(self) -> None:
-        """Copy what is not sent yet: the frame no longer points into anybody's blocks. With the leg's lock held."""
+        """Copy what is not sent yet: the frame no longer points into anybody's blocks. With the transfer's lock
+        held."""
         self.pieces[self.at :] = [memoryview(bytes(piece)) for piece in self.pieces[self.at :]]
 
     def advance(self, count: int) -> bool:
@@ -69,7 +73,7 @@ class Connection(ABC):
         self._targets: list[memoryview] = []
         self._at = 0
         self._left = 0  # bytes of the current item (a body, before the next header) that are still to come
-        self._leg: Leg | None = None  # whose blocks the current item goes to
+        self._transfer: Transfer | None = None  # whose blocks the current item goes to
         self._header = bytearray(HEADER_BYTES)
         self._sealed = b""  # the header of the frame whose body is read
         self._in_frames = False
@@ -157,12 +161,13 @@ class Connection(ABC):
     def heard(self, message: bytes) -> None:
         """A handshake item is here. Must call ``expect`` or ``begin_frames``, or raise."""
 
-    def body_for(self, frame: Frame) -> tuple[Sequence[memoryview], Leg | None]:
+    def body_for(self, frame: Frame) -> tuple[Sequence[memoryview], Transfer | None]:
         """Where the body of this DATA frame goes, and whose blocks these are (None: a buffer). The seal is checked."""
         raise ProtocolError("a receiver sends no KV")
 
     def data_done(self, frame: Frame) -> None:
-        """The body of a DATA frame is where ``body_for`` said, or in the scratch buffer when its leg was closed."""
+        """The body of a DATA frame is where ``body_for`` said, or in the scratch buffer when its transfer was
+        closed."""
         raise ProtocolError("a receiver sends no KV")
 
     @abstractmethod
@@ -175,9 +180,9 @@ class Connection(ABC):
         return [self._scratch] * whole + ([self._scratch[:rest]] if rest else [])
 
     def _receive(self) -> int | None:
-        with self._leg.lock if self._leg is not None else contextlib.nullcontext():
-            if self._leg is not None and self._leg.is_closed:
-                self._leg = None
+        with self._transfer.lock if self._transfer is not None else contextlib.nullcontext():
+            if self._transfer is not None and self._transfer.is_closed:
+                self._transfer = None
                 tail = self._targets[-1:]  # the next header
                 self._targets, self._at = [*self.discard(self._left), *tail], 0
             try:
@@ -199,7 +204,7 @@ class Connection(ABC):
         rest = count - self._left
         self._at = _advance(self._targets, self._at, self._left)
         self._left = 0
-        self._leg = None
+        self._transfer = None
         if not self._in_frames:
             self.heard(bytes(self._control))
         elif self._frame is None:
@@ -214,7 +219,7 @@ class Connection(ABC):
         self._sealed = bytes(self._header)
         if frame.kind is Kind.DATA:
             self.seal_in.check(self._sealed)
-            views, self._leg = self.body_for(frame)
+            views, self._transfer = self.body_for(frame)
             body = [view for view in views if len(view)]
         else:
             self._control = bytearray(frame.body_bytes)
@@ -223,7 +228,7 @@ class Connection(ABC):
         if frame.body_bytes:  # the next header is read along with the body
             self._targets, self._at, self._left = [*body, memoryview(self._header)], 0, frame.body_bytes
         else:
-            self._leg = None
+            self._transfer = None
             self._body_done(frame)
 
     def _body_done(self, frame: Frame) -> None:

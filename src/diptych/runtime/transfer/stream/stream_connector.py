@@ -1,8 +1,8 @@
 """A KVConnector over stream sockets: the worker's calls on one side, one thread for all sockets on the other.
 
 Owns the thread, the selector and the listening socket. The worker's thread only touches dictionaries, queues and the
-locks of single legs; what there is to do travels to the connector's thread through a queue and an eventfd. The thread
-sleeps in the selector: without a time limit when nothing is pending.
+locks of single transfers; what there is to do travels to the connector's thread through a queue and an eventfd. The
+thread sleeps in the selector: without a time limit when nothing is pending.
 """
 
 import os
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from diptych.control.errors import ConfigError, WorkerError
 from diptych.runtime.transfer.connector import (
-    MAX_LEG_ID_BYTES,
+    MAX_ATTEMPT_ID_BYTES,
     MAX_PAYLOAD_BYTES,
     ChunkArrived,
     KVFormat,
@@ -30,7 +30,7 @@ from diptych.runtime.transfer.stream.handshake import INSTANCE_BYTES, Identity
 from diptych.runtime.transfer.stream.receiver import Receiver, ReceiverConnection
 from diptych.runtime.transfer.stream.sender import Peer, SenderConnection
 from diptych.runtime.transfer.stream.stream_connection import Connection, ConnectionLost
-from diptych.runtime.transfer.stream.transfer_table import EventQueue, Leg, ReceivingLeg, SendingLeg
+from diptych.runtime.transfer.stream.transfer_table import EventQueue, RecvTransfer, SendTransfer, Transfer
 
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 LISTENER_PAUSE_NS = 200_000_000  # after accepting has failed for lack of resources
@@ -48,10 +48,10 @@ class StreamConnector:
         self.address = str(_advertised(self._bound, options.advertise))
         self._events = EventQueue()
         self._receiver = Receiver(self._identity, carriers, self._events, self._timeout_ns, self._lost)
-        self._sending: dict[str, SendingLeg] = {}
+        self._sending: dict[str, SendTransfer] = {}
         self._next_number = 1
         self._peers: dict[SocketAddress, Peer] = {}
-        self._news: deque[Leg] = deque()
+        self._news: deque[Transfer] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector = selectors.DefaultSelector()
         self._masks: dict[Connection, int] = {}
@@ -66,66 +66,66 @@ class StreamConnector:
 
     # The worker's thread
 
-    def expect(self, leg_id: str, block_ids: Sequence[int], start: int, num_tokens: int) -> None:
+    def expect(self, attempt_id: str, block_ids: Sequence[int], start: int, num_tokens: int) -> None:
         """See KVConnector."""
-        if leg_id in self._receiver.legs:
-            raise ValueError(f"leg {leg_id} is expected already")
+        if attempt_id in self._receiver.transfers:
+            raise ValueError(f"transfer {attempt_id} is expected already")
         if block_ids:
-            self._check_blocks(leg_id, block_ids, start + num_tokens)
+            self._check_blocks(attempt_id, block_ids, start + num_tokens)
         elif num_tokens:
-            raise ValueError(f"leg {leg_id} has no blocks for its {num_tokens} tokens")
-        self._receiver.legs[leg_id] = ReceivingLeg(leg_id, block_ids, start, num_tokens)
+            raise ValueError(f"transfer {attempt_id} has no blocks for its {num_tokens} tokens")
+        self._receiver.transfers[attempt_id] = RecvTransfer(attempt_id, block_ids, start, num_tokens)
 
-    def forget(self, leg_id: str) -> None:
+    def forget(self, attempt_id: str) -> None:
         """See KVConnector."""
-        leg = self._receiver.legs.pop(leg_id, None)
-        if leg is not None:
-            with leg.lock:
-                leg.is_closed = leg.is_silent = True
-            self._tell(leg)
+        transfer = self._receiver.transfers.pop(attempt_id, None)
+        if transfer is not None:
+            with transfer.lock:
+                transfer.is_closed = transfer.is_silent = True
+            self._tell(transfer)
 
-    def open(self, leg_id: str, address: str, start: int) -> None:
+    def open(self, attempt_id: str, address: str, start: int) -> None:
         """See KVConnector."""
-        if leg_id in self._sending:
-            raise ValueError(f"leg {leg_id} is open already")
-        if not 0 < len(leg_id.encode()) <= MAX_LEG_ID_BYTES:
-            raise ValueError(f"a leg id of {len(leg_id.encode())} bytes; 1 to {MAX_LEG_ID_BYTES}")
-        leg = SendingLeg(leg_id, self._next_number, parse_address(address), start, self._format.num_layers)
+        if attempt_id in self._sending:
+            raise ValueError(f"transfer {attempt_id} is open already")
+        if not 0 < len(attempt_id.encode()) <= MAX_ATTEMPT_ID_BYTES:
+            raise ValueError(f"a transfer id of {len(attempt_id.encode())} bytes; 1 to {MAX_ATTEMPT_ID_BYTES}")
+        transfer = SendTransfer(attempt_id, self._next_number, parse_address(address), start, self._format.num_layers)
         self._next_number += 1
-        self._sending[leg_id] = leg
-        self._tell(leg)
+        self._sending[attempt_id] = transfer
+        self._tell(transfer)
 
     def send(
-        self, leg_id: str, start: int, num_tokens: int, block_ids: Sequence[int], num_layers: int | None = None
+        self, attempt_id: str, start: int, num_tokens: int, block_ids: Sequence[int], num_layers: int | None = None
     ) -> None:
         """See KVConnector."""
-        leg = self._sending.get(leg_id)
-        if leg is None or leg.is_closed or not num_tokens:
+        transfer = self._sending.get(attempt_id)
+        if transfer is None or transfer.is_closed or not num_tokens:
             return
         if num_layers is not None and not 1 <= num_layers <= self._format.num_layers:
-            raise ValueError(f"leg {leg_id}: {num_layers} layers are computed, of {self._format.num_layers}")
+            raise ValueError(f"transfer {attempt_id}: {num_layers} layers are computed, of {self._format.num_layers}")
         if block_ids:
-            self._check_blocks(leg_id, block_ids, start + num_tokens)
-        if leg.queue_send(start, num_tokens, block_ids, num_layers or self._format.num_layers):
-            self._tell(leg)
+            self._check_blocks(attempt_id, block_ids, start + num_tokens)
+        if transfer.queue_send(start, num_tokens, block_ids, num_layers or self._format.num_layers):
+            self._tell(transfer)
 
-    def commit(self, leg_id: str, payload: bytes) -> None:
+    def commit(self, attempt_id: str, payload: bytes) -> None:
         """See KVConnector."""
         if len(payload) > MAX_PAYLOAD_BYTES:
             raise ValueError(f"a commit of {len(payload)} bytes; at most {MAX_PAYLOAD_BYTES}")
-        leg = self._sending.get(leg_id)
-        if leg is not None:
-            leg.queue_commit(payload)
-            self._tell(leg)
+        transfer = self._sending.get(attempt_id)
+        if transfer is not None:
+            transfer.queue_commit(payload)
+            self._tell(transfer)
 
-    def cancel(self, leg_id: str) -> None:
+    def cancel(self, attempt_id: str) -> None:
         """See KVConnector."""
-        leg = self._sending.pop(leg_id, None)
-        if leg is not None:
-            with leg.lock:
-                leg.is_silent = True
-                leg.shut()
-            self._tell(leg)
+        transfer = self._sending.pop(attempt_id, None)
+        if transfer is not None:
+            with transfer.lock:
+                transfer.is_silent = True
+                transfer.shut()
+            self._tell(transfer)
 
     def poll(self) -> list[TransferEvent]:
         """See KVConnector. Raises WorkerError when the connector's thread has died of a bug."""
@@ -134,13 +134,13 @@ class StreamConnector:
         happened: list[TransferEvent] = []
         if self._is_closed:
             return happened
-        for leg, event in self._events.drain():
+        for transfer, event in self._events.drain():
             happened.append(event)
             if not isinstance(event, ChunkArrived):
-                if leg.is_sender:
-                    self._sending.pop(leg.leg_id, None)
+                if transfer.is_sender:
+                    self._sending.pop(transfer.attempt_id, None)
                 else:
-                    self._receiver.legs.pop(leg.leg_id, None)
+                    self._receiver.transfers.pop(transfer.attempt_id, None)
         return happened
 
     def fileno(self) -> int:
@@ -159,15 +159,15 @@ class StreamConnector:
         if isinstance(self._bound.target, str):
             Path(self._bound.target).unlink(missing_ok=True)
 
-    def _tell(self, leg: Leg) -> None:
+    def _tell(self, transfer: Transfer) -> None:
         if self._is_closed:
             return
-        self._news.append(leg)
+        self._news.append(transfer)
         os.eventfd_write(self._wake, 1)
 
-    def _check_blocks(self, leg_id: str, block_ids: Sequence[int], num_tokens: int) -> None:
+    def _check_blocks(self, attempt_id: str, block_ids: Sequence[int], num_tokens: int) -> None:
         if len(block_ids) * self._format.block_size < num_tokens:
-            raise ValueError(f"leg {leg_id}: {len(block_ids)} blocks do not hold {num_tokens} tokens")
+            raise ValueError(f"transfer {attempt_id}: {len(block_ids)} blocks do not hold {num_tokens} tokens")
 
     # The connector's thread
 
@@ -183,7 +183,7 @@ class StreamConnector:
                         self._serve(key.data, mask)
         except Exception as error:
             self._fault = error
-            self._events.emit(Leg("", 0), ChunkArrived("", 0))  # wakes the worker, which finds the fault
+            self._events.emit(Transfer("", 0), ChunkArrived("", 0))  # wakes the worker, which finds the fault
         finally:
             for connection in list(self._masks):
                 connection.close()
@@ -197,26 +197,26 @@ class StreamConnector:
         except BlockingIOError:
             return
         for _ in range(len(self._news)):
-            leg = self._news.popleft()
-            if isinstance(leg, ReceivingLeg):
-                connection = leg.connection
-                self._receiver.forgotten(leg)
+            transfer = self._news.popleft()
+            if isinstance(transfer, RecvTransfer):
+                connection = transfer.connection
+                self._receiver.forgotten(transfer)
                 if connection is not None:
                     self._watch(connection)
-            elif isinstance(leg, SendingLeg):
-                self._hear_of_sending(leg)
+            elif isinstance(transfer, SendTransfer):
+                self._hear_of_sending(transfer)
 
-    def _hear_of_sending(self, leg: SendingLeg) -> None:
-        peer = self._peers.get(leg.address)
-        if leg.is_silent:
+    def _hear_of_sending(self, transfer: SendTransfer) -> None:
+        peer = self._peers.get(transfer.address)
+        if transfer.is_silent:
             if peer is not None:
-                peer.cancelled(leg)
-        elif not leg.is_closed:
+                peer.cancelled(transfer)
+        elif not transfer.is_closed:
             if peer is None:
-                peer = Peer(leg.address, self._identity, self._carriers, self._events, self._timeout_ns)
-                self._peers[leg.address] = peer
-            peer.legs[leg.number] = leg
-            peer.news(leg)
+                peer = Peer(transfer.address, self._identity, self._carriers, self._events, self._timeout_ns)
+                self._peers[transfer.address] = peer
+            peer.transfers[transfer.number] = transfer
+            peer.news(transfer)
         if peer is not None and peer.connection is not None and peer.connection.is_connected:
             self._serve(peer.connection, WRITE)
 
@@ -280,7 +280,7 @@ class StreamConnector:
                 self._resume_listening_ns = None
                 self._selector.register(self._listener, READ, None)
         for peer in list(self._peers.values()):
-            if not peer.legs and peer.connection is None:
+            if not peer.transfers and peer.connection is None:
                 del self._peers[peer.address]
                 continue
             dialled = peer.dial(now)

@@ -1,8 +1,8 @@
-"""The two ends of a leg, and the fences around their blocks.
+"""The two ends of a transfer, and the fences around their blocks.
 
-Owns what is known of a leg on this side. The worker's thread and the connector's thread both hold it; ``lock`` is held
-by whoever reads or writes the leg's blocks, and nobody does so once ``is_closed`` is set. That is the fence: forget and
-cancel set the flag under the lock, so a system call that was moving bytes has ended and none begins.
+Owns what is known of a transfer on this side. The worker's thread and the connector's thread both hold it; ``lock`` is
+held by whoever reads or writes the transfer's blocks, and nobody does so once ``is_closed`` is set. That is the fence:
+forget and cancel set the flag under the lock, so a system call that was moving bytes has ended and none begins.
 """
 
 import os
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from diptych.runtime.transfer.stream.stream_connection import Outgoing
 
 
-class Leg:
+class Transfer:
     """What both ends have."""
 
     is_sender: bool
 
-    def __init__(self, leg_id: str, start: int) -> None:
-        self.leg_id = leg_id
+    def __init__(self, attempt_id: str, start: int) -> None:
+        self.attempt_id = attempt_id
         self.start = start
         self.lock = threading.Lock()
         self.is_closed = False  # no block of it is read or written any more
@@ -38,13 +38,13 @@ class Leg:
         self.first_byte_ns = 0
 
 
-class ReceivingLeg(Leg):
+class RecvTransfer(Transfer):
     """Receiver: what is expected, and how much of it is here."""
 
     is_sender = False
 
-    def __init__(self, leg_id: str, block_ids: Sequence[int], start: int, num_tokens: int) -> None:
-        super().__init__(leg_id, start)
+    def __init__(self, attempt_id: str, block_ids: Sequence[int], start: int, num_tokens: int) -> None:
+        super().__init__(attempt_id, start)
         self.block_ids = tuple(block_ids)
         self.end = start + num_tokens
         self.next_sequence = 0
@@ -65,7 +65,7 @@ class ReceivingLeg(Leg):
         if not inside or not part.num_tokens or not 1 <= part.num_layers <= num_layers - part.first_layer:
             raise ProtocolError(
                 f"tokens {part.start} to {part.start + part.num_tokens} in layers {part.first_layer} to "
-                f"{part.first_layer + part.num_layers} are not what leg {self.leg_id} expects"
+                f"{part.first_layer + part.num_layers} are not what transfer {self.attempt_id} expects"
             )
 
     def took(self, frame: Frame, num_bytes: int) -> bool:
@@ -104,7 +104,7 @@ class _Send:
         return part.first_layer + part.num_layers <= self.num_layers
 
 
-class SendingLeg(Leg):
+class SendTransfer(Transfer):
     """Sender: what is queued, what is on its way, what is acknowledged. ``num_layers``: of the model.
 
     ``queue_*`` are for the worker's thread, the rest for the connector's; ``_sends``, ``_payload`` lie between.
@@ -112,8 +112,8 @@ class SendingLeg(Leg):
 
     is_sender = True
 
-    def __init__(self, leg_id: str, number: int, address: SocketAddress, start: int, num_layers: int) -> None:
-        super().__init__(leg_id, start)
+    def __init__(self, attempt_id: str, number: int, address: SocketAddress, start: int, num_layers: int) -> None:
+        super().__init__(attempt_id, start)
         self.number = number
         self.address = address
         self.opened_ns = time.monotonic_ns()
@@ -142,11 +142,11 @@ class SendingLeg(Leg):
             return self._queue_layers(self._unfinished, start + num_tokens, num_layers)
         skipped = max(0, self.queued_until - start)
         if start > self.queued_until:
-            raise ValueError(f"leg {self.leg_id}: tokens {self.queued_until} to {start} were never sent")
+            raise ValueError(f"transfer {self.attempt_id}: tokens {self.queued_until} to {start} were never sent")
         if skipped >= num_tokens:
             return False
         if self._payload is not None:
-            raise ValueError(f"leg {self.leg_id}: KV after its commit")
+            raise ValueError(f"transfer {self.attempt_id}: KV after its commit")
         self.queued_until = start + num_tokens
         send = _Send(start + skipped, num_tokens - skipped, tuple(block_ids), num_layers, self._num_layers)
         self._unfinished = send if num_layers < self._num_layers else None
@@ -156,7 +156,7 @@ class SendingLeg(Leg):
     def _queue_layers(self, send: _Send, end: int, num_layers: int) -> bool:
         if end != self.queued_until:
             raise ValueError(
-                f"leg {self.leg_id}: tokens up to {end}, while those up to {self.queued_until} have "
+                f"transfer {self.attempt_id}: tokens up to {end}, while those up to {self.queued_until} have "
                 f"{send.num_layers} of {self._num_layers} layers"
             )
         if num_layers == self._num_layers:
@@ -165,13 +165,13 @@ class SendingLeg(Leg):
         return send.num_layers >= send.awaited
 
     def queue_commit(self, payload: bytes) -> None:
-        """Worker's thread. Raises ValueError when repeated, or while tokens lack layers (of a leg that has ended,
+        """Worker's thread. Raises ValueError when repeated, or while tokens lack layers (of a transfer that has ended,
         unheard of here, the last ones were not queued any more)."""
         if self._payload is not None:
-            raise ValueError(f"leg {self.leg_id} is committed already")
+            raise ValueError(f"transfer {self.attempt_id} is committed already")
         if self._unfinished is not None and not self.is_closed:
             raise ValueError(
-                f"leg {self.leg_id}: committed with {self._unfinished.num_layers} layers of its last tokens"
+                f"transfer {self.attempt_id}: committed with {self._unfinished.num_layers} layers of its last tokens"
             )
         self.commit_ns = time.monotonic_ns()
         self._payload = payload
@@ -230,9 +230,9 @@ class SendingLeg(Leg):
         return self._sent_until > self.acknowledged
 
     def acknowledge(self, sequence: int) -> bool:
-        """The receiver has everything below ``sequence``. Whether that ends the leg. Raises ProtocolError."""
+        """The receiver has everything below ``sequence``. Whether that ends the transfer. Raises ProtocolError."""
         if sequence > self._sent_until:
-            raise ProtocolError(f"leg {self.leg_id}: {sequence} is acknowledged, {self._sent_until} were sent")
+            raise ProtocolError(f"transfer {self.attempt_id}: {sequence} is acknowledged, {self._sent_until} were sent")
         while self.acknowledged < sequence:
             self.acknowledged += 1
             if not self._parts:
@@ -271,26 +271,26 @@ class EventQueue:
     """What the connector's thread has to tell the worker's; an eventfd says when there is something."""
 
     def __init__(self) -> None:
-        self._events: deque[tuple[Leg, TransferEvent]] = deque()
+        self._events: deque[tuple[Transfer, TransferEvent]] = deque()
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def fileno(self) -> int:
         """Readable when there is something."""
         return self._fd
 
-    def emit(self, leg: Leg, event: TransferEvent) -> None:
+    def emit(self, transfer: Transfer, event: TransferEvent) -> None:
         """Connector's thread."""
-        self._events.append((leg, event))
+        self._events.append((transfer, event))
         os.eventfd_write(self._fd, 1)
 
-    def drain(self) -> list[tuple[Leg, TransferEvent]]:
+    def drain(self) -> list[tuple[Transfer, TransferEvent]]:
         """Worker's thread: what there is, without what nobody wants to hear any more."""
         try:
             os.eventfd_read(self._fd)
         except BlockingIOError:
             return []
         happened = [self._events.popleft() for _ in range(len(self._events))]
-        return [(leg, event) for leg, event in happened if not leg.is_silent]
+        return [(transfer, event) for transfer, event in happened if not transfer.is_silent]
 
     def close(self) -> None:
         """No more events."""

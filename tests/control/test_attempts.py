@@ -1,4 +1,5 @@
-"""The replica's side of a leg: leases, drops that come too early, blocks that belong to somebody else, what to send."""
+"""The replica's side of an attempt: leases, drops that come too early, blocks that belong to somebody else, what to
+send."""
 
 import random
 
@@ -83,7 +84,7 @@ def test_a_drop_that_comes_first_refuses_what_comes_after_it() -> None:
 
 
 @pytest.mark.parametrize("stage", ["waiting", "reserved", "delivered", "decoding"])
-def test_a_drop_ends_a_leg_of_the_decode_replica_wherever_it_is(stage: str) -> None:
+def test_a_drop_ends_an_attempt_of_the_decode_replica_wherever_it_is(stage: str) -> None:
     replica = core()
     if stage == "waiting":
         replica.reserve(Request("a", 100, 8), 0)
@@ -144,7 +145,7 @@ def test_leases_expire_exactly_when_nobody_has_renewed_them(seed: int) -> None:
     now = 0
     for number in range(300):
         now += rng.randrange(4)
-        name = f"leg{number}"
+        name = f"attempt{number}"
         if rng.random() < 0.4:
             lengths[name] = rng.randrange(1, 40)
             expiry[name] = now + lengths[name]
