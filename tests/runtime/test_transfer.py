@@ -272,7 +272,7 @@ def test_an_attempt_that_nobody_expects_fails_at_the_sender_alone(make: Make) ->
     sender.connector.send("unknown", 0, 64, list(range(4)))
     sender.connector.commit("unknown", b"")
     failed = until(sender, Failed)[-1]
-    assert isinstance(failed, Failed) and failed.is_sender and "does not expect attempt unknown" in failed.message
+    assert isinstance(failed, Failed) and failed.is_sender and "does not expect transfer unknown" in failed.message
     sender.connector.send("unknown", 64, 64, list(range(8)))  # has no effect
     tables = transfer(sender, receiver, "known", 64)
     until(receiver, Committed)
