@@ -43,7 +43,7 @@ def run_batch(first: int) -> tuple[Counter[str], list[str]]:
             continue
         counts += cluster.core.counts
         counts["schedules"] += 1
-        counts["workers"] += len(cluster.replicas)
+        counts["workers"] += len(cluster.workers)
         counts["requests"] += len(cluster.collector.requests)
         counts["faults"] += len(scenario.faults)
         counts["steps into borrowed blocks"] += cluster.num_borrowed_steps

@@ -117,7 +117,7 @@ def seconds_alone(calibration: Calibration, prompt: int, answer: int) -> float:
 def predict(case: Case, calibration: Calibration, specs: tuple[RequestSpec, ...]) -> Latencies:
     """What the simulator says."""
     scenario = Scenario(
-        replica=calibration.replica(shape_preset("unified" if case.shape == "unified" else "chunked")),
+        engine=calibration.worker(shape_preset("unified" if case.shape == "unified" else "chunked")),
         cost=calibration.cost,
         workload=specs,
         front_end=calibration.front_end,

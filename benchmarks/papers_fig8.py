@@ -6,9 +6,9 @@ NUM_REQUESTS). Surrogates: the lengths (ShareGPT under another tokenizer; conver
 reweighted so that their means are the paper's 755.5 and 200.3; "unweighted" takes them as they are); the profile of
 OPT-175B, which was not published, extrapolated from the fits of OPT-66B (see ``opt_175b``).
 
-DistServe's two pools run as two simulations: prefill replicas answer with one token; then decode replicas whose cost
+DistServe's two pools run as two simulations: prefill workers answer with one token; then decode workers whose cost
 model prices a prompt at nothing (its KV came over a link) take each request when its KV is there. The pools do not
-hold each other up, and nothing waits for room on the other side. A pipeline of p stages is p replicas that each take a
+hold each other up, and nothing waits for room on the other side. A pipeline of p stages is p workers that each take a
 whole pass and have a share of its memory.
 """
 
@@ -20,7 +20,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from diptych.control.config import BudgetConfig, CacheConfig, ReplicaConfig, SchedulerConfig
+from diptych.control.config import BudgetConfig, CacheConfig, EngineConfig, SchedulerConfig
 from diptych.control.slo import NS_PER_S, Slo
 from diptych.control.step import SchedulerOutput
 from diptych.report.plots import Line, Scale, line_chart
@@ -53,9 +53,9 @@ def poisson(lengths: Lengths, rate: float, seed: int = SEED) -> Requests:
     )
 
 
-def replica(kv_tokens: int, budget: BudgetConfig, max_num_seqs: int) -> ReplicaConfig:
+def worker(kv_tokens: int, budget: BudgetConfig, max_num_seqs: int) -> EngineConfig:
     """First come, first served, in blocks of 16 tokens, nothing shared."""
-    return ReplicaConfig(
+    return EngineConfig(
         CacheConfig(kv_tokens // BLOCK, block_size=BLOCK, enable_prefix_cache=False),
         SchedulerConfig(order="fcfs", budget=budget, max_num_seqs=max_num_seqs, max_waiting=1_000_000),
         max_model_len=32_768,
@@ -228,7 +228,7 @@ def distserve_met(setting: Setting, lengths: Lengths, rate: float, seed: int) ->
 
 @dataclass(frozen=True)
 class DecodeOnly:
-    """The cost model of a replica to which KV is sent: taking in a prompt costs nothing, decode steps as profiled."""
+    """The cost model of a worker to which KV is sent: taking in a prompt costs nothing, decode steps as profiled."""
 
     cost: ProfiledCost
     name: str = "decode only"
@@ -251,8 +251,8 @@ def pool(
     cost: ProfiledCost | DecodeOnly, stages: int, requests: Requests, budget: BudgetConfig, max_num_seqs: int
 ) -> RequestTable:
     """One instance of ``stages`` pipeline stages."""
-    config = replica(cost.info.kv_tokens[stages] // stages, budget, max_num_seqs)
-    return simulate(Scenario(replica=config, cost=cost, workload=requests, num_replicas=stages)).requests
+    config = worker(cost.info.kv_tokens[stages] // stages, budget, max_num_seqs)
+    return simulate(Scenario(engine=config, cost=cost, workload=requests, num_workers=stages)).requests
 
 
 def is_met(slo: Slo, ttft_ns: int, tpot_ns: int | None) -> bool:

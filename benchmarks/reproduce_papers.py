@@ -23,7 +23,7 @@ from typing import Any
 
 import papers_fig8
 from common import RESULTS, report
-from papers_fig8 import SEED, Lengths, Row, poisson, replica
+from papers_fig8 import SEED, Lengths, Row, poisson, worker
 
 from diptych.control.config import BudgetConfig
 from diptych.simulation.costs.profiled import ProfiledCost, TabledLaw, load_profile
@@ -77,10 +77,10 @@ def splitwise(folder: Path, seed: int, num_machines: int = 40) -> tuple[list[Row
             for rate in SPLITWISE_RATES[table]:
                 lengths = independent(pairs, rate * SPLITWISE_SECONDS, seed)
                 scenario = Scenario(
-                    replica=replica(kv_tokens, budget, 512),
+                    engine=worker(kv_tokens, budget, 512),
                     cost=cost,
                     workload=poisson(lengths, rate, seed),
-                    num_replicas=num_machines,
+                    num_workers=num_machines,
                 )
                 point = slowdowns(simulate(scenario).requests, unloaded)
                 points.append({"decode times": table, "batching": shape, "rate": rate, **point})

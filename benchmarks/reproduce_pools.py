@@ -17,7 +17,7 @@ from typing import Any
 
 from common import report
 
-from diptych.control.config import BudgetConfig, CacheConfig, ReplicaConfig, SchedulerConfig
+from diptych.control.config import BudgetConfig, CacheConfig, EngineConfig, SchedulerConfig
 from diptych.control.slo import NS_PER_MS, Slo
 from diptych.simulation.costs.roofline import RooflineCost
 from diptych.simulation.fleet.pools import Pools
@@ -37,7 +37,7 @@ def run(num_prefill: int, num_decode: int, rate_scale: float) -> dict[str, Any]:
     """One split."""
     model, hardware = load_model("llama-2-70b"), load_hardware("a100-80gb")
     tokens = kv_capacity_tokens(model, hardware, tensor_parallel=8)
-    replica = ReplicaConfig(
+    worker = EngineConfig(
         CacheConfig(num_blocks=tokens // BLOCK, block_size=BLOCK),
         SchedulerConfig(order="fcfs", budget=BudgetConfig("fixed", 4096), max_num_seqs=256, max_waiting=100_000),
         Slo(30_000 * NS_PER_MS, 100 * NS_PER_MS),
@@ -48,7 +48,7 @@ def run(num_prefill: int, num_decode: int, rate_scale: float) -> dict[str, Any]:
     )
     cost = RooflineCost(model, hardware, 8)
     workload = load_trace("mooncake-conversation").scaled(rate_scale)
-    result = simulate(Scenario(replica=replica, cost=cost, workload=workload, pools=pools))
+    result = simulate(Scenario(engine=worker, cost=cost, workload=workload, pools=pools))
     summary = summarize(result)
     return {
         "prefill:decode": f"{num_prefill}:{num_decode}",

@@ -48,7 +48,7 @@ from typing import Any
 
 from common import report
 
-from diptych.control.config import BudgetConfig, BudgetName, CacheConfig, ReplicaConfig, SchedulerConfig
+from diptych.control.config import BudgetConfig, BudgetName, CacheConfig, EngineConfig, SchedulerConfig
 from diptych.simulation.costs.interpolation import Curve
 from diptych.simulation.costs.layer_tables import LayerTableCost
 from diptych.simulation.costs.operator_tables import OperatorTableCost
@@ -164,7 +164,7 @@ def read_points(path: Path) -> list[Point]:
 
 @cache
 def cost_of(model: str, hardware: str, devices: int, weight_bits: int) -> OperatorTableCost:
-    """The operator tables of a replica, without the host."""
+    """The operator tables of a worker, without the host."""
     return OperatorTableCost(
         load_model(MODELS[model]), load_hardware(hardware), devices, weight_bits=weight_bits, step_overhead_s=0.0
     )
@@ -180,7 +180,7 @@ def simulated(
     operators = cost_of(point.model, point.hardware, point.devices, point.weight_bits)
     tables = replace(operators.tables, overhead=Curve((1.0,), (host_us,)))
     kind, tokens = budget
-    replica = ReplicaConfig(
+    worker = EngineConfig(
         cache=CacheConfig(
             num_blocks=capacity // BLOCK,
             block_size=BLOCK,
@@ -197,7 +197,7 @@ def simulated(
     )
     clients = Clients(point.concurrency, point, shortest)
     cost = LayerTableCost(operators.info, tables)
-    table = simulate(Scenario(replica=replica, cost=cost, workload=clients)).requests
+    table = simulate(Scenario(engine=worker, cost=cost, workload=clients)).requests
     rows = sorted(table.completed_rows(), key=lambda row: (table.arrival_ns[row], table.number[row]))
     assert len(rows) == len(clients), "a request failed"
     means = []

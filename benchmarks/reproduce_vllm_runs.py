@@ -21,7 +21,7 @@ R10: vLLM 0.19 on an RTX 4090 and an RTX PRO 6000, logs of single requests. Arri
 from the moment the engine takes a request in, between two steps, so its TTFT and latency lack the wait for the step
 under way when the request arrives; "from arrival" adds the logged gap back.
 
-The replica of Diptych admits a prompt when the expected peak of all admitted fits; vLLM when the prompt fits now. Where
+The worker of Diptych admits a prompt when the expected peak of all admitted fits; vLLM when the prompt fits now. Where
 memory is short, ``greedy`` rows repeat the run with an expectation of nothing to come, which is vLLM's rule. ``skew``
 rows add the measured effect of unequal contexts, with longest over mean context taken from the lengths of the workload.
 """
@@ -37,7 +37,7 @@ from typing import Any
 
 from common import report
 
-from diptych.control.config import BudgetConfig, CacheConfig, ReplicaConfig, SchedulerConfig
+from diptych.control.config import BudgetConfig, CacheConfig, EngineConfig, SchedulerConfig
 from diptych.control.events import FirstToken, StepFinished
 from diptych.control.step import SchedulerOutput
 from diptych.simulation.costs.cost_model import CostModel, DecodeLine
@@ -80,9 +80,9 @@ def read_workload(path: Path, arrivals_ns: Sequence[int] | None = None, *, share
     return tuple(specs)
 
 
-def vllm_replica(num_blocks: int, max_num_seqs: int, max_batched_tokens: int, max_model_len: int) -> ReplicaConfig:
+def vllm_engine_config(num_blocks: int, max_num_seqs: int, max_batched_tokens: int, max_model_len: int) -> EngineConfig:
     """vLLM's scheduler in our words."""
-    return ReplicaConfig(
+    return EngineConfig(
         cache=CacheConfig(num_blocks=num_blocks, block_size=BLOCK, watermark_blocks=0),
         scheduler=SchedulerConfig(
             order="fcfs",
@@ -136,8 +136,8 @@ def figure_8(folder: Path) -> list[Row]:
         *((name, table, 2048) for name, table in H100_TABLES.items()),
         ("sync, 512 a step", H100_TABLES["sync"], 512),
     ):
-        replica = vllm_replica(H100_BLOCKS, 256, max_batched_tokens, 131072)
-        result = simulate(Scenario(replica=replica, cost=load_layer_table(table), workload=workload))
+        worker = vllm_engine_config(H100_BLOCKS, 256, max_batched_tokens, 131072)
+        result = simulate(Scenario(engine=worker, cost=load_layer_table(table), workload=workload))
         ttft, tpot, _ = mean_ms(result)
         rows += [
             row(f"R7 SD {name}", "output tokens/s", float(measured[0]), tokens / (result.duration_ns / 1e9), "3 %"),
@@ -149,8 +149,8 @@ def figure_8(folder: Path) -> list[Row]:
 
 @dataclass(frozen=True)
 class BlockingTransfers:
-    """A cost model in which each handoff also stops the engine for a while: the prefill replica in the step that ends
-    the prompt, the decode replica in the step that takes the request over."""
+    """A cost model in which each handoff also stops the engine for a while: the prefill worker in the step that ends
+    the prompt, the decode worker in the step that takes the request over."""
 
     cost: CostModel
     transfer_ns: int
@@ -168,10 +168,10 @@ class BlockingTransfers:
 
 def disaggregated(workload: Requests, table: str, transfer_ns: int, **changes: Any) -> Scenario:
     """One prefill and one decode instance on NVLink."""
-    replica = vllm_replica(H100_BLOCKS, 256, 2048, 131072)
+    worker = vllm_engine_config(H100_BLOCKS, 256, 2048, 131072)
     pools = Pools(num_prefill=1, num_decode=1, kv_bytes_per_token=327_680, link="nvlink4")
     cost = BlockingTransfers(load_layer_table(table), transfer_ns)
-    return Scenario(replica=replica, cost=cost, workload=workload, pools=pools, **changes)
+    return Scenario(engine=worker, cost=cost, workload=workload, pools=pools, **changes)
 
 
 def stamped_on_decode(result: SimulationResult) -> tuple[float, float]:
@@ -234,7 +234,7 @@ def figure_5(folder: Path) -> list[Row]:
     evaluation = folder / "llmservingsim/ispass26"
     workload = read_workload(evaluation / "dataset/sharegpt_req300_rate10_llama.lens.jsonl.gz")
     rows = []
-    for shape, num_replicas in (("SD+PC", 1), ("MD", 2), ("PDD", 2)):
+    for shape, num_workers in (("SD+PC", 1), ("MD", 2), ("PDD", 2)):
         path = evaluation / f"evaluation/figure_5/H100/reference/{shape}_throughput.tsv"
         measured = [float(line[1]) for line in tsv(path)]
         for name, table in H100_TABLES.items():
@@ -242,10 +242,10 @@ def figure_5(folder: Path) -> list[Row]:
                 scenario = disaggregated(workload, table, TRANSFER_NS, record_events=True)
             else:
                 scenario = Scenario(
-                    replica=vllm_replica(H100_BLOCKS, 256, 2048, 131072),
+                    engine=vllm_engine_config(H100_BLOCKS, 256, 2048, 131072),
                     cost=load_layer_table(table),
                     workload=workload,
-                    num_replicas=num_replicas,
+                    num_workers=num_workers,
                     routing="round_robin",
                     record_events=True,
                 )
@@ -282,12 +282,14 @@ def single_requests(folder: Path) -> list[Row]:
         lengths = [(one["input_toks"], one["output_toks"]) for one in logged]
         assert [(spec.prompt_tokens, spec.output_tokens) for spec in workload] == lengths
         scenario = Scenario(
-            replica=vllm_replica(num_blocks, max_num_seqs, 2048, 32768), cost=load_layer_table(table), workload=workload
+            engine=vllm_engine_config(num_blocks, max_num_seqs, 2048, 32768),
+            cost=load_layer_table(table),
+            workload=workload,
         )
         rows += logged_rows(f"R10 {hardware}", logged, simulate(scenario))
         if hardware == "RTX4090":
-            greedy = replace(scenario.replica, cache=replace(scenario.replica.cache, admission="greedy"))
-            rows += logged_rows(f"R10 {hardware} greedy", logged, simulate(replace(scenario, replica=greedy)))
+            greedy = replace(scenario.engine, cache=replace(scenario.engine.cache, admission="greedy"))
+            rows += logged_rows(f"R10 {hardware} greedy", logged, simulate(replace(scenario, engine=greedy)))
         else:
             contexts = [prompt + answer / 2 for prompt, answer in lengths]
             cost = load_layer_table(table, skew=max(contexts) / fmean(contexts))

@@ -2,7 +2,7 @@
 
     python benchmarks/routing.py [--json routing.json]
 
-Mooncake's conversation trace (its first 4,000 requests) on 8 replicas (Llama-3.1-70B on four H100 each), simulated with
+Mooncake's conversation trace (its first 4,000 requests) on 8 workers (Llama-3.1-70B on four H100 each), simulated with
 every routing there is: prompt tokens found in the cache, latencies, and how wrong the picture of the caches was. Equal
 inputs give equal figures, whatever else the machine does; only "seconds" (of simulating) depends on it.
 """
@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from common import report
 
-from diptych.control.config import CacheConfig, ReplicaConfig, shape_preset
+from diptych.control.config import CacheConfig, EngineConfig, shape_preset
 from diptych.control.router.routing import RoutingName
 from diptych.control.slo import NS_PER_MS, Slo
 from diptych.simulation.costs.layer_tables import load_layer_table
@@ -22,9 +22,9 @@ from diptych.simulation.scenario import Scenario
 from diptych.workload.traces import load_trace
 
 
-def trace(routing: RoutingName, num_replicas: int = 8) -> dict[str, Any]:
+def trace(routing: RoutingName, num_workers: int = 8) -> dict[str, Any]:
     """One run."""
-    replica = ReplicaConfig(
+    worker = EngineConfig(
         CacheConfig(num_blocks=1000, block_size=512),
         shape_preset("chunked", max_waiting=100_000),
         Slo(10_000 * NS_PER_MS, 100 * NS_PER_MS),
@@ -32,7 +32,7 @@ def trace(routing: RoutingName, num_replicas: int = 8) -> dict[str, Any]:
     )
     workload = load_trace("mooncake-conversation").rows(0, 4000)
     cost = load_layer_table("h100-llama-3.1-70b-tp4")
-    scenario = Scenario(replica=replica, cost=cost, workload=workload, num_replicas=num_replicas, routing=routing)
+    scenario = Scenario(engine=worker, cost=cost, workload=workload, num_workers=num_workers, routing=routing)
     result = simulate(scenario)
     summary = summarize(result)
     return {

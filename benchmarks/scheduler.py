@@ -13,15 +13,15 @@ from collections.abc import Iterator
 
 from common import report
 
-from diptych.control.config import BudgetConfig, CacheConfig, ReplicaConfig, SchedulerConfig
-from diptych.control.engine.engine_core import ReplicaCore
+from diptych.control.config import BudgetConfig, CacheConfig, EngineConfig, SchedulerConfig
+from diptych.control.engine.engine_core import EngineCore
 from diptych.control.request import Request
 from diptych.control.step import StepResult
 
 STEP_NS = 10_000_000
 
 
-def steps(core: ReplicaCore, requests: Iterator[Request], num_running: int, num_steps: int) -> list[float]:
+def steps(core: EngineCore, requests: Iterator[Request], num_running: int, num_steps: int) -> list[float]:
     """Microseconds of begin_step + end_step for each of ``num_steps`` steps."""
     now, seconds = 0, []
     for _ in range(num_running):
@@ -58,13 +58,13 @@ def main() -> None:
     options = parser.parse_args()
     rows = []
     for num_running in map(int, options.running.split(",")):
-        config = ReplicaConfig(
+        config = EngineConfig(
             cache=CacheConfig(num_blocks=num_running * 40 + 100, block_size=32),
             scheduler=SchedulerConfig(
                 order="fcfs", budget=BudgetConfig("fixed", 4096 + num_running), max_num_seqs=num_running
             ),
         )
-        samples = steps(ReplicaCore(config), make_requests(), num_running, options.steps)
+        samples = steps(EngineCore(config), make_requests(), num_running, options.steps)
         ordered = sorted(samples)
         rows.append(
             {

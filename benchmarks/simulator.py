@@ -1,11 +1,11 @@
 """How fast the simulator is, and whether its price per request stays flat as the fleet grows.
 
-    python benchmarks/simulator.py [--json simulator.json] [--repeats 3] [--requests-per-replica 10000]
+    python benchmarks/simulator.py [--json simulator.json] [--repeats 3] [--requests-per-worker 10000]
 
-trace: the Azure 2023 conversation trace (19,366 requests in 3,502 s) on one replica, Llama-3-8B on an H100, shape
+trace: the Azure 2023 conversation trace (19,366 requests in 3,502 s) on one worker, Llama-3-8B on an H100, shape
 chunked, step durations from measured layers. strides off: the same run, every decode step on its own (the same log).
-fleet: 1, 10 and 100 such replicas, each with the trace's rate and lengths (Poisson), least-loaded routing; with the
-default, 100 replicas see 1,000,000 requests. Each run is a process of its own on one core; memory is its peak.
+fleet: 1, 10 and 100 such workers, each with the trace's rate and lengths (Poisson), least-loaded routing; with the
+default, 100 workers see 1,000,000 requests. Each run is a process of its own on one core; memory is its peak.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from typing import Any
 
 from common import report
 
-from diptych.control.config import CacheConfig, ReplicaConfig, shape_preset
+from diptych.control.config import CacheConfig, EngineConfig, shape_preset
 from diptych.control.slo import NS_PER_MS, Slo
 from diptych.simulation.costs.layer_tables import load_layer_table
 from diptych.simulation.results import SimulationResult, summarize
@@ -27,13 +27,13 @@ from diptych.simulation.scenario import Scenario
 from diptych.workload.build import build
 from diptych.workload.description import LengthsConfig, TraceConfig, WorkloadConfig
 
-RATE = 19_366 / 3_502  # requests per second and replica
+RATE = 19_366 / 3_502  # requests per second and worker
 
 
-def scenario(workload: WorkloadConfig, num_replicas: int = 1, *, fast_forward: bool = True) -> Scenario:
+def scenario(workload: WorkloadConfig, num_workers: int = 1, *, fast_forward: bool = True) -> Scenario:
     """Llama-3-8B on H100s."""
     return Scenario(
-        replica=ReplicaConfig(
+        engine=EngineConfig(
             CacheConfig(num_blocks=13_000),
             shape_preset("chunked"),
             Slo(2_000 * NS_PER_MS, 50 * NS_PER_MS),
@@ -41,22 +41,22 @@ def scenario(workload: WorkloadConfig, num_replicas: int = 1, *, fast_forward: b
         ),
         cost=load_layer_table("h100-llama-3.1-8b"),
         workload=build(workload, seed=1),
-        num_replicas=num_replicas,
+        num_workers=num_workers,
         fast_forward=fast_forward,
     )
 
 
-def run(case: str, requests_per_replica: int) -> dict[str, Any]:
+def run(case: str, requests_per_worker: int) -> dict[str, Any]:
     """One case, in this process."""
     kind, _, count = case.partition(" ")
     if kind == "fleet":
-        replicas = int(count)
+        workers = int(count)
         config = WorkloadConfig(
-            num_requests=requests_per_replica * replicas,
-            rate=RATE * replicas,
+            num_requests=requests_per_worker * workers,
+            rate=RATE * workers,
             lengths=LengthsConfig(pairs="azure-conv"),
         )
-        result = simulate(scenario(config, replicas))
+        result = simulate(scenario(config, workers))
     else:
         trace = WorkloadConfig(trace=TraceConfig(path="azure-conv"))
         result = simulate(scenario(trace, fast_forward=kind == "trace"))
@@ -69,7 +69,7 @@ def row(result: SimulationResult) -> dict[str, Any]:
     summary = summarize(result)
     return {
         "requests": requests,
-        "steps": sum(one.num_steps for one in result.replicas),
+        "steps": sum(one.num_steps for one in result.workers),
         "seconds": result.wall_s,
         "us/request": 1e6 * result.wall_s / requests,
         "requests/s": requests / result.wall_s,
@@ -84,11 +84,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--requests-per-replica", type=int, default=10_000)
+    parser.add_argument("--requests-per-worker", type=int, default=10_000)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(run(options.one, options.requests_per_replica)))
+        print(json.dumps(run(options.one, options.requests_per_worker)))
         return
     cases = ["trace", "strides off", "fleet 1", "fleet 10", "fleet 100"]
     runs: dict[str, list[dict[str, Any]]] = {case: [] for case in cases}
@@ -97,7 +97,7 @@ def main() -> None:
             if case == "fleet 100" and repeat:
                 continue  # minutes long, and long enough to be steady
             command = [sys.executable, __file__, "--one", case]
-            command += ["--requests-per-replica", str(options.requests_per_replica)]
+            command += ["--requests-per-worker", str(options.requests_per_worker)]
             output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
             runs[case].append(json.loads(output))
             print(f"{case}: {runs[case][-1]['seconds']:.1f} s", file=sys.stderr)

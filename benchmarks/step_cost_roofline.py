@@ -3,7 +3,7 @@
     python benchmarks/step_cost_roofline.py DATA [--set test|calibration] [--json step_cost_roofline.json]
 
 DATA holds silicon_sample.csv (aiconfigurator, Apache-2.0) and aic_0.12.0_predictions_dense_h100_h200.csv (that
-project's own predictions). Each row is a closed loop of ``batch_size`` clients against one replica: chunks within 8,192
+project's own predictions). Each row is a closed loop of ``batch_size`` clients against one worker: chunks within 8,192
 tokens a step, decodes first, ten requests per client, prompts and answers of 0.8 to 1 times the stated lengths.
 
 Nothing is fitted to the rows of the test set. The calibration set is Llama-3.1-70B on B200 in fp8: from it come the
@@ -22,7 +22,7 @@ from typing import Any
 
 from common import report
 
-from diptych.control.config import BudgetConfig, CacheConfig, ReplicaConfig, SchedulerConfig
+from diptych.control.config import BudgetConfig, CacheConfig, EngineConfig, SchedulerConfig
 from diptych.control.errors import ConfigError
 from diptych.simulation.costs.roofline import RooflineCost
 from diptych.simulation.hardware import load_hardware
@@ -76,7 +76,7 @@ def predict(row: dict[str, str], **settings: Any) -> tuple[float, float]:
     clients, prompt, output = int(row["batch_size"]), int(row["isl"]), int(row["osl"])
     capacity = kv_capacity_tokens(model, hardware, tensor_parallel=size, step_tokens=STEP_TOKENS, **bits)
     blocks = min(capacity, clients * (prompt + output + BLOCK) + STEP_TOKENS) // BLOCK
-    replica = ReplicaConfig(
+    worker = EngineConfig(
         cache=CacheConfig(num_blocks=blocks, block_size=BLOCK, enable_prefix_cache=False),
         scheduler=SchedulerConfig(
             order="fcfs", budget=BudgetConfig("fixed", STEP_TOKENS), max_num_seqs=clients, max_waiting=2 * clients
@@ -84,7 +84,7 @@ def predict(row: dict[str, str], **settings: Any) -> tuple[float, float]:
         max_model_len=prompt + output + BLOCK,
     )
     cost = RooflineCost(model, hardware, size, **bits, **settings)
-    result = simulate(Scenario(replica=replica, cost=cost, workload=Clients(clients, prompt, output)))
+    result = simulate(Scenario(engine=worker, cost=cost, workload=Clients(clients, prompt, output)))
     table = result.requests
     rows = table.completed_rows()
     tpots = [value for i in rows if (value := table.tpot_ns(i)) is not None]
@@ -92,7 +92,7 @@ def predict(row: dict[str, str], **settings: Any) -> tuple[float, float]:
 
 
 def read_rows(folder: Path, which: str) -> list[dict[str, str]]:
-    """Aggregated points of one replica: the test set with aiconfigurator's columns, or the calibration set."""
+    """Aggregated points of one worker: the test set with aiconfigurator's columns, or the calibration set."""
     name = "aic_0.12.0_predictions_dense_h100_h200.csv" if which == "test" else "silicon_sample.csv"
     with (folder / name).open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["mode"] == "agg" and row["batch_size"] and row["tp_size"]]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from diptych.control.config import shape_preset
 from diptych.control.request import SamplingParams
-from diptych.runtime.local_engine import LocalEngine, replica_config
+from diptych.runtime.local_engine import LocalEngine, engine_config
 from diptych.runtime.model_runner import RunnerConfig, load_runner
 from diptych.runtime.threads import configure_threads
 
@@ -21,7 +21,7 @@ def main() -> None:
     )
     runner = load_runner(config)
     settings = shape_preset("unified", max_num_seqs=32)
-    engine = LocalEngine(runner, replica_config(runner, settings, enable_prefix_cache=False))
+    engine = LocalEngine(runner, engine_config(runner, settings, enable_prefix_cache=False))
 
     rng, number = random.Random(0), 0
 

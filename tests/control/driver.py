@@ -1,11 +1,11 @@
-"""A driver under virtual time for tests: a ReplicaCore, the checking executor, and the laws that hold at every step."""
+"""A driver under virtual time for tests: a EngineCore, the checking executor, and the laws that hold at every step."""
 
 import random
 from collections import deque
 from dataclasses import dataclass, field
 
-from diptych.control.config import ReplicaConfig
-from diptych.control.engine.engine_core import ReplicaCore
+from diptych.control.config import EngineConfig
+from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.events import Event, FirstToken, RequestFinished, StepFinished
 from diptych.control.request import Request
@@ -16,9 +16,9 @@ from tests.control.checking_executor import CheckingExecutor
 
 @dataclass
 class Driver:
-    """Runs one replica; ``cost`` turns a plan into nanoseconds."""
+    """Runs one worker; ``cost`` turns a plan into nanoseconds."""
 
-    config: ReplicaConfig
+    config: EngineConfig
     seed: int = 0
     now: int = 0
     log: list[Event] = field(default_factory=list)
@@ -26,7 +26,7 @@ class Driver:
 
     def __post_init__(self) -> None:
         cache = self.config.cache
-        self.core = ReplicaCore(self.config)
+        self.core = EngineCore(self.config)
         self.executor = CheckingExecutor(cache.num_blocks, cache.block_size, cache.num_host_blocks)
         self.rng = random.Random(self.seed)
         self.in_flight: deque[StepResult] = deque()

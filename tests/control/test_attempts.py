@@ -1,12 +1,12 @@
-"""The replica's side of an attempt: leases, drops that come too early, blocks that belong to somebody else, what to
+"""The worker's side of an attempt: leases, drops that come too early, blocks that belong to somebody else, what to
 send."""
 
 import random
 
 import pytest
 
-from diptych.control.config import CacheConfig, ReplicaConfig
-from diptych.control.engine.engine_core import ReplicaCore
+from diptych.control.config import CacheConfig, EngineConfig
+from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.leases import Leases
 from diptych.control.engine.outgoing import Chunk, Outgoing
 from diptych.control.events import (
@@ -22,11 +22,11 @@ from diptych.control.step import StepResult
 BLOCK = 16
 
 
-def core(first_block: int = 0, num_blocks: int = 32) -> ReplicaCore:
-    return ReplicaCore(ReplicaConfig(CacheConfig(num_blocks, BLOCK, first_block=first_block)))
+def core(first_block: int = 0, num_blocks: int = 32) -> EngineCore:
+    return EngineCore(EngineConfig(CacheConfig(num_blocks, BLOCK, first_block=first_block)))
 
 
-def reserve(decode: ReplicaCore, request_id: str = "a", lease_ns: int = 0, now: int = 0) -> HandoffReserved:
+def reserve(decode: EngineCore, request_id: str = "a", lease_ns: int = 0, now: int = 0) -> HandoffReserved:
     assert decode.reserve(Request(request_id, 100, 8), now, lease_ns) == []
     output = decode.begin_step(now)
     events = decode.take_events() if output is None else decode.end_step(StepResult(output.step_id), now)
@@ -42,19 +42,19 @@ def borrowing(blocks: tuple[int, ...], num_cached: int = 0, request_id: str = "a
     return request
 
 
-def prefill(replica: ReplicaCore, request: Request, now: int = 0) -> list[tuple[int, ...]]:
+def prefill(worker: EngineCore, request: Request, now: int = 0) -> list[tuple[int, ...]]:
     """Run a prompt to its first token; the block tables that the executor saw."""
-    replica.add_request(request, now)
+    worker.add_request(request, now)
     tables = []
     while request.num_output_tokens == 0:
-        output = replica.begin_step(now)
+        output = worker.begin_step(now)
         assert output is not None
         tables += [chunk.block_ids for chunk in output.prefills]
-        replica.end_step(StepResult(output.step_id), now + 1)
+        worker.end_step(StepResult(output.step_id), now + 1)
     return tables
 
 
-def test_a_prompt_is_computed_into_the_blocks_that_the_decode_replica_reserved() -> None:
+def test_a_prompt_is_computed_into_the_blocks_that_the_decode_worker_reserved() -> None:
     decode, writer = core(first_block=1000), core()
     reserved = reserve(decode)
     assert len(reserved.block_ids) == 7 and min(reserved.block_ids) >= 1000
@@ -70,71 +70,71 @@ def test_a_prompt_is_computed_into_the_blocks_that_the_decode_replica_reserved()
     assert output is not None and output.resumed[0].block_ids[: len(reserved.block_ids)] == reserved.block_ids
 
 
-def test_a_replica_without_memory_prefills_for_others() -> None:
+def test_a_worker_without_memory_prefills_for_others() -> None:
     decode, writer = core(first_block=100), core(num_blocks=5)
     assert prefill(writer, borrowing(reserve(decode).block_ids))
 
 
 def test_a_drop_that_comes_first_refuses_what_comes_after_it() -> None:
-    replica = core()
-    assert replica.drop("a", 1) == [HandoffReleased(1, "a")]
-    assert replica.reserve(Request("a", 100, 8), 2) == [HandoffReleased(2, "a")]
-    assert replica.add_request(Request("a", 100, 8), 3) == [HandoffReleased(3, "a")]
-    assert not replica.requests
+    worker = core()
+    assert worker.drop("a", 1) == [HandoffReleased(1, "a")]
+    assert worker.reserve(Request("a", 100, 8), 2) == [HandoffReleased(2, "a")]
+    assert worker.add_request(Request("a", 100, 8), 3) == [HandoffReleased(3, "a")]
+    assert not worker.requests
 
 
 @pytest.mark.parametrize("stage", ["waiting", "reserved", "delivered", "decoding"])
-def test_a_drop_ends_an_attempt_of_the_decode_replica_wherever_it_is(stage: str) -> None:
-    replica = core()
+def test_a_drop_ends_an_attempt_of_the_decode_worker_wherever_it_is(stage: str) -> None:
+    worker = core()
     if stage == "waiting":
-        replica.reserve(Request("a", 100, 8), 0)
+        worker.reserve(Request("a", 100, 8), 0)
     else:
-        reserve(replica)
+        reserve(worker)
     if stage in ("delivered", "decoding"):
-        replica.deliver("a", 1, first_step_ns=0, first_token_ns=1)
+        worker.deliver("a", 1, first_step_ns=0, first_token_ns=1)
     if stage == "decoding":
-        output = replica.begin_step(2)
+        output = worker.begin_step(2)
         assert output is not None
-        replica.end_step(StepResult(output.step_id), 3)
-    (event,) = replica.drop("a", 4)
+        worker.end_step(StepResult(output.step_id), 3)
+    (event,) = worker.drop("a", 4)
     assert isinstance(event, RequestFinished)
-    assert replica.kv.pool.num_used == 0
-    replica.kv.check()
+    assert worker.kv.pool.num_used == 0
+    worker.kv.check()
 
 
 def test_a_finished_prefill_that_is_dropped_is_released() -> None:
-    replica = core()
+    worker = core()
     request = Request("a", 100, 8)
     request.hands_off = True
-    prefill(replica, request)
-    assert replica.kv.pool.num_used == 7
-    assert replica.drop("a", 5) == [HandoffReleased(5, "a")]
-    assert replica.kv.pool.num_used == 0
+    prefill(worker, request)
+    assert worker.kv.pool.num_used == 7
+    assert worker.drop("a", 5) == [HandoffReleased(5, "a")]
+    assert worker.kv.pool.num_used == 0
 
 
 def test_a_reservation_expires_unless_it_is_renewed_and_never_after_its_delivery() -> None:
-    replica = core()
-    reserve(replica, lease_ns=100)
-    assert replica.next_expiry_ns == 100
-    replica.renew(["a", "unknown"], 60)
-    assert replica.expire(100) == [] and replica.next_expiry_ns == 160
-    assert replica.expire(160) == [HandoffExpired(160, "a", is_sender=False)]
-    assert replica.kv.pool.num_used == 0 and replica.next_expiry_ns is None
-    assert replica.deliver("a", 170, first_step_ns=0, first_token_ns=1) == []
-    reserve(replica, "b", lease_ns=100, now=200)
-    replica.deliver("b", 250, first_step_ns=0, first_token_ns=1)
-    assert replica.next_expiry_ns is None and replica.expire(10_000) == []
+    worker = core()
+    reserve(worker, lease_ns=100)
+    assert worker.next_expiry_ns == 100
+    worker.renew(["a", "unknown"], 60)
+    assert worker.expire(100) == [] and worker.next_expiry_ns == 160
+    assert worker.expire(160) == [HandoffExpired(160, "a", is_sender=False)]
+    assert worker.kv.pool.num_used == 0 and worker.next_expiry_ns is None
+    assert worker.deliver("a", 170, first_step_ns=0, first_token_ns=1) == []
+    reserve(worker, "b", lease_ns=100, now=200)
+    worker.deliver("b", 250, first_step_ns=0, first_token_ns=1)
+    assert worker.next_expiry_ns is None and worker.expire(10_000) == []
 
 
 def test_finished_blocks_that_nobody_takes_expire() -> None:
-    replica = core()
+    worker = core()
     request = Request("a", 100, 8)
     request.hands_off, request.lease_ns = True, 50
-    replica_now = 10
-    prefill(replica, request, replica_now)
-    assert replica.next_expiry_ns == replica_now + 1 + 50
-    assert replica.expire(replica_now + 51) == [HandoffExpired(replica_now + 51, "a", is_sender=True)]
-    assert replica.kv.pool.num_used == 0
+    worker_now = 10
+    prefill(worker, request, worker_now)
+    assert worker.next_expiry_ns == worker_now + 1 + 50
+    assert worker.expire(worker_now + 51) == [HandoffExpired(worker_now + 51, "a", is_sender=True)]
+    assert worker.kv.pool.num_used == 0
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -191,13 +191,13 @@ def test_of_borrowed_blocks_only_the_commit_is_sent() -> None:
 
 
 def test_a_step_that_was_broken_off_teaches_nothing_and_leaves_nothing() -> None:
-    replica = core()
-    replica.add_request(Request("a", 100, 8), 0)
-    output = replica.begin_step(0)
+    worker = core()
+    worker.add_request(Request("a", 100, 8), 0)
+    output = worker.begin_step(0)
     assert output is not None and output.prefills
-    replica.drop("a", 5)
-    events = replica.end_step(StepResult(output.step_id), 6, num_steps=0)
+    worker.drop("a", 5)
+    events = worker.end_step(StepResult(output.step_id), 6, num_steps=0)
     assert [type(event).__name__ for event in events if not isinstance(event, HandoffReleased)][-1] == "StepFinished"
-    assert replica.model.coefficients == core().model.coefficients
-    assert replica.kv.pool.num_used == 0
-    replica.kv.check()
+    assert worker.model.coefficients == core().model.coefficients
+    assert worker.kv.pool.num_used == 0
+    worker.kv.check()

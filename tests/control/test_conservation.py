@@ -11,9 +11,9 @@ from diptych.control.config import (
     BudgetName,
     CacheConfig,
     CapsConfig,
+    EngineConfig,
     OrderName,
     PreemptionConfig,
-    ReplicaConfig,
     SchedulerConfig,
 )
 from diptych.control.request import FinishReason
@@ -22,7 +22,7 @@ from tests.control.checking_executor import token_at
 from tests.control.driver import Driver
 
 
-def random_config(rng: random.Random) -> ReplicaConfig:
+def random_config(rng: random.Random) -> EngineConfig:
     """Any valid combination of policies over a cache that is small enough to hurt."""
     kind: BudgetName = rng.choice(("whole", "fixed", "slo", "slo"))
     tokens = rng.choice([16, 33, 64, 256])
@@ -41,7 +41,7 @@ def random_config(rng: random.Random) -> ReplicaConfig:
     budget = BudgetConfig(kind, tokens, rng.choice([6, 10, 50]) * NS_PER_MS, min_chunk_tokens=rng.choice([1, 8, 16]))
     block_size = rng.choice([2, 4, 16])
     watermark = rng.choice([0, 1, 3])
-    return ReplicaConfig(
+    return EngineConfig(
         cache=CacheConfig(
             num_blocks=rng.choice([96, 160, 400]) // block_size + watermark,
             block_size=block_size,

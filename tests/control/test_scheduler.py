@@ -9,10 +9,10 @@ from diptych.control.config import (
     BudgetConfig,
     CacheConfig,
     CapsConfig,
+    EngineConfig,
     OrderName,
     PreemptionConfig,
     PreemptionName,
-    ReplicaConfig,
     SchedulerConfig,
     shape_preset,
 )
@@ -34,7 +34,7 @@ def make(
     num_blocks: int = 400,
     num_host_blocks: int = 0,
     max_num_seqs: int = 16,
-    **replica: Any,
+    **worker: Any,
 ) -> Driver:
     """A driver with the given policies and blocks of 16 tokens."""
     settings = SchedulerConfig(
@@ -45,7 +45,7 @@ def make(
         max_num_seqs=max_num_seqs,
     )
     cache = CacheConfig(num_blocks, block_size=16, num_host_blocks=num_host_blocks, watermark_blocks=2)
-    return Driver(ReplicaConfig(cache, settings, **replica))
+    return Driver(EngineConfig(cache, settings, **worker))
 
 
 def optimistic(driver: Driver) -> Driver:
@@ -112,7 +112,7 @@ def test_the_earliest_deadline_goes_first_and_a_hopeless_one_steps_back() -> Non
 
 
 def test_unified_runs_prompts_whole_and_before_decodes() -> None:
-    driver = Driver(ReplicaConfig(CacheConfig(400, 16), shape_preset("unified")))
+    driver = Driver(EngineConfig(CacheConfig(400, 16), shape_preset("unified")))
     driver.add("a", 300, 50)
     driver.step()
     driver.add("b", 700)
@@ -404,7 +404,7 @@ def test_a_worker_where_nothing_streams_may_be_given_longer_steps() -> None:
     longest = {}
     for idle_ns in (None, 200 * NS_PER_MS):
         budget = BudgetConfig(target_ns=50 * NS_PER_MS, idle_target_ns=idle_ns, max_batched_tokens=4096)
-        driver = Driver(ReplicaConfig(CacheConfig(1000, 16), SchedulerConfig(budget=budget)))
+        driver = Driver(EngineConfig(CacheConfig(1000, 16), SchedulerConfig(budget=budget)))
         for name in ("first", "second"):  # the model has learnt what a token costs when the second comes
             before = len(driver.outputs)
             driver.add(name, 4000, 1)

@@ -1,17 +1,17 @@
-"""LocalEngine: the loop around ReplicaCore and ModelRunner."""
+"""LocalEngine: the loop around EngineCore and ModelRunner."""
 
 import pytest
 
 from diptych.control.errors import ContextLengthError, InvalidRequestError
 from diptych.control.request import FinishReason, SamplingParams
-from diptych.runtime.local_engine import LocalEngine, replica_config
+from diptych.runtime.local_engine import LocalEngine, engine_config
 from tests.runtime.checkpoints import prompt_of, runner
 from tests.runtime.driving import greedy
 
 
 def engine_of(**changes: object) -> LocalEngine:
     """An engine over the shared Llama."""
-    return LocalEngine(runner("llama"), replica_config(runner("llama"), **changes))
+    return LocalEngine(runner("llama"), engine_config(runner("llama"), **changes))
 
 
 def test_every_request_comes_back_once_with_its_reason() -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from diptych.runtime.local_engine import LocalEngine, replica_config
+from diptych.runtime.local_engine import LocalEngine, engine_config
 from diptych.runtime.sampler import TokenLogprobs
 from tests.runtime.checkpoints import prompt_of, runner
 from tests.runtime.driving import greedy
@@ -21,7 +21,7 @@ def test_a_decode_step_gives_the_bits_of_its_parts_with_any_number_of_threads(
         pytest.skip("needs the native kernels (and no AMX tiles, whose products come from oneDNN)")
 
     def logprobs() -> dict[str, list[TokenLogprobs | None]]:
-        engine = LocalEngine(shared, replica_config(shared, enable_prefix_cache=False))
+        engine = LocalEngine(shared, engine_config(shared, enable_prefix_cache=False))
         for name, length in LENGTHS.items():
             engine.add(name, prompt_of(length), greedy(20, logprobs=4))
         return {name: generation.logprobs for name, generation in engine.run().items()}

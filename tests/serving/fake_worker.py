@@ -17,8 +17,8 @@ from typing import Any
 
 from fake_connector import FakeConnector
 
-from diptych.control.config import CacheConfig, ReplicaConfig
-from diptych.control.engine.engine_core import ReplicaCore
+from diptych.control.config import CacheConfig, EngineConfig
+from diptych.control.engine.engine_core import EngineCore
 from diptych.control.request import FinishReason, SamplingParams
 from diptych.control.step import SchedulerOutput, StepResult
 from diptych.serving.link.engine_options import EngineOptions
@@ -158,17 +158,17 @@ class FakeRunner:
             payload.prompt_logprobs[request_id] = (first, entries)
 
 
-def fake_load(arguments: argparse.Namespace) -> Callable[..., tuple[ReplicaCore, FakeRunner, Ready]]:
+def fake_load(arguments: argparse.Namespace) -> Callable[..., tuple[EngineCore, FakeRunner, Ready]]:
     """What ``serve`` calls instead of loading a model."""
 
-    def load(options: EngineOptions, report: Callable[..., None]) -> tuple[ReplicaCore, FakeRunner, Ready]:
+    def load(options: EngineOptions, report: Callable[..., None]) -> tuple[EngineCore, FakeRunner, Ready]:
         report("pretending", 0.5)
         time.sleep(arguments.load_s)
         pool = options.place.pool if options.place else None
         num_blocks, first_block = (pool.num_blocks, pool.first_block) if pool else (arguments.num_blocks, 0)
         cache = CacheConfig(num_blocks, options.memory.block_size, first_block=first_block)
         length = options.max_model_len or arguments.max_model_len
-        core = ReplicaCore(ReplicaConfig(cache, options.scheduler, options.slo, length))
+        core = EngineCore(EngineConfig(cache, options.scheduler, options.slo, length))
         runner = FakeRunner(arguments.step_ms / 1000, arguments.tokens_per_s)
         capacity, scheduler = core.kv.capacity_tokens, options.scheduler
         waiting, seqs = scheduler.max_waiting, scheduler.max_num_seqs

@@ -10,11 +10,11 @@ from tests.control.driver import Driver
 
 from diptych.calibration.calibration import _Load
 from diptych.calibration.calibration_steps import DesignPoint, design, measure_point
-from diptych.control.config import CacheConfig, ReplicaConfig
+from diptych.control.config import CacheConfig, EngineConfig
 from diptych.control.step import StepFeatures
 from diptych.runtime.model_runner import RunnerConfig, load_runner
 from diptych.serving.link.engine_options import BUNDLED_MODEL, EngineOptions
-from diptych.serving.worker.recorder import LiveRecordingCore, close_recording, make_core, read_steps
+from diptych.serving.worker.recorder import FileRecordedCore, close_recording, make_core, read_steps
 
 
 def test_every_design_point_fits_the_machine() -> None:
@@ -47,9 +47,9 @@ def test_the_load_reaches_a_live_server_in_every_scenario(fake: RunningServer) -
 
 
 def test_recorded_steps_are_what_the_core_measured(tmp_path: Path) -> None:
-    driver = Driver(ReplicaConfig(CacheConfig(200, block_size=4)))
+    driver = Driver(EngineConfig(CacheConfig(200, block_size=4)))
     core = make_core(driver.config, str(tmp_path / "run.jsonl"))
-    assert isinstance(core, LiveRecordingCore)
+    assert isinstance(core, FileRecordedCore)
     driver.core = core
     core.observe(StepFeatures(16, 136), 1000)
     for number in range(5):

@@ -200,10 +200,10 @@ async def check_that_nothing_is_left(llm: AsyncLLM, fleet: StruckFleet, director
     await until(lambda: core.num_open == 0 and llm.num_open == 0, "no request is open")
 
     def is_idle() -> bool:
-        replicas = llm.metrics.fleet.replicas
+        workers = llm.metrics.fleet.workers
         busy = ("num_waiting", "num_prefilling", "num_decoding", "num_swapped", "kv_usage")
-        return len(replicas) == len(fleet.fleet.roles) and not any(
-            one[name] for one in replicas.values() for name in busy
+        return len(workers) == len(fleet.fleet.roles) and not any(
+            one[name] for one in workers.values() for name in busy
         )
 
     await until(is_idle, "every block is free")

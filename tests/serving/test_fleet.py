@@ -73,8 +73,8 @@ def counts(llm: AsyncLLM) -> Any:
 
 
 def is_idle(llm: AsyncLLM) -> bool:
-    replica = llm.metrics.replica
-    return llm.num_open == 0 and not (replica["num_decoding"] or replica["num_prefilling"] or replica["num_waiting"])
+    worker = llm.metrics.worker
+    return llm.num_open == 0 and not (worker["num_decoding"] or worker["num_prefilling"] or worker["num_waiting"])
 
 
 async def check_idle(llm: AsyncLLM) -> None:
@@ -176,7 +176,7 @@ async def test_a_request_that_kills_workers_is_refused_and_the_others_end_well()
 async def test_on_failure_fail_tells_the_client_at_once() -> None:
     async with serving(worker={"step_ms": 3}, on_failure="fail") as llm:
         running = asyncio.create_task(ask(llm, max_tokens=2000))
-        await until(lambda: llm.metrics.fleet.replicas.get(D, {}).get("num_decoding") == 1)
+        await until(lambda: llm.metrics.fleet.workers.get(D, {}).get("num_decoding") == 1)
         os.kill(pid(llm, D), signal.SIGKILL)
         with pytest.raises(WorkerError, match="lost"):
             await running

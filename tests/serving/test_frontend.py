@@ -92,7 +92,7 @@ async def test_a_stop_string_across_tokens_ends_the_request_at_the_worker_too() 
         output = await last(llm, sampling=SamplingParams(max_tokens=5000, stop=(stop,)))
         assert output.outputs[0].text == text[:9]
         assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", stop)
-        await until(lambda: llm.metrics.replica.get("num_decoding") == 0)
+        await until(lambda: llm.metrics.worker.get("num_decoding") == 0)
 
 
 async def test_a_stop_string_is_not_searched_before_min_tokens() -> None:
@@ -124,9 +124,9 @@ async def test_leaving_the_loop_aborts_and_frees() -> None:
     async with serving(step_ms=2) as llm:
         stream = llm.generate(PROMPT, SamplingParams(max_tokens=5000, ignore_eos=True))
         await anext(stream)
-        await until(lambda: llm.metrics.replica.get("num_decoding") == 1)
+        await until(lambda: llm.metrics.worker.get("num_decoding") == 1)
         await stream.aclose()
-        await until(lambda: llm.metrics.replica.get("num_decoding") == 0)
+        await until(lambda: llm.metrics.worker.get("num_decoding") == 0)
         assert llm.num_open == 0
 
 

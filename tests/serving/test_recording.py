@@ -10,13 +10,13 @@ import httpx
 import pytest
 from servers import CLI, RunningServer, running
 
-from diptych.control.config import CacheConfig, ReplicaConfig
-from diptych.control.engine.engine_core import ReplicaCore
+from diptych.control.config import CacheConfig, EngineConfig
+from diptych.control.engine.engine_core import EngineCore
 from diptych.control.errors import ConfigError
-from diptych.serving.worker.recorder import LiveRecordingCore, Recorder, close_recording, make_core
+from diptych.serving.worker.recorder import FileRecordedCore, Recorder, close_recording, make_core
 from diptych.simulation.replay import replay
 
-CONFIG = ReplicaConfig(CacheConfig(64))
+CONFIG = EngineConfig(CacheConfig(64))
 
 
 def mixed_requests(rng: random.Random) -> list[dict[str, Any]]:
@@ -77,7 +77,7 @@ def test_a_live_run_on_the_wall_clock_replays_to_the_same_decisions(shape: str, 
 
 def test_nothing_is_recorded_unless_asked() -> None:
     core = make_core(CONFIG, None)
-    assert type(core) is ReplicaCore
+    assert type(core) is EngineCore
     close_recording(core)
 
 
@@ -96,7 +96,7 @@ def test_a_full_disk_ends_the_recording_with_a_word_and_not_the_worker(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     core = make_core(CONFIG, str(tmp_path / "run.jsonl"))
-    assert isinstance(core, LiveRecordingCore)
+    assert isinstance(core, FileRecordedCore)
     core.recorder._file.close()
     core.recorder._file = io.FileIO("/dev/full", "w")
     for now in range(100):

@@ -13,11 +13,11 @@ from tests.runtime.checkpoints import prompt_of, reference, runner
 from wire_peers import Peer, ProcessPeer, ThreadPeer, attempt, hand_off
 
 from diptych.control.config import BudgetConfig, SchedulerConfig
-from diptych.control.engine.engine_core import ReplicaCore
+from diptych.control.engine.engine_core import EngineCore
 from diptych.control.events import HandoffReleased, RequestAdmitted
 from diptych.control.request import FinishReason
 from diptych.runtime.kv_geometry import read_kv_geometry
-from diptych.runtime.local_engine import Generation, LocalEngine, replica_config
+from diptych.runtime.local_engine import Generation, LocalEngine, engine_config
 from diptych.runtime.model_runner import RunnerConfig, load_runner
 from diptych.runtime.shared_pool import SharedPool
 from diptych.serving.fleet.private_directory import private_directory
@@ -104,7 +104,7 @@ def thread_peer(options: EngineOptions, directory: Path) -> ThreadPeer:
     model_runner = load_runner(config)
     connector = connect_peers(options, model_runner, directory)
     assert connector is not None
-    return ThreadPeer(ReplicaCore(replica_config(model_runner, SCHEDULER)), model_runner, connector)
+    return ThreadPeer(EngineCore(engine_config(model_runner, SCHEDULER)), model_runner, connector)
 
 
 @pytest.fixture(params=["shared_memory", "tcp"])
@@ -121,7 +121,7 @@ def pair(request: pytest.FixtureRequest, pairs: dict[str, Pair]) -> Pair:
 def alone(requests: list[WireRequest]) -> dict[str, Generation]:
     """What one engine answers."""
     engine_runner = runner("llama")
-    engine = LocalEngine(engine_runner, replica_config(engine_runner, SCHEDULER))
+    engine = LocalEngine(engine_runner, engine_config(engine_runner, SCHEDULER))
     for one in requests:
         engine.add(one.request_id, unpack_tokens(one.prompt), one.sampling)
     return engine.run()

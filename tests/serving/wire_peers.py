@@ -15,8 +15,8 @@ import msgspec
 from fake_connector import FakeConnector
 from fake_worker import FakeRunner
 
-from diptych.control.config import BudgetConfig, CacheConfig, ReplicaConfig, SchedulerConfig
-from diptych.control.engine.engine_core import ReplicaCore
+from diptych.control.config import BudgetConfig, CacheConfig, EngineConfig, SchedulerConfig
+from diptych.control.engine.engine_core import EngineCore
 from diptych.control.events import Event, HandoffReserved
 from diptych.control.request import SamplingParams
 from diptych.runtime.transfer.connector import KVConnector
@@ -129,7 +129,7 @@ def hand_off(prefill: Peer, decode: Peer, request: WireRequest, address: str, *,
 class ThreadPeer(Peer):
     """A Worker on a thread of this process."""
 
-    def __init__(self, core: ReplicaCore, runner: Any, connector: KVConnector) -> None:
+    def __init__(self, core: EngineCore, runner: Any, connector: KVConnector) -> None:
         here, there = map(Channel, socket.socketpair())
         super().__init__(here, connector.address)
         self.core, self.runner, self.connector = core, runner, connector
@@ -170,7 +170,7 @@ def fake_peer(path: Path, *, first_block: int = 0) -> ThreadPeer:
     cache = CacheConfig(num_blocks=128, block_size=32, first_block=first_block)
     budget = BudgetConfig(kind="fixed", max_batched_tokens=64)
     scheduler = SchedulerConfig(order="fcfs", budget=budget, max_num_seqs=16)
-    core = make_core(ReplicaConfig(cache, scheduler, max_model_len=4096), f"{path}.jsonl")
+    core = make_core(EngineConfig(cache, scheduler, max_model_len=4096), f"{path}.jsonl")
     return ThreadPeer(core, FakeRunner(0.001), FakeConnector(path))
 
 

@@ -10,7 +10,7 @@ from diptych.control.admission.admission_queue import BandConfig, EdgeConfig
 from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.cluster.cluster_events import ClusterEvent, WorkerDown, WorkerUp
 from diptych.control.cluster.commands import Command, Drop, End, Release, Renew, Restarted
-from diptych.control.config import ReplicaConfig
+from diptych.control.config import EngineConfig
 from diptych.control.events import Event, HandoffReserved
 from diptych.control.request import FinishReason
 from diptych.control.slo import NS_PER_MS, NS_PER_S
@@ -22,7 +22,7 @@ from diptych.simulation.fleet.simulated_cluster import Cluster
 from diptych.simulation.results import REASONS
 from diptych.simulation.scenario import Scenario
 from diptych.workload.spec import RequestSpec
-from tests.simulation.scenarios import check_is_empty, check_row, random_replica, random_spec
+from tests.simulation.scenarios import check_is_empty, check_row, random_engine_config, random_spec
 
 LIMIT_NS = 4000 * NS_PER_S  # of virtual time: whatever is not over by then never will be
 ALLOWED_ERRORS = (
@@ -75,9 +75,9 @@ def random_cluster(rng: random.Random) -> ClusterConfig:
     )
 
 
-def fitting_spec(rng: random.Random, arrival_ns: int, replica: ReplicaConfig) -> RequestSpec:
+def fitting_spec(rng: random.Random, arrival_ns: int, worker: EngineConfig) -> RequestSpec:
     """A request that can be served, mostly."""
-    room = min(replica.max_model_len, (replica.cache.num_blocks - 4) * replica.cache.block_size)
+    room = min(worker.max_model_len, (worker.cache.num_blocks - 4) * worker.cache.block_size)
     spec = random_spec(rng, arrival_ns)
     for _ in range(4):
         if spec.prompt_tokens + (spec.max_tokens or spec.output_tokens) < room:
@@ -89,36 +89,36 @@ def fitting_spec(rng: random.Random, arrival_ns: int, replica: ReplicaConfig) ->
 def random_schedule(seed: int, *, fast_forward: bool = True) -> Scenario:
     """One fleet on a bad day."""
     rng = random.Random(seed)
-    replica = random_replica(rng)
+    worker = random_engine_config(rng)
     if rng.random() < 0.8:
-        replica = replace(replica, scheduler=replace(replica.scheduler, max_waiting=4096))
-    pools, num_replicas = random_fleet(rng)
+        worker = replace(worker, scheduler=replace(worker.scheduler, max_waiting=4096))
+    pools, num_workers = random_fleet(rng)
     if pools is not None and rng.random() < 0.3:
-        other = random_replica(rng)
-        cache = replace(replica.cache, num_blocks=other.cache.num_blocks)
-        pools = replace(pools, prefill=replace(replica, scheduler=other.scheduler, cache=cache))
+        other = random_engine_config(rng)
+        cache = replace(worker.cache, num_blocks=other.cache.num_blocks)
+        pools = replace(pools, prefill=replace(worker, scheduler=other.scheduler, cache=cache))
     arrival_ns, specs = 0, []
     mean_gap_ns = rng.choice([1, 5, 30]) * NS_PER_MS
     is_storm = rng.random() < 0.15
     for _ in range(rng.choice([5, 15, 40])):
         arrival_ns += rng.choice([0, rng.randrange(2 * mean_gap_ns)])
-        spec = fitting_spec(rng, arrival_ns, replica)
+        spec = fitting_spec(rng, arrival_ns, worker)
         if is_storm and rng.random() < 0.7:
             spec = replace(spec, abort_after_ns=rng.randrange(1, 100 * NS_PER_MS))
         specs.append(spec)
     faults = random_faults(
         rng.randrange(2**30),
-        num_replicas=num_replicas,
+        num_workers=num_workers,
         until_ns=arrival_ns + rng.choice([50, 500]) * NS_PER_MS,
-        count=rng.choice([1, 3, 8, 3 * num_replicas]),
+        count=rng.choice([1, 3, 8, 3 * num_workers]),
         kinds=rng.choice([FAULTS, FAULTS, ("crash",), ("crash", "hang", "link_down"), ("link_down",)]),
         mean_duration_ns=rng.choice([2, 20, 200]) * NS_PER_MS,
     )
     return Scenario(
-        replica=replica,
+        engine=worker,
         cost=LinearCost(5e6, 3e4, rng.choice([0.0, 40.0]), 1e5, rng.choice([0.0, 20.0])),
         workload=specs,
-        num_replicas=num_replicas,
+        num_workers=num_workers,
         pools=pools,
         routing=rng.choice(["kv_aware", "kv_aware", "least_loaded", "power_of_two", "round_robin"]),
         disaggregate=rng.choice(["always", "always", "auto", "never"]),
@@ -154,7 +154,7 @@ class AuditedCluster(Cluster):
     def _audit(self, worker: int, output: SchedulerOutput) -> None:
         """A step begins or ends: the blocks that it writes belong to the attempt for which it does, here or
         elsewhere."""
-        core = self.replicas[worker].core
+        core = self.workers[worker].core
         for chunk in output.prefills:
             request = core.requests.get(chunk.request_id)
             key = (worker, chunk.request_id)
@@ -170,7 +170,7 @@ class AuditedCluster(Cluster):
         if not process.is_alive and process.life == life + 1:
             return  # nobody's memory
         assert process.life == life, f"{attempt_id} is computed into memory of a worker that has begun again"
-        held = self.replicas[owner].core.requests.get(attempt_id)
+        held = self.workers[owner].core.requests.get(attempt_id)
         assert held is not None, f"{attempt_id} is computed into blocks that worker {owner} has released"
         assert tuple(held.block_ids[: len(block_ids)]) == block_ids
 
@@ -184,8 +184,8 @@ class AuditedCluster(Cluster):
         """KV lands in blocks that are reserved for it, from blocks that still hold it."""
         self.num_arrivals += 1
         assert self.supervisor.is_alive(target)
-        assert attempt_id in self.replicas[target].core.scheduler.incoming.reserved
-        assert attempt_id in self.replicas[source].core.requests
+        assert attempt_id in self.workers[target].core.scheduler.incoming.reserved
+        assert attempt_id in self.workers[source].core.requests
 
     def _tell(self, event: ClusterEvent, *, later: bool = False) -> None:
         if isinstance(event, WorkerUp):
@@ -252,16 +252,16 @@ def check_nothing_is_left(cluster: Cluster) -> None:
     """Tables, blocks, leases, transfers: all empty, on both sides."""
     cluster.core.check_idle()
     assert not cluster.core.placer._placed
-    for replica in cluster.replicas:
-        core = replica.core
+    for worker in cluster.workers:
+        core = worker.core
         check_is_empty(core)
         assert not core.scheduler.outgoing
         assert not core.scheduler.incoming.waiting
         assert not len(core.scheduler.incoming)
         assert not len(core.leases)
-        assert cluster.supervisor.is_alive(replica.number)
-        assert not replica._runs
-        assert not replica._inbox
+        assert cluster.supervisor.is_alive(worker.number)
+        assert not worker._runs
+        assert not worker._inbox
     for handoffs in cluster.handoffs:
         assert not len(handoffs)
     if cluster.transfers is not None:

@@ -7,11 +7,11 @@ from diptych.control.config import (
     BudgetConfig,
     CacheConfig,
     CapsConfig,
+    EngineConfig,
     PreemptionConfig,
-    ReplicaConfig,
     SchedulerConfig,
 )
-from diptych.control.engine.engine_core import ReplicaCore
+from diptych.control.engine.engine_core import EngineCore
 from diptych.control.events import FirstToken, RequestFinished, StepFinished
 from diptych.control.request import FinishReason
 from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo
@@ -24,7 +24,7 @@ from diptych.simulation.scenario import Scenario
 from diptych.workload.spec import RequestSpec
 
 
-def random_replica(rng: random.Random) -> ReplicaConfig:
+def random_engine_config(rng: random.Random) -> EngineConfig:
     """Any valid combination of policies, over caches from plentiful to painful."""
     kind = rng.choice(["whole", "fixed", "slo", "slo"])
     tokens = rng.choice([32, 100, 512, 2048])
@@ -40,7 +40,7 @@ def random_replica(rng: random.Random) -> ReplicaConfig:
     )
     budget = BudgetConfig(kind, tokens, rng.choice([8, 20, 60]) * NS_PER_MS, min_chunk_tokens=rng.choice([1, 16]))
     block_size = rng.choice([4, 16, 32])
-    return ReplicaConfig(
+    return EngineConfig(
         cache=CacheConfig(
             num_blocks=rng.choice([200, 500, 4000]) // block_size + 4,
             block_size=block_size,
@@ -85,8 +85,8 @@ def random_spec(rng: random.Random, arrival_ns: int) -> RequestSpec:
 def random_scenario(seed: int, *, fast_forward: bool = True, with_faults: bool = True) -> Scenario:
     """A small fleet, a burst or a trickle of requests, and (half of the time) faults."""
     rng = random.Random(seed)
-    replica = random_replica(rng)
-    num_replicas = rng.choice([1, 1, 2, 5])
+    worker = random_engine_config(rng)
+    num_workers = rng.choice([1, 1, 2, 5])
     mean_gap_ns = rng.choice([1, 20, 200]) * NS_PER_MS
     arrival_ns, specs = 0, []
     for _ in range(rng.choice([5, 20, 40])):
@@ -97,16 +97,16 @@ def random_scenario(seed: int, *, fast_forward: bool = True, with_faults: bool =
     if with_faults and num_faults:
         faults = random_faults(
             fault_seed,
-            num_replicas=num_replicas,
+            num_workers=num_workers,
             until_ns=arrival_ns + NS_PER_S,
             count=num_faults,
             mean_duration_ns=rng.choice([10, 500]) * NS_PER_MS,
         )
     return Scenario(
-        replica=replica,
+        engine=worker,
         cost=LinearCost(5e6, 3e4, rng.choice([0.0, 40.0]), 1e5, rng.choice([0.0, 20.0, 333.3])),
         workload=specs,
-        num_replicas=num_replicas,
+        num_workers=num_workers,
         routing=rng.choice(["round_robin", "least_loaded", "power_of_two", "kv_aware"]),
         faults=faults,
         seed=seed,
@@ -129,9 +129,9 @@ def check_laws(scenario: Scenario, cluster: Cluster) -> None:
     assert sorted(table.number) == list(range(len(specs))), "each request ends exactly once"
     for row in range(len(table)):
         check_row(table, row, specs[table.number[row]], scenario)
-    for replica in cluster.replicas:
-        check_is_empty(replica.core)
-        usage = replica.usage
+    for worker in cluster.workers:
+        check_is_empty(worker.core)
+        usage = worker.usage
         assert 0 <= usage.kv_peak_blocks <= usage.num_blocks
         assert usage.busy_prefill_ns + usage.busy_decode_ns + usage.busy_mixed_ns <= cluster.environment.now
     assert cluster.log is not None
@@ -144,7 +144,7 @@ def check_row(table: RequestTable, row: int, spec: RequestSpec, scenario: Scenar
     assert min(table.queue_ns[row], table.prefill_ns[row], table.decode_ns[row]) >= 0
     reason = REASONS[table.reason[row]]
     if table.is_completed(row):
-        room = scenario.replica.max_model_len - spec.prompt_tokens
+        room = scenario.engine.max_model_len - spec.prompt_tokens
         allowed = min(spec.max_tokens or spec.output_tokens, room)
         assert table.output_tokens[row] == min(spec.output_tokens, allowed)
         assert reason is (FinishReason.STOP if spec.output_tokens < allowed else FinishReason.LENGTH)
@@ -154,8 +154,8 @@ def check_row(table: RequestTable, row: int, spec: RequestSpec, scenario: Scenar
         assert spec.abort_after_ns is not None
 
 
-def check_is_empty(core: ReplicaCore) -> None:
-    """A replica after the last request has gone."""
+def check_is_empty(core: EngineCore) -> None:
+    """A worker after the last request has gone."""
     core.kv.check()
     assert not core.requests
     assert core.kv.pool.num_used == 0
@@ -164,26 +164,26 @@ def check_is_empty(core: ReplicaCore) -> None:
 
 
 def check_log(log: EventLog, scenario: Scenario) -> None:
-    """Steps of a replica do not overlap, tokens are causal, workers end each request at most once."""
+    """Steps of a worker do not overlap, tokens are causal, workers end each request at most once."""
     step_end: Counter[int] = Counter()
     first: dict[str, int] = {}
     ended: set[tuple[bool, str]] = set()
     last_ns = 0
-    for replica, event in log:
+    for worker, event in log:
         time_ns = event.end_ns if isinstance(event, StepFinished) else event.time_ns
         assert time_ns >= last_ns
         last_ns = time_ns
         if isinstance(event, StepFinished):
-            assert event.start_ns >= step_end[replica], "steps of one replica overlap"
+            assert event.start_ns >= step_end[worker], "steps of one worker overlap"
             # after a hang, steps that were in flight together end together
-            assert event.end_ns >= event.start_ns + event.num_steps or scenario.replica.max_steps_in_flight > 1
-            step_end[replica] = event.end_ns
+            assert event.end_ns >= event.start_ns + event.num_steps or scenario.engine.max_steps_in_flight > 1
+            step_end[worker] = event.end_ns
         elif isinstance(event, FirstToken):
             assert event.request_id not in first
             first[event.request_id] = event.time_ns
         elif isinstance(event, RequestFinished):
-            key = (replica == FRONT_END, event.request_id)
+            key = (worker == FRONT_END, event.request_id)
             assert key not in ended
             ended.add(key)
-            if event.latency.num_output_tokens and replica != FRONT_END:
+            if event.latency.num_output_tokens and worker != FRONT_END:
                 assert event.time_ns >= first[event.request_id]

@@ -154,7 +154,7 @@ def test_a_fleet_of_roles_and_its_failures_become_a_scenario() -> None:
     scenario = prepare(settings).scenario
     assert scenario.pools is not None
     assert [scenario.pools.role(worker) for worker in range(4)] == ["prefill", "prefill", "decode", "both"]
-    assert (scenario.num_replicas, scenario.pools.num_hosts) == (4, 2)
+    assert (scenario.num_workers, scenario.pools.num_hosts) == (4, 2)
     assert scenario.cluster_config.placement.disaggregate == "always"
     assert scenario.cluster_config.on_failure == "local"
     assert (scenario.watch.detection_ns, scenario.watch.heartbeat_ns) == (5 * NS_PER_MS, NS_PER_S)
@@ -172,10 +172,10 @@ def test_settings_become_a_scenario() -> None:
         }
     )
     scenario = prepare(settings).scenario
-    assert scenario.replica.cache.num_blocks == 100
-    assert scenario.replica.slo == Slo(250_000_000, None)
-    assert scenario.replica.scheduler == shape_preset("chunked")
-    assert (scenario.num_replicas, len(scenario.faults), scenario.faults[0].at_ns) == (2, 4, 1_500_000_000)
+    assert scenario.engine.cache.num_blocks == 100
+    assert scenario.engine.slo == Slo(250_000_000, None)
+    assert scenario.engine.scheduler == shape_preset("chunked")
+    assert (scenario.num_workers, len(scenario.faults), scenario.faults[0].at_ns) == (2, 4, 1_500_000_000)
     assert len(scenario.workload) == 30
     with pytest.raises(ConfigError, match="must be below replicas"):
         prepare(settings_from({**plain(settings), "replicas": 1}))
@@ -200,8 +200,8 @@ def test_a_calibration_brings_its_model_its_cache_and_its_context_length(tmp_pat
     assert data["cost_model"] == "calibration of small-model on this machine (here.json, linear law)"
     assert data["economy"]["usd"] is None
     prepared = prepare(settings_from({"cost": str(path)}))
-    assert prepared.scenario.replica.cache == cache
-    assert prepared.scenario.replica.max_model_len == 1024
+    assert prepared.scenario.engine.cache == cache
+    assert prepared.scenario.engine.max_model_len == 1024
     tables = invoke(*words[:-1])
     assert "$" not in tables.output and "goodput" in tables.output
 
@@ -221,7 +221,7 @@ def test_the_grammar_of_sweeps() -> None:
 def test_points_are_the_same_in_any_number_of_processes() -> None:
     points = grid(settings_from(SMALL), [parse_sweep("rate=4,40"), parse_sweep("replicas=1,2")])
     assert [values for values, _ in points] == [
-        {"rate": rate, "replicas": replicas} for rate in (4, 40) for replicas in (1, 2)
+        {"rate": rate, "replicas": workers} for rate in (4, 40) for workers in (1, 2)
     ]
     done: list[int] = []
     alone = run_points(points, num_workers=1, on_done=done.append)

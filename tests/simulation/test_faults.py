@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from diptych.control.cluster.cluster_config import ClusterConfig
-from diptych.control.config import CacheConfig, ReplicaConfig, shape_preset
+from diptych.control.config import CacheConfig, EngineConfig, shape_preset
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 from diptych.simulation.costs.linear import LinearCost
 from diptych.simulation.faults import Fault, FaultKind, Watch
@@ -43,7 +43,7 @@ def two_workers(fault: Fault | None, *, link: str = "eth100", **changes: Any) ->
     """One prefills, one decodes; three requests of 2,000 tokens, whose KV takes about 20 ms on this link."""
     specs = [RequestSpec(arrival_ns=number, prompt_tokens=2000, output_tokens=50) for number in range(3)]
     base = Scenario(
-        replica=ReplicaConfig(CacheConfig(1000), shape_preset("chunked"), max_model_len=8000),
+        engine=EngineConfig(CacheConfig(1000), shape_preset("chunked"), max_model_len=8000),
         cost=LinearCost(5e6, 3e4, 0.3, 1e4, 10.0),
         workload=specs,
         pools=Pools(num_prefill=1, num_decode=1, kv_bytes_per_token=100_000, link=link),
@@ -72,7 +72,7 @@ def test_a_stream_goes_on_behind_the_last_token_that_its_client_has() -> None:
     crash = Fault("crash", 1, 400 * NS_PER_MS, 50 * NS_PER_MS)
     cluster = run_schedule(two_workers(crash))
     plain = run_schedule(two_workers(None))
-    tokens = [sum(one.usage.decode_tokens for one in here.replicas) for here in (cluster, plain)]
+    tokens = [sum(one.usage.decode_tokens for one in here.workers) for here in (cluster, plain)]
     assert tokens[0] <= tokens[1]
     assert complete_answers(cluster) == 3
 

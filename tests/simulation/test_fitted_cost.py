@@ -118,7 +118,7 @@ def test_a_file_keeps_everything(tmp_path: Path) -> None:
     write_calibration(path, calibration)
     assert read_calibration(path) == calibration
     assert load_calibration(path) == cost
-    assert read_calibration(path).replica(shape_preset("unified")).cache == CacheConfig(100)
+    assert read_calibration(path).worker(shape_preset("unified")).cache == CacheConfig(100)
     with pytest.raises(ConfigError, match="cannot write"):
         write_calibration(tmp_path / "no" / "where", calibration)
 

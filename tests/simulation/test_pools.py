@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from diptych.control.config import CacheConfig, ReplicaConfig, shape_preset
+from diptych.control.config import CacheConfig, EngineConfig, shape_preset
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 from diptych.simulation.costs.linear import LinearCost
@@ -17,7 +17,7 @@ from diptych.simulation.fleet.simulated_cluster import Cluster
 from diptych.simulation.scenario import Scenario
 from diptych.workload.spec import RequestSpec
 from tests.simulation.fault_schedules import check_nothing_is_left
-from tests.simulation.scenarios import check_row, random_replica, random_spec, run
+from tests.simulation.scenarios import check_row, random_engine_config, random_spec, run
 
 # Seeds that found something once stay here.
 REGRESSION_SEEDS: tuple[int, ...] = ()
@@ -25,7 +25,7 @@ REGRESSION_SEEDS: tuple[int, ...] = ()
 
 def scenario(specs: list[RequestSpec], pools: Pools | None, **changes: Any) -> Scenario:
     base = Scenario(
-        replica=ReplicaConfig(CacheConfig(4000), shape_preset("chunked"), max_model_len=20_000),
+        engine=EngineConfig(CacheConfig(4000), shape_preset("chunked"), max_model_len=20_000),
         cost=LinearCost(5e6, 3e4, 0.3, 1e4, 10.0),
         workload=specs,
         pools=pools,
@@ -43,8 +43,8 @@ def chat_beside_a_long_prompt() -> list[RequestSpec]:
 def test_a_long_prompt_does_not_touch_the_streams_of_the_decode_pool() -> None:
     pools = Pools(num_prefill=1, num_decode=1, kv_bytes_per_token=131_072)
     apart = run(scenario(chat_beside_a_long_prompt(), pools)).collector.gaps
-    unified = ReplicaConfig(CacheConfig(4000), shape_preset("unified"), max_model_len=20_000)
-    together = run(scenario(chat_beside_a_long_prompt(), None, replica=unified)).collector.gaps
+    unified = EngineConfig(CacheConfig(4000), shape_preset("unified"), max_model_len=20_000)
+    together = run(scenario(chat_beside_a_long_prompt(), None, engine=unified)).collector.gaps
     assert max(together.weights) > 400_000  # microseconds: the whole prefill
     worst_apart = apart.percentiles([99.0])[0]
     assert worst_apart < 10 * NS_PER_MS
@@ -65,12 +65,12 @@ def test_chunks_travel_while_the_next_is_computed() -> None:
 def random_pools(seed: int, *, fast_forward: bool = True, with_faults: bool = False) -> Scenario:
     """Any policies, any split, links from fast to painful."""
     rng = random.Random(seed)
-    replica = random_replica(rng)
+    worker = random_engine_config(rng)
     arrival_ns, specs = 0, []
     for _ in range(rng.choice([5, 20, 40])):
         arrival_ns += rng.choice([0, rng.randrange(100 * NS_PER_MS)])
         specs.append(random_spec(rng, arrival_ns))
-    prefill = replace(replica, scheduler=random_replica(rng).scheduler) if rng.random() < 0.5 else None
+    prefill = replace(worker, scheduler=random_engine_config(rng).scheduler) if rng.random() < 0.5 else None
     pools = Pools(
         num_prefill=rng.choice([1, 2, 3]),
         num_decode=rng.choice([1, 2, 3]),
@@ -82,14 +82,14 @@ def random_pools(seed: int, *, fast_forward: bool = True, with_faults: bool = Fa
     if with_faults:
         faults = random_faults(
             rng.randrange(2**30),
-            num_replicas=pools.num_prefill + pools.num_decode,
+            num_workers=pools.num_prefill + pools.num_decode,
             until_ns=arrival_ns + NS_PER_S,
             count=4,
             kinds=("crash", "hang", "slow"),
             mean_duration_ns=200 * NS_PER_MS,
         )
     return Scenario(
-        replica=replica,
+        engine=worker,
         cost=LinearCost(5e6, 3e4, 40.0, 1e5, 20.0),
         workload=specs,
         pools=pools,
@@ -136,12 +136,12 @@ def test_impossible_pools_are_refused_by_name() -> None:
 
 
 def test_workers_of_one_host_share_one_range_of_blocks() -> None:
-    replica = ReplicaConfig(CacheConfig(100), shape_preset("chunked"), max_model_len=1000)
+    worker = EngineConfig(CacheConfig(100), shape_preset("chunked"), max_model_len=1000)
     pools = Pools(num_prefill=2, num_decode=2, kv_bytes_per_token=1, num_hosts=2)
-    members = fleet(replica, pools.num_workers, pools)
+    members = fleet(worker, pools.num_workers, pools)
     assert [member.config.cache.first_block for member in members] == [0, 0, 100, 100]
     assert [member.info.pool for member in members] == [0, 1, 0, 1]
     assert peers_of(members) == [[2], [3], [0], [1]]
-    alone = fleet(replica, 2, replace(pools, num_prefill=1, num_decode=1, num_hosts=0))
+    alone = fleet(worker, 2, replace(pools, num_prefill=1, num_decode=1, num_hosts=0))
     assert [member.info.pool for member in alone] == [None, None]
     assert peers_of(alone) == [[], []]

@@ -7,7 +7,7 @@ from importlib import resources
 
 import pytest
 
-from diptych.control.config import BudgetConfig, CacheConfig, ReplicaConfig, SchedulerConfig
+from diptych.control.config import BudgetConfig, CacheConfig, EngineConfig, SchedulerConfig
 from diptych.control.errors import ConfigError
 from diptych.control.step import ScheduledPrefill, SchedulerOutput, StepFeatures, chunk_attention
 from diptych.simulation.costs.cost_model import CostModel
@@ -114,10 +114,10 @@ def test_a_request_alone_takes_its_prefill_and_its_decode_steps() -> None:
         def __len__(self) -> int:
             return 1
 
-    config = ReplicaConfig(
+    config = EngineConfig(
         CacheConfig(cost.info.kv_tokens[1] // 16, block_size=16),
         SchedulerConfig(order="fcfs", budget=BudgetConfig("whole", max_batched_tokens=8192)),
     )
-    table = simulate(Scenario(replica=config, cost=cost, workload=One())).requests
+    table = simulate(Scenario(engine=config, cost=cost, workload=One())).requests
     assert table.ttft_ns(0) == cost.step_ns(step([(0, 755)]))
     assert table.decode_ns[0] == sum(cost.step_ns(step([], 1, 756 + i)) for i in range(199))

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from diptych.cli import main as cli
-from diptych.control.engine.recording import RecordingCore, Row, canonical_plan
+from diptych.control.engine.recording import RecordingEngineCore, Row, canonical_plan
 from diptych.control.errors import ConfigError
 from diptych.control.events import FirstToken
 from diptych.control.request import Request
@@ -27,7 +27,7 @@ def record_scenario(seed: int, path: Path) -> Driver:
     rng = random.Random(seed)
     driver = Driver(random_config(rng), seed=seed)
     recorder = Recorder(path, driver.config)
-    core = RecordingCore(driver.config, recorder.write)
+    core = RecordingEngineCore(driver.config, recorder.write)
     driver.core = core
     stems = [[rng.randrange(1000) for _ in range(60)] for _ in range(2)]
     for number in range(30):
@@ -71,11 +71,11 @@ def test_any_scenario_replays_to_the_same_decisions(seed: int, tmp_path: Path) -
 def test_both_ends_of_a_handoff_replay_to_the_same_decisions(tmp_path: Path) -> None:
     config = random_config(random.Random(3)).with_(max_steps_in_flight=1)
     recorders = [Recorder(tmp_path / f"{side}.jsonl", config) for side in ("prefill", "decode")]
-    prefill, decode = (RecordingCore(config, recorder.write) for recorder in recorders)
+    prefill, decode = (RecordingEngineCore(config, recorder.write) for recorder in recorders)
     now = 0
     first_tokens: dict[str, int] = {}
 
-    def step(core: RecordingCore) -> None:
+    def step(core: RecordingEngineCore) -> None:
         nonlocal now
         output = core.begin_step(now)
         if output is not None:
@@ -210,7 +210,7 @@ def test_equal_plans_have_equal_bytes_and_others_do_not() -> None:
 def test_a_recorded_core_decides_as_a_plain_one() -> None:
     plain, recorded = Driver(random_config(random.Random(1))), Driver(random_config(random.Random(1)))
     rows: list[Row] = []
-    recorded.core = RecordingCore(recorded.config, rows.append)
+    recorded.core = RecordingEngineCore(recorded.config, rows.append)
     for driver in (plain, recorded):
         driver.add("a", 20, 5)
         driver.run()

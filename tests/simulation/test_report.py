@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from diptych.control.config import CacheConfig, ReplicaConfig, shape_preset
+from diptych.control.config import CacheConfig, EngineConfig, shape_preset
 from diptych.control.events import StepFinished
 from diptych.control.slo import NS_PER_S, Slo
 from diptych.report.plots import linear_scale, linear_ticks, log_scale, log_ticks
@@ -52,18 +52,18 @@ class Arrivals:
 
 
 def run(
-    count: int = 60, *, num_blocks: int = 600, faults: tuple[Fault, ...] = (), replicas: int = 1
+    count: int = 60, *, num_blocks: int = 600, faults: tuple[Fault, ...] = (), workers: int = 1
 ) -> tuple[SimulationResult, EventLog]:
     """A small simulation with its log."""
     scenario = Scenario(
-        replica=ReplicaConfig(
+        engine=EngineConfig(
             CacheConfig(num_blocks=num_blocks, block_size=16),
             shape_preset("chunked"),
             Slo(300_000_000, 15_000_000),
         ),
         cost=LinearCost(6e6, 40e3, 2, 50e3, 15),
         workload=Arrivals(count),
-        num_replicas=replicas,
+        num_workers=workers,
         faults=faults,
         record_events=True,
     )
@@ -186,18 +186,18 @@ def test_every_request_is_one_record() -> None:
     assert {row["slo_met"] for row in rows} <= {True, False}
 
 
-def test_phases_over_time_sum_to_the_usage_of_the_replicas() -> None:
-    result, log = run(replicas=2)
+def test_phases_over_time_sum_to_the_usage_of_the_workers() -> None:
+    result, log = run(workers=2)
     series = phase_series(log, result.duration_ns, 2)
     width = (series.edges_s[1] - series.edges_s[0]) * NS_PER_S
     for values, busy in (
-        (series.decode, sum(one.busy_decode_ns for one in result.replicas)),
-        (series.mixed, sum(one.busy_mixed_ns for one in result.replicas)),
-        (series.prefill, sum(one.busy_prefill_ns for one in result.replicas)),
+        (series.decode, sum(one.busy_decode_ns for one in result.workers)),
+        (series.mixed, sum(one.busy_mixed_ns for one in result.workers)),
+        (series.prefill, sum(one.busy_prefill_ns for one in result.workers)),
     ):
         assert sum(values) * width * 2 == pytest.approx(busy, rel=1e-6)
     held = sum(series.context_tokens) * width
-    used = 16 * sum(one.kv_block_ns for one in result.replicas)
+    used = 16 * sum(one.kv_block_ns for one in result.workers)
     assert 0.6 * used < held < used  # blocks are taken for whole prompts, and are not full
 
 
@@ -260,7 +260,7 @@ def test_a_timeline_holds_every_step_and_every_request_of_random_scenarios() -> 
         assert {str(table.number[row]) for row in table.completed_rows()} <= drawn
         waiting = {event["pid"]: event for event in data["traceEvents"] if event["name"] == "waiting"}
         assert all(event["args"]["requests"] == 0 for event in waiting.values())
-        num_preempted += sum(usage.num_preemptions for usage in result.replicas)
+        num_preempted += sum(usage.num_preemptions for usage in result.workers)
     assert num_preempted > 0
 
 
@@ -269,9 +269,9 @@ def last_ns(log: EventLog) -> int:
     return max(event.end_ns if isinstance(event, StepFinished) else event.time_ns for _, event in log)
 
 
-def test_a_timeline_shows_faults_on_their_replica() -> None:
+def test_a_timeline_shows_faults_on_their_worker() -> None:
     faults = (Fault("crash", 1, NS_PER_S, NS_PER_S), Fault("slow", 0, NS_PER_S // 2, NS_PER_S, 3.0))
-    result, log = run(faults=faults, replicas=2)
+    result, log = run(faults=faults, workers=2)
     data, _ = trace(log, result.duration_ns, faults=faults)
     check_trace(data)
     shown = {(event["name"], event["pid"]) for event in data["traceEvents"] if event.get("tid") == 2}

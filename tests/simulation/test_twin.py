@@ -10,8 +10,8 @@ import pytest
 from diptych.control.config import (
     BudgetConfig,
     CacheConfig,
+    EngineConfig,
     PreemptionConfig,
-    ReplicaConfig,
     SchedulerConfig,
     shape_preset,
 )
@@ -80,9 +80,9 @@ def chat(num: int, *, rate: float, output: int = 200, seed: int = 0) -> list[Req
     return specs
 
 
-def one_replica(**changes: Any) -> Scenario:
+def one_worker(**changes: Any) -> Scenario:
     scenario = Scenario(
-        replica=ReplicaConfig(CacheConfig(4000), shape_preset("chunked"), max_model_len=4096),
+        engine=EngineConfig(CacheConfig(4000), shape_preset("chunked"), max_model_len=4096),
         cost=LinearCost(5e6, 3e4, 0.3, 1e4, 10.0),
         workload=chat(50, rate=3),
     )
@@ -90,14 +90,14 @@ def one_replica(**changes: Any) -> Scenario:
 
 
 def test_the_work_of_a_simulation_grows_with_decisions_not_with_tokens() -> None:
-    short = simulate(one_replica(workload=chat(20, rate=0.5, output=40)))
-    long = simulate(one_replica(workload=chat(20, rate=0.5, output=640)))
-    assert long.replicas[0].num_steps > 8 * short.replicas[0].num_steps
+    short = simulate(one_worker(workload=chat(20, rate=0.5, output=40)))
+    long = simulate(one_worker(workload=chat(20, rate=0.5, output=640)))
+    assert long.workers[0].num_steps > 8 * short.workers[0].num_steps
     assert long.num_events < 4 * short.num_events
 
 
 def test_a_router_that_knows_the_caches_finds_more_in_them() -> None:
-    """Seven conversations whose turns come in turn, on four replicas."""
+    """Seven conversations whose turns come in turn, on four workers."""
     specs = []
     for number in range(140):
         session, turn = number % 7, number // 7
@@ -109,7 +109,7 @@ def test_a_router_that_knows_the_caches_finds_more_in_them() -> None:
         specs.append(spec)
     cached = {}
     for routing in ("round_robin", "least_loaded", "kv_aware"):
-        result = simulate(one_replica(workload=specs, num_replicas=4, routing=routing))
+        result = simulate(one_worker(workload=specs, num_workers=4, routing=routing))
         cached[routing] = sum(result.requests.cached_tokens)
     assert cached["kv_aware"] > 1.2 * cached["round_robin"]
     assert cached["kv_aware"] >= cached["least_loaded"]  # which, as nothing overlaps, sends everything to the first
@@ -118,7 +118,7 @@ def test_a_router_that_knows_the_caches_finds_more_in_them() -> None:
 
 
 def test_steps_can_be_expanded_because_their_sum_is_exact() -> None:
-    scenario = one_replica(record_events=True)
+    scenario = one_worker(record_events=True)
     _, log = simulate_with_log(scenario)
     assert log is not None
     runs = [event for _, event in log if isinstance(event, StepFinished) and event.num_steps > 1]
@@ -147,7 +147,7 @@ def single_server(specs: list[RequestSpec], ns_per_token: float) -> Scenario:
     budget = BudgetConfig("whole", 1, min_chunk_tokens=1)
     settings = SchedulerConfig(order="fcfs", budget=budget, max_num_seqs=1, max_waiting=10**6)
     return Scenario(
-        replica=ReplicaConfig(CacheConfig(100_000, 16), settings, max_model_len=10**6),
+        engine=EngineConfig(CacheConfig(100_000, 16), settings, max_model_len=10**6),
         cost=LinearCost(0, ns_per_token),
         workload=specs,
     )
@@ -199,11 +199,11 @@ def test_exponential_service_waits_as_m_m_1(load: float) -> None:
 
 
 def test_what_the_front_end_takes_counts_in_the_time_to_first_token() -> None:
-    plain = simulate(one_replica()).requests
+    plain = simulate(one_worker()).requests
     objective = Slo(ttft_ns=max(plain.ttft_ns(row) for row in range(len(plain))))
-    replica = replace(one_replica().replica, slo=objective)
-    assert set(simulate(one_replica(replica=replica)).requests.slo_met) == {1}
-    slow = simulate(one_replica(replica=replica, front_end=FrontEnd(3e9))).requests
+    worker = replace(one_worker().engine, slo=objective)
+    assert set(simulate(one_worker(engine=worker)).requests.slo_met) == {1}
+    slow = simulate(one_worker(engine=worker, front_end=FrontEnd(3e9))).requests
     assert min(slow.ttft_ns(row) for row in range(len(slow))) > 3 * NS_PER_S
     assert set(slow.slo_met) == {0}
     assert slow.prefill_ns == plain.prefill_ns
@@ -212,12 +212,12 @@ def test_what_the_front_end_takes_counts_in_the_time_to_first_token() -> None:
 def test_swapping_takes_time_when_it_is_given_a_price() -> None:
     settings = SchedulerConfig(budget=BudgetConfig("fixed", 256), preemption=PreemptionConfig("swap"), max_num_seqs=8)
     cache = CacheConfig(60, 16, num_host_blocks=200, watermark_blocks=0, admission="greedy")
-    scenario = one_replica(
-        replica=ReplicaConfig(cache, settings, max_model_len=900),
+    scenario = one_worker(
+        engine=EngineConfig(cache, settings, max_model_len=900),
         workload=[RequestSpec(arrival_ns=number, prompt_tokens=200, output_tokens=200) for number in range(6)],
     )
     free, dear = simulate(scenario), simulate(replace(scenario, swap_block_ns=NS_PER_MS))
-    assert free.replicas[0].num_preemptions > 0
+    assert free.workers[0].num_preemptions > 0
     assert dear.duration_ns > free.duration_ns + 10 * NS_PER_MS
     steps = simulate(replace(scenario, swap_block_ns=NS_PER_MS, fast_forward=False))
     assert steps.requests == dear.requests

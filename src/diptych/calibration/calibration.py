@@ -22,7 +22,7 @@ from urllib.parse import urlparse
 
 import msgspec
 
-from diptych.control.config import ReplicaConfig
+from diptych.control.config import EngineConfig
 from diptych.control.errors import ConfigError, DiptychError, WorkerError
 from diptych.control.step import StepFeatures
 from diptych.serving.link.engine_options import EngineOptions
@@ -44,12 +44,12 @@ Step = tuple[StepFeatures, int]  # what it computed, nanoseconds
 @dataclass(frozen=True, slots=True)
 class Measurements:
     """steps: medians of single steps. live_steps: every step of the live server. front_end: (prompt tokens,
-    nanoseconds) of requests to the idle server: what the client waited for its first token besides the replica."""
+    nanoseconds) of requests to the idle server: what the client waited for its first token besides the worker."""
 
     steps: list[Step]
     live_steps: list[Step]
     front_end: list[tuple[int, int]]
-    replica: ReplicaConfig
+    worker: EngineConfig
     warm_up: tuple[Step, ...]  # what the live server's step-time model began with
     description: str
 
@@ -169,8 +169,8 @@ class _Load:
         await asyncio.sleep(0.03)
         answer = await self._stream(prompt, 4)
         latency = answer.usage["latency"]
-        replica_ns = 1e6 * (latency["queue_ms"] + latency["prefill_ms"])
-        return [(prompt, round(answer.first_ns - answer.sent_ns - replica_ns))]
+        worker_ns = 1e6 * (latency["queue_ms"] + latency["prefill_ms"])
+        return [(prompt, round(answer.first_ns - answer.sent_ns - worker_ns))]
 
     async def _streams(self, count: int, prompt: int, seconds: float) -> None:
         """``count`` streams that decode together for a while."""

@@ -88,8 +88,8 @@ def _measure_and_fit(options: EngineOptions, seconds: float, name: str) -> "Cali
     return Calibration(
         model=name,
         cost=cost,
-        cache=measured.replica.cache,
-        max_model_len=measured.replica.max_model_len,
+        cache=measured.engine.cache,
+        max_model_len=measured.engine.max_model_len,
         front_end=fit_front_end(measured.front_end),
         warm_up=measured.warm_up,
         points=points,

@@ -21,12 +21,12 @@ def _require(condition: bool, message: str, param: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The KV cache of one replica, in blocks of ``block_size`` tokens.
+    """The KV cache of one worker, in blocks of ``block_size`` tokens.
 
     watermark_blocks: blocks that admission leaves free for the growth of running decodes.
     num_host_blocks: the host tier for swapping (0: none). admission: a prompt is let in when the expected peak of all
     that run fits ("expected"), or as soon as its own blocks do ("greedy", as other engines do: more run at once, more
-    are preempted). first_block: the number of the first block; replicas that share one pool of memory number theirs
+    are preempted). first_block: the number of the first block; workers that share one pool of memory number theirs
     one after the other.
     """
 
@@ -140,7 +140,7 @@ class PreemptionConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """The policies of one replica's scheduler.
+    """The policies of one worker's scheduler.
 
     aging: in order "shortest", nanoseconds of predicted work that one nanosecond of waiting outweighs.
     """
@@ -185,8 +185,8 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaConfig:
-    """One replica: its cache, its scheduler, the objectives that requests inherit."""
+class EngineConfig:
+    """One worker: its cache, its scheduler, the objectives that requests inherit."""
 
     cache: CacheConfig
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)

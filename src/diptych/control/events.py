@@ -1,6 +1,6 @@
 """Everything that happens, as frozen records: one vocabulary for wire, log, metrics, timeline and replay.
 
-Times are integer nanoseconds of the replica's own monotonic clock. Events are per step, not per token.
+Times are integer nanoseconds of the worker's own monotonic clock. Events are per step, not per token.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from diptych.control.slo import LatencyBreakdown
 
 @dataclass(frozen=True, slots=True)
 class RequestQueued:
-    """A replica took the request into its waiting queue."""
+    """A worker took the request into its waiting queue."""
 
     time_ns: int
     request_id: str
@@ -48,7 +48,7 @@ class RequestResumed:
 
 @dataclass(frozen=True, slots=True)
 class HandoffReserved:
-    """A decode replica holds the blocks of a prompt that another replica will compute.
+    """A decode worker holds the blocks of a prompt that another worker will compute.
 
     num_cached_tokens: leading tokens whose KV it has already; only the rest need travel. block_ids: all of its blocks,
     those included.
@@ -62,7 +62,7 @@ class HandoffReserved:
 
 @dataclass(frozen=True, slots=True)
 class HandoffDelivered:
-    """A decode replica has the KV of the whole prompt and the first token, and goes on with it."""
+    """A decode worker has the KV of the whole prompt and the first token, and goes on with it."""
 
     time_ns: int
     request_id: str
@@ -70,7 +70,7 @@ class HandoffDelivered:
 
 @dataclass(frozen=True, slots=True)
 class HandoffReleased:
-    """A replica has forgotten an attempt: a decode replica took it over, or it was dropped (known or not)."""
+    """A worker has forgotten an attempt: a decode worker took it over, or it was dropped (known or not)."""
 
     time_ns: int
     request_id: str
@@ -128,7 +128,7 @@ class StepFinished:
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """Blocks that now can be found by hash on this replica (parent hash first in ``hashes`` order)."""
+    """Blocks that now can be found by hash on this worker (parent hash first in ``hashes`` order)."""
 
     time_ns: int
     hashes: tuple[bytes, ...]
@@ -136,7 +136,7 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True)
 class BlocksEvicted:
-    """Blocks that can no longer be found by hash on this replica."""
+    """Blocks that can no longer be found by hash on this worker."""
 
     time_ns: int
     hashes: tuple[bytes, ...]

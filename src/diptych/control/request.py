@@ -20,14 +20,14 @@ class Phase(StrEnum):
 
 
 class RequestStatus(StrEnum):
-    """Where a request is in its life on one replica."""
+    """Where a request is in its life on one worker."""
 
     WAITING = "waiting"  # holds no blocks
     PREFILLING = "prefilling"  # admitted: holds the blocks of its whole prompt
     DECODING = "decoding"  # a member of the decode batch
     SWAPPED = "swapped"  # its KV lies in the host tier
-    RESERVED = "reserved"  # another replica prefills it; its blocks here wait for the KV
-    HANDING_OFF = "handing_off"  # prefilled here; its blocks are kept until another replica has their content
+    RESERVED = "reserved"  # another worker prefills it; its blocks here wait for the KV
+    HANDING_OFF = "handing_off"  # prefilled here; its blocks are kept until another worker has their content
     FINISHED = "finished"
 
 
@@ -103,7 +103,7 @@ def _check_range(name: str, value: float, low: float, high: float, *, open_low: 
 
 
 class Request:
-    """One request on one replica: the mutable record that the scheduler owns.
+    """One request on one worker: the mutable record that the scheduler owns.
 
     Two counts move apart while steps are in flight: ``num_scheduled_tokens`` (handed to the executor) and
     ``num_computed_tokens`` (confirmed by ``end_step``). While a request decodes, both are derived from the decode
@@ -164,16 +164,16 @@ class Request:
         self.slo = slo
         self.reads_prefix_cache = reads_prefix_cache
         self.status = RequestStatus.WAITING
-        self.number = -1  # arrival number on this replica: the tie-breaker of every order
+        self.number = -1  # arrival number on this worker: the tie-breaker of every order
         self.order_key: tuple[int, ...] = ()
         self.arrival_ns = 0
         self.first_step_ns: int | None = None
         self.first_token_ns: int | None = None
-        self.hands_off = False  # after the first token another replica decodes it
-        self.borrowed_block_ids: tuple[int, ...] = ()  # of the replica that will decode it: computed into directly
+        self.hands_off = False  # after the first token another worker decodes it
+        self.borrowed_block_ids: tuple[int, ...] = ()  # of the worker that will decode it: computed into directly
         self.num_borrowed_tokens = 0  # leading tokens whose KV these blocks hold already
         self.lease_ns = 0  # with hands_off: how long its blocks are kept without a sign of the other side (0: for ever)
-        self.handoff_end_ns: int | None = None  # when this replica took it over from the one that prefilled it
+        self.handoff_end_ns: int | None = None  # when this worker took it over from the one that prefilled it
         self.block_ids: list[int] = []
         self.host_block_ids: list[int] = []
         self.num_hashed_blocks = 0  # leading blocks already offered to the prefix cache
@@ -196,7 +196,7 @@ class Request:
 
     @property
     def is_handed_off(self) -> bool:
-        """Whether all that is to be done here is done, and its blocks wait for another replica to have them."""
+        """Whether all that is to be done here is done, and its blocks wait for another worker to have them."""
         return self.hands_off and self.num_output_tokens > 0
 
     @property

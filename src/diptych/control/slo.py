@@ -41,7 +41,7 @@ class LatencyBreakdown:
     """Where the time of one request went, in nanoseconds: queue + prefill + handoff + decode == total, exactly.
 
     queue: arrival to the start of the first step that computed some of it. prefill: from there to the first token.
-    handoff: first token to the decode replica taking over (0 on one replica). decode: from there to the last token.
+    handoff: first token to the decode worker taking over (0 on one worker). decode: from there to the last token.
     A request that ends early (abort in the queue) has zeros for the parts that it never reached.
     """
 

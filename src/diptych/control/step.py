@@ -51,7 +51,7 @@ class SchedulerOutput:
     num_decodes: members of the decode batch that compute a token in this step (0: the decode batch rests).
     max_repeats: if no message arrives, this many steps (>= 1) in a row decide nothing: the batch stays, nobody ends
     before the last of them, and the blocks that members need meanwhile are there. A live executor runs one step of it
-    and asks again; a simulated one may take them at once and say so to ``ReplicaCore.end_step``.
+    and asks again; a simulated one may take them at once and say so to ``EngineCore.end_step``.
     """
 
     step_id: int
@@ -116,7 +116,7 @@ class StepResult:
 
 class StepBrokenOff(Exception):
     """Raised inside ``execute`` by a driver that has heard that nobody wants the step any more: all of its requests
-    are to be ended before ``ReplicaCore.end_step`` is told, with num_steps 0."""
+    are to be ended before ``EngineCore.end_step`` is told, with num_steps 0."""
 
 
 class Executor(Protocol):

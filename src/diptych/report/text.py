@@ -81,7 +81,7 @@ def service_table(summary: Mapping[str, Any], economy: Mapping[str, float | None
 
 
 def resource_table(summary: Mapping[str, Any]) -> Table:
-    """Where the replicas' time and memory went."""
+    """Where the workers' time and memory went."""
     shares = summary["utilization"]
     rows = [(PHASES[phase], percent(shares[phase])) for phase in PHASES if phase != "down" or shares[phase]]
     rows += [

@@ -1,6 +1,6 @@
-"""LocalEngine: one replica in this process, without sockets: a ReplicaCore decides, a ModelRunner computes.
+"""LocalEngine: one worker in this process, without sockets: a EngineCore decides, a ModelRunner computes.
 
-    engine = LocalEngine(runner, replica_config(runner))
+    engine = LocalEngine(runner, engine_config(runner))
     engine.warm_up()                                         # optional: at most about 1.5 s
     engine.add("a", prompt_token_ids, SamplingParams(max_tokens=32, temperature=0))
     outputs = engine.run()                                   # {"a": Generation(token_ids, finish_reason, ...)}
@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from diptych.control.config import CacheConfig, ReplicaConfig, SchedulerConfig
-from diptych.control.engine.engine_core import ReplicaCore
+from diptych.control.config import CacheConfig, EngineConfig, SchedulerConfig
+from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.events import Event, RequestFinished
 from diptych.control.request import FinishReason, Request, SamplingParams
@@ -39,14 +39,14 @@ class Generation:
     message: str = ""
 
 
-def replica_config(
+def engine_config(
     runner: ModelRunner,
     scheduler: SchedulerConfig | None = None,
     *,
     enable_prefix_cache: bool = True,
     **changes: Any,
-) -> ReplicaConfig:
-    """Control's settings for a runner: its blocks, its block size, its context. ``changes``: of ReplicaConfig."""
+) -> EngineConfig:
+    """Control's settings for a runner: its blocks, its block size, its context. ``changes``: of EngineConfig."""
     cache = CacheConfig(
         num_blocks=runner.num_blocks,
         first_block=runner.first_block,
@@ -56,16 +56,16 @@ def replica_config(
         enable_prefix_cache=enable_prefix_cache,
     )
     scheduler = scheduler or SchedulerConfig(max_num_seqs=runner.max_num_seqs)
-    return ReplicaConfig(cache=cache, scheduler=scheduler, max_model_len=runner.max_model_len).with_(**changes)
+    return EngineConfig(cache=cache, scheduler=scheduler, max_model_len=runner.max_model_len).with_(**changes)
 
 
 class LocalEngine:
     """Runs requests to their end. ``events`` holds everything that happened, in order."""
 
-    def __init__(self, runner: ModelRunner, config: ReplicaConfig, clock: Clock = time.perf_counter_ns) -> None:
+    def __init__(self, runner: ModelRunner, config: EngineConfig, clock: Clock = time.perf_counter_ns) -> None:
         self.runner = runner
         self.config = config
-        self.core = ReplicaCore(config)
+        self.core = EngineCore(config)
         self.events: list[Event] = []
         self._clock = clock
         self._open: dict[str, Generation] = {}

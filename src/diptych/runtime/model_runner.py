@@ -4,11 +4,11 @@ For drivers (serving, engine.py):
 
     runner = load_runner(RunnerConfig(model=path), progress)    # blocks until the weights are in memory
     runner.first_block, runner.num_blocks, runner.block_size, runner.num_host_blocks, runner.max_model_len
-                                  for CacheConfig and ReplicaConfig; block ids begin at first_block
+                                  for CacheConfig and EngineConfig; block ids begin at first_block
     runner.model_config.eos_token_ids, .vocab_size, ...
     runner.add_request(request_id, prompt_token_ids, sampling, salt=..., block_hashes=..., output_token_ids=...)
                                   before the first plan that names it; raises InvalidRequestError (then do not queue it)
-    runner.forget(request_id)     only for a request that the ReplicaCore refused; others leave through output.finished
+    runner.forget(request_id)     only for a request that the EngineCore refused; others leave through output.finished
     result = runner.execute(output)                             # StepResult; result.payload is a StepTokens
 
 A request is known here from ``add_request`` until a plan names it in ``finished``. A stopping token (end-of-sequence,

@@ -20,7 +20,7 @@ Measurement = tuple[StepFeatures, int]
 def warm_up(
     runner: ModelRunner, *, budget_s: float = 1.2, clock: Callable[[], int] = time.perf_counter_ns
 ) -> list[Measurement]:
-    """Measured steps as (features, nanoseconds), for ``ReplicaCore.observe``. Shapes that would exceed the budget, the
+    """Measured steps as (features, nanoseconds), for ``EngineCore.observe``. Shapes that would exceed the budget, the
     KV cache or the context are left out."""
     assert runner.num_requests == 0, "warm-up needs an idle runner"
     room = min(runner.max_model_len - 4, (runner.num_blocks - 1) * runner.block_size)

@@ -1,6 +1,6 @@
 """LLM: offline batches in this process, for scripts and notebooks. ``LLM(path).generate(prompts, params)``.
 
-Owns a replica's core and its model in the caller's process. Must never start threads, processes or sockets.
+Owns a worker's core and its model in the caller's process. Must never start threads, processes or sockets.
 """
 
 import random
@@ -226,7 +226,7 @@ class LLM:
                 one.mark()
 
     def _clear(self) -> None:
-        """Abort whatever is left (after an error or an interrupt), so that the next call finds an empty replica."""
+        """Abort whatever is left (after an error or an interrupt), so that the next call finds an empty worker."""
         for request_id in list(self._open):
             self._core.abort(request_id, time.monotonic_ns())
         self._open.clear()

@@ -9,11 +9,11 @@ from diptych.control.events import (
     StepFinished,
 )
 from diptych.control.step import SchedulerOutput
-from diptych.simulation.results import GapHistogram, ReplicaUsage, RequestTable
+from diptych.simulation.results import GapHistogram, RequestTable, WorkerUsage
 
 
 class _Streams:
-    """The gaps between tokens on one replica, from what each step did to the batch as a whole."""
+    """The gaps between tokens on one worker, from what each step did to the batch as a whole."""
 
     __slots__ = ("joined", "last_token_ns", "preempted", "resumed")
 
@@ -25,13 +25,13 @@ class _Streams:
 
 
 class Collector:
-    """Listens to every replica."""
+    """Listens to every worker."""
 
-    def __init__(self, num_replicas: int) -> None:
+    def __init__(self, num_workers: int) -> None:
         self.requests = RequestTable()
         self.gaps = GapHistogram()
-        self._streams = [_Streams() for _ in range(num_replicas)]
-        self._handoffs: dict[str, int] = {}  # attempt that one replica prefills and another decodes -> its first token
+        self._streams = [_Streams() for _ in range(num_workers)]
+        self._handoffs: dict[str, int] = {}  # attempt that one worker prefills and another decodes -> its first token
         self._interrupted: dict[str, int] = {}  # attempt that goes on with an answer -> when its newest token came
 
     def expect_handoff(self, attempt_id: str) -> None:
@@ -45,13 +45,13 @@ class Collector:
         if last_token_ns >= 0:
             self._interrupted[new_attempt] = last_token_ns
 
-    def last_token_ns(self, replica: int) -> int:
-        """When the decode batch of a replica last gave tokens."""
-        return self._streams[replica].last_token_ns
+    def last_token_ns(self, worker: int) -> int:
+        """When the decode batch of a worker last gave tokens."""
+        return self._streams[worker].last_token_ns
 
-    def take(self, replica: int, events: list[Event], output: SchedulerOutput | None, usage: ReplicaUsage) -> None:
-        """Count what one replica reports, except who finished (see ``add_row``); ``output``: the plan that ended."""
-        streams = self._streams[replica]
+    def take(self, worker: int, events: list[Event], output: SchedulerOutput | None, usage: WorkerUsage) -> None:
+        """Count what one worker reports, except who finished (see ``add_row``); ``output``: the plan that ended."""
+        streams = self._streams[worker]
         for event in events:
             if type(event) is StepFinished:
                 self._step(streams, event, output)
@@ -107,11 +107,11 @@ class Collector:
         streams.last_token_ns = step.end_ns
 
     def add_row(
-        self, event: RequestFinished, number: int, arrival_ns: int, replica: int, kind: str, attempt_id: str = ""
+        self, event: RequestFinished, number: int, arrival_ns: int, worker: int, kind: str, attempt_id: str = ""
     ) -> None:
         """The one terminal event of a request, whose current attempt this is."""
         if self._handoffs:
             self._handoffs.pop(attempt_id, None)
         if self._interrupted:
             self._interrupted.pop(attempt_id, None)
-        self.requests.add(event, number, arrival_ns, replica=replica, kind=kind)
+        self.requests.add(event, number, arrival_ns, worker=worker, kind=kind)

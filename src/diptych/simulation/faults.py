@@ -15,7 +15,7 @@ FAULTS = WORKER_FAULTS + MESSAGE_FAULTS + TRANSFER_FAULTS
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault of one replica, from ``at_ns`` for ``duration_ns``.
+    """One fault of one worker, from ``at_ns`` for ``duration_ns``.
 
     crash: the worker's state is gone; it is back, empty, after the duration. hang: it takes no message and ends no
     step in the meantime (and is killed when that is longer than its heartbeat may fail). slow: its steps take
@@ -26,7 +26,7 @@ class Fault:
     """
 
     kind: FaultKind
-    replica: int
+    worker: int
     at_ns: int
     duration_ns: int
     factor: float = 1.0
@@ -34,9 +34,9 @@ class Fault:
     def __post_init__(self) -> None:
         if self.kind not in FAULTS:
             raise ConfigError(f"fault kind is {self.kind!r}; one of {', '.join(FAULTS)}", param="kind")
-        if self.replica < 0 or self.at_ns < 0 or self.duration_ns < 1:
+        if self.worker < 0 or self.at_ns < 0 or self.duration_ns < 1:
             raise ConfigError(
-                f"fault of replica {self.replica} at {self.at_ns} ns for {self.duration_ns} ns; replica and time must "
+                f"fault of worker {self.worker} at {self.at_ns} ns for {self.duration_ns} ns; worker and time must "
                 "be at least 0, the duration at least 1",
                 param="faults",
             )
@@ -64,20 +64,20 @@ class Watch:
 def random_faults(
     seed: int,
     *,
-    num_replicas: int,
+    num_workers: int,
     until_ns: int,
     count: int,
     kinds: tuple[FaultKind, ...] = WORKER_FAULTS + MESSAGE_FAULTS,
     mean_duration_ns: int = 5_000_000_000,
 ) -> tuple[Fault, ...]:
-    """``count`` faults at uniform times of random replicas; equal arguments give equal faults."""
+    """``count`` faults at uniform times of random workers; equal arguments give equal faults."""
     rng = random.Random(seed)
     faults = []
     for _ in range(count):
         kind = kinds[rng.randrange(len(kinds))]
-        replica = rng.randrange(num_replicas)
+        worker = rng.randrange(num_workers)
         at_ns = rng.randrange(max(1, until_ns))
         duration_ns = 1 + rng.randrange(2 * mean_duration_ns)
         factor = 1.0 + rng.randrange(1, 90) / 10
-        faults.append(Fault(kind, replica, at_ns, duration_ns, factor))
-    return tuple(sorted(faults, key=lambda fault: (fault.at_ns, fault.replica, fault.kind)))
+        faults.append(Fault(kind, worker, at_ns, duration_ns, factor))
+    return tuple(sorted(faults, key=lambda fault: (fault.at_ns, fault.worker, fault.kind)))

@@ -6,7 +6,7 @@ Owns the arithmetic of memory. Must never read a file or know an option's name b
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from diptych.control.config import CacheConfig, ReplicaConfig, SchedulerConfig, prefill_scheduler
+from diptych.control.config import CacheConfig, EngineConfig, SchedulerConfig, prefill_scheduler
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_S
 from diptych.simulation.costs.cost_choice import CostChoice
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def cache_config(settings: "Settings", scheduler: SchedulerConfig, choice: CostChoice) -> CacheConfig:
-    """The KV cache of one replica: what was said, what a calibration has, or what fits beside the weights."""
+    """The KV cache of one worker: what was said, what a calibration has, or what fits beside the weights."""
     memory = settings.memory
     if isinstance(choice.source, Calibration):
         cache = choice.source.cache
@@ -50,7 +50,7 @@ def cache_config(settings: "Settings", scheduler: SchedulerConfig, choice: CostC
     )
 
 
-def fleet_pools(settings: "Settings", choice: CostChoice, replica: ReplicaConfig) -> Pools | None:
+def fleet_pools(settings: "Settings", choice: CostChoice, worker: EngineConfig) -> Pools | None:
     """Prefill and decode apart, if the settings say so, from the settings of any worker. Raises ConfigError."""
     pools = settings.pools
     if not pools.prefill and not pools.decode and not pools.both:
@@ -76,7 +76,7 @@ def fleet_pools(settings: "Settings", choice: CostChoice, replica: ReplicaConfig
         num_hosts=pools.hosts,
         kv_bytes_per_token=kv_bytes,
         link=pools.link,
-        prefill=replica.with_(scheduler=prefill_scheduler(replica.scheduler, replica.slo)),
+        prefill=worker.with_(scheduler=prefill_scheduler(worker.scheduler, worker.slo)),
     )
 
 

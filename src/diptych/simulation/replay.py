@@ -1,7 +1,7 @@
-"""Replay: a fresh replica is told what a live one was told, at the same times, and must decide the same.
+"""Replay: a fresh worker is told what a live one was told, at the same times, and must decide the same.
 
 Owns the reading of recordings (written by ``diptych serve --record``) and the comparison. Must never look inside the
-replica: only its public methods are called, and only with what the recording says.
+worker: only its public methods are called, and only with what the recording says.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from diptych.control.config import ReplicaConfig
-from diptych.control.engine.engine_core import ReplicaCore
+from diptych.control.config import EngineConfig
+from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.recording import FORMAT, VERSION, DecisionChain, plan_summary
 from diptych.control.errors import ConfigError, RequestError
 from diptych.control.events import Event, RequestFinished, StepFinished
@@ -20,7 +20,7 @@ from diptych.control.request import FinishReason, Request
 from diptych.control.slo import Slo
 from diptych.control.step import SchedulerOutput, StepFeatures, StepResult
 from diptych.simulation.collector import Collector
-from diptych.simulation.results import GapHistogram, ReplicaUsage, RequestTable, SimulationResult
+from diptych.simulation.results import GapHistogram, RequestTable, SimulationResult, WorkerUsage
 
 PARTS = ("finished", "paused", "swapped out", "swapped in", "resumed", "new blocks")
 
@@ -30,7 +30,7 @@ class RecordingHeader:
     """The first line of a recording."""
 
     diptych: str  # version that wrote it
-    config: ReplicaConfig
+    config: EngineConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Difference:
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
     """What a step computed and how long it took on the live machine, loop included (from the end of the step before
-    it, or from its own begin where the replica was idle)."""
+    it, or from its own begin where the worker was idle)."""
 
     features: StepFeatures
     duration_ns: int
@@ -95,7 +95,7 @@ def read_recording(path: Path) -> tuple[RecordingHeader, Iterator[list[Any]]]:
         raise ConfigError(
             f"{path} is a recording of version {fields.get('version')}; this reads {VERSION}", param="path"
         )
-    header = RecordingHeader(fields["diptych"], msgspec.convert(fields["config"], ReplicaConfig))
+    header = RecordingHeader(fields["diptych"], msgspec.convert(fields["config"], EngineConfig))
     return header, _rows(path, lines)
 
 
@@ -111,34 +111,34 @@ def _rows(path: Path, lines: Sequence[bytes]) -> Iterator[list[Any]]:
 
 
 def replay(path: str | Path) -> ReplayReport:
-    """Tell a fresh replica what the recording says and compare every plan; ends at the first difference.
+    """Tell a fresh worker what the recording says and compare every plan; ends at the first difference.
 
     Raises ConfigError when the file is no recording.
     """
     header, rows = read_recording(Path(path))
     report = ReplayReport(Path(path), header)
-    replica = _ReplayedReplica(report)
+    worker = _ReplayedEngine(report)
     for line, row in enumerate(rows, 2):
         report.num_rows += 1
         try:
-            difference = replica.apply(row, line)
+            difference = worker.apply(row, line)
         except ConfigError:
             raise
         except (AssertionError, LookupError, TypeError, ValueError) as error:
-            text = f"the replica could not take it: {type(error).__name__}: {error}"
-            difference = Difference(line, replica.now, str(row[0]), type(error).__name__, text)
+            text = f"the worker could not take it: {type(error).__name__}: {error}"
+            difference = Difference(line, worker.now, str(row[0]), type(error).__name__, text)
         if difference:
             report.difference = difference
             break
-    replica.conclude()
+    worker.conclude()
     return report
 
 
-class _ReplayedReplica:
+class _ReplayedEngine:
     """A core on its way through a recording, and what it did."""
 
     def __init__(self, report: ReplayReport) -> None:
-        self.core = ReplicaCore(report.header.config)
+        self.core = EngineCore(report.header.config)
         self.now = 0
         self._report = report
         self._chain = DecisionChain()
@@ -146,8 +146,8 @@ class _ReplayedReplica:
         self._in_flight: list[SchedulerOutput] = []
         self._begun_ns: list[int] = []
         self._last_end_ns = 0
-        self._usage = ReplicaUsage(report.header.config.cache.num_blocks)
-        self._numbers: dict[str, tuple[int, int]] = {}  # of requests in the replica: place of arrival, time of it
+        self._usage = WorkerUsage(report.header.config.cache.num_blocks)
+        self._numbers: dict[str, tuple[int, int]] = {}  # of requests in the worker: place of arrival, time of it
         self._num_arrivals = 0
         self._collector = Collector(1)
 
@@ -205,7 +205,7 @@ class _ReplayedReplica:
         result = self._report.result
         result.requests, result.gaps = self._collector.requests, self._collector.gaps
         result.duration_ns = self.now - (self._start_ns or 0)
-        result.replicas = [self._usage]
+        result.workers = [self._usage]
 
     def _tick(self, now: int) -> None:
         if self._start_ns is None:

@@ -1,4 +1,4 @@
-"""What a simulation gives: one row per request in compact columns, and sums per replica.
+"""What a simulation gives: one row per request in compact columns, and sums per worker.
 
 Owns percentiles and the summary. Times are integer nanoseconds of the simulation's clock.
 """
@@ -33,13 +33,13 @@ class RequestTable:
     preemptions: "array[int]" = field(default_factory=lambda: array("H"))
     reason: "array[int]" = field(default_factory=lambda: array("B"))  # index into REASONS
     slo_met: "array[int]" = field(default_factory=lambda: array("b"))  # 1, 0, or -1: it had no objective
-    replica: "array[int]" = field(default_factory=lambda: array("i"))  # -1: refused before any
+    worker: "array[int]" = field(default_factory=lambda: array("i"))  # -1: refused before any
     kind: list[str] = field(default_factory=list)  # interned class names
 
     def __len__(self) -> int:
         return len(self.number)
 
-    def add(self, event: RequestFinished, number: int, arrival_ns: int, *, replica: int = 0, kind: str = "") -> None:
+    def add(self, event: RequestFinished, number: int, arrival_ns: int, *, worker: int = 0, kind: str = "") -> None:
         """The one terminal event of a request, as a row."""
         latency = event.latency
         self.number.append(number)
@@ -54,7 +54,7 @@ class RequestTable:
         self.preemptions.append(event.num_preemptions)
         self.reason.append(_REASON_INDEX[event.reason])
         self.slo_met.append(-1 if event.slo_met is None else int(event.slo_met))
-        self.replica.append(replica)
+        self.worker.append(worker)
         self.kind.append(kind)
 
     def is_completed(self, row: int) -> bool:
@@ -80,8 +80,8 @@ class RequestTable:
 
 
 @dataclass(slots=True)
-class ReplicaUsage:
-    """What one replica did. busy_*_ns: time in steps of that kind; the rest of ``SimulationResult.duration_ns`` it
+class WorkerUsage:
+    """What one worker did. busy_*_ns: time in steps of that kind; the rest of ``SimulationResult.duration_ns`` it
     idled. kv_block_ns / kv_peak_blocks: used blocks, integrated over time and at most."""
 
     num_blocks: int
@@ -152,7 +152,7 @@ class SimulationResult:
 
     requests: RequestTable
     gaps: GapHistogram
-    replicas: list[ReplicaUsage]
+    workers: list[WorkerUsage]
     duration_ns: int  # from 0 to the last event
     num_events: int = 0  # events handled by the environment
     wall_s: float = 0.0  # what the simulation itself took
@@ -217,8 +217,8 @@ def summarize(result: SimulationResult, rows: Sequence[int] | None = None) -> di
 
 def utilization(result: SimulationResult) -> dict[str, float]:
     """Shares of the fleet's time by phase, and of its KV blocks."""
-    span = max(1, result.duration_ns) * max(1, len(result.replicas))
-    usage = result.replicas
+    span = max(1, result.duration_ns) * max(1, len(result.workers))
+    usage = result.workers
     busy = {
         "prefill": sum(one.busy_prefill_ns for one in usage) / span,
         "decode": sum(one.busy_decode_ns for one in usage) / span,

@@ -1,11 +1,11 @@
-"""What to simulate: a fleet of equal replicas, a workload, faults and a seed, in one frozen record."""
+"""What to simulate: a fleet of equal workers, a workload, faults and a seed, in one frozen record."""
 
 from dataclasses import dataclass, field, replace
 
 from diptych.control.admission.admission_queue import BandConfig, EdgeConfig
 from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.cluster.open_request import OnFailure
-from diptych.control.config import ReplicaConfig
+from diptych.control.config import EngineConfig
 from diptych.control.errors import ConfigError
 from diptych.control.router.routing import Disaggregate, PlacementConfig, RoutingName
 from diptych.control.router.topology import LinkCost, LinkCosts
@@ -27,18 +27,18 @@ class Scenario:
     """``simulate(Scenario(...))`` runs it.
 
     record_events: keep the whole event log (memory grows with the run). fast_forward: take decode steps in which
-    nothing can change all at once; the log is the same either way. pools: prefill and decode on separate replicas
+    nothing can change all at once; the log is the same either way. pools: prefill and decode on separate workers
     (then they say how many there are). warm_up: measured steps that the step-time model begins with, as a live worker's
     does (empty: the usual ones, at what the cost model says). front_end: what passes before a request reaches its
-    replica; part of its queueing time. swap_block_ns: copying one block between device and host, one after the other.
+    worker; part of its queueing time. swap_block_ns: copying one block between device and host, one after the other.
     disaggregate, on_failure: as ``diptych serve`` has them. cluster: everything else that the front end's ClusterCore
     is told (None: nobody waits at the edge, and nobody is refused there). watch: how failures are noticed.
     """
 
-    replica: ReplicaConfig
+    engine: EngineConfig
     cost: CostModel
     workload: Workload | ClosedLoop
-    num_replicas: int = 1
+    num_workers: int = 1
     routing: RoutingName = "least_loaded"
     faults: tuple[Fault, ...] = field(default_factory=tuple)
     seed: int = 0
@@ -55,9 +55,9 @@ class Scenario:
 
     def __post_init__(self) -> None:
         if self.pools is not None:
-            object.__setattr__(self, "num_replicas", self.pools.num_workers)
-        if self.num_replicas < 1:
-            raise ConfigError(f"num_replicas is {self.num_replicas}; it must be at least 1", param="num_replicas")
+            object.__setattr__(self, "num_workers", self.pools.num_workers)
+        if self.num_workers < 1:
+            raise ConfigError(f"num_workers is {self.num_workers}; it must be at least 1", param="num_workers")
 
     @property
     def cluster_config(self) -> ClusterConfig:

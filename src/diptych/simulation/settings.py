@@ -20,10 +20,10 @@ from diptych.control.config import (
     BudgetConfig,
     BudgetName,
     CapsConfig,
+    EngineConfig,
     OrderName,
     PreemptionConfig,
     PreemptionName,
-    ReplicaConfig,
     SchedulerConfig,
     ShapeName,
     shape_preset,
@@ -68,7 +68,7 @@ class SchedulerSettings(_Part, frozen=True, kw_only=True):
 
 
 class MemorySettings(_Part, frozen=True, kw_only=True):
-    """The KV cache of one replica. kv_cache_tokens or kv_cache_bytes (of each GPU) replace what fits beside the
+    """The KV cache of one worker. kv_cache_tokens or kv_cache_bytes (of each GPU) replace what fits beside the
     weights in ``gpu_memory_utilization`` of the memory; swap_bytes: host memory for swapped requests, which
     travel over ``swap_link`` (one of simulation/fleet/links.py)."""
 
@@ -89,8 +89,8 @@ class SloSettings(_Part, frozen=True, kw_only=True):
 
 
 class PoolSettings(_Part, frozen=True, kw_only=True):
-    """Prefill and decode on separate replicas, and replicas that do both (0 of all: together, on ``replicas`` of them).
-    link: the name of one of fleet/links.py; every replica has one of its own in each direction. hosts: replicas
+    """Prefill and decode on separate workers, and workers that do both (0 of all: together, on ``replicas`` of them).
+    link: the name of one of fleet/links.py; every worker has one of its own in each direction. hosts: workers
     are dealt out to so many hosts, and those of one host borrow blocks of each other instead of sending them (0: each
     is on a host of its own)."""
 
@@ -120,7 +120,7 @@ class FaultSettings(_Part, frozen=True, kw_only=True):
 
 
 class RandomFaultSettings(_Part, frozen=True, kw_only=True):
-    """``count`` faults at random times of random replicas before ``until_s``, from the run's seed."""
+    """``count`` faults at random times of random workers before ``until_s``, from the run's seed."""
 
     count: AtLeastZero
     until_s: Positive
@@ -154,14 +154,14 @@ class Settings(_Part, frozen=True, kw_only=True):
     watch: WatchSettings = WatchSettings()
 
     @property
-    def num_replicas(self) -> int:
+    def num_workers(self) -> int:
         """Of the whole fleet."""
         return self.pools.prefill + self.pools.decode + self.pools.both or self.replicas
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A scenario, what it is priced with, and what the replicas cost."""
+    """A scenario, what it is priced with, and what the workers cost."""
 
     scenario: Scenario
     cost: CostChoice
@@ -260,23 +260,23 @@ def prepare(settings: Settings, *, record_events: bool = False, most_recorded: i
         kv_bits=settings.kv_bits,
     )
     workload = build(settings.workload, settings.seed)
-    replica = ReplicaConfig(
+    engine = EngineConfig(
         cache=cache_config(settings, scheduler, choice),
         scheduler=scheduler,
         slo=Slo(_nanoseconds(settings.slo.ttft_ms), _nanoseconds(settings.slo.tpot_ms)),
         max_model_len=settings.max_model_len or choice.max_model_len,
     )
     scenario = Scenario(
-        replica=replica,
+        engine=engine,
         cost=choice.cost,
         workload=workload,
-        num_replicas=settings.num_replicas,
+        num_workers=settings.num_workers,
         routing=settings.routing,
         disaggregate=settings.disaggregate,
         on_failure=settings.on_failure,
         faults=_faults(settings),
         watch=_watch(settings.watch),
-        pools=fleet_pools(settings, choice, replica),
+        pools=fleet_pools(settings, choice, engine),
         front_end=choice.source.front_end if isinstance(choice.source, Calibration) else FrontEnd(),
         swap_block_ns=swap_block_ns(settings, choice),
         warm_up=choice.source.warm_up if isinstance(choice.source, Calibration) else (),
@@ -292,9 +292,9 @@ def _faults(settings: Settings) -> tuple[Fault, ...]:
         for one in settings.faults
     )
     for index, fault in enumerate(scripted):
-        if fault.replica >= settings.num_replicas:
+        if fault.worker >= settings.num_workers:
             raise ConfigError(
-                f"faults[{index}].replica is {fault.replica}; it must be below replicas ({settings.num_replicas})",
+                f"faults[{index}].replica is {fault.worker}; it must be below replicas ({settings.num_workers})",
                 param="faults",
             )
     drawn = settings.random_faults
@@ -302,8 +302,8 @@ def _faults(settings: Settings) -> tuple[Fault, ...]:
         return scripted
     return scripted + random_faults(
         settings.seed,
-        num_replicas=settings.num_replicas,
-        kinds=FAULTS if settings.num_replicas != settings.replicas else WORKER_FAULTS + MESSAGE_FAULTS,
+        num_workers=settings.num_workers,
+        kinds=FAULTS if settings.num_workers != settings.replicas else WORKER_FAULTS + MESSAGE_FAULTS,
         until_ns=round(drawn.until_s * NS_PER_S),
         count=drawn.count,
         mean_duration_ns=round(drawn.mean_duration_s * NS_PER_S),

@@ -140,7 +140,7 @@ def run_here(
     result, log = simulate_with_log(prepared.scenario, progress)
     choice = prepared.cost
     price = FleetPrice(
-        num_gpus=settings.num_replicas * settings.tensor_parallel,
+        num_gpus=settings.num_workers * settings.tensor_parallel,
         usd_per_hour=choice.usd_per_hour,
         watts_busy=choice.watts_busy,
         watts_idle=choice.watts_idle,

@@ -1,4 +1,4 @@
-"""One replica's events as trace events: a slice per step, counters, and each request as nested asynchronous slices.
+"""One worker's events as trace events: a slice per step, counters, and each request as nested asynchronous slices.
 
 Owns the drawing ("Trace Event Format", JSON Object Format: times in microseconds). Must never read a clock or write a
 file, and take events in the order of their times.
@@ -42,7 +42,7 @@ class Window:
 
 @dataclass(slots=True)
 class _Stay:
-    """A request on its replica: the slice that is open and since when."""
+    """A request on its worker: the slice that is open and since when."""
 
     name: str
     since_ns: int
@@ -75,13 +75,13 @@ def time_of(event: Event) -> int:
 
 @dataclass(slots=True)
 class Lane:
-    """What one replica's slices and counters need to remember. ``out`` holds what is drawn so far.
+    """What one worker's slices and counters need to remember. ``out`` holds what is drawn so far.
 
-    receivers: attempt -> the replica that reserved blocks for it, shared by all lanes of a trace. joins_runs: decode
+    receivers: attempt -> the worker that reserved blocks for it, shared by all lanes of a trace. joins_runs: decode
     steps in a row with the same batch become one slice (a simulation takes many at once); else every step is a slice.
     """
 
-    replica: int
+    worker: int
     window: Window
     receivers: dict[str, int] = field(default_factory=dict)
     joins_runs: bool = True
@@ -102,7 +102,7 @@ class Lane:
         self._stays[request_id] = _Stay(name, now, now)
 
     def mark(self, name: str, start_ns: int, end_ns: int, details: dict[str, Any]) -> None:
-        """Draw something that befell the whole replica."""
+        """Draw something that befell the whole worker."""
         start, end = max(start_ns, self.window.start_ns), min(end_ns, self.window.end_ns)
         if start < end:
             more = {"tid": FAULTS_LANE, "dur": (end - start) / 1000, "cname": "terrible"}
@@ -122,7 +122,7 @@ class Lane:
             self._leave_queue(event.request_id, "prefill", event.time_ns)
         elif isinstance(event, FirstToken):
             self._prompts.pop(event.request_id, None)
-            is_given_away = self.receivers.get(event.request_id, self.replica) != self.replica
+            is_given_away = self.receivers.get(event.request_id, self.worker) != self.worker
             self._move(event.request_id, "handoff" if is_given_away else "decode", event.time_ns)
         elif isinstance(event, RequestPreempted):
             self._end_recomputation(event.request_id)
@@ -131,7 +131,7 @@ class Lane:
         elif isinstance(event, RequestResumed):
             self._leave_queue(event.request_id, "decode", event.time_ns)
         elif isinstance(event, HandoffReserved):
-            self.receivers[event.request_id] = self.replica
+            self.receivers[event.request_id] = self.worker
             self.begin(event.request_id, "reserved", event.time_ns)
         elif isinstance(event, HandoffDelivered):
             self._move(event.request_id, "decode", event.time_ns)
@@ -241,7 +241,7 @@ class Lane:
     def _slice(self, request_id: str, name: str, start: int, end: int) -> None:
         start, end = max(start, self.window.start_ns), min(end, self.window.end_ns)
         if start < end:
-            own = {"cat": f"request@{self.replica}", "id": request_id}  # two replicas may hold it at once
+            own = {"cat": f"request@{self.worker}", "id": request_id}  # two workers may hold it at once
             self.out.append(self._base("b", name, start, **own, args={"request": request_id}))
             self.out.append(self._base("e", name, end, **own))
 
@@ -254,4 +254,4 @@ class Lane:
             self.out.append(self._base("C", name, now, args=values))
 
     def _base(self, kind: str, name: str, now: int, **more: Any) -> TraceEvent:
-        return {"ph": kind, "name": name, "pid": self.replica + 1, "ts": now / 1000, **more}
+        return {"ph": kind, "name": name, "pid": self.worker + 1, "ts": now / 1000, **more}

@@ -1,6 +1,6 @@
 """The document that Perfetto and chrome://tracing open, around trace events that are drawn.
 
-Owns the order of the events, the names of the tracks and the frame. One process per replica.
+Owns the order of the events, the names of the tracks and the frame. One process per worker.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,11 +10,11 @@ from diptych.timeline.lanes import FAULTS_LANE, STEPS_LANE, WHOLE, TraceEvent
 
 
 def document(drawn: Iterable[TraceEvent], names: Mapping[int, str], about: Mapping[str, Any]) -> TraceEvent:
-    """The whole trace as plain data. drawn: in order (see ``place_of``); names: of replicas, by their numbers."""
+    """The whole trace as plain data. drawn: in order (see ``place_of``); names: of workers, by their numbers."""
     events = list(drawn)
     shown = {one["pid"] - 1 for one in events}
     with_faults = {one["pid"] - 1 for one in events if one.get("tid") == FAULTS_LANE}
-    heads = titles({replica: names[replica] for replica in shown}, with_faults)
+    heads = titles({worker: names[worker] for worker in shown}, with_faults)
     return {"traceEvents": heads + events, **frame(about)}
 
 
@@ -31,19 +31,19 @@ def place_of(event: TraceEvent) -> tuple[float, int, int]:
 
 
 def titles(names: Mapping[int, str], with_faults: Iterable[int] = ()) -> list[TraceEvent]:
-    """The names of the replicas and of their tracks. with_faults: replicas that have a track for faults."""
+    """The names of the workers and of their tracks. with_faults: workers that have a track for faults."""
     faulty = set(with_faults)
     entries: list[TraceEvent] = []
-    for replica, name in sorted(names.items()):
+    for worker, name in sorted(names.items()):
         entries += [
-            _meta(replica, "process_name", {"name": name}),
-            _meta(replica, "process_sort_index", {"sort_index": replica + 1}),
-            _meta(replica, "thread_name", {"name": "steps"}, STEPS_LANE),
+            _meta(worker, "process_name", {"name": name}),
+            _meta(worker, "process_sort_index", {"sort_index": worker + 1}),
+            _meta(worker, "thread_name", {"name": "steps"}, STEPS_LANE),
         ]
-        if replica in faulty:
-            entries.append(_meta(replica, "thread_name", {"name": "faults"}, FAULTS_LANE))
+        if worker in faulty:
+            entries.append(_meta(worker, "thread_name", {"name": "faults"}, FAULTS_LANE))
     return entries
 
 
-def _meta(replica: int, kind: str, value: dict[str, Any], tid: int = 0) -> TraceEvent:
-    return {"ph": "M", "name": kind, "pid": replica + 1, "tid": tid, "ts": 0, "args": value}
+def _meta(worker: int, kind: str, value: dict[str, Any], tid: int = 0) -> TraceEvent:
+    return {"ph": "M", "name": kind, "pid": worker + 1, "tid": tid, "ts": 0, "args": value}

@@ -168,9 +168,9 @@ class StepLog(EventLog):
         super().__init__()
         self._events: list[tuple[int, Event]] = []
 
-    def extend(self, replica: int, events: list[Event]) -> None:
+    def extend(self, worker: int, events: list[Event]) -> None:
         """See EventLog."""
-        self._events.extend((replica, event) for event in events)
+        self._events.extend((worker, event) for event in events)
 
     def __iter__(self) -> Iterator[tuple[int, Event]]:
         return iter(sorted(self._events, key=lambda entry: (time_of(entry[1]), entry[0])))
@@ -201,7 +201,7 @@ def label(roles: Sequence[str], number: int) -> str:
 def _roles(scenario: Scenario) -> list[str]:
     pools = scenario.pools
     if pools is None:
-        return ["both"] * scenario.num_replicas
+        return ["both"] * scenario.num_workers
     return [pools.role(number) for number in range(pools.num_workers)]
 
 
@@ -313,9 +313,9 @@ class _Writer:
         for fault in self._scenario.faults:
             if fault.kind == "crash":
                 back_ns = fault.at_ns + max(fault.duration_ns, self._scenario.watch.detection_ns + 1)
-                role = _roles(self._scenario)[fault.replica]
-                found.append(WorkerRecord(0, fault.replica, fault.at_ns, "lost", role, "killed"))
-                found.append(WorkerRecord(0, fault.replica, back_ns, "ready", role))
+                role = _roles(self._scenario)[fault.worker]
+                found.append(WorkerRecord(0, fault.worker, fault.at_ns, "lost", role, "killed"))
+                found.append(WorkerRecord(0, fault.worker, back_ns, "ready", role))
         return iter(sorted(found, key=lambda record: record.time_ns))
 
     def _life(self, record: WorkerRecord) -> None:

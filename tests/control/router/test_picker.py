@@ -17,8 +17,8 @@ def test_a_picker_uses_all_that_are_up_and_none_that_is_not(kind: PickerName) ->
         picker.ended(pick)
     picker.set_up(2, True)
     assert 2 in [picker.pick() for _ in range(20)]
-    for replica in range(4):
-        picker.set_up(replica, False)
+    for worker in range(4):
+        picker.set_up(worker, False)
     assert picker.pick() is None
 
 

@@ -11,7 +11,7 @@ def blocks(*numbers: int) -> tuple[bytes, ...]:
     return tuple(number.to_bytes(4, "little") for number in numbers)
 
 
-def test_a_replica_matches_as_far_as_it_holds_the_beginning() -> None:
+def test_a_worker_matches_as_far_as_it_holds_the_beginning() -> None:
     index = PrefixIndex(3)
     index.on_events(0, 1, stored=blocks(1, 2, 3))
     index.on_events(1, 1, stored=blocks(1, 3))
@@ -63,22 +63,22 @@ def test_predictions_that_follow_each_other_are_one_prefix() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_index_is_the_union_of_what_each_replica_says(seed: int) -> None:
+def test_the_index_is_the_union_of_what_each_worker_says(seed: int) -> None:
     rng = random.Random(seed)
     index = PrefixIndex(4)
     held: list[set[int]] = [set() for _ in range(4)]
     sequence = [0] * 4
     for now in range(300):
-        replica = rng.randrange(4)
+        worker = rng.randrange(4)
         if rng.random() < 0.02:
-            index.remove(replica)
-            held[replica].clear()
-            sequence[replica] = 0
+            index.remove(worker)
+            held[worker].clear()
+            sequence[worker] = 0
             continue
-        new, old = set(rng.sample(range(30), 4)), set(rng.sample(sorted(held[replica]), len(held[replica]) // 3))
-        held[replica] = (held[replica] - old) | new
-        sequence[replica] += 1
-        index.on_events(replica, sequence[replica], blocks(*new), blocks(*old))
+        new, old = set(rng.sample(range(30), 4)), set(rng.sample(sorted(held[worker]), len(held[worker]) // 3))
+        held[worker] = (held[worker] - old) | new
+        sequence[worker] += 1
+        index.on_events(worker, sequence[worker], blocks(*new), blocks(*old))
         index.check()
         prompt = rng.sample(range(30), 6)
         expected = [next((i for i, one in enumerate(prompt) if one not in mine), 6) for mine in held]

@@ -18,7 +18,7 @@ def attempt_id_of(request_id: str, epoch: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Serve:
-    """Prefill and decode the request on this worker: ReplicaCore.add_request of prompt and tokens so far."""
+    """Prefill and decode the request on this worker: EngineCore.add_request of prompt and tokens so far."""
 
     worker: int
     request_id: str
@@ -27,7 +27,7 @@ class Serve:
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Hold blocks on the decode worker: ReplicaCore.reserve. lease_ns: how long without a sign of life (0: for ever).
+    """Hold blocks on the decode worker: EngineCore.reserve. lease_ns: how long without a sign of life (0: for ever).
 
     borrowed: the prefill worker will write into these very blocks.
     """
@@ -41,7 +41,7 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Prefill for another worker: ReplicaCore.add_request with hands_off, then KV and commit to ``target``.
+    """Prefill for another worker: EngineCore.add_request with hands_off, then KV and commit to ``target``.
 
     num_cached_tokens: leading tokens that the target has already. block_ids: the target's blocks when they are
     borrowed (the prefill computes straight into them), else (). lease_ns: as for Reserve, of the finished blocks.
@@ -63,7 +63,7 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """The prefill worker may forget the attempt: ReplicaCore.release. Answered by HandoffReleased."""
+    """The prefill worker may forget the attempt: EngineCore.release. Answered by HandoffReleased."""
 
     worker: int
     attempt_id: str
@@ -71,7 +71,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """End the attempt on this worker wherever it is, and refuse it should it come later: ReplicaCore.drop. Answered by
+    """End the attempt on this worker wherever it is, and refuse it should it come later: EngineCore.drop. Answered by
     RequestFinished or HandoffReleased."""
 
     worker: int
@@ -80,7 +80,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Renew:
-    """These attempts are still wanted: ReplicaCore.renew."""
+    """These attempts are still wanted: EngineCore.renew."""
 
     worker: int
     attempt_ids: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""ReplicaCore: one worker's decisions, from the arrival of a request to its one terminal event.
+"""EngineCore: one worker's decisions, from the arrival of a request to its one terminal event.
 
 A state machine without a clock: every call is told the time and returns what happened or what should be done. The
 driver's whole job is to call ``begin_step``, let an executor run the plan, and hand the result to ``end_step``.
@@ -8,12 +8,12 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from diptych.control.config import ReplicaConfig
+from diptych.control.config import EngineConfig
 from diptych.control.engine.kvcache.kv_cache_manager import KVCacheManager
 from diptych.control.engine.leases import Leases
 from diptych.control.engine.limits import refusal
 from diptych.control.engine.load_report import LoadReport
-from diptych.control.engine.reports import ReplicaStats, load_report, replica_stats
+from diptych.control.engine.reports import EngineStats, engine_stats, load_report
 from diptych.control.engine.scheduler.scheduler import Scheduler
 from diptych.control.engine.scheduler.step_time import StepTimeModel
 from diptych.control.errors import ConfigError, RequestError
@@ -43,10 +43,10 @@ class _StepInFlight:
     lives: tuple[int, ...]  # how often each prefill's request had been preempted when the step was planned
 
 
-class ReplicaCore:
-    """One replica. All requests live here from ``add_request`` to their RequestFinished event."""
+class EngineCore:
+    """One worker. All requests live here from ``add_request`` to their RequestFinished event."""
 
-    def __init__(self, config: ReplicaConfig, model: StepTimeModel | None = None) -> None:
+    def __init__(self, config: EngineConfig, model: StepTimeModel | None = None) -> None:
         self.config = config
         self.kv = KVCacheManager(config.cache)
         self.model = model or StepTimeModel()
@@ -85,7 +85,7 @@ class ReplicaCore:
         return [self._finish(request, reason, now)] if request else []
 
     def reserve(self, request: Request, now: int, lease_ns: int = 0) -> list[Event]:
-        """Hold blocks for a prompt that another replica will compute; HandoffReserved says when they are there.
+        """Hold blocks for a prompt that another worker will compute; HandoffReserved says when they are there.
 
         Refused like ``add_request``; ``drop`` and ``abort`` give them back, and so does ``expire`` when nobody renews
         them for ``lease_ns`` (0: never). ``deliver`` starts the decode.
@@ -104,7 +104,7 @@ class ReplicaCore:
 
     def deliver(self, request_id: str, now: int, *, first_step_ns: int, first_token_ns: int) -> list[Event]:
         """The KV of the whole prompt lies in the reserved blocks and the first token is known: decode from the next
-        plan on. The times are those of the prefill replica, on this replica's clock. An id that is not reserved is
+        plan on. The times are those of the prefill worker, on this worker's clock. An id that is not reserved is
         ignored (it may have been aborted meanwhile)."""
         request = self.scheduler.incoming.reserved.get(request_id)
         if request is None:
@@ -116,7 +116,7 @@ class ReplicaCore:
         return [HandoffDelivered(now, request_id)]
 
     def release(self, request_id: str, now: int) -> list[Event]:
-        """Another replica has taken over a prompt that was prefilled here: give up its blocks. Unknown ids are answered
+        """Another worker has taken over a prompt that was prefilled here: give up its blocks. Unknown ids are answered
         too; one whose prefill is not over is left alone."""
         request = self.requests.get(request_id)
         if request is not None:
@@ -239,9 +239,9 @@ class ReplicaCore:
         """Teach the step-time model a step that was measured outside of the loop (warm-up, calibration)."""
         self.model.observe(features, duration_ns)
 
-    def stats(self) -> ReplicaStats:
+    def stats(self) -> EngineStats:
         """A snapshot for metrics and routing."""
-        return replica_stats(self.scheduler, self.kv, self.model)
+        return engine_stats(self.scheduler, self.kv, self.model)
 
     def load(self, now: int) -> LoadReport:
         """What a router needs to know."""

@@ -1,7 +1,7 @@
 """Who holds blocks on somebody else's behalf, and until when.
 
-Owns expiry times, on this replica's own clock. A lease ends when nobody has renewed it for its length; what then
-happens to the blocks is the replica's business.
+Owns expiry times, on this worker's own clock. A lease ends when nobody has renewed it for its length; what then
+happens to the blocks is the worker's business.
 """
 
 from collections.abc import Iterable

@@ -1,15 +1,15 @@
-"""What one replica can serve at all: context, cache and queue. Pure questions; whoever asks says no."""
+"""What one worker can serve at all: context, cache and queue. Pure questions; whoever asks says no."""
 
-from diptych.control.config import ReplicaConfig
+from diptych.control.config import EngineConfig
 from diptych.control.errors import ContextLengthError, OverloadedError, RequestError
 from diptych.control.request import Request
 
 
-def refusal(request: Request, config: ReplicaConfig, capacity_tokens: int, num_waiting: int) -> RequestError | None:
+def refusal(request: Request, config: EngineConfig, capacity_tokens: int, num_waiting: int) -> RequestError | None:
     """The error with which a request is refused, or None.
 
     capacity_tokens: the longest sequence that the cache holds when it is alone. A prompt that is computed for another
-    replica needs room for itself only, and none where it is computed into the other's blocks.
+    worker needs room for itself only, and none where it is computed into the other's blocks.
     """
     length, prompt = config.max_model_len, request.num_prompt_tokens
     if prompt < 1:

@@ -1,11 +1,11 @@
-"""What a replica tells a router about itself."""
+"""What a worker tells a router about itself."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What a replica says of itself.
+    """What a worker says of itself.
 
     backlog_ns: prompt work of all that wait or are half done there, as its step-time model sees it. token_ns, pair_ns,
     fixed_ns, sequence_ns, context_ns: that model's prices of a prompt token, of a (query, key) pair, of a step, of a

@@ -3,13 +3,13 @@
 Owns the vocabulary of a recording: which inputs there are, in which form, and the digest of a decision. A recording
 holds counts, ids, times and block hashes, never tokens. Must never do I/O: rows go to a callable.
 
-    row = (kind, ...)           what the replica was told, in order
+    row = (kind, ...)           what the worker was told, in order
     observe                     step features (4 numbers), nanoseconds: teaches the step-time model
     add                         now, id, prompt tokens, max_tokens, block hashes, priority, ttft_ns, tpot_ns,
                                 reads_prefix_cache, hands_off, lease_ns, borrowed block ids, borrowed tokens
-    reserve                     as add: blocks for a prompt that another replica computes
+    reserve                     as add: blocks for a prompt that another worker computes
     deliver                     now, id, first_step_ns, first_token_ns: its KV is here
-    release                     now, id: another replica has taken it over
+    release                     now, id: another worker has taken it over
     drop                        now, id: end it wherever it is
     renew                       now, ids: their leases begin again
     expire                      now: leases run out
@@ -25,8 +25,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import blake2b
 from typing import Any
 
-from diptych.control.config import ReplicaConfig
-from diptych.control.engine.engine_core import ReplicaCore
+from diptych.control.config import EngineConfig
+from diptych.control.engine.engine_core import EngineCore
 from diptych.control.errors import RequestError
 from diptych.control.events import Event
 from diptych.control.request import FinishReason, Request
@@ -38,58 +38,58 @@ FORMAT, VERSION = "diptych recording", 3  # of a file of rows; 1 had no handoffs
 DIGEST_BYTES = 12
 
 
-class RecordingCore(ReplicaCore):
-    """A ReplicaCore that hands each input to ``write`` before it acts on it (and each plan after it is made).
+class RecordingEngineCore(EngineCore):
+    """A EngineCore that hands each input to ``write`` before it acts on it (and each plan after it is made).
 
-    ``write`` is called on the replica's own thread: it must return at once and must not raise. The objects in a row
+    ``write`` is called on the worker's own thread: it must return at once and must not raise. The objects in a row
     are immutable and may be read later, on another thread.
     """
 
-    def __init__(self, config: ReplicaConfig, write: Callable[[Row], None]) -> None:
+    def __init__(self, config: EngineConfig, write: Callable[[Row], None]) -> None:
         super().__init__(config)
         self._write = write
 
     def add_request(self, request: Request, now: int) -> list[Event]:
-        """See ReplicaCore."""
+        """See EngineCore."""
         self._write(("add", now, *_request_row(request)))
         return super().add_request(request, now)
 
     def reserve(self, request: Request, now: int, lease_ns: int = 0) -> list[Event]:
-        """See ReplicaCore."""
+        """See EngineCore."""
         request.lease_ns = lease_ns
         self._write(("reserve", now, *_request_row(request)))
         return super().reserve(request, now, lease_ns)
 
     def deliver(self, request_id: str, now: int, *, first_step_ns: int, first_token_ns: int) -> list[Event]:
-        """See ReplicaCore."""
+        """See EngineCore."""
         self._write(("deliver", now, request_id, first_step_ns, first_token_ns))
         return super().deliver(request_id, now, first_step_ns=first_step_ns, first_token_ns=first_token_ns)
 
     def drop(self, request_id: str, now: int) -> list[Event]:
-        """See ReplicaCore."""
+        """See EngineCore."""
         self._write(("drop", now, request_id))
         return super().drop(request_id, now)
 
     def renew(self, attempt_ids: Iterable[str], now: int) -> None:
-        """See ReplicaCore."""
+        """See EngineCore."""
         attempt_ids = tuple(attempt_ids)
         self._write(("renew", now, attempt_ids))
         super().renew(attempt_ids, now)
 
     def expire(self, now: int) -> list[Event]:
-        """See ReplicaCore."""
+        """See EngineCore."""
         expired = super().expire(now)
         if expired:
             self._write(("expire", now))
         return expired
 
     def release(self, request_id: str, now: int) -> list[Event]:
-        """See ReplicaCore."""
+        """See EngineCore."""
         self._write(("release", now, request_id))
         return super().release(request_id, now)
 
     def check_request(self, request: Request) -> None:
-        """See ReplicaCore."""
+        """See EngineCore."""
         try:
             super().check_request(request)
         except RequestError as error:
@@ -98,12 +98,12 @@ class RecordingCore(ReplicaCore):
             raise
 
     def abort(self, request_id: str, now: int, reason: FinishReason = FinishReason.ABORT) -> list[Event]:
-        """See ReplicaCore."""
+        """See EngineCore."""
         self._write(("abort", now, request_id, reason))
         return super().abort(request_id, now, reason)
 
     def begin_step(self, now: int) -> SchedulerOutput | None:
-        """See ReplicaCore."""
+        """See EngineCore."""
         output = super().begin_step(now)
         self._write(("begin", now, output))
         return output
@@ -111,13 +111,13 @@ class RecordingCore(ReplicaCore):
     def end_step(
         self, result: StepResult, now: int, *, num_steps: int = 1, last_start_ns: int | None = None
     ) -> list[Event]:
-        """See ReplicaCore."""
+        """See EngineCore."""
         repeats = () if num_steps == 1 and last_start_ns is None else (num_steps, last_start_ns)
         self._write(("end", now, result.step_id, result.stopped, result.full_blocks, result.failed, repeats))
         return super().end_step(result, now, num_steps=num_steps, last_start_ns=last_start_ns)
 
     def observe(self, features: StepFeatures, duration_ns: int) -> None:
-        """See ReplicaCore."""
+        """See EngineCore."""
         self._write(("observe", feature_row(features), duration_ns))
         super().observe(features, duration_ns)
 
@@ -142,7 +142,7 @@ def _request_row(request: Request) -> Row:
 
 def measured_steps(rows: Iterable[Sequence[Any]]) -> Iterator[tuple[StepFeatures, int]]:
     """What each step of a recording computed and how many nanoseconds it took, the loop around it included: from the
-    end of the step before it, or from its own begin where the replica was idle. Plans as in ``plan_summary``."""
+    end of the step before it, or from its own begin where the worker was idle. Plans as in ``plan_summary``."""
     in_flight: deque[tuple[int, StepFeatures]] = deque()
     last_end_ns = 0
     for row in rows:

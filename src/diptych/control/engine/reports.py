@@ -1,8 +1,8 @@
-"""What a replica says of itself: a snapshot for metrics, and what a router needs to know. Reads, never changes."""
+"""What a worker says of itself: a snapshot for metrics, and what a router needs to know. Reads, never changes."""
 
 from dataclasses import dataclass
 
-from diptych.control.config import ReplicaConfig
+from diptych.control.config import EngineConfig
 from diptych.control.engine.kvcache.kv_cache_manager import KVCacheManager
 from diptych.control.engine.load_report import LoadReport
 from diptych.control.engine.scheduler.scheduler import Scheduler
@@ -10,8 +10,8 @@ from diptych.control.engine.scheduler.step_time import StepTimeModel
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaStats:
-    """A snapshot of one replica for metrics."""
+class EngineStats:
+    """A snapshot of one worker for metrics."""
 
     num_waiting: int
     num_prefilling: int
@@ -25,9 +25,9 @@ class ReplicaStats:
     step_time_coefficients: tuple[float, ...]  # ns: a step, a prompt token, a pair, a sequence, a context token
 
 
-def replica_stats(scheduler: Scheduler, kv: KVCacheManager, model: StepTimeModel) -> ReplicaStats:
+def engine_stats(scheduler: Scheduler, kv: KVCacheManager, model: StepTimeModel) -> EngineStats:
     """The snapshot of now."""
-    return ReplicaStats(
+    return EngineStats(
         num_waiting=len(scheduler.waiting) + len(scheduler.incoming.waiting),
         num_prefilling=len(scheduler.prefilling),
         num_decoding=len(scheduler.batch) + len(scheduler.joining),
@@ -42,7 +42,7 @@ def replica_stats(scheduler: Scheduler, kv: KVCacheManager, model: StepTimeModel
 
 
 def load_report(
-    config: ReplicaConfig, scheduler: Scheduler, kv: KVCacheManager, model: StepTimeModel, now: int
+    config: EngineConfig, scheduler: Scheduler, kv: KVCacheManager, model: StepTimeModel, now: int
 ) -> LoadReport:
     """The load of now. A step may take as long as the objective says, or the target where there is none."""
     budget = config.scheduler.budget

@@ -1,1 +1,1 @@
-"""Which replica serves a request."""
+"""Which worker serves a request."""

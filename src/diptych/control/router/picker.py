@@ -1,4 +1,4 @@
-"""Picking a replica by load: round robin, fewest outstanding requests, or the better of two drawn at random.
+"""Picking a worker by load: round robin, fewest outstanding requests, or the better of two drawn at random.
 
 Owns the front end's own count of what it has sent where; never asks a worker. Randomness is a seeded sequence of its
 own, so that equal histories give equal picks.
@@ -15,20 +15,20 @@ _MASK = 2**64 - 1
 
 
 class Picker:
-    """Replicas 0 .. num_replicas - 1, each with the requests that it was given and has not ended."""
+    """Workers 0 .. num_workers - 1, each with the requests that it was given and has not ended."""
 
-    def __init__(self, kind: PickerName, num_replicas: int, seed: int = 0) -> None:
+    def __init__(self, kind: PickerName, num_workers: int, seed: int = 0) -> None:
         if kind not in PICKERS:
             raise ConfigError(f"routing is {kind!r}; one of {', '.join(PICKERS)}", param="routing")
         self._kind = kind
         self._state = seed & _MASK
         self._next = 0
-        self.outstanding = [0] * num_replicas
-        self.is_up = [True] * num_replicas
-        self._heap = [(0, index) for index in range(num_replicas)]  # lazily updated (outstanding, replica)
+        self.outstanding = [0] * num_workers
+        self.is_up = [True] * num_workers
+        self._heap = [(0, index) for index in range(num_workers)]  # lazily updated (outstanding, worker)
 
     def pick(self, avoid: frozenset[int] = frozenset()) -> int | None:
-        """The replica for the next request (None: none is up); counts the request as sent. ``avoid``: as if they were
+        """The worker for the next request (None: none is up); counts the request as sent. ``avoid``: as if they were
         down."""
         if self._kind == "round_robin":
             choice = self._in_turn(avoid)
@@ -40,24 +40,24 @@ class Picker:
             self._change(choice, 1)
         return choice
 
-    def sent(self, replica: int) -> None:
+    def sent(self, worker: int) -> None:
         """A request was sent there that nobody picked here."""
-        self._change(replica, 1)
+        self._change(worker, 1)
 
-    def ended(self, replica: int) -> None:
-        """A request of this replica ended."""
-        self._change(replica, -1)
+    def ended(self, worker: int) -> None:
+        """A request of this worker ended."""
+        self._change(worker, -1)
 
-    def set_up(self, replica: int, is_up: bool) -> None:
-        """The replica came or went."""
-        self.is_up[replica] = is_up
+    def set_up(self, worker: int, is_up: bool) -> None:
+        """The worker came or went."""
+        self.is_up[worker] = is_up
         if is_up:
-            heappush(self._heap, (self.outstanding[replica], replica))
+            heappush(self._heap, (self.outstanding[worker], worker))
 
-    def _change(self, replica: int, by: int) -> None:
-        self.outstanding[replica] += by
+    def _change(self, worker: int, by: int) -> None:
+        self.outstanding[worker] += by
         if self._kind == "least_loaded":
-            heappush(self._heap, (self.outstanding[replica], replica))
+            heappush(self._heap, (self.outstanding[worker], worker))
 
     def _in_turn(self, avoid: frozenset[int]) -> int | None:
         for _ in self.outstanding:
@@ -69,26 +69,26 @@ class Picker:
 
     def _least_loaded_but(self, avoid: frozenset[int]) -> int | None:
         best, least = None, 0
-        for replica, load in enumerate(self.outstanding):
-            if self.is_up[replica] and replica not in avoid and (best is None or load < least):
-                best, least = replica, load
+        for worker, load in enumerate(self.outstanding):
+            if self.is_up[worker] and worker not in avoid and (best is None or load < least):
+                best, least = worker, load
         return best
 
     def _least_loaded(self) -> int | None:
         heap = self._heap
         while heap:
-            load, replica = heap[0]
-            if self.is_up[replica] and self.outstanding[replica] == load:
-                return replica
+            load, worker = heap[0]
+            if self.is_up[worker] and self.outstanding[worker] == load:
+                return worker
             heappop(heap)
         return None
 
     def _better_of_two(self, avoid: frozenset[int]) -> int | None:
-        up = [replica for replica, is_up in enumerate(self.is_up) if is_up and replica not in avoid]
+        up = [worker for worker, is_up in enumerate(self.is_up) if is_up and worker not in avoid]
         if not up:
             return None
         first, second = up[self._draw(len(up))], up[self._draw(len(up))]
-        return min(first, second, key=lambda replica: (self.outstanding[replica], replica))
+        return min(first, second, key=lambda worker: (self.outstanding[worker], worker))
 
     def _draw(self, limit: int) -> int:
         """Below ``limit``: SplitMix64 (Steele, Lea and Flood 2014)."""

@@ -183,7 +183,7 @@ def _state(llm: AsyncLLM, model_name: str, recent: Recent) -> UiState:
 
 def _worker(llm: AsyncLLM, number: int, role: str) -> WorkerView:
     fleet = llm.metrics.fleet
-    view, said = fleet.view(), fleet.replicas.get(number, {})
+    view, said = fleet.view(), fleet.workers.get(number, {})
     known = llm.timeline.workers.get(number)
     return WorkerView(
         worker=number,

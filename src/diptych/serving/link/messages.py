@@ -237,9 +237,9 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True, tag="tokens"):
 
 
 class Stats(msgspec.Struct, frozen=True, array_like=True, tag="stats"):
-    """A snapshot of the replica (ReplicaStats as a map) and the events since the last one."""
+    """A snapshot of the worker (EngineStats as a map) and the events since the last one."""
 
-    replica: dict[str, Any]
+    worker: dict[str, Any]
     events: list[tuple[str, Any]] = []
     load: LoadReport | None = None
 
@@ -291,7 +291,7 @@ def unpack_tokens(data: bytes) -> list[int]:
 
 
 def pack_events(happened: Iterable[events.Event]) -> list[tuple[str, Any]]:
-    """Events for a Stats record (block events stay on the replica until a router asks for them)."""
+    """Events for a Stats record (block events stay on the worker until a router asks for them)."""
     return [(type(event).__name__, event) for event in happened if type(event).__name__ in _EVENT_CLASSES]
 
 

@@ -35,7 +35,7 @@ class FleetMetrics:
 
     def __init__(self) -> None:
         self.view: Callable[[], FleetView] = FleetView
-        self.replicas: dict[int, dict[str, Any]] = {}  # what each worker said last
+        self.workers: dict[int, dict[str, Any]] = {}  # what each worker said last
         self.losses: Counter[int] = Counter()
         self.num_transfers = 0
         self.transferred_bytes = 0
@@ -44,11 +44,11 @@ class FleetMetrics:
         self._lost_counts: Counter[str] = Counter()  # what workers that are gone had counted
 
     @property
-    def replica(self) -> dict[str, Any]:
+    def worker(self) -> dict[str, Any]:
         """All workers as one: sums, the mean use of the KV cache, the largest model error."""
-        if not self.replicas:
+        if not self.workers:
             return {}
-        known = list(self.replicas.values())
+        known = list(self.workers.values())
         joint: dict[str, Any] = {name: sum(one.get(name, 0) for one in known) for name in (*_SUMMED, *_GROWING)}
         joint["kv_usage"] = sum(one.get("kv_usage", 0.0) for one in known) / len(known)
         joint["step_time_error"] = max(one.get("step_time_error", 0.0) for one in known)
@@ -56,7 +56,7 @@ class FleetMetrics:
 
     def count(self, name: str) -> int:
         """A count of all workers, those that are gone included: it never falls."""
-        return self._lost_counts[name] + sum(int(one.get(name, 0)) for one in self.replicas.values())
+        return self._lost_counts[name] + sum(int(one.get(name, 0)) for one in self.workers.values())
 
     def on_transfer(self, num_bytes: int, transfer_ns: int) -> None:
         """A decode worker took over a request; so many bytes had to travel."""
@@ -67,7 +67,7 @@ class FleetMetrics:
     def on_worker_lost(self, worker: int) -> None:
         """Its own counts start from zero again; ours must never fall."""
         self.losses[worker] += 1
-        gone = self.replicas.pop(worker, {})
+        gone = self.workers.pop(worker, {})
         for name in _GROWING:
             self._lost_counts[name] += int(gone.get(name, 0))
 
@@ -121,7 +121,7 @@ class FleetMetrics:
         yield restarts
 
     def _said(self, worker: int, name: str) -> float:
-        return float(self.replicas.get(worker, {}).get(name, 0))
+        return float(self.workers.get(worker, {}).get(name, 0))
 
 
 def _by_label(model: str, counts: Mapping[str, int]) -> Iterator[Metric]:

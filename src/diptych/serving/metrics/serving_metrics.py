@@ -83,9 +83,9 @@ class ServingMetrics(Collector):
         self.num_with_slo += had_slo
 
     @property
-    def replica(self) -> dict[str, Any]:
+    def worker(self) -> dict[str, Any]:
         """What the workers say of themselves, added up."""
-        return self.fleet.replica
+        return self.fleet.worker
 
     @property
     def num_worker_losses(self) -> int:
@@ -94,7 +94,7 @@ class ServingMetrics(Collector):
 
     def on_stats(self, worker: int, stats: Stats) -> None:
         """A snapshot of a worker came."""
-        self.fleet.replicas[worker] = stats.replica
+        self.fleet.workers[worker] = stats.worker
 
     def on_delivered(self, message: Delivered) -> None:
         """A decode worker took over a request."""
@@ -125,20 +125,20 @@ class ServingMetrics(Collector):
         yield self.output_lengths.family("vllm:request_generation_tokens", "Output tokens of a request", model)
 
     def _gauges(self) -> Iterator[Metric]:
-        replica = self.replica
-        waiting = replica.get("num_waiting", 0) + self.fleet.view().num_queued
-        running = replica.get("num_prefilling", 0) + replica.get("num_decoding", 0)
+        worker = self.worker
+        waiting = worker.get("num_waiting", 0) + self.fleet.view().num_queued
+        running = worker.get("num_prefilling", 0) + worker.get("num_decoding", 0)
         values = (
             ("vllm:num_requests_running", "Requests that hold blocks", running),
             ("vllm:num_requests_waiting", "Requests that hold no blocks yet", waiting),
-            ("vllm:num_requests_swapped", "Requests in the host tier", replica.get("num_swapped", 0)),
-            ("vllm:kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1", replica.get("kv_usage", 0.0)),
-            ("diptych:num_requests_prefilling", "Requests in their prefill", replica.get("num_prefilling", 0)),
-            ("diptych:num_requests_decoding", "Requests in the decode batch", replica.get("num_decoding", 0)),
+            ("vllm:num_requests_swapped", "Requests in the host tier", worker.get("num_swapped", 0)),
+            ("vllm:kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1", worker.get("kv_usage", 0.0)),
+            ("diptych:num_requests_prefilling", "Requests in their prefill", worker.get("num_prefilling", 0)),
+            ("diptych:num_requests_decoding", "Requests in the decode batch", worker.get("num_decoding", 0)),
             (
                 "diptych:step_time_model_error",
                 "Recent mean relative error of predicted step times",
-                replica.get("step_time_error", 0.0),
+                worker.get("step_time_error", 0.0),
             ),
             (
                 "diptych:goodput_ratio",

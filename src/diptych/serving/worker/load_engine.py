@@ -10,7 +10,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diptych.control.engine.engine_core import ReplicaCore
+from diptych.control.engine.engine_core import EngineCore
 from diptych.control.errors import ConfigError
 from diptych.runtime.checkpoint import Checkpoint
 from diptych.runtime.kv_geometry import KVGeometry, read_kv_geometry
@@ -34,10 +34,10 @@ FINGERPRINT_BYTES = 64  # of each tensor
 PREFILL_NICENESS = 5
 
 
-def load_engine(options: EngineOptions, report: Report) -> tuple[ReplicaCore, "ModelRunner", Ready]:
+def load_engine(options: EngineOptions, report: Report) -> tuple[EngineCore, "ModelRunner", Ready]:
     """Load the checkpoint, size its cache, teach the step-time model. Raises ConfigError for what cannot be."""
     report("importing torch")
-    from diptych.runtime.local_engine import replica_config
+    from diptych.runtime.local_engine import engine_config
     from diptych.runtime.model_runner import load_runner
     from diptych.runtime.threads import configure_threads
     from diptych.runtime.warm_up import warm_up
@@ -51,8 +51,8 @@ def load_engine(options: EngineOptions, report: Report) -> tuple[ReplicaCore, "M
     geometry = read_kv_geometry(options.model, options.device.dtype, memory.block_size)
     config = _runner_config(options, device, geometry)
     runner = load_runner(config, lambda done, total: report("loading weights", done / max(1, total)))
-    replica = replica_config(runner, options.scheduler, enable_prefix_cache=memory.prefix_cache, slo=options.slo)
-    core = make_core(replica, options.record)
+    worker = engine_config(runner, options.scheduler, enable_prefix_cache=memory.prefix_cache, slo=options.slo)
+    core = make_core(worker, options.record)
     if options.warm_up:
         report("warming up")
         for features, duration_ns in warm_up(runner):

@@ -1,10 +1,10 @@
-"""Recordings on disk: one JSON line per input of a live replica, written by a thread of its own.
+"""Recordings on disk: one JSON line per input of a live worker, written by a thread of its own.
 
 Owns the file. The worker's loop only appends rows to a queue; encoding, hashing and writing happen here. Recording
 must never stop or slow serving: when the file cannot be written any more (a full disk, the size limit), it ends with
 one line in the log. Read by diptych.simulation.replay.
 
-    {"format": "diptych recording", "version": 2, "diptych": ..., "config": {ReplicaConfig}}
+    {"format": "diptych recording", "version": 2, "diptych": ..., "config": {EngineConfig}}
     ["add", now, ...]                     rows as in diptych.control.engine.recording, where a plan is written as
     ["begin", now, digest, [summary]]     (base64 digest of all plans so far) or ["begin", now] for none
     ["closed", number of rows]            missing when the worker was killed or recording had to stop
@@ -22,13 +22,13 @@ from typing import Any
 import msgspec
 
 from diptych import __version__
-from diptych.control.config import ReplicaConfig
-from diptych.control.engine.engine_core import ReplicaCore
+from diptych.control.config import EngineConfig
+from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.recording import (
     FORMAT,
     VERSION,
     DecisionChain,
-    RecordingCore,
+    RecordingEngineCore,
     Row,
     measured_steps,
     plan_summary,
@@ -46,7 +46,7 @@ class Recorder:
     """The writer of one recording. ``path`` is taken as it is when free, else with a number behind it: a worker that
     was restarted does not overwrite what the one before it did. Raises ConfigError when nothing can be created."""
 
-    def __init__(self, path: Path, config: ReplicaConfig, *, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, path: Path, config: EngineConfig, *, max_bytes: int = MAX_BYTES) -> None:
         self.path, self._file = _create(path)
         self.num_rows = 0
         self.stopped_because = ""  # why nothing is written any more
@@ -114,34 +114,34 @@ class Recorder:
         logger.error("recording to %s has stopped: %s; serving goes on", self.path, reason)
 
 
-def make_core(config: ReplicaConfig, record: str | None) -> ReplicaCore:
-    """A ReplicaCore, or one that is recorded to the file ``record``. Raises ConfigError when it cannot be created."""
+def make_core(config: EngineConfig, record: str | None) -> EngineCore:
+    """A EngineCore, or one that is recorded to the file ``record``. Raises ConfigError when it cannot be created."""
     if record is None:
-        return ReplicaCore(config)
+        return EngineCore(config)
     recorder = Recorder(Path(record), config)
     logger.warning("recording to %s", recorder.path)
-    return LiveRecordingCore(config, recorder)
+    return FileRecordedCore(config, recorder)
 
 
-class LiveRecordingCore(RecordingCore):
+class FileRecordedCore(RecordingEngineCore):
     """A recorded core and the file that it is recorded to."""
 
-    def __init__(self, config: ReplicaConfig, recorder: Recorder) -> None:
+    def __init__(self, config: EngineConfig, recorder: Recorder) -> None:
         super().__init__(config, recorder.write)
         self.recorder = recorder
 
 
-def close_recording(core: ReplicaCore) -> None:
+def close_recording(core: EngineCore) -> None:
     """End the recording of this core, if it has one."""
-    if isinstance(core, LiveRecordingCore):
+    if isinstance(core, FileRecordedCore):
         core.recorder.close()
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedSteps:
-    """What ran in a recording: the replica's settings, its warm-up and its steps, each with its nanoseconds."""
+    """What ran in a recording: the worker's settings, its warm-up and its steps, each with its nanoseconds."""
 
-    config: ReplicaConfig
+    config: EngineConfig
     warm_up: list[tuple[StepFeatures, int]]
     steps: list[tuple[StepFeatures, int]]
 
@@ -152,7 +152,7 @@ def read_steps(path: Path) -> RecordedSteps:
     decoder = msgspec.json.Decoder(list[Any])
     rows = [decoder.decode(line) for line in lines]
     warm_up = [(StepFeatures(*row[1]), row[2]) for row in rows if row[0] == "observe"]
-    config = msgspec.convert(msgspec.json.decode(header)["config"], ReplicaConfig)
+    config = msgspec.convert(msgspec.json.decode(header)["config"], EngineConfig)
     return RecordedSteps(config, warm_up, list(measured_steps(rows)))
 
 

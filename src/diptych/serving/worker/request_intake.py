@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from diptych.control.engine.engine_core import ReplicaCore
+from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.errors import InvalidRequestError, RequestError
 from diptych.control.events import Event, HandoffExpired, HandoffReleased, RequestFinished
@@ -61,7 +61,7 @@ class _Tokens:
 class Intake:
     """The door of one worker."""
 
-    def __init__(self, core: ReplicaCore, runner: Runner) -> None:
+    def __init__(self, core: EngineCore, runner: Runner) -> None:
         self._core = core
         self._runner = runner
         self._block_size = core.config.cache.block_size

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from diptych.control.engine.engine_core import ReplicaCore
+from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.outgoing import Chunk, Outgoing
 from diptych.control.errors import ConfigError
 from diptych.control.events import Event, HandoffDelivered, HandoffReserved, StepFinished
@@ -53,7 +53,7 @@ class Handoffs:
     """The attempts that come to this worker, and those that leave it."""
 
     def __init__(
-        self, core: ReplicaCore, intake: Intake, connector: KVConnector, send: Callable[[WorkerMessage], None]
+        self, core: EngineCore, intake: Intake, connector: KVConnector, send: Callable[[WorkerMessage], None]
     ) -> None:
         self._core = core
         self._intake = intake

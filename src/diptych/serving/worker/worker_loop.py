@@ -1,6 +1,6 @@
 """A worker process: one loop that reads the clock, ends a step, takes messages, begins a step and executes it.
 
-Owns the replica's core, its executor and the worker's end of the socket. Must never look at text, HTTP or the wall
+Owns the worker's core, its executor and the worker's end of the socket. Must never look at text, HTTP or the wall
 clock (beyond one monotonic reading per turn), and never wait while there is work.
 
 Steps run on this thread, and nothing else touches the executor: when a message is taken, no step is running, so what
@@ -24,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from diptych.control.engine.engine_core import ReplicaCore
+from diptych.control.engine.engine_core import EngineCore
 from diptych.control.errors import DiptychError
 from diptych.control.events import (
     Event,
@@ -85,17 +85,17 @@ PR_SET_PDEATHSIG = 1  # of prctl(2): which signal the parent's end sends
 # What the cluster's decisions need at once; FirstToken only of attempts that are handed off.
 _URGENT = (RequestAdmitted, HandoffReserved, HandoffReleased, HandoffExpired)
 
-Load = Callable[[EngineOptions, Report], tuple[ReplicaCore, Runner, Ready]]
+Load = Callable[[EngineOptions, Report], tuple[EngineCore, Runner, Ready]]
 Connect = Callable[[EngineOptions, Any, Path], KVConnector | None]
 
 
 class Worker:
-    """The loop of one replica. ``channel`` leads to the front end; ``connector``: to the other workers (None: it
+    """The loop of one worker. ``channel`` leads to the front end; ``connector``: to the other workers (None: it
     takes no part in handoffs); ``publishes_blocks``: it says what enters and leaves the prefix cache."""
 
     def __init__(
         self,
-        core: ReplicaCore,
+        core: EngineCore,
         runner: Runner,
         channel: Channel,
         clock: Callable[[], int] = time.monotonic_ns,
@@ -284,8 +284,8 @@ class Worker:
 
     def _send_stats(self, now: int) -> None:
         if self._is_changed and now >= self._next_stats_ns:
-            replica = msgspec.to_builtins(self._core.stats())
-            self._send(Stats(replica, pack_events(self._unreported), self._core.load(now)))
+            worker = msgspec.to_builtins(self._core.stats())
+            self._send(Stats(worker, pack_events(self._unreported), self._core.load(now)))
             self._unreported.clear()
             self._is_changed = False
             self._next_stats_ns = now + STATS_INTERVAL_NS

@@ -44,7 +44,7 @@ class DecodeLine:
 
 
 class CostModel(Protocol):
-    """Prices the steps of one replica. Stateless: equal arguments give equal answers, in any order of calls."""
+    """Prices the steps of one worker. Stateless: equal arguments give equal answers, in any order of calls."""
 
     @property
     def name(self) -> str:

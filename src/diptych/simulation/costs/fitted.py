@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from diptych.control.config import CacheConfig, ReplicaConfig, SchedulerConfig
+from diptych.control.config import CacheConfig, EngineConfig, SchedulerConfig
 from diptych.control.engine.scheduler.step_time import nonnegative_least_squares
 from diptych.control.errors import ConfigError
 from diptych.control.step import SchedulerOutput, StepFeatures, chunk_attention
@@ -109,9 +109,9 @@ class Calibration:
     machine: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
 
-    def replica(self, scheduler: SchedulerConfig) -> ReplicaConfig:
-        """A replica of this machine with a scheduler of one's choice."""
-        return ReplicaConfig(cache=self.cache, scheduler=scheduler, max_model_len=self.max_model_len)
+    def worker(self, scheduler: SchedulerConfig) -> EngineConfig:
+        """A worker of this machine with a scheduler of one's choice."""
+        return EngineConfig(cache=self.cache, scheduler=scheduler, max_model_len=self.max_model_len)
 
 
 def write_calibration(path: Path, calibration: Calibration) -> None:

@@ -1,6 +1,6 @@
 """Cost model from measured operators: any model on a GPU whose kernels were measured one by one.
 
-Owns the sum of operators (operators.py) over the layers of a model. The sum becomes the tables of one replica
+Owns the sum of operators (operators.py) over the layers of a model. The sum becomes the tables of one worker
 (layer_tables.py), which price the steps; the host's part of a step is a constant. Must never be fitted to served runs.
 
 A chunk after ``start`` tokens takes what one prompt with as many (query, key) pairs takes, because only prompts without

@@ -60,7 +60,7 @@ class AttentionOp:
 
 
 class RooflineCost:
-    """CostModel of ``tensor_parallel`` devices that run one replica.
+    """CostModel of ``tensor_parallel`` devices that run one worker.
 
     weight_bits: 16, 8 (in the device's 8-bit arithmetic where it has any, else weights only) or 4 (weights only).
     step_overhead_s: host time of a step in place of the hardware entry's.

@@ -78,7 +78,7 @@ class Wires:
         if not faults:
             return
         for worker in range(num_workers):
-            mine = [fault for fault in faults if fault.replica == worker and fault.kind in MESSAGE_FAULTS]
+            mine = [fault for fault in faults if fault.worker == worker and fault.kind in MESSAGE_FAULTS]
             number = (seed * 1_000_003 + worker) * 2
             self._to.append(Wire(environment, mine, number))
             self._from.append(Wire(environment, mine, number + 1))

@@ -6,11 +6,11 @@ Owns which settings each has and which blocks of a shared pool are its own.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from diptych.control.config import ReplicaConfig
+from diptych.control.config import EngineConfig
 from diptych.control.router.topology import WorkerInfo
 from diptych.simulation.environment import Environment
 from diptych.simulation.fleet.pools import Pools
-from diptych.simulation.fleet.simulated_worker import Auditor, Listener, SimulatedReplica, WorkerModel
+from diptych.simulation.fleet.simulated_worker import Auditor, Listener, SimulatedWorker, WorkerModel
 from diptych.simulation.fleet.warmed_up_model import warmed_up_model
 from diptych.simulation.scenario import Scenario
 
@@ -20,20 +20,20 @@ class Member:
     """One worker of a fleet: as the front end knows it, and its settings."""
 
     info: WorkerInfo
-    config: ReplicaConfig
+    config: EngineConfig
 
 
-def fleet(replica: ReplicaConfig, num_workers: int, pools: Pools | None) -> list[Member]:
+def fleet(engine: EngineConfig, num_workers: int, pools: Pools | None) -> list[Member]:
     """All workers. Those that share memory number their blocks one after the other."""
     members = []
     ends: dict[int, int] = {}  # host -> blocks of the workers so far
     for worker in range(num_workers):
         if pools is None:
-            cache = replica.cache
-            members.append(Member(WorkerInfo(worker, "both", cache.num_blocks, cache.block_size), replica))
+            cache = engine.cache
+            members.append(Member(WorkerInfo(worker, "both", cache.num_blocks, cache.block_size), engine))
             continue
         role = pools.role(worker)
-        config = pools.prefill if pools.prefill is not None and role == "prefill" else replica
+        config = pools.prefill if pools.prefill is not None and role == "prefill" else engine
         host = worker % pools.num_hosts if pools.num_hosts else worker
         pool = host if pools.num_hosts else None
         if pool is not None:
@@ -47,18 +47,18 @@ def fleet(replica: ReplicaConfig, num_workers: int, pools: Pools | None) -> list
     return members
 
 
-def make_replicas(
+def make_workers(
     scenario: Scenario,
     members: Sequence[Member],
     environment: Environment,
     listener: Listener,
     auditor: Auditor | None,
-) -> list[SimulatedReplica]:
+) -> list[SimulatedWorker]:
     """The workers; equal ones share what warm-up taught them."""
     models: dict[int, WorkerModel] = {}
-    replicas = []
+    workers = []
     for member in members:
-        base = scenario.replica
+        base = scenario.engine
         if scenario.pools is not None and scenario.pools.prefill is not None and member.info.role == "prefill":
             base = scenario.pools.prefill
         if id(base) not in models:
@@ -67,8 +67,8 @@ def make_replicas(
         worker = models[id(base)]
         if member.config is not base:
             worker = replace(worker, config=member.config)
-        replicas.append(SimulatedReplica(member.info.number, worker, environment, listener, auditor))
-    return replicas
+        workers.append(SimulatedWorker(member.info.number, worker, environment, listener, auditor))
+    return workers
 
 
 def peers_of(members: Sequence[Member]) -> list[list[int]]:

@@ -5,7 +5,7 @@ Owns the numbers of the workers: those that prefill first, then those that decod
 
 from dataclasses import dataclass
 
-from diptych.control.config import ReplicaConfig
+from diptych.control.config import EngineConfig
 from diptych.control.errors import ConfigError
 from diptych.control.router.topology import Role
 from diptych.simulation.fleet.links import Link
@@ -23,7 +23,7 @@ class Pools:
     num_decode: int
     kv_bytes_per_token: int
     link: str = "ib400"
-    prefill: ReplicaConfig | None = None
+    prefill: EngineConfig | None = None
     num_both: int = 0
     num_hosts: int = 0
 

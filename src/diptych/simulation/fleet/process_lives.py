@@ -12,7 +12,7 @@ from typing import Protocol
 
 from diptych.simulation.environment import MESSAGE, Environment
 from diptych.simulation.faults import MESSAGE_FAULTS, Fault, Watch
-from diptych.simulation.fleet.simulated_worker import SimulatedReplica
+from diptych.simulation.fleet.simulated_worker import SimulatedWorker
 
 
 class FrontEnd(Protocol):
@@ -57,21 +57,21 @@ class Supervisor:
         self,
         environment: Environment,
         watch: Watch,
-        replicas: list[SimulatedReplica],
+        workers: list[SimulatedWorker],
         peers: list[list[int]],
         front_end: FrontEnd,
     ) -> None:
         self._environment = environment
         self._watch = watch
-        self._replicas = replicas
+        self._workers = workers
         self._peers = peers
         self._front_end = front_end
-        self._processes = [_Process() for _ in replicas]
+        self._processes = [_Process() for _ in workers]
 
     def schedule(self, faults: tuple[Fault, ...]) -> None:
         """Have these happen (those of messages are the wires' business)."""
         for fault in faults:
-            if fault.kind not in MESSAGE_FAULTS and fault.replica < len(self._replicas):
+            if fault.kind not in MESSAGE_FAULTS and fault.worker < len(self._workers):
                 self._environment.at(fault.at_ns, MESSAGE, partial(self._strike, fault))
 
     def is_alive(self, worker: int) -> bool:
@@ -79,8 +79,8 @@ class Supervisor:
         return self._processes[worker].is_alive
 
     def _strike(self, fault: Fault) -> None:
-        worker, environment = fault.replica, self._environment
-        replica, process = self._replicas[worker], self._processes[worker]
+        worker, environment = fault.worker, self._environment
+        simulated, process = self._workers[worker], self._processes[worker]
         end_ns = environment.now + fault.duration_ns
         if fault.kind == "crash":
             self._kill(worker, end_ns)
@@ -90,13 +90,13 @@ class Supervisor:
         elif not process.is_alive:
             return
         elif fault.kind == "hang":
-            replica.hang(end_ns)
-            environment.at(end_ns, MESSAGE, replica.wake)
+            simulated.hang(end_ns)
+            environment.at(end_ns, MESSAGE, simulated.wake)
             at_ns = environment.now + self._watch.heartbeat_ns
             environment.at(at_ns, MESSAGE, partial(self._look_at, worker, process.life))
         else:
-            replica.slow_down(fault.factor)
-            environment.at(end_ns, MESSAGE, partial(replica.slow_down, 1))
+            simulated.slow_down(fault.factor)
+            environment.at(end_ns, MESSAGE, partial(simulated.slow_down, 1))
 
     def _break_link(self, worker: int, by: int) -> None:
         process = self._processes[worker]
@@ -105,7 +105,7 @@ class Supervisor:
 
     def _look_at(self, worker: int, life: int) -> None:
         """A heartbeat did not come."""
-        if self._processes[worker].life == life and self._replicas[worker].is_hung:
+        if self._processes[worker].life == life and self._workers[worker].is_hung:
             self._kill(worker, self._environment.now + self._watch.detection_ns)
 
     def _kill(self, worker: int, until_ns: int) -> None:
@@ -116,7 +116,7 @@ class Supervisor:
             return
         process.is_alive, process.is_known_dead = False, False
         process.life += 1
-        process.tokens = self._replicas[worker].crash(until_ns)
+        process.tokens = self._workers[worker].crash(until_ns)
         self._front_end.on_death(worker)
         for other in self._peers[worker]:
             self._forgotten(other, worker)

@@ -42,7 +42,7 @@ from diptych.simulation.event_log import EventLog
 from diptych.simulation.fleet.client_request import OpenRequest
 from diptych.simulation.fleet.control_channels import Wires
 from diptych.simulation.fleet.kv_transfers import Transfers
-from diptych.simulation.fleet.members import fleet, make_replicas, peers_of
+from diptych.simulation.fleet.members import fleet, make_workers, peers_of
 from diptych.simulation.fleet.process_lives import Supervisor
 from diptych.simulation.fleet.simulated_executor import block_hashes, make_request
 from diptych.simulation.fleet.simulated_worker import Auditor
@@ -60,13 +60,13 @@ class Cluster:
     """Everything that happens in one simulation."""
 
     def __init__(self, scenario: Scenario, progress: Progress | None = None, auditor: Auditor | None = None) -> None:
-        members = fleet(scenario.replica, scenario.num_replicas, scenario.pools)
+        members = fleet(scenario.engine, scenario.num_workers, scenario.pools)
         self.environment = Environment()
         self.collector = Collector(len(members))
         self.log = EventLog() if scenario.record_events else None
         self.core = ClusterCore([member.info for member in members], scenario.cluster_config)
         self.last_end_ns = 0
-        self.replicas = make_replicas(scenario, members, self.environment, self._on_events, auditor)
+        self.workers = make_workers(scenario, members, self.environment, self._on_events, auditor)
         self._scenario = scenario
         self._progress = progress
         self._open: dict[str, OpenRequest] = {}
@@ -76,9 +76,9 @@ class Cluster:
         self._backlog: deque[tuple[list[Command], bool]] = deque()
         self._is_busy = False
         self._rng = random.Random(scenario.seed)
-        self._hashes_matter = scenario.routing == "kv_aware" and scenario.replica.cache.enable_prefix_cache
+        self._hashes_matter = scenario.routing == "kv_aware" and scenario.engine.cache.enable_prefix_cache
         self._wires = Wires(self.environment, len(members), scenario.faults, scenario.seed)
-        self._reporter = Reporter(scenario, self.replicas)
+        self._reporter = Reporter(scenario, self.workers)
         self.transfers: Transfers | None = None
         self.handoffs: list[WorkerHandoffs] = []
         if (pools := scenario.pools) is not None:
@@ -86,10 +86,10 @@ class Cluster:
                 self.environment, len(members), pools.link, pools.kv_bytes_per_token, scenario.watch.resume_ns
             )
             self.handoffs = [
-                WorkerHandoffs(replica, self.transfers, self.environment, self._on_transfer_failed)
-                for replica in self.replicas
+                WorkerHandoffs(worker, self.transfers, self.environment, self._on_transfer_failed)
+                for worker in self.workers
             ]
-        self.supervisor = Supervisor(self.environment, scenario.watch, self.replicas, peers_of(members), self)
+        self.supervisor = Supervisor(self.environment, scenario.watch, self.workers, peers_of(members), self)
 
     @property
     def hit_error(self) -> float | None:
@@ -98,8 +98,8 @@ class Cluster:
 
     def run(self, until_ns: int | None = None) -> None:
         """From the first arrival until nothing is left to happen. Raises AssertionError when requests never end."""
-        for replica in self.replicas:
-            self._tell(WorkerUp(replica.number))
+        for worker in self.workers:
+            self._tell(WorkerUp(worker.number))
         self.supervisor.schedule(self._scenario.faults)
         workload = self._scenario.workload
         if isinstance(workload, ClosedLoop):
@@ -141,7 +141,7 @@ class Cluster:
         self._open[request_id] = OpenRequest(number, spec, request_id, client)
         hashes: tuple[bytes, ...] = ()
         if self._hashes_matter and spec.hash_ids:
-            hashes = tuple(block_hashes(spec, spec.prompt_tokens, self._scenario.replica.cache.block_size))
+            hashes = tuple(block_hashes(spec, spec.prompt_tokens, self._scenario.engine.cache.block_size))
         max_tokens = spec.max_tokens or spec.output_tokens
         if spec.abort_after_ns is not None:
             self.environment.at(self.environment.now + spec.abort_after_ns, MESSAGE, partial(self._hang_up, request_id))
@@ -214,10 +214,10 @@ class Cluster:
                 self._begin_attempt(command, one.attempt_spec(), later)
             case Release():
                 self._wires.post(
-                    command.worker, partial(self.replicas[command.worker].release, command.attempt_id), later
+                    command.worker, partial(self.workers[command.worker].release, command.attempt_id), later
                 )
             case Drop():
-                self._wires.post(command.worker, partial(self.replicas[command.worker].drop, command.attempt_id), later)
+                self._wires.post(command.worker, partial(self.workers[command.worker].drop, command.attempt_id), later)
             case Renew():
                 self._wires.post(
                     command.worker, partial(self.handoffs[command.worker].renew, command.attempt_ids), later
@@ -235,9 +235,9 @@ class Cluster:
         worker = command.worker
         if not self._wires.is_news(worker, command.attempt_id):
             return
-        request = make_request(command.attempt_id, spec, self._scenario.replica.cache.block_size)
+        request = make_request(command.attempt_id, spec, self._scenario.engine.cache.block_size)
         if isinstance(command, Serve):
-            self.replicas[worker].submit(request, spec)
+            self.workers[worker].submit(request, spec)
         elif isinstance(command, Reserve):
             self.handoffs[worker].reserve(request, spec, command)
         else:
@@ -257,7 +257,7 @@ class Cluster:
             self._wires.report(worker, partial(self._tell, self._reporter.snapshot(worker), later=True))
             return []
 
-        self.replicas[worker].hear(act)
+        self.workers[worker].hear(act)
 
     # -- workers ----------------------------------------------------------------------------------------------------
 
@@ -265,7 +265,7 @@ class Cluster:
         """A worker reports."""
         if self.log is not None:
             self.log.extend(worker, events)
-        self.collector.take(worker, events, output, self.replicas[worker].usage)
+        self.collector.take(worker, events, output, self.workers[worker].usage)
         if self._reporter.says_only_ends:
             for event in events:
                 if type(event) is RequestFinished:
@@ -324,7 +324,7 @@ class Cluster:
         """Its death is known; what it had sent and nobody has heard yet is lost."""
         self._wires.on_down(worker)
         self._reporter.reset(worker)
-        most, longest = self._scenario.watch.max_lost_tokens, self._scenario.replica.max_model_len
+        most, longest = self._scenario.watch.max_lost_tokens, self._scenario.engine.max_model_len
         progress = {
             request_id: one.keep(worker, tokens, self._rng.randrange(most + 1) if most else 0, longest)
             for request_id, one in self._open.items()
@@ -360,14 +360,14 @@ class Cluster:
     def _end_here(self, request_id: str, reason: FinishReason, message: str) -> None:
         """The front end ends a request itself."""
         one = self._open[request_id]
-        event = one.ended_here(self.environment.now, reason, message, self._scenario.replica.slo)
+        event = one.ended_here(self.environment.now, reason, message, self._scenario.engine.slo)
         if self.log is not None:
             self.log.extend(FRONT_END, [event])
         self._close(one, event)
 
     def _end_with(self, one: OpenRequest, event: RequestFinished) -> None:
         """A worker ended a request."""
-        self._close(one, one.seen(event, self._scenario.replica.slo))
+        self._close(one, one.seen(event, self._scenario.engine.slo))
 
     def _close(self, one: OpenRequest, event: RequestFinished) -> None:
         del self._open[str(one.number)]

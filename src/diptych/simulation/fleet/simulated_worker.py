@@ -1,4 +1,4 @@
-"""A worker under virtual time: a ReplicaCore, a simulated executor, and the worker's loop as events.
+"""A worker under virtual time: a EngineCore, a simulated executor, and the worker's loop as events.
 
 Owns when steps begin and end. It must decide nothing: what runs is the core's business, what it costs the cost
 model's. A run of decode steps in which nothing is to be decided is one event; whoever comes meanwhile cuts it at the
@@ -11,8 +11,8 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 
-from diptych.control.config import ReplicaConfig
-from diptych.control.engine.engine_core import ReplicaCore
+from diptych.control.config import EngineConfig
+from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.scheduler.step_time import StepTimeModel
 from diptych.control.events import Event
 from diptych.control.request import Request
@@ -20,18 +20,18 @@ from diptych.control.step import SchedulerOutput, StepResult
 from diptych.simulation.costs.cost_model import CostModel, DecodeLine
 from diptych.simulation.environment import STEP_END, Environment
 from diptych.simulation.fleet.simulated_executor import SimulatedExecutor
-from diptych.simulation.results import ReplicaUsage
+from diptych.simulation.results import WorkerUsage
 from diptych.workload.spec import RequestSpec
 
-Listener = Callable[[int, list[Event], SchedulerOutput | None], None]  # (replica, events, the plan that ended)
-Auditor = Callable[[int, SchedulerOutput], None]  # (replica, a plan that begins or ends)
+Listener = Callable[[int, list[Event], SchedulerOutput | None], None]  # (worker, events, the plan that ended)
+Auditor = Callable[[int, SchedulerOutput], None]  # (worker, a plan that begins or ends)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerModel:
     """What equal workers share: settings, costs, and the step-time model as warm-up leaves it."""
 
-    config: ReplicaConfig
+    config: EngineConfig
     cost: CostModel
     model: StepTimeModel
     fast_forward: bool = True
@@ -53,7 +53,7 @@ class _Run:
     then: tuple[Callable[[], None], ...] = ()  # what waits for its end
 
 
-class SimulatedReplica:
+class SimulatedWorker:
     """One worker. ``listener`` hears every event in the order in which it happens; ``auditor`` (for tests) sees the
     plans."""
 
@@ -69,7 +69,7 @@ class SimulatedReplica:
         self.number = number
         self.config = config
         self._priority = STEP_END + number
-        self.usage = ReplicaUsage(config.cache.num_blocks)
+        self.usage = WorkerUsage(config.cache.num_blocks)
         self._worker = worker
         self._cost = worker.cost
         self._environment = environment
@@ -86,7 +86,7 @@ class SimulatedReplica:
 
     def _start(self, model: StepTimeModel) -> None:
         """Begin, or begin again after a crash, empty."""
-        self.core = ReplicaCore(self.config, deepcopy(model))
+        self.core = EngineCore(self.config, deepcopy(model))
         self.executor = SimulatedExecutor(self._cost, self.config.cache.block_size)
         for run in self._runs:
             self._environment.cancel(run.timer)
@@ -106,7 +106,7 @@ class SimulatedReplica:
         self.hear(act)
 
     def release(self, attempt_id: str) -> None:
-        """Another replica has what this one prefilled."""
+        """Another worker has what this one prefilled."""
         self.hear(lambda now: self.core.release(attempt_id, now))
 
     def drop(self, attempt_id: str) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from diptych.control.config import ReplicaConfig
+from diptych.control.config import EngineConfig
 from diptych.control.engine.scheduler.step_time import StepTimeModel
 from diptych.control.step import ScheduledPrefill, SchedulerOutput, StepFeatures, chunk_attention
 from diptych.simulation.costs.cost_model import CostModel
@@ -14,9 +14,9 @@ CONTEXTS = (64, 512, 2048)
 
 
 def warmed_up_model(
-    config: ReplicaConfig, cost: CostModel, measured: Sequence[tuple[StepFeatures, int]] = ()
+    config: EngineConfig, cost: CostModel, measured: Sequence[tuple[StepFeatures, int]] = ()
 ) -> StepTimeModel:
-    """A step-time model that has seen these steps, or else prefills and decodes of all sizes that the replica can
+    """A step-time model that has seen these steps, or else prefills and decodes of all sizes that the worker can
     run, at what they cost."""
     model = StepTimeModel()
     for features, duration_ns in measured:

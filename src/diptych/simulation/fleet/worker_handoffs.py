@@ -19,7 +19,7 @@ from diptych.control.events import (
 from diptych.control.request import Request
 from diptych.simulation.environment import MESSAGE, Environment
 from diptych.simulation.fleet.kv_transfers import Commit, Receiver, Transfers
-from diptych.simulation.fleet.simulated_worker import SimulatedReplica
+from diptych.simulation.fleet.simulated_worker import SimulatedWorker
 from diptych.workload.spec import RequestSpec
 
 ReportFailed = Callable[[int, str, bool, str], None]  # (worker, attempt id, is_sender, why)
@@ -30,13 +30,13 @@ class WorkerHandoffs:
 
     def __init__(
         self,
-        replica: SimulatedReplica,
+        simulated: SimulatedWorker,
         transfers: Transfers,
         environment: Environment,
         report_failed: ReportFailed,
     ) -> None:
-        self._replica = replica
-        self._worker = replica.number
+        self._simulated = simulated
+        self._worker = simulated.number
         self._transfers = transfers
         self._environment = environment
         self._report_failed = report_failed
@@ -45,7 +45,7 @@ class WorkerHandoffs:
 
     def reset(self) -> None:
         """The worker's process has died."""
-        self._outgoing = Outgoing(self._replica.config.cache.block_size)
+        self._outgoing = Outgoing(self._simulated.config.cache.block_size)
         self._borrowed: dict[str, int] = {}  # attempts that are computed into another worker's blocks -> that worker
 
     def __len__(self) -> int:
@@ -56,11 +56,11 @@ class WorkerHandoffs:
         """Hold blocks for an attempt."""
 
         def act(now: int) -> list[Event]:
-            events = self._replica.core.reserve(request, now, command.lease_ns)
+            events = self._simulated.core.reserve(request, now, command.lease_ns)
             self._watch_leases()
-            return self._replica.take_in(request, spec, events)
+            return self._simulated.take_in(request, spec, events)
 
-        self._replica.hear(act)
+        self._simulated.hear(act)
 
     def prefill(self, request: Request, spec: RequestSpec, command: Prefill) -> None:
         """Compute a prompt for another worker."""
@@ -71,9 +71,9 @@ class WorkerHandoffs:
             request.num_borrowed_tokens = command.num_cached_tokens
 
         def act(now: int) -> list[Event]:
-            events = self._replica.take_in(request, spec, self._replica.core.add_request(request, now))
+            events = self._simulated.take_in(request, spec, self._simulated.core.add_request(request, now))
             attempt_id = command.attempt_id
-            if attempt_id in self._replica.core.requests:
+            if attempt_id in self._simulated.core.requests:
                 num_tokens = request.num_prompt_tokens
                 self._outgoing.begin(attempt_id, command.num_cached_tokens, num_tokens, is_borrowed=command.borrowed)
                 if command.borrowed:
@@ -81,11 +81,11 @@ class WorkerHandoffs:
                 self._transfers.open(self._worker, attempt_id, command.target, partial(self._fail, attempt_id, True))
             return events
 
-        self._replica.hear(act)
+        self._simulated.hear(act)
 
     def renew(self, attempt_ids: tuple[str, ...]) -> None:
         """The front end still wants these."""
-        self._replica.hear(partial(self._renew, attempt_ids))
+        self._simulated.hear(partial(self._renew, attempt_ids))
 
     def forget_peer(self, peer: int, answer: Callable[[], None]) -> None:
         """That worker has died: write nothing into its memory from now on, then answer."""
@@ -95,19 +95,19 @@ class WorkerHandoffs:
             events = [
                 event
                 for attempt_id in attempts
-                if attempt_id in self._replica.core.requests
-                for event in self._replica.core.drop(attempt_id, now)
+                if attempt_id in self._simulated.core.requests
+                for event in self._simulated.core.drop(attempt_id, now)
             ]
 
             def done() -> None:
                 if events:
-                    self._replica.say(events)
+                    self._simulated.say(events)
                 answer()
 
-            self._replica.when_idle_of(attempts, done)
+            self._simulated.when_idle_of(attempts, done)
             return []
 
-        self._replica.hear(act)
+        self._simulated.hear(act)
 
     def on_events(self, events: list[Event]) -> None:
         """What this worker just did, as far as handoffs care."""
@@ -123,7 +123,7 @@ class WorkerHandoffs:
 
     def _send(self, step: StepFinished) -> None:
         for chunk in self._outgoing.on_step(step.prefills):
-            request = self._replica.core.requests.get(chunk.attempt_id)
+            request = self._simulated.core.requests.get(chunk.attempt_id)
             if request is None:  # dropped while the step ran
                 self._transfers.cancel(self._worker, chunk.attempt_id)
                 continue
@@ -134,7 +134,7 @@ class WorkerHandoffs:
 
     def _expect(self, attempt_id: str) -> None:
         receiver = Receiver(
-            on_commit=lambda commit: self._replica.deliver(attempt_id, commit.first_step_ns, commit.first_token_ns),
+            on_commit=lambda commit: self._simulated.deliver(attempt_id, commit.first_step_ns, commit.first_token_ns),
             on_chunk=lambda: self.renew((attempt_id,)),
             on_failed=partial(self._fail, attempt_id, False),
         )
@@ -147,7 +147,7 @@ class WorkerHandoffs:
         self._transfers.forget(self._worker, attempt_id)
 
     def _renew(self, attempt_ids: tuple[str, ...], now: int) -> list[Event]:
-        self._replica.core.renew(attempt_ids, now)
+        self._simulated.core.renew(attempt_ids, now)
         return []
 
     def _fail(self, attempt_id: str, is_sender: bool, message: str) -> None:
@@ -155,11 +155,11 @@ class WorkerHandoffs:
             self._report_failed(self._worker, attempt_id, is_sender, message)
             return []
 
-        self._replica.hear(act)
+        self._simulated.hear(act)
 
     def _watch_leases(self) -> None:
         """Have them looked at when the first one may run out."""
-        expiry_ns = self._replica.core.next_expiry_ns
+        expiry_ns = self._simulated.core.next_expiry_ns
         if expiry_ns is not None and (self._expiry_ns is None or expiry_ns < self._expiry_ns):
             self._expiry_ns = expiry_ns
             self._environment.at(max(expiry_ns, self._environment.now), MESSAGE, partial(self._expire, expiry_ns))
@@ -168,13 +168,13 @@ class WorkerHandoffs:
         if expiry_ns != self._expiry_ns:  # an earlier look was asked for since
             return
         self._expiry_ns = None
-        due_ns = self._replica.core.next_expiry_ns
+        due_ns = self._simulated.core.next_expiry_ns
         if due_ns is not None and due_ns <= self._environment.now:
-            self._replica.hear(self._look)
+            self._simulated.hear(self._look)
         else:
             self._watch_leases()
 
     def _look(self, now: int) -> list[Event]:
-        events = self._replica.core.expire(now)
+        events = self._simulated.core.expire(now)
         self._watch_leases()
         return events

@@ -23,7 +23,7 @@ from diptych.control.events import (
     StepFinished,
 )
 from diptych.control.slo import NS_PER_MS
-from diptych.simulation.fleet.simulated_worker import SimulatedReplica
+from diptych.simulation.fleet.simulated_worker import SimulatedWorker
 from diptych.simulation.scenario import Scenario
 
 REPORT_NS = 100 * NS_PER_MS  # a worker reports its load at most this often
@@ -44,13 +44,13 @@ HEARD = frozenset(
 class Reporter:
     """All workers of a fleet. Where nothing but ends is of interest, nothing but ends is said."""
 
-    def __init__(self, scenario: Scenario, replicas: Sequence[SimulatedReplica]) -> None:
-        self._replicas = replicas
+    def __init__(self, scenario: Scenario, workers: Sequence[SimulatedWorker]) -> None:
+        self._workers = workers
         self._has_costs = scenario.routing == "kv_aware"
         needs_all = self._has_costs or scenario.pools or scenario.faults or scenario.cluster_config.depth
         self.says_only_ends = not needs_all
-        self._sequence = [0] * len(replicas)
-        self._reported_ns = [-REPORT_NS] * len(replicas)
+        self._sequence = [0] * len(workers)
+        self._reported_ns = [-REPORT_NS] * len(workers)
 
     def reset(self, worker: int) -> None:
         """The worker begins again."""
@@ -67,7 +67,7 @@ class Reporter:
         is_news = is_step_end and any(type(event) is not StepFinished for event in events)
         if is_news and now >= self._reported_ns[worker] + REPORT_NS:
             self._reported_ns[worker] = now
-            load = self._replicas[worker].core.load(now)
+            load = self._workers[worker].core.load(now)
         if heard or load is not None:
             messages.append(Reported(worker, heard, load))
         stored = tuple(one for event in events if type(event) is BlocksStored for one in event.hashes)
@@ -79,5 +79,5 @@ class Reporter:
 
     def snapshot(self, worker: int) -> Snapshot:
         """All that the worker's prefix cache holds."""
-        cache = self._replicas[worker].core.kv.pool.prefix_cache
+        cache = self._workers[worker].core.kv.pool.prefix_cache
         return Snapshot(worker, self._sequence[worker], tuple(cache))

@@ -1,7 +1,7 @@
 """What the simulated time costs: money and energy per million output tokens, from the hardware's entry.
 
 Every GPU of the fleet is paid for from the first arrival to the last token, busy or not. Energy: the rated board power
-while a replica is in a step, the idle power otherwise.
+while a worker is in a step, the idle power otherwise.
 """
 
 from collections.abc import Mapping

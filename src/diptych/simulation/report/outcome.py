@@ -59,7 +59,7 @@ def records(table: RequestTable) -> Iterable[bytes]:
         record = {
             "number": table.number[row],
             "kind": table.kind[row],
-            "replica": table.replica[row],
+            "replica": table.worker[row],
             "reason": REASONS[table.reason[row]],
             "arrival_s": table.arrival_ns[row] / NS_PER_S,
             "queue_s": table.queue_ns[row] / NS_PER_S,

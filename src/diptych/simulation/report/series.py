@@ -12,7 +12,7 @@ from diptych.control.slo import NS_PER_MS, NS_PER_S
 from diptych.simulation.results import RequestTable, percentile
 from diptych.timeline.lanes import phase_of, prefill_context
 
-LoggedEvent = tuple[int, Event]  # (replica, what happened there), as EventLog gives them; -1: the front end
+LoggedEvent = tuple[int, Event]  # (worker, what happened there), as EventLog gives them; -1: the front end
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,27 +55,25 @@ def step_context(step: StepFinished) -> float:
     return step.decode_context + step.num_decodes * (step.num_steps - 1) / 2
 
 
-def phase_series(
-    events: Iterable[LoggedEvent], duration_ns: int, num_replicas: int, num_bins: int = 120
-) -> PhaseSeries:
+def phase_series(events: Iterable[LoggedEvent], duration_ns: int, num_workers: int, num_bins: int = 120) -> PhaseSeries:
     """Utilisation per phase and the context held, over the whole run."""
     width = max(1, -(-duration_ns // num_bins))
     bins = _Bins(width, num_bins)
-    prompts: list[dict[str, int]] = [{} for _ in range(num_replicas)]  # being prefilled: request -> tokens so far
-    for replica, event in events:
-        if replica < 0:  # the front end ends a request that its worker lost
+    prompts: list[dict[str, int]] = [{} for _ in range(num_workers)]  # being prefilled: request -> tokens so far
+    for worker, event in events:
+        if worker < 0:  # the front end ends a request that its worker lost
             if isinstance(event, RequestFinished):
                 for tokens in prompts:
                     tokens.pop(event.request_id, None)
         elif isinstance(event, StepFinished):
             bins.add(phase_of(event), event.start_ns, event.end_ns)
-            held = step_context(event) + prefill_context(event, prompts[replica])
+            held = step_context(event) + prefill_context(event, prompts[worker])
             bins.add("context", event.start_ns, event.end_ns, held)
         elif isinstance(event, FirstToken | RequestFinished | RequestPreempted):
-            prompts[replica].pop(event.request_id, None)
+            prompts[worker].pop(event.request_id, None)
         elif isinstance(event, RequestAdmitted) and event.is_first:
-            prompts[replica][event.request_id] = event.num_cached_tokens
-    whole = float(width * num_replicas)
+            prompts[worker][event.request_id] = event.num_cached_tokens
+    whole = float(width * num_workers)
     return PhaseSeries(
         edges_s=[index * width / NS_PER_S for index in range(num_bins + 1)],
         prefill=bins.shares("prefill", whole),

@@ -79,7 +79,7 @@ def time_figures(result: SimulationResult, events: Sequence[LoggedEvent], kv_cap
     figures.append(_waits(result, x))
     if not events:
         return figures
-    series = phase_series(events, result.duration_ns, len(result.replicas))
+    series = phase_series(events, result.duration_ns, len(result.workers))
     layers = [
         Layer("prefill", series.prefill, "s-prefill"),
         Layer("mixed", series.mixed, "s-mixed"),

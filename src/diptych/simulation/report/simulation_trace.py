@@ -37,7 +37,7 @@ def trace(
         )
         chosen = Window(chosen.start_ns, end_ns)
         drawn = _draw(log, faults, chosen)
-    names = {one["pid"] - 1: f"replica {one['pid'] - 1}" for one in drawn}
+    names = {one["pid"] - 1: f"worker {one['pid'] - 1}" for one in drawn}
     return document(drawn, names, {"tool": "diptych simulate", "note": note}), note
 
 
@@ -45,13 +45,13 @@ def _draw(log: Sequence[LoggedEvent], faults: Sequence[Fault], window: Window) -
     lanes: dict[int, Lane] = {}
     receivers: dict[str, int] = {}
     for fault in sorted(faults, key=lambda one: one.at_ns):
-        lane = lanes.setdefault(fault.replica, Lane(fault.replica, window, receivers))
+        lane = lanes.setdefault(fault.worker, Lane(fault.worker, window, receivers))
         lane.mark(fault.kind, fault.at_ns, fault.at_ns + fault.duration_ns, {"factor": fault.factor})
         if fault.kind == "crash":
             lane.crashes.append(fault.at_ns)
-    for replica, event in log:
-        if replica >= 0:  # what the front end notes of lost requests follows from the crashes
-            lanes.setdefault(replica, Lane(replica, window, receivers)).event(event)
+    for worker, event in log:
+        if worker >= 0:  # what the front end notes of lost requests follows from the crashes
+            lanes.setdefault(worker, Lane(worker, window, receivers)).event(event)
     for lane in lanes.values():
         lane.close()
     return sorted((one for lane in lanes.values() for one in lane.out), key=place_of)

@@ -10,7 +10,7 @@ from diptych.simulation.sweep import Run, Sweep
 
 def page(run: Run, settings: Settings, command: str) -> Page:
     """The page of one run."""
-    cache = run.prepared.scenario.replica.cache
+    cache = run.prepared.scenario.engine.cache
     given = {"ttft": settings.slo.ttft_ms, "tpot": settings.slo.tpot_ms}
     return Page(
         title=title(settings),
@@ -19,7 +19,7 @@ def page(run: Run, settings: Settings, command: str) -> Page:
         point=run.point,
         result=run.result,
         events=list(run.log or ()),
-        kv_capacity_tokens=cache.num_blocks * cache.block_size * settings.num_replicas,
+        kv_capacity_tokens=cache.num_blocks * cache.block_size * settings.num_workers,
         slo_ms={name: value for name, value in given.items() if value is not None},
     )
 
@@ -64,10 +64,10 @@ def objectives(settings: Settings) -> list[str]:
 
 
 def fleet(settings: Settings) -> str:
-    """How many replicas of what size."""
+    """How many workers of what size."""
     pools = settings.pools
-    replicas = f"{settings.replicas} replica{'s' if settings.replicas > 1 else ''}"
+    workers = f"{settings.replicas} worker{'s' if settings.replicas > 1 else ''}"
     if pools.prefill:
-        replicas = f"{pools.prefill} prefill and {pools.decode} decode replicas ({pools.link})"
+        workers = f"{pools.prefill} prefill and {pools.decode} decode workers ({pools.link})"
     devices = settings.tensor_parallel
-    return replicas if devices == 1 else f"{replicas} of {devices} devices each"
+    return workers if devices == 1 else f"{workers} of {devices} devices each"

@@ -25,7 +25,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
     shape: str
     words: str
-    replicas: int
+    workers: int
     prefill: int
     decode: int
     attainment: float
@@ -51,7 +51,7 @@ def recommend(
     reasons += [_against(one, best, asked) for one in found if one is not best]
     if best.shape != "disaggregated" and all(one.shape != "disaggregated" for one in found):
         reasons.append(
-            f"Two pools need two workers at least, and here is room for one: a replica of {chosen.model.name} takes "
+            f"Two pools need two workers at least, and here is room for one: a worker of {chosen.model.name} takes "
             f"{chosen.num_gpus} of {gpus}."
         )
     holds = best.attainment >= TARGET
@@ -61,9 +61,9 @@ def recommend(
         else f"Nothing holds {significant(rate)} requests/s here; {best.words} comes closest."
     )
     if not holds and best.capacity_rps:
-        replicas = -(-rate * best.replicas // best.capacity_rps)
+        workers = -(-rate * best.workers // best.capacity_rps)
         reasons.append(
-            f"It holds {significant(best.capacity_rps)} requests/s, so about {replicas * chosen.num_gpus:.0f} GPUs in "
+            f"It holds {significant(best.capacity_rps)} requests/s, so about {workers * chosen.num_gpus:.0f} GPUs in "
             "the same proportion would hold this load."
         )
     if not holds and not best.capacity_rps:
@@ -152,8 +152,8 @@ def serve_command(best: Candidate, chosen: Machine, asked: Mapping[str, Any]) ->
         command += ["--prefill", str(best.prefill), "--decode", str(best.decode)]
     else:
         command += ["--shape", best.shape]
-        if best.replicas > 1:
-            command += ["--both", str(best.replicas)]
+        if best.workers > 1:
+            command += ["--both", str(best.workers)]
     for name in ("ttft", "tpot"):
         command += [f"--{name}-slo-ms", f"{asked[f'{name}_ms']:g}"]
     return shlex.join(command)
@@ -167,7 +167,7 @@ def _serve_note(chosen: Machine) -> str:
     )
     if chosen.num_gpus > 1:
         note += (
-            f" Here a replica spans {chosen.num_gpus} GPUs. `diptych serve` runs each worker on one GPU, so this shape "
+            f" Here a worker spans {chosen.num_gpus} GPUs. `diptych serve` runs each worker on one GPU, so this shape "
             "can be simulated, but not yet served, with this model."
         )
     if chosen.weight_bits != 16:
@@ -185,8 +185,8 @@ def simulate_command(best: Candidate, chosen: Machine, asked: Mapping[str, Any])
     command += ["--shape", "unified" if best.shape == "unified" else "chunked"]
     if best.shape == "disaggregated":
         command += ["--prefill", str(best.prefill), "--decode", str(best.decode), "--link", asked["link"]]
-    elif best.replicas > 1:
-        command += ["--replicas", str(best.replicas)]
+    elif best.workers > 1:
+        command += ["--replicas", str(best.workers)]
     command += ["--routing", "kv_aware", "--rate", f"{asked['rate']:g}", "--num-requests", "2000"]
     for part in ("prompt", "output"):
         path = f"workload.lengths.{part}"

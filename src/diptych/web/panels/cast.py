@@ -117,7 +117,7 @@ def one_worker(
     base = scenario_of(chosen)
     slo = Slo(tpot_ns=None if tpot_ms is None else round(tpot_ms * NS_PER_MS))
     cache = cache_config(settings, config, chosen.choice)
-    return replace(base, replica=replace(base.replica, scheduler=config, cache=cache, slo=slo))
+    return replace(base, engine=replace(base.engine, scheduler=config, cache=cache, slo=slo))
 
 
 def _raw(chosen: Machine, settings: Mapping[str, Any]) -> dict[str, Any]:

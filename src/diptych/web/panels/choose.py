@@ -46,10 +46,10 @@ class ChooseQuery(Query, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One way to use the GPUs. prefill, decode 0: every replica does both."""
+    """One way to use the GPUs. prefill, decode 0: every worker does both."""
 
     shape: str
-    replicas: int
+    workers: int
     prefill: int = 0
     decode: int = 0
 
@@ -113,24 +113,24 @@ def steps(query: ChooseQuery) -> Iterator[dict[str, Any]]:
 
 def plans(chosen: Machine, query: ChooseQuery, shape: str) -> list[Plan]:
     """What to try of a shape: for two pools the splits around the one that balances prefill and decode work."""
-    replicas = query.gpus // chosen.num_gpus
+    workers = query.gpus // chosen.num_gpus
     if shape != "disaggregated":
-        return [Plan(shape, replicas)]
-    if replicas < 2:
+        return [Plan(shape, workers)]
+    if workers < 2:
         return []
     cost = chosen.choice.cost
     prefill = _prefill_seconds(cost, query)
     decode = _decode_seconds(cost, query)
-    balanced = replicas * prefill / (prefill + decode)
-    splits = sorted(range(1, replicas), key=lambda count: (abs(count - balanced), count))[:MAX_SPLITS]
-    return [Plan(shape, replicas, count, replicas - count) for count in sorted(splits)]
+    balanced = workers * prefill / (prefill + decode)
+    splits = sorted(range(1, workers), key=lambda count: (abs(count - balanced), count))[:MAX_SPLITS]
+    return [Plan(shape, workers, count, workers - count) for count in sorted(splits)]
 
 
 def words(plan: Plan) -> str:
     """On a page."""
     if plan.prefill:
         return f"{plan.prefill} prefill + {plan.decode} decode"
-    return f"{plan.replicas} {plan.shape} worker{'s' if plan.replicas > 1 else ''}"
+    return f"{plan.workers} {plan.shape} worker{'s' if plan.workers > 1 else ''}"
 
 
 def num_requests(rate: float) -> int:
@@ -162,7 +162,7 @@ def settings_of(chosen: Machine, query: ChooseQuery, plan: Plan, rate: float) ->
     if plan.prefill:
         raw |= {"pools": {"prefill": plan.prefill, "decode": plan.decode, "link": query.link}}
     else:
-        raw |= {"replicas": plan.replicas}
+        raw |= {"replicas": plan.workers}
     return settings_from(raw)
 
 
@@ -178,13 +178,13 @@ def candidate(chosen: Machine, query: ChooseQuery, plan: Plan, rate: float) -> C
     rows = table.completed_rows()
     late = sum(table.ttft_ns(row) > query.ttft_ms * 1e6 for row in rows)
     slow = sum((table.tpot_ns(row) or 0) > query.tpot_ms * 1e6 for row in rows)
-    usd_per_hour = (chosen.choice.usd_per_hour or 0.0) * plan.replicas * chosen.num_gpus
+    usd_per_hour = (chosen.choice.usd_per_hour or 0.0) * plan.workers * chosen.num_gpus
     attainment = summary["attainment"] or 0.0
     good = rate * attainment  # of a fleet that runs on; the last answers of a short run would count against it
     return Candidate(
         shape=plan.shape,
         words=words(plan),
-        replicas=plan.replicas,
+        workers=plan.workers,
         prefill=plan.prefill,
         decode=plan.decode,
         attainment=attainment,
@@ -216,7 +216,7 @@ def _search(chosen: Machine, query: ChooseQuery, plan: Plan, holds: bool) -> Ite
 
 
 def _plan(one: Candidate) -> Plan:
-    return Plan(one.shape, one.replicas, one.prefill, one.decode)
+    return Plan(one.shape, one.workers, one.prefill, one.decode)
 
 
 def _prefill_seconds(cost: CostModel, query: ChooseQuery) -> float:

@@ -47,7 +47,7 @@ TEXTS = {
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a panel computes with. num_gpus: of one replica."""
+    """What a panel computes with. num_gpus: of one worker."""
 
     model: ModelSpec
     hardware: Hardware
@@ -62,7 +62,7 @@ class Machine:
 
     @property
     def devices(self) -> str:
-        """The GPUs of one replica."""
+        """The GPUs of one worker."""
         name = TEXTS.get(self.hardware.name, self.hardware.name)
         return f"{self.num_gpus} × {name}" if self.num_gpus > 1 else name
 

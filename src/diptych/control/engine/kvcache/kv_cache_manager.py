@@ -1,4 +1,4 @@
-"""The KV cache of one replica: admission, growth, prefix reuse, release and swapping, in blocks.
+"""The KV cache of one worker: admission, growth, prefix reuse, release and swapping, in blocks.
 
 Decides and accounts; never touches tensors. Admission takes the blocks of the whole prompt at once and looks at the
 expected peak of all that is admitted, so that a half-prefilled prompt can always finish.
@@ -94,7 +94,7 @@ class KVCacheManager:
 
     def admit(self, request: Request, cached: list[int], expected_tokens: int) -> None:
         """Take the blocks of the whole prompt; the caller has asked ``fits_now``. A prompt that is computed into the
-        blocks of another replica takes those, and nothing of it is found or kept here."""
+        blocks of another worker takes those, and nothing of it is found or kept here."""
         if request.borrowed_block_ids:
             request.block_ids = list(request.borrowed_block_ids)
             request.num_hashed_blocks = request.num_shared_blocks = len(request.block_ids)

@@ -1,4 +1,4 @@
-"""Requests that another replica prefills and this one will decode: who waits for blocks, who for its KV, who may join.
+"""Requests that another worker prefills and this one will decode: who waits for blocks, who for its KV, who may join.
 
 Owns these three places; the scheduler decides when somebody moves on.
 """

@@ -48,6 +48,6 @@ def make_order(config: SchedulerConfig, slo: Slo, model: StepTimeModel) -> Order
 
 
 def ttft_ns(request: Request, slo: Slo) -> int:
-    """The request's TTFT objective, or the replica's, or a default."""
+    """The request's TTFT objective, or the worker's, or a default."""
     own = request.slo.ttft_ns if request.slo else None
     return own or slo.ttft_ns or DEFAULT_TTFT_NS

@@ -1,4 +1,4 @@
-"""What runs in the next step of one replica: one loop for every serving shape.
+"""What runs in the next step of one worker: one loop for every serving shape.
 
 Shapes differ in the policy objects that the loop asks (order, budget, caps, preemption), never in branches of it. The
 scheduler sees counts and block ids, never token ids, and never waits.
@@ -6,7 +6,7 @@ scheduler sees counts and block ids, never token ids, and never waits.
 
 from enum import Enum
 
-from diptych.control.config import ReplicaConfig
+from diptych.control.config import EngineConfig
 from diptych.control.engine.kvcache.demand import OutputLengths
 from diptych.control.engine.kvcache.kv_cache_manager import KVCacheManager
 from diptych.control.engine.scheduler.budget import make_budget
@@ -36,7 +36,7 @@ class _Verdict(Enum):
 class Scheduler:
     """Owner of who waits, who prefills, who decodes and who is swapped out."""
 
-    def __init__(self, config: ReplicaConfig, kv: KVCacheManager, model: StepTimeModel) -> None:
+    def __init__(self, config: EngineConfig, kv: KVCacheManager, model: StepTimeModel) -> None:
         settings = config.scheduler
         self._config = config
         self._kv = kv
@@ -72,7 +72,7 @@ class Scheduler:
         self.waiting.push(request, is_long=request.is_long)
 
     def reserve(self, request: Request) -> None:
-        """A request that another replica prefills waits for its blocks here, behind those that came before it."""
+        """A request that another worker prefills waits for its blocks here, behind those that came before it."""
         request.order_key = self._order(request)
         self.incoming.waiting[request.request_id] = request
 

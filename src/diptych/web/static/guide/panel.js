@@ -125,7 +125,7 @@ export function showFormulas(data) {
 
 export function showMachine(machine) {
   const bits = machine.weight_bits === 16 ? "" : ` Weights in ${machine.weight_bits} bits.`;
-  show($("#machine"), `One replica: ${machine.devices}.${bits} Durations: ${machine.words}.`);
+  show($("#machine"), `One worker: ${machine.devices}.${bits} Durations: ${machine.words}.`);
 }
 
 export function showNotes(notes) {
