@@ -1,4 +1,4 @@
-"""What placing a request costs, and what letting one in at the edge costs.
+"""What placing a request costs, and what letting one in in the admission queue costs.
 
     python benchmarks/placement.py [--json placement.json]
 
@@ -19,7 +19,13 @@ from typing import Any
 
 from common import report
 
-from diptych.control.admission.admission_queue import BANDS, BandConfig, Edge, EdgeConfig, EdgeEntry
+from diptych.control.admission.admission_queue import (
+    SERVICE_CLASSES,
+    AdmissionConfig,
+    AdmissionQueue,
+    QueuedRequest,
+    ServiceClassConfig,
+)
 from diptych.control.engine.load_report import LoadReport
 from diptych.control.router.cost_router import PlacementConfig, PlacementRequest, Placer
 from diptych.control.router.topology import LinkCosts, Role, WorkerInfo
@@ -87,13 +93,14 @@ def placements(kind: str, count: int = 3000) -> list[dict[str, Any]]:
 
 
 def edge(count: int = 10_000, tenants: int = 200) -> list[dict[str, Any]]:
-    """Microseconds at the edge while ``count`` requests wait."""
+    """Microseconds in the admission queue while ``count`` requests wait."""
     rng = random.Random(2)
-    band = BandConfig(3600 * NS_PER_S, 3600 * NS_PER_S)
-    made = Edge(EdgeConfig(band, band, band, max_queued=4 * count))
+    service_class = ServiceClassConfig(3600 * NS_PER_S, 3600 * NS_PER_S)
+    made = AdmissionQueue(AdmissionConfig(service_class, service_class, service_class, max_queued=4 * count))
     entries = [
-        EdgeEntry(
-            str(number), rng.randrange(1, 8000), 100, number, f"key{rng.randrange(tenants)}", rng.choice(BANDS),
+        QueuedRequest(
+            str(number), rng.randrange(1, 8000), 100, number, f"key{rng.randrange(tenants)}", 
+            rng.choice(SERVICE_CLASSES),
             deadline_ns=rng.choice((None, 3000 * NS_PER_S)),
         )
         for number in range(4 * count)
@@ -107,7 +114,7 @@ def edge(count: int = 10_000, tenants: int = 200) -> list[dict[str, Any]]:
         name = made.next(number, 100)
         assert name is not None
         entry = entries[int(name)]
-        made.on_service(entry.tenant, 0, 50, entry.band)
+        made.on_service(entry.tenant, 0, 50, entry.service_class)
         made.expired(number)
 
     dispatched = timed(step, range(len(made)))

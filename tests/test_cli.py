@@ -38,7 +38,7 @@ SERVE_OPTIONS = {
     "on_failure": "retry",
     "heartbeat_timeout": 10.0,
     "cores_per_worker": None,
-    "edge_depth": 64,
+    "max_untouched_per_worker": 64,
     "ttft_slo_ms": None,
     "tpot_slo_ms": None,
     "shape": "chunked",

@@ -1,4 +1,4 @@
-"""The edge: who is let in, who goes next, who has waited too long."""
+"""the admission queue: who is let in, who goes next, who has waited too long."""
 
 import random
 from collections import Counter
@@ -6,27 +6,35 @@ from typing import Any
 
 import pytest
 
-from diptych.control.admission.admission_queue import BANDS, BandConfig, Edge, EdgeConfig, EdgeEntry
+from diptych.control.admission.admission_queue import (
+    SERVICE_CLASSES,
+    AdmissionConfig,
+    AdmissionQueue,
+    QueuedRequest,
+    ServiceClassConfig,
+)
 from diptych.control.admission.fair_queue import FairQueue
 from diptych.control.errors import ConfigError, OverloadedError, UnavailableError
 from diptych.control.slo import NS_PER_S
 
 PLENTY = 1000
-OPEN = BandConfig(3600 * NS_PER_S, 3600 * NS_PER_S)
+OPEN = ServiceClassConfig(3600 * NS_PER_S, 3600 * NS_PER_S)
 
 
-def entry(request_id: str, band: str = "standard", tenant: str = "", tokens: int = 100, **more: Any) -> EdgeEntry:
-    return EdgeEntry(request_id, tokens, 100, band=band, tenant=tenant, **more)
+def entry(
+    request_id: str, service_class: str = "standard", tenant: str = "", tokens: int = 100, **more: Any
+) -> QueuedRequest:
+    return QueuedRequest(request_id, tokens, 100, service_class=service_class, tenant=tenant, **more)
 
 
-def edge(*entries: EdgeEntry, **config: Any) -> Edge:
-    made = Edge(EdgeConfig(**config))
+def edge(*entries: QueuedRequest, **config: Any) -> AdmissionQueue:
+    made = AdmissionQueue(AdmissionConfig(**config))
     for one in entries:
         assert made.offer(one, one.arrival_ns) is None
     return made
 
 
-def drain(made: Edge, now: int = 0, headroom: int = PLENTY) -> list[str]:
+def drain(made: AdmissionQueue, now: int = 0, headroom: int = PLENTY) -> list[str]:
     """All that may be dispatched, in order."""
     names = []
     while (name := made.next(now, headroom)) is not None:
@@ -34,7 +42,7 @@ def drain(made: Edge, now: int = 0, headroom: int = PLENTY) -> list[str]:
     return names
 
 
-def reasons(made: Edge, now: int) -> dict[str, str]:
+def reasons(made: AdmissionQueue, now: int) -> dict[str, str]:
     return {name: refusal.reason for name, refusal in made.expired(now)}
 
 
@@ -44,8 +52,12 @@ def reasons(made: Edge, now: int) -> dict[str, str]:
 @pytest.mark.parametrize("seed", range(20))
 def test_every_request_is_refused_dispatched_expired_or_removed_exactly_once(seed: int) -> None:
     rng = random.Random(seed)
-    band = BandConfig(100 * NS_PER_S, 20 * NS_PER_S, promote_ns=5 * NS_PER_S)
-    made = Edge(EdgeConfig(band, band, BandConfig(50 * NS_PER_S, 30 * NS_PER_S, 50), max_queued=40))
+    service_class = ServiceClassConfig(100 * NS_PER_S, 20 * NS_PER_S, promote_ns=5 * NS_PER_S)
+    made = AdmissionQueue(
+        AdmissionConfig(
+            service_class, service_class, ServiceClassConfig(50 * NS_PER_S, 30 * NS_PER_S, 50), max_queued=40
+        )
+    )
     ends: Counter[str] = Counter()
     waiting: set[str] = set()
     offered = now = 0
@@ -56,7 +68,7 @@ def test_every_request_is_refused_dispatched_expired_or_removed_exactly_once(see
         if kind < 0.6:
             name, offered = str(offered), offered + 1
             deadline_ns = rng.choice((None, now + rng.randrange(40 * NS_PER_S)))
-            one = entry(name, rng.choice(BANDS), rng.choice("abcd"), rng.randrange(1, 9000), arrival_ns=now,
+            one = entry(name, rng.choice(SERVICE_CLASSES), rng.choice("abcd"), rng.randrange(1, 9000), arrival_ns=now,
                         priority=rng.randrange(3), deadline_ns=deadline_ns)  # fmt: skip
             if made.offer(one, now) is not None:
                 ends[name] += 1
@@ -76,9 +88,9 @@ def test_every_request_is_refused_dispatched_expired_or_removed_exactly_once(see
         elif (chosen := made.next(now, rng.randrange(4))) is not None:
             waiting.discard(chosen)
             ends[chosen] += 1
-            made.on_service(rng.choice("abcd"), 0, rng.randrange(500), rng.choice(BANDS))
+            made.on_service(rng.choice("abcd"), 0, rng.randrange(500), rng.choice(SERVICE_CLASSES))
         assert len(made) <= 40 + 1
-        assert len(made) == sum(made.num_waiting(band) for band in BANDS)
+        assert len(made) == sum(made.num_waiting(service_class) for service_class in SERVICE_CLASSES)
     left = [name for name, _ in made.expired(now)] + drain(made, now)
     ends.update(left)
     assert len(made) == 0 and made.next_time() is None
@@ -110,7 +122,7 @@ def test_two_backlogged_tenants_never_differ_by_more_than_one_request(seed: int)
 @pytest.mark.parametrize("seed", range(10))
 def test_nobody_starves_below_a_flood_of_more_important_requests(seed: int) -> None:
     rng = random.Random(seed)
-    standard = BandConfig(3600 * NS_PER_S, 3600 * NS_PER_S, 100, promote_ns=NS_PER_S)
+    standard = ServiceClassConfig(3600 * NS_PER_S, 3600 * NS_PER_S, 100, promote_ns=NS_PER_S)
     made = edge(entry("patient"), interactive=OPEN, standard=standard, promote_every=4, max_queued=10**6)
     number = 0
     for step in range(1, 40):
@@ -180,7 +192,7 @@ def test_a_tenant_that_comes_back_still_owes_what_it_took() -> None:
 
 
 def test_the_memory_of_tenants_is_bounded() -> None:
-    queue: FairQueue[EdgeEntry] = FairQueue(max_tenants=10)
+    queue: FairQueue[QueuedRequest] = FairQueue(max_tenants=10)
     for number in range(100):
         queue.add(entry(str(number), tenant=f"key{number}"), number, 0)
         queue.serve(f"other{number}", 5)
@@ -193,7 +205,7 @@ def test_the_memory_of_tenants_is_bounded() -> None:
 def test_what_is_remembered_of_the_dead_stays_small() -> None:
     made = edge(batch=OPEN, max_queued=10**6)
     for number in range(5000):
-        assert made.offer(entry(str(number), BANDS[number % 3], f"t{number % 3}"), 0) is None
+        assert made.offer(entry(str(number), SERVICE_CLASSES[number % 3], f"t{number % 3}"), 0) is None
         if number >= 20:
             made.remove(str(number - 20))
     queues = made._queues.values()
@@ -208,31 +220,32 @@ def test_what_is_remembered_of_the_dead_stays_small() -> None:
 
 def test_load_is_shed_by_predicted_wait_batch_first_and_interactive_last() -> None:
     limits = {
-        band: BandConfig(wait * NS_PER_S, 3600 * NS_PER_S) for band, wait in zip(BANDS, (30, 20, 10), strict=True)
+        service_class: ServiceClassConfig(wait * NS_PER_S, 3600 * NS_PER_S)
+        for service_class, wait in zip(SERVICE_CLASSES, (30, 20, 10), strict=True)
     }
-    made = Edge(EdgeConfig(**limits))
+    made = AdmissionQueue(AdmissionConfig(**limits))
     refused = []
     for backlog_s in (5, 15, 25, 35):
         made.on_load(backlog_s * NS_PER_S, 0.0)
-        for band in BANDS:
-            refusal = made.offer(entry(f"{band}{backlog_s}", band), 0)
+        for service_class in SERVICE_CLASSES:
+            refusal = made.offer(entry(f"{service_class}{backlog_s}", service_class), 0)
             if refusal is not None:
                 assert (refusal.reason, refusal.status) == ("overloaded", 429)
-                refused.append((backlog_s, band))
-    everybody = [(35, band) for band in BANDS]
+                refused.append((backlog_s, service_class))
+    everybody = [(35, service_class) for service_class in SERVICE_CLASSES]
     assert refused == [(15, "batch"), (25, "standard"), (25, "batch"), *everybody]
 
 
 def test_the_predicted_wait_is_the_workers_backlog_and_all_that_waits_before() -> None:
     made = edge(entry("i", "interactive", tokens=100), entry("s", tokens=10), entry("b", "batch", tokens=1))
     made.on_load(1000, 2.0)
-    assert [made.queue_ns(band) for band in BANDS] == [1200, 1220, 1222]
+    assert [made.queue_ns(service_class) for service_class in SERVICE_CLASSES] == [1200, 1220, 1222]
     made.next(0, PLENTY)
     assert made.queue_ns("batch") == 1022
 
 
 def test_a_full_queue_sheds_by_band_and_the_youngest_least_important_makes_room() -> None:
-    made = Edge(EdgeConfig(max_queued=10))
+    made = AdmissionQueue(AdmissionConfig(max_queued=10))
     for number in range(6):
         refusal = made.offer(entry(f"b{number}", "batch"), 0)
         assert (refusal is None) == (number < 5)
@@ -266,7 +279,7 @@ def test_a_deadline_that_cannot_be_met_is_refused_at_once_or_as_soon_as_that_is_
 
 
 def test_nobody_waits_longer_than_the_limit_of_the_band() -> None:
-    made = edge(entry("s"), entry("i", "interactive"), standard=BandConfig(NS_PER_S, 5 * NS_PER_S))
+    made = edge(entry("s"), entry("i", "interactive"), standard=ServiceClassConfig(NS_PER_S, 5 * NS_PER_S))
     assert made.next_time() == 5 * NS_PER_S
     assert reasons(made, 5 * NS_PER_S) == {"s": "queue_timeout"}
     assert "i" in made and "s" not in made
@@ -305,10 +318,10 @@ def test_a_refusal_says_when_to_come_back() -> None:
 
 def test_wrong_settings_and_double_ids_are_refused() -> None:
     with pytest.raises(ConfigError, match="promote_every is 1"):
-        EdgeConfig(promote_every=1)
+        AdmissionConfig(promote_every=1)
     with pytest.raises(ConfigError, match="queue_percent is 101"):
-        BandConfig(1, 1, 101)
-    with pytest.raises(ConfigError, match="band is 'gold'"):
+        ServiceClassConfig(1, 1, 101)
+    with pytest.raises(ConfigError, match="service_class is 'gold'"):
         entry("a", "gold")
     made = edge(entry("a"))
     with pytest.raises(ConfigError, match="in use"):
@@ -318,10 +331,10 @@ def test_wrong_settings_and_double_ids_are_refused() -> None:
 
 def test_passing_by_an_empty_edge_charges_what_waiting_there_would() -> None:
     rng = random.Random(3)
-    waited, passed = Edge(), Edge()
+    waited, passed = AdmissionQueue(), AdmissionQueue()
     for number in range(200):
         tenant = f"tenant {rng.randrange(5)}"
-        entry = EdgeEntry(
+        entry = QueuedRequest(
             request_id=str(number),
             num_prompt_tokens=rng.randrange(1, 500),
             max_tokens=10,

@@ -25,7 +25,7 @@ from servers import fake_server, wait_until
 from diptych.control.config import BudgetConfig, SchedulerConfig
 from diptych.control.events import HandoffReserved
 from diptych.control.request import SamplingParams
-from diptych.serving.answers.output_streams import Terms
+from diptych.serving.answers.output_streams import RequestOptions
 from diptych.serving.async_llm import AsyncLLM
 from diptych.serving.fleet import hang_watch as watch
 from diptych.serving.fleet import supervisor
@@ -132,7 +132,7 @@ def cases() -> tuple[Case, ...]:
 async def ask(llm: AsyncLLM, case: Case, hang_up_after: int | None = None, salt: str | None = None) -> None:
     """Each piece must continue the undisturbed answer. salt: finds nothing in caches that was said with another."""
     said: list[int] = []
-    stream = llm.generate(list(case.prompt), case.sampling, terms=Terms(cache_salt=salt))
+    stream = llm.generate(list(case.prompt), case.sampling, terms=RequestOptions(cache_salt=salt))
     async for output in stream:
         said = output.outputs[0].token_ids
         assert tuple(said) == case.answer[: len(said)]

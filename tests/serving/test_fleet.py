@@ -230,12 +230,12 @@ async def test_one_worker_serves_alone_while_its_peer_is_gone_and_none_means_not
 
 
 async def test_a_deadline_that_cannot_be_met_is_refused_in_words() -> None:
-    from diptych.serving.answers.output_streams import Terms
+    from diptych.serving.answers.output_streams import RequestOptions
 
-    async with serving(worker={"step_ms": 5, "tokens_per_s": 200}, depth=1) as llm:
+    async with serving(worker={"step_ms": 5, "tokens_per_s": 200}, max_untouched_per_worker=1) as llm:
         running = [asyncio.create_task(ask(llm, PROMPT[:90], 3)) for _ in range(6)]
         await asyncio.sleep(0.05)
-        terms = Terms(deadline_s=0.1)
+        terms = RequestOptions(deadline_s=0.1)
         with pytest.raises(DiptychError, match="deadline"):
             async for _ in llm.generate(PROMPT, SamplingParams(max_tokens=2), terms=terms):
                 pass

@@ -43,7 +43,7 @@ def test_the_default_fleet_is_one_worker_that_does_both() -> None:
         ({"prefill": 1, "decode": 1, "transfer": "shared_memory", "kv_codec": "int4"}, "no effect with shared memory"),
         ({"prefill": 1, "decode": 1, "transfer": "carrier_pigeon"}, "one of auto"),
         ({"heartbeat_timeout_s": 0.1}, "at least 0.5"),
-        ({"depth": -1}, "at least 0"),
+        ({"max_untouched_per_worker": -1}, "at least 0"),
     ],
 )
 def test_settings_that_contradict_or_do_nothing_are_refused(changes: dict[str, Any], words: str) -> None:

@@ -6,7 +6,7 @@ Used by test_faults.py (some hundreds of schedules) and benchmarks/fault_schedul
 import random
 from dataclasses import replace
 
-from diptych.control.admission.admission_queue import BandConfig, EdgeConfig
+from diptych.control.admission.admission_queue import AdmissionConfig, ServiceClassConfig
 from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.cluster.cluster_events import ClusterEvent, WorkerDown, WorkerUp
 from diptych.control.cluster.commands import Command, Drop, End, Release, Renew, Restarted
@@ -61,16 +61,16 @@ def random_fleet(rng: random.Random) -> tuple[Pools | None, int]:
 
 
 def random_cluster(rng: random.Random) -> ClusterConfig:
-    """From patient to hasty, with room at the edge or not."""
-    edge = EdgeConfig()
+    """From patient to hasty, with room in the admission queue or not."""
+    edge = AdmissionConfig()
     if rng.random() < 0.2:
-        band = BandConfig(60 * NS_PER_S, rng.choice([1, 300]) * NS_PER_S, 80, 10 * NS_PER_S)
-        edge = EdgeConfig(standard=band, max_queued=rng.choice([8, 4096]))
+        service_class = ServiceClassConfig(60 * NS_PER_S, rng.choice([1, 300]) * NS_PER_S, 80, 10 * NS_PER_S)
+        edge = AdmissionConfig(standard=service_class, max_queued=rng.choice([8, 4096]))
     return ClusterConfig(
-        edge=edge,
+        admission=edge,
         max_attempts=rng.choice([1, 2, 5, 5]),
         lease_ns=rng.choice([0, NS_PER_MS, 5 * NS_PER_MS, 50 * NS_PER_MS, 60 * NS_PER_S]),
-        depth=rng.choice([0, 0, 1, 4]),
+        max_untouched_per_worker=rng.choice([0, 0, 1, 4]),
         park_ns=rng.choice([100 * NS_PER_MS, 120 * NS_PER_S]),
     )
 

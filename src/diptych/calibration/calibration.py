@@ -49,7 +49,7 @@ class Measurements:
     steps: list[Step]
     live_steps: list[Step]
     front_end: list[tuple[int, int]]
-    worker: EngineConfig
+    engine: EngineConfig
     warm_up: tuple[Step, ...]  # what the live server's step-time model began with
     description: str
 
@@ -123,7 +123,7 @@ def _start(process: "subprocess.Popen[bytes]", options: EngineOptions) -> tuple[
 
 
 class _Load:
-    """Streams in known numbers and lengths, one scenario after another, until the time is over."""
+    """OutputStreams in known numbers and lengths, one scenario after another, until the time is over."""
 
     def __init__(
         self, url: str, vocab_size: int, options: EngineOptions, steps: Sequence[Step], live_s: float, report: Report

@@ -171,7 +171,15 @@ def serve(
     on_failure: Annotated[OnFailure, _option("When a worker dies with requests.", WORKERS)] = OnFailure.retry,
     heartbeat_timeout: Annotated[float, _option("Seconds until a silent worker is killed.", WORKERS)] = 10.0,
     cores_per_worker: Annotated[Text, _option("A number, or lists: 0-3/4-7. Default: shares.", WORKERS)] = None,
-    edge_depth: Annotated[int, _option("Per worker; more wait by class and key (0: none).", WORKERS)] = 64,
+    max_untouched_per_worker: Annotated[
+        int,
+        typer.Option(
+            "--max-untouched-per-worker",
+            "--edge-depth",
+            help="Requests without a token; more wait by class and key (0: none wait).",
+            rich_help_panel=WORKERS,
+        ),
+    ] = 64,
     ttft_slo_ms: Annotated[Number, _option("Time to first token, for requests that name none.", OBJECTIVES)] = None,
     tpot_slo_ms: Annotated[Number, _option("Mean time per later token, likewise.", OBJECTIVES)] = None,
     shape: Annotated[Shape, _option("unified: prompts first. chunked: between decodes.", OBJECTIVES)] = Shape.chunked,
@@ -242,7 +250,7 @@ def fleet_options(given: dict[str, Any]) -> FleetOptions:
         on_failure=given["on_failure"].value,
         heartbeat_timeout_s=given["heartbeat_timeout"],
         cores_per_worker=given["cores_per_worker"],
-        depth=given["edge_depth"],
+        max_untouched_per_worker=given["max_untouched_per_worker"],
     )
 
 

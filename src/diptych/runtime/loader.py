@@ -65,7 +65,7 @@ class Weights:
         ``memory.keep``. Without values (device "meta") where the memory is filled."""
         device = torch.device("meta") if self.memory.is_filled else self._device
         target = torch.empty((sum(rows), *shape), dtype=self._dtype, device=device)
-        for name, part in zip(names, target.split(list(rows)), strict=True):
+        for name, part in zip(names, torch.split(target, list(rows)), strict=True):
             self._take(name, tuple(part.shape))
             if not self.memory.is_filled:
                 self._read(name, part)

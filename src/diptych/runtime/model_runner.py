@@ -240,7 +240,7 @@ class ModelRunner:
         batch, first, last = self._batch, layout.first_slot, layout.last_slot
         token_ids, is_finite = sample_greedy(logits)
         sampled = _Sampled(token_ids, batch.is_ended[first:last] | ~is_finite)
-        for row in np.flatnonzero(~is_finite & ~batch.is_ended[first:last]):
+        for row in np.flatnonzero(~is_finite & ~batch.is_ended[first:last]).tolist():
             sampled.failed.append((batch.request_ids[first + row], NOT_A_NUMBER))
         rows = np.flatnonzero(~batch.is_plain[first:last] & ~sampled.is_silent)
         seeds = np.array([batch.states[first + row].sampling_seed for row in rows], dtype=np.int64)

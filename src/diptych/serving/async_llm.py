@@ -20,9 +20,8 @@ from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.errors import ContextLengthError, InvalidRequestError, OverloadedError, UnavailableError
 from diptych.control.request import MAX_SEED, SamplingParams
 from diptych.control.slo import NS_PER_S, Slo
-from diptych.serving.answers.answer_stream import Generation
-from diptych.serving.answers.answer_stream import Sequence as OneSequence
-from diptych.serving.answers.output_streams import Terms
+from diptych.serving.answers.answer_stream import AnswerStream, Generation
+from diptych.serving.answers.output_streams import RequestOptions
 from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.fleet.fleet import Fleet
 from diptych.serving.link.engine_options import EngineOptions
@@ -133,7 +132,7 @@ class AsyncLLM:
         *,
         priority: int = 0,
         slo: Slo | None = None,
-        terms: Terms | None = None,
+        terms: RequestOptions | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Growing outputs of one prompt (text or token ids), the last one ``finished``. terms: instead of priority and
         slo, for all that can be asked for.
@@ -143,7 +142,7 @@ class AsyncLLM:
         sampling = sampling or SamplingParams()
         text = prompt if isinstance(prompt, str) else None
         token_ids = await self.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        generation = self.submit([token_ids], sampling, request_id, terms or Terms(priority, slo))
+        generation = self.submit([token_ids], sampling, request_id, terms or RequestOptions(priority, slo))
         builder = OutputBuilder(generation, text, self.tokenizer)
         try:
             while not generation.is_exhausted:
@@ -180,7 +179,7 @@ class AsyncLLM:
         prompts: Sequence[list[int]],
         sampling: SamplingParams,
         request_id: str | None = None,
-        terms: Terms | None = None,
+        terms: RequestOptions | None = None,
     ) -> Generation:
         """Send every prompt n times; sequence number i is answer ``i % n`` of prompt ``i // n``."""
         ready = self.require_ready()
@@ -202,9 +201,9 @@ class AsyncLLM:
             if own_id in self._streams:
                 raise InvalidRequestError(f"request id {own_id!r} is in use", param="request_id")
             child = replace(sampling, n=1, seed=derive_seed(seed, number))
-            sequences.append(OneSequence(own_id, number, prompts[number // sampling.n], child, self.tokenizer))
+            sequences.append(AnswerStream(own_id, number, prompts[number // sampling.n], child, self.tokenizer))
         generation = Generation(request_id, sequences)
-        terms = terms or Terms()
+        terms = terms or RequestOptions()
         self._streams.add(sequences, terms)
         try:
             self.fleet.submit([self._submission(one, terms) for one in sequences])
@@ -217,7 +216,7 @@ class AsyncLLM:
         """End what still runs of a request; its blocks are free for the workers' next step."""
         self._streams.abort(generation)
 
-    def _submission(self, one: OneSequence, terms: Terms) -> Submission:
+    def _submission(self, one: AnswerStream, terms: RequestOptions) -> Submission:
         """A request as the cluster knows it. Hashes only where there is a choice of workers."""
         hashes: tuple[bytes, ...] = ()
         if self._needs_hashes:
@@ -233,7 +232,7 @@ class AsyncLLM:
             terms.priority,
             terms.slo,
             terms.tenant,
-            terms.band,
+            terms.service_class,
             deadline_ns,
             hands_off=one.sampling.prompt_logprobs is None,
         )

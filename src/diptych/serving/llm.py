@@ -20,8 +20,7 @@ from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.errors import ConfigError, WorkerError
 from diptych.control.events import Event, RequestAdmitted, RequestFinished
 from diptych.control.request import FinishReason, Request, SamplingParams
-from diptych.serving.answers.answer_stream import Generation
-from diptych.serving.answers.answer_stream import Sequence as OneSequence
+from diptych.serving.answers.answer_stream import AnswerStream, Generation
 from diptych.serving.answers.tokenizer import Tokenizer, flatten_content
 from diptych.serving.async_llm import check_prompt, derive_seed
 from diptych.serving.link.engine_options import (
@@ -73,7 +72,7 @@ class LLM:
         self.options = options
         self.tokenizer = Tokenizer(Path(options.model))
         self._core, self._runner, self._ready = load_engine(options, lambda stage, fraction=None: None)
-        self._open: dict[str, OneSequence] = {}
+        self._open: dict[str, AnswerStream] = {}
         self._num_requests = 0
 
     def generate(
@@ -143,7 +142,7 @@ class LLM:
         request_id, self._num_requests = str(self._num_requests), self._num_requests + 1
         seed = random.getrandbits(63) if params.seed is None else params.seed
         sequences = [
-            OneSequence(
+            AnswerStream(
                 f"{request_id}-{number}",
                 number,
                 token_ids,

@@ -5,8 +5,7 @@ Owns the accumulated texts and tokens of one Generation. Must never talk to the 
 
 from collections.abc import Iterable, Sequence
 
-from diptych.serving.answers.answer_stream import Delta, Generation
-from diptych.serving.answers.answer_stream import Sequence as OneSequence
+from diptych.serving.answers.answer_stream import AnswerStream, Delta, Generation
 from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.outputs import CompletionOutput, RequestMetrics, RequestOutput, logprobs_at
 
@@ -67,7 +66,7 @@ class OutputBuilder:
         )
 
 
-def request_metrics(sequences: Sequence[OneSequence]) -> RequestMetrics | None:
+def request_metrics(sequences: Sequence[AnswerStream]) -> RequestMetrics | None:
     """The metrics of the sequence that ended last."""
     ends = [one.finished for one in sequences if one.finished is not None]
     if not ends:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
-from diptych.control.admission.admission_queue import BandConfig, EdgeConfig
+from diptych.control.admission.admission_queue import AdmissionConfig, ServiceClassConfig
 from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.cluster.open_request import OnFailure
 from diptych.control.config import EngineConfig
@@ -18,8 +18,8 @@ from diptych.simulation.front_end import FrontEnd
 from diptych.workload.spec import ClosedLoop, Workload
 
 ENDLESS_NS = 2**60
-OPEN_BAND = BandConfig(ENDLESS_NS, ENDLESS_NS)
-OPEN_EDGE = EdgeConfig(OPEN_BAND, OPEN_BAND, OPEN_BAND, max_queued=10**9)
+OPEN_CLASS = ServiceClassConfig(ENDLESS_NS, ENDLESS_NS)
+OPEN_ADMISSION = AdmissionConfig(OPEN_CLASS, OPEN_CLASS, OPEN_CLASS, max_queued=10**9)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Scenario:
     does (empty: the usual ones, at what the cost model says). front_end: what passes before a request reaches its
     worker; part of its queueing time. swap_block_ns: copying one block between device and host, one after the other.
     disaggregate, on_failure: as ``diptych serve`` has them. cluster: everything else that the front end's ClusterCore
-    is told (None: nobody waits at the edge, and nobody is refused there). watch: how failures are noticed.
+    is told (None: nobody waits in the admission queue, and nobody is refused there). watch: how failures are noticed.
     """
 
     engine: EngineConfig
@@ -62,7 +62,7 @@ class Scenario:
     @property
     def cluster_config(self) -> ClusterConfig:
         """What the front end's ClusterCore is told."""
-        base = self.cluster or ClusterConfig(edge=OPEN_EDGE)
+        base = self.cluster or ClusterConfig(admission=OPEN_ADMISSION)
         links = LinkCosts()
         if self.pools is not None:
             bytes_per_s, latency_ns = LINKS[self.pools.link]

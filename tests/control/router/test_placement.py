@@ -60,7 +60,7 @@ def place(made: Placer, request: PlacementRequest, now: int = 0) -> Placement:
 
 
 def stream(made: Placer, worker: int, count: int, answer: int = 200) -> None:
-    """Streams that decode on a worker and have nothing left to prefill."""
+    """OutputStreams that decode on a worker and have nothing left to prefill."""
     others = frozenset(range(64)) - {worker}
     for number in range(count):
         name = f"stream{worker}.{number}"
@@ -368,8 +368,8 @@ def test_expected_answers_count_against_decode_memory() -> None:
     for _ in range(32):
         made.lengths.observe(made.lengths.name("batch", 16), 1000)
         made.lengths.observe(made.lengths.name("interactive", 16), 2)
-    first = place(made, ask("essay", 16, 1200, band="batch"))
-    assert place(made, ask("next", 16, 1200, band="interactive")).decode != first.decode
+    first = place(made, ask("essay", 16, 1200, service_class="batch"))
+    assert place(made, ask("next", 16, 1200, service_class="interactive")).decode != first.decode
     made.on_ended("essay", 1000)
     assert made._views[first.decode].growth == 0
 

@@ -1,7 +1,7 @@
 """Fair sharing of a queue by attained service: the tenant with the least is next, at O(log n) an operation.
 
 Virtual token counters: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024. Owns the waiting requests
-of one band and what each tenant has attained; must never know why a request may or may not go.
+of one service class and what each tenant has attained; must never know why a request may or may not go.
 """
 
 from collections import OrderedDict
@@ -26,7 +26,8 @@ Entry = TypeVar("Entry", bound=Queued)
 
 @dataclass(slots=True)
 class _Tenant:
-    """One tenant in one band. waiting: heap of (aged priority, arrival number, request id), with dead entries."""
+    """One tenant in one service class. waiting: heap of (aged priority, arrival number, request id), with dead
+    entries."""
 
     service: int = 0
     waiting: list[tuple[int, int, str]] = field(default_factory=list)
@@ -35,7 +36,7 @@ class _Tenant:
 
 
 class FairQueue(Generic[Entry]):
-    """The waiting requests of one band: the tenant with the least service first (VTC).
+    """The waiting requests of one service_class: the tenant with the least service first (VTC).
 
     ``order`` holds each active tenant once, under the service it had when it was pushed. Service only grows, so an
     outdated entry is too early, never too late: it is pushed again when it comes up.

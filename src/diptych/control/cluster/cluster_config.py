@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from diptych.control.admission.admission_queue import EdgeConfig
+from diptych.control.admission.admission_queue import AdmissionConfig
 from diptych.control.cluster.open_request import OnFailure
 from diptych.control.errors import ConfigError
 from diptych.control.router.cost_router import PlacementConfig
@@ -13,22 +13,22 @@ from diptych.control.slo import NS_PER_S
 class ClusterConfig:
     """on_failure: when a worker or a handoff is lost, try again through the pools, try again on one worker, or end the
     request with an error. max_attempts: in a row that gave the client nothing. lease_ns: how long one side of a copied
-    handoff waits for a sign of life (0: for ever). depth: requests without a first token per worker, beyond which new
-    ones wait at the edge, where priority and fairness count (0: none wait). park_ns: how long a request waits for a
-    worker that can take it.
+    handoff waits for a sign of life (0: for ever). max_untouched_per_worker: requests without a first token per worker,
+    beyond which new ones wait in the admission queue, where priority and fairness count (0: none wait). park_ns: how
+    long a request waits for a worker that can take it.
     """
 
     placement: PlacementConfig = field(default_factory=PlacementConfig)
-    edge: EdgeConfig = field(default_factory=EdgeConfig)
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     on_failure: OnFailure = "retry"
     max_attempts: int = 5
     lease_ns: int = 60 * NS_PER_S
-    depth: int = 0
+    max_untouched_per_worker: int = 0
     park_ns: int = 120 * NS_PER_S
 
     def __post_init__(self) -> None:
         if self.on_failure not in ("retry", "local", "fail"):
             raise ConfigError(f"on_failure is {self.on_failure!r}; retry, local or fail", param="on_failure")
-        for name, least in (("max_attempts", 1), ("lease_ns", 0), ("depth", 0), ("park_ns", 1)):
+        for name, least in (("max_attempts", 1), ("lease_ns", 0), ("max_untouched_per_worker", 0), ("park_ns", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}", param=name)

@@ -3,8 +3,9 @@
     commands = core.on_event(event, now)        # the only entry: cluster_events in, commands out
 
 A state machine without a clock, sockets or tokens. The same object decides for the live server (serving.fleet) and for
-the simulator (simulation.cluster). It asks the edge (admission.py) who may go next, the placer (router/) where, keeps
-one attempt (handoff.py) per attempt, and turns every loss into another attempt or into the one end of the request.
+the simulator (simulation.cluster). It asks the admission queue (admission.py) who may go next, the placer (router/)
+where, keeps one attempt (handoff.py) per attempt, and turns every loss into another attempt or into the one end of the
+request.
 
 Invariants: a request that has arrived ends with exactly one End, or by its Cancelled. A worker's blocks are never
 given up while another may write into them. Attempts without progress are bounded.
@@ -15,7 +16,7 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any
 
-from diptych.control.admission.admission_queue import Edge, EdgeEntry
+from diptych.control.admission.admission_queue import AdmissionQueue, QueuedRequest
 from diptych.control.cluster.attempt import Attempt, AttemptState
 from diptych.control.cluster.attempt_table import AttemptTable
 from diptych.control.cluster.cluster_config import ClusterConfig
@@ -58,7 +59,7 @@ class ClusterCore:
         self.config = config or ClusterConfig()
         self.workers = tuple(workers)
         self.placer = Placer(self.workers, self.config.placement)
-        self.edge = Edge(self.config.edge)
+        self.admission = AdmissionQueue(self.config.admission)
         self.counts: Counter[str] = Counter()
         self._open: dict[str, OpenRequest] = {}
         self._attempts = AttemptTable(len(self.workers), self.config.lease_ns)
@@ -100,7 +101,7 @@ class ClusterCore:
 
     def next_time(self) -> int | None:
         """When a Tick is due, if nothing else happens; None: never."""
-        due_ns = self.edge.next_time()
+        due_ns = self.admission.next_time()
         if self._parked:
             parked_ns = next(iter(self._parked.values()))
             due_ns = parked_ns if due_ns is None else min(due_ns, parked_ns)
@@ -110,7 +111,7 @@ class ClusterCore:
     def check_idle(self) -> None:
         """Assert that nothing is left of any request (for tests)."""
         assert not self._open and not self._parked, f"left behind: {list(self._open)[:5]}"
-        assert self._num_untouched == 0 and len(self.edge) == 0
+        assert self._num_untouched == 0 and len(self.admission) == 0
         self._attempts.check_idle()
 
     # -- requests ---------------------------------------------------------------------------------------------------
@@ -119,20 +120,20 @@ class ClusterCore:
         one = event.submission
         if one.request_id in self._open:
             raise ConfigError(f"request id {one.request_id!r} is in use", param="request_id")
-        entry = EdgeEntry(
+        entry = QueuedRequest(
             one.request_id,
             one.num_prompt_tokens,
             one.max_tokens,
             tenant=one.tenant,
-            band=one.band,
+            service_class=one.service_class,
             priority=one.priority,
             arrival_ns=now,
             deadline_ns=one.deadline_ns,
             ttft_slo_ns=one.slo.ttft_ns if one.slo else None,
             service_ns=int(self._token_ns * one.num_prompt_tokens),
         )
-        waits = bool(self.config.depth or len(self.edge))  # else nobody does
-        refusal = self.edge.offer(entry, now) if waits else self.edge.pass_by(entry, now)
+        waits = bool(self.config.max_untouched_per_worker or len(self.admission))  # else nobody does
+        refusal = self.admission.offer(entry, now) if waits else self.admission.pass_by(entry, now)
         if refusal is not None:
             self.counts[f"refused_{refusal.reason}"] += 1
             return [End(one.request_id, error=refusal.error)]
@@ -150,11 +151,11 @@ class ClusterCore:
     def _dispatch(self, now: int) -> list[Command]:
         """Send as many as may go now."""
         commands: list[Command] = []
-        while len(self.edge):
+        while len(self.admission):
             headroom = UNLIMITED
-            if self.config.depth:
-                headroom = self.config.depth * sum(self._is_up) - self._num_untouched
-            request_id = self.edge.next(now, headroom)
+            if self.config.max_untouched_per_worker:
+                headroom = self.config.max_untouched_per_worker * sum(self._is_up) - self._num_untouched
+            request_id = self.admission.next(now, headroom)
             if request_id is None:
                 break
             commands += self._place(self._open[request_id], now)
@@ -168,7 +169,7 @@ class ClusterCore:
             one.num_prompt_tokens + entry.num_tokens,
             one.max_tokens - entry.num_tokens,
             one.hashes,
-            one.band,
+            one.service_class,
             avoid=entry.avoid,
             hands_off=one.hands_off and not entry.must_stay_whole,
         )
@@ -203,8 +204,10 @@ class ClusterCore:
         one = entry.submission
         self._touch(entry)
         self._parked.pop(one.request_id, None)
-        self.edge.remove(one.request_id)
-        self.edge.on_service(one.tenant, 0, num_tokens, one.band)  # its prompt was charged when it was sent
+        self.admission.remove(one.request_id)
+        self.admission.on_service(
+            one.tenant, 0, num_tokens, one.service_class
+        )  # its prompt was charged when it was sent
         del self._open[one.request_id]
 
     def _touch(self, entry: OpenRequest) -> None:
@@ -288,7 +291,7 @@ class ClusterCore:
 
     def _on_tick(self, event: Tick, now: int) -> list[Command]:
         commands: list[Command] = []
-        for request_id, refusal in self.edge.expired(now):
+        for request_id, refusal in self.admission.expired(now):
             self.counts[f"expired_{refusal.reason}"] += 1
             commands.append(self._end(self._open[request_id], error=refusal.error))
         for request_id in list(takewhile(lambda one: self._parked[one] <= now, self._parked)):
@@ -307,17 +310,17 @@ class ClusterCore:
                 commands += take(event.worker, happened, now)
         if event.load is not None:  # after the events: the report covers what they tell
             self.placer.on_report(event.worker, event.load)
-            if self.config.depth and self.workers[event.worker].role != "decode":
+            if self.config.max_untouched_per_worker and self.workers[event.worker].role != "decode":
                 self._loads[event.worker] = event.load
-                self._tell_edge()
+                self._tell_admission()
         return commands
 
-    def _tell_edge(self) -> None:
-        """What a token that waits at the edge costs those behind it: all that compute prompts share them. The workers'
-        own backlog does not count: there, a short prompt passes the long ones."""
+    def _tell_admission(self) -> None:
+        """What a token that waits in the admission queue costs those behind it: all that compute prompts share them.
+        The workers' own backlog does not count: there, a short prompt passes the long ones."""
         prices = [load.token_ns for load in self._loads.values()]
         self._token_ns = min(prices)
-        self.edge.on_load(0, sum(prices) / len(prices) ** 2)
+        self.admission.on_load(0, sum(prices) / len(prices) ** 2)
 
     def _take_queued(self, worker: int, event: RequestQueued, now: int) -> list[Command]:
         entry = self._current(self._attempts.get(event.request_id))

@@ -12,9 +12,9 @@ from diptych.control.slo import Slo
 class Submission:
     """A request as the cluster knows it: counts and hashes, never tokens.
 
-    hashes: of the full blocks of the prompt. tenant: whose it is, for fairness ("": nobody's). band: interactive,
-    standard or batch. deadline_ns: when its first token is of no use any more. hands_off: whether two workers may
-    share it (False: one must serve it whole).
+    hashes: of the full blocks of the prompt. tenant: whose it is, for fairness ("": nobody's). service_class:
+    interactive, standard or batch. deadline_ns: when its first token is of no use any more. hands_off: whether two
+    workers may share it (False: one must serve it whole).
     """
 
     request_id: str
@@ -24,7 +24,7 @@ class Submission:
     priority: int = 0
     slo: Slo | None = None
     tenant: str = ""
-    band: str = "standard"
+    service_class: str = "standard"
     deadline_ns: int | None = None
     hands_off: bool = True
 

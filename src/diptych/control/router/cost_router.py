@@ -152,7 +152,7 @@ class Placer:
         if request.request_id in self._placed:
             self.on_ended(request.request_id, None)
         self._now = max(self._now, now)
-        name = self.lengths.name(request.band, request.num_prompt_tokens)
+        name = self.lengths.name(request.service_class, request.num_prompt_tokens)
         num_output_tokens = max(1, self.lengths.expected(name, request.max_tokens))
         chosen = self._choice.choose(request, num_output_tokens, now)
         if chosen is None:

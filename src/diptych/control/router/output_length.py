@@ -1,7 +1,7 @@
 """How long an answer will be, by class: a high quantile of what answers of that class were, learned as they end.
 
-A class is a band (interactive, standard, batch) and a power of two of the prompt's size, so that there are few of them.
-Owns what was learned.
+A class is a service class (interactive, standard, batch) and a power of two of the prompt's size, so that there are few
+of them. Owns what was learned.
 """
 
 from diptych.control.engine.kvcache.demand import MIN_HISTORY, OutputLengths
@@ -14,9 +14,9 @@ class OutputLengthClasses:
         self._all = OutputLengths()
         self._classes: dict[str, tuple[OutputLengths, int]] = {}
 
-    def name(self, band: str, num_prompt_tokens: int) -> str:
+    def name(self, service_class: str, num_prompt_tokens: int) -> str:
         """The class of a request."""
-        return f"{band}<{1 << num_prompt_tokens.bit_length()}"
+        return f"{service_class}<{1 << num_prompt_tokens.bit_length()}"
 
     def expected(self, name: str, max_tokens: int) -> int:
         """Tokens that a request of the class will generate, at most ``max_tokens``."""

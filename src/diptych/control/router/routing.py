@@ -58,15 +58,15 @@ class PlacementConfig:
 
 @dataclass(frozen=True, slots=True)
 class PlacementRequest:
-    """What placing needs to know. hashes: of the prompt's full blocks. band: it and the prompt's size say whose
-    answers tell how long this one will be. avoid: workers that get it only if nobody else can. hands_off: whether two
-    workers may share it."""
+    """What placing needs to know. hashes: of the prompt's full blocks. service_class: it and the prompt's size say
+    whose answers tell how long this one will be. avoid: workers that get it only if nobody else can. hands_off: whether
+    two workers may share it."""
 
     request_id: str
     num_prompt_tokens: int
     max_tokens: int
     hashes: Sequence[bytes] = ()
-    band: str = "standard"
+    service_class: str = "standard"
     avoid: frozenset[int] = frozenset()
     hands_off: bool = True
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from diptych.runtime.input_batch import InputBatch
-from diptych.runtime.models.decoder import Decoder, LayerCache
+from diptych.runtime.kv_tensors import LayerCache
+from diptych.runtime.models.decoder import Decoder
 
 MAX_BATCH = 64
 SEEN_BEFORE_CAPTURE = 3
@@ -58,7 +59,7 @@ class GraphedDecoder:
             if isinstance(getattr(batch, field.name), torch.Tensor)
         }
         inputs = replace(batch, **tensors, max_context_len=self._max_model_len)
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # once outside of the graph: lazy initialisation must not be recorded
             self._model.forward(inputs, self._caches)

@@ -5,8 +5,7 @@ client request behind one wake-up per step. Must never know sockets or HTTP.
 """
 
 import asyncio
-from collections.abc import Callable
-from collections.abc import Sequence as Ids
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -26,7 +25,7 @@ class Delta(msgspec.Struct, gc=False):
     finish_reason: str | None = None
 
 
-class Sequence:
+class AnswerStream:
     """One answer. ``push`` takes a token, ``end`` the terminal record, ``take`` gives what is new."""
 
     __slots__ = (
@@ -159,11 +158,11 @@ class Generation:
 
     __slots__ = ("_dirty", "_error", "_on_new", "_waiter", "num_open", "request_id", "sequences")
 
-    def __init__(self, request_id: str, sequences: Ids[Sequence]) -> None:
+    def __init__(self, request_id: str, sequences: Sequence[AnswerStream]) -> None:
         self.request_id = request_id
         self.sequences = list(sequences)
         self.num_open = len(self.sequences)
-        self._dirty: list[Sequence] = []
+        self._dirty: list[AnswerStream] = []
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._on_new: Callable[[], bool] | None = None
@@ -175,7 +174,7 @@ class Generation:
         """Whether every sequence ended and everything was read."""
         return not self.num_open and not self._dirty and self._error is None
 
-    def mark(self, sequence: Sequence) -> None:
+    def mark(self, sequence: AnswerStream) -> None:
         """This sequence has something new, for the next ``deliver`` or ``wake``."""
         if not sequence.is_dirty:
             sequence.is_dirty = True

@@ -16,25 +16,25 @@ import msgspec
 from diptych.control.errors import DiptychError, RequestError
 from diptych.control.request import FinishReason
 from diptych.control.slo import NS_PER_S, LatencyBreakdown, Slo
-from diptych.serving.answers.answer_stream import Generation, Sequence
+from diptych.serving.answers.answer_stream import AnswerStream, Generation
 from diptych.serving.link.messages import Delivered, Finished, Tokens, WireRequest, pack_tokens, unpack_error
 from diptych.serving.metrics.serving_metrics import ServingMetrics
 
 logger = logging.getLogger(__name__)
 
-Cancel = Callable[[Iterable[Sequence], FinishReason], None]
+Cancel = Callable[[Iterable[AnswerStream], FinishReason], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
-    """What a request asked for besides its tokens. band: interactive, standard or batch. deadline_s: from its arrival
-    to when its first token is of no use any more. tenant: whose it is ("": nobody's)."""
+class RequestOptions:
+    """What a request asked for besides its tokens. service_class: interactive, standard or batch. deadline_s: from its
+    arrival to when its first token is of no use any more. tenant: whose it is ("": nobody's)."""
 
     priority: int = 0
     slo: Slo | None = None
     cache_salt: str | None = None
     tenant: str = ""
-    band: str = "standard"
+    service_class: str = "standard"
     deadline_s: float | None = None
 
 
@@ -46,7 +46,7 @@ class Takeover:
     exposed_s: float
 
 
-class Streams:
+class OutputStreams:
     """Open sequences by request id, and by worker and attempt id. ``cancel`` is set by whoever owns the fleet."""
 
     def __init__(self, metrics: ServingMetrics, num_workers: int) -> None:
@@ -55,13 +55,15 @@ class Streams:
         self.num_untouched = 0  # submitted, no token yet
         self.cancel: Cancel = lambda request_ids, reason: None
         self._metrics = metrics
-        self._sequences: dict[str, Sequence] = {}
-        self._terms: dict[str, Terms] = {}
-        self._current: dict[str, Sequence] = {}  # by attempt id
-        self._attempts: list[dict[str, Sequence]] = [{} for _ in range(num_workers)]  # of these, whom a worker feeds
+        self._sequences: dict[str, AnswerStream] = {}
+        self._terms: dict[str, RequestOptions] = {}
+        self._current: dict[str, AnswerStream] = {}  # by attempt id
+        self._attempts: list[dict[str, AnswerStream]] = [
+            {} for _ in range(num_workers)
+        ]  # of these, whom a worker feeds
         self._news: list[Generation] = []  # those that ``deliver`` tells
         self._stopping: dict[
-            str, Sequence
+            str, AnswerStream
         ] = {}  # attempt -> has its stop string; only the worker's last word is missing
 
     def __len__(self) -> int:
@@ -70,7 +72,7 @@ class Streams:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._sequences
 
-    def add(self, sequences: Iterable[Sequence], terms: Terms) -> None:
+    def add(self, sequences: Iterable[AnswerStream], terms: RequestOptions) -> None:
         """These are submitted now."""
         now = time.monotonic()
         for one in sequences:
@@ -233,12 +235,12 @@ class Streams:
         for generation in news:
             generation.deliver()
 
-    def _stop(self, sequences: list[Sequence]) -> None:
+    def _stop(self, sequences: list[AnswerStream]) -> None:
         for one in sequences:
             self._stopping[one.attempt_id] = one
         self.cancel(sequences, FinishReason.STOP)
 
-    def _end(self, one: Sequence, finished: Finished) -> None:
+    def _end(self, one: AnswerStream, finished: Finished) -> None:
         e2e_s = time.monotonic() - one.submitted_s
         if one.attempt_id != one.request_id or not finished.latency.total_ns:
             finished = self._as_seen_here(one, finished, e2e_s)
@@ -247,13 +249,13 @@ class Streams:
         one.end(finished)
         one.mark().wake()
 
-    def _fail_one(self, one: Sequence, error: Exception) -> None:
+    def _fail_one(self, one: AnswerStream, error: Exception) -> None:
         logger.error("request %s failed in the front end", one.request_id, exc_info=error)
         assert one.generation is not None
         one.generation.fail(DiptychError("internal error; the server's log has the details"))
         self.abort(one.generation)
 
-    def _as_seen_here(self, one: Sequence, finished: Finished, e2e_s: float) -> Finished:
+    def _as_seen_here(self, one: AnswerStream, finished: Finished, e2e_s: float) -> Finished:
         """The account of a request that was begun more than once: a worker only knows its own part of it."""
         total_ns, prefill_ns = int(e2e_s * NS_PER_S), int((one.first_token_s - one.submitted_s) * NS_PER_S)
         latency = LatencyBreakdown(0, prefill_ns, total_ns - prefill_ns, one.num_tokens)
@@ -265,7 +267,7 @@ class Streams:
             slo_met=slo.is_met(latency) if slo else finished.slo_met,
         )
 
-    def _forget(self, one: Sequence) -> None:
+    def _forget(self, one: AnswerStream) -> None:
         del self._sequences[one.request_id], self._terms[one.request_id]
         self._unplace(one)
         self._stopping.pop(one.attempt_id, None)
@@ -274,13 +276,13 @@ class Streams:
         if not self._sequences:
             self.idle.set()
 
-    def _unplace(self, one: Sequence) -> None:
+    def _unplace(self, one: AnswerStream) -> None:
         self._current.pop(one.attempt_id, None)
         for attempts in self._attempts:
             attempts.pop(one.attempt_id, None)
 
 
-def _last_word(one: Sequence) -> Finished:
+def _last_word(one: AnswerStream) -> Finished:
     """The end of a request that had its stop string, made here because its worker is gone."""
     prompt, latency = len(one.prompt_token_ids), LatencyBreakdown(0, 0, 0, one.num_tokens)
     return Finished(one.request_id, FinishReason.STOP, prompt, one.cached_tokens, 0, latency, None)

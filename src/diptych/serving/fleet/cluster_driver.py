@@ -16,7 +16,7 @@ from diptych.control.cluster.cluster_core import ClusterCore
 from diptych.control.cluster.cluster_events import Cancelled, ClusterEvent, Tick
 from diptych.control.request import FinishReason
 from diptych.control.slo import NS_PER_S
-from diptych.serving.answers.output_streams import Streams
+from diptych.serving.answers.output_streams import OutputStreams
 from diptych.serving.fleet.membership import Membership
 from diptych.serving.link import messages as wire
 
@@ -34,7 +34,7 @@ class Stopped:
 class ClusterDriver:
     """One ClusterCore among real workers. All calls come from one event loop."""
 
-    def __init__(self, core: ClusterCore, streams: Streams, members: Membership, send: Send) -> None:
+    def __init__(self, core: ClusterCore, streams: OutputStreams, members: Membership, send: Send) -> None:
         self.core = core
         self.last_words: dict[
             str, wire.Finished

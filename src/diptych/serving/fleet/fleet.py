@@ -29,8 +29,8 @@ from diptych.control.errors import DiptychError, WorkerError
 from diptych.control.events import Event, FirstToken, HandoffDelivered, HandoffReleased, RequestFinished
 from diptych.control.request import FinishReason
 from diptych.control.slo import NS_PER_S
-from diptych.serving.answers.answer_stream import Sequence as OneSequence
-from diptych.serving.answers.output_streams import Streams
+from diptych.serving.answers.answer_stream import AnswerStream
+from diptych.serving.answers.output_streams import OutputStreams
 from diptych.serving.fleet.cluster_driver import ClusterDriver, Stopped
 from diptych.serving.fleet.exit_status import Loss
 from diptych.serving.fleet.fleet_options import FleetOptions
@@ -64,7 +64,7 @@ class Fleet:
         self.fleet = fleet or FleetOptions()
         self.metrics = metrics or ServingMetrics()
         self.metrics.fleet.view = self._view
-        self.streams = Streams(self.metrics, len(self.fleet.roles))
+        self.streams = OutputStreams(self.metrics, len(self.fleet.roles))
         self.streams.cancel = self.cancel
         self.supervisors: list[Supervisor] = []
         self.ready: asyncio.Future[wire.Ready] | None = None  # of all first starts
@@ -154,7 +154,7 @@ class Fleet:
         """Requests whose sequences the streams know."""
         self._tell_cluster(*(Arrived(one) for one in submissions))
 
-    def cancel(self, sequences: Iterable[OneSequence], reason: FinishReason) -> None:
+    def cancel(self, sequences: Iterable[AnswerStream], reason: FinishReason) -> None:
         """End these wherever they are. reason stop: the front end found a stop string, and awaits the worker's word."""
         if reason is FinishReason.STOP:
             self._tell_cluster(*(Stopped(one.request_id, one.attempt_id) for one in sequences))
@@ -277,7 +277,7 @@ class Fleet:
             self._members.is_up,
             [one.num_restarts for one in self.supervisors] or [0] * len(self.fleet.roles),
             core.counts if core else {},
-            len(core.edge) if core else 0,
+            len(core.admission) if core else 0,
         )
 
     def _tell(self, worker: int, state: WorkerState, detail: str = "") -> None:

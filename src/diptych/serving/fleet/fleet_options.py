@@ -32,9 +32,9 @@ class FleetOptions:
     choose them: answers can differ in places). disaggregate: whether two workers share a request. on_failure: what
     becomes of a request whose worker dies: tried again, tried again on one worker alone, or failed.
     heartbeat_timeout_s: silence after which a worker is killed and started again. cores_per_worker: a number, or lists
-    such as 0-3/4-7 in the order prefill, decode, both (None: the machine's cores are divided). depth: requests without
-    a first token per worker, beyond which others wait in the front end, where service classes, API keys and deadlines
-    count (0: none wait there).
+    such as 0-3/4-7 in the order prefill, decode, both (None: the machine's cores are divided).
+    max_untouched_per_worker: requests without a first token per worker, beyond which others wait in the front end,
+    where service classes, API keys and deadlines count (0: none wait there).
     """
 
     prefill: int = 0
@@ -46,7 +46,7 @@ class FleetOptions:
     on_failure: OnFailureName = "retry"
     heartbeat_timeout_s: float = 10.0
     cores_per_worker: str | None = None
-    depth: int = 64
+    max_untouched_per_worker: int = 64
 
     def __post_init__(self) -> None:
         for name in ("prefill", "decode", "both"):
@@ -67,8 +67,11 @@ class FleetOptions:
                 f"heartbeat_timeout_s is {self.heartbeat_timeout_s}; it must be at least 0.5",
                 param="heartbeat_timeout_s",
             )
-        if self.depth < 0:
-            raise ConfigError(f"depth is {self.depth}; it must be at least 0", param="depth")
+        if self.max_untouched_per_worker < 0:
+            raise ConfigError(
+                f"max_untouched_per_worker is {self.max_untouched_per_worker}; it must be at least 0",
+                param="max_untouched_per_worker",
+            )
         self._check_roles()
         self._check_effects()
 

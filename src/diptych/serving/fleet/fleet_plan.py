@@ -129,4 +129,6 @@ def cluster_config(fleet: FleetOptions, plan: FleetPlan) -> ClusterConfig:
     """How the cluster decides for this fleet."""
     links = LinkCosts(bytes_per_token=plan.kv_bytes_per_token)
     placement = PlacementConfig(disaggregate=fleet.disaggregate, links=links)
-    return ClusterConfig(placement=placement, on_failure=fleet.on_failure, depth=fleet.depth)
+    return ClusterConfig(
+        placement=placement, on_failure=fleet.on_failure, max_untouched_per_worker=fleet.max_untouched_per_worker
+    )

@@ -10,7 +10,7 @@ from diptych.control.events import BlocksEvicted, BlocksStored, Event
 from diptych.serving.link.messages import Blocks
 
 
-class BlockPublisher:
+class KVEventPublisher:
     """The publications of one worker, from 1 on."""
 
     def __init__(self) -> None:

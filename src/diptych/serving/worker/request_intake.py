@@ -58,7 +58,7 @@ class _Tokens:
     hashes: tuple[bytes, ...]
 
 
-class Intake:
+class RequestIntake:
     """The door of one worker."""
 
     def __init__(self, core: EngineCore, runner: Runner) -> None:

@@ -27,7 +27,7 @@ from diptych.serving.link.messages import (
     TransferLost,
     WorkerMessage,
 )
-from diptych.serving.worker.request_intake import ATTEMPT_ENDS, Intake
+from diptych.serving.worker.request_intake import ATTEMPT_ENDS, RequestIntake
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Handoffs:
     """The attempts that come to this worker, and those that leave it."""
 
     def __init__(
-        self, core: EngineCore, intake: Intake, connector: KVConnector, send: Callable[[WorkerMessage], None]
+        self, core: EngineCore, intake: RequestIntake, connector: KVConnector, send: Callable[[WorkerMessage], None]
     ) -> None:
         self._core = core
         self._intake = intake

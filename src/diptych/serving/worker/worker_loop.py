@@ -70,10 +70,10 @@ from diptych.serving.link.messages import (
     pack_events,
     pack_finished,
 )
-from diptych.serving.worker.kv_event_publisher import BlockPublisher
+from diptych.serving.worker.kv_event_publisher import KVEventPublisher
 from diptych.serving.worker.load_engine import Report, connect_peers, load_engine
 from diptych.serving.worker.recorder import close_recording
-from diptych.serving.worker.request_intake import Intake, Runner
+from diptych.serving.worker.request_intake import RequestIntake, Runner
 from diptych.serving.worker.worker_handoff import Handoffs
 
 logger = logging.getLogger(__name__)
@@ -107,10 +107,10 @@ class Worker:
         self._runner = runner
         self._channel = channel
         self._clock = clock
-        self._intake = Intake(core, runner)
+        self._intake = RequestIntake(core, runner)
         self._handoffs = Handoffs(core, self._intake, connector, self._send) if connector else None
         self._heartbeat = heartbeat or Heartbeat()
-        self._publisher = BlockPublisher() if publishes_blocks else None
+        self._publisher = KVEventPublisher() if publishes_blocks else None
         self._poller = select.poll()
         self._poller.register(channel, select.POLLIN)
         if connector:

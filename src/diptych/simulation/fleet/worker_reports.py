@@ -47,7 +47,9 @@ class Reporter:
     def __init__(self, scenario: Scenario, workers: Sequence[SimulatedWorker]) -> None:
         self._workers = workers
         self._has_costs = scenario.routing == "kv_aware"
-        needs_all = self._has_costs or scenario.pools or scenario.faults or scenario.cluster_config.depth
+        needs_all = (
+            self._has_costs or scenario.pools or scenario.faults or scenario.cluster_config.max_untouched_per_worker
+        )
         self.says_only_ends = not needs_all
         self._sequence = [0] * len(workers)
         self._reported_ns = [-REPORT_NS] * len(workers)
