@@ -18,7 +18,7 @@ from diptych.control.cluster.cluster_events import (
     WorkerDown,
     WorkerUp,
 )
-from diptych.control.cluster.commands import Command, Drop, End, Prefill, Release, Renew, Reserve, Restarted, Serve
+from diptych.control.commands import Command, Drop, End, Prefill, Release, Renew, Reserve, Restarted, Serve
 from diptych.control.errors import WorkerError
 from diptych.control.events import (
     Event,

@@ -21,7 +21,7 @@ from diptych.simulation.costs.cost_model import FRACTION_BITS, DecodeLine, floor
 from diptych.simulation.costs.linear import LinearCost
 from diptych.simulation.front_end import FrontEnd
 from diptych.simulation.run import simulate, simulate_with_log
-from diptych.simulation.scenario import Scenario
+from diptych.simulation.scenario import Scenario, load_balancer
 from diptych.workload.spec import RequestSpec
 from tests.simulation.scenarios import check_laws, random_scenario, run
 
@@ -85,6 +85,7 @@ def one_worker(**changes: Any) -> Scenario:
         engine=EngineConfig(CacheConfig(4000), shape_preset("chunked"), max_model_len=4096),
         cost=LinearCost(5e6, 3e4, 0.3, 1e4, 10.0),
         workload=chat(50, rate=3),
+        cluster=load_balancer(),
     )
     return replace(scenario, **changes)
 
@@ -109,7 +110,7 @@ def test_a_router_that_knows_the_caches_finds_more_in_them() -> None:
         specs.append(spec)
     cached = {}
     for routing in ("round_robin", "least_loaded", "kv_aware"):
-        result = simulate(one_worker(workload=specs, num_workers=4, routing=routing))
+        result = simulate(one_worker(workload=specs, num_workers=4, cluster=load_balancer(routing)))
         cached[routing] = sum(result.requests.cached_tokens)
     assert cached["kv_aware"] > 1.2 * cached["round_robin"]
     assert cached["kv_aware"] >= cached["least_loaded"]  # which, as nothing overlaps, sends everything to the first
@@ -150,6 +151,7 @@ def single_server(specs: list[RequestSpec], ns_per_token: float) -> Scenario:
         engine=EngineConfig(CacheConfig(100_000, 16), settings, max_model_len=10**6),
         cost=LinearCost(0, ns_per_token),
         workload=specs,
+        cluster=load_balancer(),
     )
 
 

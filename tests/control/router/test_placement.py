@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from diptych.control.engine.load_report import LoadReport
+from diptych.control.engine.reports import LoadReport
 from diptych.control.errors import ConfigError
 from diptych.control.router.cost_router import Placement, PlacementConfig, PlacementRequest, Placer
 from diptych.control.router.costs import (

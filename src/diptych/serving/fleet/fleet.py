@@ -24,7 +24,7 @@ from diptych.control.cluster.cluster_events import (
     WorkerDown,
     WorkerUp,
 )
-from diptych.control.engine.load_report import LoadReport
+from diptych.control.engine.reports import LoadReport
 from diptych.control.errors import DiptychError, WorkerError
 from diptych.control.events import Event, FirstToken, HandoffDelivered, HandoffReleased, RequestFinished
 from diptych.control.request import FinishReason

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from diptych.control import errors, events
-from diptych.control.engine.load_report import LoadReport
+from diptych.control.engine.reports import LoadReport
 from diptych.control.request import FinishReason, SamplingParams
 from diptych.control.slo import LatencyBreakdown, Slo
 
