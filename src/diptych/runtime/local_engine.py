@@ -19,8 +19,8 @@ from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.events import Event, RequestFinished
 from diptych.control.request import FinishReason, Request, SamplingParams
 from diptych.control.slo import Slo
-from diptych.runtime.model_runner import ModelRunner, StepTokens
-from diptych.runtime.sampler import TokenLogprobs
+from diptych.control.step import StepTokens, TokenLogprobs
+from diptych.runtime.model_runner import ModelRunner
 from diptych.runtime.warm_up import warm_up
 
 Clock = Callable[[], int]  # nanoseconds
