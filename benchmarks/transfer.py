@@ -41,13 +41,13 @@ from diptych.runtime.kv_tensors import LayerCache
 from diptych.runtime.transfer import make_connector
 from diptych.runtime.transfer.connector import (
     Committed,
-    Failed,
     KVConnector,
-    KVFormat,
     Sent,
+    TransferBroken,
     TransferEvent,
     TransferOptions,
 )
+from diptych.runtime.transfer.kv_format import KVFormat
 
 FORMAT = KVFormat("benchmark", 24, 2, 64, "bfloat16", 32, "cpu")
 TOKENS, NUM_BLOCKS = 4096, 160
@@ -78,7 +78,7 @@ def wait_for(side: KVConnector, kind: type[TransferEvent]) -> TransferEvent:
         for event in side.poll():
             if isinstance(event, kind):
                 return event
-            if isinstance(event, Failed):
+            if isinstance(event, TransferBroken):
                 raise RuntimeError(event.message)
 
 

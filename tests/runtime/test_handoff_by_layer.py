@@ -13,10 +13,10 @@ from diptych.runtime.transfer.connector import (
     ChunkArrived,
     Committed,
     KVConnector,
-    KVFormat,
     TransferEvent,
     TransferOptions,
 )
+from diptych.runtime.transfer.kv_format import KVFormat
 from tests.runtime.checkpoints import prompt_of, reference, runner
 from tests.runtime.driving import chunks_of, generate, greedy
 

@@ -17,7 +17,7 @@ from diptych.control.engine.outgoing import Chunk, Outgoing
 from diptych.control.errors import ConfigError
 from diptych.control.events import Event, HandoffDelivered, HandoffReserved, StepFinished
 from diptych.control.step import SchedulerOutput
-from diptych.runtime.transfer.connector import ChunkArrived, Committed, Failed, KVConnector, TransferEvent
+from diptych.runtime.transfer.connector import ChunkArrived, Committed, KVConnector, TransferBroken, TransferEvent
 from diptych.serving.link.messages import (
     Delivered,
     PrefillAttempt,
@@ -145,7 +145,7 @@ class Handoffs:
                 self._core.renew([event.attempt_id], now)
             elif isinstance(event, Committed):
                 events += self._deliver(event, now)
-            elif isinstance(event, Failed):
+            elif isinstance(event, TransferBroken):
                 self._outgoing.drop(event.attempt_id)
                 self._send(TransferLost(event.attempt_id, event.is_sender, event.message))
         return events
