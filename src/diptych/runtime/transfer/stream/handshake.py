@@ -107,7 +107,8 @@ def accept_hello(me: Identity, greeted: bytes, message: bytes) -> tuple[bytes, I
 
 
 def accept_welcome(me: Identity, greeted: bytes, said: bytes, message: bytes) -> Introduction:
-    """Sender: what the receiver stated. ``said``: our HELLO. Raises ProtocolError when the proof is wrong."""
+    """Sender: what the receiver stated. ``said``: the HELLO that it answers. Raises ProtocolError when the proof is
+    wrong."""
     instance, proof, _ = _WELCOME.unpack_from(message)
     theirs = message[WELCOME_BYTES:]
     if not hmac.compare_digest(proof, _proof(me.secret, b"receiver", greeted, said, instance, theirs)):

@@ -36,12 +36,11 @@ _DELIVERY_RATE_AT, _APP_LIMITED_AT = 160, 7  # in struct tcp_info of linux/tcp.h
 
 
 class SenderConnection(StreamConnection):
-    """Our connection to one receiver."""
+    """This connector's connection to one receiver."""
 
     def __init__(self, sock: socket.socket, identity: Identity, peer: "Peer", dial: int) -> None:
         super().__init__(sock)
         self.is_connected = False
-        self.welcomed: Introduction | None = None
         self._identity = identity
         self.peer = peer
         self._dial = dial
@@ -52,7 +51,7 @@ class SenderConnection(StreamConnection):
 
     @property
     def is_introduced(self) -> bool:
-        """Whether we have said who we are."""
+        """Whether the HELLO was sent."""
         return bool(self._said)
 
     def connected(self) -> None:
@@ -76,7 +75,6 @@ class SenderConnection(StreamConnection):
             who = accept_welcome(self._identity, self._greeted, self._said, self._welcome + item)
             self.seal_in, self.seal_out = Seal(who.key_to_sender), Seal(who.key_to_receiver)
             self.begin_frames()
-            self.welcomed = who
             self.peer.welcomed(who)
 
     def control_done(self, frame: Frame, body: bytes) -> None:
@@ -89,7 +87,7 @@ class SenderConnection(StreamConnection):
             raise ProtocolError(f"a receiver does not send {frame.kind.name}")
 
     def link_bytes_per_s(self) -> float | None:
-        """What the kernel thinks the path delivers; None when it does not know, or not from a full pipe."""
+        """The kernel's estimate of what the path delivers; None when it has none, or none from a full pipe."""
         if self.sock.family == socket.AF_UNIX or self.num_written < MIN_SAMPLE_BYTES:
             return None
         info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)

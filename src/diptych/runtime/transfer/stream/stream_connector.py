@@ -31,7 +31,7 @@ from diptych.runtime.transfer.stream.handshake import INSTANCE_BYTES, Identity
 from diptych.runtime.transfer.stream.receiver import ReceiverConnection, StreamReceiver
 from diptych.runtime.transfer.stream.sender import Peer, SenderConnection
 from diptych.runtime.transfer.stream.stream_connection import ConnectionLost, StreamConnection
-from diptych.runtime.transfer.stream.transfer_state import KVTransfer, RecvTransfer, SendTransfer
+from diptych.runtime.transfer.stream.transfer_state import RecvTransfer, SendTransfer
 
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 LISTENER_PAUSE_NS = 200_000_000  # after accepting has failed for lack of resources
@@ -52,12 +52,11 @@ class StreamConnector:
         self._sending: dict[str, SendTransfer] = {}
         self._next_number = 1
         self._peers: dict[SocketAddress, Peer] = {}
-        self._news: deque[KVTransfer] = deque()  # transfers whose state the worker has changed
+        self._news: deque[RecvTransfer | SendTransfer] = deque()  # transfers whose state the worker has changed
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector = selectors.DefaultSelector()
         self._masks: dict[StreamConnection, int] = {}
         self._resume_listening_ns: int | None = None
-        self._is_closing = False
         self._is_closed = False
         self._fault: Exception | None = None
         self._selector.register(self._wake, READ, None)
@@ -149,7 +148,7 @@ class StreamConnector:
         """See KVConnector."""
         if self._is_closed:
             return
-        self._is_closed = self._is_closing = True
+        self._is_closed = True
         os.eventfd_write(self._wake, 1)
         self._thread.join()
         os.close(self._wake)
@@ -157,7 +156,7 @@ class StreamConnector:
         if isinstance(self._bound.target, str):
             Path(self._bound.target).unlink(missing_ok=True)
 
-    def _notify(self, transfer: KVTransfer) -> None:
+    def _notify(self, transfer: RecvTransfer | SendTransfer) -> None:
         if self._is_closed:
             return
         self._news.append(transfer)
@@ -171,7 +170,7 @@ class StreamConnector:
 
     def _run(self) -> None:
         try:
-            while not self._is_closing:
+            while not self._is_closed:
                 ready = self._selector.select(self._tick())
                 self._take_news()
                 for key, mask in ready:
@@ -200,7 +199,7 @@ class StreamConnector:
                 connection = self._receiver.forgotten(transfer)
                 if connection is not None:
                     self._watch(connection)
-            elif isinstance(transfer, SendTransfer):
+            else:
                 self._take_sending(transfer)
 
     def _take_sending(self, transfer: SendTransfer) -> None:
@@ -220,7 +219,7 @@ class StreamConnector:
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):  # it went away before we came
+        except (BlockingIOError, ConnectionAbortedError):  # it was gone before it was accepted
             return
         except OSError:  # no file descriptors, say: the others wait in the backlog
             self._selector.unregister(self._listener)

@@ -1,7 +1,7 @@
-"""The two ends of a transfer: what its receiver knows of it, and its sender.
+"""The two ends of a transfer: what its receiver knows of it, and what its sender does.
 
-The worker's thread and the connector's thread both hold a transfer; what lies in the blocks is guarded by its fence
-(fence.py). Everything else is written by one of them, as the comments say.
+The worker's thread and the connector's thread both hold a transfer. Its blocks are behind a fence (fence.py); any other
+field is written by one of the two threads, the connector's where nothing else is said.
 """
 
 import time
