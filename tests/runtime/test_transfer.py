@@ -1,7 +1,6 @@
 """KV between two connectors in one process: nothing is lost, nothing comes twice, nobody is disturbed, fences hold."""
 
 import contextlib
-import importlib.util
 import random
 import select
 import socket
@@ -19,7 +18,7 @@ from hypothesis import strategies as st
 from diptych.control.errors import ConfigError
 from diptych.runtime.attention.layout import allocate_cpu, read_cpu
 from diptych.runtime.kv_tensors import LayerCache
-from diptych.runtime.transfer import make_connector
+from diptych.runtime.transfer import CONNECTORS, make_connector
 from diptych.runtime.transfer.connector import (
     MAX_PAYLOAD_BYTES,
     ChunkArrived,
@@ -31,9 +30,11 @@ from diptych.runtime.transfer.connector import (
     TransferEvent,
     TransferOptions,
 )
+from diptych.runtime.transfer.connectors.shared_memory_connector import EmptyBody
 from diptych.runtime.transfer.connectors.tcp_connector import CodecBodies
 from diptych.runtime.transfer.kv_format import KVFormat
 from diptych.runtime.transfer.stream.addresses import parse_address
+from diptych.runtime.transfer.stream.event_queue import EventQueue
 from diptych.runtime.transfer.stream.frames import HEADER_BYTES, Frame, Kind, ProtocolError, Seal, parse_header
 from diptych.runtime.transfer.stream.handshake import (
     GREETING_BYTES,
@@ -45,7 +46,8 @@ from diptych.runtime.transfer.stream.handshake import (
     greeting,
     hello,
 )
-from diptych.runtime.transfer.stream.transfer_state import SendTransfer
+from diptych.runtime.transfer.stream.receiver import ReceiverConnection, StreamReceiver
+from diptych.runtime.transfer.stream.transfer_state import RecvTransfer, SendTransfer
 from tests.runtime.cutting_proxy import CuttingProxy
 
 SECRET = b"0123456789abcdef" * 2
@@ -463,7 +465,7 @@ def test_a_frame_leaves_when_its_layers_are_there_and_is_the_one_of_a_whole_send
     body_format = CodecBodies(caches, form, "none" if is_raw else "int8", frame_bytes).for_sending(form, tokens, None)
     attempt = SendTransfer("abc", 1, parse_address("tcp://127.0.0.1:1"), 0, num_layers)
     whole, left, known = list(body_format.parts(0, tokens)), [], 0
-    for count in [*(min(one, num_layers) for one in said), num_layers]:
+    for count in [*(min(number, num_layers) for number in said), num_layers]:
         was_waiting = attempt.has_data
         is_told = attempt.queue_send(0, tokens, (), count)
         known = max(known, count)
@@ -518,7 +520,7 @@ def test_a_sender_that_begins_elsewhere_is_refused(make: Make) -> None:
     assert isinstance(until(receiver, TransferBroken)[-1], TransferBroken)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("nixl_cu13") is None, reason="needs the extra [nixl]")
+@pytest.mark.skipif(not CONNECTORS["nixl"].is_installed, reason="needs the extra [nixl]")
 def test_nixl_reads_the_blocks_bit_for_bit_and_fences(make: Make) -> None:
     sender, receiver = make("nixl"), make("nixl")
     tables = transfer(sender, receiver, "abc", 203)
@@ -538,7 +540,7 @@ def test_nixl_reads_the_blocks_bit_for_bit_and_fences(make: Make) -> None:
     assert isinstance(failed, TransferBroken) and "one format" in failed.message
 
 
-@pytest.mark.skipif(importlib.util.find_spec("nixl_cu13") is None, reason="needs the extra [nixl]")
+@pytest.mark.skipif(not CONNECTORS["nixl"].is_installed, reason="needs the extra [nixl]")
 @pytest.mark.parametrize("part_bytes", [1, 30_000, 1 << 23])
 def test_nixl_reads_layers_while_others_are_computed(
     make: Make, monkeypatch: pytest.MonkeyPatch, part_bytes: int
@@ -554,7 +556,7 @@ def test_nixl_reads_layers_while_others_are_computed(
     assert_same(sender, receiver, tables, 203)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("nixl_cu13") is not None, reason="the extra [nixl] is there")
+@pytest.mark.skipif(CONNECTORS["nixl"].is_installed, reason="the extra [nixl] is there")
 def test_without_its_extra_nixl_says_how_to_get_it(make: Make) -> None:
     with pytest.raises(ConfigError, match=r"pip install 'diptych\[nixl\]'"):
         make("nixl")
@@ -699,6 +701,46 @@ def test_a_newer_connection_of_a_sender_replaces_the_older_one_and_not_the_rever
             transfer(sender, receiver, f"{number}", 48)
             until(receiver, Committed)
             socks.append(stack.enter_context(socket.create_connection(socks[0].getpeername())))
+
+
+def test_a_connection_remembers_no_transfer_that_has_ended() -> None:
+    def unexpected(connection: ReceiverConnection, why: str) -> None:
+        raise AssertionError(why)
+
+    events, sender = EventQueue(), Identity(SECRET, b"s" * 16, FORMAT)
+    receiver = StreamReceiver(Identity(SECRET, b"r" * 16, FORMAT), EmptyBody(LAYERS), events, 10**10, unexpected)
+    here, there = socket.socketpair()
+    with here, there:
+        connection = receiver.accept(there, 0)
+        connection.write()
+        greeted = exactly(here, GREETING_BYTES)
+        said = hello(sender, greeted, "unix:///kv", 1)
+        here.sendall(said)
+        connection.read()
+        connection.write()
+        start = exactly(here, WELCOME_BYTES)
+        welcome = start + exactly(here, int.from_bytes(start[-2:], "little"))
+        seal = Seal(accept_welcome(sender, greeted, said, welcome).key_to_receiver)
+        for number in range(1, 301):
+            attempt = f"{number}".encode()
+            if number % 3:
+                receiver.transfers[f"{number}"] = RecvTransfer(f"{number}", (), 100, 0)
+            here.sendall(seal.seal(Frame(Kind.OPEN, number, start=100, body_bytes=len(attempt)), attempt) + attempt)
+            connection.read()
+            assert len(connection.transfers) == bool(number % 3)
+            here.sendall(seal.seal(Frame(Kind.COMMIT if number % 2 else Kind.CANCEL, number)))
+            connection.read()
+            connection.write()
+            assert not connection.transfers
+            here.sendall(seal.seal(Frame(Kind.CANCEL, number)))  # too late, and no error
+            connection.read()
+            here.recv(1 << 16)
+        kinds = [type(event) for _, event in events.drain()]
+        assert (kinds.count(Committed), kinds.count(TransferBroken)) == (100, 100)
+        here.sendall(seal.seal(Frame(Kind.CANCEL, 301)))
+        with pytest.raises(ProtocolError, match="not opened"):
+            connection.read()
+    events.close()
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -15,14 +15,14 @@ from diptych.runtime.transfer.kv_format import KVFormat
 if TYPE_CHECKING:  # this file is read where torch must not be loaded
     from diptych.runtime.kv_tensors import LayerCache
 
-_OURS = "diptych.runtime.transfer.connectors"
+_PACKAGE = "diptych.runtime.transfer.connectors"
 
-# Where no connector is named, the first that serves the device is taken.
+# Where no connector is named, the first that serves the device and is installed is taken.
 CONNECTORS: dict[str, ConnectorKind] = {
-    "shared_memory": ConnectorKind(f"{_OURS}.shared_memory_connector:SharedMemoryConnector", shares_pool=True,
+    "shared_memory": ConnectorKind(f"{_PACKAGE}.shared_memory_connector:SharedMemoryConnector", shares_pool=True,
                                    serves_cuda=False, listen="unix://{directory}/kv"),
-    "tcp": ConnectorKind(f"{_OURS}.tcp_connector:TcpConnector", packs=True),
-    "nixl": ConnectorKind(f"{_OURS}.nixl_connector:NixlConnector", needs="nixl_cu13", extra="nixl"),
+    "tcp": ConnectorKind(f"{_PACKAGE}.tcp_connector:TcpConnector", packs=True),
+    "nixl": ConnectorKind(f"{_PACKAGE}.nixl_connector:NixlConnector", needs="nixl_cu13", extra="nixl"),
 }  # fmt: skip
 
 

@@ -82,10 +82,11 @@ def _transfer(options: EngineOptions, fleet: FleetOptions) -> str:
     device, name = options.device.device, fleet.transfer
     if name == "auto":
         may_be_gpu = device == "cuda" or (device == "auto" and Path("/dev/nvidiactl").exists())
-        name = next(name for name, kind in CONNECTORS.items() if kind.serves_cuda or not may_be_gpu)
+        serving = (name for name, kind in CONNECTORS.items() if kind.serves_cuda or not may_be_gpu)
+        name = next(name for name in serving if CONNECTORS[name].is_installed)
     if device == "cuda" and not CONNECTORS[name].serves_cuda:
-        serving = ", ".join(name for name, kind in CONNECTORS.items() if kind.serves_cuda)
-        raise ConfigError(f"transfer is {name}, which does not serve GPUs ({serving} do)", param="transfer")
+        others = ", ".join(name for name, kind in CONNECTORS.items() if kind.serves_cuda)
+        raise ConfigError(f"transfer is {name}, which does not serve GPUs ({others} do)", param="transfer")
     check_codec(name, fleet.kv_codec)
     return name
 

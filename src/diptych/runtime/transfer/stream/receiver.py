@@ -85,14 +85,13 @@ class StreamReceiver:
         if who is not None and self._connections.get(who.line) is connection:
             del self._connections[who.line]
         now = time.monotonic_ns()
-        for transfer in connection.numbers.values():
-            if transfer is not None:
-                transfer.lost_ns = now
+        for transfer in connection.transfers.values():
+            transfer.lost_ns = now
 
     def forgotten(self, transfer: RecvTransfer) -> "ReceiverConnection | None":
         """The worker has forgotten a transfer: its sender is told, over the connection that is returned."""
         for connection in self._connections.values():
-            if connection.numbers.get(transfer.number) is transfer:
+            if connection.transfers.get(transfer.number) is transfer:
                 connection.refuse_closed(transfer.number, transfer)
                 return connection
         return None
@@ -128,7 +127,8 @@ class ReceiverConnection(StreamConnection):
     def __init__(self, sock: socket.socket, receiver: StreamReceiver) -> None:
         super().__init__(sock)
         self.peer: Introduction | None = None
-        self.numbers: dict[int, RecvTransfer | None] = {}  # the sender's numbers; None: refused
+        self.transfers: dict[int, RecvTransfer] = {}  # under way here, by the sender's numbers
+        self._highest_number = 0  # that was opened here; lower ones that are not in ``transfers`` have ended
         self._receiver = receiver
         self._greeted = greeting()
         self._hello = b""
@@ -162,7 +162,7 @@ class ReceiverConnection(StreamConnection):
     def refuse(self, number: int, message: str) -> None:
         """Tell the sender, once, that this transfer is not taken."""
         body = message.encode()[:MAX_MESSAGE_BYTES]
-        self.numbers[number] = None
+        self.transfers.pop(number, None)
         self._acks.pop(number, None)
         self.put_control(Frame(Kind.REFUSE, number, body_bytes=len(body)), body)
 
@@ -233,17 +233,17 @@ class ReceiverConnection(StreamConnection):
         if transfer is None:
             return
         if frame.kind is Kind.CANCEL:
-            self.numbers[frame.number] = None
+            del self.transfers[frame.number]
             self._receiver.fail(transfer, "the sender has cancelled it")
         else:
             self._committed(transfer, frame, body)
 
     def _opened(self, frame: Frame, body: bytes) -> None:
         assert self.peer is not None
+        self._highest_number = max(self._highest_number, frame.number)
         sender, attempt_id = self.peer.instance, body.decode(errors="replace")
         sequence = self._receiver.finished.get((sender, attempt_id))
         if sequence is not None:
-            self.numbers[frame.number] = None
             self._acks[frame.number] = sequence
             return
         transfer = self._receiver.transfers.get(attempt_id)
@@ -256,7 +256,7 @@ class ReceiverConnection(StreamConnection):
             self._give_up(transfer, frame.number, message)
         else:
             transfer.sender, transfer.number, transfer.lost_ns = sender, frame.number, None
-            self.numbers[frame.number] = transfer
+            self.transfers[frame.number] = transfer
             self._acks[frame.number] = transfer.next_sequence
 
     def _committed(self, transfer: RecvTransfer, frame: Frame, payload: bytes) -> None:
@@ -271,21 +271,23 @@ class ReceiverConnection(StreamConnection):
         if not transfer.close():
             self.refuse_closed(frame.number, transfer)
             return
-        self.numbers[frame.number] = None
+        del self.transfers[frame.number]
         self._receiver.finish(transfer, self.peer.instance, frame.sequence + 1)
         self._acks[frame.number] = frame.sequence + 1
         times = transfer.first_byte_ns or now, transfer.last_byte_ns or now
         self._receiver.events.emit(transfer, Committed(transfer.attempt_id, payload, transfer.num_bytes, *times))
 
     def _transfer_of(self, frame: Frame) -> RecvTransfer | None:
-        """The transfer of a frame; None when it is refused. Raises ProtocolError when it was never opened."""
-        if frame.number not in self.numbers:
-            raise ProtocolError(f"{frame.kind.name} for a transfer that was not opened")
-        transfer = self.numbers[frame.number]
-        if transfer is not None and transfer.is_closed:
+        """The transfer of a frame; None when it has ended here. Raises ProtocolError when it was never opened."""
+        transfer = self.transfers.get(frame.number)
+        if transfer is None:
+            if frame.number > self._highest_number:
+                raise ProtocolError(f"{frame.kind.name} for a transfer that was not opened")
+            return None
+        if transfer.is_closed:
             self.refuse_closed(frame.number, transfer)
             return None
-        if transfer is not None and frame.kind is Kind.DATA and frame.sequence > transfer.next_sequence:
+        if frame.kind is Kind.DATA and frame.sequence > transfer.next_sequence:
             raise ProtocolError(f"part {frame.sequence} where {transfer.next_sequence} is next")
         return transfer
 

@@ -125,12 +125,8 @@ class Peer:
 
     def news(self, transfer: SendTransfer) -> None:
         """Something was queued: the transfer gets in line when it is its turn to send."""
-        if (
-            self._receiver is None
-            or transfer.is_ready
-            or transfer.is_closed
-            or (transfer.is_announced and transfer.is_resuming)
-        ):
+        is_asking = transfer.is_announced and transfer.is_resuming
+        if self._receiver is None or transfer.is_ready or transfer.is_closed or is_asking:
             return
         if not transfer.is_announced or transfer.has_commit:
             transfer.is_ready = True
@@ -140,12 +136,9 @@ class Peer:
             self._ready.append(transfer)
 
     def cancelled(self, transfer: SendTransfer) -> None:
-        """The worker has given a transfer up; its blocks are fenced already."""
-        if (
-            self.transfers.pop(transfer.number, None) is not None
-            and transfer.is_announced
-            and self.connection is not None
-        ):
+        """The worker has given a transfer up, and its fence is closed."""
+        was_known = self.transfers.pop(transfer.number, None) is not None
+        if was_known and transfer.is_announced and self.connection is not None:
             self.connection.put_control(Frame(Kind.CANCEL, transfer.number))
 
     # Answers of the receiver
