@@ -17,7 +17,6 @@ that of send() and of the connector's thread, and of the receiver.
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import os
 import random
@@ -38,16 +37,16 @@ from common import report
 
 from diptych.runtime.attention.layout import allocate_cpu
 from diptych.runtime.kv_tensors import LayerCache
-from diptych.runtime.transfer import make_connector
+from diptych.runtime.transfer import CONNECTORS, make_connector
 from diptych.runtime.transfer.connector import (
     Committed,
-    Failed,
     KVConnector,
-    KVFormat,
     Sent,
+    TransferBroken,
     TransferEvent,
     TransferOptions,
 )
+from diptych.runtime.transfer.kv_format import KVFormat
 
 FORMAT = KVFormat("benchmark", 24, 2, 64, "bfloat16", 32, "cpu")
 TOKENS, NUM_BLOCKS = 4096, 160
@@ -78,7 +77,7 @@ def wait_for(side: KVConnector, kind: type[TransferEvent]) -> TransferEvent:
         for event in side.poll():
             if isinstance(event, kind):
                 return event
-            if isinstance(event, Failed):
+            if isinstance(event, TransferBroken):
                 raise RuntimeError(event.message)
 
 
@@ -144,7 +143,7 @@ def throughput(directory: str, repetitions: int) -> Iterator[dict[str, Any]]:
     """Each transport, 50 MB at a time."""
     cases = [("tcp", "tcp://127.0.0.1:0", "none"), ("tcp", f"unix://{directory}/kv", "none")]
     cases += [("tcp", "tcp://127.0.0.1:0", "int8"), ("tcp", "tcp://127.0.0.1:0", "int4")]
-    if importlib.util.find_spec("nixl_cu13") is not None:
+    if CONNECTORS["nixl"].is_installed:
         cases.append(("nixl", "tcp://127.0.0.1:0", "none"))
     for name, listen, codec in cases:
         side, _ = connector(name, "tcp://127.0.0.1:0", codec)

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from diptych.control.errors import ConfigError
-from diptych.runtime.transfer.connector import ChunkArrived, Committed, Failed, Sent, TransferEvent
+from diptych.runtime.transfer.connector import ChunkArrived, Committed, Sent, TransferBroken, TransferEvent
 
 BYTES_PER_TOKEN = 8
 
@@ -147,7 +147,7 @@ class FakeConnector:
             return False
         except OSError as error:
             if self._sending.pop(attempt_id, None):
-                self._events.append(Failed(attempt_id, True, f"cannot reach {path}: {error.strerror}"))
+                self._events.append(TransferBroken(attempt_id, True, f"cannot reach {path}: {error.strerror}"))
         return True
 
     def _take(self, message: tuple[Any, ...]) -> None:

@@ -40,7 +40,10 @@ def test_the_default_fleet_is_one_worker_that_does_both() -> None:
         ({"transfer": "tcp"}, "no effect with one worker"),
         ({"kv_codec": "int8"}, "no effect with one worker"),
         ({"disaggregate": "always"}, "only one worker"),
-        ({"prefill": 1, "decode": 1, "transfer": "shared_memory", "kv_codec": "int4"}, "no effect with shared memory"),
+        (
+            {"prefill": 1, "decode": 1, "transfer": "shared_memory", "kv_codec": "int4"},
+            "no effect with transfer shared_",
+        ),
         ({"prefill": 1, "decode": 1, "transfer": "carrier_pigeon"}, "one of auto"),
         ({"heartbeat_timeout_s": 0.1}, "at least 0.5"),
         ({"max_untouched_per_worker": -1}, "at least 0"),

@@ -22,6 +22,8 @@ from diptych.cli.error_messages import errors_in_words
 from diptych.control.config import BudgetConfig, CapsConfig, PreemptionConfig, SchedulerConfig, shape_preset
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_MS, Slo
+from diptych.runtime.transfer import CONNECTORS
+from diptych.runtime.transfer.connector import CodecName
 from diptych.serving.fleet.fleet_options import FleetOptions
 from diptych.serving.link.engine_options import (
     BUNDLED_MODEL,
@@ -43,6 +45,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
+TRANSFERS = "|".join(("auto", *CONNECTORS))  # FleetOptions refuses other names
 MODEL, SERVER, OBJECTIVES, WORKERS = "Model", "Server", "Objectives", "Workers"
 API_KEY_HELP = "Ask for this key (Authorization: Bearer KEY). Several: each is a tenant, and they share fairly."
 SCHEDULER, MEMORY, MACHINE = "Scheduler (details; --shape presets them)", "Memory", "Machine"
@@ -93,24 +96,6 @@ class DType(StrEnum):
     auto = "auto"
     bfloat16 = "bfloat16"
     float32 = "float32"
-
-
-class Transfer(StrEnum):
-    """--transfer."""
-
-    auto = "auto"
-    shared_memory = "shared_memory"
-    tcp = "tcp"
-    nixl = "nixl"
-
-
-class KVCodec(StrEnum):
-    """--kv-codec."""
-
-    auto = "auto"
-    none = "none"
-    int8 = "int8"
-    int4 = "int4"
 
 
 class Disaggregate(StrEnum):
@@ -166,8 +151,10 @@ def serve(
     decode: Annotated[int, _option("Workers that decode.", WORKERS)] = 0,
     both: Annotated[Whole, _option("Workers that do both. Default: 1 if there is no other.", WORKERS)] = None,
     disaggregate: Annotated[Disaggregate, _option("Two workers share a request.", WORKERS)] = Disaggregate.auto,
-    transfer: Annotated[Transfer, _option("Of KV; auto: a shared pool on CPUs, else TCP.", WORKERS)] = Transfer.auto,
-    kv_codec: Annotated[KVCodec, _option("Packs (and rounds) KV; auto: if it saves time.", WORKERS)] = KVCodec.none,
+    transfer: Annotated[
+        str, _option("Of KV; auto: a shared pool on CPUs, else TCP.", WORKERS, metavar=f"<{TRANSFERS}>")
+    ] = "auto",
+    kv_codec: Annotated[CodecName, _option("Packs (and rounds) KV; auto: if it saves time.", WORKERS)] = "none",
     on_failure: Annotated[OnFailure, _option("When a worker dies with requests.", WORKERS)] = OnFailure.retry,
     heartbeat_timeout: Annotated[float, _option("Seconds until a silent worker is killed.", WORKERS)] = 10.0,
     cores_per_worker: Annotated[Text, _option("A number, or lists: 0-3/4-7. Default: shares.", WORKERS)] = None,
@@ -244,8 +231,8 @@ def fleet_options(given: dict[str, Any]) -> FleetOptions:
         prefill=given["prefill"],
         decode=given["decode"],
         both=given["both"],
-        transfer=given["transfer"].value,
-        kv_codec=given["kv_codec"].value,
+        transfer=given["transfer"],
+        kv_codec=given["kv_codec"],
         disaggregate=given["disaggregate"].value,
         on_failure=given["on_failure"].value,
         heartbeat_timeout_s=given["heartbeat_timeout"],

@@ -18,9 +18,10 @@ from diptych.control.router.routing import PlacementConfig
 from diptych.control.router.topology import LinkCosts
 from diptych.runtime.kv_geometry import KVGeometry, read_kv_geometry
 from diptych.runtime.model_config import read_model_config
-from diptych.serving.fleet.fleet_options import FleetOptions, divide_cores
+from diptych.runtime.transfer import CONNECTORS
+from diptych.serving.fleet.fleet_options import FleetOptions, check_codec, divide_cores
 from diptych.serving.fleet.shared_memory import SharedMemory, create_shared_memory, default_num_blocks
-from diptych.serving.link.engine_options import EngineOptions, PoolShare, TransferName, WorkerPlace, parse_cores
+from diptych.serving.link.engine_options import EngineOptions, PoolShare, WorkerPlace, parse_cores
 
 SECRET_BYTES = 32
 
@@ -31,7 +32,6 @@ class FleetPlan:
     carries (0: there are none). The owner of the plan closes it."""
 
     options: tuple[EngineOptions, ...]
-    transfer: TransferName
     memory: SharedMemory | None = None
     kv_bytes_per_token: int = 0
 
@@ -52,10 +52,11 @@ def plan_fleet(options: EngineOptions, fleet: FleetOptions) -> FleetPlan:
     available = parse_cores(options.device.cores) if options.device.cores else sorted(os.sched_getaffinity(0))
     cores = divide_cores(available, len(roles), fleet.cores_per_worker)
     if len(roles) == 1:
-        return FleetPlan((_on_cores(options, cores[0]),), "shared_memory")
+        return FleetPlan((_on_cores(options, cores[0]),))
     transfer = _transfer(options, fleet)
+    kind = CONNECTORS[transfer]
     geometry = read_kv_geometry(options.model, options.device.dtype, options.memory.block_size)
-    memory = _shared_memory(options, geometry, len(roles)) if transfer == "shared_memory" else None
+    memory = _shared_memory(options, geometry, len(roles)) if kind.shares_pool else None
     secret = secrets.token_bytes(SECRET_BYTES)
     told = []
     for number, role in enumerate(roles):
@@ -65,34 +66,29 @@ def plan_fleet(options: EngineOptions, fleet: FleetOptions) -> FleetPlan:
             pool=_share(memory, number),
             weights_fd=memory.weights_fd if memory else None,
             transfer=transfer,
-            codec="none" if memory else fleet.kv_codec,
+            codec=fleet.kv_codec if kind.packs else "none",
             secret=secret,
         )
         record = None if options.record is None else _numbered(Path(options.record), number)
         scheduler = prefill_scheduler(options.scheduler, options.slo) if role == "prefill" else options.scheduler
         own = _on_cores(options, cores[number])
         told.append(msgspec.structs.replace(own, place=place, record=record, scheduler=scheduler))
-    return FleetPlan(tuple(told), transfer, memory, geometry.block_bytes // geometry.block_size)
+    return FleetPlan(tuple(told), memory, geometry.block_bytes // geometry.block_size)
 
 
-def _transfer(options: EngineOptions, fleet: FleetOptions) -> TransferName:
-    """CPU workers of one host share a pool; whoever may have a GPU sends."""
-    if fleet.transfer != "auto":
-        if fleet.transfer == "shared_memory" and options.device.device == "cuda":
-            raise ConfigError("transfer is shared_memory; GPUs share no memory (tcp, nixl)", param="transfer")
-        return fleet.transfer
-    device = options.device.device
-    if device == "auto":
-        device = "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
-    if device == "cuda":
-        return "tcp"
-    if fleet.kv_codec not in ("auto", "none"):
-        raise ConfigError(
-            f"kv_codec is {fleet.kv_codec} and has no effect with shared memory, where nothing is packed "
-            "(transfer tcp packs)",
-            param="kv_codec",
-        )
-    return "shared_memory"
+def _transfer(options: EngineOptions, fleet: FleetOptions) -> str:
+    """The connector that was asked for, or the first that serves the device. Raises ConfigError when it does not, and
+    for a codec that it does not have."""
+    device, name = options.device.device, fleet.transfer
+    if name == "auto":
+        may_be_gpu = device == "cuda" or (device == "auto" and Path("/dev/nvidiactl").exists())
+        serving = (name for name, kind in CONNECTORS.items() if kind.serves_cuda or not may_be_gpu)
+        name = next(name for name in serving if CONNECTORS[name].is_installed)
+    if device == "cuda" and not CONNECTORS[name].serves_cuda:
+        others = ", ".join(name for name, kind in CONNECTORS.items() if kind.serves_cuda)
+        raise ConfigError(f"transfer is {name}, which does not serve GPUs ({others} do)", param="transfer")
+    check_codec(name, fleet.kv_codec)
+    return name
 
 
 def _shared_memory(options: EngineOptions, geometry: KVGeometry, num_workers: int) -> SharedMemory:

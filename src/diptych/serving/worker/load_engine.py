@@ -16,10 +16,11 @@ from diptych.runtime.checkpoint import Checkpoint
 from diptych.runtime.kv_geometry import KVGeometry, read_kv_geometry
 from diptych.runtime.model_config import ModelConfig, read_model_config
 from diptych.runtime.safetensors_file import DTYPE_NAMES
-from diptych.runtime.transfer import make_connector
-from diptych.runtime.transfer.connector import KVConnector, KVFormat, TransferOptions
+from diptych.runtime.transfer import CONNECTORS, make_connector
+from diptych.runtime.transfer.connector import KVConnector, TransferOptions
+from diptych.runtime.transfer.kv_format import KVFormat
 from diptych.serving.fleet.shared_memory import default_num_blocks
-from diptych.serving.link.engine_options import EngineOptions, WorkerPlace, parse_cores
+from diptych.serving.link.engine_options import EngineOptions, parse_cores
 from diptych.serving.link.messages import Ready
 from diptych.serving.worker.recorder import make_core
 
@@ -93,8 +94,8 @@ def _runner_config(options: EngineOptions, device: str, geometry: KVGeometry) ->
     from diptych.runtime.model_runner import RunnerConfig
     from diptych.runtime.shared_pool import SharedPool
 
-    memory, place = options.memory, options.place or WorkerPlace()
-    pool, share = None, place.pool
+    memory, place = options.memory, options.place
+    pool, share = None, place.pool if place else None
     if share is not None:
         num_blocks = share.num_blocks
         pool = SharedPool(share.fd, share.total_blocks, share.first_block)
@@ -119,24 +120,19 @@ def _runner_config(options: EngineOptions, device: str, geometry: KVGeometry) ->
         max_num_seqs=options.scheduler.max_num_seqs,
         max_model_len=options.max_model_len,
         shared_pool=pool,
-        shared_weights=place.weights_fd,
+        shared_weights=place.weights_fd if place else None,
     )
 
 
 def connect_peers(options: EngineOptions, runner: "ModelRunner", directory: Path) -> KVConnector | None:
-    """The connector of a worker that has a place among others (else None). Workers of one host without a common pool
-    send over unix sockets. Raises ConfigError for what cannot be."""
+    """The connector of a worker that has a place among others (else None). Raises ConfigError for what cannot be."""
     place = options.place
     if place is None:
         return None
-    in_pool = place.transfer == "shared_memory" and place.pool is not None
-    unpacked = in_pool or (place.transfer == "nixl" and place.codec == "auto")
-    listen = place.listen
-    if not listen:
-        listen = f"unix://{directory}/kv" if place.transfer == "shared_memory" else "tcp://127.0.0.1:0"
-    transfer = TransferOptions(secret=place.secret, listen=listen, codec="none" if unpacked else place.codec)
-    name = "tcp" if place.transfer == "shared_memory" and not in_pool else place.transfer
-    return make_connector(name, runner.kv.layers, kv_format(runner), transfer)
+    kind = CONNECTORS[place.transfer]
+    assert kind.shares_pool == (place.pool is not None), f"{place.transfer} and pool {place.pool}"
+    transfer = TransferOptions(place.secret, kind.listen_in(directory), place.codec)
+    return make_connector(place.transfer, runner.kv.layers, kv_format(runner), transfer)
 
 
 def kv_format(runner: "ModelRunner") -> KVFormat:
