@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from common import report
 
+from diptych.control.engine.worker_core import TransferBroken
 from diptych.runtime.attention.layout import allocate_cpu
 from diptych.runtime.kv_tensors import LayerCache
 from diptych.runtime.transfer import CONNECTORS, make_connector
@@ -42,8 +43,7 @@ from diptych.runtime.transfer.connector import (
     Committed,
     KVConnector,
     Sent,
-    TransferBroken,
-    TransferEvent,
+    ConnectorEvent,
     TransferOptions,
 )
 from diptych.runtime.transfer.kv_format import KVFormat
@@ -70,7 +70,7 @@ def connector(name: str, listen: str, codec: str = "none") -> tuple[KVConnector,
     return make_connector(name, layers, FORMAT, TransferOptions(SECRET, listen, codec=codec)), layers
 
 
-def wait_for(side: KVConnector, kind: type[TransferEvent]) -> TransferEvent:
+def wait_for(side: KVConnector, kind: type[ConnectorEvent]) -> ConnectorEvent:
     """The next event of a kind. Raises RuntimeError when the attempt fails."""
     while True:
         select.select([side], [], [], 60)

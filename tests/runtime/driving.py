@@ -5,10 +5,11 @@ import select
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from diptych.control.engine.worker_core import ChunkArrived
 from diptych.control.request import SamplingParams
 from diptych.control.step import ResumedDecode, ScheduledPrefill, SchedulerOutput, StepResult
 from diptych.runtime.model_runner import ModelRunner
-from diptych.runtime.transfer.connector import ChunkArrived, Committed, KVConnector, TransferEvent
+from diptych.runtime.transfer.connector import Committed, ConnectorEvent, KVConnector
 
 
 def greedy(max_tokens: int = 64, **changes: object) -> SamplingParams:
@@ -79,7 +80,7 @@ def hand_off(
     prefill.runner.add_request(attempt_id, prompt, sampling)
     tokens = [compute_and_send(prefill, attempt_id, len(prompt), sent, chunk_tokens)]
     prefill.runner.execute(SchedulerOutput(0, finished=(attempt_id,)))
-    happened: list[TransferEvent] = []
+    happened: list[ConnectorEvent] = []
     while not happened or isinstance(happened[-1], ChunkArrived):
         select.select([decode.connector], [], [], 30)
         happened += decode.connector.poll()

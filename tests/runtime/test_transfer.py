@@ -15,19 +15,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diptych.control.engine.worker_core import ChunkArrived, TransferBroken
 from diptych.control.errors import ConfigError
 from diptych.runtime.attention.layout import allocate_cpu, read_cpu
 from diptych.runtime.kv_tensors import LayerCache
 from diptych.runtime.transfer import CONNECTORS, make_connector
 from diptych.runtime.transfer.connector import (
     MAX_PAYLOAD_BYTES,
-    ChunkArrived,
     CodecName,
     Committed,
     KVConnector,
     Sent,
-    TransferBroken,
-    TransferEvent,
+    ConnectorEvent,
     TransferOptions,
 )
 from diptych.runtime.transfer.connectors.shared_memory_connector import EmptyBody
@@ -104,9 +103,9 @@ def make(tmp_path: Path) -> Iterator[Make]:
         side.connector.close()
 
 
-def until(side: Side, kind: type[TransferEvent], count: int = 1) -> list[TransferEvent]:
+def until(side: Side, kind: type[ConnectorEvent], count: int = 1) -> list[ConnectorEvent]:
     """Poll until ``count`` events of a kind have come; all events."""
-    happened: list[TransferEvent] = []
+    happened: list[ConnectorEvent] = []
     deadline = time.monotonic() + 60
     while sum(isinstance(event, kind) for event in happened) < count:
         assert time.monotonic() < deadline, happened
@@ -259,7 +258,7 @@ def test_64_attempts_in_both_directions_at_once(make: Make) -> None:
                 sender.connector.send(attempt, start, 80, blocks)
             sender.connector.commit(attempt, b"")
     for side in (left, right):
-        happened: list[TransferEvent] = []
+        happened: list[ConnectorEvent] = []
         while sum(isinstance(event, Committed | Sent) for event in happened) < 64:
             select.select([side.connector], [], [], 30)
             happened += side.connector.poll()
@@ -323,7 +322,7 @@ def test_nothing_is_read_after_cancel(make: Make, seed: int) -> None:
         sender.connector.open("next", proxy.address, 0)
         sender.connector.send("next", 0, 16, [BLOCKS - 2])
         sender.connector.commit("next", b"")
-        happened: list[TransferEvent] = []
+        happened: list[ConnectorEvent] = []
         while not any(isinstance(event, Committed) for event in happened):
             select.select([receiver.connector], [], [], 30)
             happened += receiver.connector.poll()

@@ -14,7 +14,7 @@ import diptych
 from diptych.control.errors import ConfigError
 from diptych.runtime.kv_tensors import LayerCache
 from diptych.runtime.transfer import CONNECTORS
-from diptych.runtime.transfer.connector import Committed, Sent, TransferEvent, TransferOptions
+from diptych.runtime.transfer.connector import Committed, Sent, ConnectorEvent, TransferOptions
 from diptych.runtime.transfer.connector_kind import ConnectorKind
 from diptych.runtime.transfer.kv_format import KVFormat
 from diptych.serving.fleet.fleet_options import FleetOptions
@@ -39,7 +39,7 @@ class InMemoryConnector:
         self._block_size = kv_format.block_size
         self._expected: dict[str, Sequence[int]] = {}
         self._open: dict[str, tuple[InMemoryConnector, int]] = {}  # receiver, where the next send begins
-        self._events: list[TransferEvent] = []
+        self._events: list[ConnectorEvent] = []
         self._fd = os.eventfd(0)
 
     def expect(self, attempt_id: str, block_ids: Sequence[int], start: int, num_tokens: int) -> None:
@@ -77,7 +77,7 @@ class InMemoryConnector:
         """See KVConnector."""
         self._open.pop(attempt_id, None)
 
-    def poll(self) -> list[TransferEvent]:
+    def poll(self) -> list[ConnectorEvent]:
         """See KVConnector."""
         events, self._events = self._events, []
         return events
@@ -91,7 +91,7 @@ class InMemoryConnector:
         del self.reachable[self.address]
         os.close(self._fd)
 
-    def _happen(self, event: TransferEvent) -> None:
+    def _happen(self, event: ConnectorEvent) -> None:
         self._events.append(event)
         os.eventfd_write(self._fd, 1)
 

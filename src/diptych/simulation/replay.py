@@ -1,10 +1,9 @@
-"""Replay: a fresh worker is told what a live one was told, at the same times, and must decide the same.
+"""Replay of a worker: a fresh engine gets what a live one got, at the same times, and must decide the same.
 
-Owns the reading of recordings (written by ``diptych serve --record``) and the comparison. Must never look inside the
-worker: only its public methods are called, and only with what the recording says.
+Only its public methods are called, and only with what the recording says.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,25 +12,18 @@ import msgspec
 
 from diptych.control.config import EngineConfig
 from diptych.control.engine.engine_core import EngineCore
-from diptych.control.engine.recording import FORMAT, VERSION, DecisionChain, plan_summary
+from diptych.control.engine.recording import FORMAT, VERSION, DecisionChain, measured_steps, plan_summary
 from diptych.control.errors import ConfigError, RequestError
 from diptych.control.events import Event, RequestFinished, StepFinished
 from diptych.control.request import FinishReason, Request, RequestOptions
 from diptych.control.slo import Slo
 from diptych.control.step import SchedulerOutput, StepFeatures, StepResult
 from diptych.simulation.collector import Collector
+from diptych.simulation.recordings import read_recording
 from diptych.simulation.results import GapHistogram, RequestTable, SimulationResult, WorkerUsage
 
-READABLE = (3, VERSION)
+READABLE = (3, VERSION)  # versions
 PARTS = ("finished", "paused", "swapped out", "swapped in", "resumed", "new blocks")
-
-
-@dataclass(frozen=True, slots=True)
-class RecordingHeader:
-    """The first line of a recording."""
-
-    diptych: str  # version that wrote it
-    config: EngineConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +52,8 @@ class ReplayReport:
     clock at 0 at the first input. is_complete: the recording has its closing line."""
 
     path: Path
-    header: RecordingHeader
+    diptych: str  # version that wrote it
+    config: EngineConfig
     num_rows: int = 0
     num_steps: int = 0  # plans compared
     num_refused: int = 0
@@ -76,40 +69,22 @@ class ReplayReport:
         return self.difference is None
 
 
-def read_recording(path: Path) -> tuple[RecordingHeader, Iterator[list[Any]]]:
-    """The header and the rows after it. A last line that was cut off (the worker was killed) is left out.
+@dataclass(frozen=True, slots=True)
+class RecordedSteps:
+    """What ran in a recording: the worker's settings, its warm-up and its steps, each with its nanoseconds."""
 
-    Raises ConfigError for a file that is no recording, or of another version.
-    """
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", param="path") from None
-    try:
-        fields = msgspec.json.decode(lines[0], type=dict[str, Any])
-        known = fields.get("format") == FORMAT
-    except msgspec.DecodeError:
-        known = False
-    if not known:
-        raise ConfigError(f"{path} is no recording of diptych serve --record", param="path")
-    if fields.get("version") not in READABLE:
-        versions = " and ".join(map(str, READABLE))
-        raise ConfigError(
-            f"{path} is a recording of version {fields.get('version')}; this reads {versions}", param="path"
-        )
-    header = RecordingHeader(fields["diptych"], msgspec.convert(fields["config"], EngineConfig))
-    return header, _rows(path, lines)
+    config: EngineConfig
+    warm_up: list[tuple[StepFeatures, int]]
+    steps: list[tuple[StepFeatures, int]]
 
 
-def _rows(path: Path, lines: Sequence[bytes]) -> Iterator[list[Any]]:
-    decoder = msgspec.json.Decoder(list[Any])
-    for number, line in enumerate(lines[1:], 2):
-        if number == len(lines):  # behind the last newline: nothing, or half a row
-            return
-        try:
-            yield decoder.decode(line)
-        except msgspec.DecodeError as error:
-            raise ConfigError(f"line {number} of {path} is unreadable: {error}", param="path") from None
+def recorded_steps(path: Path) -> RecordedSteps:
+    """The steps of a recording (see measured_steps). Raises ConfigError when the file is none."""
+    recording = read_recording(path, {FORMAT: READABLE})
+    rows = list(recording.rows())
+    warm_up = [(StepFeatures(*row[1]), row[2]) for row in rows if row[0] == "observe"]
+    config = msgspec.convert(recording.header["config"], EngineConfig)
+    return RecordedSteps(config, warm_up, list(measured_steps(rows)))
 
 
 def replay(path: str | Path) -> ReplayReport:
@@ -117,10 +92,10 @@ def replay(path: str | Path) -> ReplayReport:
 
     Raises ConfigError when the file is no recording.
     """
-    header, rows = read_recording(Path(path))
-    report = ReplayReport(Path(path), header)
+    recording = read_recording(Path(path), {FORMAT: READABLE})
+    report = ReplayReport(recording.path, recording.diptych, msgspec.convert(recording.header["config"], EngineConfig))
     worker = _ReplayedEngine(report)
-    for line, row in enumerate(rows, 2):
+    for line, row in enumerate(recording.rows(), 2):
         report.num_rows += 1
         try:
             difference = worker.apply(row, line)
@@ -140,7 +115,7 @@ class _ReplayedEngine:
     """A core on its way through a recording, and what it did."""
 
     def __init__(self, report: ReplayReport) -> None:
-        self.core = EngineCore(report.header.config)
+        self.core = EngineCore(report.config)
         self.now = 0
         self._report = report
         self._chain = DecisionChain()
@@ -148,7 +123,7 @@ class _ReplayedEngine:
         self._in_flight: list[SchedulerOutput] = []
         self._begun_ns: list[int] = []
         self._last_end_ns = 0
-        self._usage = WorkerUsage(report.header.config.cache.num_blocks)
+        self._usage = WorkerUsage(report.config.cache.num_blocks)
         self._numbers: dict[str, tuple[int, int]] = {}  # of requests in the worker: place of arrival, time of it
         self._num_arrivals = 0
         self._collector = Collector(1)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import get_args
 
 from diptych.control.engine.reports import LoadReport
 from diptych.control.events import Event
@@ -66,3 +67,5 @@ class Tick:
 
 
 ClusterEvent = Arrived | Cancelled | WorkerUp | WorkerDown | RoleChanged | Reported | Tick
+
+CLUSTER_EVENT_CLASSES: dict[str, type[ClusterEvent]] = {cls.__name__: cls for cls in get_args(ClusterEvent)}

@@ -1,6 +1,7 @@
 """A ClusterCore that writes down what it is told and what it decides, so that a later run can be compared with it.
 
-    row = (now, event class, fields, digest)    digest: of all commands so far, None where this event brought none
+    row = (now, event class, fields)                     an event that brought no commands
+    row = (now, event class, fields, digest, summary)    digest: of all commands so far; summary: of these, for people
 
 Rows hold counts, ids, times and block hashes, never tokens. Tenants are renamed and cache salts left out: who they are
 decides nothing.
@@ -59,6 +60,18 @@ def canonical_command(command: Command) -> str:
     return repr(command)
 
 
+def commands_summary(commands: Sequence[Command]) -> tuple[tuple[str, int, str], ...]:
+    """(class, worker or -1, attempt or request or "") of each."""
+    return tuple(
+        (
+            type(command).__name__,
+            getattr(command, "worker", -1),
+            getattr(command, "attempt_id", "") or getattr(command, "request_id", ""),
+        )
+        for command in commands
+    )
+
+
 class RowEncoder:
     """Rows as they are written, in the order of their events."""
 
@@ -74,7 +87,8 @@ class RowEncoder:
             fields = Arrived(self._anonymous(event.submission))
         elif isinstance(event, Reported):
             fields = (event.worker, [(type(happened).__name__, happened) for happened in event.events], event.load)
-        return now, type(event).__name__, fields, self._chain.add(commands) if commands else None
+        row = (now, type(event).__name__, fields)
+        return (*row, self._chain.add(commands), commands_summary(commands)) if commands else row
 
     def _anonymous(self, submission: Submission) -> Submission:
         options = submission.options

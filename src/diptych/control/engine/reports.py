@@ -33,18 +33,19 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot of one worker for metrics."""
+    """A snapshot of one worker for metrics. kv_usage: 0 to 1. step_time_error: recent mean relative error of the
+    step-time model, whose coefficients are in ns (a step, a prompt token, a pair, a sequence, a context token)."""
 
-    num_waiting: int
-    num_prefilling: int
-    num_decoding: int
-    num_swapped: int
-    kv_usage: float  # 0 to 1
-    prefix_queried_tokens: int
-    prefix_hit_tokens: int
-    num_preemptions: int
-    step_time_error: float  # recent mean relative error of the step-time model
-    step_time_coefficients: tuple[float, ...]  # ns: a step, a prompt token, a pair, a sequence, a context token
+    num_waiting: int = 0
+    num_prefilling: int = 0
+    num_decoding: int = 0
+    num_swapped: int = 0
+    kv_usage: float = 0.0
+    prefix_queried_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    num_preemptions: int = 0
+    step_time_error: float = 0.0
+    step_time_coefficients: tuple[float, ...] = ()
 
 
 def engine_stats(scheduler: Scheduler, kv: KVCacheManager, model: StepTimeModel) -> EngineStats:

@@ -93,9 +93,10 @@ TransferAction = OpenTransfer | ExpectTransfer | SendChunk | CommitTransfer | Ca
 
 @dataclass(frozen=True, slots=True)
 class ChunkArrived:
-    """Some KV of an expected attempt has come."""
+    """KV of an expected attempt comes in. num_tokens: how many of its tokens are here in all layers, so far."""
 
     attempt_id: str
+    num_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,8 @@ class TransferCommitted:
 
 @dataclass(frozen=True, slots=True)
 class TransferBroken:
-    """A transfer cannot go on, says the connector of its sender or of its receiver."""
+    """A transfer cannot be completed, says the connector of its sender or of its receiver. That side does not touch its
+    blocks any more; what came of it is of no use."""
 
     attempt_id: str
     is_sender: bool

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, get_args
 
+from diptych.control.engine.worker_core import ChunkArrived, TransferBroken
 from diptych.control.errors import ConfigError
 
 MAX_PAYLOAD_BYTES = 64 * 1024  # of a commit
@@ -52,14 +53,6 @@ class TransferOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkArrived:
-    """Receiver: this transfer makes progress. ``num_tokens``: how many of its tokens are here in all layers, so far."""
-
-    attempt_id: str
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class Committed:
     """Receiver: all KV of the transfer and its commit are here; nothing more is written into its blocks.
 
@@ -88,16 +81,7 @@ class Sent:
     acknowledged_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class TransferBroken:
-    """The transfer cannot be completed. This side does not touch its blocks any more; what came of it is no use."""
-
-    attempt_id: str
-    is_sender: bool
-    message: str
-
-
-TransferEvent = ChunkArrived | Committed | Sent | TransferBroken
+ConnectorEvent = ChunkArrived | Committed | Sent | TransferBroken
 
 
 class KVConnector(Protocol):
@@ -169,7 +153,7 @@ class KVConnector(Protocol):
         are ignored."""
         ...
 
-    def poll(self) -> list[TransferEvent]:
+    def poll(self) -> list[ConnectorEvent]:
         """What has happened since the last call. Events wait here for as long as it is not called."""
         ...
 

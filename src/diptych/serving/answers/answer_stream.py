@@ -11,9 +11,9 @@ import msgspec
 
 from diptych.control.events import RequestFinished
 from diptych.control.request import DEFAULT_OPTIONS, FinishReason, RequestOptions, SamplingParams
+from diptych.control.step import TokenLogprobs
 from diptych.serving.answers.detokenizer import StopStrings
 from diptych.serving.answers.tokenizer import Tokenizer
-from diptych.control.step import TokenLogprobs
 
 
 class Delta(msgspec.Struct, gc=False):

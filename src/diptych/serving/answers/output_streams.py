@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 from diptych.control.errors import DiptychError, RequestError
 from diptych.control.events import Event, RequestAdmitted, RequestFinished
-from diptych.control.request import FinishReason, RequestOptions
 from diptych.control.step import StepTokens, TokenLogprobs
 from diptych.serving.answers.answer_stream import AnswerStream, Generation
 from diptych.serving.link.messages import AttemptTokens, pack_token_ids
@@ -165,7 +164,9 @@ class OutputStreams:
         self._metrics.fleet.handoff_seconds.observe(exposed_s)
         return Takeover(sender, exposed_s, stopped)
 
-    def on_end(self, request_id: str, finished: RequestFinished | None, error: DiptychError | None) -> Generation | None:
+    def on_end(
+        self, request_id: str, finished: RequestFinished | None, error: DiptychError | None
+    ) -> Generation | None:
         """The one end of a request: ``finished`` as its client sees it, or an error. Returns a generation that has
         failed, of which other answers may still be open."""
         stream = self._streams.get(request_id)

@@ -231,7 +231,7 @@ class Fleet:
         for event in events:
             if not isinstance(event, HandoffDelivered):
                 continue
-            self.metrics.fleet.on_transfer(event.num_bytes, event.transfer_ns)
+            self.metrics.on_transfer(event.num_bytes, event.transfer_ns)
             takeover = self.streams.on_delivered(worker, event.request_id, *first_tokens[event.request_id])
             if takeover is not None:
                 stopped += takeover.stopped
@@ -363,9 +363,7 @@ class Fleet:
 def _stopped_by_token(events: Iterable[Event]) -> frozenset[str]:
     """Attempts whose newest token is a stop token."""
     return frozenset(
-        event.request_id
-        for event in events
-        if isinstance(event, RequestFinished) and event.reason is FinishReason.STOP
+        event.request_id for event in events if isinstance(event, RequestFinished) and event.reason is FinishReason.STOP
     )
 
 

@@ -6,7 +6,7 @@ where there is some; must never start a process.
 
 import os
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -14,7 +14,6 @@ import msgspec
 from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.config import prefill_scheduler
 from diptych.control.errors import ConfigError
-from diptych.control.router.routing import PlacementConfig
 from diptych.control.router.topology import LinkCosts
 from diptych.runtime.kv_geometry import KVGeometry, read_kv_geometry
 from diptych.runtime.model_config import read_model_config
@@ -28,12 +27,12 @@ SECRET_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """One entry of ``options`` per worker. memory: None when each has its own. kv_bytes_per_token: what a handoff
-    carries (0: there are none). The owner of the plan closes it."""
+    """One entry of ``options`` per worker. memory: None when each has its own. cluster: how the front end decides. The
+    owner of the plan closes it."""
 
     options: tuple[EngineOptions, ...]
+    cluster: ClusterConfig
     memory: SharedMemory | None = None
-    kv_bytes_per_token: int = 0
 
     @property
     def pass_fds(self) -> tuple[int, ...]:
@@ -51,8 +50,9 @@ def plan_fleet(options: EngineOptions, fleet: FleetOptions) -> FleetPlan:
     roles = fleet.roles
     available = parse_cores(options.device.cores) if options.device.cores else sorted(os.sched_getaffinity(0))
     cores = divide_cores(available, len(roles), fleet.cores_per_worker)
+    cluster = replace(fleet.cluster, slo=options.slo)
     if len(roles) == 1:
-        return FleetPlan((_on_cores(options, cores[0]),))
+        return FleetPlan((_on_cores(options, cores[0]),), cluster)
     transfer = _transfer(options, fleet)
     kind = CONNECTORS[transfer]
     geometry = read_kv_geometry(options.model, options.device.dtype, options.memory.block_size)
@@ -73,7 +73,9 @@ def plan_fleet(options: EngineOptions, fleet: FleetOptions) -> FleetPlan:
         scheduler = prefill_scheduler(options.scheduler, options.slo) if role == "prefill" else options.scheduler
         own = _on_cores(options, cores[number])
         told.append(msgspec.structs.replace(own, place=place, record=record, scheduler=scheduler))
-    return FleetPlan(tuple(told), memory, geometry.block_bytes // geometry.block_size)
+    links = LinkCosts(bytes_per_token=geometry.block_bytes // geometry.block_size)
+    cluster = replace(cluster, routing=replace(cluster.routing, links=links))
+    return FleetPlan(tuple(told), cluster, memory)
 
 
 def _transfer(options: EngineOptions, fleet: FleetOptions) -> str:
@@ -119,12 +121,3 @@ def _on_cores(options: EngineOptions, cores: str | None) -> EngineOptions:
 
 def _numbered(path: Path, number: int) -> str:
     return str(path.with_name(f"{path.stem}-{number}{path.suffix}"))
-
-
-def cluster_config(fleet: FleetOptions, plan: FleetPlan) -> ClusterConfig:
-    """How the cluster decides for this fleet."""
-    links = LinkCosts(bytes_per_token=plan.kv_bytes_per_token)
-    placement = PlacementConfig(disaggregate=fleet.disaggregate, links=links)
-    return ClusterConfig(
-        placement=placement, on_failure=fleet.on_failure, max_untouched_per_worker=fleet.max_untouched_per_worker
-    )

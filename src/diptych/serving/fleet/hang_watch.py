@@ -40,6 +40,6 @@ async def watch_pulses(ports: Sequence[WorkerPort], timeout_s: float) -> None:
         if was_late:
             continue
         for port in ports:
-            if port.state in limits and (pulse := port.pulse()) is not None:
-                if why := verdict(pulse, time.monotonic_ns(), limits[port.state]):
-                    port.kill(why)
+            pulse = port.pulse() if port.state in limits else None
+            if pulse is not None and (why := verdict(pulse, time.monotonic_ns(), limits[port.state])):
+                port.kill(why)

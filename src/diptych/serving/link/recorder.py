@@ -2,7 +2,7 @@
 
 The loop that serves only appends rows to a queue; encoding, hashing and writing happen here. Recording never stops or
 slows serving: when the file cannot be written any more (a full disk, the size limit), it ends with one line in the log.
-Read by diptych.simulation.replay.
+Read by diptych.simulation.recordings.
 
     {"format": ..., "version": ..., "diptych": ..., "config": {...}}
     [...]                                 of a worker: rows of control.engine.recording, plans as ["begin", now, digest

@@ -50,7 +50,7 @@ class ConnectorDriver:
         """Readable when ``poll`` has something; None where nothing ever comes."""
         return self._connector.fileno() if self._connector else None
 
-    def poll(self) -> Iterable[kv.TransferEvent]:
+    def poll(self) -> Iterable[kv.ConnectorEvent]:
         """What the connector has to say. To be asked before the clock is read, so that nothing in it is from later."""
         return self._connector.poll() if self._connector else ()
 
@@ -58,14 +58,12 @@ class ConnectorDriver:
         """Where an attempt that is prefilled here will go."""
         self._addresses[attempt_id] = address
 
-    def on_event(self, event: kv.TransferEvent, now: int) -> None:
+    def on_event(self, event: kv.ConnectorEvent, now: int) -> None:
         """The connector said this."""
-        if isinstance(event, kv.ChunkArrived):
-            self._core.on_transfer(ChunkArrived(event.attempt_id), now)
+        if isinstance(event, ChunkArrived | TransferBroken):
+            self._core.on_transfer(event, now)
         elif isinstance(event, kv.Committed):
             self._deliver(event, now)
-        elif isinstance(event, kv.Failed):
-            self._core.on_transfer(TransferBroken(event.attempt_id, event.is_sender, event.message), now)
 
     def act(self, action: TransferAction, tokens: StepTokens | None, now: int) -> None:
         """The core wants this. tokens: of the step whose KV it is about."""

@@ -4,13 +4,16 @@ Owns the order of loading. Imports torch when it is called, not before, so that 
 """
 
 import dataclasses
+import logging
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from diptych.control.engine.engine_core import EngineCore
+from diptych.control.engine.recording import RecordingEngineCore
 from diptych.control.errors import ConfigError
 from diptych.runtime.checkpoint import Checkpoint
 from diptych.runtime.kv_geometry import KVGeometry, read_kv_geometry
@@ -22,12 +25,16 @@ from diptych.runtime.transfer.kv_format import KVFormat
 from diptych.serving.fleet.shared_memory import default_num_blocks
 from diptych.serving.link.engine_options import EngineOptions, parse_cores
 from diptych.serving.link.messages import Ready
-from diptych.serving.worker.recorder import make_core
+from diptych.serving.link.recorder import Recorder, record_engine
+from diptych.serving.worker.request_intake import Runner
 
 if TYPE_CHECKING:
     from diptych.runtime.model_runner import ModelRunner, RunnerConfig
 
+logger = logging.getLogger(__name__)
+
 Report = Callable[..., None]  # (stage, fraction=None)
+RunnerType = TypeVar("RunnerType", bound=Runner)
 
 FINGERPRINT_BYTES = 64  # of each tensor
 # A prefill worker on a CPU gives way to whatever needs its core for a moment (the front end, a client on this host), so
@@ -35,7 +42,17 @@ FINGERPRINT_BYTES = 64  # of each tensor
 PREFILL_NICENESS = 5
 
 
-def load_engine(options: EngineOptions, report: Report) -> tuple[EngineCore, "ModelRunner", Ready]:
+@dataclass(frozen=True, slots=True)
+class LoadedEngine(Generic[RunnerType]):
+    """What a worker process serves with. recorder: of the engine's recording; its owner closes it."""
+
+    engine: EngineCore
+    runner: RunnerType
+    ready: Ready
+    recorder: Recorder | None = None
+
+
+def load_engine(options: EngineOptions, report: Report) -> "LoadedEngine[ModelRunner]":
     """Load the checkpoint, size its cache, teach the step-time model. Raises ConfigError for what cannot be."""
     report("importing torch")
     from diptych.runtime.local_engine import engine_config
@@ -52,13 +69,16 @@ def load_engine(options: EngineOptions, report: Report) -> tuple[EngineCore, "Mo
     geometry = read_kv_geometry(options.model, options.device.dtype, memory.block_size)
     config = _runner_config(options, device, geometry)
     runner = load_runner(config, lambda done, total: report("loading weights", done / max(1, total)))
-    worker = engine_config(runner, options.scheduler, enable_prefix_cache=memory.prefix_cache, slo=options.slo)
-    core = make_core(worker, options.record)
+    settings = engine_config(runner, options.scheduler, enable_prefix_cache=memory.prefix_cache, slo=options.slo)
+    recorder = record_engine(Path(options.record), settings) if options.record else None
+    if recorder is not None:
+        logger.warning("recording to %s", recorder.path)
+    engine = RecordingEngineCore(settings, recorder.write) if recorder else EngineCore(settings)
     if options.warm_up:
         report("warming up")
         for features, duration_ns in warm_up(runner):
-            core.observe(features, duration_ns)
-    model, capacity = runner.model_config, core.kv.capacity_tokens
+            engine.observe(features, duration_ns)
+    model, capacity = runner.model_config, engine.kv.capacity_tokens
     where = f"{device}, {threads.num_threads} threads" if device == "cpu" else device
     kv_bytes = runner.num_blocks * geometry.block_bytes
     description = f"{model.architecture}, {where}, KV cache of {capacity:,} tokens ({kv_bytes / 2**30:.2f} GiB)"
@@ -71,7 +91,7 @@ def load_engine(options: EngineOptions, report: Report) -> tuple[EngineCore, "Mo
         list(model.eos_token_ids),
         f"{description}; {runner.note}" if runner.note else description,
     )
-    return core, runner, ready
+    return LoadedEngine(engine, runner, ready, recorder)
 
 
 def _choose_device(options: EngineOptions) -> str:

@@ -1,8 +1,9 @@
 """A worker process: one loop that reads the clock, ends a step, takes messages, begins a step and executes it.
 
-Owns the order of a turn (see WorkerCore), the executor and the worker's end of the socket. It looks at no text and waits
-only when there is no work. Steps run on this thread, and nothing else touches the executor: when a message is taken, no
-step is running, so what the worker reports (an attempt has ended, a peer is forgotten) is true of its memory, too.
+Owns the order of a turn (see WorkerCore), the executor and the worker's end of the socket. It looks at no text and
+waits only when there is no work. Steps run on this thread, and nothing else touches the executor: when a message is
+taken, no step is running, so what the worker reports (an attempt has ended, a peer is forgotten) is true of its memory,
+too.
 """
 
 import contextlib
@@ -23,7 +24,6 @@ from typing import Any
 import msgspec
 
 from diptych.control.commands import Drop, Prefill, Reserve, Serve
-from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.outgoing import SendChunk
 from diptych.control.engine.worker_core import Outbox, WorkerCore
 from diptych.control.errors import DiptychError, ErrorRecord
@@ -38,7 +38,6 @@ from diptych.serving.link.messages import (
     Loading,
     Order,
     Orders,
-    Ready,
     Shutdown,
     StepReport,
     decode_from_frontend,
@@ -47,8 +46,7 @@ from diptych.serving.link.messages import (
     unpack_command,
 )
 from diptych.serving.worker.connector_driver import ConnectorDriver
-from diptych.serving.worker.load_engine import Report, connect_peers, load_engine
-from diptych.serving.worker.recorder import close_recording
+from diptych.serving.worker.load_engine import LoadedEngine, Report, connect_peers, load_engine
 from diptych.serving.worker.request_intake import RequestIntake, Runner
 
 logger = logging.getLogger(__name__)
@@ -57,7 +55,7 @@ STATS_INTERVAL_NS = 200 * NS_PER_MS
 LINGER_S = 1.0
 PR_SET_PDEATHSIG = 1  # of prctl(2): which signal the parent's end sends
 
-Load = Callable[[EngineOptions, Report], tuple[EngineCore, Runner, Ready]]
+Load = Callable[[EngineOptions, Report], LoadedEngine[Any]]
 Connect = Callable[[EngineOptions, Any, Path], KVConnector | None]
 
 
@@ -257,15 +255,18 @@ def serve(directory: Path, load: Load, connect_to_peers: Connect) -> int:
         channel.send(encode(Loading(stage, fraction)))
 
     try:
-        engine, runner, ready = load(options, report)
-        connector = connect_to_peers(options, runner, directory)
+        loaded = load(options, report)
+        connector = connect_to_peers(options, loaded.runner, directory)
     except DiptychError as error:
         channel.send(encode(Failed(ErrorRecord.of(error))))
         channel.close(LINGER_S)
         return 1
+    engine, runner = loaded.engine, loaded.runner
     cache = engine.config.cache
     address = connector.address if connector else ""
-    ready = msgspec.structs.replace(ready, address=address, num_blocks=cache.num_blocks, block_size=cache.block_size)
+    ready = msgspec.structs.replace(
+        loaded.ready, address=address, num_blocks=cache.num_blocks, block_size=cache.block_size
+    )
     channel.send(encode(ready))
     publishes_kv = options.place is not None and options.place.publishes_blocks
     worker = Worker(
@@ -275,7 +276,8 @@ def serve(directory: Path, load: Load, connect_to_peers: Connect) -> int:
     try:
         worker.run()
     finally:
-        close_recording(engine)
+        if loaded.recorder:
+            loaded.recorder.close()
         if connector:
             connector.close()
         heartbeat.close()

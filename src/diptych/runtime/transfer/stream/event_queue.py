@@ -3,7 +3,7 @@
 import os
 from collections import deque
 
-from diptych.runtime.transfer.connector import TransferEvent
+from diptych.runtime.transfer.connector import ConnectorEvent
 from diptych.runtime.transfer.stream.transfer_state import KVTransfer
 
 
@@ -11,14 +11,14 @@ class EventQueue:
     """In order, each beside its transfer; an eventfd says when there are some."""
 
     def __init__(self) -> None:
-        self._events: deque[tuple[KVTransfer, TransferEvent]] = deque()
+        self._events: deque[tuple[KVTransfer, ConnectorEvent]] = deque()
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def fileno(self) -> int:
         """Readable when there are events, and after ``wake``."""
         return self._fd
 
-    def emit(self, transfer: KVTransfer, event: TransferEvent) -> None:
+    def emit(self, transfer: KVTransfer, event: ConnectorEvent) -> None:
         """Connector's thread."""
         self._events.append((transfer, event))
         self.wake()
@@ -27,7 +27,7 @@ class EventQueue:
         """Connector's thread: make the worker look, also without an event."""
         os.eventfd_write(self._fd, 1)
 
-    def drain(self) -> list[tuple[KVTransfer, TransferEvent]]:
+    def drain(self) -> list[tuple[KVTransfer, ConnectorEvent]]:
         """Worker's thread: what there is, except events of transfers that it has ended itself."""
         try:
             os.eventfd_read(self._fd)

@@ -10,8 +10,9 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
+from diptych.control.engine.worker_core import ChunkArrived, TransferBroken
 from diptych.control.errors import ConfigError
-from diptych.runtime.transfer.connector import ChunkArrived, Committed, TransferBroken
+from diptych.runtime.transfer.connector import Committed
 from diptych.runtime.transfer.stream.body_format import BodyFormat, BodyFormats, Part
 from diptych.runtime.transfer.stream.event_queue import EventQueue
 from diptych.runtime.transfer.stream.fence import Fence

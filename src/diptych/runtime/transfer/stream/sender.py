@@ -10,8 +10,9 @@ import socket
 import time
 from collections import deque
 
+from diptych.control.engine.worker_core import TransferBroken
 from diptych.control.errors import ConfigError
-from diptych.runtime.transfer.connector import Sent, TransferBroken
+from diptych.runtime.transfer.connector import Sent
 from diptych.runtime.transfer.kv_format import KVFormat
 from diptych.runtime.transfer.stream.addresses import SocketAddress
 from diptych.runtime.transfer.stream.body_format import BodyFormat, BodyFormats

@@ -14,12 +14,12 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
+from diptych.control.engine.worker_core import ChunkArrived
 from diptych.control.errors import ConfigError, WorkerError
 from diptych.runtime.transfer.connector import (
     MAX_ATTEMPT_ID_BYTES,
     MAX_PAYLOAD_BYTES,
-    ChunkArrived,
-    TransferEvent,
+    ConnectorEvent,
     TransferOptions,
 )
 from diptych.runtime.transfer.kv_format import KVFormat
@@ -126,11 +126,11 @@ class StreamConnector:
             transfer.close()
             self._notify(transfer)
 
-    def poll(self) -> list[TransferEvent]:
+    def poll(self) -> list[ConnectorEvent]:
         """See KVConnector. Raises WorkerError when the connector's thread has died of a bug."""
         if self._fault is not None:
             raise WorkerError(f"the KV connector has failed: {self._fault}") from self._fault
-        happened: list[TransferEvent] = []
+        happened: list[ConnectorEvent] = []
         if self._is_closed:
             return happened
         for transfer, event in self._events.drain():
