@@ -116,7 +116,7 @@ def test_what_the_front_end_reads_of_the_runtime_is_free_of_torch(name: str) -> 
 def test_files_and_functions_stay_small() -> None:
     for _, path in modules():
         text = path.read_text()
-        assert text.count("\n") <= 400, f"{path} has {text.count(chr(10))} lines"
+        assert text.count("\n") <= 500, f"{path} has {text.count(chr(10))} lines"
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 assert node.end_lineno is not None

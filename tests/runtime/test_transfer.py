@@ -24,9 +24,9 @@ from diptych.runtime.transfer.connector import (
     MAX_PAYLOAD_BYTES,
     CodecName,
     Committed,
+    ConnectorEvent,
     KVConnector,
     Sent,
-    ConnectorEvent,
     TransferOptions,
 )
 from diptych.runtime.transfer.connectors.shared_memory_connector import EmptyBody

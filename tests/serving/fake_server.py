@@ -1,7 +1,7 @@
 """The real HTTP server in front of the make-believe worker. ``python fake_server.py '{"step_ms": 1, "serve": {...}}'``.
 
-Keys of "serve": fields of ServerOptions, of "scheduler": of SchedulerConfig, of "fleet": of FleetOptions. The rest:
-fake_worker's flags.
+Keys of "serve": fields of ServerOptions, of "scheduler": of SchedulerConfig, of "fleet": of FleetOptions,
+of "cluster": options of cluster_config. The rest: fake_worker's flags.
 Prints the address when it is ready.
 """
 
@@ -16,11 +16,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 import msgspec
 from fake_worker import fake_command
 
+from diptych.control.cluster.cluster_config import cluster_config
 from diptych.control.config import SchedulerConfig
 from diptych.serving.api.server import ServerOptions, run_server
 from diptych.serving.async_llm import AsyncLLM
 from diptych.serving.fleet.fleet import Fleet
 from diptych.serving.fleet.fleet_options import FleetOptions
+from diptych.serving.fleet.supervisor import LocalLauncher
 from diptych.serving.link.engine_options import EngineOptions
 
 
@@ -30,9 +32,10 @@ def main() -> None:
     settings = json.loads(sys.argv[1])
     scheduler = msgspec.convert(settings.pop("scheduler", {}), SchedulerConfig)
     server = replace(ServerOptions(port=0, served_model_name="fake"), **settings.pop("serve", {}))
-    workers = FleetOptions(**settings.pop("fleet", {}))
+    cluster = cluster_config(**settings.pop("cluster", {}))
+    workers = FleetOptions(**settings.pop("fleet", {}), cluster=cluster)
     options = EngineOptions(scheduler=scheduler)
-    llm = AsyncLLM(options, Fleet(options, workers, fake_command(**settings)))
+    llm = AsyncLLM(options, Fleet(options, workers, LocalLauncher(fake_command(**settings))))
     run_server(llm, server, on_ready=lambda ready, url: print("served at", url, flush=True))
 
 

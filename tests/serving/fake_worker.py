@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,35 +19,19 @@ from fake_connector import FakeConnector
 
 from diptych.control.config import CacheConfig, EngineConfig
 from diptych.control.engine.engine_core import EngineCore
+from diptych.control.engine.recording import RecordingEngineCore
 from diptych.control.request import FinishReason, SamplingParams
-from diptych.control.step import SchedulerOutput, StepResult
+from diptych.control.step import SchedulerOutput, StepResult, StepTokens, TokenLogprobs
 from diptych.serving.link.engine_options import EngineOptions
 from diptych.serving.link.messages import Ready
+from diptych.serving.link.recorder import record_engine
+from diptych.serving.worker.load_engine import LoadedEngine
 from diptych.serving.worker.worker_loop import die_with_parent, serve
 
 VOCAB_SIZE = 4096
 EOS_TOKEN = 0
 CRASH_TOKEN = 4001
 FAIL_TOKEN = 4002
-
-
-@dataclass
-class FakeLogprobs:
-    """The runner's record of one token."""
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-
-
-@dataclass
-class FakeTokens:
-    """The runner's StepTokens."""
-
-    request_ids: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: dict[str, FakeLogprobs] = field(default_factory=dict)
-    prompt_logprobs: dict[str, tuple[int, list[FakeLogprobs]]] = field(default_factory=dict)
 
 
 @dataclass
@@ -59,10 +43,10 @@ class FakeState:
     num_outputs: int = 0
 
 
-def fake_logprobs(token_id: int, count: int) -> FakeLogprobs:
+def fake_logprobs(token_id: int, count: int) -> TokenLogprobs:
     """Alternatives follow the token itself, each half as likely."""
     top = tuple(((token_id + rank) % VOCAB_SIZE, -0.5 - 0.7 * rank) for rank in range(count))
-    return FakeLogprobs(token_id, -0.5, top)
+    return TokenLogprobs(token_id, -0.5, top)
 
 
 class FakeRunner:
@@ -114,7 +98,7 @@ class FakeRunner:
                 self.on_layer(layer)
             self.num_layers_done += 1
             time.sleep(0.001 * (self.num_layers > 1))
-        payload, stopped, failed = FakeTokens(), [], []
+        payload, stopped, failed = StepTokens([], []), [], []
         sampling = list(self.decoding) if output.num_decodes else []
         for chunk in output.prefills:
             state = self.requests[chunk.request_id]
@@ -136,7 +120,7 @@ class FakeRunner:
             time.sleep(duration_s)
         return StepResult(output.step_id, stopped=tuple(stopped), failed=tuple(failed), payload=payload)
 
-    def _sample(self, request_id: str, payload: FakeTokens) -> bool:
+    def _sample(self, request_id: str, payload: StepTokens) -> bool:
         state = self.requests[request_id]
         token_id = (len(state.prompt) + state.num_outputs) % VOCAB_SIZE
         state.num_outputs += 1
@@ -149,7 +133,7 @@ class FakeRunner:
         is_eos = token_id == EOS_TOKEN and not state.sampling.ignore_eos
         return is_eos or token_id in state.sampling.stop_token_ids
 
-    def _score(self, request_id: str, state: FakeState, start: int, count: int, payload: FakeTokens) -> None:
+    def _score(self, request_id: str, state: FakeState, start: int, count: int, payload: StepTokens) -> None:
         if state.sampling.prompt_logprobs is None:
             return
         first, last = max(1, start), min(start + count + 1, len(state.prompt))
@@ -158,21 +142,24 @@ class FakeRunner:
             payload.prompt_logprobs[request_id] = (first, entries)
 
 
-def fake_load(arguments: argparse.Namespace) -> Callable[..., tuple[EngineCore, FakeRunner, Ready]]:
+def fake_load(arguments: argparse.Namespace) -> Callable[..., LoadedEngine[FakeRunner]]:
     """What ``serve`` calls instead of loading a model."""
 
-    def load(options: EngineOptions, report: Callable[..., None]) -> tuple[EngineCore, FakeRunner, Ready]:
+    def load(options: EngineOptions, report: Callable[..., None]) -> LoadedEngine[FakeRunner]:
         report("pretending", 0.5)
         time.sleep(arguments.load_s)
         pool = options.place.pool if options.place else None
         num_blocks, first_block = (pool.num_blocks, pool.first_block) if pool else (arguments.num_blocks, 0)
         cache = CacheConfig(num_blocks, options.memory.block_size, first_block=first_block)
         length = options.max_model_len or arguments.max_model_len
-        core = EngineCore(EngineConfig(cache, options.scheduler, options.slo, length))
+        config = EngineConfig(cache, options.scheduler, options.slo, length)
+        recorder = record_engine(Path(options.record), config) if options.record else None
+        engine = RecordingEngineCore(config, recorder.write) if recorder else EngineCore(config)
         runner = FakeRunner(arguments.step_ms / 1000, arguments.tokens_per_s)
-        capacity, scheduler = core.kv.capacity_tokens, options.scheduler
+        capacity, scheduler = engine.kv.capacity_tokens, options.scheduler
         waiting, seqs = scheduler.max_waiting, scheduler.max_num_seqs
-        return core, runner, Ready(VOCAB_SIZE, length, capacity, waiting, seqs, [EOS_TOKEN], "a fake model")
+        ready = Ready(VOCAB_SIZE, length, capacity, waiting, seqs, [EOS_TOKEN], "a fake model")
+        return LoadedEngine(engine, runner, ready, recorder)
 
     return load
 

@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
+from diptych.serving.fleet.fleet import Fleet
+from diptych.serving.fleet.supervisor import Supervisor
+
 CLI = (sys.executable, "-c", "from diptych.cli.main import main; main()")
 FAKE_SERVER = Path(__file__).parent / "fake_server.py"
 
@@ -80,3 +83,10 @@ def running(command: Sequence[str]) -> Iterator[RunningServer]:
 def fake_server(**settings: Any) -> Any:
     """A server with the make-believe model; see fake_server.py."""
     return running((sys.executable, str(FAKE_SERVER), json.dumps(settings)))
+
+
+def process_of(fleet: Fleet, worker: int) -> int:
+    """The process id of a worker that is a child of this process (0: it is not running)."""
+    port = fleet.workers[worker]
+    assert isinstance(port, Supervisor)
+    return port.worker_pid or 0

@@ -11,10 +11,12 @@ from tests.control.driver import Driver
 from diptych.calibration.calibration import _Load
 from diptych.calibration.calibration_steps import DesignPoint, design, measure_point
 from diptych.control.config import CacheConfig, EngineConfig
+from diptych.control.engine.recording import RecordingEngineCore
 from diptych.control.step import StepFeatures
 from diptych.runtime.model_runner import RunnerConfig, load_runner
 from diptych.serving.link.engine_options import BUNDLED_MODEL, EngineOptions
-from diptych.serving.worker.recorder import FileRecordedCore, close_recording, make_core, read_steps
+from diptych.serving.link.recorder import record_engine
+from diptych.simulation.replay import recorded_steps
 
 
 def test_every_design_point_fits_the_machine() -> None:
@@ -48,16 +50,15 @@ def test_the_load_reaches_a_live_server_in_every_scenario(fake: RunningServer) -
 
 def test_recorded_steps_are_what_the_core_measured(tmp_path: Path) -> None:
     driver = Driver(EngineConfig(CacheConfig(200, block_size=4)))
-    core = make_core(driver.config, str(tmp_path / "run.jsonl"))
-    assert isinstance(core, FileRecordedCore)
-    driver.core = core
+    recorder = record_engine(tmp_path / "run.jsonl", driver.config)
+    core = driver.core = RecordingEngineCore(driver.config, recorder.write)
     core.observe(StepFeatures(16, 136), 1000)
     for number in range(5):
         driver.add(f"r{number}", 10 + 7 * number, 6)
         driver.step()
     driver.run()
-    close_recording(core)
-    recorded = read_steps(tmp_path / "run.jsonl")
+    recorder.close()
+    recorded = recorded_steps(tmp_path / "run.jsonl")
     assert recorded.config == driver.config
     assert recorded.warm_up == [(StepFeatures(16, 136), 1000)]
     computing = [output.features for output in driver.outputs if output.is_compute]

@@ -20,19 +20,20 @@ from typing import Any
 import psutil
 import pytest
 from fake_worker import fake_command
-from servers import fake_server, wait_until
+from servers import fake_server, process_of, wait_until
 
+from diptych.control.cluster.cluster_config import cluster_config
 from diptych.control.config import BudgetConfig, SchedulerConfig
-from diptych.control.events import HandoffReserved
-from diptych.control.request import SamplingParams
-from diptych.serving.answers.output_streams import RequestOptions
+from diptych.control.events import HandoffDelivered, HandoffReserved
+from diptych.control.request import RequestOptions, SamplingParams
 from diptych.serving.async_llm import AsyncLLM
 from diptych.serving.fleet import hang_watch as watch
 from diptych.serving.fleet import supervisor
 from diptych.serving.fleet.fleet import Fleet
 from diptych.serving.fleet.fleet_options import FleetOptions
-from diptych.serving.link import messages as wire
+from diptych.serving.fleet.supervisor import LocalLauncher, Supervisor
 from diptych.serving.link.engine_options import DeviceOptions, EngineOptions, MemoryOptions
+from diptych.serving.link.messages import StepReport, WorkerMessage, unpack_events
 from diptych.serving.llm import LLM
 
 pytestmark = pytest.mark.system
@@ -79,7 +80,7 @@ class StruckFleet(Fleet):
     blow: Blow | None = None
     num_heard = 0
 
-    def on_message(self, worker: int, message: wire.WorkerMessage) -> None:
+    def on_message(self, worker: int, message: WorkerMessage) -> None:
         super().on_message(worker, message)
         if self.blow and self.blow.phase in self._phases(worker, message):
             self.num_heard += 1
@@ -87,21 +88,23 @@ class StruckFleet(Fleet):
                 blow, self.blow, self.num_heard = self.blow, None, 0
                 self._strike(blow, worker)
 
-    def _phases(self, worker: int, message: wire.WorkerMessage) -> Iterator[str]:
+    def _phases(self, worker: int, message: WorkerMessage) -> Iterator[str]:
         match message:
-            case wire.Happened(events):
-                yield from ("reserved" for one in wire.unpack_events(events) if isinstance(one, HandoffReserved))
-            case wire.Delivered():
-                yield "delivered"
-            case wire.Tokens() if message.request_ids:
-                yield "first token" if self.fleet.roles[worker] == "prefill" else "decoding"
+            case StepReport():
+                for event in unpack_events(message.events):
+                    if isinstance(event, HandoffReserved):
+                        yield "reserved"
+                    elif isinstance(event, HandoffDelivered):
+                        yield "delivered"
+                if message.tokens is not None:
+                    yield "first token" if self.fleet.roles[worker] == "prefill" else "decoding"
 
     def _strike(self, blow: Blow, worker: int) -> None:
         victims = [number for number, role in enumerate(self.fleet.roles) if blow.role in (role, "every")]
         if worker in victims and blow.role != "every":
             victims = [worker]
         for victim in victims if blow.role == "every" else victims[:1]:
-            os.kill(self.supervisors[victim].worker_pid or 0, blow.with_signal)
+            os.kill(process_of(self, victim), blow.with_signal)
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,7 @@ def cases() -> tuple[Case, ...]:
 async def ask(llm: AsyncLLM, case: Case, hang_up_after: int | None = None, salt: str | None = None) -> None:
     """Each piece must continue the undisturbed answer. salt: finds nothing in caches that was said with another."""
     said: list[int] = []
-    stream = llm.generate(list(case.prompt), case.sampling, terms=RequestOptions(cache_salt=salt))
+    stream = llm.generate(list(case.prompt), case.sampling, options=RequestOptions(cache_salt=salt))
     async for output in stream:
         said = output.outputs[0].token_ids
         assert tuple(said) == case.answer[: len(said)]
@@ -195,15 +198,14 @@ async def survive(llm: AsyncLLM, fleet: StruckFleet, blow: Blow, rng: random.Ran
 
 async def check_that_nothing_is_left(llm: AsyncLLM, fleet: StruckFleet, directory: Path) -> None:
     await until(lambda: all(llm.metrics.fleet.view().is_up), "all workers are back")
-    assert fleet._driver is not None
-    core = fleet._driver.core
+    core = fleet.core
     await until(lambda: core.num_open == 0 and llm.num_open == 0, "no request is open")
 
     def is_idle() -> bool:
         workers = llm.metrics.fleet.workers
         busy = ("num_waiting", "num_prefilling", "num_decoding", "num_swapped", "kv_usage")
         return len(workers) == len(fleet.fleet.roles) and not any(
-            one[name] for one in workers.values() for name in busy
+            getattr(stats, name) for stats in workers.values() for name in busy
         )
 
     await until(is_idle, "every block is free")
@@ -224,9 +226,8 @@ async def test_whoever_dies_whenever_nobody_sees_a_wrong_token_and_nothing_is_le
 ) -> None:
     cases()
     before, rng = descriptors(), random.Random(1)
-    pools = FleetOptions(
-        prefill=prefill, decode=decode, transfer=transfer, disaggregate="always", heartbeat_timeout_s=1.0
-    )
+    cluster = cluster_config(disaggregate="always")
+    pools = FleetOptions(prefill=prefill, decode=decode, transfer=transfer, cluster=cluster, heartbeat_timeout_s=1.0)
     fleet = StruckFleet(OPTIONS, pools)
     async with AsyncLLM(OPTIONS, fleet) as llm:
         await asyncio.gather(*(ask(llm, case) for case in cases()))
@@ -264,12 +265,13 @@ async def test_a_worker_that_is_stopped_while_it_loads_is_started_again(
 ) -> None:
     monkeypatch.setattr(watch, "LOADING_S", 1.0)
     pools = FleetOptions(prefill=1, decode=1, transfer="tcp", heartbeat_timeout_s=1.0)
-    fleet = Fleet(OPTIONS, pools, fake_command(load_s=0.5))
+    fleet = Fleet(OPTIONS, pools, LocalLauncher(fake_command(load_s=0.5)))
     async with AsyncLLM(OPTIONS, fleet) as llm:
-        one = fleet.supervisors[0]
-        first = one.worker_pid
+        port = fleet.workers[0]
+        assert isinstance(port, Supervisor)
+        first = port.worker_pid
         os.kill(first or 0, signal.SIGKILL)
-        await until(lambda: one.worker_pid not in (None, first), "it is started again")
-        await until(lambda: one.directory is not None and (one.directory / "heartbeat").exists(), "it loads")
-        os.kill(one.worker_pid or 0, signal.SIGSTOP)
-        await until(lambda: one.num_restarts >= 2 and all(llm.metrics.fleet.view().is_up), "and again")
+        await until(lambda: port.worker_pid not in (None, first), "it is started again")
+        await until(lambda: port.directory is not None and (port.directory / "heartbeat").exists(), "it loads")
+        os.kill(port.worker_pid or 0, signal.SIGSTOP)
+        await until(lambda: port.num_restarts >= 2 and all(llm.metrics.fleet.view().is_up), "and again")

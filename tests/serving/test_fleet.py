@@ -13,19 +13,24 @@ from typing import Any
 
 import pytest
 from fake_worker import CRASH_TOKEN, FAIL_TOKEN, fake_command
+from servers import process_of
 
+from diptych.control.cluster.cluster_config import cluster_config
 from diptych.control.errors import DiptychError, UnavailableError, WorkerError
-from diptych.control.request import SamplingParams
+from diptych.control.request import RequestOptions, SamplingParams
+from diptych.control.slo import NS_PER_S
 from diptych.serving.async_llm import AsyncLLM
 from diptych.serving.fleet import supervisor as supervisors
 from diptych.serving.fleet.fleet import Fleet
 from diptych.serving.fleet.fleet_options import FleetOptions
+from diptych.serving.fleet.supervisor import LocalLauncher
 from diptych.serving.link.engine_options import EngineOptions, MemoryOptions
 from diptych.serving.outputs import RequestOutput
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.system]
 PROMPT = list(range(100, 196))
 P, D = 0, 1  # of one prefill worker and one decode worker
+CLUSTER_OPTIONS = ("disaggregate", "on_failure", "max_untouched_per_worker")
 MEMORY = MemoryOptions(kv_cache_bytes=32 * 2**20)
 
 
@@ -38,14 +43,16 @@ def _restart_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 async def serving(prefill: int = 1, decode: int = 1, worker: Any = None, **settings: Any) -> AsyncIterator[AsyncLLM]:
     options = EngineOptions(memory=MEMORY)
     settings = {"disaggregate": "always", "transfer": "shared_memory", **settings}
-    fleet = FleetOptions(prefill=prefill, decode=decode, **settings)
-    async with AsyncLLM(options, Fleet(options, fleet, fake_command(**(worker or {})))) as llm:
+    decisions = {name: settings.pop(name) for name in CLUSTER_OPTIONS if name in settings}
+    fleet = FleetOptions(prefill=prefill, decode=decode, cluster=cluster_config(**decisions), **settings)
+    launcher = LocalLauncher(fake_command(**(worker or {})))
+    async with AsyncLLM(options, Fleet(options, fleet, launcher)) as llm:
         yield llm
 
 
 async def ask(llm: AsyncLLM, prompt: list[int] = PROMPT, max_tokens: int = 60, **sampling: Any) -> RequestOutput:
     sampling = {"ignore_eos": True, **sampling}
-    outputs = [one async for one in llm.generate(prompt, SamplingParams(max_tokens=max_tokens, **sampling))]
+    outputs = [output async for output in llm.generate(prompt, SamplingParams(max_tokens=max_tokens, **sampling))]
     assert outputs[-1].finished
     return outputs[-1]
 
@@ -63,8 +70,8 @@ async def until(condition: Any, timeout_s: float = 10.0) -> None:
 
 
 def pid(llm: AsyncLLM, worker: int) -> int:
-    found = llm.fleet.supervisors[worker].worker_pid
-    assert found is not None
+    found = process_of(llm.fleet, worker)
+    assert found
     return found
 
 
@@ -73,18 +80,16 @@ def counts(llm: AsyncLLM) -> Any:
 
 
 def is_idle(llm: AsyncLLM) -> bool:
-    worker = llm.metrics.worker
-    return llm.num_open == 0 and not (worker["num_decoding"] or worker["num_prefilling"] or worker["num_waiting"])
+    stats = llm.metrics.worker
+    return llm.num_open == 0 and not (stats.num_decoding or stats.num_prefilling or stats.num_waiting)
 
 
 async def check_idle(llm: AsyncLLM) -> None:
     """Nothing is left of any request, here or on a worker."""
-    driver = llm.fleet._driver
-    assert driver is not None
 
     def is_forgotten() -> bool:
         try:
-            driver.core.check_idle()
+            llm.fleet.core.check_idle()
         except AssertionError:
             return False
         return True
@@ -176,7 +181,7 @@ async def test_a_request_that_kills_workers_is_refused_and_the_others_end_well()
 async def test_on_failure_fail_tells_the_client_at_once() -> None:
     async with serving(worker={"step_ms": 3}, on_failure="fail") as llm:
         running = asyncio.create_task(ask(llm, max_tokens=2000))
-        await until(lambda: llm.metrics.fleet.workers.get(D, {}).get("num_decoding") == 1)
+        await until(lambda: llm.metrics.fleet.stats_of(D).num_decoding == 1)
         os.kill(pid(llm, D), signal.SIGKILL)
         with pytest.raises(WorkerError, match="lost"):
             await running
@@ -230,14 +235,12 @@ async def test_one_worker_serves_alone_while_its_peer_is_gone_and_none_means_not
 
 
 async def test_a_deadline_that_cannot_be_met_is_refused_in_words() -> None:
-    from diptych.serving.answers.output_streams import RequestOptions
-
     async with serving(worker={"step_ms": 5, "tokens_per_s": 200}, max_untouched_per_worker=1) as llm:
         running = [asyncio.create_task(ask(llm, PROMPT[:90], 3)) for _ in range(6)]
         await asyncio.sleep(0.05)
-        terms = RequestOptions(deadline_s=0.1)
+        options = RequestOptions(deadline_ns=NS_PER_S // 10)
         with pytest.raises(DiptychError, match="deadline"):
-            async for _ in llm.generate(PROMPT, SamplingParams(max_tokens=2), terms=terms):
+            async for _ in llm.generate(PROMPT, SamplingParams(max_tokens=2), options=options):
                 pass
-        assert all(one.finished for one in await asyncio.gather(*running))
+        assert all(output.finished for output in await asyncio.gather(*running))
         await check_idle(llm)

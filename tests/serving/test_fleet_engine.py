@@ -6,7 +6,9 @@ import signal
 from typing import Any
 
 import pytest
+from servers import process_of
 
+from diptych.control.cluster.cluster_config import cluster_config
 from diptych.control.request import SamplingParams
 from diptych.serving.async_llm import AsyncLLM
 from diptych.serving.fleet.fleet import Fleet
@@ -46,11 +48,12 @@ async def test_two_workers_say_what_one_says(
     monkeypatch.setattr("diptych.serving.fleet.supervisor.FIRST_PAUSE_S", 0.05)
     memory, device = MemoryOptions(kv_cache_bytes=32 * 2**20), DeviceOptions(device="cpu", dtype="float32")
     options = EngineOptions(memory=memory, device=device, warm_up=False)
-    fleet = Fleet(options, FleetOptions(prefill=1, decode=1, transfer=transfer, disaggregate="always"))
+    cluster = cluster_config(disaggregate="always")
+    fleet = Fleet(options, FleetOptions(prefill=1, decode=1, transfer=transfer, cluster=cluster))
     async with AsyncLLM(options, fleet) as llm:
         assert await answers(llm) == whole
         assert await answers(llm) == whole  # with cached prefixes on both sides
-        niceness = [os.getpriority(os.PRIO_PROCESS, one.worker_pid or 0) for one in fleet.supervisors]
+        niceness = [os.getpriority(os.PRIO_PROCESS, process_of(fleet, worker)) for worker in range(2)]
         assert niceness[0] > niceness[1]  # the prefill worker gives way
         assert llm.metrics.fleet.num_transfers == 2 * len(LENGTHS)
         travelled = llm.metrics.fleet.transferred_bytes
@@ -58,5 +61,5 @@ async def test_two_workers_say_what_one_says(
         if transfer == "shared_memory":
             running = asyncio.create_task(answers(llm))
             await asyncio.sleep(0.05)
-            os.kill(fleet.supervisors[1].worker_pid or 0, signal.SIGKILL)
+            os.kill(process_of(fleet, 1), signal.SIGKILL)
             assert await running == whole

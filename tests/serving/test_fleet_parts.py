@@ -1,4 +1,4 @@
-"""The parts of a fleet without processes: its settings, who is in it, what an end of a process means, who hangs."""
+"""The parts of a fleet without processes: its settings, what an end of a process means, who hangs."""
 
 import logging
 import signal
@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from diptych.control.cluster.cluster_config import ClusterConfig, cluster_config
 from diptych.control.errors import ConfigError
 from diptych.serving.fleet.exit_status import count_oom_kills, in_words, is_crash
+from diptych.serving.fleet.fleet import joint_ready
 from diptych.serving.fleet.fleet_options import FleetOptions, divide_cores
 from diptych.serving.fleet.fleet_plan import plan_fleet
 from diptych.serving.fleet.hang_watch import verdict
-from diptych.serving.fleet.membership import Membership
 from diptych.serving.link.engine_options import DeviceOptions, EngineOptions, MemoryOptions
 from diptych.serving.link.heartbeat import Pulse
 from diptych.serving.link.messages import Ready
@@ -39,14 +40,13 @@ def test_the_default_fleet_is_one_worker_that_does_both() -> None:
         ({"prefill": -1}, "prefill is -1"),
         ({"transfer": "tcp"}, "no effect with one worker"),
         ({"kv_codec": "int8"}, "no effect with one worker"),
-        ({"disaggregate": "always"}, "only one worker"),
+        ({"cluster": cluster_config(disaggregate="always")}, "only one worker"),
         (
             {"prefill": 1, "decode": 1, "transfer": "shared_memory", "kv_codec": "int4"},
             "no effect with transfer shared_",
         ),
         ({"prefill": 1, "decode": 1, "transfer": "carrier_pigeon"}, "one of auto"),
         ({"heartbeat_timeout_s": 0.1}, "at least 0.5"),
-        ({"max_untouched_per_worker": -1}, "at least 0"),
     ],
 )
 def test_settings_that_contradict_or_do_nothing_are_refused(changes: dict[str, Any], words: str) -> None:
@@ -88,6 +88,7 @@ def test_each_worker_is_told_its_place() -> None:
         plan.close()
     alone = plan_fleet(options, FleetOptions())
     assert alone.options == (options,)
+    assert alone.cluster == ClusterConfig()
     with pytest.raises(ConfigError, match="GPUs"):
         plan_fleet(
             EngineOptions(device=DeviceOptions(device="cuda")),
@@ -95,42 +96,12 @@ def test_each_worker_is_told_its_place() -> None:
         )
 
 
-def test_a_worker_comes_back_when_every_living_peer_has_forgotten_it() -> None:
-    members = Membership(("prefill", "decode", "both"), shares_pool=True)
-    for worker in range(3):
-        members.on_ready(worker, ready())
-    assert members.is_complete
-    assert members.take_newcomers() == [0, 1, 2]
-    assert members.on_lost(1) == [0, 2]
-    assert members.on_lost(1) == []  # its second process died before anybody knew it
-    members.on_ready(1, ready())
-    assert members.take_newcomers() == []
-    members.on_forgotten(0, 1)
-    assert members.take_newcomers() == []
-    assert members.on_lost(2) == [0, 1]  # a dead peer touches nothing
-    assert members.take_newcomers() == [1]
-    assert members.is_up == [True, True, False]
-
-
-def test_workers_with_memory_of_their_own_come_back_at_once() -> None:
-    members = Membership(("prefill", "decode"), shares_pool=False)
-    assert not members.is_routable
-    for worker in (0, 1):
-        members.on_ready(worker, ready())
-    members.take_newcomers()
-    assert members.on_lost(0) == []
-    assert members.is_routable
-    members.on_ready(0, ready())
-    assert members.take_newcomers() == [0]
-
-
 def test_the_fleet_can_do_what_all_can_and_holds_what_the_largest_decoder_holds() -> None:
-    members = Membership(("prefill", "decode", "decode"), shares_pool=False)
-    for worker, (capacity, length) in enumerate(((9000, 512), (1000, 256), (2000, 512))):
-        members.on_ready(worker, ready(capacity, length))
-    joint = members.joint_ready()
+    known = {0: ready(9000, 512), 1: ready(1000, 256), 2: ready(2000, 512)}
+    joint = joint_ready(("prefill", "decode", "decode"), known)
     assert (joint.max_model_len, joint.kv_capacity_tokens, joint.max_waiting, joint.max_num_seqs) == (256, 2000, 8, 8)
     assert joint.description == "1 prefill + 2 decode; each: a worker"
+    assert joint_ready(("both",), {0: ready()}).description == "a worker"
 
 
 @pytest.mark.parametrize(

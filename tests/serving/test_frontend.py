@@ -26,6 +26,7 @@ from diptych.control.request import SamplingParams
 from diptych.control.slo import Slo
 from diptych.serving.async_llm import AsyncLLM, derive_seed
 from diptych.serving.fleet.fleet import Fleet
+from diptych.serving.fleet.supervisor import LocalLauncher
 from diptych.serving.link.engine_options import EngineOptions
 from diptych.serving.outputs import RequestOutput
 
@@ -36,7 +37,7 @@ PROMPT = list(range(100, 164))
 @asynccontextmanager
 async def serving(scheduler: SchedulerConfig | None = None, **arguments: Any) -> AsyncIterator[AsyncLLM]:
     options = EngineOptions(scheduler=scheduler or SchedulerConfig())
-    async with AsyncLLM(options, Fleet(options, command=fake_command(**arguments))) as llm:
+    async with AsyncLLM(options, Fleet(options, launcher=LocalLauncher(fake_command(**arguments)))) as llm:
         yield llm
 
 
@@ -92,7 +93,7 @@ async def test_a_stop_string_across_tokens_ends_the_request_at_the_worker_too() 
         output = await last(llm, sampling=SamplingParams(max_tokens=5000, stop=(stop,)))
         assert output.outputs[0].text == text[:9]
         assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", stop)
-        await until(lambda: llm.metrics.worker.get("num_decoding") == 0)
+        await until(lambda: llm.metrics.worker.num_decoding == 0)
 
 
 async def test_a_stop_string_is_not_searched_before_min_tokens() -> None:
@@ -124,9 +125,9 @@ async def test_leaving_the_loop_aborts_and_frees() -> None:
     async with serving(step_ms=2) as llm:
         stream = llm.generate(PROMPT, SamplingParams(max_tokens=5000, ignore_eos=True))
         await anext(stream)
-        await until(lambda: llm.metrics.worker.get("num_decoding") == 1)
+        await until(lambda: llm.metrics.worker.num_decoding == 1)
         await stream.aclose()
-        await until(lambda: llm.metrics.worker.get("num_decoding") == 0)
+        await until(lambda: llm.metrics.worker.num_decoding == 0)
         assert llm.num_open == 0
 
 
@@ -233,7 +234,7 @@ async def test_workers_die_with_their_parent_and_leave_nothing_behind(tmp_path: 
         "from test_fleet import serving\n"
         "async def main():\n"
         "    async with serving() as llm:\n"
-        "        print(*(one.worker_pid for one in llm.fleet.supervisors), flush=True)\n"
+        "        print(*(worker.worker_pid for worker in llm.fleet.workers), flush=True)\n"
         "        await asyncio.sleep(60)\n"
         "asyncio.run(main())\n"
     )

@@ -11,9 +11,9 @@ import pytest
 from servers import CLI, RunningServer, running
 
 from diptych.control.config import CacheConfig, EngineConfig
-from diptych.control.engine.engine_core import EngineCore
+from diptych.control.engine.recording import RecordingEngineCore
 from diptych.control.errors import ConfigError
-from diptych.serving.worker.recorder import FileRecordedCore, Recorder, close_recording, make_core
+from diptych.serving.link.recorder import record_engine
 from diptych.simulation.replay import replay
 
 CONFIG = EngineConfig(CacheConfig(64))
@@ -75,40 +75,32 @@ def test_a_live_run_on_the_wall_clock_replays_to_the_same_decisions(shape: str, 
     assert sum(report.result.requests.cached_tokens) > 0
 
 
-def test_nothing_is_recorded_unless_asked() -> None:
-    core = make_core(CONFIG, None)
-    assert type(core) is EngineCore
-    close_recording(core)
-
-
 def test_a_recording_takes_a_new_name_rather_than_overwriting_another(tmp_path: Path) -> None:
-    recorders = [Recorder(tmp_path / "run.jsonl", CONFIG) for _ in range(3)]
+    recorders = [record_engine(tmp_path / "run.jsonl", CONFIG) for _ in range(3)]
     for recorder in recorders:
         recorder.close()
         recorder.close()
         assert replay(recorder.path).is_complete
     assert [recorder.path.name for recorder in recorders] == ["run.jsonl", "run.1.jsonl", "run.2.jsonl"]
     with pytest.raises(ConfigError, match="cannot record"):
-        Recorder(tmp_path / "no" / "such" / "directory", CONFIG)
+        record_engine(tmp_path / "no" / "such" / "directory", CONFIG)
 
 
-def test_a_full_disk_ends_the_recording_with_a_word_and_not_the_worker(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    core = make_core(CONFIG, str(tmp_path / "run.jsonl"))
-    assert isinstance(core, FileRecordedCore)
-    core.recorder._file.close()
-    core.recorder._file = io.FileIO("/dev/full", "w")
+def test_a_full_disk_ends_the_recording_and_not_the_worker(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    recorder = record_engine(tmp_path / "run.jsonl", CONFIG)
+    engine = RecordingEngineCore(CONFIG, recorder.write)
+    recorder._file.close()
+    recorder._file = io.FileIO("/dev/full", "w")
     for now in range(100):
-        core.begin_step(now)
-    close_recording(core)
-    core.begin_step(100)
-    assert "No space left" in core.recorder.stopped_because
+        engine.begin_step(now)
+    recorder.close()
+    engine.begin_step(100)
+    assert "No space left" in recorder.stopped_because
     assert "serving goes on" in caplog.text
 
 
 def test_a_recording_ends_at_its_limit(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path / "run.jsonl", CONFIG, max_bytes=1000)
+    recorder = record_engine(tmp_path / "run.jsonl", CONFIG, max_bytes=1000)
     for now in range(1000):
         recorder.write(("begin", now, None))
     recorder.close()

@@ -201,7 +201,7 @@ def test_a_second_signal_or_the_timeout_ends_the_drain() -> None:
 
 
 def test_a_dead_worker_is_an_error_for_whoever_killed_it_and_comes_back() -> None:
-    with fake_server(step_ms=2, fleet={"on_failure": "fail"}) as server:
+    with fake_server(step_ms=2, cluster={"on_failure": "fail"}) as server:
         with stream(server.url) as reply:
             _, rest = first_event(reply)
             crash = httpx.post(f"{server.url}/v1/completions", json={"prompt": [CRASH_TOKEN]}, timeout=10)

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from tests.runtime.checkpoints import prompt_of, reference
 
+from diptych.control.cluster.cluster_config import cluster_config
 from diptych.control.config import BudgetConfig, SchedulerConfig, shape_preset
 from diptych.control.events import HandoffReserved
 from diptych.control.request import SamplingParams
@@ -49,6 +50,7 @@ class Shape:
     decode: int = 0
     both: int = 0
     max_batched_tokens: int = 64
+    always: bool = False  # two workers share every request
     options: dict[str, Any] = field(default_factory=dict)
     kv_bytes: int | None = None
 
@@ -56,15 +58,15 @@ class Shape:
         return f"{self.model}-{self.prefill}P{self.decode}D{self.both}B-{self.options.get('transfer', 'alone')}"
 
 
-ALWAYS, TCP, SHARED = {"disaggregate": "always"}, {"transfer": "tcp"}, {"transfer": "shared_memory"}
+TCP, SHARED = {"transfer": "tcp"}, {"transfer": "shared_memory"}
 SHAPES = (
     Shape("tiny", both=1, max_batched_tokens=0),
-    Shape("tiny", prefill=1, decode=1, max_batched_tokens=16, options=ALWAYS | SHARED),
-    Shape("tiny", prefill=2, decode=1, max_batched_tokens=48, options=ALWAYS | TCP),
-    Shape("tiny", prefill=1, decode=2, max_batched_tokens=33, options=ALWAYS | SHARED, kv_bytes=TIGHT_KV_BYTES),
+    Shape("tiny", prefill=1, decode=1, max_batched_tokens=16, always=True, options=SHARED),
+    Shape("tiny", prefill=2, decode=1, max_batched_tokens=48, always=True, options=TCP),
+    Shape("tiny", prefill=1, decode=2, max_batched_tokens=33, always=True, options=SHARED, kv_bytes=TIGHT_KV_BYTES),
     Shape("tiny", prefill=1, decode=1, both=1, max_batched_tokens=100, options=TCP),
-    Shape("bundled", prefill=1, decode=1, max_batched_tokens=96, options=ALWAYS | TCP),
-    Shape("bundled", prefill=2, decode=1, max_batched_tokens=40, options=ALWAYS | SHARED),
+    Shape("bundled", prefill=1, decode=1, max_batched_tokens=96, always=True, options=TCP),
+    Shape("bundled", prefill=2, decode=1, max_batched_tokens=40, always=True, options=SHARED),
 )
 
 
@@ -197,12 +199,14 @@ def num_handoffs(outputs: list[RequestOutput]) -> int:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 async def test_every_shape_gives_the_tokens_of_one_engine(shape: Shape) -> None:
     options = engine_options(shape.model, shape.max_batched_tokens, shape.kv_bytes)
-    pools = FleetOptions(prefill=shape.prefill, decode=shape.decode, both=shape.both, **shape.options)
+    cluster = cluster_config(disaggregate="always" if shape.always else "auto")
+    roles = {"prefill": shape.prefill, "decode": shape.decode, "both": shape.both}
+    pools = FleetOptions(**roles, **shape.options, cluster=cluster)
     fleet = WatchedFleet(options, pools)
     async with AsyncLLM(options, fleet) as llm:
         outputs = await ask_and_compare(llm, shape.model)
         metrics = llm.metrics.fleet
-        if shape.options.get("disaggregate") == "always":
+        if shape.always:
             assert metrics.num_transfers == num_handoffs(outputs)
             assert sum(cached > 0 for cached in fleet.cached) > 4, "second turns find the first on the decode worker"
             assert (metrics.transferred_bytes > 0) == (shape.options["transfer"] == "tcp")

@@ -377,7 +377,7 @@ def test_wrong_questions_are_refused_by_name(fake: RunningServer, query: str) ->
 
 @pytest.mark.system
 def test_a_live_handoff_is_seen_on_both_workers() -> None:
-    with fake_server(fleet={"prefill": 1, "decode": 1, "disaggregate": "always"}) as server:
+    with fake_server(fleet={"prefill": 1, "decode": 1}, cluster={"disaggregate": "always"}) as server:
         request_id = ask(server, max_tokens=20)["id"]
 
         def held() -> list[dict[str, Any]]:

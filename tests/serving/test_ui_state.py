@@ -8,7 +8,7 @@ pytestmark = pytest.mark.system
 
 
 def test_the_state_counts_what_happened_since_somebody_watches() -> None:
-    with fake_server(fleet={"prefill": 1, "decode": 1, "disaggregate": "always"}) as server:
+    with fake_server(fleet={"prefill": 1, "decode": 1}, cluster={"disaggregate": "always"}) as server:
         state = httpx.get(f"{server.url}/ui/state").json()
         assert (state["shape"], state["window"]["ttft"]) == ("1 prefill + 1 decode", None)
         assert [(one["role"], one["state"]) for one in state["workers"]] == [("prefill", "ready"), ("decode", "ready")]

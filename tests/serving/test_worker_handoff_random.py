@@ -5,37 +5,20 @@ import random
 from pathlib import Path
 
 import pytest
-from wire_peers import Peer, attempt, fake_peer
+from worker_peers import Attempt, Peer, attempt, fake_peer
 
-from diptych.control.events import HandoffExpired, HandoffReleased, HandoffReserved
-from diptych.serving.link.messages import (
-    Abort,
-    Delivered,
-    DropAttempts,
-    ForgetPeer,
-    PrefillAttempt,
-    ReleaseAttempts,
-    RenewAttempts,
-    ReserveAttempt,
-    WireRequest,
-)
-from diptych.serving.worker.recorder import close_recording
+from diptych.control.events import HandoffDelivered, HandoffReserved
+from diptych.control.request import FinishReason
 from diptych.simulation.replay import replay
 
 DECODE = 1  # the number of the decode worker
 
 
-def is_answered(peer: Peer, attempt_id: str) -> bool:
-    """Whether the worker has said that the attempt is gone."""
-    released = (event for event in peer.events if isinstance(event, HandoffReleased | HandoffExpired))
-    return attempt_id in peer.finished or any(event.request_id == attempt_id for event in released)
-
-
 def drop(prefill: Peer, decode: Peer, attempt_id: str) -> None:
     """In this order: the blocks that the first one writes into may be the second one's."""
     for peer in (prefill, decode):
-        peer.send(DropAttempts([attempt_id]))
-        peer.until(lambda peer=peer: is_answered(peer, attempt_id))
+        peer.drop(attempt_id)
+        peer.until(lambda peer=peer: peer.has_let_go(attempt_id))
 
 
 def disturb(rng: random.Random, prefill: Peer, decode: Peer, attempt_id: str, *, borrowed: bool) -> None:
@@ -44,34 +27,27 @@ def disturb(rng: random.Random, prefill: Peer, decode: Peer, attempt_id: str, *,
     if chance < 0.12:
         drop(prefill, decode, attempt_id)
     elif chance < 0.2 and not borrowed:
-        rng.choice([prefill, decode]).send(Abort([attempt_id]))
+        rng.choice([prefill, decode]).drop(attempt_id, FinishReason.STOP)
     elif chance < 0.3:
         for peer in (prefill, decode):
-            peer.send(RenewAttempts([attempt_id]))
-    elif chance < 0.4 and decode.first(Delivered, attempt_id):
-        prefill.send(ReleaseAttempts([attempt_id]))
+            peer.renew(attempt_id)
+    elif chance < 0.4 and decode.event(HandoffDelivered, attempt_id):
+        prefill.release(attempt_id)
     elif chance < 0.42:
-        prefill.send(ForgetPeer(DECODE))
+        prefill.forget_peer(DECODE)
 
 
-def begin(rng: random.Random, prefill: Peer, decode: Peer, request: WireRequest, *, borrowed: bool) -> None:
+def begin(rng: random.Random, prefill: Peer, decode: Peer, request: Attempt, *, borrowed: bool) -> None:
     """Reserve, and prefill unless the attempt was dropped before it came."""
-    attempt_id, lease_ns = request.request_id, 0 if borrowed else rng.choice([0, 20_000_000, 10**10])
+    attempt_id, lease_ns = request.attempt_id, 0 if borrowed else rng.choice([0, 20_000_000, 10**10])
     for peer in (prefill, decode):
         if rng.random() < 0.1:
-            peer.send(DropAttempts([attempt_id]))
-    decode.send(ReserveAttempt(request, lease_ns, borrowed))
-
-    def outcome() -> object:
-        reserved = (event for event in decode.events if isinstance(event, HandoffReserved))
-        return next((event for event in reserved if event.request_id == attempt_id), None) or is_answered(
-            decode, attempt_id
-        )
-
-    reserved = decode.until(outcome)
+            peer.drop(attempt_id)
+    decode.reserve(request, lease_ns, borrowed=borrowed)
+    reserved = decode.until(lambda: decode.event(HandoffReserved, attempt_id) or decode.has_let_go(attempt_id))
     if isinstance(reserved, HandoffReserved):
-        block_ids = list(reserved.block_ids) if borrowed else []
-        prefill.send(PrefillAttempt(request, decode.address, reserved.num_cached_tokens, block_ids, lease_ns, DECODE))
+        block_ids = reserved.block_ids if borrowed else ()
+        prefill.prefill(request, decode.address, reserved.num_cached_tokens, block_ids, lease_ns, DECODE)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -94,14 +70,13 @@ def test_every_attempt_is_answered_and_nothing_stays(seed: int, tmp_path: Path) 
             for other, (is_borrowed, _) in attempts.items():
                 disturb(rng, prefill, decode, other, borrowed=is_borrowed)
         for attempt_id, (_, first_token) in attempts.items():
-            if decode.first(Delivered, attempt_id) and rng.random() < 0.7:
+            if decode.event(HandoffDelivered, attempt_id) and rng.random() < 0.7:
                 decode.wait_end(attempt_id)
             drop(prefill, decode, attempt_id)
             tokens = prefill.tokens.get(attempt_id, []) + decode.tokens.get(attempt_id, [])
             assert tokens == list(range(first_token, first_token + len(tokens))), attempt_id
         for peer, name in ((prefill, "p"), (decode, "d")):
             peer.stop()
-            close_recording(peer.core)
             peer.check_empty()
             report = replay(tmp_path / f"{name}.jsonl")
             assert report.is_identical, report.difference

@@ -10,11 +10,11 @@ from pathlib import Path
 import msgspec
 import pytest
 from tests.runtime.checkpoints import prompt_of, reference, runner
-from wire_peers import Peer, ProcessPeer, ThreadPeer, attempt, hand_off
+from worker_peers import Attempt, Peer, ProcessPeer, ThreadPeer, attempt, hand_off
 
 from diptych.control.config import BudgetConfig, SchedulerConfig
 from diptych.control.engine.engine_core import EngineCore
-from diptych.control.events import HandoffReleased, RequestAdmitted
+from diptych.control.events import HandoffDelivered, HandoffReleased, RequestAdmitted
 from diptych.control.request import FinishReason
 from diptych.runtime.kv_geometry import read_kv_geometry
 from diptych.runtime.local_engine import Generation, LocalEngine, engine_config
@@ -30,16 +30,6 @@ from diptych.serving.link.engine_options import (
     WorkerPlace,
 )
 from diptych.serving.link.heartbeat import FILE_NAME, read_pulse
-from diptych.serving.link.messages import (
-    Delivered,
-    DropAttempts,
-    PrefillAttempt,
-    ReleaseAttempts,
-    ReserveAttempt,
-    Submit,
-    WireRequest,
-    unpack_tokens,
-)
 from diptych.serving.worker.load_engine import connect_peers
 
 pytestmark = pytest.mark.system
@@ -85,13 +75,13 @@ def pairs() -> Iterator[dict[str, Pair]]:
             "shared_memory": (thread_peer(at(0, "shared_memory"), directory), sharing, True),
             "tcp": (sending, thread_peer(at(1, "tcp"), directory), False),
         }
-        mine = [one for pair in workers.values() for one in pair[:2] if isinstance(one, ThreadPeer)]
-        for one in mine:
-            stack.callback(one.close)
+        mine = [peer for pair in workers.values() for peer in pair[:2] if isinstance(peer, ThreadPeer)]
+        for peer in mine:
+            stack.callback(peer.close)
         yield workers
-        for one in mine:
-            one.stop()
-            one.check_empty()
+        for peer in mine:
+            peer.stop()
+            peer.check_empty()
 
 
 def thread_peer(options: EngineOptions, directory: Path) -> ThreadPeer:
@@ -110,38 +100,38 @@ def thread_peer(options: EngineOptions, directory: Path) -> ThreadPeer:
 def pair(request: pytest.FixtureRequest, pairs: dict[str, Pair]) -> Pair:
     """One of them, ready."""
     prefill, decode, borrowed = pairs[request.param]
-    for one in (prefill, decode):
-        if isinstance(one, ProcessPeer):
-            assert one.ready().num_blocks == NUM_BLOCKS
-            assert one.ready().address == one.address
+    for peer in (prefill, decode):
+        if isinstance(peer, ProcessPeer):
+            assert peer.ready().num_blocks == NUM_BLOCKS
+            assert peer.ready().address == peer.address
     return prefill, decode, borrowed
 
 
-def alone(requests: list[WireRequest]) -> dict[str, Generation]:
+def alone(requests: list[Attempt]) -> dict[str, Generation]:
     """What one engine answers."""
     engine_runner = runner("llama")
     engine = LocalEngine(engine_runner, engine_config(engine_runner, SCHEDULER))
-    for one in requests:
-        engine.add(one.request_id, unpack_tokens(one.prompt), one.sampling)
+    for request in requests:
+        engine.add(request.attempt_id, request.prompt, request.sampling)
     return engine.run()
 
 
-def serve(pair: Pair, requests: list[WireRequest]) -> dict[str, list[int]]:
+def serve(pair: Pair, requests: list[Attempt]) -> dict[str, list[int]]:
     """All of them handed off, one behind the other, then run together."""
     prefill, decode, borrowed = pair
-    address = decode.address
-    for one in requests:
-        hand_off(prefill, decode, one, address, borrowed=borrowed)
-    for one in requests:
-        delivered = decode.wait(Delivered, one.request_id)
+    names = [request.attempt_id for request in requests]
+    for request in requests:
+        hand_off(prefill, decode, request, borrowed=borrowed)
+    for name in names:
+        delivered = decode.wait_event(HandoffDelivered, name)
         assert (delivered.num_bytes == 0) == borrowed
-        prefill.until(lambda one=one: one.request_id in prefill.tokens)
-        assert prefill.tokens[one.request_id] == [delivered.first_token]
-        prefill.send(ReleaseAttempts([one.request_id]))
-        prefill.wait_event(HandoffReleased, one.request_id)
-    for one in requests:
-        assert decode.wait_end(one.request_id).reason is FinishReason.LENGTH
-    return {one.request_id: prefill.tokens[one.request_id] + decode.tokens[one.request_id] for one in requests}
+        prefill.until(lambda name=name: name in prefill.tokens)
+        assert prefill.tokens[name] == [decode.first_tokens[name][0]]
+        prefill.release(name)
+        prefill.wait_event(HandoffReleased, name)
+    for name in names:
+        assert decode.wait_end(name).reason is FinishReason.LENGTH
+    return {name: prefill.tokens[name] + decode.tokens[name] for name in names}
 
 
 def test_the_tokens_are_those_of_one_engine_and_the_answer_is_found_again(pair: Pair) -> None:
@@ -150,18 +140,18 @@ def test_the_tokens_are_those_of_one_engine_and_the_answer_is_found_again(pair: 
         attempt("a95", prompt_of(95), max_tokens=40, temperature=0.9, seed=7, repetition_penalty=1.2, min_tokens=5)
     )
     expected, got = alone(requests), serve(pair, requests)
-    for one in requests:
-        assert got[one.request_id] == expected[one.request_id].token_ids, one.request_id
+    for request in requests:
+        assert got[request.attempt_id] == expected[request.attempt_id].token_ids, request.attempt_id
     follow_ups = []
-    for one in requests:
-        prompt = unpack_tokens(one.prompt) + got[one.request_id] + prompt_of(9)
-        follow_ups.append(attempt(f"b{one.request_id}", prompt, max_tokens=8))
+    for request in requests:
+        prompt = request.prompt + got[request.attempt_id] + prompt_of(9)
+        follow_ups.append(attempt(f"b{request.attempt_id}", prompt, max_tokens=8))
     expected, got = alone(follow_ups), serve(pair, follow_ups)
     decode = pair[1]
-    for one in follow_ups:
-        assert got[one.request_id] == expected[one.request_id].token_ids, one.request_id
-        computed = (len(unpack_tokens(one.prompt)) - 9 - 1) // BLOCK_SIZE * BLOCK_SIZE
-        assert decode.finished[one.request_id].num_cached_tokens == computed
+    for request in follow_ups:
+        assert got[request.attempt_id] == expected[request.attempt_id].token_ids, request.attempt_id
+        computed = (len(request.prompt) - 9 - 1) // BLOCK_SIZE * BLOCK_SIZE
+        assert decode.finished[request.attempt_id].num_cached_tokens == computed
 
 
 def test_attempts_dropped_at_any_moment_leave_the_others_as_they_are(pair: Pair) -> None:
@@ -171,25 +161,16 @@ def test_attempts_dropped_at_any_moment_leave_the_others_as_they_are(pair: Pair)
     kept = [attempt(f"{name}-kept{number}", prompt_of(150, number), max_tokens=30) for number in range(3)]
     expected = alone(kept)
     dropped = [attempt(f"{name}-gone{number}", prompt_of(1200, 10 + number)) for number in range(4)]
-    for one in dropped:
-        hand_off(prefill, decode, one, decode.address, borrowed=borrowed)
+    for request in dropped:
+        hand_off(prefill, decode, request, borrowed=borrowed)
         if rng.random() < 0.7:
-            prefill.wait_event(RequestAdmitted, one.request_id)
+            prefill.wait_event(RequestAdmitted, request.attempt_id)
         for peer in (prefill, decode):  # in this order: the sender's blocks are the receiver's
-            peer.send(DropAttempts([one.request_id]))
-            peer.until(
-                lambda peer=peer, one=one: (
-                    one.request_id in peer.finished
-                    or any(
-                        event.request_id == one.request_id
-                        for event in peer.events
-                        if isinstance(event, HandoffReleased)
-                    )
-                )
-            )
+            peer.drop(request.attempt_id)
+            peer.until(lambda peer=peer, gone=request.attempt_id: peer.has_let_go(gone))
     got = serve(pair, kept)
-    for one in kept:
-        assert got[one.request_id] == expected[one.request_id].token_ids
+    for request in kept:
+        assert got[request.attempt_id] == expected[request.attempt_id].token_ids
 
 
 def test_an_answer_goes_on_elsewhere_with_the_tokens_of_an_undisturbed_run(pair: Pair) -> None:
@@ -197,15 +178,15 @@ def test_an_answer_goes_on_elsewhere_with_the_tokens_of_an_undisturbed_run(pair:
     name = "shm" if borrowed else "tcp"
     more = {"max_tokens": 40, "temperature": 0.8, "seed": 11, "logprobs": 2, "frequency_penalty": 0.5, "min_tokens": 30}
     whole = attempt(f"{name}-moved", prompt_of(77), **more)
-    tokens = alone([whole])[whole.request_id].token_ids
+    tokens = alone([whole])[whole.attempt_id].token_ids
     again = attempt(f"{name}-moved~1", prompt_of(77), tokens[:19], **more)
-    decode.send(Submit([again]))
-    decode.wait_end(again.request_id)
-    assert decode.tokens[again.request_id] == tokens[19:]
+    decode.serve(again)
+    decode.wait_end(again.attempt_id)
+    assert decode.tokens[again.attempt_id] == tokens[19:]
     handed = attempt(f"{name}-moved~2", prompt_of(77), tokens[:18], **more)
-    assert serve(pair, [handed])[handed.request_id] == tokens[18:]
-    delivered = decode.wait(Delivered, handed.request_id)
-    assert delivered.logprobs is not None and len(delivered.logprobs.top) == 2
+    assert serve(pair, [handed])[handed.attempt_id] == tokens[18:]
+    _, logprobs = decode.first_tokens[handed.attempt_id]
+    assert logprobs is not None and len(logprobs.top) == 2
 
 
 def test_a_worker_process_shows_that_it_lives(pairs: dict[str, Pair]) -> None:
@@ -221,13 +202,13 @@ def test_a_prefill_worker_that_is_killed_leaves_a_decode_worker_that_serves(pair
     prefill, decode, _ = pairs["tcp"]
     assert isinstance(prefill, ProcessPeer)
     lost = attempt("lost", prompt_of(1500, 99))
-    decode.send(ReserveAttempt(lost, 0, False))
-    prefill.send(PrefillAttempt(lost, decode.address, 0, [], 0))
+    decode.reserve(lost)
+    prefill.prefill(lost, decode.address)
     prefill.wait_event(RequestAdmitted, "lost")
     prefill.kill()
-    decode.send(DropAttempts(["lost"]))
+    decode.drop("lost")
     assert decode.wait_end("lost").reason is FinishReason.ABORT
     request = attempt("alone", prompt_of(50), max_tokens=5)
-    decode.send(Submit([request]))
+    decode.serve(request)
     decode.wait_end("alone")
     assert decode.tokens["alone"] == alone([request])["alone"].token_ids

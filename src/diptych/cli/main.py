@@ -48,6 +48,8 @@ app = typer.Typer(
 
 TRANSFERS = "|".join(("auto", *CONNECTORS))  # FleetOptions refuses other names
 MODEL, SERVER, OBJECTIVES, WORKERS = "Model", "Server", "Objectives", "Workers"
+UNTOUCHED_NAMES = ("--max-untouched-per-worker", "--edge-depth")  # the second is the old name
+UNTOUCHED_HELP = "Requests without a token; more wait by class and key (0: none wait). Default: 64."
 API_KEY_HELP = "Ask for this key (Authorization: Bearer KEY). Several: each is a tenant, and they share fairly."
 SCHEDULER, MEMORY, MACHINE = "Scheduler (details; --shape presets them)", "Memory", "Machine"
 
@@ -57,8 +59,8 @@ SCHEDULER_OPTIONS = tuple(name for name in signature(scheduler_config).parameter
 CLUSTER_OPTIONS = tuple(signature(cluster_config).parameters)
 
 
-def _option(help_text: str, panel: str, **settings: Any) -> Any:
-    return typer.Option(help=help_text, rich_help_panel=panel, **settings)
+def _option(help_text: str, panel: str, *names: str, **settings: Any) -> Any:
+    return typer.Option(*names, help=help_text, rich_help_panel=panel, **settings)
 
 
 Text: TypeAlias = str | None
@@ -93,15 +95,7 @@ def serve(
     on_failure: Annotated[OnFailure | None, _option("When a worker dies with requests.", WORKERS)] = None,
     heartbeat_timeout: Annotated[float, _option("Seconds until a silent worker is killed.", WORKERS)] = 10.0,
     cores_per_worker: Annotated[Text, _option("A number, or lists: 0-3/4-7. Default: shares.", WORKERS)] = None,
-    max_untouched_per_worker: Annotated[
-        Whole,
-        typer.Option(
-            "--max-untouched-per-worker",
-            "--edge-depth",
-            help="Requests without a token; more wait by class and key (0: none wait). Default: 64.",
-            rich_help_panel=WORKERS,
-        ),
-    ] = None,
+    max_untouched_per_worker: Annotated[Whole, _option(UNTOUCHED_HELP, WORKERS, *UNTOUCHED_NAMES)] = None,
     max_queued: Annotated[
         Whole, _option("Requests that may wait in all; more get 429. Default: 4096.", WORKERS)
     ] = None,

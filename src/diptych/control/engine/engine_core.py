@@ -18,6 +18,7 @@ from diptych.control.errors import (
     ConfigError,
     ContextLengthError,
     ErrorRecord,
+    InvalidRequestError,
     OverloadedError,
     RequestError,
     WorkerError,
@@ -410,6 +411,8 @@ def refusal(request: Request, config: EngineConfig, capacity_tokens: int, num_wa
             f"the prompt has {prompt} tokens; the context holds {length}, of which at least 1 is for the answer",
             param="prompt",
         )
+    if request.max_tokens < 1:
+        return InvalidRequestError(f"max_tokens is {request.max_tokens}; it must be at least 1", param="max_tokens")
     needed = prompt if request.hands_off else prompt + min(request.max_tokens, length - prompt)
     if needed > capacity_tokens and not request.borrowed_block_ids:
         return ContextLengthError(
