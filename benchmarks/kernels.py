@@ -25,8 +25,9 @@ from common import report
 from diptych.runtime.attention import make_attention
 from diptych.runtime.attention.attention_backend import AttentionShape
 from diptych.runtime.input_batch import InputBatch
+from diptych.runtime.instruction_set import choose
 from diptych.runtime.native import NativeLibrary, load_native
-from diptych.runtime.ops.native_ops import NativeLinear, OneDnnLinear
+from diptych.runtime.ops.native_ops import NativeLinear
 
 BF16 = torch.bfloat16
 COLD_BYTES = 150e6
@@ -102,6 +103,17 @@ def ceilings(library: NativeLibrary, repetitions: int) -> dict[str, float]:
     return {name: round(value, 1) for name, value in result.items()}
 
 
+class OneDnnLinear:
+    """A linear layer through oneDNN with weights that it has packed for itself."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, None, "none", [], "")
+        return y
+
+
 def linear_rows(library: NativeLibrary, repetitions: int) -> list[dict[str, Any]]:
     """Ours and oneDNN's prepacked linear layers in bf16, silu(gate) * up included where it belongs."""
     rows = []
@@ -110,7 +122,7 @@ def linear_rows(library: NativeLibrary, repetitions: int) -> list[dict[str, Any]
         size = outputs * inputs * 2
         copies = max(1, int(COLD_BYTES / size))
         ours = [NativeLinear(library, weight, None, gated) for _ in range(copies)]
-        theirs = [OneDnnLinear(weight, None) for _ in range(copies)]
+        theirs = [OneDnnLinear(weight) for _ in range(copies)]
         for num_rows in ROWS if outputs < 40_000 else ROWS[:5]:
             x = torch.randn(num_rows, inputs).to(BF16)
             flop = 2 * num_rows * outputs * inputs
@@ -156,7 +168,7 @@ def attention_rows(repetitions: int) -> list[dict[str, Any]]:
     rows = []
     for heads, kv_heads, dim in HEADS:
         shape = AttentionShape(heads, kv_heads, dim, 32, BF16, dim**-0.5)
-        backend = make_attention(shape, torch.device("cpu"), native=True)
+        backend = make_attention(shape, torch.device("cpu"), choose(BF16))
         for before, new, num_seqs in (
             (0, 512, 1),
             (0, 2048, 1),

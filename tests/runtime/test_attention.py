@@ -7,6 +7,7 @@ from diptych.runtime.attention import make_attention
 from diptych.runtime.attention.attention_backend import AttentionBackend, AttentionShape
 from diptych.runtime.input_batch import InputBatch
 from diptych.runtime.native import load_native
+from tests.runtime.kernel_sets import NATIVE
 
 CPU = torch.device("cpu")
 
@@ -78,18 +79,11 @@ class Sequences:
         return list(out.split([count for _, _, count in chunks]))
 
 
-def backends(shape: AttentionShape) -> tuple[AttentionBackend, AttentionBackend]:
-    library = load_native()
-    if library is None or not library.supports(shape.dtype):
-        pytest.skip("no native kernels here")
-    return make_attention(shape, CPU, native=True), make_attention(shape, CPU, native=False)
+def make_shape(heads: int, kv_heads: int, dim: int, block_size: int, dtype: str) -> AttentionShape:
+    return AttentionShape(heads, kv_heads, dim, block_size, getattr(torch, dtype), dim**-0.5)
 
 
-def make_shape(heads: int, kv_heads: int, dim: int, block_size: int, dtype: torch.dtype) -> AttentionShape:
-    return AttentionShape(heads, kv_heads, dim, block_size, dtype, dim**-0.5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "instruction_set"), NATIVE)
 @pytest.mark.parametrize("window", [None, 1, 40, 300])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "block_size"),
@@ -105,25 +99,26 @@ def make_shape(heads: int, kv_heads: int, dim: int, block_size: int, dtype: torc
     ],
 )
 def test_native_attention_equals_torch(
-    dtype: torch.dtype, window: int | None, heads: int, kv_heads: int, dim: int, block_size: int
+    dtype: str, instruction_set: str, window: int | None, heads: int, kv_heads: int, dim: int, block_size: int
 ) -> None:
     shape = make_shape(heads, kv_heads, dim, block_size, dtype)
-    native, reference = backends(shape)
+    native, reference = make_attention(shape, CPU, instruction_set), make_attention(shape, CPU)
+    assert (native.name, reference.name) == ("native-cpu", "torch-cpu")
     sequences = Sequences(shape, [1, 17, 300, 257, 700, 130])
     chunks = [(0, 0, 1), (1, 16, 1), (2, 299, 1), (3, 200, 57), (4, 0, 700), (5, 3, 127)]
     ours, theirs = sequences.attend(native, chunks, window), sequences.attend(reference, chunks, window)
-    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    tolerance = 1e-5 if dtype == "float32" else 2e-2
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one.float(), other.float(), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "instruction_set"), NATIVE)
 @pytest.mark.parametrize("window", [None, 100])
 def test_a_token_is_bitwise_the_same_whole_chunked_decoded_and_in_any_batch(
-    dtype: torch.dtype, window: int | None
+    dtype: str, instruction_set: str, window: int | None
 ) -> None:
     shape = make_shape(6, 2, 64, 32, dtype)
-    native, _ = backends(shape)
+    native = make_attention(shape, CPU, instruction_set)
     sequences = Sequences(shape, [600, 90, 1000])
     (whole,) = sequences.attend(native, [(0, 0, 600)], window)
     for size in (1, 7, 64, 255, 256, 257):
@@ -136,15 +131,19 @@ def test_a_token_is_bitwise_the_same_whole_chunked_decoded_and_in_any_batch(
     assert torch.equal(crowd[3], whole[300:500])
 
 
-@pytest.mark.parametrize(("dim", "block_size", "dtype"), [(40, 16, torch.float32), (64, 32, torch.float16)])
-def test_shapes_that_the_kernels_do_not_cover_go_to_torch(dim: int, block_size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "instruction_set"), NATIVE)
+@pytest.mark.parametrize(("dim", "block_size"), [(40, 16), (64, 8), (272, 16)])
+def test_shapes_that_the_kernels_do_not_cover_go_to_torch(
+    dtype: str, instruction_set: str, dim: int, block_size: int
+) -> None:
     shape = make_shape(4, 2, dim, block_size, dtype)
-    assert make_attention(shape, CPU).name == "torch-cpu"
+    assert make_attention(shape, CPU, instruction_set).name == "torch-cpu"
 
 
-def test_the_number_of_threads_does_not_matter() -> None:
-    shape = make_shape(4, 2, 64, 32, torch.float32)
-    native, _ = backends(shape)
+@pytest.mark.parametrize(("dtype", "instruction_set"), NATIVE)
+def test_the_number_of_threads_does_not_matter(dtype: str, instruction_set: str) -> None:
+    shape = make_shape(4, 2, 64, 32, dtype)
+    native = make_attention(shape, CPU, instruction_set)
     sequences = Sequences(shape, [2000, 400])
     chunks = [(0, 1999, 1), (1, 0, 400)]
     before, results = torch.get_num_threads(), []
@@ -155,16 +154,17 @@ def test_the_number_of_threads_does_not_matter() -> None:
     assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
 
 
-def test_stale_memory_behind_the_last_token_is_never_seen() -> None:
-    shape = make_shape(2, 1, 32, 16, torch.bfloat16)
-    native, _ = backends(shape)
+@pytest.mark.parametrize(("dtype", "instruction_set"), NATIVE)
+def test_stale_memory_behind_the_last_token_is_never_seen(dtype: str, instruction_set: str) -> None:
+    shape = make_shape(2, 1, 32, 16, dtype)
+    native = make_attention(shape, CPU, instruction_set)
     k_cache, v_cache = native.allocate(2)
     k_cache.fill_(float("nan"))
     v_cache.fill_(float("nan"))
-    k, v = torch.randn(5, 1, 32).bfloat16(), torch.randn(5, 1, 32).bfloat16()
+    k, v = torch.randn(2, 5, 1, 32).to(shape.dtype)
     native.write(k, v, k_cache, v_cache, torch.arange(5))
     batch = make_batch([(4, 1)], 16, [[0]])
-    out = native.run(torch.randn(1, 2, 32).bfloat16(), k_cache, v_cache, native.plan(batch, None))
+    out = native.run(torch.randn(1, 2, 32).to(shape.dtype), k_cache, v_cache, native.plan(batch, None))
     assert out.abs().max() < 10
 
 

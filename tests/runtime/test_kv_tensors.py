@@ -12,7 +12,7 @@ SHAPE = AttentionShape(4, 2, 16, 32, torch.bfloat16, 0.25)
 
 
 def test_blocks_survive_the_way_to_the_host_and_back() -> None:
-    backend = make_attention(SHAPE, torch.device("cpu"), native=False)
+    backend = make_attention(SHAPE, torch.device("cpu"))
     kv = KVTensors(backend, num_layers=2, num_blocks=6, num_host_blocks=3)
     for layer in kv.layers:
         for cache in layer:
@@ -31,7 +31,7 @@ def test_blocks_survive_the_way_to_the_host_and_back() -> None:
 
 
 def test_bytes_per_block_is_what_a_block_takes() -> None:
-    kv = KVTensors(make_attention(SHAPE, torch.device("cpu"), native=False), num_layers=3, num_blocks=5)
+    kv = KVTensors(make_attention(SHAPE, torch.device("cpu")), num_layers=3, num_blocks=5)
     total = sum(cache.nbytes for layer in kv.layers for cache in layer)
     geometry = geometry_of(SHAPE, 3)
     size = geometry.block_bytes

@@ -33,6 +33,7 @@ from diptych.runtime.attention import make_attention
 from diptych.runtime.attention.attention_backend import AttentionShape
 from diptych.runtime.checkpoint import Checkpoint
 from diptych.runtime.decode_rows import DecodeBatch
+from diptych.runtime.instruction_set import TORCH, choose
 from diptych.runtime.kv_tensors import KVTensors, geometry_of
 from diptych.runtime.loader import Progress, Weights, resolve_dtype
 from diptych.runtime.model_config import ModelConfig, read_model_config
@@ -67,11 +68,11 @@ PromptLogprobs = dict[str, tuple[int, list[TokenLogprobs]]]
 class RunnerConfig:
     """What to load and how much memory it may use.
 
-    dtype: auto | bfloat16 | float32. native: None picks the native kernels when they work here, True insists, False
-    takes the torch fallbacks. kv_bytes: memory of the KV cache, unless ``num_blocks`` says it in blocks.
-    max_model_len: None for what the checkpoint supports. shared_pool: the KV cache lies in a pool that other workers
-    map, too; ``num_blocks`` of its blocks are this worker's. shared_weights: the descriptor of a file in memory that
-    holds the weights for all workers, or will when the first of them has loaded. Both on the cpu only.
+    dtype: auto | bfloat16 | float32. kv_bytes: memory of the KV cache, unless ``num_blocks`` says it in blocks.
+    max_model_len: None for what the checkpoint supports. instruction_set: of the native kernels, see
+    instruction_set.choose (None: the fastest). shared_pool: the KV cache lies in a pool that other workers map, too;
+    ``num_blocks`` of its blocks are this worker's. shared_weights: the descriptor of a file in memory that holds the
+    weights for all workers, or will when the first of them has loaded. These three on the cpu only.
     """
 
     model: str | Path
@@ -83,7 +84,7 @@ class RunnerConfig:
     num_host_blocks: int = 0
     max_num_seqs: int = 256
     max_model_len: int | None = None
-    native: bool | None = None
+    instruction_set: str | None = None
     shared_pool: SharedPool | None = None
     shared_weights: int | None = None
 
@@ -311,14 +312,14 @@ def load_runner(config: RunnerConfig, progress: Progress | None = None) -> Model
     checkpoint = Checkpoint(model_config.path)
     dtype, note = resolve_dtype(config.dtype, model_config, checkpoint)
     device = torch.device(config.device)
-    if device.type != "cpu" and (config.shared_pool is not None or config.shared_weights is not None):
-        raise ConfigError(f"device is {device}; memory is shared between cpu workers only", param="device")
-    ops = make_ops(device, dtype, native=config.native)
+    _check_cpu_only(config, device)
+    instruction_set = choose(dtype, config.instruction_set) if device.type == "cpu" else TORCH
+    ops = make_ops(dtype, instruction_set)
     heads = model_config.attention
     shape = AttentionShape(
         heads.num_heads, heads.num_kv_heads, heads.head_dim, config.block_size, dtype, heads.head_dim**-0.5
     )
-    attention = make_attention(shape, device, native=config.native)
+    attention = make_attention(shape, device, instruction_set)
     num_blocks = config.num_blocks or geometry_of(shape, model_config.num_layers).blocks_within(config.kv_bytes)
 
     def load(memory: WeightMemory) -> DecoderWeights:
@@ -327,16 +328,20 @@ def load_runner(config: RunnerConfig, progress: Progress | None = None) -> Model
 
     if config.shared_weights is None:
         weights, why_private = load(PrivateMemory(device)), ""
-    elif ops.keeps_weights_in_memory:
+    else:
         key = weights_key(model_config, checkpoint, dtype, ops.name)
         weights, why_private = load_shared(config.shared_weights, key, load)
-    else:
-        weights, why_private = load(PrivateMemory(device)), "weights packed by oneDNN cannot be shared: loaded its own"
     if progress is not None:
         progress(checkpoint.num_bytes, checkpoint.num_bytes)
     model = Decoder(model_config, weights, ops, attention, max_model_len)
     kv = KVTensors(attention, model_config.num_layers, num_blocks, config.num_host_blocks, config.shared_pool)
     return ModelRunner(model, kv, config.max_num_seqs, max_model_len, "; ".join(filter(None, (note, why_private))))
+
+
+def _check_cpu_only(config: RunnerConfig, device: torch.device) -> None:
+    for name in ("instruction_set", "shared_pool", "shared_weights"):
+        if device.type != "cpu" and (value := getattr(config, name)) is not None:
+            raise ConfigError(f"{name} is {value!r} and device is {device}; supported: cpu", param=name)
 
 
 def _max_model_len(wanted: int | None, model_config: ModelConfig) -> int:

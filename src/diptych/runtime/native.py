@@ -10,7 +10,7 @@ import importlib.machinery
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
+import torch  # noqa: F401  its OpenMP runtime must be in the process first
 
 ABI = 4
 KERNELS = Path(__file__).parent / "attention" / "kernels"
@@ -33,16 +33,10 @@ _SIGNATURES: dict[str, list[type]] = {
 
 @dataclass(frozen=True, slots=True)
 class NativeLibrary:
-    """The loaded kernels and what this processor can run of them."""
+    """The loaded kernels, on a processor with AVX-512. has_bf16: it has AVX512_BF16, too."""
 
     functions: ctypes.CDLL
-    has_avx512: bool
     has_bf16: bool
-    has_amx: bool
-
-    def supports(self, dtype: torch.dtype) -> bool:
-        """Whether the kernels run here for this dtype."""
-        return self.has_avx512 if dtype == torch.float32 else dtype == torch.bfloat16 and self.has_bf16
 
 
 @functools.cache
@@ -65,7 +59,7 @@ def load_native() -> NativeLibrary | None:
     features = library.diptych_cpu_features()
     if not features & 1:
         return None
-    return NativeLibrary(library, True, bool(features & 2), bool(features & 4))
+    return NativeLibrary(library, bool(features & 2))
 
 
 def _exists(suffix: str) -> bool:

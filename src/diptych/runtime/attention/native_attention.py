@@ -33,10 +33,9 @@ class NativeCpuAttention(TorchCpuAttention):
         self._partials = torch.empty(1 << 16, dtype=torch.float32)
 
     @staticmethod
-    def covers(library: NativeLibrary, shape: AttentionShape) -> bool:
-        """Whether the kernels handle this shape on this processor."""
-        fits = shape.head_dim % 16 == 0 and shape.head_dim <= MAX_DIM and shape.block_size % 16 == 0
-        return fits and library.supports(shape.dtype)
+    def covers(shape: AttentionShape) -> bool:
+        """Whether the kernels handle this shape."""
+        return shape.head_dim % 16 == 0 and shape.head_dim <= MAX_DIM and shape.block_size % 16 == 0
 
     def write(
         self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor

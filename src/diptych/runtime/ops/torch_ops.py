@@ -59,7 +59,6 @@ class TorchOps:
     """See Ops."""
 
     name = "torch"
-    keeps_weights_in_memory = True
 
     def pack_linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None, memory: WeightMemory = CPU_MEMORY
