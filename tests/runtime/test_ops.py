@@ -115,3 +115,13 @@ def test_rope_rotates_and_fills_the_cache(
         results.append((q, *read_cpu(k_cache, v_cache, slots)))
     for ours, theirs in zip(*results, strict=True):
         close(ours, theirs, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_linear_layer_in_plain_torch_multiplies_any_number_of_rows(dtype: torch.dtype) -> None:
+    weight, bias = torch.randn(50, 48).to(dtype), torch.randn(50).to(dtype)
+    layer = TorchOps().pack_linear(weight, bias)
+    assert (layer.in_features, layer.out_features) == (48, 50)
+    for rows in (0, 1, 2, 3, 16, 17, 31, 33, 250, 256, 257, 600):
+        x = torch.randn(rows, 48).to(dtype)
+        close(layer(x), F.linear(x.float(), weight.float(), bias.float()), dtype, scale=48**0.5)
