@@ -23,14 +23,15 @@ import torch.nn.functional as F
 from common import report
 
 from diptych.runtime.attention import make_attention
-from diptych.runtime.attention.attention_backend import AttentionShape
 from diptych.runtime.input_batch import InputBatch
 from diptych.runtime.instruction_set import choose
+from diptych.runtime.model_config import AttentionConfig, LayerAttention
 from diptych.runtime.native import NativeLibrary, load_native
 from diptych.runtime.ops.native_ops import NativeLinear
 
 BF16 = torch.bfloat16
 COLD_BYTES = 150e6
+BLOCK_SIZE = 32
 LINEARS = (  # what, out_features, in_features, gated
     ("qwen2.5-0.5b qkv", 1152, 896, False),
     ("qwen2.5-0.5b gate_up", 9728, 896, True),
@@ -167,8 +168,9 @@ def attention_rows(repetitions: int) -> list[dict[str, Any]]:
     """Paged attention: prefill against torch's SDPA over contiguous tensors, decode against reading the KV once."""
     rows = []
     for heads, kv_heads, dim in HEADS:
-        shape = AttentionShape(heads, kv_heads, dim, 32, BF16, dim**-0.5)
-        backend = make_attention(shape, torch.device("cpu"), choose(BF16))
+        how = LayerAttention(dim**-0.5)
+        config = AttentionConfig(heads, kv_heads, dim, (how,))
+        backend = make_attention(config, BLOCK_SIZE, BF16, torch.device("cpu"), choose(BF16))
         for before, new, num_seqs in (
             (0, 512, 1),
             (0, 2048, 1),
@@ -177,13 +179,13 @@ def attention_rows(repetitions: int) -> list[dict[str, Any]]:
             (4095, 1, 1),
             (511, 1, 32),
         ):
-            batch = make_batch(before, new, num_seqs, shape.block_size)
+            batch = make_batch(before, new, num_seqs, BLOCK_SIZE)
             blocks = batch.block_tables.numel()
-            size = blocks * shape.block_size * kv_heads * dim * 4
+            size = blocks * BLOCK_SIZE * kv_heads * dim * 4
             caches = [backend.allocate(blocks) for _ in range(1 if new > 1 else max(1, int(COLD_BYTES / size)))]
             for k_cache, v_cache in caches:
                 k_cache.normal_(), v_cache.normal_()
-            q, plan = torch.randn(num_seqs * new, heads, dim).to(BF16), backend.plan(batch, None)
+            q, plan = torch.randn(num_seqs * new, heads, dim).to(BF16), backend.plan(batch, how)
             flop = 4 * heads * dim * num_seqs * sum(range(before + 1, before + new + 1))
 
             def native(backend=backend, q=q, caches=caches, plan=plan) -> None:  # type: ignore[no-untyped-def]

@@ -26,8 +26,8 @@ LENGTH = 200
 
 def connector_of(one: ModelRunner) -> KVConnector:
     """Each of its frames holds one block of one layer."""
-    shape = one.model.attention.shape
-    size = "m", len(one.kv.layers), shape.num_kv_heads, shape.head_dim
+    geometry = one.attention.geometry
+    size = "m", geometry.num_layers, geometry.num_kv_heads, geometry.head_dim
     options = TransferOptions(bytes(32), frame_bytes=1)
     return make_connector("tcp", one.kv.layers, KVFormat(*size, "float32", one.block_size, "cpu"), options)
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from diptych.control.errors import ConfigError, UnsupportedModelError
 from diptych.runtime.instruction_set import TORCH
 from diptych.runtime.loader import Checkpoint, Weights, read_tensor, resolve_dtype
-from diptych.runtime.model_config import read_model_config
 from diptych.runtime.model_runner import RunnerConfig, load_runner
+from diptych.runtime.models.registry import read_model_config
 from diptych.runtime.safetensors_file import SafetensorsFile
 from tests.runtime.checkpoints import prompt_of, reference
 from tests.runtime.driving import generate, greedy
@@ -82,11 +82,11 @@ def test_a_float16_checkpoint_is_converted_with_a_note(tmp_path: Path) -> None:
     halves = {name: tensor.half() for name, tensor in tensors_of().items()}
     write(tmp_path, halves, dtype="float16")
     runner = load(tmp_path)
-    assert runner.model.dtype is torch.bfloat16
+    assert runner.attention.dtype is torch.bfloat16
     assert runner.note == "the checkpoint is float16; converted to bfloat16"
     exact = load(tmp_path, dtype="float32")
-    assert exact.model.dtype is torch.float32 and "converted to float32" in exact.note
-    assert torch.equal(exact.model._weights.embedding, halves["model.embed_tokens.weight"].float())
+    assert exact.attention.dtype is torch.float32 and "converted to float32" in exact.note
+    assert torch.equal(exact.model.embed_tokens.weight, halves["model.embed_tokens.weight"].float())
 
 
 def test_dtype_auto_is_the_checkpoints_own(tmp_path: Path) -> None:

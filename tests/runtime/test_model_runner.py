@@ -309,7 +309,7 @@ def test_end_of_sequence_stops_unless_it_is_ignored() -> None:
 def test_a_request_with_broken_logits_fails_alone() -> None:
     broken = load_runner(RunnerConfig(reference("llama").directory, num_blocks=32, instruction_set=TORCH))
     poisoned = prompt_of(5)[0]
-    broken.model._weights.embedding[poisoned] = math.nan
+    broken.model.embed_tokens.weight[poisoned] = math.nan
     engine = LocalEngine(broken, engine_config(broken))
     healthy = [token for token in prompt_of(20) if token != poisoned]
     engine.add("good", healthy, greedy(10))

@@ -12,7 +12,6 @@ import torch
 from diptych.control.errors import ConfigError
 from diptych.control.step import ResumedDecode, SchedulerOutput
 from diptych.runtime.kv_geometry import KVGeometry, read_kv_geometry
-from diptych.runtime.kv_tensors import geometry_of
 from diptych.runtime.memory import map_file, populate
 from diptych.runtime.model_runner import ModelRunner, RunnerConfig, load_runner
 from diptych.runtime.shared_pool import SharedPool
@@ -133,7 +132,11 @@ def test_a_pool_that_does_not_fit_the_model_is_refused() -> None:
 def test_the_geometry_of_a_checkpoint_is_that_of_its_runner(dtype: str) -> None:
     directory = reference("mistral-window", dtype).directory
     worker = runner("mistral-window", dtype=dtype)
-    assert read_kv_geometry(directory, "auto", 32) == geometry_of(worker.model.attention.shape, len(worker.kv.layers))
+    geometry = read_kv_geometry(directory, "auto", 32)
+    assert geometry == worker.attention.geometry
+    assert worker.num_blocks * geometry.block_bytes == sum(
+        cache.nbytes for layer in worker.kv.layers for cache in layer
+    )
 
 
 def test_the_front_end_needs_no_torch_to_size_and_to_make_a_pool() -> None:

@@ -50,7 +50,7 @@ def load(directory: Path, fd: int, **changes: object) -> tuple[ModelRunner, list
 
 def logits(worker: ModelRunner) -> torch.Tensor:
     """Of one row of hidden states."""
-    hidden = torch.linspace(-1, 1, worker.model_config.hidden_size)[None].to(worker.model.dtype)
+    hidden = torch.linspace(-1, 1, worker.model_config.hidden_size)[None].to(worker.attention.dtype)
     return worker.model.logits(hidden)
 
 
@@ -104,6 +104,6 @@ def test_no_process_can_change_the_shared_weights(weights_fd: int) -> None:
     careless, _ = load(directory, weights_fd)
     with pytest.raises(PermissionError):
         os.pwrite(weights_fd, b"x", 8192)
-    careless.model._weights.embedding.zero_()  # its own copy of the pages from here on
+    careless.model.embed_tokens.weight.zero_()  # its own copy of the pages from here on
     careful, _ = load(directory, weights_fd)
-    assert torch.equal(careful.model._weights.embedding, runner("qwen2").model._weights.embedding)
+    assert torch.equal(careful.model.embed_tokens.weight, runner("qwen2").model.embed_tokens.weight)

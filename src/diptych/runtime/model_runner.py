@@ -19,7 +19,6 @@ Owns the tokens, the decode batch and the KV memory. Never decides what runs, ne
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -30,19 +29,21 @@ from diptych.control.errors import ConfigError
 from diptych.control.request import FinishReason, SamplingParams
 from diptych.control.step import SchedulerOutput, StepResult
 from diptych.runtime.attention import make_attention
-from diptych.runtime.attention.attention_backend import AttentionShape
+from diptych.runtime.attention.attention_backend import AttentionBackend
 from diptych.runtime.checkpoint import Checkpoint
+from diptych.runtime.cuda_graphs import GraphedModel
 from diptych.runtime.decode_rows import DecodeBatch
+from diptych.runtime.input_batch import InputBatch
 from diptych.runtime.instruction_set import TORCH, choose
-from diptych.runtime.kv_tensors import KVTensors, geometry_of
+from diptych.runtime.kv_tensors import KVTensors
+from diptych.runtime.layers.forward_pass import ForwardPass
+from diptych.runtime.layers.layer_loader import LayerLoader
 from diptych.runtime.loader import Progress, Weights, resolve_dtype
-from diptych.runtime.model_config import ModelConfig, read_model_config
-from diptych.runtime.models.cuda_graphs import GraphedDecoder
-from diptych.runtime.models.decoder import Decoder
-from diptych.runtime.models.layers import DecoderWeights, LayerLoader
-from diptych.runtime.models.registry import MODELS
+from diptych.runtime.model_config import ModelConfig
+from diptych.runtime.models.registry import MODELS, Model, read_model_config
 from diptych.runtime.ops import make_ops
 from diptych.runtime.request_state import RequestState, check_tokens
+from diptych.runtime.rope import RotaryTables
 from diptych.runtime.sampler import (
     RowSampling,
     SamplingError,
@@ -116,22 +117,30 @@ class _Sampled:
 class ModelRunner:
     """One model and its KV memory. ``note``: what the loader wants people to know ("" if nothing)."""
 
-    def __init__(self, model: Decoder, kv: KVTensors, max_num_seqs: int, max_model_len: int, note: str = "") -> None:
+    def __init__(
+        self,
+        model: Model,
+        attention: AttentionBackend,
+        kv: KVTensors,
+        max_num_seqs: int,
+        max_model_len: int,
+        note: str = "",
+    ) -> None:
         self.model = model
-        self.model_config: ModelConfig = model.config
+        self.model_config = model.config
+        self.attention = attention
         self.kv = kv
-        self.block_size = model.attention.shape.block_size
+        self.block_size = attention.geometry.block_size
         self.first_block = kv.first_block
         self.num_blocks = kv.num_blocks
         self.num_host_blocks = kv.num_host_blocks
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
         self.note = note
-        self.on_layer: Callable[[int], None] | None = None  # see serving.intake.Runner; called on a CPU only
-        if model.device.type == "cuda":
-            self._forward = GraphedDecoder(model, kv.layers, max_model_len).forward
-        else:
-            self._forward = partial(model.forward, caches=kv.layers, on_layer=self._on_layer)
+        self.on_layer: Callable[[int], None] | None = None  # see ForwardPass; called on a CPU only
+        self._graphs: GraphedModel | None = None
+        if attention.fits_cuda_graphs and model.fits_cuda_graphs:
+            self._graphs = GraphedModel(model, attention, kv.layers, max_model_len)
         self._requests: dict[str, RequestState] = {}
         self._batch = DecodeBatch(max_num_seqs, max_model_len, self.block_size)
         self._ends_sequence = np.zeros(self.model_config.vocab_size, dtype=np.bool_)
@@ -177,9 +186,13 @@ class ModelRunner:
         """Requests known here."""
         return len(self._requests)
 
-    def _on_layer(self, num_layers: int) -> None:
-        if self.on_layer is not None:
-            self.on_layer(num_layers)
+    @torch.inference_mode()
+    def forward(self, batch: InputBatch) -> torch.Tensor:
+        """See Model.forward; the result is valid until the next call."""
+        if self._graphs is not None:
+            return self._graphs.forward(batch)
+        on_layer = self.on_layer if self.attention.device.type == "cpu" else None
+        return self.model.forward(ForwardPass(batch, self.kv.layers, self.attention, on_layer))
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> StepResult:
@@ -188,7 +201,7 @@ class ModelRunner:
         if not output.is_compute:
             return StepResult(output.step_id, payload=StepTokens([], []))
         layout = self._lay_out(output)
-        hidden = self._forward(layout.batch)
+        hidden = self.forward(layout.batch)
         prompt_logprobs = self._score_prompts(layout, hidden)
         full_blocks = self._hash_full_blocks(layout)
         if layout.num_samples == 0:
@@ -218,9 +231,9 @@ class ModelRunner:
         batch = self._batch
         assert output.num_decodes in (0, len(batch)), f"{output.num_decodes} decodes planned, {len(batch)} are here"
         if not output.prefills:
-            return lay_out_decodes(batch, self.model.device)
+            return lay_out_decodes(batch, self.attention.device)
         states = [self._requests[chunk.request_id] for chunk in output.prefills]
-        return lay_out_step(batch, output.num_decodes, output.prefills, states, self.model.device)
+        return lay_out_step(batch, output.num_decodes, output.prefills, states, self.attention.device)
 
     def _hash_full_blocks(self, layout: StepLayout) -> tuple[tuple[str, bytes], ...]:
         """Blocks with output tokens that this step completes; called before the batch advances."""
@@ -315,27 +328,26 @@ def load_runner(config: RunnerConfig, progress: Progress | None = None) -> Model
     _check_cpu_only(config, device)
     instruction_set = choose(dtype, config.instruction_set) if device.type == "cpu" else TORCH
     ops = make_ops(dtype, instruction_set)
-    heads = model_config.attention
-    shape = AttentionShape(
-        heads.num_heads, heads.num_kv_heads, heads.head_dim, config.block_size, dtype, heads.head_dim**-0.5
-    )
-    attention = make_attention(shape, device, instruction_set)
-    num_blocks = config.num_blocks or geometry_of(shape, model_config.num_layers).blocks_within(config.kv_bytes)
+    attention = make_attention(model_config.attention, config.block_size, dtype, device, instruction_set)
+    num_blocks = config.num_blocks or attention.geometry.blocks_within(config.kv_bytes)
+    rotary = RotaryTables(model_config.attention.head_dim, max_model_len, device)
 
-    def load(memory: WeightMemory) -> DecoderWeights:
-        loader = LayerLoader(model_config, Weights(checkpoint, dtype, device, progress, memory), ops)
-        return MODELS[model_config.architecture](loader)
+    def load(memory: WeightMemory) -> Model:
+        weights = Weights(checkpoint, dtype, device, progress, memory)
+        model = MODELS[model_config.architecture](model_config, LayerLoader(weights, ops, attention, rotary))
+        weights.finish()
+        return model
 
     if config.shared_weights is None:
-        weights, why_private = load(PrivateMemory(device)), ""
+        model, why_private = load(PrivateMemory(device)), ""
     else:
         key = weights_key(model_config, checkpoint, dtype, ops.name)
-        weights, why_private = load_shared(config.shared_weights, key, load)
+        model, why_private = load_shared(config.shared_weights, key, load)
     if progress is not None:
         progress(checkpoint.num_bytes, checkpoint.num_bytes)
-    model = Decoder(model_config, weights, ops, attention, max_model_len)
-    kv = KVTensors(attention, model_config.num_layers, num_blocks, config.num_host_blocks, config.shared_pool)
-    return ModelRunner(model, kv, config.max_num_seqs, max_model_len, "; ".join(filter(None, (note, why_private))))
+    kv = KVTensors(attention, num_blocks, config.num_host_blocks, config.shared_pool)
+    notes = "; ".join(filter(None, (note, why_private)))
+    return ModelRunner(model, attention, kv, config.max_num_seqs, max_model_len, notes)
 
 
 def _check_cpu_only(config: RunnerConfig, device: torch.device) -> None:

@@ -3,22 +3,27 @@
 import torch
 
 from diptych.control.errors import ConfigError
-from diptych.runtime.attention.attention_backend import AttentionBackend, AttentionShape
-from diptych.runtime.attention.cuda_attention import CudaAttention
+from diptych.runtime.attention.attention_backend import AttentionBackend
+from diptych.runtime.attention.cuda_attention import CudaAttention, paged_attention
 from diptych.runtime.attention.native_attention import NativeCpuAttention
 from diptych.runtime.attention.torch_attention import TorchCpuAttention
 from diptych.runtime.instruction_set import TORCH
+from diptych.runtime.kv_geometry import KVGeometry
+from diptych.runtime.model_config import AttentionConfig
 from diptych.runtime.native import load_native
 
 
-def make_attention(shape: AttentionShape, device: torch.device, instruction_set: str = TORCH) -> AttentionBackend:
+def make_attention(
+    config: AttentionConfig, block_size: int, dtype: torch.dtype, device: torch.device, instruction_set: str = TORCH
+) -> AttentionBackend:
     """The backend for a device. On the cpu: the kernels of ``instruction_set`` (see instruction_set.choose) where they
-    cover the shape, else plain torch."""
+    cover what the layers ask for, else plain torch."""
+    geometry = KVGeometry.of(config, block_size, str(dtype).removeprefix("torch."))
     if device.type == "cuda":
-        return CudaAttention(shape, device)
+        return CudaAttention(geometry, config.layers, device, paged_attention())
     if device.type != "cpu":
         raise ConfigError(f"device is {device}; supported: cpu, cuda", param="device")
     library = load_native() if instruction_set != TORCH else None
-    if library is not None and NativeCpuAttention.covers(shape):
-        return NativeCpuAttention(library, shape)
-    return TorchCpuAttention(shape)
+    if library is not None and NativeCpuAttention.covers(geometry, config.layers):
+        return NativeCpuAttention(library, config.num_heads, geometry)
+    return TorchCpuAttention(geometry)

@@ -17,7 +17,7 @@ from diptych.control.errors import ConfigError
 from diptych.control.router.routing import PlacementConfig
 from diptych.control.router.topology import LinkCosts
 from diptych.runtime.kv_geometry import KVGeometry, read_kv_geometry
-from diptych.runtime.model_config import read_model_config
+from diptych.runtime.models.registry import read_model_config
 from diptych.serving.fleet.fleet_options import FleetOptions, divide_cores
 from diptych.serving.fleet.shared_memory import SharedMemory, create_shared_memory, default_num_blocks
 from diptych.serving.link.engine_options import EngineOptions, PoolShare, TransferName, WorkerPlace, parse_cores
