@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from diptych.runtime.local_engine import LocalEngine, engine_config
+from diptych.runtime.local_engine import engine_config
 from diptych.runtime.model_runner import RunnerConfig, load_runner
 from diptych.serving.link.engine_options import BUNDLED_MODEL
-from tests.runtime.driving import greedy
+from tests.runtime.driving import GatheringEngine, greedy
 from tests.runtime.kernel_sets import EVERY
 
 psutil = pytest.importorskip("psutil")
@@ -21,7 +21,7 @@ def soak(dtype: str, instruction_set: str, num_lengths: int, longest: int) -> in
     """Bytes by which this process grows while three quarters of the lengths are served, after the first quarter."""
     config = RunnerConfig(BUNDLED_MODEL, dtype, instruction_set=instruction_set, num_blocks=-(-longest // 32) + 4)
     runner = load_runner(config)
-    engine = LocalEngine(runner, engine_config(runner, enable_prefix_cache=False))
+    engine = GatheringEngine(runner, engine_config(runner, enable_prefix_cache=False))
     rng = random.Random(0)
     lengths = rng.sample(range(2, longest), num_lengths)
     before = 0

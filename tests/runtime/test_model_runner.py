@@ -17,12 +17,12 @@ from diptych.control.events import RequestAdmitted, RequestFinished, RequestPree
 from diptych.control.request import FinishReason, Request, SamplingParams
 from diptych.control.step import ScheduledPrefill, SchedulerOutput
 from diptych.runtime.instruction_set import TORCH
-from diptych.runtime.local_engine import LocalEngine, engine_config
+from diptych.runtime.local_engine import engine_config
 from diptych.runtime.model_runner import ModelRunner, RunnerConfig, load_runner
 from diptych.runtime.sampler import RowSampling, TokenLogprobs, sample_row, uniforms
 from diptych.runtime.warm_up import warm_up
 from tests.runtime.checkpoints import FAMILIES, prompt_of, reference, runner
-from tests.runtime.driving import chunks_of, generate, greedy
+from tests.runtime.driving import GatheringEngine, chunks_of, generate, greedy
 from tests.runtime.kernel_sets import BFLOAT16, FLOAT32, NATIVE
 
 
@@ -78,7 +78,7 @@ def fixed_budget(tokens: int, preemption: str = "recompute", seqs: int = 64) -> 
 @pytest.mark.parametrize("family", ["llama-rope-llama3", "mistral-window", "qwen2", "qwen3"])
 def test_a_batch_of_32_in_mixed_phases_gives_each_request_its_own_tokens(family: str, instruction_set: str) -> None:
     shared = runner(family, instruction_set)
-    engine = LocalEngine(shared, engine_config(shared, fixed_budget(96)))
+    engine = GatheringEngine(shared, engine_config(shared, fixed_budget(96)))
     prompts = {f"r{i}": prompt_of(3 + 11 * i % 200, seed=i) for i in range(32)}
     for index, (request_id, prompt) in enumerate(prompts.items()):
         engine.add(request_id, prompt, greedy(8 + 5 * index % 70))
@@ -106,11 +106,11 @@ def test_preempted_requests_continue_with_the_same_tokens(family: str, preemptio
     assert shared.num_requests == 0
 
 
-def crowded_engine(shared: ModelRunner, preemption: str, num_blocks: int) -> LocalEngine:
+def crowded_engine(shared: ModelRunner, preemption: str, num_blocks: int) -> GatheringEngine:
     """An engine with few blocks whose scheduler expects short answers, so that it admits too much."""
     config = engine_config(shared, fixed_budget(64, preemption))
     config = config.with_(cache=replace(config.cache, num_blocks=num_blocks, watermark_blocks=0))
-    engine = LocalEngine(shared, config)
+    engine = GatheringEngine(shared, config)
     for _ in range(64):
         engine.core.scheduler.lengths.observe(2)
     return engine
@@ -120,7 +120,7 @@ def crowded_engine(shared: ModelRunner, preemption: str, num_blocks: int) -> Loc
 def test_a_cached_prefix_gives_the_same_tokens(instruction_set: str) -> None:
     family = "qwen3"
     shared = runner(family, instruction_set)
-    engine = LocalEngine(shared, engine_config(shared, fixed_budget(128)))
+    engine = GatheringEngine(shared, engine_config(shared, fixed_budget(128)))
     prefix = prompt_of(100)
     prompts = {"first": prefix + prompt_of(9), "second": prefix + prompt_of(30)}
     results = {}
@@ -194,7 +194,7 @@ def test_bfloat16_is_as_close_to_fp32_as_that_of_transformers(family: str, instr
 def test_prompt_and_output_logprobs_are_those_of_transformers() -> None:
     prompt = prompt_of(90)
     sampling = greedy(20, logprobs=3, prompt_logprobs=2)
-    engine = LocalEngine(runner("qwen2"), engine_config(runner("qwen2"), fixed_budget(64)))
+    engine = GatheringEngine(runner("qwen2"), engine_config(runner("qwen2"), fixed_budget(64)))
     engine.add("r", prompt, sampling)
     generation = engine.run()["r"]
     expected = reference("qwen2").logits(prompt + generation.token_ids).log_softmax(-1)
@@ -227,15 +227,15 @@ def test_native_kernels_give_the_same_bits_in_every_batch_and_chunk(dtype: str, 
     shared = runner("qwen3", instruction_set, dtype)
     prompt, sampling = prompt_of(150), greedy(30, logprobs=4)
 
-    def results(engine: LocalEngine) -> list[TokenLogprobs]:
+    def results(engine: GatheringEngine) -> list[TokenLogprobs]:
         engine.add("r", prompt, sampling)
         return engine.run()["r"].logprobs
 
-    alone = results(LocalEngine(shared, engine_config(shared)))
+    alone = results(GatheringEngine(shared, engine_config(shared)))
     for chunk in (64, 70, 149):
-        engine = LocalEngine(shared, engine_config(shared, fixed_budget(chunk), enable_prefix_cache=False))
+        engine = GatheringEngine(shared, engine_config(shared, fixed_budget(chunk), enable_prefix_cache=False))
         assert results(engine) == alone
-    crowd = LocalEngine(shared, engine_config(shared, fixed_budget(96)))
+    crowd = GatheringEngine(shared, engine_config(shared, fixed_budget(96)))
     for index in range(20):
         crowd.add(f"other{index}", prompt_of(5 + 20 * index, seed=1), greedy(10 + 3 * index))
     assert results(crowd) == alone
@@ -248,12 +248,12 @@ def test_random_requests_get_the_same_tokens_alone_and_in_a_batch() -> None:
         name: SamplingParams(max_tokens=30, temperature=0.9, top_p=0.9, top_k=40, seed=index, frequency_penalty=0.3)
         for index, name in enumerate(prompts)
     }
-    together = LocalEngine(shared, engine_config(shared, fixed_budget(64)))
+    together = GatheringEngine(shared, engine_config(shared, fixed_budget(64)))
     for name, prompt in prompts.items():
         together.add(name, prompt, params[name])
     results = together.run()
     for name, prompt in prompts.items():
-        alone = LocalEngine(shared, engine_config(shared))
+        alone = GatheringEngine(shared, engine_config(shared))
         alone.add(name, prompt, params[name])
         assert alone.run()[name].token_ids == results[name].token_ids
 
@@ -280,7 +280,7 @@ def test_a_stop_token_ends_a_request_and_min_tokens_delays_it() -> None:
     first = tokens.index(stop)
 
     def run(**changes: object):
-        engine = LocalEngine(shared, engine_config(shared))
+        engine = GatheringEngine(shared, engine_config(shared))
         engine.add("r", prompt, greedy(30, **changes))
         return engine.run()["r"]
 
@@ -297,7 +297,7 @@ def test_end_of_sequence_stops_unless_it_is_ignored() -> None:
     shared._ends_sequence[tokens[5]] = True
     try:
         for ignore_eos in (False, True):
-            engine = LocalEngine(shared, engine_config(shared))
+            engine = GatheringEngine(shared, engine_config(shared))
             engine.add("r", prompt, greedy(20, ignore_eos=ignore_eos))
             result = engine.run()["r"]
             expected = tokens if ignore_eos else tokens[: tokens.index(tokens[5]) + 1]
@@ -310,7 +310,7 @@ def test_a_request_with_broken_logits_fails_alone() -> None:
     broken = load_runner(RunnerConfig(reference("llama").directory, num_blocks=32, instruction_set=TORCH))
     poisoned = prompt_of(5)[0]
     broken.model.embed_tokens.weight[poisoned] = math.nan
-    engine = LocalEngine(broken, engine_config(broken))
+    engine = GatheringEngine(broken, engine_config(broken))
     healthy = [token for token in prompt_of(20) if token != poisoned]
     engine.add("good", healthy, greedy(10))
     engine.add("bad", [*healthy, poisoned], greedy(10))
@@ -326,7 +326,7 @@ def test_blocks_left_by_a_broken_request_do_no_harm(instruction_set: str) -> Non
     for k_cache, v_cache in broken.kv.layers:
         k_cache.fill_(math.nan)
         v_cache.fill_(math.nan)
-    engine = LocalEngine(broken, engine_config(broken, fixed_budget(64)))
+    engine = GatheringEngine(broken, engine_config(broken, fixed_budget(64)))
     prompts = {f"r{i}": prompt_of(37 + i, seed=i) for i in range(4)}
     for request_id, prompt in prompts.items():
         engine.add(request_id, prompt, greedy(20))
@@ -340,7 +340,7 @@ def test_two_steps_in_flight_give_the_same_tokens(preemption: str) -> None:
     shared = runner("llama")
     alone, _ = generate(shared, prompt_of(40), [40], greedy(60))
     stop = alone[20]
-    config = crowded_engine(shared, preemption, num_blocks=8).config.with_(max_steps_in_flight=2)
+    config = crowded_engine(shared, preemption, num_blocks=8).core.config.with_(max_steps_in_flight=2)
     core, in_flight = EngineCore(config), deque()
     for _ in range(64):
         core.scheduler.lengths.observe(2)

@@ -17,7 +17,7 @@ from diptych.runtime.instruction_set import TORCH
 from diptych.runtime.kv_geometry import read_kv_geometry
 from diptych.runtime.layers.forward_pass import ForwardPass
 from diptych.runtime.layers.layer_loader import LayerLoader
-from diptych.runtime.local_engine import LocalEngine, engine_config
+from diptych.runtime.local_engine import engine_config
 from diptych.runtime.model_config import (
     AttentionConfig,
     ConfigFields,
@@ -31,7 +31,7 @@ from diptych.runtime.model_config import (
 from diptych.runtime.models.registry import MODELS, read_model_config
 from tests.runtime import checkpoints
 from tests.runtime.checkpoints import prompt_of, reference, runner
-from tests.runtime.driving import chunks_of, generate, greedy
+from tests.runtime.driving import GatheringEngine, chunks_of, generate, greedy
 from tests.runtime.kernel_sets import BFLOAT16, EVERY, FLOAT32
 
 # ---------------------------------------------------------------- the family: what would be models/gemma2.py
@@ -167,7 +167,7 @@ def test_logits_are_those_of_transformers_whole_and_in_chunks(instruction_set: s
 @pytest.mark.parametrize("instruction_set", FLOAT32)
 def test_greedy_tokens_of_a_batch_in_mixed_phases_are_those_of_transformers(instruction_set: str) -> None:
     shared = runner(FAMILY, instruction_set)
-    engine = LocalEngine(shared, engine_config(shared))
+    engine = GatheringEngine(shared, engine_config(shared))
     prompts = {f"r{index}": prompt_of(3 + 40 * index, seed=index) for index in range(6)}
     for request_id, prompt in prompts.items():
         engine.add(request_id, prompt, greedy(30))

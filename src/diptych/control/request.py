@@ -189,6 +189,35 @@ class Request:
         self.decode_entry = 0  # the current stay in the decode batch; 0: none; negative: its last step is in flight
         self.is_long = False  # by the caps' threshold, decided when it is queued and again when it is admitted
 
+    @classmethod
+    def for_sampling(
+        cls,
+        request_id: str,
+        num_prompt_tokens: int,
+        sampling: SamplingParams,
+        *,
+        num_output_tokens: int = 0,
+        block_hashes: tuple[bytes, ...] = (),
+        priority: int = 0,
+        slo: Slo | None = None,
+    ) -> "Request":
+        """The request that ``sampling`` asks for. num_output_tokens: sampled by another worker already; here they are
+        the end of the prompt. Raises InvalidRequestError when no token is left to sample."""
+        max_tokens = sampling.max_tokens - num_output_tokens
+        if max_tokens < 1:
+            raise InvalidRequestError(
+                f"max_tokens is {sampling.max_tokens}; {num_output_tokens} tokens exist already", param="max_tokens"
+            )
+        return cls(
+            request_id,
+            num_prompt_tokens + num_output_tokens,
+            max_tokens,
+            block_hashes=block_hashes,
+            priority=priority,
+            slo=slo,
+            reads_prefix_cache=sampling.prompt_logprobs is None,
+        )
+
     @property
     def num_tokens(self) -> int:
         """Prompt plus sampled tokens (while decoding: ask the decode batch, which counts for its members)."""

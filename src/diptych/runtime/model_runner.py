@@ -186,9 +186,8 @@ class ModelRunner:
         """Requests known here."""
         return len(self._requests)
 
-    @torch.inference_mode()
     def forward(self, batch: InputBatch) -> torch.Tensor:
-        """See Model.forward; the result is valid until the next call."""
+        """See Model.forward; the result is valid until the next call. The caller is in torch.inference_mode."""
         if self._graphs is not None:
             return self._graphs.forward(batch)
         on_layer = self.on_layer if self.attention.device.type == "cpu" else None

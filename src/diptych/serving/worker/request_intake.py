@@ -10,7 +10,7 @@ from typing import Protocol
 
 from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.kvcache.prefix_cache import hash_blocks
-from diptych.control.errors import InvalidRequestError, RequestError
+from diptych.control.errors import RequestError
 from diptych.control.events import Event, HandoffExpired, HandoffReleased, RequestFinished
 from diptych.control.request import FinishReason, Request, SamplingParams
 from diptych.control.slo import LatencyBreakdown
@@ -132,20 +132,14 @@ class RequestIntake:
 
     def _request(self, wire: WireRequest, tokens: _Tokens) -> Request:
         """As the control code sees it: what was sampled elsewhere is part of its prompt."""
-        max_tokens = wire.sampling.max_tokens - len(tokens.output)
-        if max_tokens < 1:
-            raise InvalidRequestError(
-                f"max_tokens is {wire.sampling.max_tokens}; {len(tokens.output)} tokens exist already",
-                param="max_tokens",
-            )
-        return Request(
+        return Request.for_sampling(
             wire.request_id,
-            len(tokens.prompt) + len(tokens.output),
-            max_tokens,
+            len(tokens.prompt),
+            wire.sampling,
+            num_output_tokens=len(tokens.output),
             block_hashes=tokens.hashes,
             priority=wire.priority,
             slo=wire.slo,
-            reads_prefix_cache=wire.sampling.prompt_logprobs is None,
         )
 
     def _tell_runner(self, wire: WireRequest, tokens: _Tokens, output: Sequence[int]) -> None:
