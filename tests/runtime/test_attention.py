@@ -7,6 +7,7 @@ import torch
 
 from diptych.runtime.attention import make_attention
 from diptych.runtime.attention.attention_backend import AttentionBackend
+from diptych.runtime.attention.layout import write_cpu, write_cuda
 from diptych.runtime.input_batch import InputBatch
 from diptych.runtime.instruction_set import TORCH
 from diptych.runtime.model_config import AttentionConfig, LayerAttention
@@ -90,7 +91,8 @@ class Sequences:
         size = self.shape.block_size
         for k, v, table in zip(self.k, self.v, self.tables, strict=True):
             slots = torch.tensor([table[p // size] * size + p % size for p in range(len(k))])
-            backend.write(k, v, k_cache, v_cache, slots)
+            write = write_cuda if backend.name == "cuda" else write_cpu
+            write(k, v, k_cache, v_cache, slots)
         return k_cache, v_cache
 
     def attend(
@@ -210,7 +212,7 @@ def test_stale_memory_behind_the_last_token_is_never_seen(dtype: str, instructio
     k_cache.fill_(float("nan"))
     v_cache.fill_(float("nan"))
     k, v = torch.randn(2, 5, 1, 32).to(shape.dtype)
-    native.write(k, v, k_cache, v_cache, torch.arange(5))
+    write_cpu(k, v, k_cache, v_cache, torch.arange(5))
     batch = make_batch([(4, 1)], 16, [[0]])
     out = native.run(torch.randn(1, 2, 32).to(shape.dtype), k_cache, v_cache, native.plan(batch, shape.how()))
     assert out.abs().max() < 10

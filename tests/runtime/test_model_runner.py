@@ -241,6 +241,33 @@ def test_native_kernels_give_the_same_bits_in_every_batch_and_chunk(dtype: str, 
     assert results(crowd) == alone
 
 
+@pytest.mark.parametrize(("dtype", "instruction_set"), NATIVE)
+def test_native_kernels_give_the_same_bits_after_a_prefix_hit(dtype: str, instruction_set: str) -> None:
+    shared = runner("qwen3", instruction_set, dtype)
+    engine, prompt = GatheringEngine(shared, engine_config(shared)), prompt_of(150)
+    results = []
+    for request_id in ("computed", "found"):
+        engine.add(request_id, prompt, greedy(30, logprobs=4))
+        results.append(engine.run()[request_id].logprobs)
+    assert engine.core.stats().prefix_hit_tokens == 128 and results[0] == results[1]
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize(("dtype", "instruction_set"), NATIVE)
+def test_native_kernels_give_the_same_bits_after_preemption(dtype: str, instruction_set: str, preemption: str) -> None:
+    shared = runner("qwen2-window", instruction_set, dtype)
+    crowded = crowded_engine(shared, preemption, num_blocks=16)
+    prompts = {f"r{i}": prompt_of(40 + 13 * i, seed=i) for i in range(5)}
+    for request_id, prompt in prompts.items():
+        crowded.add(request_id, prompt, greedy(60, logprobs=4))
+    results = crowded.run()
+    assert any(isinstance(event, RequestPreempted) for event in crowded.events)
+    for request_id, prompt in prompts.items():
+        alone = GatheringEngine(shared, engine_config(shared))
+        alone.add(request_id, prompt, greedy(60, logprobs=4))
+        assert alone.run()[request_id].logprobs == results[request_id].logprobs
+
+
 def test_random_requests_get_the_same_tokens_alone_and_in_a_batch() -> None:
     shared = runner("llama")
     prompts = {f"r{i}": prompt_of(20 + i, seed=i) for i in range(8)}

@@ -1,6 +1,6 @@
 """ModelRunner: the Executor that computes. It applies a SchedulerOutput, runs the model, and samples.
 
-For drivers (serving, engine.py):
+For drivers (serving/worker, local_engine.py):
 
     runner = load_runner(RunnerConfig(model=path), progress)    # blocks until the weights are in memory
     runner.first_block, runner.num_blocks, runner.block_size, runner.num_host_blocks, runner.max_model_len

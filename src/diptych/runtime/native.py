@@ -23,7 +23,6 @@ _SIGNATURES: dict[str, list[type]] = {
     "diptych_add_rms_norm": [_P, _P, _P, _P, _I, _I, _F, _I],
     "diptych_silu_and_mul": [_P, _P, _I, _I, _I],
     "diptych_rope_and_cache": [_P, _P, _P, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _F, _I],
-    "diptych_write_kv": [_P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _I, _I],
     "diptych_attention": [_P, _P, _P, _P, _P, _P, _P, _P, _P, _F, _I],
     "diptych_decode_step": [_P, _I],
     "diptych_kv_encode": [_P, _P, _P, _P, _I, _I],

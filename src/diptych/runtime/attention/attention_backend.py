@@ -42,18 +42,6 @@ class AttentionBackend(Protocol):
         """Work that is the same for all layers that attend like this; valid for this step only."""
         ...
 
-    def write(
-        self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
-    ) -> None:
-        """Store k, v [num_tokens, num_kv_heads, head_dim] at ``slots`` [num_tokens] int64."""
-        ...
-
-    def read(
-        self, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V at ``slots``, each [len(slots), num_kv_heads, head_dim]: for tests and fallbacks, not for speed."""
-        ...
-
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: Any) -> torch.Tensor:
         """Causal attention of q [num_tokens, num_heads, head_dim] over each sequence's blocks, this step's tokens
         included (they must have been written before). Returns [num_tokens, num_heads * head_dim]."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from diptych.control.errors import ConfigError
-from diptych.runtime.attention.layout import read_cuda, write_cuda
+from diptych.runtime.attention.layout import read_cuda
 from diptych.runtime.attention.torch_attention import GatherPlan, attend_gathered, plan_gather
 from diptych.runtime.input_batch import InputBatch
 from diptych.runtime.kv_geometry import KVGeometry
@@ -67,18 +67,6 @@ class CudaAttention:
         """See AttentionBackend."""
         shape = (-1, self.geometry.block_size, self.geometry.num_kv_heads, self.geometry.head_dim)
         return k.view(shape), v.view(shape)
-
-    def write(
-        self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
-    ) -> None:
-        """See AttentionBackend."""
-        write_cuda(k, v, k_cache, v_cache, slots)
-
-    def read(
-        self, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See AttentionBackend."""
-        return read_cuda(k_cache, v_cache, slots)
 
     def plan(self, batch: InputBatch, how: LayerAttention) -> _PagedPlan | GatherPlan:
         """See AttentionBackend."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from diptych.runtime.attention.layout import allocate_cpu, lay_out_cpu, read_cpu, write_cpu
+from diptych.runtime.attention.layout import allocate_cpu, lay_out_cpu, read_cpu
 from diptych.runtime.input_batch import InputBatch
 from diptych.runtime.kv_geometry import KVGeometry
 from diptych.runtime.model_config import LayerAttention
@@ -53,18 +53,6 @@ class TorchCpuAttention:
         """See AttentionBackend."""
         kv = self.geometry
         return lay_out_cpu(k, v, kv.num_kv_heads, kv.block_size, kv.head_dim)
-
-    def write(
-        self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
-    ) -> None:
-        """See AttentionBackend."""
-        write_cpu(k, v, k_cache, v_cache, slots)
-
-    def read(
-        self, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See AttentionBackend."""
-        return read_cpu(k_cache, v_cache, slots)
 
     def plan(self, batch: InputBatch, how: LayerAttention) -> GatherPlan:
         """See AttentionBackend."""
