@@ -11,7 +11,7 @@ from diptych.control.request import FinishReason, SamplingParams
 from diptych.control.step import ScheduledPrefill, SchedulerOutput, StepResult
 from diptych.runtime.local_engine import LocalEngine, StepOutcome
 from diptych.runtime.model_runner import ModelRunner
-from diptych.runtime.sampler import TokenLogprobs
+from diptych.runtime.sampler import RowLogprobs
 
 
 def greedy(max_tokens: int = 64, **changes: object) -> SamplingParams:
@@ -63,8 +63,8 @@ class GeneratedTokens:
     """What one request got. prompt_logprobs: one entry per prompt position, None for the first, if asked for."""
 
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    logprobs: list[RowLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[RowLogprobs | None] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     message: str = ""
 

@@ -1,9 +1,12 @@
 """The runner computes the same tokens as Hugging Face transformers, however the scheduler cuts and moves the work."""
 
 import copy
+import json
 import math
+import shutil
 from collections import deque
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +22,7 @@ from diptych.control.step import ScheduledPrefill, SchedulerOutput
 from diptych.runtime.instruction_set import TORCH
 from diptych.runtime.local_engine import engine_config
 from diptych.runtime.model_runner import ModelRunner, RunnerConfig, load_runner
-from diptych.runtime.sampler import RowSampling, TokenLogprobs, sample_row, uniforms
+from diptych.runtime.sampler import RowLogprobs, RowSampling, sample_row, uniforms
 from diptych.runtime.warm_up import warm_up
 from tests.runtime.checkpoints import FAMILIES, prompt_of, reference, runner
 from tests.runtime.driving import GatheringEngine, chunks_of, generate, greedy
@@ -227,7 +230,7 @@ def test_native_kernels_give_the_same_bits_in_every_batch_and_chunk(dtype: str, 
     shared = runner("qwen3", instruction_set, dtype)
     prompt, sampling = prompt_of(150), greedy(30, logprobs=4)
 
-    def results(engine: GatheringEngine) -> list[TokenLogprobs]:
+    def results(engine: GatheringEngine) -> list[RowLogprobs]:
         engine.add("r", prompt, sampling)
         return engine.run()["r"].logprobs
 
@@ -317,20 +320,18 @@ def test_a_stop_token_ends_a_request_and_min_tokens_delays_it() -> None:
     assert stop not in delayed.token_ids[:12] and len(delayed.token_ids) >= 12
 
 
-def test_end_of_sequence_stops_unless_it_is_ignored() -> None:
-    shared = runner("llama")
+def test_end_of_sequence_stops_unless_it_is_ignored(tmp_path: Path) -> None:
     prompt = prompt_of(12)
-    tokens, _ = generate(shared, prompt, [12], greedy(20))
-    shared._ends_sequence[tokens[5]] = True
-    try:
-        for ignore_eos in (False, True):
-            engine = GatheringEngine(shared, engine_config(shared))
-            engine.add("r", prompt, greedy(20, ignore_eos=ignore_eos))
-            result = engine.run()["r"]
-            expected = tokens if ignore_eos else tokens[: tokens.index(tokens[5]) + 1]
-            assert result.token_ids == expected
-    finally:
-        shared._ends_sequence[:] = False
+    tokens, _ = generate(runner("llama"), prompt, [12], greedy(20))
+    directory = shutil.copytree(reference("llama").directory, tmp_path / "model")
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": tokens[5]}))
+    ending = load_runner(RunnerConfig(directory, num_blocks=32))
+    for ignore_eos in (False, True):
+        engine = GatheringEngine(ending, engine_config(ending))
+        engine.add("r", prompt, greedy(20, ignore_eos=ignore_eos))
+        result = engine.run()["r"]
+        assert result.token_ids == (tokens if ignore_eos else tokens[: tokens.index(tokens[5]) + 1])
+        assert result.finish_reason is (FinishReason.LENGTH if ignore_eos else FinishReason.STOP)
 
 
 def test_a_request_with_broken_logits_fails_alone() -> None:

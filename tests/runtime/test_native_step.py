@@ -5,7 +5,7 @@ import torch
 
 from diptych.runtime.instruction_set import TORCH
 from diptych.runtime.local_engine import engine_config
-from diptych.runtime.sampler import TokenLogprobs
+from diptych.runtime.sampler import RowLogprobs
 from tests.runtime.checkpoints import prompt_of, runner
 from tests.runtime.driving import GatheringEngine, greedy
 from tests.runtime.kernel_sets import NATIVE
@@ -21,7 +21,7 @@ def test_a_decode_step_gives_the_bits_of_its_parts_with_any_number_of_threads(
     shared = runner(family, instruction_set, dtype)
     assert shared.model.native_step is not None
 
-    def logprobs() -> dict[str, list[TokenLogprobs | None]]:
+    def logprobs() -> dict[str, list[RowLogprobs | None]]:
         engine = GatheringEngine(shared, engine_config(shared, enable_prefix_cache=False))
         for name, length in LENGTHS.items():
             engine.add(name, prompt_of(length), greedy(20, logprobs=4))

@@ -80,7 +80,7 @@ class Gemma2Layer:
 
 
 class Gemma2:
-    """See Model."""
+    """See LanguageModel."""
 
     fits_cuda_graphs = True
 
@@ -93,7 +93,7 @@ class Gemma2:
 
     @classmethod
     def read_config(cls, fields: ConfigFields) -> Gemma2Config:
-        """See Model."""
+        """See LanguageModel."""
         fields.require("hidden_activation", "gelu_pytorch_tanh")
         heads, scale = read_heads(fields, 256), fields.number("query_pre_attn_scalar", 256) ** -0.5
         window, softcap = fields.integer("sliding_window", 4096), fields.number("attn_logit_softcapping", 50.0)
@@ -111,7 +111,7 @@ class Gemma2:
         )
 
     def forward(self, step: ForwardPass) -> torch.Tensor:
-        """See Model."""
+        """See LanguageModel."""
         x = self.embed_tokens(step.batch.token_ids)
         x = x * torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype)
         for index, layer in enumerate(self.layers):
@@ -125,7 +125,7 @@ class Gemma2:
         return self.norm(x)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See Model."""
+        """See LanguageModel."""
         cap = self.config.final_softcap
         return cap * (self.lm_head(hidden) / cap).tanh()
 

@@ -12,7 +12,7 @@ from diptych.runtime.attention.attention_backend import AttentionBackend
 from diptych.runtime.input_batch import InputBatch
 from diptych.runtime.kv_tensors import LayerCache
 from diptych.runtime.layers.forward_pass import ForwardPass
-from diptych.runtime.models.registry import Model
+from diptych.runtime.models.registry import LanguageModel
 
 MAX_BATCH = 64
 SEEN_BEFORE_CAPTURE = 3
@@ -28,7 +28,9 @@ class _Captured:
 class GraphedModel:
     """``forward`` of a model that fits CUDA graphs, replayed from a graph where one exists."""
 
-    def __init__(self, model: Model, attention: AttentionBackend, caches: list[LayerCache], max_model_len: int) -> None:
+    def __init__(
+        self, model: LanguageModel, attention: AttentionBackend, caches: list[LayerCache], max_model_len: int
+    ) -> None:
         self._model = model
         self._attention = attention
         self._caches = caches
@@ -37,7 +39,7 @@ class GraphedModel:
         self._captured: dict[int, _Captured] = {}
 
     def forward(self, batch: InputBatch) -> torch.Tensor:
-        """See Model.forward. The result of a replayed graph is valid until the next call."""
+        """See LanguageModel.forward. The result of a replayed graph is valid until the next call."""
         size = batch.num_seqs
         if not batch.is_decode or size > MAX_BATCH:
             return self._compute(batch)

@@ -32,7 +32,7 @@ from diptych.runtime.attention import make_attention
 from diptych.runtime.attention.attention_backend import AttentionBackend
 from diptych.runtime.checkpoint import Checkpoint
 from diptych.runtime.cuda_graphs import GraphedModel
-from diptych.runtime.decode_rows import DecodeBatch
+from diptych.runtime.decode_rows import DecodeRows
 from diptych.runtime.input_batch import InputBatch
 from diptych.runtime.instruction_set import TORCH, choose
 from diptych.runtime.kv_tensors import KVTensors
@@ -40,14 +40,14 @@ from diptych.runtime.layers.forward_pass import ForwardPass
 from diptych.runtime.layers.layer_loader import LayerLoader
 from diptych.runtime.loader import Progress, Weights, resolve_dtype
 from diptych.runtime.model_config import ModelConfig
-from diptych.runtime.models.registry import MODELS, Model, read_model_config
+from diptych.runtime.models.registry import MODELS, LanguageModel, read_model_config
 from diptych.runtime.ops import make_ops
 from diptych.runtime.request_state import RequestState, check_tokens
 from diptych.runtime.rope import RotaryTables
 from diptych.runtime.sampler import (
+    RowLogprobs,
     RowSampling,
     SamplingError,
-    TokenLogprobs,
     row_as_float32,
     sample_greedy,
     sample_row,
@@ -62,7 +62,7 @@ from diptych.runtime.weight_memory import PrivateMemory, WeightMemory
 SCORED_ROWS_AT_ONCE = 64  # logits of prompt tokens are computed in slices: a whole prompt's would take gigabytes
 NOT_A_NUMBER = "the model computed a logit that is not a number"
 
-PromptLogprobs = dict[str, tuple[int, list[TokenLogprobs]]]
+PromptLogprobs = dict[str, tuple[int, list[RowLogprobs]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class StepTokens:
 
     request_ids: list[str]
     token_ids: list[int]
-    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
+    logprobs: dict[str, RowLogprobs] = field(default_factory=dict)
     prompt_logprobs: PromptLogprobs = field(default_factory=dict)
 
 
@@ -111,7 +111,7 @@ class _Sampled:
     token_ids: npt.NDArray[np.int64]
     is_silent: npt.NDArray[np.bool_]
     failed: list[tuple[str, str]] = field(default_factory=list)
-    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
+    logprobs: dict[str, RowLogprobs] = field(default_factory=dict)
 
 
 class ModelRunner:
@@ -119,7 +119,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Model,
+        model: LanguageModel,
         attention: AttentionBackend,
         kv: KVTensors,
         max_num_seqs: int,
@@ -142,7 +142,7 @@ class ModelRunner:
         if attention.fits_cuda_graphs and model.fits_cuda_graphs:
             self._graphs = GraphedModel(model, attention, kv.layers, max_model_len)
         self._requests: dict[str, RequestState] = {}
-        self._batch = DecodeBatch(max_num_seqs, max_model_len, self.block_size)
+        self._batch = DecodeRows(max_num_seqs, max_model_len, self.block_size)
         self._ends_sequence = np.zeros(self.model_config.vocab_size, dtype=np.bool_)
         eos = [token for token in self.model_config.eos_token_ids if token < self.model_config.vocab_size]
         self._ends_sequence[eos] = True
@@ -187,7 +187,7 @@ class ModelRunner:
         return len(self._requests)
 
     def forward(self, batch: InputBatch) -> torch.Tensor:
-        """See Model.forward; the result is valid until the next call. The caller is in torch.inference_mode."""
+        """See LanguageModel.forward; the result is valid until the next call. The caller is in torch.inference_mode."""
         if self._graphs is not None:
             return self._graphs.forward(batch)
         on_layer = self.on_layer if self.attention.device.type == "cpu" else None
@@ -293,9 +293,9 @@ class ModelRunner:
             request_ids, tokens = [request_ids[row] for row in reported], [tokens[row] for row in reported]
         return StepTokens(request_ids, tokens, sampled.logprobs, prompt_logprobs), stopped
 
-    def _score_prompts(self, layout: StepLayout, hidden: torch.Tensor) -> dict[str, tuple[int, list[TokenLogprobs]]]:
+    def _score_prompts(self, layout: StepLayout, hidden: torch.Tensor) -> dict[str, tuple[int, list[RowLogprobs]]]:
         """Log probabilities of prompt tokens, from the rows behind the sampled ones."""
-        scores: dict[str, tuple[int, list[TokenLogprobs]]] = {}
+        scores: dict[str, tuple[int, list[RowLogprobs]]] = {}
         row = layout.num_samples
         for chunk in layout.chunks:
             state, entries = chunk.state, []
@@ -331,7 +331,7 @@ def load_runner(config: RunnerConfig, progress: Progress | None = None) -> Model
     num_blocks = config.num_blocks or attention.geometry.blocks_within(config.kv_bytes)
     rotary = RotaryTables(model_config.attention.head_dim, max_model_len, device)
 
-    def load(memory: WeightMemory) -> Model:
+    def load(memory: WeightMemory) -> LanguageModel:
         weights = Weights(checkpoint, dtype, device, progress, memory)
         model = MODELS[model_config.architecture](model_config, LayerLoader(weights, ops, attention, rotary))
         weights.finish()

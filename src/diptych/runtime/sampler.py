@@ -44,7 +44,7 @@ class RowSampling:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class RowLogprobs:
     """Natural log probabilities under the model's own distribution (before penalties and temperature).
 
     top: the most likely tokens, best first, as (token id, log probability).
@@ -122,12 +122,12 @@ def adjust_logits(logits: Floats, row: RowSampling) -> None:
         logits[tokens] -= (counts * params.frequency_penalty + params.presence_penalty).astype(np.float32)
 
 
-def token_logprobs(logits: Floats, token_id: int, num_top: int) -> TokenLogprobs:
+def token_logprobs(logits: Floats, token_id: int, num_top: int) -> RowLogprobs:
     """Log probability of ``token_id`` and of the ``num_top`` most likely tokens under raw ``logits`` [vocab]."""
     peak = logits.max()
     log_total = float(peak) + float(np.log(np.exp(logits - peak).sum(dtype=np.float64)))
     top = top_tokens(logits, num_top) if num_top else ()
-    return TokenLogprobs(
+    return RowLogprobs(
         token_id,
         float(logits[token_id]) - log_total,
         tuple((int(token), float(logits[token]) - log_total) for token in top),

@@ -21,7 +21,7 @@ from diptych.runtime.model_config import LayerAttention
 
 
 class AttentionBackend(Protocol):
-    """Paged attention for one model on one device. fits_cuda_graphs: see Model."""
+    """Paged attention for one model on one device. fits_cuda_graphs: see LanguageModel."""
 
     name: str
     geometry: KVGeometry

@@ -89,7 +89,7 @@ class LlamaLayer:
 
 
 class Llama:
-    """See Model."""
+    """See LanguageModel."""
 
     fits_cuda_graphs = True
 
@@ -103,12 +103,12 @@ class Llama:
 
     @classmethod
     def read_config(cls, fields: ConfigFields) -> LlamaConfig:
-        """See Model."""
+        """See LanguageModel."""
         bias = fields.flag("attention_bias")
         return read_llama_config(fields, qkv_bias=bias, output_bias=bias, mlp_bias=fields.flag("mlp_bias"))
 
     def forward(self, step: ForwardPass) -> torch.Tensor:
-        """See Model."""
+        """See LanguageModel."""
         residual = self.embed_tokens(step.batch.token_ids)  # [num_tokens, hidden], as x
         if self.native_step is not None and step.batch.is_decode:
             return self.native_step(residual, step)
@@ -125,5 +125,5 @@ class Llama:
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See Model."""
+        """See LanguageModel."""
         return self.lm_head(hidden)

@@ -7,11 +7,11 @@ DEFAULT_WINDOW = 4096  # what a config means that does not say
 
 
 class Mistral(Llama):
-    """See Model."""
+    """See LanguageModel."""
 
     @classmethod
     def read_config(cls, fields: ConfigFields) -> LlamaConfig:
-        """See Model."""
+        """See LanguageModel."""
         if "sliding_window" in fields.values and fields.values["sliding_window"] is None:
             return read_llama_config(fields)
         window = fields.integer("sliding_window", DEFAULT_WINDOW)

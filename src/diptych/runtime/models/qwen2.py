@@ -9,11 +9,11 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 class Qwen2(Llama):
-    """See Model."""
+    """See LanguageModel."""
 
     @classmethod
     def read_config(cls, fields: ConfigFields) -> LlamaConfig:
-        """See Model."""
+        """See LanguageModel."""
         return read_llama_config(fields, windows=read_qwen_windows(fields), qkv_bias=True)
 
 

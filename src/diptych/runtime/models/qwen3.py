@@ -8,11 +8,11 @@ DEFAULT_HEAD_DIM = 128  # what a config means that does not say
 
 
 class Qwen3(Llama):
-    """See Model."""
+    """See LanguageModel."""
 
     @classmethod
     def read_config(cls, fields: ConfigFields) -> LlamaConfig:
-        """See Model."""
+        """See LanguageModel."""
         bias = fields.flag("attention_bias")
         return read_llama_config(
             fields,

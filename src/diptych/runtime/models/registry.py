@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from diptych.runtime.layers.layer_loader import LayerLoader
 
 
-class Model(Protocol):
+class LanguageModel(Protocol):
     """A loaded model of one family: from the tokens of a batch to logits, without any state of its own.
 
     fits_cuda_graphs: a decode step neither waits for the device nor looks at a value on it, so that a captured graph of
@@ -51,7 +51,7 @@ class Model(Protocol):
         ...
 
 
-MODELS: dict[str, type[Model]] = {
+MODELS: dict[str, type[LanguageModel]] = {
     "LlamaForCausalLM": Llama,
     "MistralForCausalLM": Mistral,
     "Qwen2ForCausalLM": Qwen2,
