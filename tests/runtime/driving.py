@@ -1,17 +1,15 @@
-"""Drives a ModelRunner: with plans made by hand (one request, any chunks, any blocks), or by a scheduler to the end."""
+"""Drives ModelRunners with plans made by hand: one request, any chunks, any blocks; and handoffs between two."""
 
 import random
+import select
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from diptych.control.config import EngineConfig
-from diptych.control.engine.engine_core import EngineCore
-from diptych.control.events import Event, RequestFinished
-from diptych.control.request import FinishReason, SamplingParams
-from diptych.control.step import ScheduledPrefill, SchedulerOutput, StepResult
-from diptych.runtime.local_engine import LocalEngine, StepOutcome
+from diptych.control.engine.worker_core import ChunkArrived
+from diptych.control.request import SamplingParams
+from diptych.control.step import ResumedDecode, ScheduledPrefill, SchedulerOutput, StepResult
 from diptych.runtime.model_runner import ModelRunner
-from diptych.runtime.sampler import RowLogprobs
+from diptych.runtime.transfer.connector import Committed, ConnectorEvent, KVConnector
 
 
 def greedy(max_tokens: int = 64, **changes: object) -> SamplingParams:
@@ -58,62 +56,63 @@ def generate(
     return tokens, results
 
 
-@dataclass(slots=True)
-class GeneratedTokens:
-    """What one request got. prompt_logprobs: one entry per prompt position, None for the first, if asked for."""
+@dataclass(frozen=True)
+class ConnectedRunner:
+    """A worker without its loop."""
 
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[RowLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[RowLogprobs | None] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    message: str = ""
+    runner: ModelRunner
+    connector: KVConnector
 
 
-class GatheringEngine(LocalEngine):
-    """A LocalEngine that keeps what every request got, and ``events``: everything that happened, in order."""
+def hand_off(
+    prefill: ConnectedRunner,
+    decode: ConnectedRunner,
+    attempt_id: str,
+    prompt: Sequence[int],
+    sampling: SamplingParams,
+    chunk_tokens: int,
+) -> list[int]:
+    """Compute the prompt on one runner, in blocks from 20 on, and the answer on the other, in blocks from 10 on."""
+    num_blocks = -(-len(prompt) // prefill.runner.block_size)
+    sent, received = range(20, 20 + num_blocks), range(10, 10 + num_blocks)
+    decode.connector.expect(attempt_id, received, 0, len(prompt))
+    prefill.connector.open(attempt_id, decode.connector.address, 0)
+    prefill.runner.add_request(attempt_id, prompt, sampling)
+    tokens = [compute_and_send(prefill, attempt_id, len(prompt), sent, chunk_tokens)]
+    prefill.runner.execute(SchedulerOutput(0, finished=(attempt_id,)))
+    happened: list[ConnectorEvent] = []
+    while not happened or isinstance(happened[-1], ChunkArrived):
+        select.select([decode.connector], [], [], 30)
+        happened += decode.connector.poll()
+    assert isinstance(happened[-1], Committed), happened
+    decode.runner.add_request(attempt_id, prompt, sampling, output_token_ids=tokens)
+    resumed: tuple[ResumedDecode, ...] = (ResumedDecode(attempt_id, len(prompt), tuple(received)),)
+    while len(tokens) < sampling.max_tokens:
+        tokens += decode.runner.execute(SchedulerOutput(0, num_decodes=1, resumed=resumed)).payload.token_ids
+        resumed = ()
+    decode.runner.execute(SchedulerOutput(0, finished=(attempt_id,)))
+    return tokens
 
-    def __init__(self, runner: ModelRunner, config: EngineConfig) -> None:
-        super().__init__(EngineCore(config), runner)
-        self.events: list[Event] = []
-        self._open: dict[str, GeneratedTokens] = {}
-        self._done: dict[str, GeneratedTokens] = {}
 
-    def add(
-        self, request_id: str, prompt_token_ids: Sequence[int], sampling: SamplingParams, *, salt: str | None = None
-    ) -> list[Event]:
-        events = super().add(request_id, prompt_token_ids, sampling, salt=salt)
-        self._open[request_id] = GeneratedTokens()
-        return self._take(events)
+def compute_and_send(
+    worker: ConnectedRunner, attempt_id: str, num_tokens: int, blocks: Sequence[int], chunk_tokens: int
+) -> int:
+    """Compute a prompt in chunks, and send whole blocks of each as its layers are done; commit. The first token."""
+    start = sent = 0
+    for number in chunks_of(num_tokens, chunk_tokens):
+        is_last = start + number == num_tokens
+        count = start + number - sent
+        count -= 0 if is_last else count % worker.runner.block_size
 
-    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> list[Event]:
-        return self._take(super().abort(request_id, reason))
+        def on_layer(num_layers: int, sent: int = sent, count: int = count) -> None:
+            if num_layers:
+                worker.connector.send(attempt_id, sent, count, blocks, num_layers)
 
-    def step(self) -> StepOutcome | None:
-        outcome = super().step()
-        if outcome is not None:
-            tokens = outcome.tokens
-            for request_id, token_id in zip(tokens.request_ids, tokens.token_ids, strict=True):
-                self._open[request_id].token_ids.append(token_id)
-            for request_id, entry in tokens.logprobs.items():
-                self._open[request_id].logprobs.append(entry)
-            for request_id, (first, entries) in tokens.prompt_logprobs.items():
-                self._open[request_id].prompt_logprobs += [None] * (first == 1) + entries
-            self._take(outcome.events)
-        return outcome
-
-    def run(self) -> dict[str, GeneratedTokens]:
-        """Run until every request has ended; gives what ended since the last call, by request id."""
-        while self.step() is not None:
-            pass
-        assert not self._open, f"{len(self._open)} requests are left, and no step can be planned"
-        done, self._done = self._done, {}
-        return done
-
-    def _take(self, events: list[Event]) -> list[Event]:
-        self.events += events
-        for event in events:
-            if isinstance(event, RequestFinished):
-                generated = self._open.pop(event.request_id)
-                generated.finish_reason, generated.message = event.reason, event.message
-                self._done[event.request_id] = generated
-        return events
+        worker.runner.on_layer = on_layer
+        chunk = ScheduledPrefill(attempt_id, start, number, tuple(blocks), is_last)
+        tokens = worker.runner.execute(SchedulerOutput(0, prefills=(chunk,))).payload.token_ids
+        worker.runner.on_layer = None
+        worker.connector.send(attempt_id, sent, count, blocks)
+        start, sent = start + number, sent + count
+    worker.connector.commit(attempt_id, b"")
+    return int(tokens[0])

@@ -9,7 +9,8 @@ import pytest
 from diptych.runtime.local_engine import engine_config
 from diptych.runtime.model_runner import RunnerConfig, load_runner
 from diptych.serving.link.engine_options import BUNDLED_MODEL
-from tests.runtime.driving import GatheringEngine, greedy
+from tests.runtime.driving import greedy
+from tests.runtime.gathering_engine import GatheringEngine
 from tests.runtime.kernel_sets import EVERY
 
 psutil = pytest.importorskip("psutil")

@@ -18,14 +18,15 @@ from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.errors import InvalidRequestError
 from diptych.control.events import RequestAdmitted, RequestFinished, RequestPreempted
 from diptych.control.request import FinishReason, Request, SamplingParams
-from diptych.control.step import ScheduledPrefill, SchedulerOutput
+from diptych.control.step import ScheduledPrefill, SchedulerOutput, TokenLogprobs
 from diptych.runtime.instruction_set import TORCH
 from diptych.runtime.local_engine import engine_config
 from diptych.runtime.model_runner import ModelRunner, RunnerConfig, load_runner
-from diptych.runtime.sampler import RowLogprobs, RowSampling, sample_row, uniforms
+from diptych.runtime.sampler import RowSampling, sample_row, uniforms
 from diptych.runtime.warm_up import warm_up
 from tests.runtime.checkpoints import FAMILIES, prompt_of, reference, runner
-from tests.runtime.driving import GatheringEngine, chunks_of, generate, greedy
+from tests.runtime.driving import chunks_of, generate, greedy
+from tests.runtime.gathering_engine import GatheringEngine
 from tests.runtime.kernel_sets import BFLOAT16, FLOAT32, NATIVE
 
 
@@ -230,7 +231,7 @@ def test_native_kernels_give_the_same_bits_in_every_batch_and_chunk(dtype: str, 
     shared = runner("qwen3", instruction_set, dtype)
     prompt, sampling = prompt_of(150), greedy(30, logprobs=4)
 
-    def results(engine: GatheringEngine) -> list[RowLogprobs]:
+    def results(engine: GatheringEngine) -> list[TokenLogprobs]:
         engine.add("r", prompt, sampling)
         return engine.run()["r"].logprobs
 

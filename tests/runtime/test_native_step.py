@@ -3,11 +3,12 @@
 import pytest
 import torch
 
+from diptych.control.step import TokenLogprobs
 from diptych.runtime.instruction_set import TORCH
 from diptych.runtime.local_engine import engine_config
-from diptych.runtime.sampler import RowLogprobs
 from tests.runtime.checkpoints import prompt_of, runner
-from tests.runtime.driving import GatheringEngine, greedy
+from tests.runtime.driving import greedy
+from tests.runtime.gathering_engine import GatheringEngine
 from tests.runtime.kernel_sets import NATIVE
 
 LENGTHS = {"short": 5, "one segment": 256, "long": 700}
@@ -21,7 +22,7 @@ def test_a_decode_step_gives_the_bits_of_its_parts_with_any_number_of_threads(
     shared = runner(family, instruction_set, dtype)
     assert shared.model.native_step is not None
 
-    def logprobs() -> dict[str, list[RowLogprobs | None]]:
+    def logprobs() -> dict[str, list[TokenLogprobs | None]]:
         engine = GatheringEngine(shared, engine_config(shared, enable_prefix_cache=False))
         for name, length in LENGTHS.items():
             engine.add(name, prompt_of(length), greedy(20, logprobs=4))

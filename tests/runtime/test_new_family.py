@@ -31,7 +31,8 @@ from diptych.runtime.model_config import (
 from diptych.runtime.models.registry import MODELS, read_model_config
 from tests.runtime import checkpoints
 from tests.runtime.checkpoints import prompt_of, reference, runner
-from tests.runtime.driving import GatheringEngine, chunks_of, generate, greedy
+from tests.runtime.driving import chunks_of, generate, greedy
+from tests.runtime.gathering_engine import GatheringEngine
 from tests.runtime.kernel_sets import BFLOAT16, EVERY, FLOAT32
 
 # ---------------------------------------------------------------- the family: what would be models/gemma2.py

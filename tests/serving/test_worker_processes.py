@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from tests.runtime.checkpoints import prompt_of, reference, runner
-from tests.runtime.driving import GatheringEngine, GeneratedTokens
+from tests.runtime.gathering_engine import GatheringEngine, GeneratedTokens
 from wire_peers import Peer, ProcessPeer, ThreadPeer, attempt, hand_off
 
 from diptych.control.config import BudgetConfig, SchedulerConfig
@@ -28,7 +28,6 @@ from diptych.serving.link.engine_options import (
     EngineOptions,
     MemoryOptions,
     PoolShare,
-    TransferName,
     WorkerPlace,
 )
 from diptych.serving.link.heartbeat import FILE_NAME, read_pulse
@@ -67,7 +66,7 @@ def pairs() -> Iterator[dict[str, Pair]]:
     )
     secret = secrets.token_bytes(32)
 
-    def at(number: int, transfer: TransferName) -> EngineOptions:
+    def at(number: int, transfer: str) -> EngineOptions:
         place = WorkerPlace(number=number, transfer=transfer, secret=secret)
         if transfer == "shared_memory":
             total, first = memory.total_blocks, memory.first_blocks[number]

@@ -17,8 +17,9 @@ from diptych.control.config import CacheConfig, EngineConfig, SchedulerConfig
 from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.events import Event
-from diptych.control.request import FinishReason, Request, SamplingParams
-from diptych.runtime.model_runner import ModelRunner, StepTokens
+from diptych.control.request import FinishReason, Request, RequestOptions, SamplingParams
+from diptych.control.step import StepTokens
+from diptych.runtime.model_runner import ModelRunner
 
 Clock = Callable[[], int]  # nanoseconds
 
@@ -65,7 +66,10 @@ class LocalEngine:
         """Queue a request. Requests share the prefix cache where their ``salt`` is equal. Raises InvalidRequestError,
         ContextLengthError or OverloadedError when it is refused; then nothing has happened."""
         hashes = hash_blocks(prompt_token_ids, self.core.config.cache.block_size, salt)
-        request = Request.for_sampling(request_id, len(prompt_token_ids), sampling, block_hashes=hashes)
+        options = RequestOptions(cache_salt=salt)
+        request = Request.for_sampling(
+            request_id, len(prompt_token_ids), sampling, block_hashes=hashes, options=options
+        )
         self.core.check_request(request)
         self.runner.add_request(request_id, prompt_token_ids, sampling, salt=salt, block_hashes=hashes)
         return self.core.add_request(request, self._clock())
@@ -81,4 +85,5 @@ class LocalEngine:
             events = self.core.take_events()
             return StepOutcome(StepTokens([], []), events) if events else None
         result = self.runner.execute(output)
-        return StepOutcome(result.payload, self.core.end_step(result, self._clock()))
+        tokens = result.payload or StepTokens([], [])
+        return StepOutcome(tokens, self.core.end_step(result, self._clock()))

@@ -27,7 +27,7 @@ import torch
 
 from diptych.control.errors import ConfigError
 from diptych.control.request import FinishReason, SamplingParams
-from diptych.control.step import SchedulerOutput, StepResult
+from diptych.control.step import PromptLogprobs, SchedulerOutput, StepResult, StepTokens, TokenLogprobs
 from diptych.runtime.attention import make_attention
 from diptych.runtime.attention.attention_backend import AttentionBackend
 from diptych.runtime.checkpoint import Checkpoint
@@ -45,7 +45,6 @@ from diptych.runtime.ops import make_ops
 from diptych.runtime.request_state import RequestState, check_tokens
 from diptych.runtime.rope import RotaryTables
 from diptych.runtime.sampler import (
-    RowLogprobs,
     RowSampling,
     SamplingError,
     row_as_float32,
@@ -61,8 +60,6 @@ from diptych.runtime.weight_memory import PrivateMemory, WeightMemory
 
 SCORED_ROWS_AT_ONCE = 64  # logits of prompt tokens are computed in slices: a whole prompt's would take gigabytes
 NOT_A_NUMBER = "the model computed a logit that is not a number"
-
-PromptLogprobs = dict[str, tuple[int, list[RowLogprobs]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,20 +87,6 @@ class RunnerConfig:
     shared_weights: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StepTokens:
-    """The tokens of one step, for the driver: request_ids[i] got token_ids[i].
-
-    logprobs: only of requests that asked. prompt_logprobs: (position of the first, one entry per prompt position) of
-    the chunk that was computed; a prompt's first token has none, nor have tokens found in the prefix cache.
-    """
-
-    request_ids: list[str]
-    token_ids: list[int]
-    logprobs: dict[str, RowLogprobs] = field(default_factory=dict)
-    prompt_logprobs: PromptLogprobs = field(default_factory=dict)
-
-
 @dataclass(slots=True)
 class _Sampled:
     """What the sampling rows of a step got. is_silent: rows that failed, now or in an earlier step, or had ended."""
@@ -111,7 +94,7 @@ class _Sampled:
     token_ids: npt.NDArray[np.int64]
     is_silent: npt.NDArray[np.bool_]
     failed: list[tuple[str, str]] = field(default_factory=list)
-    logprobs: dict[str, RowLogprobs] = field(default_factory=dict)
+    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
 
 
 class ModelRunner:
@@ -293,9 +276,9 @@ class ModelRunner:
             request_ids, tokens = [request_ids[row] for row in reported], [tokens[row] for row in reported]
         return StepTokens(request_ids, tokens, sampled.logprobs, prompt_logprobs), stopped
 
-    def _score_prompts(self, layout: StepLayout, hidden: torch.Tensor) -> dict[str, tuple[int, list[RowLogprobs]]]:
+    def _score_prompts(self, layout: StepLayout, hidden: torch.Tensor) -> dict[str, tuple[int, list[TokenLogprobs]]]:
         """Log probabilities of prompt tokens, from the rows behind the sampled ones."""
-        scores: dict[str, tuple[int, list[RowLogprobs]]] = {}
+        scores: dict[str, tuple[int, list[TokenLogprobs]]] = {}
         row = layout.num_samples
         for chunk in layout.chunks:
             state, entries = chunk.state, []

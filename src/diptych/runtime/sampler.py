@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from diptych.control.request import SamplingParams
+from diptych.control.step import TokenLogprobs
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
@@ -41,18 +42,6 @@ class RowSampling:
     token_ids: npt.NDArray[np.int32]
     num_prompt_tokens: int
     stop_ids: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class RowLogprobs:
-    """Natural log probabilities under the model's own distribution (before penalties and temperature).
-
-    top: the most likely tokens, best first, as (token id, log probability).
-    """
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
 
 
 def sample_greedy(logits: torch.Tensor) -> tuple[Ints, npt.NDArray[np.bool_]]:
@@ -122,12 +111,12 @@ def adjust_logits(logits: Floats, row: RowSampling) -> None:
         logits[tokens] -= (counts * params.frequency_penalty + params.presence_penalty).astype(np.float32)
 
 
-def token_logprobs(logits: Floats, token_id: int, num_top: int) -> RowLogprobs:
+def token_logprobs(logits: Floats, token_id: int, num_top: int) -> TokenLogprobs:
     """Log probability of ``token_id`` and of the ``num_top`` most likely tokens under raw ``logits`` [vocab]."""
     peak = logits.max()
     log_total = float(peak) + float(np.log(np.exp(logits - peak).sum(dtype=np.float64)))
     top = top_tokens(logits, num_top) if num_top else ()
-    return RowLogprobs(
+    return TokenLogprobs(
         token_id,
         float(logits[token_id]) - log_total,
         tuple((int(token), float(logits[token]) - log_total) for token in top),

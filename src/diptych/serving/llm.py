@@ -30,11 +30,9 @@ from diptych.serving.link.engine_options import (
     EngineOptions,
     MemoryOptions,
 )
-from diptych.serving.link.messages import pack_finished
 from diptych.serving.output_builder import OutputBuilder
 from diptych.serving.outputs import RequestOutput
 from diptych.serving.worker.load_engine import load_engine
-from diptych.serving.worker.worker_loop import pack_logprobs
 
 Prompt = str | Sequence[int]
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -70,8 +68,9 @@ class LLM:
             )
         self.options = options
         self.tokenizer = Tokenizer(Path(options.model))
-        core, runner, self._ready = load_engine(options, lambda stage, fraction=None: None)
-        self._engine = LocalEngine(core, runner)
+        loaded = load_engine(options, lambda stage, fraction=None: None)
+        self._ready = loaded.ready
+        self._engine = LocalEngine(loaded.engine, loaded.runner)
         self._open: dict[str, AnswerStream] = {}
         self._num_requests = 0
 
@@ -183,13 +182,12 @@ class LLM:
                 self._open[event.request_id].cached_tokens = event.num_cached_tokens
         for request_id, (first, entries) in tokens.prompt_logprobs.items():
             if sequence := self._open.get(request_id):
-                sequence.add_prompt_logprobs(first, [pack_logprobs(entry) for entry in entries])
+                sequence.add_prompt_logprobs(first, entries)
         matched = []
         for request_id, token_id in zip(tokens.request_ids, tokens.token_ids, strict=True):
             if (sequence := self._open.get(request_id)) is None:
                 continue
-            entry = tokens.logprobs.get(request_id)
-            logprobs = None if entry is None else pack_logprobs(entry)
+            logprobs = tokens.logprobs.get(request_id)
             end = ended.get(request_id)
             is_stop_token = end is not None and end.reason is FinishReason.STOP
             if sequence.push(token_id, is_stop_token=is_stop_token, logprobs=logprobs):
@@ -204,7 +202,7 @@ class LLM:
             if isinstance(event, RequestFinished) and (sequence := self._open.pop(event.request_id, None)):
                 if event.reason is FinishReason.ERROR:
                     raise WorkerError(f"request {event.request_id} failed: {event.message}")
-                sequence.end(pack_finished(event))
+                sequence.end(event)
                 sequence.mark()
 
     def _clear(self) -> None:

@@ -25,8 +25,8 @@ class CompletionWriter:
         self._is_plain = not any(extras)
         self._prefix = context.event_prefix("text_completion")
         self._plain = context.plain_event("text_completion", _PLAIN_CHOICE)
-        self._started = [False] * len(context.generation.sequences)
-        self._offsets = [0] * len(context.generation.sequences)
+        self._started = [False] * len(context.generation.streams)
+        self._offsets = [0] * len(context.generation.streams)
 
     def events(self, deltas: Iterable[Delta]) -> bytes:
         """One event per sequence that has something new."""
@@ -48,7 +48,7 @@ class CompletionWriter:
 
     def body(self, deltas: Iterable[Delta]) -> bytes:
         """The whole reply."""
-        whole = gather(deltas, len(self._context.generation.sequences))
+        whole = gather(deltas, len(self._context.generation.streams))
         return encode_json(
             {
                 **self._context.head("text_completion"),
@@ -59,7 +59,7 @@ class CompletionWriter:
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
         index, context = delta.index, self._context
-        one = context.generation.sequences[index]
+        one = context.generation.streams[index]
         is_first, self._started[index] = not self._started[index], True
         text = delta.text
         entries: list[Any] = list(delta.logprobs)
