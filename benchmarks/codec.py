@@ -204,8 +204,7 @@ def logits_after(subject: Subject, start: int, tokens: list[int]) -> torch.Tenso
         torch.tensor([end], dtype=torch.int32), torch.arange(-(-end // BLOCK_SIZE), dtype=torch.int32)[None],
         torch.arange(count), 0, count, end,
     )  # fmt: skip
-    model = subject.runner.model
-    return model.logits(model.forward(batch, subject.runner.kv.layers)).float()
+    return subject.runner.model.logits(subject.runner.forward(batch)).float()
 
 
 def accuracy_rows(subject: Subject) -> list[dict[str, Any]]:

@@ -23,13 +23,15 @@ import torch.nn.functional as F
 from common import report
 
 from diptych.runtime.attention import make_attention
-from diptych.runtime.attention.attention_backend import AttentionShape
 from diptych.runtime.input_batch import InputBatch
+from diptych.runtime.instruction_set import choose
+from diptych.runtime.model_config import AttentionConfig, LayerAttention
 from diptych.runtime.native import NativeLibrary, load_native
-from diptych.runtime.ops.native_ops import NativeLinear, OneDnnLinear
+from diptych.runtime.ops.native_ops import NativeLinear
 
 BF16 = torch.bfloat16
 COLD_BYTES = 150e6
+BLOCK_SIZE = 32
 LINEARS = (  # what, out_features, in_features, gated
     ("qwen2.5-0.5b qkv", 1152, 896, False),
     ("qwen2.5-0.5b gate_up", 9728, 896, True),
@@ -102,6 +104,17 @@ def ceilings(library: NativeLibrary, repetitions: int) -> dict[str, float]:
     return {name: round(value, 1) for name, value in result.items()}
 
 
+class OneDnnLinear:
+    """A linear layer through oneDNN with weights that it has packed for itself."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, None, "none", [], "")
+        return y
+
+
 def linear_rows(library: NativeLibrary, repetitions: int) -> list[dict[str, Any]]:
     """Ours and oneDNN's prepacked linear layers in bf16, silu(gate) * up included where it belongs."""
     rows = []
@@ -110,7 +123,7 @@ def linear_rows(library: NativeLibrary, repetitions: int) -> list[dict[str, Any]
         size = outputs * inputs * 2
         copies = max(1, int(COLD_BYTES / size))
         ours = [NativeLinear(library, weight, None, gated) for _ in range(copies)]
-        theirs = [OneDnnLinear(weight, None) for _ in range(copies)]
+        theirs = [OneDnnLinear(weight) for _ in range(copies)]
         for num_rows in ROWS if outputs < 40_000 else ROWS[:5]:
             x = torch.randn(num_rows, inputs).to(BF16)
             flop = 2 * num_rows * outputs * inputs
@@ -155,8 +168,9 @@ def attention_rows(repetitions: int) -> list[dict[str, Any]]:
     """Paged attention: prefill against torch's SDPA over contiguous tensors, decode against reading the KV once."""
     rows = []
     for heads, kv_heads, dim in HEADS:
-        shape = AttentionShape(heads, kv_heads, dim, 32, BF16, dim**-0.5)
-        backend = make_attention(shape, torch.device("cpu"), native=True)
+        how = LayerAttention(dim**-0.5)
+        config = AttentionConfig(heads, kv_heads, dim, (how,))
+        backend = make_attention(config, BLOCK_SIZE, BF16, torch.device("cpu"), choose(BF16))
         for before, new, num_seqs in (
             (0, 512, 1),
             (0, 2048, 1),
@@ -165,13 +179,13 @@ def attention_rows(repetitions: int) -> list[dict[str, Any]]:
             (4095, 1, 1),
             (511, 1, 32),
         ):
-            batch = make_batch(before, new, num_seqs, shape.block_size)
+            batch = make_batch(before, new, num_seqs, BLOCK_SIZE)
             blocks = batch.block_tables.numel()
-            size = blocks * shape.block_size * kv_heads * dim * 4
+            size = blocks * BLOCK_SIZE * kv_heads * dim * 4
             caches = [backend.allocate(blocks) for _ in range(1 if new > 1 else max(1, int(COLD_BYTES / size)))]
             for k_cache, v_cache in caches:
                 k_cache.normal_(), v_cache.normal_()
-            q, plan = torch.randn(num_seqs * new, heads, dim).to(BF16), backend.plan(batch, None)
+            q, plan = torch.randn(num_seqs * new, heads, dim).to(BF16), backend.plan(batch, how)
             flop = 4 * heads * dim * num_seqs * sum(range(before + 1, before + new + 1))
 
             def native(backend=backend, q=q, caches=caches, plan=plan) -> None:  # type: ignore[no-untyped-def]

@@ -40,10 +40,12 @@ FORBIDDEN_IN_CONTROL = {
 SERVING_WITH_TORCH = ("worker", "llm.py")
 
 
-# What the front end may read of runtime: sizes, formats and the table of connectors, without torch or numpy.
+# What the front end may read of runtime, without torch or numpy: sizes, formats, the configs of model families, and the
+# table of connectors.
 TORCH_FREE_RUNTIME = {
-    "checkpoint", "kv_geometry", "model_config", "safetensors_file",
+    "checkpoint", "dtypes", "kv_geometry", "model_config", "models", "safetensors_file",
     "transfer", "transfer.connector", "transfer.connector_kind", "transfer.kv_format",
+    *(f"models.{path.stem}" for path in (SOURCE / "runtime" / "models").glob("[a-z]*.py")),
 }  # fmt: skip
 
 

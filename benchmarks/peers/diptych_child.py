@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from diptych.control.config import shape_preset
+from diptych.control.engine.engine_core import EngineCore
 from diptych.control.request import SamplingParams
 from diptych.runtime.local_engine import LocalEngine, engine_config
 from diptych.runtime.model_runner import RunnerConfig, load_runner
@@ -21,7 +22,7 @@ def main() -> None:
     )
     runner = load_runner(config)
     settings = shape_preset("unified", max_num_seqs=32)
-    engine = LocalEngine(runner, engine_config(runner, settings, enable_prefix_cache=False))
+    engine = LocalEngine(EngineCore(engine_config(runner, settings, enable_prefix_cache=False)), runner)
 
     rng, number = random.Random(0), 0
 
@@ -32,10 +33,14 @@ def main() -> None:
         engine.add(str(number), tokens, SamplingParams(max_tokens=num_outputs, temperature=0, ignore_eos=True))
         return str(number)
 
+    def run() -> None:
+        while engine.step() is not None:
+            pass
+
     def prefill(num_tokens: int) -> float:
         add(num_tokens, 1)
         began = time.perf_counter()
-        engine.run()
+        run()
         return num_tokens / (time.perf_counter() - began)
 
     def decode(batch: int, context: int, steps: int) -> float:
@@ -44,7 +49,7 @@ def main() -> None:
         while engine.core.scheduler.waiting or engine.core.scheduler.prefilling:
             engine.step()
         began = time.perf_counter()
-        engine.run()
+        run()
         return batch * steps / (time.perf_counter() - began)
 
     print(json.dumps({"ready": True}), flush=True)

@@ -118,11 +118,13 @@ def reference(family: str, dtype: str = "float32") -> Reference:
 
 
 @cache
-def runner(family: str, native: bool | None = None, dtype: str = "float32", num_blocks: int = 700) -> ModelRunner:
+def runner(
+    family: str, instruction_set: str | None = None, dtype: str = "float32", num_blocks: int = 700
+) -> ModelRunner:
     """A runner of that checkpoint, shared by the tests of a session; tests leave it without requests."""
     config = RunnerConfig(
         model=reference(family, dtype).directory,
-        native=native,
+        instruction_set=instruction_set,
         num_blocks=num_blocks,
         num_host_blocks=64,
         max_num_seqs=64,

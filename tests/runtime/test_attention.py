@@ -1,12 +1,18 @@
 """Paged attention: native equals torch, whole equals chunked, alone equals in a batch."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
 from diptych.runtime.attention import make_attention
-from diptych.runtime.attention.attention_backend import AttentionBackend, AttentionShape
+from diptych.runtime.attention.attention_backend import AttentionBackend
+from diptych.runtime.attention.layout import write_cpu, write_cuda
 from diptych.runtime.input_batch import InputBatch
+from diptych.runtime.instruction_set import TORCH
+from diptych.runtime.model_config import AttentionConfig, LayerAttention
 from diptych.runtime.native import load_native
+from tests.runtime.kernel_sets import NATIVE
 
 CPU = torch.device("cpu")
 
@@ -39,10 +45,34 @@ def make_batch(chunks: list[tuple[int, int]], block_size: int, tables: list[list
     )
 
 
+@dataclass(frozen=True)
+class Shape:
+    """The heads of a model of one layer, and its blocks."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype_name: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype_name)
+
+    def how(self, window: int | None = None, softcap: float | None = None) -> LayerAttention:
+        return LayerAttention(self.head_dim**-0.5, window, softcap)
+
+    def config(self, *layers: LayerAttention) -> AttentionConfig:
+        return AttentionConfig(self.num_heads, self.num_kv_heads, self.head_dim, layers or (self.how(),))
+
+    def backend(self, instruction_set: str = TORCH, *layers: LayerAttention) -> AttentionBackend:
+        return make_attention(self.config(*layers), self.block_size, self.dtype, CPU, instruction_set)
+
+
 class Sequences:
     """Random q, k, v of several sequences in one cache, with blocks in random places."""
 
-    def __init__(self, shape: AttentionShape, lengths: list[int], seed: int = 0) -> None:
+    def __init__(self, shape: Shape, lengths: list[int], seed: int = 0) -> None:
         torch.manual_seed(seed)
         self.shape, self.lengths = shape, lengths
         size = shape.block_size
@@ -61,11 +91,12 @@ class Sequences:
         size = self.shape.block_size
         for k, v, table in zip(self.k, self.v, self.tables, strict=True):
             slots = torch.tensor([table[p // size] * size + p % size for p in range(len(k))])
-            backend.write(k, v, k_cache, v_cache, slots)
+            write = write_cuda if backend.name == "cuda" else write_cpu
+            write(k, v, k_cache, v_cache, slots)
         return k_cache, v_cache
 
     def attend(
-        self, backend: AttentionBackend, chunks: list[tuple[int, int, int]], window: int | None = None
+        self, backend: AttentionBackend, chunks: list[tuple[int, int, int]], how: LayerAttention | None = None
     ) -> list[torch.Tensor]:
         """Attention of (sequence, start, count) chunks in one call, decodes first; one result per chunk."""
         batch = make_batch(
@@ -74,22 +105,11 @@ class Sequences:
             [self.tables[sequence] for sequence, _, _ in chunks],
         )
         q = torch.cat([self.q[sequence][start : start + count] for sequence, start, count in chunks])
-        out = backend.run(q, *self.cache(backend), backend.plan(batch, window))
+        out = backend.run(q, *self.cache(backend), backend.plan(batch, how or self.shape.how()))
         return list(out.split([count for _, _, count in chunks]))
 
 
-def backends(shape: AttentionShape) -> tuple[AttentionBackend, AttentionBackend]:
-    library = load_native()
-    if library is None or not library.supports(shape.dtype):
-        pytest.skip("no native kernels here")
-    return make_attention(shape, CPU, native=True), make_attention(shape, CPU, native=False)
-
-
-def make_shape(heads: int, kv_heads: int, dim: int, block_size: int, dtype: torch.dtype) -> AttentionShape:
-    return AttentionShape(heads, kv_heads, dim, block_size, dtype, dim**-0.5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "instruction_set"), NATIVE)
 @pytest.mark.parametrize("window", [None, 1, 40, 300])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "block_size"),
@@ -105,46 +125,75 @@ def make_shape(heads: int, kv_heads: int, dim: int, block_size: int, dtype: torc
     ],
 )
 def test_native_attention_equals_torch(
-    dtype: torch.dtype, window: int | None, heads: int, kv_heads: int, dim: int, block_size: int
+    dtype: str, instruction_set: str, window: int | None, heads: int, kv_heads: int, dim: int, block_size: int
 ) -> None:
-    shape = make_shape(heads, kv_heads, dim, block_size, dtype)
-    native, reference = backends(shape)
+    shape = Shape(heads, kv_heads, dim, block_size, dtype)
+    native, reference, how = shape.backend(instruction_set), shape.backend(), shape.how(window)
+    assert (native.name, reference.name) == ("native-cpu", "torch-cpu")
     sequences = Sequences(shape, [1, 17, 300, 257, 700, 130])
     chunks = [(0, 0, 1), (1, 16, 1), (2, 299, 1), (3, 200, 57), (4, 0, 700), (5, 3, 127)]
-    ours, theirs = sequences.attend(native, chunks, window), sequences.attend(reference, chunks, window)
-    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    ours, theirs = sequences.attend(native, chunks, how), sequences.attend(reference, chunks, how)
+    tolerance = 1e-5 if dtype == "float32" else 2e-2
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one.float(), other.float(), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "instruction_set"), NATIVE)
 @pytest.mark.parametrize("window", [None, 100])
 def test_a_token_is_bitwise_the_same_whole_chunked_decoded_and_in_any_batch(
-    dtype: torch.dtype, window: int | None
+    dtype: str, instruction_set: str, window: int | None
 ) -> None:
-    shape = make_shape(6, 2, 64, 32, dtype)
-    native, _ = backends(shape)
+    shape = Shape(6, 2, 64, 32, dtype)
+    native, how = shape.backend(instruction_set), shape.how(window)
     sequences = Sequences(shape, [600, 90, 1000])
-    (whole,) = sequences.attend(native, [(0, 0, 600)], window)
+    (whole,) = sequences.attend(native, [(0, 0, 600)], how)
     for size in (1, 7, 64, 255, 256, 257):
         for start in range(0, 600, max(size, 97)):
             count = min(size, 600 - start)
-            (part,) = sequences.attend(native, [(0, start, count)], window)
+            (part,) = sequences.attend(native, [(0, start, count)], how)
             assert torch.equal(part, whole[start : start + count])
-    crowd = sequences.attend(native, [(1, 89, 1), (0, 599, 1), (2, 0, 1000), (0, 300, 200)], window)
+    crowd = sequences.attend(native, [(1, 89, 1), (0, 599, 1), (2, 0, 1000), (0, 300, 200)], how)
     assert torch.equal(crowd[1], whole[599:600])
     assert torch.equal(crowd[3], whole[300:500])
 
 
-@pytest.mark.parametrize(("dim", "block_size", "dtype"), [(40, 16, torch.float32), (64, 32, torch.float16)])
-def test_shapes_that_the_kernels_do_not_cover_go_to_torch(dim: int, block_size: int, dtype: torch.dtype) -> None:
-    shape = make_shape(4, 2, dim, block_size, dtype)
-    assert make_attention(shape, CPU).name == "torch-cpu"
+@pytest.mark.parametrize(("dtype", "instruction_set"), NATIVE)
+@pytest.mark.parametrize(("dim", "block_size"), [(40, 16), (64, 8), (272, 16)])
+def test_shapes_that_the_kernels_do_not_cover_go_to_torch(
+    dtype: str, instruction_set: str, dim: int, block_size: int
+) -> None:
+    shape = Shape(4, 2, dim, block_size, dtype)
+    assert shape.backend(instruction_set).name == "torch-cpu"
 
 
-def test_the_number_of_threads_does_not_matter() -> None:
-    shape = make_shape(4, 2, 64, 32, torch.float32)
-    native, _ = backends(shape)
+@pytest.mark.parametrize(("dtype", "instruction_set"), NATIVE)
+def test_capped_scores_go_to_torch_as_long_as_no_kernel_caps_them(dtype: str, instruction_set: str) -> None:
+    shape = Shape(4, 2, 64, 32, dtype)
+    assert shape.backend(instruction_set, shape.how(), shape.how(softcap=50.0)).name == "torch-cpu"
+    assert shape.backend(instruction_set, shape.how(), shape.how()).name == "native-cpu"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("window", [None, 40])
+def test_capped_scores_are_the_softcap_times_the_tangent_of_their_share_of_it(dtype: str, window: int | None) -> None:
+    shape, softcap = Shape(4, 2, 32, 16, dtype), 0.7
+    how, sequences = shape.how(window, softcap), Sequences(shape, [90, 61])
+    results = sequences.attend(shape.backend(TORCH, how), [(0, 89, 1), (1, 20, 41)], how)
+    for (sequence, start), result in zip(((0, 89), (1, 20)), results, strict=True):
+        q, k, v = (part[sequence].double() for part in (sequences.q, sequences.k, sequences.v))
+        k, v = (part.repeat_interleave(2, dim=1) for part in (k, v))
+        scores = softcap * (torch.einsum("qhd,khd->hqk", q, k) * how.scale / softcap).tanh()
+        distance = torch.arange(len(q))[:, None] - torch.arange(len(q))[None]
+        scores[:, (distance < 0) | (distance >= (window or len(q)))] = -torch.inf
+        expected = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)[start:].reshape(len(result), -1)
+        tolerance = 1e-5 if dtype == "float32" else 2e-2
+        torch.testing.assert_close(result.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "instruction_set"), NATIVE)
+def test_the_number_of_threads_does_not_matter(dtype: str, instruction_set: str) -> None:
+    shape = Shape(4, 2, 64, 32, dtype)
+    native = shape.backend(instruction_set)
     sequences = Sequences(shape, [2000, 400])
     chunks = [(0, 1999, 1), (1, 0, 400)]
     before, results = torch.get_num_threads(), []
@@ -155,16 +204,17 @@ def test_the_number_of_threads_does_not_matter() -> None:
     assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
 
 
-def test_stale_memory_behind_the_last_token_is_never_seen() -> None:
-    shape = make_shape(2, 1, 32, 16, torch.bfloat16)
-    native, _ = backends(shape)
+@pytest.mark.parametrize(("dtype", "instruction_set"), NATIVE)
+def test_stale_memory_behind_the_last_token_is_never_seen(dtype: str, instruction_set: str) -> None:
+    shape = Shape(2, 1, 32, 16, dtype)
+    native = shape.backend(instruction_set)
     k_cache, v_cache = native.allocate(2)
     k_cache.fill_(float("nan"))
     v_cache.fill_(float("nan"))
-    k, v = torch.randn(5, 1, 32).bfloat16(), torch.randn(5, 1, 32).bfloat16()
-    native.write(k, v, k_cache, v_cache, torch.arange(5))
+    k, v = torch.randn(2, 5, 1, 32).to(shape.dtype)
+    write_cpu(k, v, k_cache, v_cache, torch.arange(5))
     batch = make_batch([(4, 1)], 16, [[0]])
-    out = native.run(torch.randn(1, 2, 32).bfloat16(), k_cache, v_cache, native.plan(batch, None))
+    out = native.run(torch.randn(1, 2, 32).to(shape.dtype), k_cache, v_cache, native.plan(batch, shape.how()))
     assert out.abs().max() < 10
 
 

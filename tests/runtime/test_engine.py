@@ -4,14 +4,16 @@ import pytest
 
 from diptych.control.errors import ContextLengthError, InvalidRequestError
 from diptych.control.request import FinishReason, SamplingParams
-from diptych.runtime.local_engine import LocalEngine, engine_config
+from diptych.runtime.local_engine import engine_config
+from diptych.runtime.warm_up import warm_up
 from tests.runtime.checkpoints import prompt_of, runner
 from tests.runtime.driving import greedy
+from tests.runtime.gathering_engine import GatheringEngine
 
 
-def engine_of(**changes: object) -> LocalEngine:
+def engine_of(**changes: object) -> GatheringEngine:
     """An engine over the shared Llama."""
-    return LocalEngine(runner("llama"), engine_config(runner("llama"), **changes))
+    return GatheringEngine(runner("llama"), engine_config(runner("llama"), **changes))
 
 
 def test_every_request_comes_back_once_with_its_reason() -> None:
@@ -75,7 +77,8 @@ def test_a_long_answer_extends_the_cached_prefix_under_its_salt() -> None:
 def test_warm_up_gives_the_step_time_model_its_first_fit() -> None:
     engine = engine_of()
     before = engine.core.stats().step_time_coefficients
-    engine.warm_up()
+    for features, duration_ns in warm_up(engine.runner):
+        engine.core.observe(features, duration_ns)
     assert engine.core.stats().step_time_coefficients != before
     engine.add("r", prompt_of(10), SamplingParams(max_tokens=3, seed=1))
     assert len(engine.run()["r"].token_ids) == 3

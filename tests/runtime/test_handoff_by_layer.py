@@ -18,9 +18,9 @@ LENGTH = 200
 
 def connected(model_runner: ModelRunner) -> ConnectedRunner:
     """Each frame of its connector holds one block of one layer."""
-    shape, layers = model_runner.model.attention.shape, model_runner.kv.layers
+    geometry, layers = model_runner.attention.geometry, model_runner.kv.layers
     kv_format = KVFormat(
-        "m", len(layers), shape.num_kv_heads, shape.head_dim, "float32", model_runner.block_size, "cpu"
+        "m", len(layers), geometry.num_kv_heads, geometry.head_dim, geometry.dtype, geometry.block_size, "cpu"
     )
     options = TransferOptions(bytes(32), frame_bytes=1)
     return ConnectedRunner(model_runner, make_connector("tcp", layers, kv_format, options))

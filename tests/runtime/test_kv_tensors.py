@@ -5,15 +5,19 @@ import torch
 
 from diptych.control.errors import ConfigError
 from diptych.runtime.attention import make_attention
-from diptych.runtime.attention.attention_backend import AttentionShape
-from diptych.runtime.kv_tensors import KVTensors, geometry_of
+from diptych.runtime.attention.attention_backend import AttentionBackend
+from diptych.runtime.kv_tensors import KVTensors
+from diptych.runtime.model_config import AttentionConfig, LayerAttention
 
-SHAPE = AttentionShape(4, 2, 16, 32, torch.bfloat16, 0.25)
+
+def make_backend(num_layers: int) -> AttentionBackend:
+    """2 heads of 16 values, blocks of 32 tokens."""
+    config = AttentionConfig(4, 2, 16, (LayerAttention(0.25),) * num_layers)
+    return make_attention(config, 32, torch.bfloat16, torch.device("cpu"))
 
 
 def test_blocks_survive_the_way_to_the_host_and_back() -> None:
-    backend = make_attention(SHAPE, torch.device("cpu"), native=False)
-    kv = KVTensors(backend, num_layers=2, num_blocks=6, num_host_blocks=3)
+    kv = KVTensors(make_backend(num_layers=2), num_blocks=6, num_host_blocks=3)
     for layer in kv.layers:
         for cache in layer:
             cache.normal_()
@@ -31,9 +35,10 @@ def test_blocks_survive_the_way_to_the_host_and_back() -> None:
 
 
 def test_bytes_per_block_is_what_a_block_takes() -> None:
-    kv = KVTensors(make_attention(SHAPE, torch.device("cpu"), native=False), num_layers=3, num_blocks=5)
+    backend = make_backend(num_layers=3)
+    kv = KVTensors(backend, num_blocks=5)
     total = sum(cache.nbytes for layer in kv.layers for cache in layer)
-    geometry = geometry_of(SHAPE, 3)
+    geometry = backend.geometry
     size = geometry.block_bytes
     assert total == 5 * size
     assert geometry.blocks_within(5 * size + size - 1) == 5

@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from diptych.control.errors import ConfigError, UnsupportedModelError
+from diptych.runtime.instruction_set import TORCH
 from diptych.runtime.loader import Checkpoint, Weights, read_tensor, resolve_dtype
-from diptych.runtime.model_config import read_model_config
 from diptych.runtime.model_runner import RunnerConfig, load_runner
+from diptych.runtime.models.registry import read_model_config
 from diptych.runtime.safetensors_file import SafetensorsFile
 from tests.runtime.checkpoints import prompt_of, reference
 from tests.runtime.driving import generate, greedy
@@ -38,7 +39,7 @@ def write(directory: Path, tensors: dict[str, torch.Tensor], family: str = "llam
 
 def load(directory: Path, **changes: Any):
     """A small runner."""
-    return load_runner(RunnerConfig(directory, num_blocks=16, native=False, **changes))
+    return load_runner(RunnerConfig(directory, num_blocks=16, instruction_set=TORCH, **changes))
 
 
 def test_our_reader_reads_what_safetensors_wrote(tmp_path: Path) -> None:
@@ -68,7 +69,9 @@ def test_a_sharded_checkpoint_gives_the_same_tokens(tmp_path: Path) -> None:
 def test_progress_goes_from_nothing_to_everything(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     directory = reference("qwen3").directory
-    load_runner(RunnerConfig(directory, num_blocks=4, native=False), lambda done, total: seen.append((done, total)))
+    load_runner(
+        RunnerConfig(directory, num_blocks=4, instruction_set=TORCH), lambda done, total: seen.append((done, total))
+    )
     total = Checkpoint(directory).num_bytes
     done = [entry[0] for entry in seen]
     assert {entry[1] for entry in seen} == {total}
@@ -79,11 +82,11 @@ def test_a_float16_checkpoint_is_converted_with_a_note(tmp_path: Path) -> None:
     halves = {name: tensor.half() for name, tensor in tensors_of().items()}
     write(tmp_path, halves, dtype="float16")
     runner = load(tmp_path)
-    assert runner.model.dtype is torch.bfloat16
+    assert runner.attention.dtype is torch.bfloat16
     assert runner.note == "the checkpoint is float16; converted to bfloat16"
     exact = load(tmp_path, dtype="float32")
-    assert exact.model.dtype is torch.float32 and "converted to float32" in exact.note
-    assert torch.equal(exact.model._weights.embedding, halves["model.embed_tokens.weight"].float())
+    assert exact.attention.dtype is torch.float32 and "converted to float32" in exact.note
+    assert torch.equal(exact.model.embed_tokens.weight, halves["model.embed_tokens.weight"].float())
 
 
 def test_dtype_auto_is_the_checkpoints_own(tmp_path: Path) -> None:
@@ -189,7 +192,7 @@ def test_a_context_longer_than_the_model_supports_is_refused() -> None:
     with pytest.raises(ConfigError, match="max_model_len is 5000; at least 2 and at most 4096"):
         load(reference("llama").directory, max_model_len=5000)
     with pytest.raises(ConfigError, match="kv_bytes is 10; one block of this model takes 24576"):
-        load_runner(RunnerConfig(reference("llama").directory, kv_bytes=10, native=False))
+        load_runner(RunnerConfig(reference("llama").directory, kv_bytes=10, instruction_set=TORCH))
 
 
 @pytest.mark.parametrize("shape", ["tiny-llama", "tiny-mistral", "tiny-qwen2", "tiny-qwen3"])

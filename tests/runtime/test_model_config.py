@@ -10,7 +10,9 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from diptych.control.errors import ConfigError, UnsupportedModelError
-from diptych.runtime.model_config import AttentionConfig, read_model_config
+from diptych.runtime.model_config import AttentionConfig, LayerAttention
+from diptych.runtime.models.llama import LlamaConfig
+from diptych.runtime.models.registry import read_model_config
 from diptych.runtime.rope import cos_sin_table, inverse_frequencies
 from tests.runtime.checkpoints import LLAMA3_ROPE, YARN_ROPE
 
@@ -39,7 +41,8 @@ def write(directory: Path, generation: dict[str, Any] | None = None, **changes: 
 
 def test_a_llama_config(tmp_path: Path) -> None:
     config = read_model_config(write(tmp_path, eos_token_id=7, torch_dtype="bfloat16"))
-    assert config.attention == AttentionConfig(4, 2, 16, False, (None,) * 4)
+    assert isinstance(config, LlamaConfig)
+    assert config.attention == AttentionConfig(4, 2, 16, (LayerAttention(0.25),) * 4)
     assert (config.vocab_size, config.hidden_size, config.num_layers, config.norm_eps) == (100, 64, 4, 1e-5)
     assert (config.dtype, config.eos_token_ids, config.tie_word_embeddings) == ("bfloat16", (7,), False)
     assert (config.rope.kind, config.rope.theta) == ("default", 10000.0)
@@ -119,13 +122,13 @@ def test_sliding_windows_are_those_of_transformers(name: str, changes: dict[str,
     config = read_model_config(write(tmp_path, architectures=[f"{name}ForCausalLM"], **changes))
     theirs = getattr(transformers, f"{name}Config")(**{**LLAMA, **changes})
     expected = [theirs.sliding_window if kind == "sliding_attention" else None for kind in theirs.layer_types]
-    assert list(config.attention.windows) == expected
+    assert [layer.window for layer in config.attention.layers] == expected
 
 
 def test_the_sliding_window_of_mistral(tmp_path: Path) -> None:
     def windows(**changes: Any) -> set[int | None]:
         path = write(tmp_path, architectures=["MistralForCausalLM"], max_position_embeddings=9000, **changes)
-        return set(read_model_config(path).attention.windows)
+        return {layer.window for layer in read_model_config(path).attention.layers}
 
     assert windows(sliding_window=512) == {512}
     assert windows(sliding_window=None) == {None}
@@ -134,15 +137,16 @@ def test_the_sliding_window_of_mistral(tmp_path: Path) -> None:
 
 
 def test_biases_by_family(tmp_path: Path) -> None:
-    def biases(family: str, **changes: Any) -> tuple[bool, bool]:
+    def biases(family: str, **changes: Any) -> tuple[bool, bool, bool]:
         config = read_model_config(write(tmp_path, architectures=[f"{family}ForCausalLM"], head_dim=16, **changes))
-        return config.attention.bias, config.mlp_bias
+        assert isinstance(config, LlamaConfig)
+        return config.qkv_bias, config.output_bias, config.mlp_bias
 
-    assert biases("Llama") == (False, False)
-    assert biases("Llama", attention_bias=True, mlp_bias=True) == (True, True)
-    assert biases("Mistral") == (False, False)
-    assert biases("Qwen2") == (True, False)
-    assert biases("Qwen3", attention_bias=True) == (True, False)
+    assert biases("Llama") == (False, False, False)
+    assert biases("Llama", attention_bias=True, mlp_bias=True) == (True, True, True)
+    assert biases("Mistral") == (False, False, False)
+    assert biases("Qwen2") == (True, False, False)
+    assert biases("Qwen3", attention_bias=True) == (True, True, False)
 
 
 @pytest.mark.parametrize(

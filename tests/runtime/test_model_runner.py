@@ -1,9 +1,12 @@
 """The runner computes the same tokens as Hugging Face transformers, however the scheduler cuts and moves the work."""
 
 import copy
+import json
 import math
+import shutil
 from collections import deque
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,51 +19,52 @@ from diptych.control.errors import InvalidRequestError
 from diptych.control.events import RequestAdmitted, RequestFinished, RequestPreempted
 from diptych.control.request import FinishReason, Request, SamplingParams
 from diptych.control.step import ScheduledPrefill, SchedulerOutput, TokenLogprobs
-from diptych.runtime.local_engine import LocalEngine, engine_config
+from diptych.runtime.instruction_set import TORCH
+from diptych.runtime.local_engine import engine_config
 from diptych.runtime.model_runner import ModelRunner, RunnerConfig, load_runner
-from diptych.runtime.native import load_native
 from diptych.runtime.sampler import RowSampling, sample_row, uniforms
 from diptych.runtime.warm_up import warm_up
 from tests.runtime.checkpoints import FAMILIES, prompt_of, reference, runner
 from tests.runtime.driving import chunks_of, generate, greedy
+from tests.runtime.gathering_engine import GatheringEngine
+from tests.runtime.kernel_sets import BFLOAT16, FLOAT32, NATIVE
 
-KERNELS = [False, None]
-KERNEL_NAMES = ["fallback", "best"]
 
-
-@pytest.mark.parametrize("native", KERNELS, ids=KERNEL_NAMES)
+@pytest.mark.parametrize("instruction_set", FLOAT32)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_are_those_of_transformers(family: str, native: bool | None) -> None:
+def test_greedy_tokens_are_those_of_transformers(family: str, instruction_set: str) -> None:
     prompt = prompt_of(301)
     for chunk in (301, 37):
-        tokens, _ = generate(runner(family, native), prompt, chunks_of(301, chunk), greedy(), block_seed=chunk)
+        tokens, _ = generate(runner(family, instruction_set), prompt, chunks_of(301, chunk), greedy(), block_seed=chunk)
         reference(family).check_greedy(prompt, tokens)
 
 
-@pytest.mark.parametrize("native", KERNELS, ids=KERNEL_NAMES)
+@pytest.mark.parametrize("instruction_set", FLOAT32)
 @pytest.mark.parametrize("family", ["llama-rope-yarn", "mistral-window", "qwen3"])
-def test_a_prompt_of_2000_tokens_gives_the_tokens_of_transformers(family: str, native: bool | None) -> None:
+def test_a_prompt_of_2000_tokens_gives_the_tokens_of_transformers(family: str, instruction_set: str) -> None:
     prompt = prompt_of(2000)
-    tokens, _ = generate(runner(family, native), prompt, chunks_of(2000, 600), greedy())
+    tokens, _ = generate(runner(family, instruction_set), prompt, chunks_of(2000, 600), greedy())
     reference(family).check_greedy(prompt, tokens)
 
 
-@pytest.mark.parametrize("native", KERNELS, ids=KERNEL_NAMES)
+@pytest.mark.parametrize("instruction_set", FLOAT32)
 @pytest.mark.parametrize("size", [1, 2, 15, 16, 17, 31, 32, 33, 64, 100])
-def test_chunk_size_does_not_change_the_tokens(size: int, native: bool | None) -> None:
+def test_chunk_size_does_not_change_the_tokens(size: int, instruction_set: str) -> None:
     for family, length in (("llama", 131), ("mistral-window", 150)):
         prompt = prompt_of(length)
-        tokens, _ = generate(runner(family, native), prompt, chunks_of(length, size), greedy(), block_seed=size)
+        tokens, _ = generate(
+            runner(family, instruction_set), prompt, chunks_of(length, size), greedy(), block_seed=size
+        )
         reference(family).check_greedy(prompt, tokens)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("native", KERNELS, ids=KERNEL_NAMES)
+@pytest.mark.parametrize("instruction_set", FLOAT32)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_chunk_size_gives_the_same_tokens(family: str, native: bool | None) -> None:
+def test_every_chunk_size_gives_the_same_tokens(family: str, instruction_set: str) -> None:
     prompt = prompt_of(601)
     for size in [*range(1, 70), *range(70, 601, 7), 600]:
-        tokens, _ = generate(runner(family, native), prompt, chunks_of(601, size), greedy(16), block_seed=size)
+        tokens, _ = generate(runner(family, instruction_set), prompt, chunks_of(601, size), greedy(16), block_seed=size)
         reference(family).check_greedy(prompt, tokens)
 
 
@@ -74,10 +78,11 @@ def fixed_budget(tokens: int, preemption: str = "recompute", seqs: int = 64) -> 
     )
 
 
-@pytest.mark.parametrize("native", KERNELS, ids=KERNEL_NAMES)
+@pytest.mark.parametrize("instruction_set", FLOAT32)
 @pytest.mark.parametrize("family", ["llama-rope-llama3", "mistral-window", "qwen2", "qwen3"])
-def test_a_batch_of_32_in_mixed_phases_gives_each_request_its_own_tokens(family: str, native: bool | None) -> None:
-    engine = LocalEngine(runner(family, native), engine_config(runner(family, native), fixed_budget(96)))
+def test_a_batch_of_32_in_mixed_phases_gives_each_request_its_own_tokens(family: str, instruction_set: str) -> None:
+    shared = runner(family, instruction_set)
+    engine = GatheringEngine(shared, engine_config(shared, fixed_budget(96)))
     prompts = {f"r{i}": prompt_of(3 + 11 * i % 200, seed=i) for i in range(32)}
     for index, (request_id, prompt) in enumerate(prompts.items()):
         engine.add(request_id, prompt, greedy(8 + 5 * index % 70))
@@ -88,11 +93,11 @@ def test_a_batch_of_32_in_mixed_phases_gives_each_request_its_own_tokens(family:
         reference(family).check_greedy(prompts[request_id], generation.token_ids)
 
 
-@pytest.mark.parametrize("native", KERNELS, ids=KERNEL_NAMES)
+@pytest.mark.parametrize("instruction_set", FLOAT32)
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 @pytest.mark.parametrize("family", ["llama", "qwen2-window"])
-def test_preempted_requests_continue_with_the_same_tokens(family: str, preemption: str, native: bool | None) -> None:
-    shared = runner(family, native)
+def test_preempted_requests_continue_with_the_same_tokens(family: str, preemption: str, instruction_set: str) -> None:
+    shared = runner(family, instruction_set)
     engine = crowded_engine(shared, preemption, num_blocks=16)
     prompts = {f"r{i}": prompt_of(40 + 13 * i, seed=i) for i in range(5)}
     for request_id, prompt in prompts.items():
@@ -105,20 +110,21 @@ def test_preempted_requests_continue_with_the_same_tokens(family: str, preemptio
     assert shared.num_requests == 0
 
 
-def crowded_engine(shared: ModelRunner, preemption: str, num_blocks: int) -> LocalEngine:
+def crowded_engine(shared: ModelRunner, preemption: str, num_blocks: int) -> GatheringEngine:
     """An engine with few blocks whose scheduler expects short answers, so that it admits too much."""
     config = engine_config(shared, fixed_budget(64, preemption))
     config = config.with_(cache=replace(config.cache, num_blocks=num_blocks, watermark_blocks=0))
-    engine = LocalEngine(shared, config)
+    engine = GatheringEngine(shared, config)
     for _ in range(64):
         engine.core.scheduler.lengths.observe(2)
     return engine
 
 
-@pytest.mark.parametrize("native", KERNELS, ids=KERNEL_NAMES)
-def test_a_cached_prefix_gives_the_same_tokens(native: bool | None) -> None:
+@pytest.mark.parametrize("instruction_set", FLOAT32)
+def test_a_cached_prefix_gives_the_same_tokens(instruction_set: str) -> None:
     family = "qwen3"
-    engine = LocalEngine(runner(family, native), engine_config(runner(family, native), fixed_budget(128)))
+    shared = runner(family, instruction_set)
+    engine = GatheringEngine(shared, engine_config(shared, fixed_budget(128)))
     prefix = prompt_of(100)
     prompts = {"first": prefix + prompt_of(9), "second": prefix + prompt_of(30)}
     results = {}
@@ -168,9 +174,9 @@ def test_a_recomputed_request_reports_each_output_block_once() -> None:
         assert [block for owner, block in reported if owner == request_id] == list(expected)
 
 
-@pytest.mark.parametrize("native", KERNELS, ids=KERNEL_NAMES)
+@pytest.mark.parametrize("instruction_set", BFLOAT16)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_bfloat16_is_as_close_to_fp32_as_that_of_transformers(family: str, native: bool | None) -> None:
+def test_bfloat16_is_as_close_to_fp32_as_that_of_transformers(family: str, instruction_set: str) -> None:
     """Error of a log probability against fp32 on the same (bf16) weights: within 1.5 times the error of transformers
     in bf16, on average over 200 positions."""
     prompt = prompt_of(200)
@@ -179,7 +185,7 @@ def test_bfloat16_is_as_close_to_fp32_as_that_of_transformers(family: str, nativ
     with torch.no_grad():
         theirs = rounded(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
     sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
-    _, results = generate(runner(family, native, "bfloat16"), prompt, [200], sampling)
+    _, results = generate(runner(family, instruction_set, "bfloat16"), prompt, [200], sampling)
     first, entries = results[0].payload.prompt_logprobs["r"]
     assert first == 1
     rows, targets = torch.arange(199), torch.tensor(prompt[1:])
@@ -192,7 +198,7 @@ def test_bfloat16_is_as_close_to_fp32_as_that_of_transformers(family: str, nativ
 def test_prompt_and_output_logprobs_are_those_of_transformers() -> None:
     prompt = prompt_of(90)
     sampling = greedy(20, logprobs=3, prompt_logprobs=2)
-    engine = LocalEngine(runner("qwen2"), engine_config(runner("qwen2"), fixed_budget(64)))
+    engine = GatheringEngine(runner("qwen2"), engine_config(runner("qwen2"), fixed_budget(64)))
     engine.add("r", prompt, sampling)
     generation = engine.run()["r"]
     expected = reference("qwen2").logits(prompt + generation.token_ids).log_softmax(-1)
@@ -219,27 +225,51 @@ def test_tokens_are_drawn_with_the_number_of_their_seed_and_position() -> None:
         assert tokens[position - 30] == expected
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_native_kernels_give_the_same_bits_in_every_batch_and_chunk(dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "instruction_set"), NATIVE)
+def test_native_kernels_give_the_same_bits_in_every_batch_and_chunk(dtype: str, instruction_set: str) -> None:
     """Log probabilities of a request are equal to the last bit: alone, in chunks of any size, and in a batch."""
-    shared = runner("qwen3", None, dtype)
-    library = load_native()
-    if library is None or shared.model.attention.name != "native-cpu" or (dtype == "bfloat16" and library.has_amx):
-        pytest.skip("needs the native kernels (and no AMX tiles, whose products come from oneDNN)")
+    shared = runner("qwen3", instruction_set, dtype)
     prompt, sampling = prompt_of(150), greedy(30, logprobs=4)
 
-    def results(engine: LocalEngine) -> list[TokenLogprobs]:
+    def results(engine: GatheringEngine) -> list[TokenLogprobs]:
         engine.add("r", prompt, sampling)
         return engine.run()["r"].logprobs
 
-    alone = results(LocalEngine(shared, engine_config(shared)))
+    alone = results(GatheringEngine(shared, engine_config(shared)))
     for chunk in (64, 70, 149):
-        engine = LocalEngine(shared, engine_config(shared, fixed_budget(chunk), enable_prefix_cache=False))
+        engine = GatheringEngine(shared, engine_config(shared, fixed_budget(chunk), enable_prefix_cache=False))
         assert results(engine) == alone
-    crowd = LocalEngine(shared, engine_config(shared, fixed_budget(96)))
+    crowd = GatheringEngine(shared, engine_config(shared, fixed_budget(96)))
     for index in range(20):
         crowd.add(f"other{index}", prompt_of(5 + 20 * index, seed=1), greedy(10 + 3 * index))
     assert results(crowd) == alone
+
+
+@pytest.mark.parametrize(("dtype", "instruction_set"), NATIVE)
+def test_native_kernels_give_the_same_bits_after_a_prefix_hit(dtype: str, instruction_set: str) -> None:
+    shared = runner("qwen3", instruction_set, dtype)
+    engine, prompt = GatheringEngine(shared, engine_config(shared)), prompt_of(150)
+    results = []
+    for request_id in ("computed", "found"):
+        engine.add(request_id, prompt, greedy(30, logprobs=4))
+        results.append(engine.run()[request_id].logprobs)
+    assert engine.core.stats().prefix_hit_tokens == 128 and results[0] == results[1]
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize(("dtype", "instruction_set"), NATIVE)
+def test_native_kernels_give_the_same_bits_after_preemption(dtype: str, instruction_set: str, preemption: str) -> None:
+    shared = runner("qwen2-window", instruction_set, dtype)
+    crowded = crowded_engine(shared, preemption, num_blocks=16)
+    prompts = {f"r{i}": prompt_of(40 + 13 * i, seed=i) for i in range(5)}
+    for request_id, prompt in prompts.items():
+        crowded.add(request_id, prompt, greedy(60, logprobs=4))
+    results = crowded.run()
+    assert any(isinstance(event, RequestPreempted) for event in crowded.events)
+    for request_id, prompt in prompts.items():
+        alone = GatheringEngine(shared, engine_config(shared))
+        alone.add(request_id, prompt, greedy(60, logprobs=4))
+        assert alone.run()[request_id].logprobs == results[request_id].logprobs
 
 
 def test_random_requests_get_the_same_tokens_alone_and_in_a_batch() -> None:
@@ -249,12 +279,12 @@ def test_random_requests_get_the_same_tokens_alone_and_in_a_batch() -> None:
         name: SamplingParams(max_tokens=30, temperature=0.9, top_p=0.9, top_k=40, seed=index, frequency_penalty=0.3)
         for index, name in enumerate(prompts)
     }
-    together = LocalEngine(shared, engine_config(shared, fixed_budget(64)))
+    together = GatheringEngine(shared, engine_config(shared, fixed_budget(64)))
     for name, prompt in prompts.items():
         together.add(name, prompt, params[name])
     results = together.run()
     for name, prompt in prompts.items():
-        alone = LocalEngine(shared, engine_config(shared))
+        alone = GatheringEngine(shared, engine_config(shared))
         alone.add(name, prompt, params[name])
         assert alone.run()[name].token_ids == results[name].token_ids
 
@@ -281,7 +311,7 @@ def test_a_stop_token_ends_a_request_and_min_tokens_delays_it() -> None:
     first = tokens.index(stop)
 
     def run(**changes: object):
-        engine = LocalEngine(shared, engine_config(shared))
+        engine = GatheringEngine(shared, engine_config(shared))
         engine.add("r", prompt, greedy(30, **changes))
         return engine.run()["r"]
 
@@ -291,27 +321,25 @@ def test_a_stop_token_ends_a_request_and_min_tokens_delays_it() -> None:
     assert stop not in delayed.token_ids[:12] and len(delayed.token_ids) >= 12
 
 
-def test_end_of_sequence_stops_unless_it_is_ignored() -> None:
-    shared = runner("llama")
+def test_end_of_sequence_stops_unless_it_is_ignored(tmp_path: Path) -> None:
     prompt = prompt_of(12)
-    tokens, _ = generate(shared, prompt, [12], greedy(20))
-    shared._ends_sequence[tokens[5]] = True
-    try:
-        for ignore_eos in (False, True):
-            engine = LocalEngine(shared, engine_config(shared))
-            engine.add("r", prompt, greedy(20, ignore_eos=ignore_eos))
-            result = engine.run()["r"]
-            expected = tokens if ignore_eos else tokens[: tokens.index(tokens[5]) + 1]
-            assert result.token_ids == expected
-    finally:
-        shared._ends_sequence[:] = False
+    tokens, _ = generate(runner("llama"), prompt, [12], greedy(20))
+    directory = shutil.copytree(reference("llama").directory, tmp_path / "model")
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": tokens[5]}))
+    ending = load_runner(RunnerConfig(directory, num_blocks=32))
+    for ignore_eos in (False, True):
+        engine = GatheringEngine(ending, engine_config(ending))
+        engine.add("r", prompt, greedy(20, ignore_eos=ignore_eos))
+        result = engine.run()["r"]
+        assert result.token_ids == (tokens if ignore_eos else tokens[: tokens.index(tokens[5]) + 1])
+        assert result.finish_reason is (FinishReason.LENGTH if ignore_eos else FinishReason.STOP)
 
 
 def test_a_request_with_broken_logits_fails_alone() -> None:
-    broken = load_runner(RunnerConfig(reference("llama").directory, num_blocks=32, native=False))
+    broken = load_runner(RunnerConfig(reference("llama").directory, num_blocks=32, instruction_set=TORCH))
     poisoned = prompt_of(5)[0]
-    broken.model._weights.embedding[poisoned] = math.nan
-    engine = LocalEngine(broken, engine_config(broken))
+    broken.model.embed_tokens.weight[poisoned] = math.nan
+    engine = GatheringEngine(broken, engine_config(broken))
     healthy = [token for token in prompt_of(20) if token != poisoned]
     engine.add("good", healthy, greedy(10))
     engine.add("bad", [*healthy, poisoned], greedy(10))
@@ -321,13 +349,13 @@ def test_a_request_with_broken_logits_fails_alone() -> None:
     reference("llama").check_greedy(healthy, results["good"].token_ids)
 
 
-@pytest.mark.parametrize("native", KERNELS, ids=KERNEL_NAMES)
-def test_blocks_left_by_a_broken_request_do_no_harm(native: bool | None) -> None:
-    broken = load_runner(RunnerConfig(reference("qwen3").directory, num_blocks=12, native=native))
+@pytest.mark.parametrize("instruction_set", FLOAT32)
+def test_blocks_left_by_a_broken_request_do_no_harm(instruction_set: str) -> None:
+    broken = load_runner(RunnerConfig(reference("qwen3").directory, num_blocks=12, instruction_set=instruction_set))
     for k_cache, v_cache in broken.kv.layers:
         k_cache.fill_(math.nan)
         v_cache.fill_(math.nan)
-    engine = LocalEngine(broken, engine_config(broken, fixed_budget(64)))
+    engine = GatheringEngine(broken, engine_config(broken, fixed_budget(64)))
     prompts = {f"r{i}": prompt_of(37 + i, seed=i) for i in range(4)}
     for request_id, prompt in prompts.items():
         engine.add(request_id, prompt, greedy(20))
@@ -341,7 +369,7 @@ def test_two_steps_in_flight_give_the_same_tokens(preemption: str) -> None:
     shared = runner("llama")
     alone, _ = generate(shared, prompt_of(40), [40], greedy(60))
     stop = alone[20]
-    config = crowded_engine(shared, preemption, num_blocks=8).config.with_(max_steps_in_flight=2)
+    config = crowded_engine(shared, preemption, num_blocks=8).core.config.with_(max_steps_in_flight=2)
     core, in_flight = EngineCore(config), deque()
     for _ in range(64):
         core.scheduler.lengths.observe(2)

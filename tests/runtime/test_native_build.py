@@ -10,12 +10,9 @@ import pytest
 import torch
 
 from diptych.runtime import native
-from diptych.runtime.attention import make_attention
-from diptych.runtime.attention.attention_backend import AttentionShape
-from diptych.runtime.ops import make_ops
+from diptych.runtime.instruction_set import TORCH, available
 
 ROOT = Path(__file__).parents[2]
-CPU = torch.device("cpu")
 
 
 def build(target: Path, compiler: str) -> subprocess.CompletedProcess[str]:
@@ -50,8 +47,7 @@ def test_without_the_library_torch_does_the_work(tmp_path: Path, monkeypatch: py
     native.load_native.cache_clear()
     try:
         assert native.load_native() is None
-        shape = AttentionShape(4, 2, 64, 32, torch.bfloat16, 0.125)
-        assert (make_ops(CPU, torch.bfloat16).name, make_attention(shape, CPU).name) == ("torch", "torch-cpu")
+        assert available(torch.float32) == available(torch.bfloat16) == (TORCH,)
     finally:
         native.load_native.cache_clear()
 
@@ -62,9 +58,10 @@ def test_torch_sets_the_number_of_threads_of_the_kernels() -> None:
         pytest.skip("no native kernels here")
     script = """
 import os, torch
+from diptych.runtime.instruction_set import choose
 from diptych.runtime.ops import make_ops
 tasks = lambda: len(os.listdir("/proc/self/task"))
-ops = make_ops(torch.device("cpu"), torch.float32, native=True)
+ops = make_ops(torch.float32, choose(torch.float32))
 torch.set_num_threads(1)
 layer, x = ops.pack_linear(torch.randn(512, 64), None), torch.randn(300, 64)
 alone = tasks()

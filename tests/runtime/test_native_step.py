@@ -4,24 +4,26 @@ import pytest
 import torch
 
 from diptych.control.step import TokenLogprobs
-from diptych.runtime.local_engine import LocalEngine, engine_config
+from diptych.runtime.instruction_set import TORCH
+from diptych.runtime.local_engine import engine_config
 from tests.runtime.checkpoints import prompt_of, runner
 from tests.runtime.driving import greedy
+from tests.runtime.gathering_engine import GatheringEngine
+from tests.runtime.kernel_sets import NATIVE
 
 LENGTHS = {"short": 5, "one segment": 256, "long": 700}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "instruction_set"), NATIVE)
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen2-window", "qwen3-biased"])
 def test_a_decode_step_gives_the_bits_of_its_parts_with_any_number_of_threads(
-    family: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+    family: str, dtype: str, instruction_set: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shared = runner(family, None, dtype)
-    if shared.model.native_step is None:
-        pytest.skip("needs the native kernels (and no AMX tiles, whose products come from oneDNN)")
+    shared = runner(family, instruction_set, dtype)
+    assert shared.model.native_step is not None
 
     def logprobs() -> dict[str, list[TokenLogprobs | None]]:
-        engine = LocalEngine(shared, engine_config(shared, enable_prefix_cache=False))
+        engine = GatheringEngine(shared, engine_config(shared, enable_prefix_cache=False))
         for name, length in LENGTHS.items():
             engine.add(name, prompt_of(length), greedy(20, logprobs=4))
         return {name: generation.logprobs for name, generation in engine.run().items()}
@@ -40,4 +42,4 @@ def test_a_decode_step_gives_the_bits_of_its_parts_with_any_number_of_threads(
 
 def test_a_model_with_a_part_that_has_no_kernel_takes_its_steps_in_parts() -> None:
     assert runner("llama-tied-biased").model.native_step is None  # a gated layer with a bias
-    assert runner("llama", False).model.native_step is None
+    assert runner("llama", TORCH).model.native_step is None

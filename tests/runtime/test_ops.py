@@ -4,23 +4,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from diptych.control.errors import ConfigError
 from diptych.runtime.attention.layout import allocate_cpu, read_cpu
-from diptych.runtime.native import load_native
 from diptych.runtime.ops import make_ops
-from diptych.runtime.ops.native_ops import NativeLinear, OneDnnLinear
 from diptych.runtime.ops.ops import Ops
 from diptych.runtime.ops.torch_ops import TorchOps
-
-CPU = torch.device("cpu")
-DTYPES = (torch.float32, torch.bfloat16)
+from tests.runtime.kernel_sets import NATIVE
 
 
-def native(dtype: torch.dtype) -> Ops:
-    library = load_native()
-    if library is None or not library.supports(dtype):
-        pytest.skip(f"no native kernels for {dtype} here")
-    return make_ops(CPU, dtype, native=True)
+@pytest.fixture(params=NATIVE, ids="-".join)
+def native(request: pytest.FixtureRequest) -> tuple[Ops, torch.dtype]:
+    """The operations of each set of kernels, and the dtype that they compute in."""
+    dtype, instruction_set = getattr(torch, request.param[0]), request.param[1]
+    return make_ops(dtype, instruction_set), dtype
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> None:
@@ -28,11 +23,12 @@ def close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, scal
     torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=tolerance * scale)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("columns", "inputs"), [(32, 64), (96, 130), (50, 48), (1, 2), (1000, 896)])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_packed_linear_layer_multiplies(dtype: torch.dtype, columns: int, inputs: int, bias: bool) -> None:
-    ops = native(dtype)
+def test_a_packed_linear_layer_multiplies(
+    native: tuple[Ops, torch.dtype], columns: int, inputs: int, bias: bool
+) -> None:
+    ops, dtype = native
     weight, vector = torch.randn(columns, inputs).to(dtype), torch.randn(columns).to(dtype) if bias else None
     layer = ops.pack_linear(weight.clone(), vector)
     for rows in (1, 2, 5, 12, 13, 40, 100, 200):
@@ -41,23 +37,39 @@ def test_a_packed_linear_layer_multiplies(dtype: torch.dtype, columns: int, inpu
         close(layer(x), expected, dtype, scale=inputs**0.5)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_of_a_linear_layer_is_bitwise_the_same_in_any_batch(dtype: torch.dtype) -> None:
-    library = load_native()
-    if library is None or not library.supports(dtype):
-        pytest.skip("no native kernels here")
-    layer = NativeLinear(library, torch.randn(200, 320).to(dtype), None)
+@pytest.mark.parametrize("kind", ["plain", "biased", "gated"])
+def test_a_row_of_a_linear_layer_is_bitwise_the_same_in_any_batch(native: tuple[Ops, torch.dtype], kind: str) -> None:
+    ops, dtype = native
+    weight = torch.randn(200, 320).to(dtype)
+    if kind == "gated":
+        layer = ops.pack_gate_up(weight, None)
+    else:
+        layer = ops.pack_linear(weight, torch.randn(200).to(dtype) if kind == "biased" else None)
     x = torch.randn(301, 320).to(dtype)
     whole = layer(x)
-    for rows in (1, 2, 3, 7, 11, 12, 13, 96, 97, 300):
+    for rows in (1, 2, 3, 7, 11, 12, 13, 15, 16, 17, 31, 32, 33, 96, 97, 300):
         assert torch.equal(layer(x[:rows]), whole[:rows])
         assert torch.equal(layer(x[-rows:]), whole[-rows:])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_a_row_of_a_norm_is_bitwise_the_same_in_any_batch(native: tuple[Ops, torch.dtype], num_threads: int) -> None:
+    ops, dtype = native
+    weight, x, residual = torch.randn(576).to(dtype), torch.randn(100, 576).to(dtype), torch.randn(100, 576).to(dtype)
+    before, sums = torch.get_num_threads(), residual.clone()
+    torch.set_num_threads(num_threads)
+    normed = ops.add_rms_norm(x, sums, weight, 1e-6)
+    torch.set_num_threads(before)
+    for rows in (1, 15, 16, 17):
+        ours = residual[:rows].clone()
+        assert torch.equal(ops.add_rms_norm(x[:rows], ours, weight, 1e-6), normed[:rows])
+        assert torch.equal(ours, sums[:rows])
+        assert torch.equal(ops.rms_norm(ours, weight, 1e-6), normed[:rows])
+
+
 @pytest.mark.parametrize(("inner", "hidden"), [(16, 32), (40, 64), (1536, 576)])
-def test_the_gated_layer_is_silu_of_gate_times_up(dtype: torch.dtype, inner: int, hidden: int) -> None:
-    ops = native(dtype)
+def test_the_gated_layer_is_silu_of_gate_times_up(native: tuple[Ops, torch.dtype], inner: int, hidden: int) -> None:
+    ops, dtype = native
     weight = (torch.randn(2 * inner, hidden) / hidden**0.5).to(dtype)
     fused, plain = ops.pack_gate_up(weight.clone(), None), TorchOps().pack_gate_up(weight, None)
     assert fused.out_features == plain.out_features == inner
@@ -68,10 +80,9 @@ def test_the_gated_layer_is_silu_of_gate_times_up(dtype: torch.dtype, inner: int
     assert torch.isfinite(fused(extreme)).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [16, 64, 100, 576])
-def test_norms_and_activation_match_torch(dtype: torch.dtype, dim: int) -> None:
-    ops, reference = native(dtype), TorchOps()
+def test_norms_and_activation_match_torch(native: tuple[Ops, torch.dtype], dim: int) -> None:
+    (ops, dtype), reference = native, TorchOps()
     weight = torch.randn(dim).to(dtype)
     for rows in (1, 3, 40):
         x, residual = torch.randn(rows, dim).to(dtype), torch.randn(rows, dim).to(dtype)
@@ -83,11 +94,12 @@ def test_norms_and_activation_match_torch(dtype: torch.dtype, dim: int) -> None:
         close(ops.silu_and_mul(gate_up), reference.silu_and_mul(gate_up), dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (7, 1, 32), (3, 3, 80)])
-def test_rope_rotates_and_fills_the_cache(dtype: torch.dtype, norms: bool, heads: int, kv_heads: int, dim: int) -> None:
-    ops, reference = native(dtype), TorchOps()
+def test_rope_rotates_and_fills_the_cache(
+    native: tuple[Ops, torch.dtype], norms: bool, heads: int, kv_heads: int, dim: int
+) -> None:
+    (ops, dtype), reference = native, TorchOps()
     rows, block_size = 37, 16
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim).to(dtype)
     angles = torch.rand(100, dim // 2) * 6
@@ -105,13 +117,11 @@ def test_rope_rotates_and_fills_the_cache(dtype: torch.dtype, norms: bool, heads
         close(ours, theirs, dtype)
 
 
-def test_the_onednn_layer_multiplies() -> None:
-    weight, bias = torch.randn(48, 64).bfloat16(), torch.randn(48).bfloat16()
-    layer = OneDnnLinear(weight, bias)
-    x = torch.randn(5, 64).bfloat16()
-    close(layer(x), F.linear(x, weight, bias), torch.bfloat16, scale=8)
-
-
-def test_asking_for_kernels_that_are_not_there_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="native"):
-        make_ops(CPU, torch.float16, native=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_linear_layer_in_plain_torch_multiplies_any_number_of_rows(dtype: torch.dtype) -> None:
+    weight, bias = torch.randn(50, 48).to(dtype), torch.randn(50).to(dtype)
+    layer = TorchOps().pack_linear(weight, bias)
+    assert (layer.in_features, layer.out_features) == (48, 50)
+    for rows in (0, 1, 2, 3, 16, 17, 31, 33, 250, 256, 257, 600):
+        x = torch.randn(rows, 48).to(dtype)
+        close(layer(x), F.linear(x.float(), weight.float(), bias.float()), dtype, scale=48**0.5)

@@ -12,13 +12,13 @@ import torch
 from diptych.control.errors import ConfigError
 from diptych.control.step import ResumedDecode, SchedulerOutput
 from diptych.runtime.kv_geometry import KVGeometry, read_kv_geometry
-from diptych.runtime.kv_tensors import geometry_of
 from diptych.runtime.memory import map_file, populate
 from diptych.runtime.model_runner import ModelRunner, RunnerConfig, load_runner
 from diptych.runtime.shared_pool import SharedPool
 from diptych.runtime.warm_up import warm_up
 from tests.runtime.checkpoints import prompt_of, reference, runner
 from tests.runtime.driving import generate, greedy
+from tests.runtime.kernel_sets import EVERY
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared on linux only")
 
@@ -54,10 +54,10 @@ def pool_file(geometry: KVGeometry, total_blocks: int = TOTAL_BLOCKS) -> Iterato
     os.close(fd)
 
 
-def load(family: str, fd: int, native: bool | None = None, first_block: int = 16) -> ModelRunner:
+def load(family: str, fd: int, first_block: int = 16) -> ModelRunner:
     """A worker that owns 20 blocks in the middle of the pool."""
     pool = SharedPool(fd, TOTAL_BLOCKS, first_block)
-    return load_runner(RunnerConfig(reference(family).directory, native=native, num_blocks=20, shared_pool=pool))
+    return load_runner(RunnerConfig(reference(family).directory, num_blocks=20, shared_pool=pool))
 
 
 @pytest.mark.system
@@ -79,16 +79,16 @@ def test_one_process_prefills_into_the_blocks_of_another_which_decodes_from_them
     assert tokens == alone
 
 
-@pytest.mark.parametrize("native", [None, False])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_whatever_an_earlier_owner_left_in_the_pool_changes_nothing(native: bool | None, dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "instruction_set"), EVERY)
+def test_whatever_an_earlier_owner_left_in_the_pool_changes_nothing(dtype: str, instruction_set: str) -> None:
     directory, prompt = reference("mistral-window", dtype).directory, prompt_of(121)
-    alone, _ = generate(runner("mistral-window", native, dtype), prompt, [50, 71], greedy(30))
+    alone, _ = generate(runner("mistral-window", instruction_set, dtype), prompt, [50, 71], greedy(30))
     geometry = read_kv_geometry(directory, dtype, 32)
     with pool_file(geometry) as fd:
         map_file(fd, geometry.pool_bytes(TOTAL_BLOCKS), is_shared=True).fill_(0xFF)  # not a number, in both dtypes
         pool = SharedPool(fd, TOTAL_BLOCKS, 28)
-        worker = load_runner(RunnerConfig(directory, dtype, native=native, num_blocks=20, shared_pool=pool))
+        config = RunnerConfig(directory, dtype, instruction_set=instruction_set, num_blocks=20, shared_pool=pool)
+        worker = load_runner(config)
         for k_cache, v_cache in worker.kv.layers:
             assert k_cache.isnan().all() and v_cache.isnan().all()
     tokens, _ = generate(worker, prompt, [50, 71], greedy(30))
@@ -132,7 +132,11 @@ def test_a_pool_that_does_not_fit_the_model_is_refused() -> None:
 def test_the_geometry_of_a_checkpoint_is_that_of_its_runner(dtype: str) -> None:
     directory = reference("mistral-window", dtype).directory
     worker = runner("mistral-window", dtype=dtype)
-    assert read_kv_geometry(directory, "auto", 32) == geometry_of(worker.model.attention.shape, len(worker.kv.layers))
+    geometry = read_kv_geometry(directory, "auto", 32)
+    assert geometry == worker.attention.geometry
+    assert worker.num_blocks * geometry.block_bytes == sum(
+        cache.nbytes for layer in worker.kv.layers for cache in layer
+    )
 
 
 def test_the_front_end_needs_no_torch_to_size_and_to_make_a_pool() -> None:

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from diptych.runtime.instruction_set import TORCH
 from diptych.runtime.model_runner import ModelRunner, RunnerConfig, load_runner
-from diptych.runtime.native import load_native
 from tests.runtime.checkpoints import prompt_of, reference, runner
 from tests.runtime.driving import generate, greedy
+from tests.runtime.kernel_sets import EVERY, FLOAT32
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared on linux only")
 
@@ -49,18 +50,20 @@ def load(directory: Path, fd: int, **changes: object) -> tuple[ModelRunner, list
 
 def logits(worker: ModelRunner) -> torch.Tensor:
     """Of one row of hidden states."""
-    hidden = torch.linspace(-1, 1, worker.model_config.hidden_size)[None].to(worker.model.dtype)
+    hidden = torch.linspace(-1, 1, worker.model_config.hidden_size)[None].to(worker.attention.dtype)
     return worker.model.logits(hidden)
 
 
-@pytest.mark.parametrize("native", [None, False])
+@pytest.mark.parametrize(("dtype", "instruction_set"), EVERY)
 @pytest.mark.parametrize("family", ["llama-tied-biased", "mistral-window", "qwen2", "qwen3"])
-def test_writer_and_reader_compute_what_a_private_copy_does(family: str, native: bool | None, weights_fd: int) -> None:
+def test_writer_and_reader_compute_what_a_private_copy_does(
+    family: str, dtype: str, instruction_set: str, weights_fd: int
+) -> None:
     prompt = prompt_of(60)
-    private = runner(family, native)
+    private = runner(family, instruction_set, dtype)
     expected, _ = generate(private, prompt, [60], greedy(12))
-    directory = reference(family).directory
-    (writer, written), (reader, read) = (load(directory, weights_fd, native=native) for _ in range(2))
+    directory = reference(family, dtype).directory
+    (writer, written), (reader, read) = (load(directory, weights_fd, instruction_set=instruction_set) for _ in range(2))
     assert len(written) > 5 and len(read) == 1
     for worker in (writer, reader):
         assert generate(worker, prompt, [60], greedy(12))[0] == expected
@@ -86,8 +89,8 @@ def test_weights_of_another_kind_are_left_alone(tmp_path: Path, weights_fd: int)
     before = os.fstat(weights_fd).st_size
     shutil.copytree(directory, tmp_path / "copy")
     others = [load(directory, weights_fd, dtype="bfloat16"), load(tmp_path / "copy", weights_fd)]
-    if (library := load_native()) is not None and library.supports(torch.float32):
-        others.append(load(directory, weights_fd, native=False))  # packed for other kernels
+    if FLOAT32[0] != TORCH:
+        others.append(load(directory, weights_fd, instruction_set=TORCH))  # packed for other kernels
     for worker, read in others:
         assert worker.note == "the shared weights are those of another model or dtype: loaded its own"
         assert len(read) > 5
@@ -101,6 +104,6 @@ def test_no_process_can_change_the_shared_weights(weights_fd: int) -> None:
     careless, _ = load(directory, weights_fd)
     with pytest.raises(PermissionError):
         os.pwrite(weights_fd, b"x", 8192)
-    careless.model._weights.embedding.zero_()  # its own copy of the pages from here on
+    careless.model.embed_tokens.weight.zero_()  # its own copy of the pages from here on
     careful, _ = load(directory, weights_fd)
-    assert torch.equal(careful.model._weights.embedding, runner("qwen2").model._weights.embedding)
+    assert torch.equal(careful.model.embed_tokens.weight, runner("qwen2").model.embed_tokens.weight)

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from tests.runtime.checkpoints import prompt_of, reference, runner
+from tests.runtime.gathering_engine import GatheringEngine, GeneratedTokens
 from worker_peers import Attempt, Peer, ProcessPeer, ThreadPeer, attempt, hand_off
 
 from diptych.control.config import BudgetConfig, SchedulerConfig
@@ -17,7 +18,7 @@ from diptych.control.engine.engine_core import EngineCore
 from diptych.control.events import HandoffDelivered, HandoffReleased, RequestAdmitted
 from diptych.control.request import FinishReason
 from diptych.runtime.kv_geometry import read_kv_geometry
-from diptych.runtime.local_engine import Generation, LocalEngine, engine_config
+from diptych.runtime.local_engine import engine_config
 from diptych.runtime.model_runner import RunnerConfig, load_runner
 from diptych.runtime.shared_pool import SharedPool
 from diptych.serving.fleet.private_directory import private_directory
@@ -107,10 +108,10 @@ def pair(request: pytest.FixtureRequest, pairs: dict[str, Pair]) -> Pair:
     return prefill, decode, borrowed
 
 
-def alone(requests: list[Attempt]) -> dict[str, Generation]:
+def alone(requests: list[Attempt]) -> dict[str, GeneratedTokens]:
     """What one engine answers."""
     engine_runner = runner("llama")
-    engine = LocalEngine(engine_runner, engine_config(engine_runner, SCHEDULER))
+    engine = GatheringEngine(engine_runner, engine_config(engine_runner, SCHEDULER))
     for request in requests:
         engine.add(request.attempt_id, request.prompt, request.sampling)
     return engine.run()

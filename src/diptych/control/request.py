@@ -218,6 +218,28 @@ class Request:
         self.decode_entry = 0  # the current stay in the decode batch; 0: none; negative: its last step is in flight
         self.is_long = False  # by the caps' threshold, decided when it is queued and again when it is admitted
 
+    @classmethod
+    def for_sampling(
+        cls,
+        request_id: str,
+        num_prompt_tokens: int,
+        sampling: SamplingParams,
+        *,
+        num_output_tokens: int = 0,
+        block_hashes: tuple[bytes, ...] = (),
+        options: RequestOptions = DEFAULT_OPTIONS,
+    ) -> "Request":
+        """The request that ``sampling`` asks for. num_output_tokens: sampled by another worker already; here they are
+        the end of the prompt."""
+        return cls(
+            request_id,
+            num_prompt_tokens + num_output_tokens,
+            sampling.max_tokens - num_output_tokens,
+            block_hashes=block_hashes,
+            options=options,
+            reads_prefix_cache=sampling.prompt_logprobs is None,
+        )
+
     @property
     def num_tokens(self) -> int:
         """Prompt plus sampled tokens (while decoding: ask the decode batch, which counts for its members)."""

@@ -7,12 +7,12 @@ import json
 from pathlib import Path
 
 from diptych.control.errors import ConfigError
+from diptych.runtime.dtypes import COMPUTE_DTYPES, DTYPES_BY_CODE
 from diptych.runtime.model_config import ModelConfig
-from diptych.runtime.safetensors_file import DTYPE_NAMES, SafetensorsFile
+from diptych.runtime.safetensors_file import SafetensorsFile
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-COMPUTE_DTYPES = ("bfloat16", "float32")
 
 
 class Checkpoint:
@@ -87,7 +87,8 @@ def resolve_dtype_name(wanted: str, config: ModelConfig, checkpoint: Checkpoint)
     own = config.dtype
     if own is None:
         name = checkpoint.names[0] if checkpoint.names else ""
-        own = DTYPE_NAMES.get(checkpoint.file_of(name).entries[name].dtype, "float32")
+        dtype = DTYPES_BY_CODE.get(checkpoint.file_of(name).entries[name].dtype)
+        own = dtype.name if dtype else "float32"
     chosen = wanted if wanted != "auto" else ("bfloat16" if own == "float16" else own)
     note = f"the checkpoint is {own}; converted to {chosen}" if own == "float16" else ""
     return chosen, note

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from diptych.runtime.request_state import RequestState
 
 
-class DecodeBatch:
+class DecodeRows:
     """Per slot: tokens so far, the input of the next step, its position, the block table, and flags for sampling."""
 
     def __init__(self, capacity: int, max_model_len: int, block_size: int) -> None:

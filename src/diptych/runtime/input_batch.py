@@ -30,6 +30,11 @@ class InputBatch:
         return self.token_ids.shape[0]
 
     @property
+    def is_decode(self) -> bool:
+        """Whether every sequence computes one token, and each of them is sampled from."""
+        return self.num_decodes == self.num_tokens
+
+    @property
     def num_seqs(self) -> int:
         """Sequences in the step."""
         return self.context_lens.shape[0]

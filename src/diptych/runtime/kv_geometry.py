@@ -9,15 +9,16 @@ from pathlib import Path
 
 from diptych.control.errors import ConfigError
 from diptych.runtime.checkpoint import Checkpoint, resolve_dtype_name
-from diptych.runtime.model_config import read_model_config
+from diptych.runtime.dtypes import DTYPES
+from diptych.runtime.model_config import AttentionConfig
+from diptych.runtime.models.registry import read_model_config
 
 HUGE_PAGE_BYTES = 2 << 20
-ITEM_BYTES = {"bfloat16": 2, "float32": 4}
 
 
 @dataclass(frozen=True, slots=True)
 class KVGeometry:
-    """The KV cache of one model in blocks of ``block_size`` tokens; itemsize in bytes.
+    """The KV cache of one model in blocks of ``block_size`` tokens; dtype: a name in dtypes.DTYPES.
 
     A pool is one file: for each layer the region of K, then that of V. A region holds the pool's blocks in order, each
     in the attention backend's layout, and begins at a whole huge page.
@@ -27,12 +28,17 @@ class KVGeometry:
     num_kv_heads: int
     head_dim: int
     block_size: int
-    itemsize: int
+    dtype: str
+
+    @classmethod
+    def of(cls, attention: AttentionConfig, block_size: int, dtype: str) -> "KVGeometry":
+        """The cache that these layers need."""
+        return cls(len(attention.layers), attention.num_kv_heads, attention.head_dim, block_size, dtype)
 
     @property
     def tensor_block_bytes(self) -> int:
         """Bytes of one block in one tensor: K or V of one layer."""
-        return self.block_size * self.num_kv_heads * self.head_dim * self.itemsize
+        return self.block_size * self.num_kv_heads * self.head_dim * DTYPES[self.dtype].itemsize
 
     @property
     def block_bytes(self) -> int:
@@ -67,5 +73,4 @@ def read_kv_geometry(model: str | Path, dtype: str, block_size: int) -> KVGeomet
     """
     config = read_model_config(model)
     name, _ = resolve_dtype_name(dtype, config, Checkpoint(config.path))
-    heads = config.attention
-    return KVGeometry(config.num_layers, heads.num_kv_heads, heads.head_dim, block_size, ITEM_BYTES[name])
+    return KVGeometry.of(config.attention, block_size, name)

@@ -7,16 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
-from diptych.runtime.attention.attention_backend import AttentionBackend, AttentionShape
-from diptych.runtime.kv_geometry import KVGeometry
+from diptych.runtime.attention.attention_backend import AttentionBackend
 from diptych.runtime.shared_pool import SharedPool, map_pool
 
 LayerCache = tuple[torch.Tensor, torch.Tensor]  # k_cache, v_cache: block i is [i] of each, in the backend's layout
-
-
-def geometry_of(shape: AttentionShape, num_layers: int) -> KVGeometry:
-    """The same in numbers, without torch."""
-    return KVGeometry(num_layers, shape.num_kv_heads, shape.head_dim, shape.block_size, shape.dtype.itemsize)
 
 
 class KVTensors:
@@ -29,7 +23,6 @@ class KVTensors:
     def __init__(
         self,
         backend: AttentionBackend,
-        num_layers: int,
         num_blocks: int,
         num_host_blocks: int = 0,
         pool: SharedPool | None = None,
@@ -38,10 +31,9 @@ class KVTensors:
         self.num_host_blocks = num_host_blocks
         self.first_block = 0 if pool is None else pool.first_block
         if pool is None:
-            self.layers: list[LayerCache] = [backend.allocate(num_blocks) for _ in range(num_layers)]
+            self.layers: list[LayerCache] = [backend.allocate(num_blocks) for _ in range(backend.geometry.num_layers)]
         else:
-            geometry = geometry_of(backend.shape, num_layers)
-            regions = map_pool(pool, geometry, num_blocks, backend.shape.dtype)
+            regions = map_pool(pool, backend.geometry, num_blocks, backend.dtype)
             self.layers = [backend.laid_out(k, v) for k, v in regions]
         self._host: list[LayerCache] = [
             (self._host_twin(k, num_host_blocks), self._host_twin(v, num_host_blocks)) for k, v in self.layers

@@ -10,11 +10,11 @@ import torch
 
 from diptych.control.errors import ConfigError
 from diptych.runtime.checkpoint import Checkpoint, resolve_dtype_name
+from diptych.runtime.dtypes import DTYPES_BY_CODE
 from diptych.runtime.model_config import ModelConfig
-from diptych.runtime.safetensors_file import DTYPE_NAMES, SafetensorsFile
+from diptych.runtime.safetensors_file import SafetensorsFile
 from diptych.runtime.weight_memory import PrivateMemory, WeightMemory
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # buffers that old exports hold; computed from the config instead
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in total
@@ -23,13 +23,13 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in total
 def resolve_dtype(wanted: str, config: ModelConfig, checkpoint: Checkpoint) -> tuple[torch.dtype, str]:
     """``resolve_dtype_name`` as a torch dtype, and its note."""
     name, note = resolve_dtype_name(wanted, config, checkpoint)
-    return DTYPES[name], note
+    return getattr(torch, name), note
 
 
 def read_tensor(file: SafetensorsFile, name: str) -> torch.Tensor:
-    """One tensor as a view of its mapped file. Raises UnsupportedModelError for a dtype that is not in DTYPE_NAMES."""
+    """One tensor as a view of its mapped file. Raises UnsupportedModelError as SafetensorsFile.data does."""
     entry, data = file.entries[name], file.data(name)
-    dtype = DTYPES[DTYPE_NAMES[entry.dtype]]
+    dtype: torch.dtype = getattr(torch, DTYPES_BY_CODE[entry.dtype].name)
     if not data:
         return torch.empty(entry.shape, dtype=dtype)
     return torch.frombuffer(data, dtype=dtype).view(entry.shape)

@@ -1,42 +1,35 @@
 """LocalEngine: one worker in this process, without sockets: an EngineCore decides, a ModelRunner computes.
 
-    engine = LocalEngine(runner, engine_config(runner))
-    engine.warm_up()                                         # optional: at most about 1.5 s
+    engine = LocalEngine(EngineCore(engine_config(runner)), runner)
     engine.add("a", prompt_token_ids, SamplingParams(max_tokens=32, temperature=0))
-    outputs = engine.run()                                   # {"a": Generation(token_ids, finish_reason, ...)}
+    while outcome := engine.step():
+        ...  # outcome.tokens: what requests got; outcome.events: what happened to them
 
-For offline batches and tests. The live worker in serving has the same loop around sockets.
+The loop below LLM. The live worker in serving has the same one around sockets.
 """
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from diptych.control.config import CacheConfig, EngineConfig, SchedulerConfig
 from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.kvcache.prefix_cache import hash_blocks
-from diptych.control.events import Event, RequestFinished
+from diptych.control.events import Event
 from diptych.control.request import FinishReason, Request, RequestOptions, SamplingParams
-from diptych.control.slo import Slo
-from diptych.control.step import StepTokens, TokenLogprobs
+from diptych.control.step import StepTokens
 from diptych.runtime.model_runner import ModelRunner
-from diptych.runtime.warm_up import warm_up
 
 Clock = Callable[[], int]  # nanoseconds
 
 
-@dataclass(slots=True)
-class Generation:
-    """What one request got. ``logprobs`` and ``prompt_logprobs`` are empty unless asked for; prompt_logprobs has one
-    entry per prompt position, None for the first."""
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What one step gave. events: in order, of what came before the step, too."""
 
-    num_prompt_tokens: int
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    message: str = ""
+    tokens: StepTokens
+    events: list[Event]
 
 
 def engine_config(
@@ -60,88 +53,37 @@ def engine_config(
 
 
 class LocalEngine:
-    """Runs requests to their end. ``events`` holds everything that happened, in order."""
+    """Runs requests, one step at a time."""
 
-    def __init__(self, runner: ModelRunner, config: EngineConfig, clock: Clock = time.perf_counter_ns) -> None:
+    def __init__(self, core: EngineCore, runner: ModelRunner, clock: Clock = time.perf_counter_ns) -> None:
+        self.core = core
         self.runner = runner
-        self.config = config
-        self.core = EngineCore(config)
-        self.events: list[Event] = []
         self._clock = clock
-        self._open: dict[str, Generation] = {}
-        self._done: dict[str, Generation] = {}
-
-    def warm_up(self) -> None:
-        """Run a few steps of different sizes and teach the step-time model with them."""
-        for features, duration_ns in warm_up(self.runner, clock=self._clock):
-            self.core.observe(features, duration_ns)
 
     def add(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        priority: int = 0,
-        slo: Slo | None = None,
-        salt: str | None = None,
-    ) -> None:
-        """Queue a request. Raises InvalidRequestError, ContextLengthError or OverloadedError when it is refused."""
-        hashes = hash_blocks(prompt_token_ids, self.config.cache.block_size, salt)
-        request = Request(
-            request_id,
-            len(prompt_token_ids),
-            sampling.max_tokens,
-            block_hashes=hashes,
-            options=RequestOptions(priority=priority, slo=slo, cache_salt=salt),
-            reads_prefix_cache=sampling.prompt_logprobs is None,
+        self, request_id: str, prompt_token_ids: Sequence[int], sampling: SamplingParams, *, salt: str | None = None
+    ) -> list[Event]:
+        """Queue a request. Requests share the prefix cache where their ``salt`` is equal. Raises InvalidRequestError,
+        ContextLengthError or OverloadedError when it is refused; then nothing has happened."""
+        hashes = hash_blocks(prompt_token_ids, self.core.config.cache.block_size, salt)
+        options = RequestOptions(cache_salt=salt)
+        request = Request.for_sampling(
+            request_id, len(prompt_token_ids), sampling, block_hashes=hashes, options=options
         )
         self.core.check_request(request)
         self.runner.add_request(request_id, prompt_token_ids, sampling, salt=salt, block_hashes=hashes)
-        self._open[request_id] = Generation(len(prompt_token_ids))
-        if sampling.prompt_logprobs is not None:
-            self._open[request_id].prompt_logprobs.append(None)
-        self._take(self.core.add_request(request, self._clock()))
+        return self.core.add_request(request, self._clock())
 
-    def abort(self, request_id: str) -> None:
-        """End a request now; what it has got so far is its result."""
-        self._take(self.core.abort(request_id, self._clock()))
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> list[Event]:
+        """End a request now. Unknown ids are ignored."""
+        return self.core.abort(request_id, self._clock(), reason)
 
-    def step(self) -> bool:
-        """Run one step. False when there is nothing left to do."""
+    def step(self) -> StepOutcome | None:
+        """Run one step. None when there is nothing to do and nothing to tell."""
         output = self.core.begin_step(self._clock())
         if output is None:
-            self._take(self.core.take_events())
-            return False
+            events = self.core.take_events()
+            return StepOutcome(StepTokens([], []), events) if events else None
         result = self.runner.execute(output)
-        if result.payload is not None:
-            self._collect(result.payload)
-        self._take(self.core.end_step(result, self._clock()))
-        return True
-
-    def run(self) -> dict[str, Generation]:
-        """Run until every request has ended; gives what ended since the last call, by request id."""
-        while self.step():
-            pass
-        assert not self._open, f"{len(self._open)} requests are left, and no step can be planned"
-        done, self._done = self._done, {}
-        return done
-
-    def _collect(self, tokens: StepTokens) -> None:
-        for request_id, token_id in zip(tokens.request_ids, tokens.token_ids, strict=True):
-            if request_id in self._open:
-                self._open[request_id].token_ids.append(token_id)
-        for request_id, entry in tokens.logprobs.items():
-            if request_id in self._open:
-                self._open[request_id].logprobs.append(entry)
-        for request_id, (_, entries) in tokens.prompt_logprobs.items():
-            if request_id in self._open:
-                self._open[request_id].prompt_logprobs.extend(entries)
-
-    def _take(self, events: list[Event]) -> None:
-        self.events += events
-        for event in events:
-            if isinstance(event, RequestFinished) and (generation := self._open.pop(event.request_id, None)):
-                generation.finish_reason = event.reason
-                generation.message = event.message
-                self._done[event.request_id] = generation
+        tokens = result.payload or StepTokens([], [])
+        return StepOutcome(tokens, self.core.end_step(result, self._clock()))

@@ -1,6 +1,6 @@
 """ModelRunner: the Executor that computes. It applies a SchedulerOutput, runs the model, and samples.
 
-For drivers (serving, engine.py):
+For drivers (serving/worker, local_engine.py):
 
     runner = load_runner(RunnerConfig(model=path), progress)    # blocks until the weights are in memory
     runner.first_block, runner.num_blocks, runner.block_size, runner.num_host_blocks, runner.max_model_len
@@ -19,7 +19,6 @@ Owns the tokens, the decode batch and the KV memory. Never decides what runs, ne
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -30,18 +29,21 @@ from diptych.control.errors import ConfigError
 from diptych.control.request import FinishReason, SamplingParams
 from diptych.control.step import PromptLogprobs, SchedulerOutput, StepResult, StepTokens, TokenLogprobs
 from diptych.runtime.attention import make_attention
-from diptych.runtime.attention.attention_backend import AttentionShape
+from diptych.runtime.attention.attention_backend import AttentionBackend
 from diptych.runtime.checkpoint import Checkpoint
-from diptych.runtime.decode_rows import DecodeBatch
-from diptych.runtime.kv_tensors import KVTensors, geometry_of
+from diptych.runtime.cuda_graphs import GraphedModel
+from diptych.runtime.decode_rows import DecodeRows
+from diptych.runtime.input_batch import InputBatch
+from diptych.runtime.instruction_set import TORCH, choose
+from diptych.runtime.kv_tensors import KVTensors
+from diptych.runtime.layers.forward_pass import ForwardPass
+from diptych.runtime.layers.layer_loader import LayerLoader
 from diptych.runtime.loader import Progress, Weights, resolve_dtype
-from diptych.runtime.model_config import ModelConfig, read_model_config
-from diptych.runtime.models.cuda_graphs import GraphedDecoder
-from diptych.runtime.models.decoder import Decoder
-from diptych.runtime.models.layers import DecoderWeights, LayerLoader
-from diptych.runtime.models.registry import MODELS
+from diptych.runtime.model_config import ModelConfig
+from diptych.runtime.models.registry import MODELS, LanguageModel, read_model_config
 from diptych.runtime.ops import make_ops
 from diptych.runtime.request_state import RequestState, check_tokens
+from diptych.runtime.rope import RotaryTables
 from diptych.runtime.sampler import (
     RowSampling,
     SamplingError,
@@ -64,11 +66,11 @@ NOT_A_NUMBER = "the model computed a logit that is not a number"
 class RunnerConfig:
     """What to load and how much memory it may use.
 
-    dtype: auto | bfloat16 | float32. native: None picks the native kernels when they work here, True insists, False
-    takes the torch fallbacks. kv_bytes: memory of the KV cache, unless ``num_blocks`` says it in blocks.
-    max_model_len: None for what the checkpoint supports. shared_pool: the KV cache lies in a pool that other workers
-    map, too; ``num_blocks`` of its blocks are this worker's. shared_weights: the descriptor of a file in memory that
-    holds the weights for all workers, or will when the first of them has loaded. Both on the cpu only.
+    dtype: auto | bfloat16 | float32. kv_bytes: memory of the KV cache, unless ``num_blocks`` says it in blocks.
+    max_model_len: None for what the checkpoint supports. instruction_set: of the native kernels, see
+    instruction_set.choose (None: the fastest). shared_pool: the KV cache lies in a pool that other workers map, too;
+    ``num_blocks`` of its blocks are this worker's. shared_weights: the descriptor of a file in memory that holds the
+    weights for all workers, or will when the first of them has loaded. These three on the cpu only.
     """
 
     model: str | Path
@@ -80,7 +82,7 @@ class RunnerConfig:
     num_host_blocks: int = 0
     max_num_seqs: int = 256
     max_model_len: int | None = None
-    native: bool | None = None
+    instruction_set: str | None = None
     shared_pool: SharedPool | None = None
     shared_weights: int | None = None
 
@@ -98,24 +100,32 @@ class _Sampled:
 class ModelRunner:
     """One model and its KV memory. ``note``: what the loader wants people to know ("" if nothing)."""
 
-    def __init__(self, model: Decoder, kv: KVTensors, max_num_seqs: int, max_model_len: int, note: str = "") -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        attention: AttentionBackend,
+        kv: KVTensors,
+        max_num_seqs: int,
+        max_model_len: int,
+        note: str = "",
+    ) -> None:
         self.model = model
-        self.model_config: ModelConfig = model.config
+        self.model_config = model.config
+        self.attention = attention
         self.kv = kv
-        self.block_size = model.attention.shape.block_size
+        self.block_size = attention.geometry.block_size
         self.first_block = kv.first_block
         self.num_blocks = kv.num_blocks
         self.num_host_blocks = kv.num_host_blocks
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
         self.note = note
-        self.on_layer: Callable[[int], None] | None = None  # see serving.intake.Runner; called on a CPU only
-        if model.device.type == "cuda":
-            self._forward = GraphedDecoder(model, kv.layers, max_model_len).forward
-        else:
-            self._forward = partial(model.forward, caches=kv.layers, on_layer=self._on_layer)
+        self.on_layer: Callable[[int], None] | None = None  # see ForwardPass; called on a CPU only
+        self._graphs: GraphedModel | None = None
+        if attention.fits_cuda_graphs and model.fits_cuda_graphs:
+            self._graphs = GraphedModel(model, attention, kv.layers, max_model_len)
         self._requests: dict[str, RequestState] = {}
-        self._batch = DecodeBatch(max_num_seqs, max_model_len, self.block_size)
+        self._batch = DecodeRows(max_num_seqs, max_model_len, self.block_size)
         self._ends_sequence = np.zeros(self.model_config.vocab_size, dtype=np.bool_)
         eos = [token for token in self.model_config.eos_token_ids if token < self.model_config.vocab_size]
         self._ends_sequence[eos] = True
@@ -159,9 +169,12 @@ class ModelRunner:
         """Requests known here."""
         return len(self._requests)
 
-    def _on_layer(self, num_layers: int) -> None:
-        if self.on_layer is not None:
-            self.on_layer(num_layers)
+    def forward(self, batch: InputBatch) -> torch.Tensor:
+        """See LanguageModel.forward; the result is valid until the next call. The caller is in torch.inference_mode."""
+        if self._graphs is not None:
+            return self._graphs.forward(batch)
+        on_layer = self.on_layer if self.attention.device.type == "cpu" else None
+        return self.model.forward(ForwardPass(batch, self.kv.layers, self.attention, on_layer))
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> StepResult:
@@ -170,7 +183,7 @@ class ModelRunner:
         if not output.is_compute:
             return StepResult(output.step_id, payload=StepTokens([], []))
         layout = self._lay_out(output)
-        hidden = self._forward(layout.batch)
+        hidden = self.forward(layout.batch)
         prompt_logprobs = self._score_prompts(layout, hidden)
         full_blocks = self._hash_full_blocks(layout)
         if layout.num_samples == 0:
@@ -200,9 +213,9 @@ class ModelRunner:
         batch = self._batch
         assert output.num_decodes in (0, len(batch)), f"{output.num_decodes} decodes planned, {len(batch)} are here"
         if not output.prefills:
-            return lay_out_decodes(batch, self.model.device)
+            return lay_out_decodes(batch, self.attention.device)
         states = [self._requests[chunk.request_id] for chunk in output.prefills]
-        return lay_out_step(batch, output.num_decodes, output.prefills, states, self.model.device)
+        return lay_out_step(batch, output.num_decodes, output.prefills, states, self.attention.device)
 
     def _hash_full_blocks(self, layout: StepLayout) -> tuple[tuple[str, bytes], ...]:
         """Blocks with output tokens that this step completes; called before the batch advances."""
@@ -294,32 +307,35 @@ def load_runner(config: RunnerConfig, progress: Progress | None = None) -> Model
     checkpoint = Checkpoint(model_config.path)
     dtype, note = resolve_dtype(config.dtype, model_config, checkpoint)
     device = torch.device(config.device)
-    if device.type != "cpu" and (config.shared_pool is not None or config.shared_weights is not None):
-        raise ConfigError(f"device is {device}; memory is shared between cpu workers only", param="device")
-    ops = make_ops(device, dtype, native=config.native)
-    heads = model_config.attention
-    shape = AttentionShape(
-        heads.num_heads, heads.num_kv_heads, heads.head_dim, config.block_size, dtype, heads.head_dim**-0.5
-    )
-    attention = make_attention(shape, device, native=config.native)
-    num_blocks = config.num_blocks or geometry_of(shape, model_config.num_layers).blocks_within(config.kv_bytes)
+    _check_cpu_only(config, device)
+    instruction_set = choose(dtype, config.instruction_set) if device.type == "cpu" else TORCH
+    ops = make_ops(dtype, instruction_set)
+    attention = make_attention(model_config.attention, config.block_size, dtype, device, instruction_set)
+    num_blocks = config.num_blocks or attention.geometry.blocks_within(config.kv_bytes)
+    rotary = RotaryTables(model_config.attention.head_dim, max_model_len, device)
 
-    def load(memory: WeightMemory) -> DecoderWeights:
-        loader = LayerLoader(model_config, Weights(checkpoint, dtype, device, progress, memory), ops)
-        return MODELS[model_config.architecture](loader)
+    def load(memory: WeightMemory) -> LanguageModel:
+        weights = Weights(checkpoint, dtype, device, progress, memory)
+        model = MODELS[model_config.architecture](model_config, LayerLoader(weights, ops, attention, rotary))
+        weights.finish()
+        return model
 
     if config.shared_weights is None:
-        weights, why_private = load(PrivateMemory(device)), ""
-    elif ops.keeps_weights_in_memory:
-        key = weights_key(model_config, checkpoint, dtype, ops.name)
-        weights, why_private = load_shared(config.shared_weights, key, load)
+        model, why_private = load(PrivateMemory(device)), ""
     else:
-        weights, why_private = load(PrivateMemory(device)), "weights packed by oneDNN cannot be shared: loaded its own"
+        key = weights_key(model_config, checkpoint, dtype, ops.name)
+        model, why_private = load_shared(config.shared_weights, key, load)
     if progress is not None:
         progress(checkpoint.num_bytes, checkpoint.num_bytes)
-    model = Decoder(model_config, weights, ops, attention, max_model_len)
-    kv = KVTensors(attention, model_config.num_layers, num_blocks, config.num_host_blocks, config.shared_pool)
-    return ModelRunner(model, kv, config.max_num_seqs, max_model_len, "; ".join(filter(None, (note, why_private))))
+    kv = KVTensors(attention, num_blocks, config.num_host_blocks, config.shared_pool)
+    notes = "; ".join(filter(None, (note, why_private)))
+    return ModelRunner(model, attention, kv, config.max_num_seqs, max_model_len, notes)
+
+
+def _check_cpu_only(config: RunnerConfig, device: torch.device) -> None:
+    for name in ("instruction_set", "shared_pool", "shared_weights"):
+        if device.type != "cpu" and (value := getattr(config, name)) is not None:
+            raise ConfigError(f"{name} is {value!r} and device is {device}; supported: cpu", param=name)
 
 
 def _max_model_len(wanted: int | None, model_config: ModelConfig) -> int:

@@ -10,7 +10,7 @@ import importlib.machinery
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
+import torch  # noqa: F401  its OpenMP runtime must be in the process first
 
 ABI = 4
 KERNELS = Path(__file__).parent / "attention" / "kernels"
@@ -23,7 +23,6 @@ _SIGNATURES: dict[str, list[type]] = {
     "diptych_add_rms_norm": [_P, _P, _P, _P, _I, _I, _F, _I],
     "diptych_silu_and_mul": [_P, _P, _I, _I, _I],
     "diptych_rope_and_cache": [_P, _P, _P, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _F, _I],
-    "diptych_write_kv": [_P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _I, _I],
     "diptych_attention": [_P, _P, _P, _P, _P, _P, _P, _P, _P, _F, _I],
     "diptych_decode_step": [_P, _I],
     "diptych_kv_encode": [_P, _P, _P, _P, _I, _I],
@@ -33,16 +32,10 @@ _SIGNATURES: dict[str, list[type]] = {
 
 @dataclass(frozen=True, slots=True)
 class NativeLibrary:
-    """The loaded kernels and what this processor can run of them."""
+    """The loaded kernels, on a processor with AVX-512. has_bf16: it has AVX512_BF16, too."""
 
     functions: ctypes.CDLL
-    has_avx512: bool
     has_bf16: bool
-    has_amx: bool
-
-    def supports(self, dtype: torch.dtype) -> bool:
-        """Whether the kernels run here for this dtype."""
-        return self.has_avx512 if dtype == torch.float32 else dtype == torch.bfloat16 and self.has_bf16
 
 
 @functools.cache
@@ -65,7 +58,7 @@ def load_native() -> NativeLibrary | None:
     features = library.diptych_cpu_features()
     if not features & 1:
         return None
-    return NativeLibrary(library, True, bool(features & 2), bool(features & 4))
+    return NativeLibrary(library, bool(features & 2))
 
 
 def _exists(suffix: str) -> bool:

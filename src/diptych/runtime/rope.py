@@ -1,10 +1,26 @@
-"""The table of rotary embeddings: one cosine and one sine per position and frequency. Knows nothing of attention."""
+"""Tables of rotary embeddings: one cosine and one sine per position and frequency."""
 
 import math
 
 import torch
 
 from diptych.runtime.model_config import RopeConfig
+
+
+class RotaryTables:
+    """The tables of one model, made once each. num_positions: the longest context that it is asked for."""
+
+    def __init__(self, head_dim: int, num_positions: int, device: torch.device) -> None:
+        self._head_dim = head_dim
+        self._num_positions = num_positions
+        self._device = device
+        self._tables: dict[RopeConfig, torch.Tensor] = {}
+
+    def table(self, rope: RopeConfig) -> torch.Tensor:
+        """See cos_sin_table."""
+        if rope not in self._tables:
+            self._tables[rope] = cos_sin_table(rope, self._head_dim, self._num_positions, self._device)
+        return self._tables[rope]
 
 
 def cos_sin_table(rope: RopeConfig, head_dim: int, num_positions: int, device: torch.device) -> torch.Tensor:

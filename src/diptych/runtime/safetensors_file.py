@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from diptych.control.errors import ConfigError, UnsupportedModelError
+from diptych.runtime.dtypes import DTYPES_BY_CODE
 
 MAX_HEADER_BYTES = 100_000_000
-DTYPE_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where a tensor lies: bytes [start, end) of the file."""
+    """Where a tensor lies: bytes [start, end) of the file. dtype: the code in the file's header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -42,11 +41,11 @@ class SafetensorsFile:
         self.entries = self._read_header()
 
     def data(self, name: str) -> memoryview:
-        """The bytes of a tensor whose dtype is one of DTYPE_NAMES; raises UnsupportedModelError for another dtype."""
+        """The bytes of a tensor; raises UnsupportedModelError for a dtype that is not in DTYPES_BY_CODE."""
         entry = self.entries[name]
-        if entry.dtype not in DTYPE_NAMES:
+        if entry.dtype not in DTYPES_BY_CODE:
             raise UnsupportedModelError(
-                f"{self.path}: tensor {name} has dtype {entry.dtype}; supported: {', '.join(DTYPE_NAMES)}",
+                f"{self.path}: tensor {name} has dtype {entry.dtype}; supported: {', '.join(DTYPES_BY_CODE)}",
                 param="dtype",
             )
         return memoryview(self._map)[entry.start : entry.end]
@@ -78,11 +77,11 @@ class SafetensorsFile:
     def _entry(self, name: str, value: dict[str, Any], data_start: int) -> TensorEntry:
         start, end = value["data_offsets"]
         shape = tuple(value["shape"])
-        itemsize = ITEM_BYTES.get(value["dtype"])
+        dtype = DTYPES_BY_CODE.get(value["dtype"])
         count = 1
         for extent in shape:
             count *= extent
-        if not 0 <= start <= end or (itemsize is not None and count * itemsize != end - start):
+        if not 0 <= start <= end or (dtype is not None and count * dtype.itemsize != end - start):
             raise ValueError(f"tensor {name} of shape {list(shape)} lies at bytes {start} to {end}")
         return TensorEntry(value["dtype"], shape, data_start + start, data_start + end)
 

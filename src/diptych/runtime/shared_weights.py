@@ -9,6 +9,7 @@ Owns the format and the election. Never knows what a tensor means.
 """
 
 import fcntl
+import gc
 import hashlib
 import json
 import math
@@ -98,7 +99,8 @@ def _write(fd: int, key: str, load: Callable[[WeightMemory], Loaded]) -> None:
     region = _Region(file, is_filled=False)
     load(region)
     assert region.num_bytes == layout.num_bytes, "loading asked for other tensors the second time"
-    del file, region  # the mapping ends here: a file that is mapped for writing cannot be sealed
+    del file, region
+    gc.collect()  # the mapping ends here, even if a model refers to itself: a file mapped for writing cannot be sealed
     os.pwrite(fd, key.encode(), len(MARK))
     os.pwrite(fd, MARK, 0)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)

@@ -8,13 +8,13 @@ import numpy.typing as npt
 import torch
 
 from diptych.control.step import ScheduledPrefill
-from diptych.runtime.decode_rows import DecodeBatch
+from diptych.runtime.decode_rows import DecodeRows
 from diptych.runtime.input_batch import InputBatch
 from diptych.runtime.request_state import RequestState
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class PromptChunk:
     """One prefill of the step. ``scores``: positions [first, last) whose next token's probability is asked for."""
 
     plan: ScheduledPrefill
@@ -32,7 +32,7 @@ class StepLayout:
     batch: InputBatch
     first_slot: int
     last_slot: int
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[PromptChunk, ...]
 
     @property
     def num_samples(self) -> int:
@@ -48,7 +48,7 @@ def scored_positions(state: RequestState, plan: ScheduledPrefill) -> range:
     return range(first, max(first, min(plan.start + plan.num_tokens, state.num_prompt_tokens - 1)))
 
 
-def lay_out_decodes(batch: DecodeBatch, device: torch.device) -> StepLayout:
+def lay_out_decodes(batch: DecodeRows, device: torch.device) -> StepLayout:
     """A step in which every member of the decode batch computes one token, and nothing else."""
     count = len(batch)
     context_lens = (batch.positions[:count] + 1).astype(np.int32)
@@ -69,13 +69,15 @@ def lay_out_decodes(batch: DecodeBatch, device: torch.device) -> StepLayout:
 
 
 def lay_out_step(
-    batch: DecodeBatch, num_decodes: int, prefills: Sequence[ScheduledPrefill], states: Sequence[RequestState],
+    batch: DecodeRows, num_decodes: int, prefills: Sequence[ScheduledPrefill], states: Sequence[RequestState],
     device: torch.device,
 ) -> StepLayout:  # fmt: skip
     """A step with prefills. Prompts that end here join the decode batch first; the others use scratch slots."""
     members = len(batch)
     first_slot = 0 if num_decodes else members
-    chunks = [Chunk(plan, state, scored_positions(state, plan)) for plan, state in zip(prefills, states, strict=True)]
+    chunks = [
+        PromptChunk(plan, state, scored_positions(state, plan)) for plan, state in zip(prefills, states, strict=True)
+    ]
     chunks.sort(key=lambda chunk: not chunk.plan.is_last)
     batch.reserve(members + len(chunks))
     for slot, chunk in enumerate(chunks, start=members):
@@ -109,17 +111,17 @@ def lay_out_step(
     return StepLayout(tensors, first_slot, last_slot, tuple(chunks))
 
 
-def _token_ids(batch: DecodeBatch, num_decodes: int, chunks: Sequence[Chunk]) -> npt.NDArray[np.int64]:
+def _token_ids(batch: DecodeRows, num_decodes: int, chunks: Sequence[PromptChunk]) -> npt.NDArray[np.int64]:
     parts = [chunk.state.token_ids[chunk.plan.start : chunk.plan.start + chunk.plan.num_tokens] for chunk in chunks]
     return np.concatenate([batch.inputs[:num_decodes], *parts]).astype(np.int64)
 
 
-def _positions(batch: DecodeBatch, num_decodes: int, chunks: Sequence[Chunk]) -> npt.NDArray[np.int64]:
+def _positions(batch: DecodeRows, num_decodes: int, chunks: Sequence[PromptChunk]) -> npt.NDArray[np.int64]:
     parts = [np.arange(chunk.plan.start, chunk.plan.start + chunk.plan.num_tokens) for chunk in chunks]
     return np.concatenate([batch.positions[:num_decodes], *parts]).astype(np.int64)
 
 
-def _slot_mapping(batch: DecodeBatch, num_decodes: int, chunks: Sequence[Chunk]) -> npt.NDArray[np.int64]:
+def _slot_mapping(batch: DecodeRows, num_decodes: int, chunks: Sequence[PromptChunk]) -> npt.NDArray[np.int64]:
     parts = [batch.slot_mapping(0, num_decodes)]
     for chunk in chunks:
         positions = np.arange(chunk.plan.start, chunk.plan.start + chunk.plan.num_tokens)

@@ -1,12 +1,11 @@
 """LLM: offline batches in this process, for scripts and notebooks. ``LLM(path).generate(prompts, params)``.
 
-Owns a worker's core and its model in the caller's process. Must never start threads, processes or sockets.
+A LocalEngine computes, and text is made of its tokens here: no threads, no processes, no sockets.
 """
 
 import random
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +15,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from diptych.control.config import ShapeName, shape_preset
-from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.errors import ConfigError, WorkerError
 from diptych.control.events import Event, RequestAdmitted, RequestFinished
-from diptych.control.request import FinishReason, Request, SamplingParams
+from diptych.control.request import FinishReason, SamplingParams
+from diptych.runtime.local_engine import LocalEngine, StepOutcome
 from diptych.serving.answers.answer_stream import AnswerStream, Generation
 from diptych.serving.answers.tokenizer import Tokenizer, flatten_content
 from diptych.serving.async_llm import check_prompt, derive_seed
@@ -70,7 +69,8 @@ class LLM:
         self.options = options
         self.tokenizer = Tokenizer(Path(options.model))
         loaded = load_engine(options, lambda stage, fraction=None: None)
-        self._core, self._runner, self._ready = loaded.engine, loaded.runner, loaded.ready
+        self._ready = loaded.ready
+        self._engine = LocalEngine(loaded.engine, loaded.runner)
         self._open: dict[str, AnswerStream] = {}
         self._num_requests = 0
 
@@ -89,8 +89,8 @@ class LLM:
         sampling = _one_each(params, len(batch))
         builders = []
         try:
-            for prompt, one in zip(batch, sampling, strict=True):
-                builders.append(self._submit(prompt, one))
+            for prompt, wanted in zip(batch, sampling, strict=True):
+                builders.append(self._submit(prompt, wanted))
             self._run(progress)
         finally:
             self._clear()
@@ -125,8 +125,8 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
         """The text of one answer, piece by piece."""
-        builder = self._submit(prompt, params or SamplingParams())
         try:
+            builder = self._submit(prompt, params or SamplingParams())
             for _ in self._steps():
                 for delta in builder.generation.take():
                     if delta.index == 0 and delta.text:
@@ -150,21 +150,10 @@ class LLM:
             )
             for number in range(params.n)
         ]
-        generation = Generation(request_id, sequences)
-        hashes = hash_blocks(token_ids, self.options.memory.block_size)
-        for one in sequences:
-            request = Request(
-                one.request_id,
-                len(token_ids),
-                params.max_tokens,
-                block_hashes=hashes,
-                reads_prefix_cache=params.prompt_logprobs is None,
-            )
-            self._core.check_request(request)
-            self._runner.add_request(one.request_id, token_ids, one.sampling, block_hashes=hashes)
-            self._open[one.request_id] = one
-            self._core.add_request(request, time.monotonic_ns())
-        return OutputBuilder(generation, text, self.tokenizer)
+        for sequence in sequences:
+            self._engine.add(sequence.request_id, token_ids, sequence.sampling)
+            self._open[sequence.request_id] = sequence
+        return OutputBuilder(Generation(request_id, sequences), text, self.tokenizer)
 
     def _run(self, progress: bool) -> None:
         total = len(self._open)
@@ -177,59 +166,52 @@ class LLM:
                     bar.update(task, completed=total - len(self._open))
 
     def _steps(self) -> Iterator[None]:
-        """The loop of a worker, without a socket: one step each time, until nobody is left."""
-        core, runner = self._core, self._runner
-        while core.has_work:
-            output = core.begin_step(time.monotonic_ns())
-            if output is None:
+        """One step each time, until every request has ended."""
+        while self._open:
+            outcome = self._engine.step()
+            if outcome is None:
                 raise WorkerError("the scheduler has work but no step for it; this is a bug")
-            result = runner.execute(output)
-            events = core.end_step(result, time.monotonic_ns())
-            self._take(events, result.payload)
+            self._take(outcome)
             yield
 
-    def _take(self, events: Sequence[Event], payload: Any) -> None:
-        ended = {event.request_id: event for event in events if isinstance(event, RequestFinished)}
-        for event in events:
+    def _take(self, outcome: StepOutcome) -> None:
+        tokens = outcome.tokens
+        ended = {event.request_id: event for event in outcome.events if isinstance(event, RequestFinished)}
+        for event in outcome.events:
             if isinstance(event, RequestAdmitted) and event.is_first and event.request_id in self._open:
                 self._open[event.request_id].cached_tokens = event.num_cached_tokens
-        for request_id, (first, entries) in payload.prompt_logprobs.items():
-            if one := self._open.get(request_id):
-                one.add_prompt_logprobs(first, entries)
+        for request_id, (first, entries) in tokens.prompt_logprobs.items():
+            if sequence := self._open.get(request_id):
+                sequence.add_prompt_logprobs(first, entries)
         matched = []
-        for request_id, token_id in zip(payload.request_ids, payload.token_ids, strict=True):
-            one = self._open.get(request_id)
-            if one is None:
+        for request_id, token_id in zip(tokens.request_ids, tokens.token_ids, strict=True):
+            if (sequence := self._open.get(request_id)) is None:
                 continue
-            logprobs = payload.logprobs.get(request_id)
+            logprobs = tokens.logprobs.get(request_id)
             end = ended.get(request_id)
             is_stop_token = end is not None and end.reason is FinishReason.STOP
-            if one.push(token_id, is_stop_token=is_stop_token, logprobs=logprobs):
+            if sequence.push(token_id, is_stop_token=is_stop_token, logprobs=logprobs):
                 matched.append(request_id)
-            one.mark()
+            sequence.mark()
         self._end(ended.values())
         for request_id in matched:
-            self._end(
-                event
-                for event in self._core.abort(request_id, time.monotonic_ns(), FinishReason.STOP)
-                if isinstance(event, RequestFinished)
-            )
+            self._end(self._engine.abort(request_id, FinishReason.STOP))
 
-    def _end(self, events: Any) -> None:
+    def _end(self, events: Iterable[Event]) -> None:
         for event in events:
-            if one := self._open.pop(event.request_id, None):
+            if isinstance(event, RequestFinished) and (sequence := self._open.pop(event.request_id, None)):
                 if event.reason is FinishReason.ERROR:
                     raise WorkerError(f"request {event.request_id} failed: {event.message}")
-                one.end(event)
-                one.mark()
+                sequence.end(event)
+                sequence.mark()
 
     def _clear(self) -> None:
-        """Abort whatever is left (after an error or an interrupt), so that the next call finds an empty worker."""
-        for request_id in list(self._open):
-            self._core.abort(request_id, time.monotonic_ns())
+        """Abort whatever is left (after an error or an interrupt), so that the next call finds an empty engine."""
+        for request_id in self._open:
+            self._engine.abort(request_id)
         self._open.clear()
-        while self._core.has_work and (output := self._core.begin_step(time.monotonic_ns())) is not None:
-            self._core.end_step(self._runner.execute(output), time.monotonic_ns())
+        while self._engine.step() is not None:
+            pass
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -3,23 +3,27 @@
 import torch
 
 from diptych.control.errors import ConfigError
-from diptych.runtime.attention.attention_backend import AttentionBackend, AttentionShape
-from diptych.runtime.attention.cuda_attention import CudaAttention
+from diptych.runtime.attention.attention_backend import AttentionBackend
+from diptych.runtime.attention.cuda_attention import CudaAttention, paged_attention
 from diptych.runtime.attention.native_attention import NativeCpuAttention
 from diptych.runtime.attention.torch_attention import TorchCpuAttention
+from diptych.runtime.instruction_set import TORCH
+from diptych.runtime.kv_geometry import KVGeometry
+from diptych.runtime.model_config import AttentionConfig
 from diptych.runtime.native import load_native
 
 
-def make_attention(shape: AttentionShape, device: torch.device, native: bool | None = None) -> AttentionBackend:
-    """The backend for a device. native: None uses the kernels when they are built and cover the shape; True insists;
-    False takes plain torch."""
+def make_attention(
+    config: AttentionConfig, block_size: int, dtype: torch.dtype, device: torch.device, instruction_set: str = TORCH
+) -> AttentionBackend:
+    """The backend for a device. On the cpu: the kernels of ``instruction_set`` (see instruction_set.choose) where they
+    cover what the layers ask for, else plain torch."""
+    geometry = KVGeometry.of(config, block_size, str(dtype).removeprefix("torch."))
     if device.type == "cuda":
-        return CudaAttention(shape, device)
+        return CudaAttention(geometry, config.layers, device, paged_attention())
     if device.type != "cpu":
         raise ConfigError(f"device is {device}; supported: cpu, cuda", param="device")
-    library = load_native() if native is not False else None
-    if library is not None and NativeCpuAttention.covers(library, shape):
-        return NativeCpuAttention(library, shape)
-    if native:
-        raise ConfigError(f"native kernels are not built, or do not cover {shape} on this processor", param="native")
-    return TorchCpuAttention(shape)
+    library = load_native() if instruction_set != TORCH else None
+    if library is not None and NativeCpuAttention.covers(geometry, config.layers):
+        return NativeCpuAttention(library, config.num_heads, geometry)
+    return TorchCpuAttention(geometry)

@@ -11,31 +11,23 @@ fill a vector register and v values that are multiplied together share 32 bits:
 CUDA layout: K and V [num_blocks, block_size, num_kv_heads, head_dim].
 """
 
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from diptych.runtime.input_batch import InputBatch
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionShape:
-    """What all layers of a model share."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    block_size: int
-    dtype: torch.dtype
-    scale: float
+from diptych.runtime.kv_geometry import KVGeometry
+from diptych.runtime.model_config import LayerAttention
 
 
 class AttentionBackend(Protocol):
-    """Paged attention for one model on one device."""
+    """Paged attention for one model on one device. fits_cuda_graphs: see LanguageModel."""
 
     name: str
-    shape: AttentionShape
+    geometry: KVGeometry
+    dtype: torch.dtype
+    device: torch.device
+    fits_cuda_graphs: bool
 
     def allocate(self, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Zeroed (k_cache, v_cache) of one layer."""
@@ -46,24 +38,11 @@ class AttentionBackend(Protocol):
         a block. What lies in a block behind its last token is never used, so the memory need not be cleared."""
         ...
 
-    def plan(self, batch: InputBatch, sliding_window: int | None) -> Any:
-        """Work that is the same for all layers with this window; valid for this step only."""
-        ...
-
-    def write(
-        self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
-    ) -> None:
-        """Store k, v [num_tokens, num_kv_heads, head_dim] at ``slots`` [num_tokens] int64."""
-        ...
-
-    def read(
-        self, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V at ``slots``, each [len(slots), num_kv_heads, head_dim]: for tests and fallbacks, not for speed."""
+    def plan(self, batch: InputBatch, how: LayerAttention) -> Any:
+        """Work that is the same for all layers that attend like this; valid for this step only."""
         ...
 
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: Any) -> torch.Tensor:
         """Causal attention of q [num_tokens, num_heads, head_dim] over each sequence's blocks, this step's tokens
-        included (they must have been written before). Returns [num_tokens, num_heads * head_dim].
-        A window of w lets a token see itself and the w - 1 tokens before it."""
+        included (they must have been written before). Returns [num_tokens, num_heads * head_dim]."""
         ...

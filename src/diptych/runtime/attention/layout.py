@@ -1,4 +1,4 @@
-"""Moving K and V between rows of tokens and the paged layouts of interface.py. Plain torch: correct, not fast."""
+"""Moving K and V between rows of tokens and the layouts of attention_backend.py. Plain torch: correct, not fast."""
 
 import torch
 

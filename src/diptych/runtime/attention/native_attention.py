@@ -1,13 +1,15 @@
 """Paged attention on the CPU through the native kernels: the cache is read in place, results are batch-invariant."""
 
 import ctypes
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
-from diptych.runtime.attention.attention_backend import AttentionShape
-from diptych.runtime.attention.torch_attention import TorchCpuAttention
+from diptych.runtime.attention.layout import allocate_cpu, lay_out_cpu
 from diptych.runtime.input_batch import InputBatch
+from diptych.runtime.kv_geometry import KVGeometry
+from diptych.runtime.model_config import LayerAttention
 from diptych.runtime.native import NativeLibrary
 
 MAX_DIM = 256
@@ -16,68 +18,70 @@ MAX_DIM = 256
 @dataclass(frozen=True, slots=True)
 class _Plan:
     batch: InputBatch
+    scale: float
     sizes: ctypes.Array[ctypes.c_int64]
-    tables: torch.Tensor
     partials: torch.Tensor
 
 
-class NativeCpuAttention(TorchCpuAttention):
-    """See AttentionBackend. Shares allocation and the slow paths with the torch backend: the layout is the same."""
+class NativeCpuAttention:
+    """See AttentionBackend."""
 
     name = "native-cpu"
+    device = torch.device("cpu")
+    fits_cuda_graphs = False
 
-    def __init__(self, library: NativeLibrary, shape: AttentionShape) -> None:
-        super().__init__(shape)
+    def __init__(self, library: NativeLibrary, num_heads: int, geometry: KVGeometry) -> None:
+        self.num_heads = num_heads
+        self.geometry = geometry
+        self.dtype: torch.dtype = getattr(torch, geometry.dtype)
         self._functions = library.functions
-        self._is_bf16 = int(shape.dtype == torch.bfloat16)
+        self._is_bf16 = int(self.dtype == torch.bfloat16)
         self._partials = torch.empty(1 << 16, dtype=torch.float32)
 
     @staticmethod
-    def covers(library: NativeLibrary, shape: AttentionShape) -> bool:
-        """Whether the kernels handle this shape on this processor."""
-        fits = shape.head_dim % 16 == 0 and shape.head_dim <= MAX_DIM and shape.block_size % 16 == 0
-        return fits and library.supports(shape.dtype)
+    def covers(geometry: KVGeometry, layers: Iterable[LayerAttention]) -> bool:
+        """Whether the kernels compute these layers over such a cache."""
+        fits = geometry.head_dim % 16 == 0 and geometry.head_dim <= MAX_DIM and geometry.block_size % 16 == 0
+        return fits and all(layer.softcap is None for layer in layers)
 
-    def write(
-        self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
-    ) -> None:
+    def allocate(self, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See AttentionBackend."""
-        shape = self.shape
-        self._functions.diptych_write_kv(
-            k.data_ptr(), v.data_ptr(), slots.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), k.shape[0],
-            shape.num_kv_heads, shape.head_dim, shape.block_size, k.stride(0), v.stride(0), self._is_bf16,
-        )  # fmt: skip
+        kv = self.geometry
+        return allocate_cpu(num_blocks, kv.num_kv_heads, kv.block_size, kv.head_dim, self.dtype)
 
-    def plan(self, batch: InputBatch, sliding_window: int | None) -> _Plan:  # type: ignore[override]
+    def laid_out(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See AttentionBackend."""
-        shape, tables = self.shape, batch.block_tables
-        row = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+        kv = self.geometry
+        return lay_out_cpu(k, v, kv.num_kv_heads, kv.block_size, kv.head_dim)
+
+    def plan(self, batch: InputBatch, how: LayerAttention) -> _Plan:
+        """See AttentionBackend."""
+        assert how.softcap is None, "covers() refuses a softcap"
+        kv = self.geometry
+        row = (self.num_heads + 2 * kv.num_kv_heads) * kv.head_dim
         sizes = (ctypes.c_int64 * 9)(
-            row, tables.stride(0), batch.num_seqs, batch.num_decodes, shape.num_heads, shape.num_kv_heads,
-            shape.head_dim, shape.block_size, sliding_window or 0,
+            row, batch.block_tables.stride(0), batch.num_seqs, batch.num_decodes, self.num_heads, kv.num_kv_heads,
+            kv.head_dim, kv.block_size, how.window or 0,
         )  # fmt: skip
-        return _Plan(batch, sizes, tables, self.partials(batch))
+        return _Plan(batch, how.scale, sizes, self.partials(batch))
 
     def partials(self, batch: InputBatch) -> torch.Tensor:
         """Scratch memory for the decodes of a batch: every segment's result. The next batch may get the same."""
-        shape = self.shape
         needed = self._functions.diptych_attention_workspace(
-            batch.num_decodes, batch.max_context_len, shape.num_heads, shape.head_dim
+            batch.num_decodes, batch.max_context_len, self.num_heads, self.geometry.head_dim
         )
         if needed > self._partials.numel():
             self._partials = torch.empty(needed, dtype=torch.float32)
         return self._partials
 
-    def run(  # type: ignore[override]
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: _Plan
-    ) -> torch.Tensor:
+    def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: _Plan) -> torch.Tensor:
         """See AttentionBackend."""
         batch = plan.batch
-        out = q.new_empty((q.shape[0], self.shape.num_heads * self.shape.head_dim))
+        out = q.new_empty((q.shape[0], self.num_heads * self.geometry.head_dim))
         plan.sizes[0] = q.stride(0)
         self._functions.diptych_attention(
-            q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), plan.tables.data_ptr(),
+            q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), batch.block_tables.data_ptr(),
             batch.query_start.data_ptr(), batch.context_lens.data_ptr(), out.data_ptr(), plan.partials.data_ptr(),
-            ctypes.addressof(plan.sizes), self.shape.scale, self._is_bf16,
+            ctypes.addressof(plan.sizes), plan.scale, self._is_bf16,
         )  # fmt: skip
         return out

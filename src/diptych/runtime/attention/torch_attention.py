@@ -3,85 +3,112 @@
 The fallback where the native kernels are not built or do not cover a shape, and the reference they are tested against.
 """
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-from diptych.runtime.attention.attention_backend import AttentionShape
-from diptych.runtime.attention.layout import allocate_cpu, lay_out_cpu, read_cpu, write_cpu
+from diptych.runtime.attention.layout import allocate_cpu, lay_out_cpu, read_cpu
 from diptych.runtime.input_batch import InputBatch
+from diptych.runtime.kv_geometry import KVGeometry
+from diptych.runtime.model_config import LayerAttention
 
 
 @dataclass(frozen=True, slots=True)
-class _Sequence:
-    rows: slice
-    slots: torch.Tensor  # [num_keys] of the keys that any of its queries sees
+class SequencePart:
+    """One sequence of a step and the keys that its queries see."""
+
+    rows: slice  # of the step's queries
+    slots: torch.Tensor  # [num_keys]
     mask: torch.Tensor | None  # [num_queries, num_keys], True where visible; None: all of them
+
+
+@dataclass(frozen=True, slots=True)
+class GatherPlan:
+    """A step, sequence by sequence."""
+
+    how: LayerAttention
+    sequences: list[SequencePart]
 
 
 class TorchCpuAttention:
     """See AttentionBackend."""
 
     name = "torch-cpu"
+    device = torch.device("cpu")
+    fits_cuda_graphs = False
 
-    def __init__(self, shape: AttentionShape) -> None:
-        self.shape = shape
+    def __init__(self, geometry: KVGeometry) -> None:
+        self.geometry = geometry
+        self.dtype: torch.dtype = getattr(torch, geometry.dtype)
 
     def allocate(self, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See AttentionBackend."""
-        shape = self.shape
-        return allocate_cpu(num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim, shape.dtype)
+        kv = self.geometry
+        return allocate_cpu(num_blocks, kv.num_kv_heads, kv.block_size, kv.head_dim, self.dtype)
 
     def laid_out(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See AttentionBackend."""
-        shape = self.shape
-        return lay_out_cpu(k, v, shape.num_kv_heads, shape.block_size, shape.head_dim)
+        kv = self.geometry
+        return lay_out_cpu(k, v, kv.num_kv_heads, kv.block_size, kv.head_dim)
 
-    def write(
-        self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
-    ) -> None:
+    def plan(self, batch: InputBatch, how: LayerAttention) -> GatherPlan:
         """See AttentionBackend."""
-        write_cpu(k, v, k_cache, v_cache, slots)
+        return plan_gather(batch, how, self.geometry.block_size)
 
-    def read(
-        self, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: GatherPlan) -> torch.Tensor:
         """See AttentionBackend."""
-        return read_cpu(k_cache, v_cache, slots)
+        return attend_gathered(q, plan, lambda slots: read_cpu(k_cache, v_cache, slots))
 
-    def plan(self, batch: InputBatch, sliding_window: int | None) -> list[_Sequence]:
-        """See AttentionBackend."""
-        size = self.shape.block_size
-        starts, contexts = batch.query_start.tolist(), batch.context_lens.tolist()
-        plan = []
-        for index, context in enumerate(contexts):
-            begin, end = starts[index], starts[index + 1]
-            first_query = context - (end - begin)
-            first_key = 0 if sliding_window is None else max(0, first_query - sliding_window + 1)
-            keys = torch.arange(first_key, context)
-            slots = batch.block_tables[index][keys // size].long() * size + keys % size
-            mask = None
-            if end - begin > 1:
-                queries = torch.arange(first_query, context)[:, None]
-                mask = keys[None] <= queries
-                if sliding_window is not None:
-                    mask &= keys[None] > queries - sliding_window
-            plan.append(_Sequence(slice(begin, end), slots, mask))
-        return plan
 
-    def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: list[_Sequence]) -> torch.Tensor:
-        """See AttentionBackend."""
-        out = torch.empty((q.shape[0], self.shape.num_heads, self.shape.head_dim), dtype=q.dtype)
-        for sequence in plan:
-            k, v = read_cpu(k_cache, v_cache, sequence.slots)  # [num_keys, num_kv_heads, head_dim]
+def plan_gather(batch: InputBatch, how: LayerAttention, block_size: int) -> GatherPlan:
+    """Which keys each sequence of a batch sees, and where they are."""
+    starts, contexts = batch.query_start.tolist(), batch.context_lens.tolist()
+    sequences = []
+    for index, context in enumerate(contexts):
+        begin, end = starts[index], starts[index + 1]
+        table = batch.block_tables[index]
+        first_query = context - (end - begin)
+        first_key = 0 if how.window is None else max(0, first_query - how.window + 1)
+        keys = torch.arange(first_key, context, device=table.device)
+        slots = table[keys // block_size].long() * block_size + keys % block_size
+        mask = None
+        if end - begin > 1:
+            queries = torch.arange(first_query, context, device=table.device)[:, None]
+            mask = keys[None] <= queries
+            if how.window is not None:
+                mask &= keys[None] > queries - how.window
+        sequences.append(SequencePart(slice(begin, end), slots, mask))
+    return GatherPlan(how, sequences)
+
+
+def attend_gathered(
+    q: torch.Tensor, plan: GatherPlan, read: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+) -> torch.Tensor:
+    """AttentionBackend.run on any device. read: K and V at slots, see AttentionBackend.read."""
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    for sequence in plan.sequences:
+        k, v = (part.transpose(0, 1)[None] for part in read(sequence.slots))  # [1, num_kv_heads, num_keys, head_dim]
+        queries = q[sequence.rows].transpose(0, 1)[None]
+        if plan.how.softcap is None:
             attended = F.scaled_dot_product_attention(
-                q[sequence.rows].transpose(0, 1)[None],
-                k.transpose(0, 1)[None],
-                v.transpose(0, 1)[None],
-                attn_mask=sequence.mask,
-                scale=self.shape.scale,
-                enable_gqa=True,
+                queries, k, v, attn_mask=sequence.mask, scale=plan.how.scale, enable_gqa=True
             )
-            out[sequence.rows] = attended[0].transpose(0, 1)
-        return out.view(q.shape[0], -1)
+        else:
+            attended = _attend_capped(queries, k, v, sequence.mask, plan.how.scale, plan.how.softcap)
+        out[sequence.rows] = attended[0].transpose(0, 1)
+    return out.view(q.shape[0], -1)
+
+
+def _attend_capped(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, softcap: float
+) -> torch.Tensor:
+    """q [1, num_heads, num_queries, head_dim] -> the same, in fp32 throughout."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (part.float().repeat_interleave(group, dim=1) for part in (k, v))
+    scores = softcap * (q.float() @ k.transpose(2, 3) * (scale / softcap)).tanh()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf)
+    return (scores.softmax(dim=-1) @ v).to(q.dtype)

@@ -1,12 +1,37 @@
-"""Qwen2 and Qwen2.5: a bias on q, k and v; upper layers may have a sliding window."""
+"""Qwen2 and Qwen2.5: Llama with a bias on q, k and v; some layers may have a sliding window."""
 
-from diptych.runtime.models.layers import DecoderWeights, LayerLoader
+from diptych.runtime.model_config import ConfigFields
+from diptych.runtime.models.llama import Llama, LlamaConfig, read_llama_config
+
+DEFAULT_WINDOW = 4096  # what a config means that does not say
+DEFAULT_FIRST_WINDOW_LAYER = 28  # likewise
+LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-def load_qwen2(loader: LayerLoader) -> DecoderWeights:
-    """The weights of Qwen2ForCausalLM."""
-    layers = tuple(
-        loader.layer(index, loader.attention(index, qkv_bias=True), loader.mlp(index))
-        for index in range(loader.config.num_layers)
-    )
-    return loader.decoder(layers)
+class Qwen2(Llama):
+    """See LanguageModel."""
+
+    @classmethod
+    def read_config(cls, fields: ConfigFields) -> LlamaConfig:
+        """See LanguageModel."""
+        return read_llama_config(fields, windows=read_qwen_windows(fields), qkv_bias=True)
+
+
+def read_qwen_windows(fields: ConfigFields) -> tuple[int | None, ...]:
+    """Each layer's sliding window. A window that no context can exceed counts as none."""
+    num_layers = fields.integer("num_hidden_layers")
+    none = (None,) * num_layers
+    if not fields.flag("use_sliding_window") or fields.values.get("sliding_window", DEFAULT_WINDOW) is None:
+        return none
+    window = fields.integer("sliding_window", DEFAULT_WINDOW)
+    if window >= fields.integer("max_position_embeddings"):
+        return none
+    kinds = fields.values.get("layer_types")
+    if kinds is None:
+        first = fields.values.get("max_window_layers", DEFAULT_FIRST_WINDOW_LAYER)
+        if not isinstance(first, int) or first < 0:
+            raise fields.unsupported("max_window_layers", "a whole number of at least 0")
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    if len(kinds) != num_layers or any(kind not in LAYER_TYPES for kind in kinds):
+        raise fields.unsupported("layer_types", f"{num_layers} times {' or '.join(LAYER_TYPES)}")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)

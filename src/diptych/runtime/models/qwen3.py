@@ -1,17 +1,24 @@
-"""Qwen3 (dense): RMS norm on each query and key head; biases only where the config asks for them."""
+"""Qwen3 (dense): Llama with an RMS norm on each query and key head; some layers may have a sliding window."""
 
-from diptych.runtime.models.layers import DecoderWeights, LayerLoader
+from diptych.runtime.model_config import ConfigFields
+from diptych.runtime.models.llama import Llama, LlamaConfig, read_llama_config
+from diptych.runtime.models.qwen2 import read_qwen_windows
+
+DEFAULT_HEAD_DIM = 128  # what a config means that does not say
 
 
-def load_qwen3(loader: LayerLoader) -> DecoderWeights:
-    """The weights of Qwen3ForCausalLM."""
-    bias = loader.config.attention.bias
-    layers = tuple(
-        loader.layer(
-            index,
-            loader.attention(index, qkv_bias=bias, output_bias=bias, qk_norm=True),
-            loader.mlp(index),
+class Qwen3(Llama):
+    """See LanguageModel."""
+
+    @classmethod
+    def read_config(cls, fields: ConfigFields) -> LlamaConfig:
+        """See LanguageModel."""
+        bias = fields.flag("attention_bias")
+        return read_llama_config(
+            fields,
+            windows=read_qwen_windows(fields),
+            head_dim=DEFAULT_HEAD_DIM,
+            qkv_bias=bias,
+            output_bias=bias,
+            qk_norm=True,
         )
-        for index in range(loader.config.num_layers)
-    )
-    return loader.decoder(layers)

@@ -1,15 +1,72 @@
-"""Which function loads which architecture."""
+"""Which family computes which architecture, and what the engine asks of a family."""
 
-from collections.abc import Callable
+from __future__ import annotations
 
-from diptych.runtime.models.layers import DecoderWeights, LayerLoader
-from diptych.runtime.models.llama import load_llama
-from diptych.runtime.models.qwen2 import load_qwen2
-from diptych.runtime.models.qwen3 import load_qwen3
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
-MODELS: dict[str, Callable[[LayerLoader], DecoderWeights]] = {
-    "LlamaForCausalLM": load_llama,
-    "MistralForCausalLM": load_llama,
-    "Qwen2ForCausalLM": load_qwen2,
-    "Qwen3ForCausalLM": load_qwen3,
+from diptych.runtime.model_config import ConfigFields, ModelConfig
+from diptych.runtime.models.llama import Llama
+from diptych.runtime.models.mistral import Mistral
+from diptych.runtime.models.qwen2 import Qwen2
+from diptych.runtime.models.qwen3 import Qwen3
+
+if TYPE_CHECKING:
+    import torch
+
+    from diptych.runtime.layers.forward_pass import ForwardPass
+    from diptych.runtime.layers.layer_loader import LayerLoader
+
+
+class LanguageModel(Protocol):
+    """A loaded model of one family: from the tokens of a batch to logits, without any state of its own.
+
+    fits_cuda_graphs: a decode step neither waits for the device nor looks at a value on it, so that a captured graph of
+    it can be replayed.
+    """
+
+    fits_cuda_graphs: bool
+
+    def __init__(self, config: Any, load: LayerLoader) -> None:
+        """Ask ``load`` for every tensor of the checkpoint, in the same order each time. config: from read_config."""
+        ...
+
+    @classmethod
+    def read_config(cls, fields: ConfigFields) -> ModelConfig:
+        """The record of a config.json. Raises UnsupportedModelError for what the family does not compute."""
+        ...
+
+    @property
+    def config(self) -> ModelConfig:
+        """What the model was made with."""
+        ...
+
+    def forward(self, step: ForwardPass) -> torch.Tensor:
+        """Compute all tokens of the batch, write their K and V, and return the last hidden states of its sample_rows,
+        in that order: [num_samples, hidden]."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] as from ``forward`` -> [rows, vocab], in the model's dtype."""
+        ...
+
+
+MODELS: dict[str, type[LanguageModel]] = {
+    "LlamaForCausalLM": Llama,
+    "MistralForCausalLM": Mistral,
+    "Qwen2ForCausalLM": Qwen2,
+    "Qwen3ForCausalLM": Qwen3,
 }
+
+
+def read_model_config(path: str | Path) -> ModelConfig:
+    """Read the config of the checkpoint directory ``path``.
+
+    Raises ConfigError when the file is missing or not JSON, UnsupportedModelError when it asks for something that
+    this engine does not have.
+    """
+    fields = ConfigFields.of_file(Path(path) / "config.json")
+    names = fields.values.get("architectures")
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in MODELS:
+        raise fields.unsupported("architectures", "one of " + ", ".join(MODELS))
+    return MODELS[names[0]].read_config(fields)

@@ -58,20 +58,6 @@ class NativeLinear:
         return y
 
 
-class OneDnnLinear:
-    """A linear layer through oneDNN with its own packed weights: the choice where the processor has AMX tiles."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self.out_features, self.in_features = weight.shape
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
-        self._bias = bias
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """See Linear."""
-        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
-        return y
-
-
 class NativeOps:
     """See Ops."""
 
@@ -81,13 +67,10 @@ class NativeOps:
         self._library = library
         self._functions = library.functions
         self._is_bf16 = int(dtype == torch.bfloat16)
-        self.keeps_weights_in_memory = not (self._is_bf16 and library.has_amx)  # oneDNN's packing is its own secret
         self._fallback = TorchOps()
 
     def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None, memory: WeightMemory = CPU_MEMORY) -> Linear:
         """See Ops."""
-        if not self.keeps_weights_in_memory:
-            return OneDnnLinear(weight, bias)
         if weight.shape[1] % 2:
             return self._fallback.pack_linear(weight, bias, memory)
         return NativeLinear(self._library, weight, bias, memory=memory)
@@ -96,7 +79,7 @@ class NativeOps:
         self, weight: torch.Tensor, bias: torch.Tensor | None, memory: WeightMemory = CPU_MEMORY
     ) -> Linear:
         """See Ops."""
-        if bias is not None or weight.shape[1] % 2 or not self.keeps_weights_in_memory:
+        if bias is not None or weight.shape[1] % 2:
             return self._fallback.gated(self.pack_linear(weight, bias, memory), self.silu_and_mul)
         return NativeLinear(self._library, weight, None, gated=True, memory=memory)
 

@@ -32,7 +32,6 @@ class Ops(Protocol):
     """
 
     name: str
-    keeps_weights_in_memory: bool  # pack_linear and pack_gate_up keep nothing outside of the WeightMemory
 
     def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None, memory: WeightMemory = CPU_MEMORY) -> Linear:
         """weight [out_features, in_features]; the caller drops its own reference, so that memory does not double. What

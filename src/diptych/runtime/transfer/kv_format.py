@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, dataclass, fields
 
 from diptych.control.errors import ConfigError
-from diptych.runtime.kv_geometry import ITEM_BYTES
+from diptych.runtime.dtypes import COMPUTE_DTYPES, DTYPES
 
 PROTOCOL_VERSION = 1  # of the frames and of the codec's bytes
 MAX_DIMENSION = 1 << 20
@@ -30,13 +30,14 @@ class KVFormat:
             value = getattr(self, name)
             if not isinstance(value, int) or not 1 <= value <= MAX_DIMENSION:
                 raise ConfigError(f"{name} of the KV format is {value!r}; it must be 1 to {MAX_DIMENSION}", param=name)
-        if self.dtype not in ITEM_BYTES:
-            raise ConfigError(f"dtype of the KV cache is {self.dtype!r}, not one of {list(ITEM_BYTES)}", param="dtype")
+        if self.dtype not in COMPUTE_DTYPES:
+            known = ", ".join(COMPUTE_DTYPES)
+            raise ConfigError(f"dtype of the KV cache is {self.dtype!r}, not one of {known}", param="dtype")
 
     @property
     def bytes_per_layer_block(self) -> int:
         """Bytes of one block of K (or of V) in one layer."""
-        return self.block_size * self.num_kv_heads * self.head_dim * ITEM_BYTES[self.dtype]
+        return self.block_size * self.num_kv_heads * self.head_dim * DTYPES[self.dtype].itemsize
 
     @property
     def bytes_per_block(self) -> int:

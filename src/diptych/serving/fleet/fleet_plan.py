@@ -16,7 +16,7 @@ from diptych.control.config import prefill_scheduler
 from diptych.control.errors import ConfigError
 from diptych.control.router.topology import LinkCosts
 from diptych.runtime.kv_geometry import KVGeometry, read_kv_geometry
-from diptych.runtime.model_config import read_model_config
+from diptych.runtime.models.registry import read_model_config
 from diptych.runtime.transfer import CONNECTORS
 from diptych.serving.fleet.fleet_options import FleetOptions, check_codec, divide_cores
 from diptych.serving.fleet.shared_memory import SharedMemory, create_shared_memory, default_num_blocks

@@ -16,9 +16,10 @@ from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.recording import RecordingEngineCore
 from diptych.control.errors import ConfigError
 from diptych.runtime.checkpoint import Checkpoint
+from diptych.runtime.dtypes import DTYPES_BY_CODE
 from diptych.runtime.kv_geometry import KVGeometry, read_kv_geometry
-from diptych.runtime.model_config import ModelConfig, read_model_config
-from diptych.runtime.safetensors_file import DTYPE_NAMES
+from diptych.runtime.model_config import ModelConfig
+from diptych.runtime.models.registry import read_model_config
 from diptych.runtime.transfer import CONNECTORS, make_connector
 from diptych.runtime.transfer.connector import KVConnector, TransferOptions
 from diptych.runtime.transfer.kv_format import KVFormat
@@ -178,6 +179,6 @@ def _fingerprint(model: ModelConfig) -> str:
         file = checkpoint.file_of(name)
         entry = file.entries[name]
         digest.update(repr((name, entry.dtype, entry.shape)).encode())
-        if entry.dtype in DTYPE_NAMES:
+        if entry.dtype in DTYPES_BY_CODE:
             digest.update(file.data(name)[:FINGERPRINT_BYTES])
     return digest.hexdigest()

@@ -106,14 +106,13 @@ class RequestIntake:
 
     def _request(self, attempt_id: str, tokens: _Unpacked) -> Request:
         """As the control code sees it: what earlier attempts have sampled is part of the prompt."""
-        wire = tokens.wire
-        return Request(
+        return Request.for_sampling(
             attempt_id,
-            len(tokens.prompt) + len(tokens.output),
-            wire.sampling.max_tokens - len(tokens.output),
+            len(tokens.prompt),
+            tokens.wire.sampling,
+            num_output_tokens=len(tokens.output),
             block_hashes=tokens.hashes,
-            options=wire.options,
-            reads_prefix_cache=wire.sampling.prompt_logprobs is None,
+            options=tokens.wire.options,
         )
 
     def _tell_runner(self, attempt_id: str, tokens: _Unpacked, output: Sequence[int], now: int) -> bool:

@@ -7,7 +7,7 @@
 
 extern "C" {
 
-// bit 0: AVX-512 (F, BW, VL, DQ); bit 1: AVX512_BF16; bit 2: AMX tiles for bf16
+// bit 0: AVX-512 (F, BW, VL, DQ); bit 1: AVX512_BF16
 int64_t diptych_cpu_features() {
     int64_t features = 0;
 #if defined(__x86_64__)
@@ -17,7 +17,6 @@ int64_t diptych_cpu_features() {
         features |= 1;
     unsigned a, b, c, d;
     if ((features & 1) && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1)) features |= 2;
-    if (__get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1)) features |= 4;
 #endif
     return features;
 }

@@ -155,22 +155,4 @@ void diptych_rope_and_cache(void *qkv, const int64_t *positions, const float *co
 #pragma omp parallel if (rows >= PARALLEL_ROWS)
     is_bf16 ? rope_and_cache<bf16>(r) : rope_and_cache<float>(r);
 }
-
-// k, v [rows, kv_heads, dim], rows apart by the given strides (in elements)
-void diptych_write_kv(const void *k, const void *v, const int64_t *slots, void *k_cache, void *v_cache, int64_t rows,
-                      int64_t kv_heads, int64_t dim, int64_t block_size, int64_t k_stride, int64_t v_stride,
-                      int64_t is_bf16) {
-    const Rope r{nullptr, nullptr, nullptr, slots, (char *)k_cache, (char *)v_cache, nullptr, nullptr, rows, 0,
-                 kv_heads, dim, block_size, 0};
-    const int64_t size = is_bf16 ? 2 : 4;
-    for (int64_t row = 0; row < rows; row++)
-        for (int64_t h = 0; h < kv_heads; h++) {
-            const char *kh = (const char *)k + (row * k_stride + h * dim) * size;
-            const char *vh = (const char *)v + (row * v_stride + h * dim) * size;
-            if (is_bf16)
-                write_kv(r, row, h, (const bf16 *)kh, (const bf16 *)vh);
-            else
-                write_kv(r, row, h, (const float *)kh, (const float *)vh);
-        }
-}
 }

@@ -8,7 +8,7 @@ import math
 from collections.abc import Collection, Sequence
 
 from diptych.control.errors import ConfigError
-from diptych.runtime.kv_geometry import ITEM_BYTES
+from diptych.runtime.dtypes import DTYPES
 from diptych.runtime.transfer.kv_format import KVFormat
 
 TILE_TOKENS = 16
@@ -86,7 +86,7 @@ def wire_share(codec: str, dtype: str = "bfloat16", head_dim: int = 64) -> float
         return 1.0
     encoding = WireEncoding[codec.upper()]
     per_pair = sum(tile_bytes(head_dim, is_k, encoding) for is_k in (True, False))
-    return per_pair / (2 * TILE_TOKENS * head_dim * ITEM_BYTES[dtype])
+    return per_pair / (2 * TILE_TOKENS * head_dim * DTYPES[dtype].itemsize)
 
 
 def transfer_seconds(

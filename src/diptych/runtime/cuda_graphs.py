@@ -8,9 +8,11 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
+from diptych.runtime.attention.attention_backend import AttentionBackend
 from diptych.runtime.input_batch import InputBatch
 from diptych.runtime.kv_tensors import LayerCache
-from diptych.runtime.models.decoder import Decoder
+from diptych.runtime.layers.forward_pass import ForwardPass
+from diptych.runtime.models.registry import LanguageModel
 
 MAX_BATCH = 64
 SEEN_BEFORE_CAPTURE = 3
@@ -23,26 +25,29 @@ class _Captured:
     hidden: torch.Tensor
 
 
-class GraphedDecoder:
-    """``forward`` of a Decoder on CUDA, replayed from a graph where one exists."""
+class GraphedModel:
+    """``forward`` of a model that fits CUDA graphs, replayed from a graph where one exists."""
 
-    def __init__(self, model: Decoder, caches: list[LayerCache], max_model_len: int) -> None:
+    def __init__(
+        self, model: LanguageModel, attention: AttentionBackend, caches: list[LayerCache], max_model_len: int
+    ) -> None:
         self._model = model
+        self._attention = attention
         self._caches = caches
         self._max_model_len = max_model_len
         self._seen: dict[int, int] = {}
         self._captured: dict[int, _Captured] = {}
 
     def forward(self, batch: InputBatch) -> torch.Tensor:
-        """See Decoder.forward. The result of a replayed graph is valid until the next call."""
+        """See LanguageModel.forward. The result of a replayed graph is valid until the next call."""
         size = batch.num_seqs
-        if batch.num_decodes != batch.num_tokens or size > MAX_BATCH:
-            return self._model.forward(batch, self._caches)
+        if not batch.is_decode or size > MAX_BATCH:
+            return self._compute(batch)
         captured = self._captured.get(size)
         if captured is None:
             self._seen[size] = self._seen.get(size, 0) + 1
             if self._seen[size] <= SEEN_BEFORE_CAPTURE:
-                return self._model.forward(batch, self._caches)
+                return self._compute(batch)
             captured = self._captured[size] = self._capture(batch)
         for name in (field.name for field in fields(InputBatch)):
             value = getattr(batch, name)
@@ -62,9 +67,12 @@ class GraphedDecoder:
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # once outside of the graph: lazy initialisation must not be recorded
-            self._model.forward(inputs, self._caches)
+            self._compute(inputs)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            hidden = self._model.forward(inputs, self._caches)
+            hidden = self._compute(inputs)
         return _Captured(graph, inputs, hidden)
+
+    def _compute(self, batch: InputBatch) -> torch.Tensor:
+        return self._model.forward(ForwardPass(batch, self._caches, self._attention))

@@ -1,0 +1,18 @@
+"""The dtypes of weights and caches: one table for their names, their codes in safetensors headers, and their sizes."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DTypeInfo:
+    """name: in config.json and in torch. code: in the header of a safetensors file. itemsize: bytes of one value."""
+
+    name: str
+    code: str
+    itemsize: int
+
+
+_TABLE = (DTypeInfo("bfloat16", "BF16", 2), DTypeInfo("float32", "F32", 4), DTypeInfo("float16", "F16", 2))
+DTYPES = {dtype.name: dtype for dtype in _TABLE}
+DTYPES_BY_CODE = {dtype.code: dtype for dtype in _TABLE}
+COMPUTE_DTYPES = ("bfloat16", "float32")  # weights in float16 are converted when they are loaded

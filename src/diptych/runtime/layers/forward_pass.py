@@ -1,0 +1,50 @@
+"""One batch on its way through the layers of a model: what a layer reads besides its input."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from diptych.runtime.attention.attention_backend import AttentionBackend
+from diptych.runtime.input_batch import InputBatch
+from diptych.runtime.kv_tensors import LayerCache
+from diptych.runtime.model_config import LayerAttention
+
+
+class ForwardPass:
+    """caches: of each layer. on_layer: called before each layer with the number of those whose K and V are written, but
+    not in a step that native_step.py computes; what it raises ends the step."""
+
+    def __init__(
+        self,
+        batch: InputBatch,
+        caches: Sequence[LayerCache],
+        attention: AttentionBackend,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> None:
+        self.batch = batch
+        self.caches = caches
+        self._attention = attention
+        self._on_layer = on_layer
+        self._plans: dict[LayerAttention, Any] = {}
+
+    def begin_layer(self, index: int) -> LayerCache:
+        """The K and V of a layer, which all layers before it have written already."""
+        if self._on_layer is not None:
+            self._on_layer(index)
+        return self.caches[index]
+
+    def attend(self, q: torch.Tensor, cache: LayerCache, how: LayerAttention) -> torch.Tensor:
+        """q [num_tokens, num_heads, head_dim] -> [num_tokens, num_heads * head_dim], over what the cache holds of each
+        sequence, this step's tokens included."""
+        plan = self._plans.get(how)
+        if plan is None:
+            plan = self._plans[how] = self._attention.plan(self.batch, how)
+        return self._attention.run(q, *cache, plan)
+
+    def rows_to_keep(self, index: int, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What the model still needs of ``rows`` [num_tokens, ...] when layer ``index`` has attended: behind the last
+        layer, the batch's sample_rows only."""
+        if index < len(self.caches) - 1 or self.batch.is_decode:
+            return rows
+        return tuple(tensor[self.batch.sample_rows] for tensor in rows)

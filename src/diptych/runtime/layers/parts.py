@@ -1,0 +1,83 @@
+"""The parts of a layer around its linear projections. Each is a callable over rows, one row per token."""
+
+from dataclasses import dataclass
+
+import torch
+
+from diptych.runtime.input_batch import InputBatch
+from diptych.runtime.kv_tensors import LayerCache
+from diptych.runtime.layers.forward_pass import ForwardPass
+from diptych.runtime.model_config import LayerAttention
+from diptych.runtime.ops.ops import Ops
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """token ids [num_tokens] -> rows [num_tokens, width], a new tensor."""
+
+    weight: torch.Tensor  # [vocab, width]
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.embedding(token_ids, self.weight)
+
+
+@dataclass(frozen=True, slots=True)
+class RmsNorm:
+    """x / sqrt(mean(x ** 2) + eps) * weight, row by row (Zhang and Sennrich 2019)."""
+
+    ops: Ops
+    weight: torch.Tensor  # [width]
+    eps: float
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [rows, width] -> [rows, width]."""
+        return self.ops.rms_norm(x, self.weight, self.eps)
+
+    def of_sum(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Add x to ``residual`` in place; the norm of the sum. All are [rows, width]."""
+        return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class RopeAndCache:
+    """Rotates q and k by their positions, normed head by head before if there are norms, and writes k and v into the
+    cache."""
+
+    ops: Ops
+    cos_sin: torch.Tensor  # see rope.cos_sin_table
+    q_norm: RmsNorm | None
+    k_norm: RmsNorm | None
+
+    def __call__(self, qkv: torch.Tensor, cache: LayerCache, batch: InputBatch) -> torch.Tensor:
+        """qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], rotated in place -> q [num_tokens, num_heads,
+        head_dim], a view of it."""
+        return self.ops.rope_and_cache(
+            qkv, batch.positions, self.cos_sin, batch.slot_mapping, *cache, self.q_weight, self.k_weight, self.eps
+        )
+
+    @property
+    def q_weight(self) -> torch.Tensor | None:
+        """[head_dim] of the norm of queries."""
+        return self.q_norm.weight if self.q_norm else None
+
+    @property
+    def k_weight(self) -> torch.Tensor | None:
+        """[head_dim] of the norm of keys."""
+        return self.k_norm.weight if self.k_norm else None
+
+    @property
+    def eps(self) -> float:
+        """Of both norms."""
+        norm = self.q_norm or self.k_norm
+        return norm.eps if norm else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Attention over the paged cache, one way of it: see LayerAttention."""
+
+    how: LayerAttention
+
+    def __call__(self, q: torch.Tensor, cache: LayerCache, step: ForwardPass) -> torch.Tensor:
+        """See ForwardPass.attend."""
+        return step.attend(q, cache, self.how)

@@ -1,0 +1,217 @@
+"""The seam for a new model family: one file with its config and its forward, and one line in MODELS.
+
+The family is Gemma 2, which differs from the Llama lineage everywhere: norms before and after each part, with 1 + w;
+a tanh-approximated GeGLU; embeddings scaled by sqrt(hidden); a scale of queries of its own; soft caps on the scores of
+attention and on logits; a window in every other layer.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from diptych.control.errors import UnsupportedModelError
+from diptych.control.request import SamplingParams
+from diptych.runtime.instruction_set import TORCH
+from diptych.runtime.kv_geometry import read_kv_geometry
+from diptych.runtime.layers.forward_pass import ForwardPass
+from diptych.runtime.layers.layer_loader import LayerLoader
+from diptych.runtime.local_engine import engine_config
+from diptych.runtime.model_config import (
+    AttentionConfig,
+    ConfigFields,
+    LayerAttention,
+    ModelConfig,
+    RopeConfig,
+    read_common,
+    read_heads,
+    read_rope,
+)
+from diptych.runtime.models.registry import MODELS, read_model_config
+from tests.runtime import checkpoints
+from tests.runtime.checkpoints import prompt_of, reference, runner
+from tests.runtime.driving import chunks_of, generate, greedy
+from tests.runtime.gathering_engine import GatheringEngine
+from tests.runtime.kernel_sets import BFLOAT16, EVERY, FLOAT32
+
+# ---------------------------------------------------------------- the family: what would be models/gemma2.py
+
+
+@dataclass(frozen=True, slots=True)
+class Gemma2Config(ModelConfig):
+    """final_softcap: of the logits."""
+
+    intermediate_size: int
+    norm_eps: float
+    rope: RopeConfig
+    final_softcap: float
+
+
+class Gemma2Norm:
+    """An RMS norm whose weight is 1 + w, multiplied in fp32."""
+
+    def __init__(self, load: LayerLoader, name: str, config: Gemma2Config) -> None:
+        self._weight = load.tensor(f"{name}.weight", config.hidden_size)
+        self._eps = config.norm_eps
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        normed = wide * (wide.square().mean(-1, keepdim=True) + self._eps).rsqrt()
+        return (normed * (1.0 + self._weight.float())).to(x.dtype)
+
+
+class Gemma2Layer:
+    """The parts of one layer."""
+
+    def __init__(self, config: Gemma2Config, load: LayerLoader, index: int) -> None:
+        heads, hidden, inner = config.attention, config.hidden_size, config.intermediate_size
+        layer = f"model.layers.{index}"
+        attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
+        self.before_attention = Gemma2Norm(load, f"{layer}.input_layernorm", config)
+        self.qkv = load.qkv(attention, hidden, heads)
+        self.rope = load.rope(config.rope)
+        self.attention = load.attention(heads.layers[index])
+        self.o_proj = load.linear(f"{attention}.o_proj", heads.query_width, hidden)
+        self.after_attention = Gemma2Norm(load, f"{layer}.post_attention_layernorm", config)
+        self.before_mlp = Gemma2Norm(load, f"{layer}.pre_feedforward_layernorm", config)
+        self.gate_up = load.stacked([f"{mlp}.gate_proj", f"{mlp}.up_proj"], hidden, [inner, inner])
+        self.down = load.linear(f"{mlp}.down_proj", inner, hidden)
+        self.after_mlp = Gemma2Norm(load, f"{layer}.post_feedforward_layernorm", config)
+
+
+class Gemma2:
+    """See LanguageModel."""
+
+    fits_cuda_graphs = True
+
+    def __init__(self, config: Gemma2Config, load: LayerLoader) -> None:
+        self.config = config
+        self.embed_tokens = load.embedding("model.embed_tokens", config.vocab_size, config.hidden_size)
+        self.layers = [Gemma2Layer(config, load, index) for index in range(config.num_layers)]
+        self.norm = Gemma2Norm(load, "model.norm", config)
+        self.lm_head = load.lm_head(self.embed_tokens, is_tied=True)
+
+    @classmethod
+    def read_config(cls, fields: ConfigFields) -> Gemma2Config:
+        """See LanguageModel."""
+        fields.require("hidden_activation", "gelu_pytorch_tanh")
+        heads, scale = read_heads(fields, 256), fields.number("query_pre_attn_scalar", 256) ** -0.5
+        window, softcap = fields.integer("sliding_window", 4096), fields.number("attn_logit_softcapping", 50.0)
+        layers = tuple(
+            LayerAttention(scale, None if index % 2 else window, softcap)
+            for index in range(fields.integer("num_hidden_layers"))
+        )
+        return Gemma2Config(
+            **read_common(fields),
+            attention=AttentionConfig(*heads, layers),
+            intermediate_size=fields.integer("intermediate_size"),
+            norm_eps=fields.number("rms_norm_eps", 1e-6),
+            rope=read_rope(fields),
+            final_softcap=fields.number("final_logit_softcapping", 30.0),
+        )
+
+    def forward(self, step: ForwardPass) -> torch.Tensor:
+        """See LanguageModel."""
+        x = self.embed_tokens(step.batch.token_ids)
+        x = x * torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype)
+        for index, layer in enumerate(self.layers):
+            cache = step.begin_layer(index)
+            q = layer.rope(layer.qkv(layer.before_attention(x)), cache, step.batch)
+            attended, x = step.rows_to_keep(index, layer.attention(q, cache, step), x)
+            x = x + layer.after_attention(layer.o_proj(attended))
+            gate, up = layer.gate_up(layer.before_mlp(x)).chunk(2, dim=-1)
+            inner = torch.nn.functional.gelu(gate, approximate="tanh") * up
+            x = x + layer.after_mlp(layer.down(inner))
+        return self.norm(x)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See LanguageModel."""
+        cap = self.config.final_softcap
+        return cap * (self.lm_head(hidden) / cap).tanh()
+
+
+# ---------------------------------------------------------------- its tests
+
+FAMILY = "gemma2"
+CHANGES = {
+    "head_dim": 32,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 40,
+    "attn_logit_softcapping": 3.0,
+    "final_logit_softcapping": 20.0,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered() -> Iterator[None]:
+    """The line in the registry, and the checkpoint that transformers makes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(MODELS, "Gemma2ForCausalLM", Gemma2)
+        patch.setitem(checkpoints.FAMILIES, FAMILY, ("Gemma2", CHANGES))
+        yield
+
+
+@pytest.mark.parametrize("instruction_set", FLOAT32)
+def test_logits_are_those_of_transformers_whole_and_in_chunks(instruction_set: str) -> None:
+    prompt = prompt_of(150)
+    expected = reference(FAMILY).logits(prompt).log_softmax(-1)
+    for chunk in (150, 37):
+        scored = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        _, results = generate(runner(FAMILY, instruction_set), prompt, chunks_of(150, chunk), scored)
+        entries = [entry for result in results for _, more in result.payload.prompt_logprobs.values() for entry in more]
+        ours = torch.tensor([entry.logprob for entry in entries])
+        torch.testing.assert_close(ours, expected[torch.arange(149), torch.tensor(prompt[1:])], rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("instruction_set", FLOAT32)
+def test_greedy_tokens_of_a_batch_in_mixed_phases_are_those_of_transformers(instruction_set: str) -> None:
+    shared = runner(FAMILY, instruction_set)
+    engine = GatheringEngine(shared, engine_config(shared))
+    prompts = {f"r{index}": prompt_of(3 + 40 * index, seed=index) for index in range(6)}
+    for request_id, prompt in prompts.items():
+        engine.add(request_id, prompt, greedy(30))
+        engine.step()
+    for request_id, generation in engine.run().items():
+        reference(FAMILY).check_greedy(prompts[request_id], generation.token_ids)
+
+
+@pytest.mark.parametrize("instruction_set", BFLOAT16)
+def test_bfloat16_is_within_its_rounding_of_fp32(instruction_set: str) -> None:
+    prompt = prompt_of(100)
+    exact = reference(FAMILY, "bfloat16").logits(prompt)[-1].log_softmax(-1)
+    _, results = generate(runner(FAMILY, instruction_set, "bfloat16"), prompt, [100], greedy(1, logprobs=20))
+    entry = results[0].payload.logprobs["r"]
+    for token, logprob in entry.top:
+        assert logprob == pytest.approx(float(exact[token]), abs=0.25)
+
+
+@pytest.mark.parametrize(("dtype", "instruction_set"), EVERY)
+def test_it_computes_with_native_parts_where_there_are_and_with_torch_attention(
+    dtype: str, instruction_set: str
+) -> None:
+    shared = runner(FAMILY, instruction_set, dtype)
+    assert shared.attention.name == "torch-cpu"
+    assert type(shared.model.lm_head).__name__.startswith("Native") == (instruction_set != TORCH)
+
+
+def test_every_layer_is_announced_before_it_is_computed() -> None:
+    shared, seen = runner(FAMILY), []
+    shared.on_layer = seen.append
+    try:
+        generate(shared, prompt_of(20), [20], greedy(1))
+    finally:
+        shared.on_layer = None
+    assert seen == [0, 1, 2]
+
+
+def test_its_config_is_read_and_refused_by_the_family() -> None:
+    directory = reference(FAMILY).directory
+    config = read_model_config(directory)
+    assert [layer.window for layer in config.attention.layers] == [40, None, 40]
+    assert {layer.softcap for layer in config.attention.layers} == {3.0}
+    assert read_kv_geometry(directory, "auto", 16).head_dim == 32
+    fields = ConfigFields.of_file(directory / "config.json")
+    with pytest.raises(UnsupportedModelError, match="hidden_activation is 'relu'; supported: gelu_pytorch_tanh"):
+        Gemma2.read_config(ConfigFields(fields.path, {**fields.values, "hidden_activation": "relu"}))
