@@ -20,9 +20,8 @@ from diptych.report.plots import (
     linear_scale,
     log_scale,
 )
+from diptych.report.statistics import cumulative, percentile
 from diptych.report.text import milliseconds, percent
-from diptych.simulation.report.series import cumulative
-from diptych.simulation.results import percentile
 
 SHARES = Scale(0.0, 1.0, "", as_percent=True, ticks=(0.0, 0.25, 0.5, 0.75, 0.9, 1.0))
 NUM_BINS = 80

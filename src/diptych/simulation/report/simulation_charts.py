@@ -19,14 +19,13 @@ from diptych.report.plots import (
     log_scale,
     stacked_chart,
 )
+from diptych.report.statistics import cumulative, weighted_cumulative
 from diptych.report.text import milliseconds, number, percent
 from diptych.simulation.report.series import (
     LoggedEvent,
-    cumulative,
     in_system,
     phase_series,
     ttft_over_time,
-    weighted_cumulative,
 )
 from diptych.simulation.results import SimulationResult
 
