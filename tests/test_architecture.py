@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "calibration": {"control", "runtime", "serving", "simulation"},
     "serving": {"control", "length_prefix", "runtime", "timeline", "web"},
     "bench": {"control", "report", "workload"},
-    "web": {"control", "length_prefix", "simulation", "timeline", "workload"},
+    "web": {"control", "length_prefix", "report", "simulation", "timeline", "workload"},
     "bundled": set(),
     "cli": {
         "control", "runtime", "simulation", "serving", "bench", "web", "workload", "report", "timeline", "calibration",

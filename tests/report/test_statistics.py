@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from diptych.report.statistics import cumulative, distribution_ms, percentile, weighted_cumulative
+from diptych.report.statistics import (
+    count_over_time,
+    cumulative,
+    distribution_ms,
+    median_and_longest,
+    percentile,
+    weighted_cumulative,
+)
 
 durations = some.lists(some.integers(0, 10**12), min_size=1, max_size=200)
 
@@ -47,3 +54,28 @@ def test_cumulative_curves_rise_from_the_least_to_the_largest_value(values: list
         assert curve == sorted(curve)
         assert curve[-1] == (max(values), 1.0)
     assert cumulative(values)[0] == (min(values), 0.0)
+
+
+@given(durations)
+def test_a_cumulative_curve_of_a_histogram_has_its_ninety_ninth_percentile(values: list[int]) -> None:
+    curve = weighted_cumulative({value: values.count(value) for value in values}, 1.0)
+    wanted = next(value for value in sorted(values) if sum(other <= value for other in values) >= 0.99 * len(values))
+    assert next(value for value, share in curve if share >= 0.99) == wanted
+
+
+@given(some.lists(some.tuples(some.integers(0, 100), some.integers(0, 50)), max_size=30))
+def test_a_count_over_time_is_that_of_each_moment(spans: list[tuple[int, int]]) -> None:
+    ends = [start + length for start, length in spans]
+    points = count_over_time([start for start, _ in spans], ends, 100, num_points=100)
+    for now, (seconds, count) in enumerate(points):
+        assert seconds == now / 1e9
+        assert count == sum(start <= now < start + length for start, length in spans)
+
+
+@given(some.lists(some.tuples(some.integers(0, 999), some.integers(0, 10**9)), min_size=1, max_size=50))
+def test_the_longest_of_all_bins_is_the_longest_of_all(values: list[tuple[int, int]]) -> None:
+    middle, longest = median_and_longest(values, 1000, num_bins=7)
+    assert max(height for _, height in longest) == max(value for _, value in values) / 1e6
+    assert [at for at, _ in middle] == [at for at, _ in longest] == sorted({at for at, _ in middle})
+    assert all(low <= high for (_, low), (_, high) in zip(middle, longest, strict=True))
+    assert len(middle) == len({at // 143 for at, _ in values})

@@ -9,8 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
+from diptych.report.pages import environment
 from diptych.web.panels import choose, chunked, disaggregated, transfer
 from diptych.web.panels import interference_panel as interference
 from diptych.web.panels import roofline_panel as roofline
@@ -77,22 +76,16 @@ CHAPTERS = (
         None,
     ),
 )
-BY_NAME = {one.name: one for one in CHAPTERS}
+BY_NAME = {chapter.name: chapter for chapter in CHAPTERS}
 
 
 @cache
 def page(name: str, *, live: bool = False) -> str:
     """The HTML of ``index``, ``compare`` or a chapter. live: with a way to the live page of the same server."""
     chapter = BY_NAME.get(name)
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(PAGES),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
     number = CHAPTERS.index(chapter) if chapter else -1
-    return environment.get_template(f"{name}.html").render(
+    template = environment(PAGES).get_template(f"{name}.html")
+    return template.render(
         chapters=CHAPTERS,
         chapter=chapter,
         number=number + 1,

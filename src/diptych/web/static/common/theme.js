@@ -27,8 +27,18 @@ export function onThemeChange(listener) {
 
 SYSTEM.addEventListener("change", () => listeners.forEach((listener) => listener()));
 
-/** The value of a design token, such as "--prefill". */
-export const token = (name) => getComputedStyle(ROOT).getPropertyValue(name).trim();
+/** Colours of the palette as they are now, for canvases: ["prefill"] -> {prefill: "rgb(10, 111, 181)"}. */
+export function colours(names) {
+  const probe = document.createElement("i"); // a canvas does not know var() and light-dark(): an element resolves them
+  probe.hidden = true;
+  document.body.append(probe);
+  const found = names.map((name) => {
+    probe.style.color = `var(--${name})`;
+    return [name, getComputedStyle(probe).color];
+  });
+  probe.remove();
+  return Object.fromEntries(found);
+}
 
 /** Make a button the switch between light and dark. */
 export function themeButton(button) {

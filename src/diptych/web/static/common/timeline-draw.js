@@ -4,23 +4,20 @@
  */
 
 import { PHASES, firstAbove } from "./timeline-model.js";
-import { token } from "./theme.js";
+import { colours as resolved } from "./theme.js";
 import { duration, short } from "./format.js";
 
 export const AXIS = 24;
 const MIXED = PHASES.indexOf("mixed");
 const NAMES = ["prefill", "decode", "mixed", "transfer", "idle", "stalled"];
-const INKS = NAMES.map((name) => `${name}Ink`);
+const INKS = NAMES.map((name) => `${name}-ink`);
+const GROUNDS = ["text", "muted", "line", "surface", "sunken", "accent", "accent-soft", "bad", "idle-lane"];
 const STEPS_NS = [1, 2, 5].flatMap((unit) => [...Array(11).keys()].map((power) => unit * 10 ** power)).sort((a, b) => a - b)
   .concat([3e10, 6e10, 12e10, 3e11, 6e11, 18e11, 36e11]).sort((a, b) => a - b);
 
 /** The colours of the theme that is shown now, and the patterns that tell phases apart without colour. */
 export function palette(context, ratio) {
-  const colours = {};
-  for (const name of [...NAMES, "text", "muted", "line", "surface", "sunken", "accent", "bad"]) colours[name] = token(`--${name}`);
-  colours.accentSoft = token("--accent-soft");
-  colours.idleLane = token("--idle-lane");
-  for (const name of NAMES) colours[`${name}Ink`] = token(`--${name}-ink`);
+  const colours = resolved([...NAMES, ...INKS, ...GROUNDS]);
   const pattern = (draw, size = 6) => {
     const tile = document.createElement("canvas");
     tile.width = tile.height = size * ratio;
@@ -297,7 +294,7 @@ function drawTokens(pen, model, request, at, y, height, horizon) {
   }
   const typical = times.length > 1 ? (newest - times[0]) / (times.length - 1) : 0;
   if (typical * scale < 5) return;
-  pen.fillStyle = colours.decodeInk;
+  pen.fillStyle = colours["decode-ink"];
   for (let tick = firstAbove(times, t0); tick < times.length && times[tick] <= t1; tick++) pen.fillRect(x(times[tick]) - 0.5, y + inset, 1, height - 2 * inset);
 }
 
@@ -343,7 +340,7 @@ function drawGutter(pen, shown, at, height) {
   for (const row of shown) {
     const y = row.y - top;
     if (row === at.selectedRow) {
-      pen.fillStyle = colours.accentSoft;
+      pen.fillStyle = colours["accent-soft"];
       pen.fillRect(0, y, gutter - 1, row.height);
       pen.fillStyle = colours.accent;
       pen.fillRect(0, y, 3, row.height);

@@ -332,7 +332,7 @@ export class TimelineView extends EventTarget {
     const family = getComputedStyle(document.body).fontFamily;
     this.fonts = { lane: `600 12px ${family}`, title: `600 12px ${family}`, small: `11px ${family}`, tiny: `9px ${family}` };
     const colours = { ...palette(this.pen, ratio), cellFont: `600 10.5px ${family}` };
-    this.cells.setColours(PHASES.map((phase) => colours[phase]), colours.idleLane);
+    this.cells.setColours(PHASES.map((phase) => colours[phase]), colours["idle-lane"]);
     return colours;
   }
 
