@@ -5,15 +5,12 @@ const SYSTEM = matchMedia("(prefers-color-scheme: dark)");
 const listeners = new Set();
 
 /** "light" or "dark": what is shown now. */
-export const theme = () => ROOT.dataset.theme || (SYSTEM.matches ? "dark" : "light");
+const theme = () => ROOT.dataset.theme || (SYSTEM.matches ? "dark" : "light");
 
-/** Choose "light", "dark" or "" (the system's). */
-export function setTheme(name) {
-  if (name) ROOT.dataset.theme = name;
-  else delete ROOT.dataset.theme;
+function choose(name) {
+  ROOT.dataset.theme = name;
   try {
-    if (name) localStorage.setItem("diptych-theme", name);
-    else localStorage.removeItem("diptych-theme");
+    localStorage.setItem("diptych-theme", name);
   } catch {
     // Not remembered where there is no storage; the page works all the same.
   }
@@ -47,7 +44,7 @@ export function themeButton(button) {
     button.textContent = other === "dark" ? "☾ Dark" : "☀ Light";
     button.setAttribute("aria-label", `Switch to the ${other} theme`);
   };
-  button.addEventListener("click", () => setTheme(theme() === "dark" ? "light" : "dark"));
+  button.addEventListener("click", () => choose(theme() === "dark" ? "light" : "dark"));
   onThemeChange(update);
   update();
 }
