@@ -24,7 +24,7 @@ from other_load import OtherLoad
 from diptych.bench.load import LoadResult
 from diptych.bench.session import BenchConfig, drive, open_session
 from diptych.bench.target import TargetConfig
-from diptych.simulation.results import percentile
+from diptych.report.statistics import percentile
 from diptych.workload.description import ArrivalConfig, LengthConfig, LengthsConfig, WorkloadConfig
 
 

@@ -22,7 +22,7 @@ from typing import Any
 from common import report
 from servers import URL, Peers, Server, bench, diptych_server, llamacpp_server, vllm_server
 
-from diptych.simulation.results import percentile
+from diptych.report.statistics import percentile
 
 CASES = "unified,chunked:100,chunked:200,chunked:400,1P1D,vllm,vllm:512,llama.cpp,llama.cpp:512,llama.cpp-q8_0"
 SLOTS, SLOT_TOKENS = 32, 8448  # of the peers

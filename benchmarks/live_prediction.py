@@ -35,9 +35,9 @@ from diptych.bench.session import BenchConfig, drive, open_session
 from diptych.bench.target import TargetConfig
 from diptych.control.config import shape_preset
 from diptych.control.slo import NS_PER_S, Slo
+from diptych.report.statistics import percentile
 from diptych.serving.link.engine_options import BUNDLED_MODEL
 from diptych.simulation.costs.fitted import Calibration, read_calibration
-from diptych.simulation.results import percentile
 from diptych.simulation.run import simulate
 from diptych.simulation.scenario import Scenario
 from diptych.workload.spec import RequestSpec

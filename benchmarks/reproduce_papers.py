@@ -26,8 +26,9 @@ from common import RESULTS, report
 from papers_fig8 import SEED, Lengths, Row, poisson, worker
 
 from diptych.control.config import BudgetConfig
+from diptych.report.statistics import percentile
 from diptych.simulation.costs.profiled import ProfiledCost, TabledLaw, load_profile
-from diptych.simulation.results import RequestTable, percentile
+from diptych.simulation.results import RequestTable
 from diptych.simulation.run import simulate
 from diptych.simulation.scenario import Scenario
 from diptych.workload.distributions import Stream

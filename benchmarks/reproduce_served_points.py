@@ -49,12 +49,12 @@ from typing import Any
 from common import report
 
 from diptych.control.config import BudgetConfig, BudgetName, CacheConfig, EngineConfig, SchedulerConfig
+from diptych.report.statistics import percentile
 from diptych.simulation.costs.interpolation import Curve
 from diptych.simulation.costs.layer_tables import LayerTableCost
 from diptych.simulation.costs.operator_tables import OperatorTableCost
 from diptych.simulation.hardware import load_hardware
 from diptych.simulation.models import kv_capacity_tokens, load_model
-from diptych.simulation.results import percentile
 from diptych.simulation.run import simulate
 from diptych.simulation.scenario import Scenario
 from diptych.workload.spec import RequestSpec

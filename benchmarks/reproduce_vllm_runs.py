@@ -40,10 +40,11 @@ from common import report
 from diptych.control.config import BudgetConfig, CacheConfig, EngineConfig, SchedulerConfig
 from diptych.control.events import FirstToken, StepFinished
 from diptych.control.step import SchedulerOutput
+from diptych.report.statistics import percentile
 from diptych.simulation.costs.cost_model import CostModel, DecodeLine
 from diptych.simulation.costs.layer_tables import load_layer_table
 from diptych.simulation.fleet.pools import Pools
-from diptych.simulation.results import SimulationResult, percentile
+from diptych.simulation.results import SimulationResult
 from diptych.simulation.run import simulate, simulate_with_log
 from diptych.simulation.scenario import Scenario
 from diptych.workload.spec import RequestSpec

@@ -38,6 +38,7 @@ from typing import Any
 from common import report
 
 from diptych.control.step import ScheduledPrefill, SchedulerOutput, StepFeatures, chunk_attention
+from diptych.report.statistics import percentile
 from diptych.simulation.costs.interpolation import Curve, Surface
 from diptych.simulation.costs.layer_tables import LayerTables
 from diptych.simulation.costs.operator_tables import OperatorTableCost, layer_tables
@@ -52,7 +53,6 @@ from diptych.simulation.costs.operators import (
 )
 from diptych.simulation.hardware import load_hardware
 from diptych.simulation.models import load_model
-from diptych.simulation.results import percentile
 
 Row = dict[str, Any]
 Keep = Callable[[int, int], bool]  # (index of a knot, number of knots) -> stays in the table

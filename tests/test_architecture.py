@@ -12,15 +12,16 @@ SOURCE = Path(__file__).parent.parent / "src" / "diptych"
 # What each part may import of ours (itself always).
 MAY_IMPORT = {
     "control": set(),
+    "length_prefix": set(),
     "runtime": {"control"},
     "workload": {"control"},
-    "report": set(),
+    "report": {"control"},
     "timeline": {"control"},
     "simulation": {"control", "report", "timeline", "workload"},
     "calibration": {"control", "runtime", "serving", "simulation"},
-    "serving": {"control", "runtime", "timeline", "web"},
-    "bench": {"control", "report", "simulation", "workload"},
-    "web": {"control", "simulation", "timeline", "workload"},
+    "serving": {"control", "length_prefix", "runtime", "timeline", "web"},
+    "bench": {"control", "report", "workload"},
+    "web": {"control", "length_prefix", "report", "simulation", "timeline", "workload"},
     "bundled": set(),
     "cli": {
         "control", "runtime", "simulation", "serving", "bench", "web", "workload", "report", "timeline", "calibration",

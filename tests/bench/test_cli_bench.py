@@ -61,7 +61,7 @@ def test_rates_give_a_row_and_a_page_each(url: str, tmp_path: Path) -> None:
     result = invoke(url, *options, "--report", str(report))
     assert result.exit_code == 0, result.output
     assert "100.00" in result.output and "200.00" in result.output
-    assert "Attainment over the rate" in report.read_text()
+    assert "Attainment, by requests per second" in report.read_text()
 
 
 def test_what_was_missed_is_said_and_shown(url: str, tmp_path: Path) -> None:

@@ -223,54 +223,6 @@ def test_the_timeline_is_moved_with_the_mouse_and_with_fingers(browser: Any, spl
         assert "Worker 0" in text(page, ".timeline-tip")
 
 
-def test_why_something_waited_is_told_of_the_worker_that_it_waited_for(browser: Any, split: RunningServer) -> None:
-    def milestone(sequence: int, worker: int, time: int, what: str, name: str = "x") -> dict[str, Any]:
-        return {
-            "kind": "request", "sequence": sequence, "worker": worker, "time_ns": time, "what": what,
-            "request_id": name, "detail": {"num_prompt_tokens": 64} if what == "queued" else {},
-        }  # fmt: skip
-
-    def step(sequence: int, worker: int, start: int, end: int, prefills: list[Any], **more: Any) -> dict[str, Any]:
-        return {
-            "kind": "step", "sequence": sequence, "worker": worker, "step_id": sequence, "start_ns": start,
-            "end_ns": end, "phase": "prefill" if prefills else "decode", "prefills": prefills, "num_decodes": 0, **more,
-        }  # fmt: skip
-
-    roles = {"0": {"state": "ready", "role": "prefill"}, "1": {"state": "ready", "role": "decode"}}
-    header = {"kind": "header", "run_id": "a", "unix_ns_at_zero": 0, "now_ns": 0, "workers": roles, "decoding": {}}
-    records = [
-        header,
-        milestone(1, 1, 100, "handoff_reserved"),
-        milestone(2, 0, 110, "queued"),
-        step(3, 0, 50, 300, [["y", 0, 512]]),
-        step(4, 1, 0, 250, [["z", 0, 9]]),
-        step(5, 0, 300, 400, [["x", 0, 64]]),
-        milestone(6, 0, 400, "first_token"),
-        milestone(7, 1, 450, "handoff_delivered"),
-        step(8, 1, 450, 500, [], num_decodes=1, decode_context=64, joined=["x"]),
-    ]
-    with watched(browser, f"{split.url}/ui") as page:
-        found = page.evaluate(
-            """async (records) => {
-              const { TimelineModel } = await import("/static/common/timeline-model.js");
-              const { describe } = await import("/static/common/timeline-words.js");
-              const model = new TimelineModel({ objectiveNs: 60 });
-              model.add(records);
-              const request = model.requests.get("x");
-              const said = (time) => describe(model, { request, time, edge: 500 }, (id) => id);
-              return [90, 200, 350, 470].map((time) => said(time).slice(1, 3));
-            }""",
-            records,
-        )
-    longest = "longest gap between tokens: 100 ns"
-    assert found == [
-        ["has not arrived yet"],
-        ["waits in the queue: 200 ns", "Worker 0 · prefill was computing 512 prompt tokens of y."],
-        ["its prompt tokens 0 to 64: 100 ns", longest],
-        ["stalled: 100 ns without a token", "Its KV cache was handed over in 50 ns of that."],
-    ]
-
-
 def test_the_page_comes_back_by_itself_when_the_server_does(browser: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -322,45 +274,6 @@ def test_people_who_see_hear_or_type_find_everything(
         ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert ground == ("rgb(245, 246, 249)" if scheme == "light" else "rgb(13, 17, 23)")
         page.click("#stop")
-
-
-def test_who_decodes_is_rebuilt_from_the_changes_that_records_tell(browser: Any, split: RunningServer) -> None:
-    header = {
-        "kind": "header", "run_id": "a", "unix_ns_at_zero": 0, "now_ns": 0, "first_sequence": 1, "next_sequence": 1,
-        "workers": {"0": {"state": "ready", "role": "both"}}, "decoding": {"0": ["x"]},
-    }  # fmt: skip
-
-    def step(sequence: int, start: int, end: int, decodes: int, **more: Any) -> dict[str, Any]:
-        phase = ("mixed" if decodes else "prefill") if "prefills" in more else "decode"
-        return {
-            "kind": "step", "sequence": sequence, "worker": 0, "step_id": sequence, "start_ns": start, "end_ns": end,
-            "phase": phase, "num_decodes": decodes, "decode_context": 9, "predicted_ns": 0, **more,
-        }  # fmt: skip
-
-    records = [
-        header,
-        step(1, 0, 10, 1),
-        step(2, 10, 40, 0, prefills=[["y", 0, 64]]),
-        {"kind": "request", "sequence": 3, "worker": 0, "time_ns": 40, "what": "first_token", "request_id": "y"},
-        step(4, 40, 50, 2, joined=["y"]),
-        step(4, 40, 50, 2),  # read twice: passed over
-        step(5, 50, 60, 1, left=["x"]),
-        {"kind": "gap", "first": 6, "last": 8, "decoding": {"0": ["x", "y"]}},
-        step(9, 90, 110, 2, num_steps=2),
-    ]
-    with watched(browser, f"{split.url}/ui") as page:
-        found = page.evaluate(
-            """async (records) => {
-              const { TimelineModel } = await import("/static/common/timeline-model.js");
-              const model = new TimelineModel({ floorNs: 5 });
-              model.add(records);
-              const seen = [...model.requests.values()].map((one) => [one.id, one.times]);
-              model.add([{ ...records[0], run_id: "b", decoding: {} }]);
-              return [seen, model.requests.size, model.lanes.get(0).length];
-            }""",
-            records,
-        )
-    assert found == [[["x", [10, 50, 100, 110]], ["y", [40, 50, 60, 100, 110]]], 0, 0]
 
 
 def test_the_whole_page_is_small(browser: Any, split: RunningServer) -> None:

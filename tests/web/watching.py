@@ -1,8 +1,8 @@
 """Pages in a real browser, watched: console errors, requests to other hosts and failed ones end the test."""
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
@@ -10,13 +10,13 @@ import pytest
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
-CHROMIUM = ("/usr/bin/chromium", "/usr/bin/chromium-browser", "/usr/bin/google-chrome")
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome")  # as scripts/chromium looks for it
 DESKTOP, PHONE = {"width": 1360, "height": 900}, {"width": 360, "height": 780}
 
 
 def browser_path() -> str:
     """A browser of this machine; skips the test when there is none."""
-    found = next((path for path in CHROMIUM if Path(path).exists()), None)
+    found = next(filter(None, map(shutil.which, CHROMIUM)), None)
     if found is None:
         pytest.skip("no Chromium on this machine")
     return found

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from diptych.bench.http_connection import now_ns
 from diptych.control.slo import NS_PER_MS, NS_PER_S
-from diptych.simulation.results import percentile
+from diptych.report.statistics import percentile
 
 PERIOD_S = 0.04  # between two looks at the lag of the event loop: each wakes the process
 SCHEDSTAT = Path("/proc/thread-self/schedstat")  # Linux: nanoseconds run, and waited for a core (proc(5))

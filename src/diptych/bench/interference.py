@@ -22,8 +22,8 @@ from diptych.bench.prompts import PromptMaker
 from diptych.bench.session import Session
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_MS, NS_PER_S
+from diptych.report.statistics import distribution_ms, percentile
 from diptych.report.text import Table, milliseconds, number
-from diptych.simulation.results import distribution_ms, percentile
 from diptych.workload.spec import RequestSpec
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from diptych.simulation.results import percentile
+from diptych.report.statistics import percentile
 from diptych.workload.distributions import Stream
 
 CONFIDENCE = 0.95

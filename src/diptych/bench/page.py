@@ -1,11 +1,7 @@
-"""The page of a measurement: one self-contained HTML file without scripts and without a request to anywhere.
-
-Owns the order of the page and the words around the figures. Everything that comes from settings is escaped here.
-"""
+"""The page of a measurement: what it says, in which order. report/pages.py lays it out."""
 
 import json
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import Any
 
 from diptych.bench import bench_charts as charts
@@ -15,54 +11,67 @@ from diptych.bench.option_grammar import slo
 from diptych.bench.request_records import RequestRecord
 from diptych.bench.stalls import Stall
 from diptych.control.slo import NS_PER_MS, NS_PER_S
-from diptych.report.elements import card_list, chart_grid, heading, html_table, page_head
+from diptych.report import pages
+from diptych.report.pages import Report, Section
 from diptych.report.text import milliseconds, number, percent
+
+FOOT = (
+    "Latencies count from when a request should have been sent. Intervals: Wilson's for shares, the circular block "
+    "bootstrap for rates, both 95 %."
+)
 
 
 def render(data: Mapping[str, Any], records: Sequence[Sequence[RequestRecord]]) -> str:
-    """The whole file as text. data: see outcome.py; records: of each run, in order."""
-    body = {"run": _run, "rates": _series, "find_goodput": _series, "interference": _interference}[data["mode"]]
-    return "".join([_head(data), "<main>", body(data, records), _how(data), "</main>", _foot()])
+    """The whole file as text. data: see measurement.py; records: of each run, in order."""
+    sections = {"run": _run, "rates": _series, "find_goodput": _series, "interference": _interference}[data["mode"]]
+    facts = {name: data[name] for name in ("server", "machine", "settings")}
+    report = Report(
+        maker="Diptych bench",
+        title=data["server"]["model"],
+        lead=_lead(data),
+        warnings=_warnings(data),
+        cards=_cards(data),
+        sections=sections(data, records),
+        command=data["command"],
+        details=("Server, machine and settings", json.dumps(facts, indent=2)),
+        foot=FOOT,
+    )
+    return pages.render(report)
 
 
-def _run(data: Mapping[str, Any], records: Sequence[Sequence[RequestRecord]]) -> str:
+def _run(data: Mapping[str, Any], records: Sequence[Sequence[RequestRecord]]) -> list[Section]:
     summary = data["summary"]
-    parts = [heading("Latency"), chart_grid(charts.latency_figures(records[0], _objectives(data)))]
     shown = [tables.latency_table(summary), tables.service_table(summary), tables.client_table(summary)]
     if data["classes"]:
         shown.insert(1, tables.class_table(data["classes"]))
     if summary["errors"]:
         shown.append(tables.error_table(summary["errors"]))
-    parts += [heading("Numbers"), *map(html_table, shown)]
-    duration_ns = int(summary["duration_s"] * NS_PER_S)
-    parts += [heading("Over time"), chart_grid(charts.time_figures(records[0], duration_ns))]
-    if data["stalls"]:
-        parts.append(html_table(tables.stall_table([Stall(**stall) for stall in data["stalls"]])))
-    return "".join(parts)
+    over_time = charts.time_charts(records[0], int(summary["duration_s"] * NS_PER_S))
+    stalls = [Stall(**stall) for stall in data["stalls"]]
+    return [
+        Section(heading="Latency", charts=charts.latency_charts(records[0], _objectives(data))),
+        Section(heading="Numbers", tables=shown),
+        Section(heading="Over time", charts=over_time, tables=[tables.stall_table(stalls)] if stalls else []),
+    ]
 
 
-def _series(data: Mapping[str, Any], records: Sequence[Sequence[RequestRecord]]) -> str:
+def _series(data: Mapping[str, Any], records: Sequence[Sequence[RequestRecord]]) -> list[Section]:
     goodput = data.get("goodput")
     target = goodput["config"]["attainment"] if goodput else None
-    figures = charts.rate_figures(data["points"], target, goodput["estimate"] if goodput else None)
-    return (
-        heading("Over the rate") + chart_grid(figures) + "".join(map(html_table, tables.probe_tables(data["points"])))
-    )
+    drawn = charts.rate_charts(data["points"], target, goodput["estimate"] if goodput else None)
+    return [Section(heading="Over the rate", charts=drawn, tables=tables.probe_tables(data["points"]))]
 
 
-def _interference(data: Mapping[str, Any], records: Sequence[Sequence[RequestRecord]]) -> str:
+def _interference(data: Mapping[str, Any], records: Sequence[Sequence[RequestRecord]]) -> list[Section]:
     found = data["interference"]
-    figures = charts.gap_figures(found)
-    return heading("Gaps") + chart_grid(figures) + heading("Numbers") + "".join(map(html_table, _tables(found)))
+    return [
+        Section(heading="Gaps", charts=charts.gap_charts(found)),
+        Section(heading="Numbers", tables=_tables(found)),
+    ]
 
 
 def _objectives(data: Mapping[str, Any]) -> dict[str, float]:
     return {name: value / NS_PER_MS for name, value in slo(data["settings"]["slo"]).items()}
-
-
-def _head(data: Mapping[str, Any]) -> str:
-    below = _warning(data) + card_list(_cards(data))
-    return page_head("Diptych bench", data["server"]["model"], _lead(data), below)
 
 
 def _lead(data: Mapping[str, Any]) -> str:
@@ -82,11 +91,10 @@ def _lead(data: Mapping[str, Any]) -> str:
     return f"{count} {'runs' if count != 1 else 'run'} at {where}{objectives}"
 
 
-def _warning(data: Mapping[str, Any]) -> str:
+def _warnings(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     problems = tables.problems(data)
-    parts = [f"<p><strong>Not reliable:</strong> {escape('; '.join(problems))}.</p>"] if problems else []
-    parts += [f"<p><strong>Incomplete:</strong> {escape(data['broken'])}.</p>"] if data.get("broken") else []
-    return "".join(parts)
+    found = [("Not reliable", f"{'; '.join(problems)}.")] if problems else []
+    return [*found, *([("Incomplete", f"{data['broken']}.")] if data.get("broken") else [])]
 
 
 def _cards(data: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -119,20 +127,3 @@ def _cards(data: Mapping[str, Any]) -> list[tuple[str, str]]:
             ("Long TTFT, ms", milliseconds(found["ttft_ms"]["long"])),
         ]
     return cards
-
-
-def _how(data: Mapping[str, Any]) -> str:
-    facts = {name: data[name] for name in ("server", "machine", "settings")}
-    return (
-        f"{heading('How this was made')}<pre>{escape(data['command'])}</pre>"
-        f"<details><summary>Server, machine and settings</summary><pre>{escape(json.dumps(facts, indent=2))}</pre>"
-        "</details>"
-    )
-
-
-def _foot() -> str:
-    words = (
-        "Latencies count from when a request should have been sent. Intervals: Wilson's for shares, the circular block "
-        "bootstrap for rates, both 95 %."
-    )
-    return f"<footer><p>{words}</p></footer></body></html>\n"

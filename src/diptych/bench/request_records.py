@@ -15,7 +15,7 @@ import msgspec
 from diptych.bench.client_stream import TokenStream
 from diptych.bench.objectives import NO_ANSWER, Objectives
 from diptych.control.slo import NS_PER_MS, NS_PER_S
-from diptych.simulation.results import percentile
+from diptych.report.statistics import percentile
 from diptych.workload.spec import RequestSpec
 
 

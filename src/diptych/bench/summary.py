@@ -15,7 +15,7 @@ from diptych.bench.intervals import CONFIDENCE, Interval, binned, block_bootstra
 from diptych.bench.load import LoadResult
 from diptych.bench.request_records import RequestRecord
 from diptych.control.slo import NS_PER_S
-from diptych.simulation.results import distribution_ms
+from diptych.report.statistics import distribution_ms
 
 
 def summarize(result: LoadResult) -> dict[str, Any]:

@@ -1,16 +1,21 @@
 """Line and area charts as inline SVG, drawn here with nothing but strings.
 
-Owns scales, ticks and marks. Colours and dashes are classes of the page's style sheet; every chart carries a title and
-a description for those who do not see it, and no line is told apart by its colour alone.
+Colours and dashes are classes of templates/report.css. Every chart carries a title and a description for those who do
+not see it, and no line is told apart by its colour alone.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
+from typing import ClassVar, TypeAlias
+
+from diptych.report.text import milliseconds
 
 WIDTH, HEIGHT = 440.0, 264.0
 LEFT, RIGHT, TOP, BOTTOM = 52.0, 14.0, 24.0, 44.0
+LETTER_WIDTH = 7.0  # of words, about
+UNIT_ROOM = 18.0  # over the words of rules, for the unit of y
 PLOT_WIDTH, PLOT_HEIGHT = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
 
 Point = tuple[float, float]
@@ -81,6 +86,9 @@ class Scale:
         return f"{value:.4g}"
 
 
+SHARES = Scale(0.0, 1.0, "", as_percent=True, ticks=(0.0, 0.25, 0.5, 0.75, 0.9, 1.0))
+
+
 def linear_scale(values: Sequence[float], unit: str, *, from_zero: bool = True) -> Scale:
     """A scale that holds all values, with its ends on ticks when it begins at zero."""
     low = 0.0 if from_zero else min(values, default=0.0)
@@ -118,97 +126,145 @@ def log_ticks(low: float, high: float) -> tuple[float, ...]:
     return tuple(tick for tick in candidates if low * 0.999 <= tick <= high * 1.001)
 
 
-def line_chart(
-    title: str, description: str, lines: Sequence[Line], x: Scale, y: Scale, rules: Sequence[Rule] = ()
-) -> str:
-    """Curves over a common x axis; ``rules`` are vertical marks, their words side by side or below each other."""
-    marks = [_frame(x, y), _rules(rules, x)]
-    for line in lines:
-        spots = [_at(x.place(px), y.place(py)) for px, py in line.points]
-        path = "M" + "L".join(f"{px:.1f} {py:.1f}" for px, py in spots) if spots else ""
-        marks.append(f'<path class="line {line.style}" d="{path}"/>')
-        if line.markers:
-            for (px, py), (value, height) in zip(spots, line.points, strict=True):
-                tip = f"{line.name}: {y.write(height)} at {x.unit} {x.write(value)}"
-                mark = f'<circle class="dot {line.style}" cx="{px:.1f}" cy="{py:.1f}" r="3.2">'
-                marks.append(f"{mark}<title>{escape(tip)}</title></circle>")
-    return _figure(title, description, marks)
+@dataclass(frozen=True, slots=True)
+class LineChart:
+    """Curves over a common x axis. facts: what the chart shows, for those who do not see it. rules: vertical marks."""
+
+    title: str
+    caption: str
+    facts: str
+    lines: Sequence[Line]
+    x: Scale
+    y: Scale
+    rules: Sequence[Rule] = ()
+    is_stacked: ClassVar[bool] = False
+
+    @property
+    def legend(self) -> list[tuple[str, str]]:
+        """(name, style) of every line that has a name."""
+        return [(line.name, line.style) for line in self.lines if line.name]
+
+    def svg(self) -> str:
+        """The drawing, as markup."""
+        above = UNIT_ROOM if self.rules and self.y.unit else 0.0
+        marks = [_frame(self.x, self.y, above), _rules(self.rules, self.x)]
+        for line in self.lines:
+            spots = [_at(self.x.place(px), self.y.place(py)) for px, py in line.points]
+            path = "M" + "L".join(f"{px:.1f} {py:.1f}" for px, py in spots) if spots else ""
+            marks.append(f'<path class="line {line.style}" d="{path}"/>')
+            if line.markers:
+                for (px, py), (value, height) in zip(spots, line.points, strict=True):
+                    tip = f"{line.name}: {self.y.write(height)} at {self.x.unit} {self.x.write(value)}"
+                    mark = f'<circle class="dot {line.style}" cx="{px:.1f}" cy="{py:.1f}" r="3.2">'
+                    marks.append(f"{mark}<title>{escape(tip)}</title></circle>")
+        return _drawing(f"{self.title}, by {self.x.unit}", self.facts, marks, above)
 
 
-def stacked_chart(title: str, description: str, edges: Sequence[float], layers: Sequence[Layer], unit: str) -> str:
+@dataclass(frozen=True, slots=True)
+class StackedChart:
     """Bands on top of each other, constant between ``edges`` (one more than values); heights are shares of 1."""
-    x = Scale(edges[0], edges[-1], unit)
-    y = Scale(0.0, 1.0, "", as_percent=True, ticks=(0.0, 0.25, 0.5, 0.75, 1.0))
-    marks = []
-    floor = [0.0] * (len(edges) - 1)
-    for layer in layers:
-        top = [min(1.0, low + high) for low, high in zip(floor, layer.values, strict=True)]
-        outline = [*_staircase(edges, top), *reversed(_staircase(edges, floor))]
-        path = "L".join(f"{px:.1f} {py:.1f}" for px, py in (_at(x.place(px), y.place(py)) for px, py in outline))
-        marks.append(f'<path class="band {layer.style}" d="M{path}Z"/>')
-        floor = top
-    return _figure(title, description, [*marks, _frame(x, y)])
+
+    title: str
+    caption: str
+    facts: str
+    layers: Sequence[Layer]
+    edges: Sequence[float]
+    unit: str  # of the edges
+    is_stacked: ClassVar[bool] = True
+
+    @property
+    def legend(self) -> list[tuple[str, str]]:
+        """(name, style) of every layer."""
+        return [(layer.name, layer.style) for layer in self.layers]
+
+    def svg(self) -> str:
+        """The drawing, as markup."""
+        x = Scale(self.edges[0], self.edges[-1], self.unit)
+        y = Scale(0.0, 1.0, "", as_percent=True, ticks=(0.0, 0.25, 0.5, 0.75, 1.0))
+        marks = []
+        floor = [0.0] * (len(self.edges) - 1)
+        for layer in self.layers:
+            top = [min(1.0, low + high) for low, high in zip(floor, layer.values, strict=True)]
+            outline = [*_staircase(self.edges, top), *reversed(_staircase(self.edges, floor))]
+            path = "L".join(f"{px:.1f} {py:.1f}" for px, py in (_at(x.place(px), y.place(py)) for px, py in outline))
+            marks.append(f'<path class="band {layer.style}" d="M{path}Z"/>')
+            floor = top
+        return _drawing(f"{self.title}, by {x.unit}", self.facts, [*marks, _frame(x, y)])
 
 
-def legend_swatch(style: str, *, band: bool = False) -> str:
-    """The little picture beside a name in a legend: the same line or filling as in the chart."""
-    if band:
-        inner = f'<rect class="band {style}" x="0.5" y="0.5" width="21" height="11" rx="2"/>'
-    else:
-        inner = f'<path class="line {style}" d="M0 6H22"/>'
-    return f'<svg class="swatch" viewBox="0 0 22 12" aria-hidden="true">{inner}</svg>'
+Chart: TypeAlias = LineChart | StackedChart
 
 
-def patterns() -> str:
-    """The fillings that stacked bands refer to; once per page."""
-    hatches = (
-        ("prefill", "M-2 2L2 -2M0 8L8 0M6 10L10 6"),
-        ("mixed", "M0 4H8M4 0V8"),
-        ("down", "M-2 6L2 10M0 0L8 8M6 -2L10 2"),
+def distribution_chart(title: str, caption: str, lines: Sequence[Line], rules: Sequence[Rule] = ()) -> LineChart:
+    """Cumulative distributions of milliseconds, as ``report.statistics.cumulative`` gives them."""
+    values = [value for line in lines for value, _ in line.points] + [rule.x for rule in rules]
+    x = log_scale(values, "milliseconds, log scale")
+    facts = "; ".join(
+        f"{line.name} p50 {milliseconds(_reached(line, 0.5))} ms, p99 {milliseconds(_reached(line, 0.99))} ms"
+        for line in lines
+        if line.points
     )
-    drawn = "".join(
-        f'<pattern id="fill-{name}" width="8" height="8" patternUnits="userSpaceOnUse">'
-        f'<rect class="ground-{name}" width="8" height="8"/><path class="hatch" d="{path}"/></pattern>'
-        for name, path in hatches
-    )
-    return f'<svg class="hidden" width="0" height="0" aria-hidden="true"><defs>{drawn}</defs></svg>'
+    shown = [replace(line, points=[(max(value, x.low), share) for value, share in line.points]) for line in lines]
+    return LineChart(title, caption, facts, shown, x, SHARES, rules)
 
 
-def _figure(title: str, description: str, marks: Sequence[str]) -> str:
+def _reached(line: Line, wanted: float) -> float:
+    return next((value for value, share in line.points if share >= wanted), 0.0)
+
+
+def _drawing(title: str, facts: str, marks: Sequence[str], above: float = 0.0) -> str:
     return (
-        f'<svg class="chart" viewBox="0 0 {WIDTH:g} {HEIGHT:g}" role="img">'
-        f"<title>{escape(title)}</title><desc>{escape(description)}</desc>{''.join(marks)}</svg>"
+        f'<svg class="chart" viewBox="0 {-above:g} {WIDTH:g} {HEIGHT + above:g}" role="img">'
+        f"<title>{escape(title)}</title><desc>{escape(facts)}</desc>{''.join(marks)}</svg>"
     )
 
 
-def _frame(x: Scale, y: Scale) -> str:
+def _frame(x: Scale, y: Scale, above: float = 0.0) -> str:
+    """Grid, ticks, axis and units. above: by how much the unit of y stands higher, over the words of rules."""
     parts = []
     for tick in y.marks():
         _, py = _at(0.0, y.place(tick))
-        parts.append(f'<path class="grid" d="M{LEFT:g} {py:.1f}H{WIDTH - RIGHT:g}"/>')
+        parts.append(f'<path class="grid-line" d="M{LEFT:g} {py:.1f}H{WIDTH - RIGHT:g}"/>')
         parts.append(f'<text class="tick end" x="{LEFT - 7:g}" y="{py + 4:.1f}">{y.write(tick)}</text>')
     bottom = TOP + PLOT_HEIGHT
     for tick in x.marks():
         px, _ = _at(x.place(tick), 0.0)
-        parts.append(f'<path class="grid" d="M{px:.1f} {bottom:g}v4"/>')
+        parts.append(f'<path class="grid-line" d="M{px:.1f} {bottom:g}v4"/>')
         parts.append(f'<text class="tick middle" x="{px:.1f}" y="{bottom + 17:g}">{escape(x.write(tick))}</text>')
     parts.append(f'<path class="axis" d="M{LEFT:g} {bottom:g}H{WIDTH - RIGHT:g}"/>')
     parts.append(f'<text class="unit end" x="{WIDTH - RIGHT:g}" y="{HEIGHT - 7:g}">{escape(x.unit)}</text>')
     if y.unit:
-        parts.append(f'<text class="unit" x="4" y="12">{escape(y.unit)}</text>')
+        parts.append(f'<text class="unit" x="4" y="{12 - above:g}">{escape(y.unit)}</text>')
     return "".join(parts)
 
 
 def _rules(rules: Sequence[Rule], x: Scale) -> str:
-    """Each mark's word stands above the plot; a second one would be at its other side."""
+    """Each mark's words stand above the plot: of one on its inner side, of several the first to the left and the others
+    to the right, as far as there is room."""
+    ordered = sorted(rules, key=lambda rule: rule.x)
+    places = [_at(x.place(rule.x), 0.0)[0] for rule in ordered]
+    widths = [LETTER_WIDTH * len(rule.label) for rule in ordered]
+    is_left = [index == 0 and (len(rules) > 1 or px > LEFT + PLOT_WIDTH / 2) for index, px in enumerate(places)]
+    wanted = [px + 4 - width if left else px - 4 for px, width, left in zip(places, widths, is_left, strict=True)]
     parts = []
-    for index, rule in enumerate(sorted(rules, key=lambda one: one.x)):
-        px, _ = _at(x.place(rule.x), 0.0)
-        left = px > LEFT + PLOT_WIDTH / 2 if len(rules) == 1 else index == 0
-        anchor, offset = ("end", 4) if left else ("start", -4)
+    for rule, px, start, width, left in zip(ordered, places, _apart(wanted, widths), widths, is_left, strict=True):
+        anchor, at = ("end", start + width) if left else ("start", start)
         parts.append(f'<path class="rule {rule.style}" d="M{px:.1f} {TOP - 5:g}V{TOP + PLOT_HEIGHT:g}"/>')
-        parts.append(f'<text class="note {anchor}" x="{px + offset:.1f}" y="{TOP - 9:g}">{escape(rule.label)}</text>')
+        parts.append(f'<text class="note {anchor}" x="{at:.1f}" y="{TOP - 9:g}">{escape(rule.label)}</text>')
     return "".join(parts)
+
+
+def _apart(starts: Sequence[float], widths: Sequence[float]) -> list[float]:
+    """Starts of words side by side, moved as little as keeps them inside the picture and a letter apart."""
+    moved, free = [], 0.0
+    for start, width in zip(starts, widths, strict=True):
+        moved.append(max(start, free))
+        free = moved[-1] + width + LETTER_WIDTH
+    free = WIDTH
+    for index in reversed(range(len(moved))):
+        moved[index] = min(moved[index], free - widths[index])
+        free = moved[index] - LETTER_WIDTH
+    return moved
 
 
 def _staircase(edges: Sequence[float], heights: Sequence[float]) -> list[Point]:

@@ -1,18 +1,18 @@
 """What a simulation gives: one row per request in compact columns, and sums per worker.
 
-Owns percentiles and the summary. Times are integer nanoseconds of the simulation's clock.
+Times are integer nanoseconds of the simulation's clock.
 """
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from diptych.control.events import RequestFinished
 from diptych.control.request import FinishReason
 from diptych.control.slo import NS_PER_MS, NS_PER_S
+from diptych.report.statistics import PERCENTILES, distribution_ms
 
-PERCENTILES = (50.0, 90.0, 95.0, 99.0)
 REASONS = tuple(FinishReason)
 _REASON_INDEX = {reason: index for index, reason in enumerate(REASONS)}
 
@@ -157,24 +157,6 @@ class SimulationResult:
     num_events: int = 0  # events handled by the environment
     wall_s: float = 0.0  # what the simulation itself took
     hit_error: float | None = None  # of routing kv_aware: |predicted - actual| cached share of the prompt tokens
-
-
-def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Linear interpolation between the closest ranks (numpy's default); 0 for an empty sequence."""
-    if not ordered:
-        return 0.0
-    position = percent / 100 * (len(ordered) - 1)
-    low = int(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
-
-
-def distribution_ms(values_ns: Iterable[int]) -> dict[str, float]:
-    """mean, p50, p90, p95, p99 and max in milliseconds."""
-    ordered = sorted(values_ns)
-    spread = {f"p{percent:g}": percentile(ordered, percent) / NS_PER_MS for percent in PERCENTILES}
-    mean = sum(ordered) / len(ordered) / NS_PER_MS if ordered else 0.0
-    return {"mean": mean, **spread, "max": (ordered[-1] if ordered else 0) / NS_PER_MS}
 
 
 def summarize(result: SimulationResult, rows: Sequence[int] | None = None) -> dict[str, Any]:

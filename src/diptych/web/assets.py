@@ -1,8 +1,8 @@
 """The static files of the pages, as routes of a Starlette application.
 
-Owns the files under ``static/``, read and compressed once, and what browsers are told about them: content types, ETags
-and a content security policy under which nothing comes from another host and no script stands in a page. Must never
-know what the pages show.
+Owns the files under ``static/`` (and the palette, which reports share), read and compressed once, and what browsers are
+told about them: content types, ETags and a content security policy under which nothing comes from another host and no
+script stands in a page.
 """
 
 import gzip
@@ -14,6 +14,8 @@ from pathlib import Path, PurePosixPath
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
+
+from diptych.report.pages import PALETTE
 
 STATIC = Path(__file__).parent / "static"
 MEDIA_TYPES = {
@@ -44,7 +46,7 @@ class Asset:
 def asset(name: str) -> Asset | None:
     """The file of this path under ``static/``; None when there is none (nothing outside of it is ever read)."""
     parts = PurePosixPath(name).parts
-    path = STATIC.joinpath(*parts)
+    path = PALETTE if name == "common/palette.css" else STATIC.joinpath(*parts)
     if not parts or name.startswith("/") or ".." in parts or path.suffix not in MEDIA_TYPES or not path.is_file():
         return None
     return _read(path, path.stat().st_mtime_ns)

@@ -3,14 +3,14 @@
 Owns the list and the rendering of pages. What a panel computes is panels/'s business; who asks is guide_app's.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
+from diptych.report.pages import environment
 from diptych.web.panels import choose, chunked, disaggregated, transfer
 from diptych.web.panels import interference_panel as interference
 from diptych.web.panels import roofline_panel as roofline
@@ -18,6 +18,8 @@ from diptych.web.panels.machine import catalogue
 from diptych.web.panels.query import Query, controls
 
 PAGES = Path(__file__).parent / "pages"
+STATIC = Path(__file__).parent / "static"
+IMPORT = re.compile(r'^import .* from "(\.\.?/[^"]+)";$', re.MULTILINE)
 
 Panel = Callable[[Any], dict[str, Any]]
 
@@ -77,22 +79,17 @@ CHAPTERS = (
         None,
     ),
 )
-BY_NAME = {one.name: one for one in CHAPTERS}
+BY_NAME = {chapter.name: chapter for chapter in CHAPTERS}
 
 
 @cache
 def page(name: str, *, live: bool = False) -> str:
     """The HTML of ``index``, ``compare`` or a chapter. live: with a way to the live page of the same server."""
     chapter = BY_NAME.get(name)
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(PAGES),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
     number = CHAPTERS.index(chapter) if chapter else -1
-    return environment.get_template(f"{name}.html").render(
+    template = environment(PAGES).get_template(f"{name}.html")
+    script = "compare/compare.js" if name == "compare" else f"guide/{name}.js"
+    return template.render(
         chapters=CHAPTERS,
         chapter=chapter,
         number=number + 1,
@@ -101,4 +98,19 @@ def page(name: str, *, live: bool = False) -> str:
         controls=controls(chapter.query) if chapter else {},
         catalogue=catalogue(),
         live=live,
+        script=script,
+        modules=imported_modules(script),
     )
+
+
+def imported_modules(script: str) -> list[str]:
+    """Modules under ``static/`` that a script imports, at any depth, nearest first: a page preloads them all, so that
+    the browser does not find them one after the other."""
+    found = [script]
+    for name in found:
+        folder = STATIC.joinpath(name).parent
+        for relative in IMPORT.findall(STATIC.joinpath(name).read_text()):
+            module = folder.joinpath(relative).resolve().relative_to(STATIC.resolve()).as_posix()
+            if module not in found:
+                found.append(module)
+    return found[1:]

@@ -1,14 +1,13 @@
-"""What the process that serves pages and the process that computes them say to each other, over pipes.
+"""The messages between the process that serves pages and the process that computes them: MessagePack over pipes.
 
-Owns the messages and their frames: four bytes of length, then MessagePack. Must never import what computes: the serving
-process reads this file too.
+Imports nothing that computes, because the serving process imports this file too.
 """
 
 from typing import IO, Literal, TypeVar
 
 import msgspec
 
-LENGTH_BYTES = 4
+from diptych.length_prefix import pack, read_message
 
 Message = TypeVar("Message", bound=msgspec.Struct)
 
@@ -37,19 +36,10 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 def send(pipe: IO[bytes], message: Call | Reply) -> None:
     """Write one message. Raises BrokenPipeError when nobody reads."""
-    data = msgspec.msgpack.encode(message)
-    pipe.write(len(data).to_bytes(LENGTH_BYTES, "big") + data)
+    pipe.write(pack(msgspec.msgpack.encode(message)))
     pipe.flush()
 
 
 def receive(pipe: IO[bytes], kind: type[Message]) -> Message:
     """Read one message. Raises EOFError when the other side is gone."""
-    length = _exactly(pipe, LENGTH_BYTES)
-    return msgspec.msgpack.decode(_exactly(pipe, int.from_bytes(length, "big")), type=kind)
-
-
-def _exactly(pipe: IO[bytes], num_bytes: int) -> bytes:
-    data = pipe.read(num_bytes)
-    if len(data) < num_bytes:
-        raise EOFError("the other process is gone")
-    return data
+    return msgspec.msgpack.decode(read_message(pipe), type=kind)

@@ -1,14 +1,15 @@
-"""Messages between the two processes of a unix socket: each is its length (uint32, little endian) and its bytes.
+"""Messages between the two processes of a unix socket, without ever blocking.
 
-Owns the framing and what the kernel has not taken yet. Must never block, nor know what a message says.
+Owns what the kernel has not taken yet and what has arrived of the next message; length_prefix.py says how messages are
+told apart.
 """
 
 import contextlib
 import socket
-import struct
 from pathlib import Path
 
-_LENGTH = struct.Struct("<I")
+from diptych.length_prefix import Unpacker, pack
+
 _RECEIVE_BYTES = 65_536  # of one system call
 _BACKLOG = 1
 
@@ -23,7 +24,7 @@ class Channel:
         self.is_closed = False
         self._socket = connected
         self._buffer = bytearray(_RECEIVE_BYTES)
-        self._arrived = bytearray()  # the beginning of a message
+        self._unpacker = Unpacker()
         self._unsent = bytearray()
 
     def fileno(self) -> int:
@@ -37,8 +38,7 @@ class Channel:
 
     def send(self, message: bytes) -> None:
         """Send it behind those before it, as soon as the kernel takes it. At most 4 GiB."""
-        self._unsent += _LENGTH.pack(len(message))
-        self._unsent += message
+        self._unsent += pack(message)
         self.flush()
 
     def flush(self) -> None:
@@ -62,8 +62,7 @@ class Channel:
             except ConnectionResetError:
                 num_bytes = 0
             self.is_closed = not num_bytes
-            self._arrived += memoryview(self._buffer)[:num_bytes]
-            self._cut(messages)
+            messages += self._unpacker.feed(memoryview(self._buffer)[:num_bytes])
         return messages
 
     def close(self, linger_s: float = 0.0) -> None:
@@ -73,17 +72,6 @@ class Channel:
             with contextlib.suppress(OSError):
                 self._socket.sendall(self._unsent)
         self._socket.close()
-
-    def _cut(self, messages: list[bytes]) -> None:
-        """Move whole messages from what has arrived."""
-        arrived, start = self._arrived, 0
-        while len(arrived) >= (begin := start + _LENGTH.size):
-            end = begin + _LENGTH.unpack_from(arrived, start)[0]
-            if end > len(arrived):
-                break
-            messages.append(bytes(arrived[begin:end]))
-            start = end
-        del arrived[:start]
 
 
 def connect(path: Path) -> Channel:

@@ -3,13 +3,13 @@
 Owns the binning. Shares of a bin are exact: a step that spans two bins counts in each with the time it was there.
 """
 
-from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from diptych.control.events import Event, FirstToken, RequestAdmitted, RequestFinished, RequestPreempted, StepFinished
-from diptych.control.slo import NS_PER_MS, NS_PER_S
-from diptych.simulation.results import RequestTable, percentile
+from diptych.control.slo import NS_PER_S
+from diptych.report.statistics import count_over_time
+from diptych.simulation.results import RequestTable
 from diptych.timeline.lanes import phase_of, prefill_context
 
 LoggedEvent = tuple[int, Event]  # (worker, what happened there), as EventLog gives them; -1: the front end
@@ -83,47 +83,7 @@ def phase_series(events: Iterable[LoggedEvent], duration_ns: int, num_workers: i
     )
 
 
-def in_system(table: RequestTable, duration_ns: int, num_points: int = 240) -> list[tuple[float, int]]:
+def in_system(table: RequestTable, duration_ns: int) -> list[tuple[float, int]]:
     """(seconds, requests that have arrived and not ended) at equal distances."""
-    arrivals = sorted(table.arrival_ns)
-    ends = sorted(table.arrival_ns[row] + table.e2e_ns(row) for row in range(len(table)))
-    points = []
-    for index in range(num_points + 1):
-        now = duration_ns * index // num_points
-        points.append((now / NS_PER_S, bisect_right(arrivals, now) - bisect_right(ends, now)))
-    return points
-
-
-def ttft_over_time(table: RequestTable, duration_ns: int, num_bins: int = 60) -> list[tuple[float, float, float]]:
-    """(seconds, median TTFT, largest TTFT) in ms of the completed requests that arrived in each bin, if any did."""
-    width = max(1, -(-duration_ns // num_bins))
-    bins: dict[int, list[int]] = {}
-    for row in table.completed_rows():
-        bins.setdefault(table.arrival_ns[row] // width, []).append(table.ttft_ns(row))
-    return [
-        ((index + 0.5) * width / NS_PER_S, percentile(sorted(values), 50) / NS_PER_MS, max(values) / NS_PER_MS)
-        for index, values in sorted(bins.items())
-    ]
-
-
-def cumulative(values: Sequence[float], num_points: int = 160) -> list[tuple[float, float]]:
-    """(value, share of the values that are at most that) at equal shares, with the last percent in detail."""
-    ordered = sorted(values)
-    if not ordered:
-        return []
-    shares = sorted({index / num_points for index in range(num_points + 1)} | {0.995, 0.999})
-    last = len(ordered) - 1
-    return [(ordered[round(share * last)], share) for share in shares]
-
-
-def weighted_cumulative(weights: dict[int, int], scale: float, num_points: int = 240) -> list[tuple[float, float]]:
-    """The same for a histogram of value -> count; values are multiplied by ``scale``."""
-    total = sum(weights.values())
-    points: list[tuple[float, float]] = []
-    reached = 0
-    for value, count in sorted(weights.items()):
-        reached += count
-        share = reached / total
-        if not points or share - points[-1][1] >= 1 / num_points or reached == total:
-            points.append((value * scale, share))
-    return points
+    ends = [table.arrival_ns[row] + table.e2e_ns(row) for row in range(len(table))]
+    return count_over_time(table.arrival_ns, ends, duration_ns)

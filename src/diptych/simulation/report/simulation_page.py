@@ -1,16 +1,12 @@
-"""The page of a run: one self-contained HTML file without scripts and without a request to anywhere.
-
-Owns the order of the page and the words around the figures. Everything that comes from settings is escaped here.
-"""
+"""The page of a run or a sweep: what it says, in which order. report/pages.py lays it out."""
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
 from typing import Any
 
-from diptych.report.elements import card_list, chart_grid, heading, html_table, page_head
+from diptych.report import pages
+from diptych.report.pages import Report, Section
 from diptych.report.text import (
     class_table,
     latency_table,
@@ -48,20 +44,29 @@ class Page:
 
 def render(page: Page) -> str:
     """The whole file as text."""
-    cards = [] if page.sweep else _cards(page.point)
-    parts = [page_head("Diptych simulation", page.title, page.lead, card_list(cards)), "<main>"]
+    sections: list[Section] = []
     if page.sweep:
-        figures = charts.sweep_figures(page.sweep_names, page.sweep)
-        parts += [heading("Over the sweep"), chart_grid(figures), html_table(sweep_table(page.sweep_names, page.sweep))]
+        drawn, table = charts.sweep_charts(page.sweep_names, page.sweep), sweep_table(page.sweep_names, page.sweep)
+        sections.append(Section(heading="Over the sweep", charts=drawn, tables=[table]))
     if page.result is not None:
-        parts += [heading("Latency"), chart_grid(charts.latency_figures(page.result, page.slo_ms))]
-        parts += [_numbers(page.point)]
-        parts += [
-            heading("Over time"),
-            chart_grid(charts.time_figures(page.result, page.events, page.kv_capacity_tokens)),
+        over_time = charts.time_charts(page.result, page.events, page.kv_capacity_tokens)
+        sections += [
+            Section(heading="Latency", charts=charts.latency_charts(page.result, page.slo_ms)),
+            _numbers(page.point),
+            Section(heading="Over time", charts=over_time),
         ]
-    parts += [_how(page), "</main>", _foot(page)]
-    return "".join(parts)
+    report = Report(
+        maker="Diptych simulation",
+        title=page.title,
+        lead=page.lead,
+        cards=[] if page.sweep else _cards(page.point),
+        sections=sections,
+        notes=[f"Step durations: {page.point['cost_model']}."],
+        command=page.command,
+        details=("All settings", json.dumps(page.point["settings"], indent=2)),
+        foot=_foot(page),
+    )
+    return pages.render(report)
 
 
 def _cards(point: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -83,35 +88,23 @@ def _cards(point: Mapping[str, Any]) -> list[tuple[str, str]]:
     return cards
 
 
-def _numbers(point: Mapping[str, Any]) -> str:
-    summary = point["summary"]
-    tables = [latency_table(summary)]
-    if len(point["classes"]) > 1:
-        tables.append(class_table(point["classes"]))
-    pair = [service_table(summary, point["economy"]), resource_table(summary)]
-    wide = "".join(html_table(table) for table in tables)
-    narrow = "".join(html_table(table) for table in pair)
-    return f'{heading("Numbers")}{wide}<div class="grid2">{narrow}</div>'
-
-
-def _how(page: Page) -> str:
-    settings = escape(json.dumps(page.point["settings"], indent=2))
-    command = re.sub(r"(--[a-z-]+)", r'<span class="word">\1</span>', escape(page.command))
-    return (
-        f"{heading('How this was made')}<p>Step durations: {escape(page.point['cost_model'])}.</p>"
-        f"<pre>{command}</pre>"
-        f"<details><summary>All settings</summary><pre>{settings}</pre></details>"
+def _numbers(point: Mapping[str, Any]) -> Section:
+    summary, classes = point["summary"], point["classes"]
+    return Section(
+        heading="Numbers",
+        tables=[latency_table(summary), *([class_table(classes)] if classes else [])],
+        narrow=[service_table(summary, point["economy"]), resource_table(summary)],
     )
 
 
 def _foot(page: Page) -> str:
-    words = [
+    sentences = [
         "The same scheduler that serves took every decision here, under a virtual clock; step durations and the "
         "workload are models. The same command gives the same numbers."
     ]
     if page.point["economy"]["kwh_per_million_output_tokens"] is not None:
-        words.append(
+        sentences.append(
             "Cost counts every GPU from the first arrival to the last token; energy takes the rated board power during "
             "steps and the idle power otherwise."
         )
-    return f"<footer><p>{escape(' '.join(words))}</p></footer></body></html>\n"
+    return " ".join(sentences)

@@ -5,24 +5,34 @@ import { duration, percent, significant } from "./format.js";
 
 const MARGIN = { left: 54, right: 16, top: 12, bottom: 40 };
 
-/** Ticks of an axis from low to high: powers of ten when it is logarithmic (with 2 and 5 between them when few would be left), else 1, 2 or 5 times one. */
+/**
+ * Ticks of an axis from low to high: 1, 2 or 5 times a power of ten apart; on a logarithmic axis powers of ten, with round
+ * numbers between them where few would be left.
+ */
 export function axisTicks(low, high, log, wanted = 6) {
+  if (!Number.isFinite(high - low) || (log && low <= 0)) return [];
+  const round = log ? logTicks(low, high, wanted) : [];
+  return round.length > 1 ? round : linearTicks(low, high, wanted);
+}
+
+function logTicks(low, high, wanted) {
   const ticks = [];
-  if (!Number.isFinite(high - low) || (log && low <= 0)) return ticks;
-  if (log) {
-    const decades = Math.log10(high) - Math.log10(low);
-    const every = Math.max(1, Math.ceil(decades / (wanted + 1)));
-    const units = decades < 0.5 ? [1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8] : decades < 0.8 ? [1, 1.5, 2, 3, 5, 7] : decades < 1.7 ? [1, 2, 5] : [1];
-    for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high) + 1e-9; power += every) {
-      for (const unit of units) if (unit * 10 ** power >= low * (1 - 1e-9) && unit * 10 ** power <= high * (1 + 1e-9)) ticks.push(Number((unit * 10 ** power).toPrecision(3)));
-    }
-    return ticks;
+  const decades = Math.log10(high) - Math.log10(low);
+  const every = Math.max(1, Math.ceil(decades / (wanted + 1)));
+  const units = decades < 0.5 ? [1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8] : decades < 0.8 ? [1, 1.5, 2, 3, 5, 7] : decades < 1.7 ? [1, 2, 5] : [1];
+  for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high) + 1e-9; power += every) {
+    for (const unit of units) if (unit * 10 ** power >= low * (1 - 1e-9) && unit * 10 ** power <= high * (1 + 1e-9)) ticks.push(Number((unit * 10 ** power).toPrecision(3)));
   }
+  return ticks;
+}
+
+function linearTicks(low, high, wanted) {
   const rough = (high - low) / wanted || 1;
   const base = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((unit) => unit * base).find((one) => one >= rough);
+  const step = [1, 2, 5, 10].map((unit) => unit * base).find((candidate) => candidate >= rough);
+  const ticks = [];
   for (let value = Math.ceil(low / step - 1e-9) * step; value <= high + step * 1e-6; value += step) ticks.push(Number(value.toPrecision(12)));
-  return ticks;
+  return ticks.length > 1 || low >= high ? ticks : linearTicks(low, high, wanted * 2);
 }
 
 /**
@@ -33,18 +43,18 @@ export function axisTicks(low, high, log, wanted = 6) {
  */
 export function lineChart(element, { title, series, x, y, marks = [], bands = [], height = 280 }) {
   const width = Math.max(260, element.clientWidth || 560);
-  const all = series.flatMap((one) => one.points).concat(marks.map((one) => [one.x, one.y]));
-  const across = scale({ ...x, values: all.map((one) => one[0]) }, MARGIN.left, width - MARGIN.right);
-  const up = scale({ ...y, values: all.map((one) => one[1]) }, height - MARGIN.bottom, MARGIN.top);
+  const all = series.flatMap((line) => line.points).concat(marks.map((mark) => [mark.x, mark.y]));
+  const across = scale({ ...x, values: all.map((point) => point[0]) }, MARGIN.left, width - MARGIN.right);
+  const up = scale({ ...y, values: all.map((point) => point[1]) }, height - MARGIN.bottom, MARGIN.top);
   const root = svg("svg.chart", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": title });
   for (const band of bands) {
     const from = across.at(band.from);
     root.append(svg("rect", { x: from, y: MARGIN.top, width: Math.max(0, across.at(band.to) - from), height: height - MARGIN.top - MARGIN.bottom, fill: band.colour, opacity: 0.14 }));
   }
   drawAxes(root, across, up, width, height, x, y);
-  for (const one of series) {
-    const path = one.points.map(([a, b], at) => `${at ? "L" : "M"}${across.at(a).toFixed(1)} ${up.at(b).toFixed(1)}`).join("");
-    root.append(svg("path.line", { d: path, stroke: one.colour, "stroke-dasharray": one.dashed ? "5 4" : null }));
+  for (const line of series) {
+    const path = line.points.map(([a, b], at) => `${at ? "L" : "M"}${across.at(a).toFixed(1)} ${up.at(b).toFixed(1)}`).join("");
+    root.append(svg("path.line", { d: path, stroke: line.colour, "stroke-dasharray": line.dashed ? "5 4" : null }));
   }
   for (const mark of marks) {
     const [left, top] = [across.at(mark.x), up.at(mark.y)];
@@ -52,7 +62,7 @@ export function lineChart(element, { title, series, x, y, marks = [], bands = []
     root.append(svg("circle", { cx: left, cy: top, r: mark.minor ? 3.5 : 6, fill: mark.colour, stroke: "var(--surface)", "stroke-width": mark.minor ? 1 : 2 }),
       svg(mark.minor ? "text" : "text.strong", { x: left + (end ? -9 : 9), y: mark.below ? top + 18 : top - 10, "text-anchor": end ? "end" : "start" }, mark.name ?? ""));
   }
-  const legend = h("ul.timeline-legend", {}, series.filter((one) => one.name).map((one) => h("li", {}, h("span.swatch", { style: { background: one.colour } }), one.name)));
+  const legend = h("ul.timeline-legend", {}, series.filter((line) => line.name).map((line) => h("li", {}, h("span.swatch", { style: { background: line.colour } }), line.name)));
   show(element, root, series.length > 1 ? legend : null);
   return root;
 }

@@ -33,7 +33,7 @@ function fill(element, classes, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (value === null || value === undefined || value === false) continue;
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
-    else if (name === "style") for (const [key, one] of Object.entries(value)) element.style.setProperty(key, one);
+    else if (name === "style") for (const [key, text] of Object.entries(value)) element.style.setProperty(key, text);
     else element.setAttribute(name, value === true ? "" : value);
   }
   for (const child of children.flat(Infinity)) {
@@ -48,13 +48,17 @@ export function queryState() {
 }
 
 export function setQueryState(changes) {
-  const query = new URLSearchParams(location.search);
+  history.replaceState(null, "", location.pathname + changedQuery(location.search, changes) + location.hash);
+}
+
+/** A query with other values; null, undefined and "" take a name out of it. */
+export function changedQuery(search, changes) {
+  const query = new URLSearchParams(search);
   for (const [name, value] of Object.entries(changes)) {
     if (value === null || value === undefined || value === "") query.delete(name);
     else query.set(name, value);
   }
-  const text = query.toString();
-  history.replaceState(null, "", location.pathname + (text ? `?${text}` : "") + location.hash);
+  return query.size ? `?${query}` : "";
 }
 
 /** Say something to people who do not see the page. */

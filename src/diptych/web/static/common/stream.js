@@ -7,24 +7,31 @@ const FIRST_PAUSE_MS = 400;
 const LONGEST_PAUSE_MS = 5000;
 const SILENCE_MS = 25_000; // the server says something every 10 s
 
-/** Read a body of server-sent events: calls onEvent({id, data}) for each, until the body ends. */
-export async function readEvents(body, onEvent, onBytes = () => {}) {
+/** Read a body of server-sent events: calls onEvent({id, data}) for each that is whole, until the body ends. */
+export function readEvents(body, onEvent, onBytes = () => {}) {
+  return readParts(body, /\r?\n\r?\n/, (event) => {
+    const fields = { id: "", data: [] };
+    for (const line of event.split(/\r?\n/)) {
+      if (line.startsWith("data:")) fields.data.push(line.slice(5).replace(/^ /, ""));
+      else if (line.startsWith("id:")) fields.id = line.slice(3).trim();
+    }
+    if (fields.data.length) onEvent({ id: fields.id, data: fields.data.join("\n") });
+  }, onBytes);
+}
+
+/** Read a body of lines that each hold a JSON value: calls onValue(value) for each that is whole, until the body ends. */
+export const readLines = (body, onValue) => readParts(body, /\n/, (line) => onValue(JSON.parse(line)));
+
+async function readParts(body, separator, onPart, onBytes = () => {}) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
     const { value, done } = await reader.read();
     if (done) return;
     onBytes();
-    const events = (rest + value).split(/\r?\n\r?\n/);
-    rest = events.pop();
-    for (const event of events) {
-      const fields = { id: "", data: [] };
-      for (const line of event.split(/\r?\n/)) {
-        if (line.startsWith("data:")) fields.data.push(line.slice(5).trimStart());
-        else if (line.startsWith("id:")) fields.id = line.slice(3).trim();
-      }
-      if (fields.data.length) onEvent({ id: fields.id, data: fields.data.join("\n") });
-    }
+    const parts = (rest + value).split(separator);
+    rest = parts.pop();
+    for (const part of parts) onPart(part);
   }
 }
 
@@ -73,7 +80,9 @@ export class EventStream {
         this.error = error; // the connection broke; the state says so, and we try again
       }
       this.#set("waiting", pause);
-      await new Promise((resolve) => (this.timer = setTimeout(resolve, pause)));
+      await new Promise((resolve) => {
+        this.timer = setTimeout(resolve, pause);
+      });
       pause = Math.min(LONGEST_PAUSE_MS, pause * 1.6);
     }
   }

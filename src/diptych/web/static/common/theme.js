@@ -5,15 +5,12 @@ const SYSTEM = matchMedia("(prefers-color-scheme: dark)");
 const listeners = new Set();
 
 /** "light" or "dark": what is shown now. */
-export const theme = () => ROOT.dataset.theme || (SYSTEM.matches ? "dark" : "light");
+const theme = () => ROOT.dataset.theme || (SYSTEM.matches ? "dark" : "light");
 
-/** Choose "light", "dark" or "" (the system's). */
-export function setTheme(name) {
-  if (name) ROOT.dataset.theme = name;
-  else delete ROOT.dataset.theme;
+function choose(name) {
+  ROOT.dataset.theme = name;
   try {
-    if (name) localStorage.setItem("diptych-theme", name);
-    else localStorage.removeItem("diptych-theme");
+    localStorage.setItem("diptych-theme", name);
   } catch {
     // Not remembered where there is no storage; the page works all the same.
   }
@@ -27,8 +24,18 @@ export function onThemeChange(listener) {
 
 SYSTEM.addEventListener("change", () => listeners.forEach((listener) => listener()));
 
-/** The value of a design token, such as "--prefill". */
-export const token = (name) => getComputedStyle(ROOT).getPropertyValue(name).trim();
+/** Colours of the palette as they are now, for canvases: ["prefill"] -> {prefill: "rgb(10, 111, 181)"}. */
+export function colours(names) {
+  const probe = document.createElement("i"); // a canvas does not know var() and light-dark(): an element resolves them
+  probe.hidden = true;
+  document.body.append(probe);
+  const found = names.map((name) => {
+    probe.style.color = `var(--${name})`;
+    return [name, getComputedStyle(probe).color];
+  });
+  probe.remove();
+  return Object.fromEntries(found);
+}
 
 /** Make a button the switch between light and dark. */
 export function themeButton(button) {
@@ -37,7 +44,7 @@ export function themeButton(button) {
     button.textContent = other === "dark" ? "☾ Dark" : "☀ Light";
     button.setAttribute("aria-label", `Switch to the ${other} theme`);
   };
-  button.addEventListener("click", () => setTheme(theme() === "dark" ? "light" : "dark"));
+  button.addEventListener("click", () => choose(theme() === "dark" ? "light" : "dark"));
   onThemeChange(update);
   update();
 }

@@ -3,24 +3,20 @@
  * Cells go through timeline-rows.js, so that ten thousand of them cost no more than a hundred.
  */
 
-import { PHASES, firstAbove } from "./timeline-model.js";
-import { token } from "./theme.js";
-import { duration, short } from "./format.js";
+import { firstAbove } from "./sorted.js";
+import { PHASES } from "./timeline-model.js";
+import { colours as resolved } from "./theme.js";
+import { short } from "./format.js";
 
 export const AXIS = 24;
 const MIXED = PHASES.indexOf("mixed");
 const NAMES = ["prefill", "decode", "mixed", "transfer", "idle", "stalled"];
-const INKS = NAMES.map((name) => `${name}Ink`);
-const STEPS_NS = [1, 2, 5].flatMap((unit) => [...Array(11).keys()].map((power) => unit * 10 ** power)).sort((a, b) => a - b)
-  .concat([3e10, 6e10, 12e10, 3e11, 6e11, 18e11, 36e11]).sort((a, b) => a - b);
+const INKS = NAMES.map((name) => `${name}-ink`);
+const GROUNDS = ["text", "muted", "line", "surface", "sunken", "accent", "accent-soft", "bad", "idle-lane"];
 
 /** The colours of the theme that is shown now, and the patterns that tell phases apart without colour. */
 export function palette(context, ratio) {
-  const colours = {};
-  for (const name of [...NAMES, "text", "muted", "line", "surface", "sunken", "accent", "bad"]) colours[name] = token(`--${name}`);
-  colours.accentSoft = token("--accent-soft");
-  colours.idleLane = token("--idle-lane");
-  for (const name of NAMES) colours[`${name}Ink`] = token(`--${name}-ink`);
+  const colours = resolved([...NAMES, ...INKS, ...GROUNDS]);
   const pattern = (draw, size = 6) => {
     const tile = document.createElement("canvas");
     tile.width = tile.height = size * ratio;
@@ -82,28 +78,6 @@ export function drawFrame(pen, model, view) {
   pen.restore();
   drawGutter(pen, shown, at, height);
   drawAxis(pen, at);
-}
-
-/** Times for ticks: [{time, text}]. clock: nanoseconds of the Unix time at zero, or null for times from `origin` on. */
-export function ticks(t0, t1, pixels, clock, origin = 0) {
-  const wanted = Math.max(1, (t1 - t0) / Math.max(1, pixels / (pixels < 420 ? 60 : 110)));
-  const step = STEPS_NS.find((one) => one >= wanted) ?? wanted;
-  const zero = clock === null ? origin : -(clock % 86_400e9);
-  const found = [];
-  for (let time = Math.ceil((t0 - zero) / step) * step + zero; time <= t1; time += step) {
-    found.push({ time, text: clock === null ? duration(Math.round(time - origin)) : clockText(time + clock, step) });
-  }
-  return found;
-}
-
-/** A Unix time in nanoseconds as a clock shows it, with as many decimals as the step needs. */
-export function clockText(unixNs, step) {
-  const places = step >= 1e9 ? 0 : Math.min(6, Math.ceil(9 - Math.log10(step)));
-  const whole = Math.floor(unixNs / 1e9 + 1e-6);
-  const text = new Date(whole * 1000).toTimeString().slice(0, 8);
-  if (!places) return text;
-  const part = Math.max(0, unixNs - whole * 1e9) / 1e9;
-  return `${text}${part.toFixed(places).slice(1)}`;
 }
 
 function drawGrid(pen, at, height) {
@@ -297,7 +271,7 @@ function drawTokens(pen, model, request, at, y, height, horizon) {
   }
   const typical = times.length > 1 ? (newest - times[0]) / (times.length - 1) : 0;
   if (typical * scale < 5) return;
-  pen.fillStyle = colours.decodeInk;
+  pen.fillStyle = colours["decode-ink"];
   for (let tick = firstAbove(times, t0); tick < times.length && times[tick] <= t1; tick++) pen.fillRect(x(times[tick]) - 0.5, y + inset, 1, height - 2 * inset);
 }
 
@@ -310,14 +284,14 @@ function drawTransfers(pen, model, shown, at) {
     const strip = Math.max(3, Math.min(6, row.height * 0.28));
     let links = 0;
     for (let index = all.length - 1; index >= 0 && links < 300; index--) {
-      const one = all[index];
-      if (one.end_ns < t0 - 60e9) break;
-      if (one.start_ns > t1 || one.end_ns < t0) continue;
-      const left = x(one.start_ns);
-      const right = Math.max(x(one.end_ns), left + 2.5);
+      const transfer = all[index];
+      if (transfer.end_ns < t0 - 60e9) break;
+      if (transfer.start_ns > t1 || transfer.end_ns < t0) continue;
+      const left = x(transfer.start_ns);
+      const right = Math.max(x(transfer.end_ns), left + 2.5);
       pen.fillStyle = colours.transfer;
       pen.fillRect(left, y, right - left, strip);
-      const sender = rows.get(one.sender);
+      const sender = rows.get(transfer.sender);
       if (!sender || sender === row) continue;
       links++;
       const from = sender.y < row.y ? sender.y - at.top + sender.height - 1 : sender.y - at.top + 1;
@@ -343,7 +317,7 @@ function drawGutter(pen, shown, at, height) {
   for (const row of shown) {
     const y = row.y - top;
     if (row === at.selectedRow) {
-      pen.fillStyle = colours.accentSoft;
+      pen.fillStyle = colours["accent-soft"];
       pen.fillRect(0, y, gutter - 1, row.height);
       pen.fillStyle = colours.accent;
       pen.fillRect(0, y, 3, row.height);

@@ -28,7 +28,7 @@ export class TimelineInput {
   /** The cursor of the keyboard: a line in its row. */
   drawCursor(pen, t0, t1) {
     const { view, cursor } = this;
-    const row = cursor && view.rows.find((one) => one.key === cursor.key);
+    const row = cursor && view.rows.find((candidate) => candidate.key === cursor.key);
     if (!row) return;
     const y = row.y - view.scroller.scrollTop;
     pen.strokeStyle = view.colours.accent;
@@ -83,12 +83,12 @@ export class TimelineInput {
   }
 
   #pinch() {
-    const [one, other] = [...this.pointers.values()];
-    const distance = Math.max(12, Math.abs(one.x - other.x));
+    const [first, other] = [...this.pointers.values()];
+    const distance = Math.max(12, Math.abs(first.x - other.x));
     const { view } = this;
     this.dragging = true;
     if (this.pinch) {
-      const middle = (one.x + other.x) / 2;
+      const middle = (first.x + other.x) / 2;
       const time = view.t0 + ((middle - view.gutter) / (view.width - view.gutter)) * view.span;
       view.zoom(this.pinch / distance, time);
     }
@@ -216,10 +216,10 @@ export class TimelineInput {
   /** To the next or previous part of the row: steps of a lane, tokens of a request. */
   #step(by) {
     const { view } = this;
-    const row = view.rows.find((one) => one.key === this.cursor?.key);
+    const row = view.rows.find((candidate) => candidate.key === this.cursor?.key);
     if (!row || row.kind === "title") return this.#changeRow(0);
     if (view.following) view.follow(false);
-    const times = row.lane ? [...row.lane.starts.subarray(0, row.lane.length)] : [...row.request.chunks.map((one) => one.t0), ...row.request.times];
+    const times = row.lane ? [...row.lane.starts.subarray(0, row.lane.length)] : [...row.request.chunks.map((chunk) => chunk.t0), ...row.request.times];
     const next = by > 0 ? times.find((time) => time > this.cursor.time + 1) : times.findLast((time) => time < this.cursor.time - 1);
     if (next === undefined) {
       view.spoken.textContent = by > 0 ? "nothing after this" : "nothing before this";
@@ -232,7 +232,7 @@ export class TimelineInput {
 
   #choose() {
     const { view } = this;
-    const row = view.rows.find((one) => one.key === this.cursor?.key);
+    const row = view.rows.find((candidate) => candidate.key === this.cursor?.key);
     if (row?.kind === "title") view.toggleRequests();
     else if (row) this.#select(this.#hitOf(row));
   }

@@ -3,24 +3,13 @@
  * `GET /timeline` (docs/api.md) in their order. No DOM here. Times are nanoseconds of the records' own clock.
  */
 
+import { firstAbove } from "./sorted.js";
 import { TimelineRequest } from "./timeline-request.js";
 
 export const PHASES = ["prefill", "decode", "mixed"];
 const MAX_CELLS = 120_000;
 const MAX_REQUESTS = 1500;
 const RECENT_STEPS = 64;
-
-/** The first index whose value is above `limit`; values ascend. */
-export function firstAbove(values, limit, end = values.length) {
-  let low = 0;
-  let high = end;
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (values[middle] > limit) high = middle;
-    else low = middle + 1;
-  }
-  return low;
-}
 
 /** One worker: its steps as columns, its states and its decode batch. */
 export class Lane {
@@ -64,8 +53,8 @@ export class Lane {
     this.steps.splice(0, this.length - keep);
     this.length = keep;
     const since = this.starts[0] ?? 0;
-    this.transfers = this.transfers.filter((one) => one.end_ns >= since);
-    this.states = this.states.filter((one) => one.t1 >= since);
+    this.transfers = this.transfers.filter((transfer) => transfer.end_ns >= since);
+    this.states = this.states.filter((state) => state.t1 >= since);
   }
 
   /** The last moment that is known of. */
@@ -76,6 +65,20 @@ export class Lane {
   /** The indices [from, to) of steps that touch [t0, t1]. */
   between(t0, t1) {
     return [firstAbove(this.ends, t0, this.length), firstAbove(this.starts, t1, this.length)];
+  }
+
+  /** What it did in [t0, t1]: shares of the time by phase and idle, and how long streams waited for steps without them. */
+  shares(t0, t1) {
+    const sums = [0, 0, 0];
+    let waited = 0;
+    const [from, to] = this.between(t0, t1);
+    for (let at = from; at < to; at++) {
+      const time = Math.min(this.ends[at], t1) - Math.max(this.starts[at], t0);
+      sums[this.phases[at]] += time;
+      if (this.waiting[at]) waited += time;
+    }
+    const [prefill, decode, mixed] = sums.map((sum) => sum / (t1 - t0));
+    return { shares: { prefill, decode, mixed, idle: Math.max(0, 1 - prefill - decode - mixed) }, waited };
   }
 
   setState(state, time, detail) {
@@ -181,7 +184,7 @@ export class TimelineModel {
       const more = others.size > 1 ? ` and ${others.size - 1} more` : "";
       return { kind: "prefill", id, tokens, more, worker };
     }
-    const down = lane.states.find((one) => one.t0 < t1 && one.t1 > t0);
+    const down = lane.states.find((state) => state.t0 < t1 && state.t1 > t0);
     if (down) return { kind: "state", state: down.state, worker };
     return { kind: to > from ? "busy" : "unknown", worker };
   }
@@ -199,6 +202,7 @@ export class TimelineModel {
 
   _gap(record) {
     this.sequence = Math.max(this.sequence, record.last);
+    for (const request of this.requests.values()) if (!request.end) request.lose();
     this.#setBatches(record.decoding);
   }
 

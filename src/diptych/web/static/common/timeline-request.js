@@ -2,10 +2,15 @@
  * One request of a timeline: when it waited, was computed, moved and got tokens. No DOM here. Times are nanoseconds.
  */
 
+import { firstAbove } from "./sorted.js";
+
 const MAX_TOKENS = 40_000;
 const STALLED = 1;
+const UNKNOWN = 2;
 
 export class TimelineRequest {
+  #isBroken = false; // the next gap is UNKNOWN
+
   constructor(id) {
     this.id = id;
     this.queued = 0; // when a worker first heard of it; 0: not known (it is older than what was read)
@@ -18,7 +23,7 @@ export class TimelineRequest {
     this.chunks = []; // {t0, t1, first, tokens, worker, mixed}
     this.transfers = [];
     this.times = []; // of tokens
-    this.flags = []; // STALLED: the gap before this token was too long when it came
+    this.flags = []; // of the gap before this token. STALLED: too long when it came. UNKNOWN: records of it were lost
     this.longestGapNs = 0;
     this.reserved = 0;
     this.delivered = 0;
@@ -50,61 +55,48 @@ export class TimelineRequest {
     if (!this.times.length || step.end_ns > this.times.at(-1)) this.worker = step.worker;
   }
 
+  /** A token; it may be read after younger ones, for workers report in portions. limitNs: what gap is too long; 0: none. */
   token(time, worker, limitNs) {
-    const times = this.times;
     if (this.end && time > this.end) return;
     this.workers.add(worker);
-    this.worker = worker;
-    const before = times.at(-1) ?? 0;
-    if (before >= time) {
-      this.#insert(time);
+    const { times, flags } = this;
+    if (times.length && time <= times.at(-1)) {
+      this.#insert(time, limitNs);
       return;
     }
-    const gap = before ? time - before : 0;
-    if (gap > this.longestGapNs) this.longestGapNs = gap;
+    this.worker = worker;
     times.push(time);
-    this.flags.push(limitNs && gap > limitNs ? STALLED : 0);
+    flags.push(this.#isBroken ? UNKNOWN : 0);
+    this.#isBroken = false;
+    this.#judge(times.length - 1, limitNs);
     if (times.length > MAX_TOKENS) {
       times.splice(0, MAX_TOKENS / 2);
-      this.flags.splice(0, MAX_TOKENS / 2);
+      flags.splice(0, MAX_TOKENS / 2);
+      flags[0] = 0;
     }
   }
 
+  /** Records were lost: what came between its newest token and the next is not known. */
+  lose() {
+    this.#isBroken = this.times.length > 0;
+  }
+
   milestone(record, limitNs) {
-    const { what, time_ns: time, worker, detail = {} } = record;
-    this.workers.add(worker);
+    this.workers.add(record.worker);
     const attempt = (record.epoch || 0) + 1;
     if (attempt > this.attempts) Object.assign(this, { attempts: attempt, end: 0, detail: null }); // what ended was the one before
-    if (what === "queued") {
-      if (!this.queued || time < this.queued) this.queued = time;
-      if (!this.promptTokens) this.promptTokens = detail.num_prompt_tokens || 0; // later attempts count answer tokens too
-      if (this.worker < 0) this.worker = worker;
-    } else if (what === "first_token") {
-      if (!this.firstToken) this.firstToken = time;
-      this.#insertFirst(time, worker, limitNs);
-    } else if (what === "handoff_reserved") {
-      this.reserved = time;
-      if (!this.queued || time < this.queued) this.queued = time; // the worker that will decode it hears of it first
-    } else if (what === "handoff_delivered") {
-      this.delivered = time;
-      this.worker = worker;
-    } else if (what === "preempted") this.pauses.push({ t0: time, t1: Infinity, swapped: Boolean(detail.swapped) });
-    else if (what === "resumed" || what === "admitted") {
-      const open = this.pauses.at(-1);
-      if (open && open.t1 === Infinity) open.t1 = time;
-      this.cachedTokens = Math.max(this.cachedTokens, detail.num_cached_tokens || 0);
-    } else if (what === "finished" && attempt === this.attempts) {
-      this.end = time;
-      this.detail = detail;
-      if (!this.promptTokens) this.promptTokens = detail.num_prompt_tokens || 0;
-      this.cachedTokens = detail.num_cached_tokens ?? this.cachedTokens;
-    }
+    if (record.what !== "finished" || attempt === this.attempts) MILESTONES[record.what]?.(this, record, record.detail ?? {}, limitNs);
   }
 
   /** Whether the gap before token `at` is a stall under these rules. */
   isStalled(at, objectiveNs) {
-    if (!at) return false;
+    if (!at || !this.isKnown(at)) return false;
     return objectiveNs ? this.times[at] - this.times[at - 1] > objectiveNs : this.flags[at] === STALLED;
+  }
+
+  /** Whether no token can have come in the gap before token `at`. */
+  isKnown(at) {
+    return this.flags[at] !== UNKNOWN;
   }
 
   /**
@@ -158,21 +150,70 @@ export class TimelineRequest {
     return this.firstToken && this.queued ? this.firstToken - this.queued : null;
   }
 
-  /** The token that a prefill gives; it may be read after younger ones, for workers report in portions. */
-  #insertFirst(time, worker, limitNs) {
-    if (!this.times.length || time > this.times.at(-1)) this.token(time, worker, limitNs);
-    else this.#insert(time, limitNs);
+  #insert(time, limitNs) {
+    const { times, flags } = this;
+    const at = firstAbove(times, time);
+    if (times[at - 1] === time) return;
+    const split = at && this.isKnown(at) ? times[at] - times[at - 1] : 0;
+    times.splice(at, 0, time);
+    flags.splice(at, 0, at && !this.isKnown(at) ? UNKNOWN : 0);
+    if (split && split === this.longestGapNs) this.longestGapNs = this.#longest();
+    this.#judge(at, limitNs);
+    this.#judge(at + 1, limitNs);
   }
 
-  #insert(time, limitNs = 0) {
-    const times = this.times;
-    let at = times.length;
-    while (at && times[at - 1] > time) at--;
-    if (times[at - 1] === time) return;
-    times.splice(at, 0, time);
-    this.flags.splice(at, 0, 0);
-    const gap = times[at + 1] - time;
-    if (at === 0 && gap > this.longestGapNs) this.longestGapNs = gap;
-    if (limitNs) this.flags[at + 1] = gap > limitNs ? STALLED : 0;
+  /** Take in the gap before token `at`. */
+  #judge(at, limitNs) {
+    if (!at || !this.isKnown(at)) return;
+    const gap = this.times[at] - this.times[at - 1];
+    if (gap > this.longestGapNs) this.longestGapNs = gap;
+    this.flags[at] = limitNs && gap > limitNs ? STALLED : 0;
   }
+
+  #longest() {
+    let longest = 0;
+    for (let at = 1; at < this.times.length; at++) {
+      if (this.isKnown(at)) longest = Math.max(longest, this.times[at] - this.times[at - 1]);
+    }
+    return longest;
+  }
+}
+
+/** What each milestone of a request's records says: (request, record, its detail, limit of a gap). */
+const MILESTONES = {
+  __proto__: null,
+  queued(request, { time_ns: time, worker }, detail) {
+    if (!request.queued || time < request.queued) request.queued = time;
+    if (!request.promptTokens) request.promptTokens = detail.num_prompt_tokens || 0; // later attempts count answer tokens too
+    if (request.worker < 0) request.worker = worker;
+  },
+  first_token(request, { time_ns: time, worker }, detail, limitNs) {
+    if (!request.firstToken) request.firstToken = time;
+    request.token(time, worker, limitNs);
+  },
+  handoff_reserved(request, { time_ns: time }) {
+    request.reserved = time;
+    if (!request.queued || time < request.queued) request.queued = time; // the worker that will decode it hears of it first
+  },
+  handoff_delivered(request, { time_ns: time, worker }) {
+    request.delivered = time;
+    request.worker = worker;
+  },
+  preempted(request, { time_ns: time }, detail) {
+    request.pauses.push({ t0: time, t1: Infinity, swapped: Boolean(detail.swapped) });
+  },
+  resumed: endPause,
+  admitted: endPause,
+  finished(request, { time_ns: time }, detail) {
+    request.end = time;
+    request.detail = detail;
+    if (!request.promptTokens) request.promptTokens = detail.num_prompt_tokens || 0;
+    request.cachedTokens = detail.num_cached_tokens ?? request.cachedTokens;
+  },
+};
+
+function endPause(request, { time_ns: time }, detail) {
+  const open = request.pauses.at(-1);
+  if (open && open.t1 === Infinity) open.t1 = time;
+  request.cachedTokens = Math.max(request.cachedTokens, detail.num_cached_tokens || 0);
 }

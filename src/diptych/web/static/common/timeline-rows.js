@@ -14,9 +14,9 @@ function channels(pen, colour) {
 }
 
 export class CellRows {
-  constructor() {
-    this.canvas = document.createElement("canvas");
-    this.pen = this.canvas.getContext("2d");
+  constructor(canvas = document.createElement("canvas")) {
+    this.canvas = canvas;
+    this.pen = canvas.getContext("2d");
     this.weights = new Float32Array(0);
   }
 

@@ -11,7 +11,7 @@ export function describe(model, hit, name) {
   if (hit.transfer) return describeTransfer(hit.transfer, name);
   if (hit.index >= 0) return describeStep(hit.lane, hit.index, name);
   if (hit.lane) {
-    const down = hit.lane.states.find((one) => one.t0 <= hit.time && hit.time <= one.t1);
+    const down = hit.lane.states.find((state) => state.t0 <= hit.time && hit.time <= state.t1);
     const role = ROLES[hit.lane.role] ? ` (${ROLES[hit.lane.role]})` : "";
     return [`${hit.lane.label}${role}`, down ? `${down.state}${down.detail ? `: ${down.detail}` : ""}` : "idle: nothing to compute"];
   }
@@ -20,7 +20,7 @@ export function describe(model, hit, name) {
 
 /** Why nothing came in [t0, t1], as a sentence; "" when nothing is known. */
 export function reasonText(model, request, worker, t0, t1, name) {
-  const pause = request.pauses.find((one) => one.t0 < t1 && one.t1 > t0);
+  const pause = request.pauses.find(({ t0: since, t1: until }) => since < t1 && until > t0);
   if (pause) return pause.swapped ? "It was preempted; its KV cache lay in host memory." : "It was preempted, and computed again.";
   if (request.delivered > t0 && request.delivered <= t1) return `Its KV cache was handed over in ${duration(request.delivered - t0)} of that.`;
   const why = model.reason(request, worker, t0, t1);
@@ -57,34 +57,41 @@ function describeTransfer(transfer, name) {
 function describeRequest(model, hit, name) {
   const { request, time } = hit;
   const lines = [`${name(request.id)}: ${requestSummary(request)}`];
-  const { times } = request;
   if (time < request.start) return [...lines, "has not arrived yet"];
-  const next = times.findIndex((one) => one >= time);
-  if (request.queued && time >= request.queued && time < (request.firstChunk || times[0] || request.last)) {
-    const until = request.firstChunk || times[0] || hit.edge;
-    lines.push(`waits in the queue: ${duration(until - request.queued)}`);
-    lines.push(reasonText(model, request, request.chunks[0]?.worker ?? request.worker, request.queued, until, name));
-  } else if (times.length && time > times[0] && next !== 0) {
-    const before = next < 0 ? times.at(-1) : times[next - 1];
-    const after = next < 0 ? Math.min(request.last, hit.edge) : times[next];
-    const limit = model.limitNs(request.worker);
-    if (next < 0 && request.end && time > request.end) return lines.filter(Boolean);
-    const isStall = next > 0 ? request.isStalled(next, model.stall.objectiveNs) : limit && after - before > limit;
-    if (isStall) {
-      lines.push(`stalled: ${duration(after - before)} without a token`);
-      lines.push(reasonText(model, request, request.worker, before, after, name));
-    } else lines.push(`token ${next < 0 ? times.length : next + 1}, ${duration(after - before)} after the one before`);
-  } else {
-    const chunk = request.chunks.find((one) => one.t0 <= time && time <= one.t1);
-    if (chunk) lines.push(`its prompt tokens ${count(chunk.first)} to ${count(chunk.first + chunk.tokens)}: ${duration(chunk.t1 - chunk.t0)}`);
-    else if (request.chunks.length) {
-      const before = request.chunks.findLast((one) => one.t1 <= time) ?? request.chunks[0];
-      lines.push("waits for its next chunk");
-      lines.push(reasonText(model, request, before.worker, time - 1e6, time + 1e6, name));
-    }
-  }
+  const { times } = request;
+  const begun = request.firstChunk || times[0];
+  if (request.end && time > request.end) return lines;
+  if (request.queued && time >= request.queued && time < (begun || request.last)) lines.push(...describeQueued(model, request, begun || hit.edge, name));
+  else if (times.length && time > times[0]) lines.push(...describeDecoding(model, request, hit, name));
+  else lines.push(...describePrefill(model, request, time, name));
   if (request.longestGapNs) lines.push(`longest gap between tokens: ${duration(request.longestGapNs)}`);
   return lines.filter(Boolean);
+}
+
+function describeQueued(model, request, until, name) {
+  const worker = request.chunks[0]?.worker ?? request.worker;
+  return [`waits in the queue: ${duration(until - request.queued)}`, reasonText(model, request, worker, request.queued, until, name)];
+}
+
+/** The gap in which `time` lies: between two tokens, or after the newest. */
+function describeDecoding(model, request, { time, edge }, name) {
+  const { times } = request;
+  const next = times.findIndex((token) => token >= time);
+  if (next > 0 && !request.isKnown(next)) return [`not known: records of ${duration(times[next] - times[next - 1])} were lost`];
+  const [before, after] = next < 0 ? [times.at(-1), Math.min(request.last, edge)] : [times[next - 1], times[next]];
+  const limit = model.limitNs(request.worker);
+  const isStall = next > 0 ? request.isStalled(next, model.stall.objectiveNs) : limit && after - before > limit;
+  if (!isStall) return [`token ${next < 0 ? times.length : next + 1}, ${duration(after - before)} after the one before`];
+  return [`stalled: ${duration(after - before)} without a token`, reasonText(model, request, request.worker, before, after, name)];
+}
+
+function describePrefill(model, request, time, name) {
+  const chunk = request.chunks.find((part) => part.t0 <= time && time <= part.t1);
+  if (chunk) return [`its prompt tokens ${count(chunk.first)} to ${count(chunk.first + chunk.tokens)}: ${duration(chunk.t1 - chunk.t0)}`];
+  if (!request.chunks.length) return [];
+  const next = request.chunks.find((part) => part.t0 > time);
+  const before = request.chunks.findLast((part) => part.t1 <= time);
+  return ["waits for its next chunk", before ? reasonText(model, request, before.worker, before.t1, next?.t0 ?? time, name) : ""];
 }
 
 /** A few words about a request as a whole. */

@@ -12,10 +12,12 @@
 
 import { h, setText, show } from "./dom.js";
 import { duration, percent, shortId } from "./format.js";
+import { firstAbove } from "./sorted.js";
 import { onThemeChange } from "./theme.js";
-import { AXIS, drawFrame, palette, ticks } from "./timeline-draw.js";
+import { ticks } from "./timeline-axis.js";
+import { AXIS, drawFrame, palette } from "./timeline-draw.js";
 import { TimelineInput } from "./timeline-input.js";
-import { PHASES, TimelineModel, firstAbove } from "./timeline-model.js";
+import { PHASES, TimelineModel } from "./timeline-model.js";
 import { CellRows } from "./timeline-rows.js";
 import { describe } from "./timeline-words.js";
 
@@ -173,14 +175,14 @@ export class TimelineView extends EventTarget {
   /** What lies at a point of the canvas, in CSS pixels: {row, lane, index, transfer, request, time}, or null. */
   hit(x, y) {
     const top = this.scroller.scrollTop;
-    const row = y > AXIS ? this.rows.find((one) => y + top >= one.y && y + top < one.y + one.height) : null;
+    const row = y > AXIS ? this.rows.find((candidate) => y + top >= candidate.y && y + top < candidate.y + candidate.height) : null;
     if (!row) return null;
     const scale = this.span / (this.width - this.gutter);
     const time = this.shownT0 + (x - this.gutter) * scale;
     const found = { row, time, index: -1, edge: this.edge, inGutter: x < this.gutter, ...(row.lane && { lane: row.lane }), ...(row.request && { request: row.request }) };
     if (row.kind !== "lane" || found.inGutter) return found;
     const near = 3 * scale;
-    if (y + top < row.y + 8) found.transfer = row.lane.transfers.findLast((one) => one.start_ns - near <= time && time <= one.end_ns + near);
+    if (y + top < row.y + 8) found.transfer = row.lane.transfers.findLast((transfer) => transfer.start_ns - near <= time && time <= transfer.end_ns + near);
     const { lane } = row;
     const index = firstAbove(lane.ends, time - near / 3, lane.length);
     if (index < lane.length && lane.starts[index] <= time + near / 3) found.index = index;
@@ -293,14 +295,14 @@ export class TimelineView extends EventTarget {
 
   #layOutRequests(rows, top) {
     const { t0, t1, slots, filterLane } = this;
-    const isShown = (one) => one.start <= t1 && one.last >= t0 && (filterLane === null || one.workers.has(filterLane));
-    const kept = slots.filter((one) => isShown(one) && this.model.requests.get(one.id) === one);
+    const isShown = (request) => request.start <= t1 && request.last >= t0 && (filterLane === null || request.workers.has(filterLane));
+    const kept = slots.filter((request) => isShown(request) && this.model.requests.get(request.id) === request);
     const placed = new Set(kept);
     let total = kept.length;
-    for (const one of this.model.requests.values()) {
-      if (placed.has(one) || !isShown(one)) continue;
+    for (const request of this.model.requests.values()) {
+      if (placed.has(request) || !isShown(request)) continue;
       total++;
-      if (kept.length < MAX_REQUEST_ROWS) kept.push(one);
+      if (kept.length < MAX_REQUEST_ROWS) kept.push(request);
     }
     this.slots = kept;
     const of = filterLane === null ? "" : ` on ${filterLane}`;
@@ -332,7 +334,7 @@ export class TimelineView extends EventTarget {
     const family = getComputedStyle(document.body).fontFamily;
     this.fonts = { lane: `600 12px ${family}`, title: `600 12px ${family}`, small: `11px ${family}`, tiny: `9px ${family}` };
     const colours = { ...palette(this.pen, ratio), cellFont: `600 10.5px ${family}` };
-    this.cells.setColours(PHASES.map((phase) => colours[phase]), colours.idleLane);
+    this.cells.setColours(PHASES.map((phase) => colours[phase]), colours["idle-lane"]);
     return colours;
   }
 
@@ -354,23 +356,9 @@ export class TimelineView extends EventTarget {
   #fillTable() {
     if (!this.details.open) return;
     show(this.tableBody, [...this.model.lanes.values()].map((lane) => {
-      const { shares, waited } = laneShares(lane, this.t0, this.t1);
+      const { shares, waited } = lane.shares(this.t0, this.t1);
       const cells = [shares.prefill, shares.decode, shares.mixed, shares.idle].map((share) => h("td.number", {}, percent(share)));
       return h("tr", {}, h("th", { scope: "row" }, lane.label), h("td", {}, lane.state), cells, h("td.number", {}, waited ? duration(waited) : "–"));
     }));
   }
-}
-
-/** What a lane did in [t0, t1]: shares by phase and idle, and how long streams waited for steps without them. */
-export function laneShares(lane, t0, t1) {
-  const sums = [0, 0, 0];
-  let waited = 0;
-  const [from, to] = lane.between(t0, t1);
-  for (let at = from; at < to; at++) {
-    const time = Math.min(lane.ends[at], t1) - Math.max(lane.starts[at], t0);
-    sums[lane.phases[at]] += time;
-    if (lane.waiting[at]) waited += time;
-  }
-  const [prefill, decode, mixed] = sums.map((sum) => sum / (t1 - t0));
-  return { shares: { prefill, decode, mixed, idle: Math.max(0, 1 - prefill - decode - mixed) }, waited };
 }

@@ -29,7 +29,7 @@ async function load(side, file) {
   }
   const run = runs[side];
   $(`#about-${side}`).textContent = run ? `${run.name}: ${count(run.size)} requests${run.rows ? "" : " (summary only, without single requests)"}.` : "Nothing loaded.";
-  const kinds = [...new Set(Object.values(runs).flatMap((one) => one?.rows?.map((row) => row.kind) ?? []))].filter(Boolean).sort();
+  const kinds = [...new Set(Object.values(runs).flatMap((loaded) => loaded?.rows?.map((row) => row.kind) ?? []))].filter(Boolean).sort();
   const chosen = asked().kind;
   show($("#kind"), [h("option", { value: "" }, "all"), ...kinds.map((kind) => h("option", { value: kind }, kind))]);
   if (kinds.includes(chosen)) $("#kind").value = chosen;
@@ -68,22 +68,22 @@ function draw() {
 
 function drawSummary(views, wanted) {
   const all = views.map((view) => (view.rows ? { ...distribution(view.rows), ...span(view.rows), attainment: attainment(view.rows, wanted, 1) } : summaryOf(view.run, wanted)));
-  const spread = (name, key) => ["p50", "p90", "p99"].map((at) => [`${name}, ${at}`, (one) => one[key]?.[at] ?? null, milliseconds, true]);
+  const spread = (name, key) => ["p50", "p90", "p99"].map((at) => [`${name}, ${at}`, (side) => side[key]?.[at] ?? null, milliseconds, true]);
   const rows = [
-    ["Requests", (one) => one.requests ?? null, count, null], ["Completed", (one) => one.completed ?? null, count, null],
-    ["Meet their objectives", (one) => one.attainment ?? null, percent, false],
-    ["Goodput", (one) => (one.attainment === null || !one.seconds ? one.goodput ?? null : (one.attainment * one.requests) / one.seconds), (value) => `${significant(value)} per s`, false],
-    ["Answer tokens a second", (one) => one.tokensPerSecond ?? null, significant, false],
+    ["Requests", (side) => side.requests ?? null, count, null], ["Completed", (side) => side.completed ?? null, count, null],
+    ["Meet their objectives", (side) => side.attainment ?? null, percent, false],
+    ["Goodput", (side) => (side.attainment === null || !side.seconds ? side.goodput ?? null : (side.attainment * side.requests) / side.seconds), (value) => `${significant(value)} per s`, false],
+    ["Answer tokens a second", (side) => side.tokensPerSecond ?? null, significant, false],
     ...spread("First token", "ttft"), ...spread("Per token", "tpot"), ...spread("Between tokens", "itl"), ...spread("Longest gap", "gap"), ...spread("End to end", "e2e"),
   ];
   const body = rows.map(([name, value, text, less]) => {
     const values = all.map(value);
-    if (values.every((one) => one === null)) return null;
+    if (values.every((found) => found === null)) return null;
     const [a, b] = values;
     const same = values.length === 2 && a !== null && b !== null && (text(a) === text(b) || Math.abs(b / a - 1) < 0.0005);
     const better = same || less === null || values.length < 2 || a === null || b === null || a === b ? -1 : (a < b) === less ? 0 : 1;
     const change = same ? h("td.number.muted.change", {}, "same") : values.length === 2 && a !== null && b !== null && a ? h("td.number.muted.change", {}, `${b >= a ? "+" : "−"}${percent(Math.abs(b / a - 1))}`) : values.length === 2 ? h("td.change") : null;
-    return h("tr", {}, h("th", { scope: "row" }, name), values.map((one, at) => h(at === better ? "td.number.better" : "td.number", {}, one === null ? "–" : text(one))), change);
+    return h("tr", {}, h("th", { scope: "row" }, name), values.map((found, at) => h(at === better ? "td.number.better" : "td.number", {}, found === null ? "–" : text(found))), change);
   });
   show($("#summary"), h("thead", {}, h("tr", {}, h("th", { scope: "col" }, h("span.visually-hidden", {}, "Figure")), views.map((view) => h("th.number", { scope: "col" }, h(`span.swatch.run-${view.side}`), ` ${view.name}`)), views.length === 2 ? h("th.number.change", { scope: "col" }, "second against first") : null)), h("tbody", {}, body.filter(Boolean)));
 }

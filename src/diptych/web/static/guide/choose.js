@@ -1,5 +1,6 @@
 import { $, announce, h, show } from "../common/dom.js";
 import { milliseconds, percent, significant } from "../common/format.js";
+import { readLines } from "../common/stream.js";
 import { accept, errorOf, get, panel, query, refuse, showMachine } from "./panel.js";
 
 const NAMES = { unified: "Unified", chunked: "Chunked", disaggregated: "Two pools" };
@@ -25,7 +26,7 @@ async function run() {
     }
     accept();
     let isDone = false;
-    await eachLine(reply.body, (event) => {
+    await readLines(reply.body, (event) => {
       isDone ||= event.kind !== "progress";
       if (event.error) {
         refuse(event.error);
@@ -53,18 +54,6 @@ async function run() {
   }
 }
 
-async function eachLine(stream, take) {
-  const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    const lines = (rest + value).split("\n");
-    rest = lines.pop();
-    for (const line of lines) take(JSON.parse(line));
-  }
-}
-
 function draw({ shapes, recommendation, machine, target }) {
   const { title, reasons, serve, serve_note: note, simulate, shape, holds } = recommendation;
   $("#recommendation").className = `card ${holds ? "holds" : "fails"}`;
@@ -72,29 +61,29 @@ function draw({ shapes, recommendation, machine, target }) {
   show($("#reasons"), h("ul", {}, reasons.map((text) => h("li", {}, text))),
     h("h3", {}, "Start it"), command(serve), h("p.small.muted", {}, note),
     h("details", {}, h("summary", {}, "Simulate it at length, with a report"), command(simulate)));
-  const most = Math.max(...shapes.map((one) => one.capacity_rps), 1e-9);
-  show($("#shapes"), shapes.map((one) => h(`article.card.shape${one.shape === shape ? ".chosen" : ""}`, { "aria-label": NAMES[one.shape] },
-    h("div.card-head", {}, h("h2", {}, NAMES[one.shape]), one.shape === shape ? h("span.pill.good", {}, "recommended") : null),
-    h("p.muted", {}, one.words),
-    h("div.big", {}, percent(one.attainment), h("small", {}, " meet both objectives")),
-    h("div.attained", { role: "img", "aria-label": `${percent(one.attainment)} of the requests; ${percent(target)} are wanted` }, h("i", { style: { width: `${one.attainment * 100}%` } }), h("b", { style: { left: `${target * 100}%` } })),
-    h("dl.figures", {}, figure("Goodput", `${significant(one.goodput_rps)} per s`), figure("Holds up to", capacity(one), one.capacity_rps / most), figure("Per 1,000 good", usd(one.usd_per_thousand_good)), figure("GPUs per hour", usd(one.usd_per_hour)),
-      figure("TTFT p50/p90", both(one.ttft_ms)), figure("TPOT p50/p90", both(one.tpot_ms)), figure("ITL p99", milliseconds(one.itl_p99_ms)),
-      figure("Miss TTFT", percent(one.late_share)), figure("Miss TPOT", percent(one.slow_share))),
-    busy(one))));
+  const most = Math.max(...shapes.map((result) => result.capacity_rps), 1e-9);
+  show($("#shapes"), shapes.map((result) => h(`article.card.shape${result.shape === shape ? ".chosen" : ""}`, { "aria-label": NAMES[result.shape] },
+    h("div.card-head", {}, h("h2", {}, NAMES[result.shape]), result.shape === shape ? h("span.pill.good", {}, "recommended") : null),
+    h("p.muted", {}, result.words),
+    h("div.big", {}, percent(result.attainment), h("small", {}, " meet both objectives")),
+    h("div.attained", { role: "img", "aria-label": `${percent(result.attainment)} of the requests; ${percent(target)} are wanted` }, h("i", { style: { width: `${result.attainment * 100}%` } }), h("b", { style: { left: `${target * 100}%` } })),
+    h("dl.figures", {}, figure("Goodput", `${significant(result.goodput_rps)} per s`), figure("Holds up to", capacity(result), result.capacity_rps / most), figure("Per 1,000 good", usd(result.usd_per_thousand_good)), figure("GPUs per hour", usd(result.usd_per_hour)),
+      figure("TTFT p50/p90", both(result.ttft_ms)), figure("TPOT p50/p90", both(result.tpot_ms)), figure("ITL p99", milliseconds(result.itl_p99_ms)),
+      figure("Miss TTFT", percent(result.late_share)), figure("Miss TPOT", percent(result.slow_share))),
+    busy(result))));
   showMachine(machine);
 }
 
 const both = ({ p50, p90 }) => (p90 < 1000 ? `${significant(p50)} / ${significant(p90)} ms` : `${milliseconds(p50)} / ${milliseconds(p90)}`);
 
-const capacity = (one) => (one.capacity_rps ? `${one.holds_more ? "more than " : ""}${significant(one.capacity_rps)} per s` : "nothing found");
+const capacity = (result) => (result.capacity_rps ? `${result.holds_more ? "more than " : ""}${significant(result.capacity_rps)} per s` : "nothing found");
 
 function figure(name, text, share = null) {
   return [h("dt", {}, name), h("dd", {}, text, share === null ? null : h("span.bar-cell", { "aria-hidden": "true" }, h("i", { style: { width: `${share * 100}%` } })))];
 }
 
-function busy(one) {
-  const parts = ["prefill", "mixed", "decode", "idle"].map((phase) => [phase, one.busy[phase]]).filter(([, share]) => share > 0.004);
+function busy(result) {
+  const parts = ["prefill", "mixed", "decode", "idle"].map((phase) => [phase, result.busy[phase]]).filter(([, share]) => share > 0.004);
   return h("div", {}, h("div.small.muted", {}, "What the workers did"), h("div.stack", { role: "img", "aria-label": parts.map(([phase, share]) => `${phase} ${percent(share)}`).join(", ") },
     parts.map(([phase, share]) => h("i", { title: `${phase} ${percent(share)}`, style: { "flex-grow": String(share), "flex-basis": "0", background: `var(--${phase})`, color: `var(--${phase}-ink)` } }, share > 0.14 ? percent(share) : ""))),
     h("ul.timeline-legend.small", { "aria-hidden": "true" }, parts.map(([phase]) => h("li", {}, h(`span.swatch.${phase}`), phase))));

@@ -35,7 +35,7 @@ function draw(data, state) {
 }
 
 function drawCurve(data, state) {
-  const line = (name, key, colour, dashed) => ({ name, colour, dashed, points: data.curve.filter((one) => one[key] !== null).map((one) => [one.chunk, one[key]]) });
+  const line = (name, key, colour, dashed) => ({ name, colour, dashed, points: data.curve.filter((point) => point[key] !== null).map((point) => [point.chunk, point[key]]) });
   $("#curve").closest("section").hidden = !data.curve.length;
   if (!data.curve.length) return;
   lineChart($("#curve"), {

@@ -12,8 +12,8 @@ function onState(state) {
   const choice = (kill, text) => h("button.small", { type: "button", "aria-pressed": String(Number(state.kill) === kill), "data-kill": kill, onclick: () => here.set({ kill }) }, text);
   const focused = document.activeElement?.dataset?.kill;
   fill($("#kill-buttons"), choice(-1, "nobody"),
-    [...Array(prefill).keys()].map((one) => choice(one, `prefill ${one + 1}`)),
-    [...Array(decode).keys()].map((one) => choice(prefill + one, `decode ${one + 1}`)));
+    [...Array(prefill).keys()].map((index) => choice(index, `prefill ${index + 1}`)),
+    [...Array(decode).keys()].map((index) => choice(prefill + index, `decode ${index + 1}`)));
   if (focused !== undefined) $(`[data-kill="${focused}"]`)?.focus();
   $("#kill_ms").closest(".control").hidden = Number(state.kill) < 0;
 }

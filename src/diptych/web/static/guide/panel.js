@@ -9,44 +9,22 @@
 import { $, announce, h, show } from "../common/dom.js";
 import { headers } from "../common/server.js";
 import { themeButton } from "../common/theme.js";
+import { nearestStop, stopsOf } from "./stops.js";
 
 const WAIT_MS = 140; // after the last change, before the endpoint is asked
 const form = $("#form");
 const problem = $("#problem");
 const results = $("#results");
 
-/** Begin. live: false leaves the asking to `ask`. Returns {state, set, ask}. */
+/** Begin. live: false asks nothing by itself. Returns {state, set}. */
 export function panel({ name, draw, live = true, onState = () => {} }) {
-  let timer = 0;
-  let asking = null;
+  const asker = live ? new Asker(name, draw) : null;
   readAddress();
   bindRanges();
-  const refresh = async () => {
-    timer = 0;
-    asking?.abort();
-    const mine = (asking = new AbortController());
-    results.setAttribute("aria-busy", "true");
-    try {
-      const reply = await get(name, query(), mine.signal);
-      const data = await reply.json();
-      if (mine !== asking) return;
-      if (!reply.ok) return refuse(errorOf(reply, data));
-      accept();
-      draw(data, state());
-      if (!timer) results.setAttribute("aria-busy", "false"); // else something has changed again
-      results.dataset.state = query();
-    } catch (error) {
-      if (error.name === "AbortError") return;
-      refuse({ message: "The guide does not answer. Is it still running?" });
-      throw error;
-    }
-  };
   const changed = (wait = WAIT_MS) => {
     writeAddress();
     onState(state());
-    clearTimeout(timer);
-    if (live) results.setAttribute("aria-busy", "true");
-    if (live) timer = setTimeout(refresh, wait);
+    asker?.askAfter(wait);
   };
   form.addEventListener("input", (event) => {
     if (event.target.name) changed();
@@ -67,17 +45,53 @@ export function panel({ name, draw, live = true, onState = () => {} }) {
   });
   themeButton($("#theme"));
   onState(state());
-  if (live) refresh();
+  if (asker) asker.ask();
   else results.setAttribute("aria-busy", "false");
   return {
     state,
-    query,
-    ask: refresh,
     set(values) {
       for (const [key, value] of Object.entries(values)) setField(key, String(value));
       changed(0);
     },
   };
+}
+
+/** Asks the endpoint of a panel when the form has rested, and draws the answer to the newest question. */
+class Asker {
+  constructor(name, draw) {
+    Object.assign(this, { name, draw, timer: 0, asking: null });
+  }
+
+  askAfter(wait) {
+    clearTimeout(this.timer);
+    results.setAttribute("aria-busy", "true");
+    this.timer = setTimeout(() => this.ask(), wait);
+  }
+
+  async ask() {
+    this.timer = 0;
+    this.asking?.abort();
+    const mine = (this.asking = new AbortController());
+    results.setAttribute("aria-busy", "true");
+    try {
+      const reply = await get(this.name, query(), mine.signal);
+      const data = await reply.json();
+      if (mine !== this.asking) return;
+      if (reply.ok) this.#show(data);
+      else refuse(errorOf(reply, data));
+    } catch (error) {
+      if (error.name === "AbortError") return;
+      refuse({ message: "The guide does not answer. Is it still running?" });
+      throw error;
+    }
+  }
+
+  #show(data) {
+    accept();
+    this.draw(data, state());
+    if (!this.timer) results.setAttribute("aria-busy", "false"); // else something has changed again
+    results.dataset.state = query();
+  }
 }
 
 /** Ask an endpoint; with the API key that this tab was given on the live page, if any. */
@@ -90,7 +104,7 @@ export function errorOf(reply, data) {
 }
 
 /** All values of the form, as text. */
-export function state() {
+function state() {
   return Object.fromEntries(new FormData(form));
 }
 
@@ -119,7 +133,7 @@ export function accept() {
 
 /** The formulas and where the durations come from. */
 export function showFormulas(data) {
-  show($("#formulas"), data.formulas.map((one) => h("div", {}, h("dt", {}, one.name), h("dd", {}, h("span.words-of", {}, one.expression), h("span.filled", {}, "= ", one.filled), h("b", {}, "= ", one.result)))));
+  show($("#formulas"), data.formulas.map((formula) => h("div", {}, h("dt", {}, formula.name), h("dd", {}, h("span.words-of", {}, formula.expression), h("span.filled", {}, "= ", formula.filled), h("b", {}, "= ", formula.result)))));
   showMachine(data.machine);
 }
 
@@ -134,7 +148,7 @@ export function showNotes(notes) {
 
 /** Tiles of {name, value, about, tone}. */
 export function showTiles(tiles) {
-  show($("#tiles"), tiles.map((one) => h("div.card.tile", {}, h("span.name", {}, one.name), h("span.value", {}, one.value), h(`span.about${one.tone ? `.${one.tone}` : ""}`, {}, one.about ?? ""))));
+  show($("#tiles"), tiles.map((tile) => h("div.card.tile", {}, h("span.name", {}, tile.name), h("span.value", {}, tile.value), h(`span.about${tile.tone ? `.${tile.tone}` : ""}`, {}, tile.about ?? ""))));
 }
 
 async function copyLink() {
@@ -159,19 +173,19 @@ function defaultOf(name) {
   const [first, ...more] = fields(name);
   if (!first) return undefined;
   if (first.type !== "radio") return first.dataset.default;
-  return [first, ...more].find((one) => "default" in one.dataset)?.value;
+  return [first, ...more].find((input) => "default" in input.dataset)?.value;
 }
 
 function setField(name, value) {
-  for (const one of fields(name)) {
-    if (one.type === "radio") one.checked = one.value === value;
-    else one.value = value;
-    one.dispatchEvent(new CustomEvent("settled"));
+  for (const input of fields(name)) {
+    if (input.type === "radio") input.checked = input.value === value;
+    else input.value = value;
+    input.dispatchEvent(new CustomEvent("settled"));
   }
 }
 
 function restore(values) {
-  const names = new Set([...form.elements].map((one) => one.name).filter(Boolean));
+  const names = new Set([...form.elements].map((input) => input.name).filter(Boolean));
   for (const name of names) setField(name, values[name] ?? defaultOf(name));
 }
 
@@ -192,10 +206,7 @@ function bindRanges() {
     const unit = number.parentElement.querySelector(".unit")?.textContent ?? "";
     range.max = String(stops.length - 1);
     const follow = () => {
-      const value = Number(number.value);
-      const above = stops.findIndex((stop) => stop >= value);
-      const nearest = above < 0 ? stops.length - 1 : above && value - stops[above - 1] < stops[above] - value ? above - 1 : above;
-      range.value = String(nearest);
+      range.value = String(nearestStop(stops, Number(number.value)));
       range.setAttribute("aria-valuetext", `${number.value} ${unit}`.trim());
     };
     range.addEventListener("input", () => {
@@ -207,21 +218,4 @@ function bindRanges() {
     number.addEventListener("settled", follow);
     follow();
   }
-}
-
-/** The values of a slider: even steps, or on a logarithmic scale round numbers (of tokens: powers of two and between). */
-function stopsOf(low, high, whole, log) {
-  if (!log) {
-    const count = whole ? Math.min(1000, high - low) : 200;
-    return Array.from({ length: count + 1 }, (_, index) => Number((low + ((high - low) * index) / count).toPrecision(4)));
-  }
-  const [base, shares] = whole ? [2, [1, 1.25, 1.5, 1.75]] : [10, [1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9]];
-  const found = new Set([low, high]);
-  for (let power = base ** -9; power <= high; power *= base) {
-    for (const share of shares) {
-      const value = Number((power * share).toPrecision(3 + 4 * whole));
-      if (value > low && value < high && (!whole || Number.isInteger(value))) found.add(value);
-    }
-  }
-  return [...found].sort((a, b) => a - b);
 }

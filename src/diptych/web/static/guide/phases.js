@@ -5,17 +5,17 @@ import { panel, showFormulas, showNotes } from "./panel.js";
 
 const flops = (value) => (value >= 1e12 ? `${significant(value / 1e12)}T` : value >= 1e9 ? `${significant(value / 1e9)}G` : significant(value));
 const ROWS = [
-  ["Tokens in the step", (one) => one.tokens.toLocaleString("en-GB")],
-  ["Calculations", (one) => `${flops(one.flop).replace(/(\D?)$/, " $1")}FLOP`],
-  ["Bytes from memory", (one) => bytes(one.bytes)],
-  ["Intensity", (one) => `${significant(one.intensity)} FLOP/B`],
-  ["Arithmetic alone would take", (one) => milliseconds(one.compute_ms)],
-  ["Memory alone would take", (one) => milliseconds(one.memory_ms)],
-  ["Limited by", (one) => (one.bound === "compute" ? "arithmetic" : "memory")],
-  ["The step takes", (one) => milliseconds(one.step_ms)],
-  ["Share of the peak arithmetic", (one) => percent(one.share_of_peak)],
-  ["Share of the memory bandwidth", (one) => percent(one.share_of_bandwidth)],
-  ["Tokens a second", (one) => Math.round(one.tokens_per_s).toLocaleString("en-GB")],
+  ["Tokens in the step", (phase) => phase.tokens.toLocaleString("en-GB")],
+  ["Calculations", (phase) => `${flops(phase.flop).replace(/(\D?)$/, " $1")}FLOP`],
+  ["Bytes from memory", (phase) => bytes(phase.bytes)],
+  ["Intensity", (phase) => `${significant(phase.intensity)} FLOP/B`],
+  ["Arithmetic alone would take", (phase) => milliseconds(phase.compute_ms)],
+  ["Memory alone would take", (phase) => milliseconds(phase.memory_ms)],
+  ["Limited by", (phase) => (phase.bound === "compute" ? "arithmetic" : "memory")],
+  ["The step takes", (phase) => milliseconds(phase.step_ms)],
+  ["Share of the peak arithmetic", (phase) => percent(phase.share_of_peak)],
+  ["Share of the memory bandwidth", (phase) => percent(phase.share_of_bandwidth)],
+  ["Tokens a second", (phase) => Math.round(phase.tokens_per_s).toLocaleString("en-GB")],
 ];
 let shown = null;
 
@@ -31,8 +31,8 @@ function draw(data) {
     ],
     marks: [
       { x: roof.ridge, y: roof.peak, colour: "var(--muted)", name: `ridge: ${significant(roof.ridge)}`, minor: true, below: true },
-      ...points.filter((one) => one.part !== "whole step").map((one) => ({ x: one.intensity, y: one.attainable, colour: `var(--${one.phase})`, minor: true })),
-      ...points.filter((one) => one.part === "whole step").map((one) => ({ x: one.intensity, y: one.attainable, colour: `var(--${one.phase})`, name: one.phase, below: one.intensity < roof.ridge })),
+      ...points.filter((point) => point.part !== "whole step").map((point) => ({ x: point.intensity, y: point.attainable, colour: `var(--${point.phase})`, minor: true })),
+      ...points.filter((point) => point.part === "whole step").map((point) => ({ x: point.intensity, y: point.attainable, colour: `var(--${point.phase})`, name: point.phase, below: point.intensity < roof.ridge })),
     ],
     x: { label: "calculations per byte (FLOP/B)", log: true, min: low, max: roof.line.at(-1)[0] },
     y: { label: "FLOP/s", log: true, min: lowest, max: roof.peak * 3, format: flops },
@@ -41,7 +41,7 @@ function draw(data) {
   show($("#phases"), ROWS.map(([name, text]) => h("tr", {}, h("th", { scope: "row" }, name), h("td.number", {}, text(phases.prefill)), h("td.number", {}, text(phases.decode)))));
   lineChart($("#throughput"), {
     title: "Tokens a second against tokens in a step, for prefill and decode",
-    series: ["prefill", "decode"].map((phase) => ({ name: phase, colour: `var(--${phase})`, points: series[phase].map((one) => [one.tokens, one.tokens_per_s]) })),
+    series: ["prefill", "decode"].map((phase) => ({ name: phase, colour: `var(--${phase})`, points: series[phase].map((point) => [point.tokens, point.tokens_per_s]) })),
     marks: ["prefill", "decode"].map((phase) => ({ x: phases[phase].tokens, y: phases[phase].tokens_per_s, colour: `var(--${phase})`, name: "" })),
     x: { label: "tokens in the step", log: true },
     y: { label: "tokens a second", log: true, format: (value) => (value < 1000 ? String(value) : `${value / 1000}k`) },

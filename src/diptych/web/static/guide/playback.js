@@ -39,7 +39,7 @@ export class Playback {
     this.pause();
     this.play = play;
     this.records = play.records;
-    this.ends = this.records.map((one) => one.end_ns ?? one.time_ns);
+    this.ends = this.records.map((record) => record.end_ns ?? record.time_ns);
     this.end = play.end_ns;
     this.#clear();
     this.seek(this.end);
@@ -67,10 +67,10 @@ export class Playback {
   /** To the end of the next step that anybody finished, or back to the one before. */
   step(direction) {
     this.pause();
-    const steps = this.records.flatMap((one, index) => (one.kind === "step" ? [this.ends[index]] : []));
+    const steps = this.records.flatMap((record, index) => (record.kind === "step" ? [this.ends[index]] : []));
     const next = direction > 0 ? steps.find((at) => at > this.time) : steps.findLast((at) => at < this.time);
     this.seek(next ?? (direction > 0 ? this.end : 0));
-    const found = this.records.findLast((one) => one.kind === "step" && one.end_ns === this.time);
+    const found = this.records.findLast((record) => record.kind === "step" && record.end_ns === this.time);
     this.say(found ? this.#words(found) : "Nothing has happened yet.");
     $("#said").setAttribute("aria-live", "polite");
   }
@@ -111,7 +111,7 @@ export class Playback {
   }
 
   #words(step) {
-    const lane = this.play.lanes.find((one) => one.id === step.worker).label;
+    const lane = this.play.lanes.find((lane_) => lane_.id === step.worker).label;
     const parts = [];
     for (const [name, , tokens] of step.prefills ?? []) parts.push(`${tokens.toLocaleString("en-GB")} prompt tokens of ${name}`);
     if (step.num_decodes) parts.push(`a token for ${step.num_decodes === 1 ? "one stream" : `${step.num_decodes} streams`}`);
@@ -122,9 +122,9 @@ export class Playback {
 /** The requests of a run as a table. */
 export function requestTable(element, requests) {
   const heads = ["Request", "Prompt", "Answer", "Queue", "Prefill", "First token", "Per token", "Longest gap", "Stood still"];
-  const rows = requests.map((one) => h("tr", {}, h("th", { scope: "row" }, one.name), [
-    one.prompt_tokens.toLocaleString("en-GB"), one.output_tokens, milliseconds(one.queue_ms), milliseconds(one.prefill_ms), milliseconds(one.ttft_ms),
-    milliseconds(one.tpot_ms), milliseconds(one.longest_gap_ms), one.stalled_ms ? milliseconds(one.stalled_ms) : "–",
+  const rows = requests.map((request) => h("tr", {}, h("th", { scope: "row" }, request.name), [
+    request.prompt_tokens.toLocaleString("en-GB"), request.output_tokens, milliseconds(request.queue_ms), milliseconds(request.prefill_ms), milliseconds(request.ttft_ms),
+    milliseconds(request.tpot_ms), milliseconds(request.longest_gap_ms), request.stalled_ms ? milliseconds(request.stalled_ms) : "–",
   ].map((text) => h("td.number", {}, String(text)))));
   show(element, h("table.requests", {}, h("thead", {}, h("tr", {}, heads.map((text, at) => h(at ? "th.number" : "th", { scope: "col" }, text)))), h("tbody", {}, rows)));
 }

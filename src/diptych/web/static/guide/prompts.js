@@ -9,19 +9,19 @@ const LONG = [8192, 16];
 
 /** Begin. */
 export function promptList(panelOf) {
-  const read = () => (field.value ? field.value.split(",").map((one) => one.split(":").map(Number)) : []);
-  const write = (prompts) => panelOf().set({ prompts: prompts.map((one) => one.join(":")).join(",") });
+  const read = () => (field.value ? field.value.split(",").map((prompt) => prompt.split(":").map(Number)) : []);
+  const write = (prompts) => panelOf().set({ prompts: prompts.map((prompt) => prompt.join(":")).join(",") });
   const add = ([prompt, output], word) => {
     const prompts = read();
-    const last = Math.max(180, ...prompts.map((one) => one[0]));
+    const last = Math.max(180, ...prompts.map(([arrival]) => arrival));
     write([...prompts, [Math.min(5000, last + 20), prompt, output]]);
     announce(`A ${word} prompt is added.`);
   };
   const draw = () => {
     const prompts = read();
     if (rows.children.length === prompts.length + 1) {
-      prompts.forEach((one, index) => [...rows.children[index + 1].querySelectorAll("input")].forEach((input, at) => {
-        if (document.activeElement !== input) input.value = String(one[at]);
+      prompts.forEach((prompt, index) => [...rows.children[index + 1].querySelectorAll("input")].forEach((input, at) => {
+        if (document.activeElement !== input) input.value = String(prompt[at]);
       }));
       return;
     }
@@ -34,7 +34,7 @@ export function promptList(panelOf) {
       },
     }));
     show(rows, h("div.prompt-row.prompt-head", { "aria-hidden": "true" }, h("span", {}, "at ms"), h("span", {}, "prompt"), h("span", {}, "answer"), h("span")),
-      prompts.map((one, index) => h("div.prompt-row", {},
+      prompts.map((prompt, index) => h("div.prompt-row", {},
         cell(index, 0, "Arrival in milliseconds", { min: 0, max: 5000, step: 10 }),
         cell(index, 1, "Prompt tokens", { min: 1, max: 32768, step: 1 }),
         cell(index, 2, "Answer tokens", { min: 1, max: 256, step: 1 }),

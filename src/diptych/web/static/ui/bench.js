@@ -17,7 +17,7 @@ function numbers(seed) {
 }
 
 /** Records as `GET /timeline` sends them: `cells` steps over `workers` workers, the first third prefill workers. */
-export function madeUpRecords(workers, cells, spanNs) {
+function madeUpRecords(workers, cells, spanNs) {
   const random = numbers(7);
   const roles = Array.from({ length: workers }, (_, at) => (at < workers / 3 ? "prefill" : "decode"));
   const header = {

@@ -119,7 +119,7 @@ function onState() {
 }
 
 function showStory() {
-  const has = (role) => state.workers.some((one) => one.role === role);
+  const has = (role) => state.workers.some((worker) => worker.role === role);
   const end = "Start four streams, then send a long prompt, and watch the streams.";
   let text = `One worker computes prompts whole, and running streams stall meanwhile. ${end}`;
   if (has("prefill") && has("decode")) text = `Prompts are computed on prefill workers and answers written on decode workers, so streams should not feel a long prompt. ${end}`;
@@ -130,13 +130,13 @@ function showStory() {
 function fillLongChoices() {
   const select = $("#long-tokens");
   const most = Math.min(state.model.max_model_len ?? 512, state.model.kv_capacity_tokens ?? Infinity) - 16;
-  const fitting = LONG_CHOICES.filter((one) => one <= most);
+  const fitting = LONG_CHOICES.filter((tokens) => tokens <= most);
   const choices = fitting.length ? fitting : [Math.max(16, most)];
   const key = choices.join();
   if (select.dataset.key === key) return;
   select.dataset.key = key;
   const wanted = Number(query.long) || Math.min(2048, choices.at(-1));
-  show(select, choices.map((one) => h("option", { value: String(one), selected: one === wanted }, `${count(one)} tokens`)));
+  show(select, choices.map((tokens) => h("option", { value: String(tokens), selected: tokens === wanted }, `${count(tokens)} tokens`)));
   if (!choices.includes(wanted)) select.value = String(choices.at(-1));
 }
 
@@ -171,7 +171,7 @@ function showVerdict() {
   const value = $("#verdict-value");
   const words = $("#verdict-words");
   if (!found) {
-    const streams = [...view.model.requests.values()].some((one) => !one.end && one.times.length);
+    const streams = [...view.model.requests.values()].some((request) => !request.end && request.times.length);
     setText(value, "–");
     value.className = "verdict-value";
     setText(words, streams ? "Streams run undisturbed. Now send a long prompt." : "Interference: how much longer streams wait while a prompt is computed.");
@@ -194,7 +194,7 @@ function updatePanels() {
 
 function newest(model) {
   let best = null;
-  for (const one of model.requests.values()) if (one.queued && (!best || one.queued > best.queued)) best = one;
+  for (const request of model.requests.values()) if (request.queued && (!best || request.queued > best.queued)) best = request;
   return best;
 }
 

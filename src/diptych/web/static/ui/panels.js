@@ -39,9 +39,9 @@ export class Tiles {
     this.#latency("tpot", recent.tpot, objectives.gap);
     const handoffs = recent.handoffs ? `${plural(recent.handoffs, "handoff")}${recent.kv_bytes_per_s ? `, ${bytes(recent.kv_bytes_per_s)}/s` : ""}` : `${significant(recent.prompt_tokens_per_s ?? 0)} prompt tokens/s`;
     this.#set("tokens", rate(recent.output_tokens_per_s, "tok/s"), handoffs, recent.handoff ? `handoff pause ${milliseconds(recent.handoff.p50_ms).replace(" ", "\u00a0")}` : " ", recent.output_tokens_per_s);
-    const workers = state.workers.filter((one) => one.is_up);
-    const usage = workers.length ? workers.reduce((sum, one) => sum + one.kv_usage, 0) / workers.length : 0;
-    const hits = state.phases.map((one) => one.cache_hits).filter((one) => one !== null);
+    const workers = state.workers.filter((worker) => worker.is_up);
+    const usage = workers.length ? workers.reduce((sum, worker) => sum + worker.kv_usage, 0) / workers.length : 0;
+    const hits = state.phases.map((phase) => phase.cache_hits).filter((share) => share !== null);
     this.#set("kv", percent(usage), hits.length ? `prefix found: ${percent(Math.max(...hits))}` : "no prefix looked up yet", `${count(state.open_requests)} open, ${count(state.queued)} queued`, usage);
   }
 
@@ -62,7 +62,7 @@ export class Tiles {
     const history = this.histories[name];
     history.push(spark ?? null);
     if (history.length > HISTORY) history.shift();
-    sparkline(parts.line, history, { limit: limit && history.some((one) => one > limit / 3) ? limit : null, label: `${TILES.find(([one]) => one === name)[1]} over the last minute` });
+    sparkline(parts.line, history, { limit: limit && history.some((past) => past > limit / 3) ? limit : null, label: `${TILES.find(([tile]) => tile === name)[1]} over the last minute` });
   }
 
   #judge(name, good) {
@@ -79,29 +79,29 @@ export function showWorkers(body, state) {
   const rows = [];
   for (const phase of state.phases) {
     if (state.phases.length > 1 && phase.workers > 1) rows.push(workerRow(`All ${phase.workers}: ${phase.role}`, `${phase.up} up`, phase, "", "phase"));
-    for (const one of state.workers.filter((worker) => worker.role === phase.role)) {
-      rows.push(workerRow(`${one.worker} · ${one.role}`, one.state, one, count(one.restarts)));
+    for (const member of state.workers.filter((worker) => worker.role === phase.role)) {
+      rows.push(workerRow(`${member.worker} · ${member.role}`, member.state, member, count(member.restarts)));
     }
   }
   show(body, rows);
 }
 
-function workerRow(name, state, one, restarts, kind = "") {
+function workerRow(name, state, worker, restarts, kind = "") {
   const mood = state === "ready" || state.endsWith("up") ? "good" : state === "lost" ? "bad" : "warn";
   return h(kind ? `tr.${kind}` : "tr", {}, h("th", { scope: "row" }, name), h("td", {}, h(`span.pill.${mood}`, {}, state)),
-    ...[one.waiting, one.prefilling, one.decoding].map((value) => h("td.number", {}, count(value))),
-    h("td", {}, h("span.kv", {}, meter(one.kv_usage, `KV cache of ${name}`), percent(one.kv_usage))),
-    h("td.number", {}, percent(one.cache_hits)), h("td.number", {}, restarts));
+    ...[worker.waiting, worker.prefilling, worker.decoding].map((value) => h("td.number", {}, count(value))),
+    h("td", {}, h("span.kv", {}, meter(worker.kv_usage, `KV cache of ${name}`), percent(worker.kv_usage))),
+    h("td.number", {}, percent(worker.cache_hits)), h("td.number", {}, restarts));
 }
 
 /** The newest requests, each a button that selects it. */
 export function showRequests(body, model, selected, nameOf, onSelect) {
-  const newest = [...model.requests.values()].filter((one) => Number.isFinite(one.start)).sort((a, b) => b.start - a.start).slice(0, 8);
+  const newest = [...model.requests.values()].filter((request) => Number.isFinite(request.start)).sort((a, b) => b.start - a.start).slice(0, 8);
   const focused = document.activeElement?.dataset?.request;
-  show(body, newest.map((one) => h(one === selected ? "tr.selected" : "tr", {},
-    h("td", {}, h("button.link", { type: "button", "data-request": one.id, onclick: () => onSelect(one) }, nameOf(one.id))),
-    h("td.number", {}, one.promptTokens ? count(one.promptTokens) : "–"), h("td.number", {}, count(one.detail?.num_output_tokens ?? one.times.length)),
-    h("td.number", {}, duration(one.ttftNs)), h("td.number", {}, one.longestGapNs ? duration(one.longestGapNs) : "–"), h("td", {}, stateOf(one)))),
+  show(body, newest.map((request) => h(request === selected ? "tr.selected" : "tr", {},
+    h("td", {}, h("button.link", { type: "button", "data-request": request.id, onclick: () => onSelect(request) }, nameOf(request.id))),
+    h("td.number", {}, request.promptTokens ? count(request.promptTokens) : "–"), h("td.number", {}, count(request.detail?.num_output_tokens ?? request.times.length)),
+    h("td.number", {}, duration(request.ttftNs)), h("td.number", {}, request.longestGapNs ? duration(request.longestGapNs) : "–"), h("td", {}, stateOf(request)))),
   newest.length ? null : h("tr", {}, h("td", { colspan: "6", class: "muted" }, "None yet: send one above.")));
   if (focused) body.querySelector(`[data-request="${CSS.escape(focused)}"]`)?.focus({ preventScroll: true });
 }
@@ -125,11 +125,11 @@ export function showRequest(element, title, view, request, sender) {
   const edge = Math.max(view.edge, model.newest);
   const parts = request.breakdown(edge).map((part) => ({ ...part, value: part.ns }));
   const bars = [];
-  for (const [words, part] of [["Until its first token", parts.filter((one) => one.ttft)], ["From there to its end", parts.filter((one) => !one.ttft)]]) {
+  for (const [words, part] of [["Until its first token", parts.filter(({ ttft }) => ttft)], ["From there to its end", parts.filter(({ ttft }) => !ttft)]]) {
     if (!part.length) continue;
     const bar = h("div", {});
     stackedParts(bar, part, { label: words });
-    const total = part.reduce((sum, one) => sum + one.ns, 0);
+    const total = part.reduce((sum, piece) => sum + piece.ns, 0);
     const isOpen = part[0].ttft ? request.ttftNs === null : !request.end;
     bars.push(h("p.request-part", {}, `${words}: `, h("b", {}, duration(total)), isOpen ? " so far" : ""), bar);
   }

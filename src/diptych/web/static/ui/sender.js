@@ -37,9 +37,9 @@ export class Sender {
   }
 
   stop() {
-    for (const one of this.running) {
-      one.again = false;
-      one.abort.abort();
+    for (const sent of this.running) {
+      sent.again = false;
+      sent.abort.abort();
     }
   }
 
@@ -66,29 +66,29 @@ export class Sender {
   }
 
   async #send(name, body, again = false) {
-    const one = { name, again, abort: new AbortController(), promptTokens: Array.isArray(body.prompt) ? body.prompt.length : null };
-    this.running.add(one);
+    const sent = { name, again, abort: new AbortController(), promptTokens: Array.isArray(body.prompt) ? body.prompt.length : null };
+    this.running.add(sent);
     this.onChange();
     try {
-      const reply = await post("v1/completions", { ...body, ...this.objectives, stream: true, ignore_eos: true, temperature: 0.8 }, one.abort.signal);
-      await readEvents(reply.body, ({ data }) => this.#onChunk(one, data));
-      return one.again;
+      const reply = await post("v1/completions", { ...body, ...this.objectives, stream: true, ignore_eos: true, temperature: 0.8 }, sent.abort.signal);
+      await readEvents(reply.body, ({ data }) => this.#onChunk(sent, data));
+      return sent.again;
     } catch (error) {
       if (error.name !== "AbortError") this.onProblem(`${name}: ${error.message}`);
       return false;
     } finally {
-      this.running.delete(one);
+      this.running.delete(sent);
       this.onChange();
     }
   }
 
-  #onChunk(one, data) {
+  #onChunk(sent, data) {
     if (data === "[DONE]") return;
     const chunk = JSON.parse(data);
     if (chunk.error) throw new Error(chunk.error.message);
-    if (!one.id) {
-      one.id = chunk.id;
-      this.names.set(chunk.id, one.name);
+    if (!sent.id) {
+      sent.id = chunk.id;
+      this.names.set(chunk.id, sent.name);
     }
     this.texts.set(chunk.id, ((this.texts.get(chunk.id) ?? "") + (chunk.choices[0]?.text ?? "")).slice(-2000));
     if (this.texts.size > 100) this.texts.delete(this.texts.keys().next().value);
@@ -98,7 +98,7 @@ export class Sender {
   nameOf(request) {
     const known = this.names.get(request.id);
     if (known || !request.promptTokens || request.firstToken || request.end) return known ?? "";
-    for (const one of this.running) if (!one.id && one.promptTokens === request.promptTokens && one.promptTokens > 100) return one.name;
+    for (const sent of this.running) if (!sent.id && sent.promptTokens === request.promptTokens && sent.promptTokens > 100) return sent.name;
     return "";
   }
 }

@@ -1,0 +1,76 @@
+"""Statistics of latencies as reports give them: percentiles, distributions, what happened over time. Without numpy."""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+
+from diptych.control.slo import NS_PER_MS, NS_PER_S
+
+PERCENTILES = (50.0, 90.0, 95.0, 99.0)
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """Linear interpolation between the closest ranks (numpy's default); 0 for an empty sequence."""
+    if not ordered:
+        return 0.0
+    position = percent / 100 * (len(ordered) - 1)
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def distribution_ms(values_ns: Iterable[int]) -> dict[str, float]:
+    """mean, p50, p90, p95, p99 and max in milliseconds."""
+    ordered = sorted(values_ns)
+    spread = {f"p{percent:g}": percentile(ordered, percent) / NS_PER_MS for percent in PERCENTILES}
+    mean = sum(ordered) / len(ordered) / NS_PER_MS if ordered else 0.0
+    return {"mean": mean, **spread, "max": (ordered[-1] if ordered else 0) / NS_PER_MS}
+
+
+def cumulative(values: Sequence[float], num_points: int = 160) -> list[tuple[float, float]]:
+    """(value, share of the values that are at most that) at equal shares, and at those of the last percent."""
+    ordered = sorted(values)
+    if not ordered:
+        return []
+    shares = sorted({index / num_points for index in range(num_points + 1)} | {0.99, 0.995, 0.999})
+    last = len(ordered) - 1
+    return [(ordered[round(share * last)], share) for share in shares]
+
+
+def weighted_cumulative(weights: Mapping[int, int], scale: float, num_points: int = 240) -> list[tuple[float, float]]:
+    """The same for a histogram of value -> count; values are multiplied by ``scale``."""
+    total = sum(weights.values())
+    points: list[tuple[float, float]] = []
+    reached = 0
+    for value, count in sorted(weights.items()):
+        reached += count
+        share = reached / total
+        last = points[-1][1] if points else -1.0
+        if share - last >= 1 / num_points or last < 0.99 <= share or reached == total:
+            points.append((value * scale, share))
+    return points
+
+
+def count_over_time(
+    starts: Iterable[int], ends: Iterable[int], duration_ns: int, num_points: int = 240
+) -> list[tuple[float, int]]:
+    """(seconds, how many have started and not ended) at equal distances from 0 to ``duration_ns``."""
+    begun, over = sorted(starts), sorted(ends)
+    times = [duration_ns * index // num_points for index in range(num_points + 1)]
+    return [(now / NS_PER_S, bisect_right(begun, now) - bisect_right(over, now)) for now in times]
+
+
+def median_and_longest(
+    values: Iterable[tuple[int, int]], duration_ns: int, num_bins: int
+) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """Of (when, how long) in nanoseconds: (seconds, median in ms) and (seconds, largest in ms) of each bin that is not
+    empty, at its middle."""
+    width = max(1, -(-duration_ns // num_bins))
+    bins: dict[int, list[int]] = {}
+    for at, value in values:
+        bins.setdefault(at // width, []).append(value)
+    middle, longest = [], []
+    for index, found in sorted(bins.items()):
+        seconds = (index + 0.5) * width / NS_PER_S
+        middle.append((seconds, percentile(sorted(found), 50) / NS_PER_MS))
+        longest.append((seconds, max(found) / NS_PER_MS))
+    return middle, longest

@@ -1,0 +1,103 @@
+/** What the live page sends, and what it remembers of it. */
+
+import assert from "node:assert/strict";
+import { afterEach, test } from "node:test";
+import { Sender } from "../../../src/diptych/web/static/ui/sender.js";
+
+const realFetch = globalThis.fetch;
+
+afterEach(() => {
+  globalThis.fetch = realFetch;
+});
+
+const event = (value) => `data: ${typeof value === "string" ? value : JSON.stringify(value)}\n\n`;
+
+/** A server that streams these events to every request; what it was asked. */
+function streaming(...events) {
+  const asked = [];
+  globalThis.fetch = (path, { body }) => {
+    asked.push(JSON.parse(body));
+    const own = events.map((found) => (found.id ? { ...found, id: `${found.id}-${asked.length}` } : found));
+    return new Promise((resolve) => {
+      setTimeout(resolve, 1, new Response(own.map(event).join("")));
+    });
+  };
+  return asked;
+}
+
+/** Wait until something is so. */
+async function until(isSo) {
+  while (!isSo()) {
+    await new Promise((resolve) => {
+      setTimeout(resolve, 1);
+    });
+  }
+}
+
+function made(model) {
+  const problems = [];
+  const sender = new Sender({ onChange: () => {}, onProblem: (text) => problems.push(text) });
+  sender.model = model;
+  return { sender, problems };
+}
+
+const MODEL = { vocab_size: 1000, max_model_len: 4096, kv_capacity_tokens: 20_000, has_text: true };
+
+test("an answer is remembered under the request's id, with the name that it was sent as", async () => {
+  const asked = streaming({ id: "cmpl", choices: [{ text: "a" }] }, { id: "cmpl", choices: [{ text: "b" }] }, "[DONE]");
+  const { sender, problems } = made(MODEL);
+  sender.objectives = { ttft_slo_ms: 500 };
+  await sender.short();
+  assert.deepEqual([...sender.names], [["cmpl-1", "Short prompt 1"]]);
+  assert.deepEqual([...sender.texts], [["cmpl-1", "ab"]]);
+  assert.deepEqual([asked[0].ttft_slo_ms, asked[0].stream, typeof asked[0].prompt, problems, sender.running.size], [500, true, "string", [], 0]);
+});
+
+test("long prompts are token ids of the vocabulary, as many as asked, and no two alike", async () => {
+  const asked = streaming("[DONE]");
+  for (const vocab_size of [64, 1000, 150_000]) {
+    const { sender } = made({ ...MODEL, vocab_size });
+    await sender.long(300);
+    await sender.long(300);
+    const [first, second] = asked.slice(-2).map(({ prompt }) => prompt);
+    assert.equal(first.length, 300);
+    assert.ok(first.every((token) => Number.isInteger(token) && token >= 0 && token < vocab_size));
+    assert.notDeepEqual(first, second);
+  }
+});
+
+test("a model without a tokenizer is sent ids only", async () => {
+  const asked = streaming("[DONE]");
+  await made({ ...MODEL, has_text: false }).sender.short();
+  assert.ok(Array.isArray(asked[0].prompt));
+});
+
+test("streams begin again until they are stopped", async () => {
+  const asked = streaming({ id: "cmpl", choices: [{ text: "a" }] }, "[DONE]");
+  const { sender } = made(MODEL);
+  sender.streams(2);
+  await until(() => asked.length > 6);
+  sender.stop();
+  await until(() => !sender.running.size);
+  const sent = asked.length;
+  await sender.short();
+  assert.equal(asked.length, sent + 1);
+  asked.pop();
+  assert.ok(asked.every(({ max_tokens }) => max_tokens === 2048));
+});
+
+test("an error within the stream is said with the name of the request", async () => {
+  streaming({ id: "cmpl", choices: [{ text: "a" }] }, { error: { message: "worker lost" } });
+  const { sender, problems } = made(MODEL);
+  await sender.short();
+  assert.deepEqual(problems, ["Short prompt 1: worker lost"]);
+});
+
+test("a long prompt is known by its length before it answers", () => {
+  globalThis.fetch = () => new Promise(() => {});
+  const { sender } = made(MODEL);
+  sender.long(300);
+  assert.equal(sender.nameOf({ id: "other", promptTokens: 300 }), "Long prompt 1");
+  assert.equal(sender.nameOf({ id: "other", promptTokens: 301 }), "");
+  assert.equal(sender.nameOf({ id: "other", promptTokens: 300, end: 5 }), "");
+});
