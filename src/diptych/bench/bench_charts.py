@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from diptych.bench.option_grammar import time as in_words
-from diptych.bench.request_records import RequestRecord
+from diptych.bench.request_records import ClientRecord
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 from diptych.report.plots import (
     Line,
@@ -28,7 +28,7 @@ SHARES = Scale(0.0, 1.0, "", as_percent=True, ticks=(0.0, 0.25, 0.5, 0.75, 0.9, 
 NUM_BINS = 80
 
 
-def latency_figures(records: Sequence[RequestRecord], slo_ms: Mapping[str, float]) -> list[str]:
+def latency_figures(records: Sequence[ClientRecord], slo_ms: Mapping[str, float]) -> list[str]:
     """Cumulative distributions per request and per token. slo_ms: objectives by name, where there are any."""
     done = [one for one in records if one.is_completed]
     waits = [
@@ -56,7 +56,7 @@ def latency_figures(records: Sequence[RequestRecord], slo_ms: Mapping[str, float
     ]
 
 
-def time_figures(records: Sequence[RequestRecord], duration_ns: int) -> list[str]:
+def time_figures(records: Sequence[ClientRecord], duration_ns: int) -> list[str]:
     """Gaps and waits by the time at which they happened, and how many requests were there."""
     x = Scale(0.0, max(duration_ns / NS_PER_S, 1e-9), "seconds")
     gaps: list[tuple[int, int]] = []
@@ -193,7 +193,7 @@ def _over_time(title: str, caption: str, values: Sequence[tuple[int, int]], dura
     return _figure(title, f"{caption} Median and longest of each {NUM_BINS}th of the run.", chart, _legend(lines))
 
 
-def _in_system(records: Sequence[RequestRecord], duration_ns: int, x: Scale) -> str:
+def _in_system(records: Sequence[ClientRecord], duration_ns: int, x: Scale) -> str:
     changes = sorted([(one.intended_ns, 1) for one in records] + [(one.end_ns, -1) for one in records])
     points, count, index = [], 0, 0
     for step in range(241):
@@ -208,7 +208,7 @@ def _in_system(records: Sequence[RequestRecord], duration_ns: int, x: Scale) -> 
     return _figure("Requests in the system", "Due and not yet answered.", chart, [])
 
 
-def _output(records: Sequence[RequestRecord], duration_ns: int, x: Scale) -> str:
+def _output(records: Sequence[ClientRecord], duration_ns: int, x: Scale) -> str:
     width = max(1, -(-duration_ns // NUM_BINS))
     counts = [0] * NUM_BINS
     for one in records:

@@ -12,20 +12,20 @@ from diptych.bench import bench_charts as charts
 from diptych.bench import tables
 from diptych.bench.interference import tables as _tables
 from diptych.bench.option_grammar import slo
-from diptych.bench.request_records import RequestRecord
+from diptych.bench.request_records import ClientRecord
 from diptych.bench.stalls import Stall
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 from diptych.report.elements import card_list, chart_grid, heading, html_table, page_head
 from diptych.report.text import milliseconds, number, percent
 
 
-def render(data: Mapping[str, Any], records: Sequence[Sequence[RequestRecord]]) -> str:
+def render(data: Mapping[str, Any], records: Sequence[Sequence[ClientRecord]]) -> str:
     """The whole file as text. data: see outcome.py; records: of each run, in order."""
     body = {"run": _run, "rates": _series, "find_goodput": _series, "interference": _interference}[data["mode"]]
     return "".join([_head(data), "<main>", body(data, records), _how(data), "</main>", _foot()])
 
 
-def _run(data: Mapping[str, Any], records: Sequence[Sequence[RequestRecord]]) -> str:
+def _run(data: Mapping[str, Any], records: Sequence[Sequence[ClientRecord]]) -> str:
     summary = data["summary"]
     parts = [heading("Latency"), chart_grid(charts.latency_figures(records[0], _objectives(data)))]
     shown = [tables.latency_table(summary), tables.service_table(summary), tables.client_table(summary)]
@@ -41,7 +41,7 @@ def _run(data: Mapping[str, Any], records: Sequence[Sequence[RequestRecord]]) ->
     return "".join(parts)
 
 
-def _series(data: Mapping[str, Any], records: Sequence[Sequence[RequestRecord]]) -> str:
+def _series(data: Mapping[str, Any], records: Sequence[Sequence[ClientRecord]]) -> str:
     goodput = data.get("goodput")
     target = goodput["config"]["attainment"] if goodput else None
     figures = charts.rate_figures(data["points"], target, goodput["estimate"] if goodput else None)
@@ -50,7 +50,7 @@ def _series(data: Mapping[str, Any], records: Sequence[Sequence[RequestRecord]])
     )
 
 
-def _interference(data: Mapping[str, Any], records: Sequence[Sequence[RequestRecord]]) -> str:
+def _interference(data: Mapping[str, Any], records: Sequence[Sequence[ClientRecord]]) -> str:
     found = data["interference"]
     figures = charts.gap_figures(found)
     return heading("Gaps") + chart_grid(figures) + heading("Numbers") + "".join(map(html_table, _tables(found)))
