@@ -20,8 +20,8 @@ Reply = Callable[[int, int, asyncio.StreamReader, asyncio.StreamWriter], Awaitab
 
 
 class Server:
-    """Asks ``reply`` (number of the connection, number of the request on it, streams) what to do with each request; one
-    that says False gets its connection closed."""
+    """Asks ``reply`` (number of the connection, number of the request on it, streams) what to do with each request; if
+    it returns False, the connection is closed."""
 
     def __init__(self, reply: Reply, host: str = "127.0.0.1", tls: ssl.SSLContext | None = None) -> None:
         self.reply, self.host, self.tls = reply, host, tls
@@ -132,7 +132,7 @@ def test_a_kept_connection_that_the_server_has_closed_costs_no_request() -> None
 
 @pytest.mark.parametrize("begins", [False, True])
 def test_a_request_that_the_server_has_seen_is_never_sent_twice(begins: bool) -> None:
-    """It fails: on a connection that was new, and on a kept one whose answer had begun."""
+    """It fails: on a new connection, and on a kept connection whose answer had begun."""
 
     async def reply(connection: int, count: int, _: Any, writer: asyncio.StreamWriter) -> bool:
         if begins and count == 0:

@@ -13,7 +13,7 @@ USAGE = {"prompt_tokens": 5, "completion_tokens": 3, "prompt_tokens_details": {"
 
 
 def read(*events: dict[str, Any]) -> TokenStream:
-    """A stream that got these events, one nanosecond after another."""
+    """A stream that got these events, a nanosecond after another."""
 
     async def run() -> TokenStream:
         stream = TokenStream(0)
