@@ -233,7 +233,8 @@ def main() -> None:
                 print(number, name, {key: round(value, 2) for key, value in runs[name][-1].items()}, file=sys.stderr)
     rows = []
     medians = {
-        name: {key: statistics.median(sample[key] for sample in found) for key in COLUMNS} for name, found in runs.items()
+        name: {key: statistics.median(sample[key] for sample in samples) for key in COLUMNS}
+        for name, samples in runs.items()
     }
     for name, values in medians.items():
         row: dict[str, Any] = {"tool": name, **{f"{key} ms": round(value, 3) for key, value in values.items()}}
