@@ -48,13 +48,13 @@ async def measure(url: str, streams: int, tokens: int, itl_ms: float, spread_s: 
 def row(name: str, result: LoadResult, others: float) -> dict[str, Any]:
     """The figures of a run."""
     first, last, added = [], [], []
-    for one in result.records:
-        assert one.server_ms is not None and one.is_completed, one.error
-        assert one.ttft_ns is not None
-        added.append((one.ttft_ns - (one.server_ms["first_ns"] - one.server_ms["asked_ns"])) / 1e6)
-        first.append((one.stamps[0] + result.start_ns - one.server_ms["first_ns"]) / 1e6)
-        last.append((one.stamps[-1] + result.start_ns - one.server_ms["last_ns"]) / 1e6)
-    tokens = sum(one.output_tokens for one in result.records)
+    for record in result.records:
+        assert record.server_ms is not None and record.is_completed, record.error
+        assert record.ttft_ns is not None
+        added.append((record.ttft_ns - (record.server_ms["first_ns"] - record.server_ms["asked_ns"])) / 1e6)
+        first.append((record.stamps[0] + result.start_ns - record.server_ms["first_ns"]) / 1e6)
+        last.append((record.stamps[-1] + result.start_ns - record.server_ms["last_ns"]) / 1e6)
+    tokens = sum(record.output_tokens for record in result.records)
     for values in (first, last, added):
         values.sort()
     return {

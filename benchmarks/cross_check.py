@@ -172,15 +172,15 @@ def by_server(url: str, since: str, output_tokens: int) -> tuple[str, dict[str, 
                 page = json.load(reply)
         except urllib.error.HTTPError:
             return since, {}
-        ended += [one["detail"] for one in page["records"] if one.get("what") == "finished"]
+        ended += [record["detail"] for record in page["records"] if record.get("what") == "finished"]
         if not page["records"]:
             break
         since = page["next"]
-    ended = [one for one in ended if one["num_output_tokens"] == output_tokens]
+    ended = [request for request in ended if request["num_output_tokens"] == output_tokens]
     if not ended:
         return since, {}
-    ttft = [(one["queue_ns"] + one["prefill_ns"]) / 1e6 for one in ended]
-    itl = [one["decode_ns"] / 1e6 / (output_tokens - 1) for one in ended]
+    ttft = [(request["queue_ns"] + request["prefill_ns"]) / 1e6 for request in ended]
+    itl = [request["decode_ns"] / 1e6 / (output_tokens - 1) for request in ended]
     return since, {"server's TTFT p50": statistics.median(ttft), "server's ITL p50": statistics.median(itl)}
 
 
@@ -233,19 +233,20 @@ def main() -> None:
                 print(number, name, {key: round(value, 2) for key, value in runs[name][-1].items()}, file=sys.stderr)
     rows = []
     medians = {
-        name: {key: statistics.median(one[key] for one in found) for key in COLUMNS} for name, found in runs.items()
+        name: {key: statistics.median(sample[key] for sample in samples) for key in COLUMNS}
+        for name, samples in runs.items()
     }
     for name, values in medians.items():
         row: dict[str, Any] = {"tool": name, **{f"{key} ms": round(value, 3) for key, value in values.items()}}
         for key in COLUMNS:
             row[f"{key} / ours"] = round(values[key] / medians["diptych bench"][key], 3)
         for key in ("TTFT p50", "ITL p50"):
-            shares = [one[key] / one[f"server's {key}"] for one in runs[name] if f"server's {key}" in one]
+            shares = [sample[key] / sample[f"server's {key}"] for sample in runs[name] if f"server's {key}" in sample]
             if shares:
                 row[f"{key} / server's"] = round(statistics.median(shares), 3)
         rows.append(row)
     kind = "fake" if options.fake else options.url or (options.model.name if options.model else "bundled model")
-    report(f"cross-check, {kind}", rows, options.json, runs=runs, others_cores=[round(one, 2) for one in loads])
+    report(f"cross-check, {kind}", rows, options.json, runs=runs, others_cores=[round(load, 2) for load in loads])
 
 
 if __name__ == "__main__":

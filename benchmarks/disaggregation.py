@@ -27,10 +27,10 @@ from common import report
 from interference import measure, row, without_gaps
 from servers import PROGRAM
 
-from diptych.bench.client_stream import TokenStream
-from diptych.bench.http import now_ns
+from diptych.bench.clock import now_ns
 from diptych.bench.session import BenchConfig, Session, drive, open_session
 from diptych.bench.target import TargetConfig
+from diptych.bench.token_stream import TokenStream
 from diptych.workload.spec import RequestSpec
 
 LONG, SHORT, STORM, STORM_TOKENS = 4096, 32, 50, 8000

@@ -6,7 +6,7 @@ It prints its address. A request may hold ``"fake": {...}`` with
     ttft_ms, itl_ms   when the first token comes, and how long after it each later one does (5, 2)
     batch             tokens per event (1)
     ids, running      events carry token_ids (else when the request asks with return_token_ids), or a running usage
-    roles             the stream starts with an event that only names a role, and ends with one without text
+    roles             the stream starts with an event that only names a role, and ends with an event without text
     stall_at, stall_ms  a pause before that token
     fail              "status": HTTP 500; "break": the connection ends in the middle
 With --slots N only so many requests are worked on at once; others wait in order. The final usage says when the request
@@ -66,7 +66,7 @@ class Answer:
         self.asked_ns = time.perf_counter_ns()
         self.first_ns = self.last_ns = 0
         self.is_over = self.has_started = False
-        prompt = body.get("prompt") or " ".join(one["content"] for one in body["messages"])
+        prompt = body.get("prompt") or " ".join(message["content"] for message in body["messages"])
         template = 3 * len(body.get("messages", "1"))
         self.prompt_tokens = len(prompt) if isinstance(prompt, list) else template + len(prompt.split())
         kind = "chat.completion.chunk" if is_chat else "text_completion"
@@ -126,7 +126,7 @@ class Answer:
         self.close()
 
     def write(self, event: bytes) -> None:
-        """One event as one chunk."""
+        """An event as a chunk."""
         self.transport.write(b"%x\r\n%b\n\n\r\n" % (len(event) + 2, event))
 
     def close(self) -> None:

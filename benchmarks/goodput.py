@@ -28,7 +28,7 @@ from common import report
 from servers import URL, Peers, Server, bench, diptych_server, llamacpp_server, vllm_server
 
 from diptych.bench import option_grammar as words
-from diptych.bench.objectives import Objectives
+from diptych.bench.objectives import LatencyObjectives
 
 WORKLOAD = """
 [workload]
@@ -42,7 +42,7 @@ SERVERS = "1P1D,chunked,unified,vllm,llama.cpp,llama.cpp-q8_0"
 SLOTS = 64  # requests at once, of the peers
 
 
-def server(name: str, model: Path, peers: Peers, objectives: Objectives) -> Server:
+def server(name: str, model: Path, peers: Peers, objectives: LatencyObjectives) -> Server:
     """The server of a name, told about the objectives where it can use them."""
     kind = name.partition(":")[0]
     if kind == "vllm":

@@ -1,15 +1,18 @@
-"""A make-believe server for the load generator's tests."""
+"""Server processes and certificates for the load generator's tests."""
 
 import re
+import shutil
+import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-FAKE = Path(__file__).parent.parent.parent / "benchmarks" / "fake_sse_server.py"
+from .loopback import FAKE
 
 
 class FakeServer:
@@ -33,11 +36,11 @@ class FakeServer:
 
 
 @contextmanager
-def fake_sse_server(*options: str) -> Iterator[str]:
-    """Its address, while it runs."""
+def fake_sse_server(*options: str) -> Iterator[FakeServer]:
+    """A server process, until the end."""
     server = FakeServer(*options)
     try:
-        yield server.url
+        yield server
     finally:
         server.close()
 
@@ -45,12 +48,40 @@ def fake_sse_server(*options: str) -> Iterator[str]:
 @pytest.fixture(scope="session")
 def url() -> Iterator[str]:
     """A server without a limit."""
-    with fake_sse_server() as address:
-        yield address
+    with fake_sse_server() as server:
+        yield server.url
 
 
 @pytest.fixture(scope="session")
 def narrow_url() -> Iterator[str]:
     """A server that works on two requests at once."""
-    with fake_sse_server("--slots", "2") as address:
-        yield address
+    with fake_sse_server("--slots", "2") as server:
+        yield server.url
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """Of the name localhost, signed by itself."""
+
+    file: Path
+    key: Path
+
+    @property
+    def server(self) -> ssl.SSLContext:
+        """What a server needs to use it."""
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(self.file, self.key)
+        return context
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
+    """A new certificate."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl makes the certificate")
+    folder = tmp_path_factory.mktemp("tls")
+    made = Certificate(folder / "certificate.pem", folder / "key.pem")
+    words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
+    names = ["-addext", "subjectAltName=DNS:localhost", "-keyout", str(made.key), "-out", str(made.file)]
+    subprocess.run(["openssl", *words.split(), *names], check=True, capture_output=True)
+    return made

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from diptych.bench import option_grammar as words
-from diptych.bench.objectives import Objectives
+from diptych.bench.objectives import LatencyObjectives
 from diptych.cli import main as cli
 from diptych.cli.bench import workload_settings
 from diptych.control.errors import ConfigError
@@ -33,6 +33,7 @@ def answers(url: str) -> int:
         return int(json.load(reply)["answers"])
 
 
+@pytest.mark.system
 def test_a_run_prints_its_tables_and_writes_its_files(url: str, tmp_path: Path) -> None:
     files = {name: tmp_path / f"run.{name}" for name in ("output", "records", "report")}
     options = [word for name, path in files.items() for word in (f"--{name}", str(path))]
@@ -48,6 +49,7 @@ def test_a_run_prints_its_tables_and_writes_its_files(url: str, tmp_path: Path) 
     assert page.count("<svg") > 5 and "<script" not in page and "Gaps between tokens" in page
 
 
+@pytest.mark.system
 def test_json_is_one_object_and_holds_no_key(url: str) -> None:
     result = invoke(url, *SMALL, "--json", "--api-key", "secret")
     assert result.exit_code == 0, result.output
@@ -55,6 +57,7 @@ def test_json_is_one_object_and_holds_no_key(url: str) -> None:
     assert json.loads(result.stdout)["summary"]["num_completed"] == 20
 
 
+@pytest.mark.system
 def test_rates_give_a_row_and_a_page_each(url: str, tmp_path: Path) -> None:
     report = tmp_path / "page.html"
     options = ("--rates", "100,200", "--num-requests", "20", "--output-tokens", "2", "--slo", "ttft=1s")
@@ -64,6 +67,7 @@ def test_rates_give_a_row_and_a_page_each(url: str, tmp_path: Path) -> None:
     assert "Attainment, by requests per second" in report.read_text()
 
 
+@pytest.mark.system
 def test_what_was_missed_is_said_and_shown(url: str, tmp_path: Path) -> None:
     report = tmp_path / "page.html"
     pace = ("--extra", '{"fake": {"ttft_ms": 2, "itl_ms": 5}}')
@@ -73,6 +77,7 @@ def test_what_was_missed_is_said_and_shown(url: str, tmp_path: Path) -> None:
     assert "ITL &lt;= 1ms" in report.read_text() and "missed ITL" in report.read_text()
 
 
+@pytest.mark.system
 def test_a_run_in_which_every_request_failed_is_shown_and_is_an_error(url: str) -> None:
     fail = ("--extra", '{"fake": {"fail": "status"}}', "--warmup", "0")
     result = invoke(url, *SMALL, *fail)
@@ -80,6 +85,7 @@ def test_a_run_in_which_every_request_failed_is_shown_and_is_an_error(url: str) 
     assert "every request failed: HTTP 500" in result.stderr and "20 failed" in result.stdout
 
 
+@pytest.mark.system
 def test_interference_prints_its_tables_and_shows_every_gap(url: str, tmp_path: Path) -> None:
     report, output = tmp_path / "page.html", tmp_path / "run.json"
     streams = ("--streams", "2", "--stream-tokens", "8", "--stream-limit", "9000", "--quiet", "100ms")
@@ -93,6 +99,7 @@ def test_interference_prints_its_tables_and_shows_every_gap(url: str, tmp_path: 
     assert report.read_text().count("<svg") > 2 and "Gaps around the long prompt" in report.read_text()
 
 
+@pytest.mark.system
 def test_goodput_is_searched_and_each_run_is_said(narrow_url: str, tmp_path: Path) -> None:
     report = tmp_path / "page.html"
     options = ("--find-goodput", "--slo", "ttft=200ms", "--rate", "200", "--probe", "300ms", "--tolerance", "1")
@@ -102,6 +109,7 @@ def test_goodput_is_searched_and_each_run_is_said(narrow_url: str, tmp_path: Pat
     assert "asked for: 90.0 %" in report.read_text()
 
 
+@pytest.mark.system
 def test_an_interrupt_ends_a_run_and_reports_what_was_measured(url: str) -> None:
     command = [sys.executable, "-c", "from diptych.cli.main import main; main()", "bench", "--url", url, *FAKE]
     process = subprocess.Popen(
@@ -137,17 +145,38 @@ def test_an_interrupt_ends_a_run_and_reports_what_was_measured(url: str) -> None
         (("--ramp", "1:2:3s", "--rate", "2"), "takes the place of rate"),
         (("--rates", "1,x"), "expected requests per second"),
         (("--find-goodput", "--interference"), "two measurements"),
-        (("--find-goodput",), "objectives"),
         (("--records", "/nowhere/x"), "there is no folder"),
         (("--gaps",), "no effect without records"),
         (("--extra", "[]"), "expected a JSON object"),
         (("--rate", "-1"), "rate is -1"),
-        (("--workload", "no-such-trace"), "cannot read no-such-trace"),
-        (("--model", "other"), "the server has fake"),
     ],
     ids=str,
 )
-def test_what_is_wrong_is_said_in_one_line(url: str, options: tuple[str, ...], message: str) -> None:
+def test_what_is_wrong_with_options_is_said_in_one_line_before_the_server_is_asked(
+    options: tuple[str, ...], message: str
+) -> None:
+    result = invoke("http://127.0.0.1:9", *options)
+    assert result.exit_code == 1
+    assert message in result.stderr and result.stderr.startswith("error: ")
+
+
+def test_a_server_that_is_not_there_is_said_in_one_line() -> None:
+    result = invoke("http://127.0.0.1:9")
+    assert result.exit_code == 1
+    assert result.stderr.splitlines() == ["error: cannot connect to 127.0.0.1:9: Connection refused"]
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--model", "other"), "the server has fake"),
+        (("--find-goodput",), "objectives"),
+        (("--workload", "no-such-trace"), "cannot read no-such-trace"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_for_this_server_is_said_in_one_line(url: str, options: tuple[str, ...], message: str) -> None:
     result = invoke(url, *options)
     assert result.exit_code == 1
     assert message in result.stderr and result.stderr.startswith("error: ")
@@ -165,9 +194,9 @@ def test_a_workload_is_described_as_for_the_simulator(tmp_path: Path) -> None:
 
 
 def test_words_of_options() -> None:
-    assert words.slo("ttft=2s,tpot=50ms") == Objectives(2_000_000_000, 50_000_000)
-    assert words.slo("itl=60ms,e2e=20s") == Objectives(None, None, 60_000_000, 20_000_000_000)
-    assert words.slo(None) == Objectives() and words.in_words(words.slo("tpot=1.5s")) == "tpot=1.5s"
+    assert words.slo("ttft=2s,tpot=50ms") == LatencyObjectives(2_000_000_000, 50_000_000)
+    assert words.slo("itl=60ms,e2e=20s") == LatencyObjectives(None, None, 60_000_000, 20_000_000_000)
+    assert words.slo(None) == LatencyObjectives() and words.in_words(words.slo("tpot=1.5s")) == "tpot=1.5s"
     assert words.duration_s("5m", "x") == 300 and words.duration_s(".5", "x") == 0.5
     with pytest.raises(ConfigError):
         words.duration_s("0s", "x")

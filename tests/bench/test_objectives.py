@@ -6,11 +6,10 @@ from collections.abc import Sequence
 import pytest
 
 from diptych.bench.bench_charts import latency_charts
-from diptych.bench.client_stream import TokenStream
-from diptych.bench.health import worst_problems
-from diptych.bench.objectives import NO_ANSWER, Objectives
-from diptych.bench.request_records import RequestRecord, lines, record
+from diptych.bench.objectives import NO_ANSWER, LatencyObjectives
+from diptych.bench.request_records import ClientRecord, client_record, lines, verdicts
 from diptych.bench.summary import missed
+from diptych.bench.token_stream import TokenStream
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_MS, Slo
 from diptych.report.plots import Chart, LineChart
@@ -27,64 +26,65 @@ async def _stream(stamps_ms: list[int]) -> TokenStream:
     return stream
 
 
-def judged(stamps_ms: list[int], objectives: Objectives, outcome: str = "completed") -> RequestRecord:
+def judged(stamps_ms: list[int], objectives: LatencyObjectives, outcome: str = "completed") -> ClientRecord:
     """The record of a request that was due at 0 and had its tokens then."""
     spec = RequestSpec(arrival_ns=0, prompt_tokens=8, output_tokens=len(stamps_ms))
-    return record(0, spec, asyncio.run(_stream(stamps_ms)), objectives, 0, outcome)
+    return client_record(0, spec, asyncio.run(_stream(stamps_ms)), objectives, 0, outcome)
 
 
 def test_one_long_gap_misses_the_itl_objective_and_not_the_mean() -> None:
     steady = list(range(100, 100 + 20 * 10, 10))
     stalled = [*steady[:10], *(stamp + 90 for stamp in steady[10:])]
-    objectives = Objectives(ttft_ns=200 * MS, tpot_ns=20 * MS, itl_ns=50 * MS)
+    objectives = LatencyObjectives(ttft_ns=200 * MS, tpot_ns=20 * MS, itl_ns=50 * MS)
     assert judged(steady, objectives).missed == ()
     assert judged(stalled, objectives).missed == ("itl",)
-    assert judged(stalled, Objectives(tpot_ns=20 * MS)).slo_met
+    assert judged(stalled, LatencyObjectives(tpot_ns=20 * MS)).slo_met
 
 
 def test_one_gap_in_a_thousand_is_below_the_ninety_ninth_percentile() -> None:
     stamps = [*range(1, 1000), 1500]
-    assert judged(stamps, Objectives(itl_ns=2 * MS)).slo_met
+    assert judged(stamps, LatencyObjectives(itl_ns=2 * MS)).slo_met
 
 
 def test_a_request_may_miss_several_and_an_answer_of_one_token_has_no_pace() -> None:
-    objectives = Objectives(ttft_ns=10 * MS, tpot_ns=1, itl_ns=1, e2e_ns=100 * MS)
+    objectives = LatencyObjectives(ttft_ns=10 * MS, tpot_ns=1, itl_ns=1, e2e_ns=100 * MS)
     assert judged([50, 200], objectives).missed == ("ttft", "tpot", "itl", "e2e")
     assert judged([5], objectives).missed == ()
 
 
 def test_an_answer_that_did_not_come_whole_met_nothing() -> None:
-    objectives = Objectives(ttft_ns=10 * MS)
+    objectives = LatencyObjectives(ttft_ns=10 * MS)
     failed, aborted = (judged([5, 6], objectives, outcome) for outcome in ("failed", "aborted"))
     assert failed.missed == aborted.missed == (NO_ANSWER,)
+    assert verdicts([failed, aborted, judged([5], objectives), judged([5], LatencyObjectives())]) == (1, 3)
     assert missed([failed, aborted, judged([50], objectives)]) == {NO_ANSWER: 2, "ttft": 1}
 
 
 def test_what_the_end_of_the_run_cut_off_is_judged_only_when_it_was_late_already() -> None:
-    objectives = Objectives(ttft_ns=10 * MS, e2e_ns=100 * MS)
+    objectives = LatencyObjectives(ttft_ns=10 * MS, e2e_ns=100 * MS)
     assert judged([5, 50], objectives, "unfinished").missed is None
     assert judged([5, 150], objectives, "unfinished").missed == ("e2e",)
-    assert judged([5, 50], Objectives()).missed is None
+    assert judged([5, 50], LatencyObjectives()).missed is None
 
 
 def test_a_requests_own_objectives_come_first() -> None:
-    given = Objectives(ttft_ns=10, itl_ns=30).for_request(Slo(ttft_ns=5, tpot_ns=7))
-    assert given == Objectives(5, 7, 30, None)
-    assert Objectives(itl_ns=1).for_request(None) == Objectives(itl_ns=1)
+    given = LatencyObjectives(ttft_ns=10, itl_ns=30).for_request(Slo(ttft_ns=5, tpot_ns=7))
+    assert given == LatencyObjectives(5, 7, 30, None)
+    assert LatencyObjectives(itl_ns=1).for_request(None) == LatencyObjectives(itl_ns=1)
 
 
 def test_records_name_what_was_missed() -> None:
-    (line,) = lines([judged([50, 90], Objectives(ttft_ns=10 * MS, itl_ns=20 * MS))])
+    (line,) = lines([judged([50, 90], LatencyObjectives(ttft_ns=10 * MS, itl_ns=20 * MS))])
     assert b'"slo_met":false,"missed":["ttft","itl"]' in line
 
 
 def test_an_objective_of_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="itl"):
-        Objectives(itl_ns=0)
+        LatencyObjectives(itl_ns=0)
 
 
 def test_objectives_at_the_same_place_share_a_mark() -> None:
-    done = [judged([50, 90, 130], Objectives())]
+    done = [judged([50, 90, 130], LatencyObjectives())]
     marks = marks_of(latency_charts(done, {"tpot": 20.0, "itl": 20.0}))
     assert marks == ["TPOT <= 20ms, ITL <= 20ms"]
     apart = marks_of(latency_charts(done, {"tpot": 20.0, "itl": 60.0, "e2e": 3000.0}))
@@ -93,11 +93,3 @@ def test_objectives_at_the_same_place_share_a_mark() -> None:
 
 def marks_of(charts: Sequence[Chart]) -> list[str]:
     return [rule.label for chart in charts if isinstance(chart, LineChart) for rule in chart.rules]
-
-
-def test_of_each_kind_of_trouble_with_the_client_the_worst_is_said_once() -> None:
-    runs: list[dict[str, float]] = [{"late": 6.0}, {"late": 9.5, "lag": 7.0}, {}]
-    lag, late = worst_problems(runs)
-    assert "p99 7.0 ms) in 1 of 3 runs" in lag and "p99 9.5 ms) in 2 of 3 runs" in late
-    assert worst_problems([{"cpu": 0.9}]) == ["the client used 90% of a core"]
-    assert worst_problems([{}]) == []

@@ -21,10 +21,10 @@ SPEC = RequestSpec(arrival_ns=0, prompt_tokens=100, output_tokens=8, hash_ids=(7
 
 def test_equal_beginnings_are_equal_tokens_and_the_rest_is_not() -> None:
     maker = PromptMaker("salt", 100, 1000)
-    one, other = maker.units(SPEC, 1), maker.units(replace(SPEC, hash_ids=(7, 8, 10)), 2)
-    assert len(one) == len(other) == 100
-    assert one[:64] == other[:64] and one[64:96] != other[64:96] and one[96:] != other[96:]
-    assert all(100 <= unit < 1000 for unit in one)
+    first, other = maker.units(SPEC, 1), maker.units(replace(SPEC, hash_ids=(7, 8, 10)), 2)
+    assert len(first) == len(other) == 100
+    assert first[:64] == other[:64] and first[64:96] != other[64:96] and first[96:] != other[96:]
+    assert all(100 <= unit < 1000 for unit in first)
 
 
 def test_the_same_salt_gives_the_same_prompts_and_another_does_not() -> None:
@@ -62,10 +62,10 @@ def test_every_turn_begins_with_the_turns_before_it() -> None:
 
 def test_words_share_beginnings_as_tokens_do() -> None:
     maker = PromptMaker("salt", 0, len(WORDS), tokens_per_unit=1.3, overhead_tokens=12)
-    one, other = maker.units(SPEC, 1), maker.units(replace(SPEC, hash_ids=(7, 8, 10)), 2)
-    assert len(one) == round((100 - 12) / 1.3)
-    assert one[: int(64 / 1.3)] == other[: int(64 / 1.3)] and one != other
-    assert len(as_text(one).split()) == len(one)
+    first, other = maker.units(SPEC, 1), maker.units(replace(SPEC, hash_ids=(7, 8, 10)), 2)
+    assert len(first) == round((100 - 12) / 1.3)
+    assert first[: int(64 / 1.3)] == other[: int(64 / 1.3)] and first != other
+    assert len(as_text(first).split()) == len(first)
 
 
 def test_an_empty_range_of_ids_is_refused() -> None:

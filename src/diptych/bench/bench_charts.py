@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from diptych.bench.option_grammar import time as in_words
-from diptych.bench.request_records import RequestRecord
+from diptych.bench.request_records import ClientRecord
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 from diptych.report.plots import (
     SHARES,
@@ -27,7 +27,7 @@ from diptych.report.text import milliseconds, percent
 NUM_BINS = 80
 
 
-def latency_charts(records: Sequence[RequestRecord], slo_ms: Mapping[str, float]) -> list[Chart]:
+def latency_charts(records: Sequence[ClientRecord], slo_ms: Mapping[str, float]) -> list[Chart]:
     """Cumulative distributions per request and per token. slo_ms: objectives by name, where there are any."""
     done = [record for record in records if record.is_completed]
     ttfts = [ttft / NS_PER_MS for record in done if (ttft := record.ttft_ns) is not None]
@@ -53,7 +53,7 @@ def latency_charts(records: Sequence[RequestRecord], slo_ms: Mapping[str, float]
     ]
 
 
-def time_charts(records: Sequence[RequestRecord], duration_ns: int) -> list[Chart]:
+def time_charts(records: Sequence[ClientRecord], duration_ns: int) -> list[Chart]:
     """Gaps and waits by the time at which they happened, and how many requests were there."""
     x = Scale(0.0, max(duration_ns / NS_PER_S, 1e-9), "seconds")
     gaps: list[tuple[int, int]] = []
@@ -168,7 +168,7 @@ def _over_time(title: str, caption: str, values: Sequence[tuple[int, int]], dura
     )
 
 
-def _in_system(records: Sequence[RequestRecord], duration_ns: int, x: Scale) -> LineChart:
+def _in_system(records: Sequence[ClientRecord], duration_ns: int, x: Scale) -> LineChart:
     starts, ends = [record.intended_ns for record in records], [record.end_ns for record in records]
     points = count_over_time(starts, ends, duration_ns)
     most = max(count for _, count in points)
@@ -177,7 +177,7 @@ def _in_system(records: Sequence[RequestRecord], duration_ns: int, x: Scale) -> 
     return LineChart("Requests in the system", caption, f"At most {most:,}.", lines, x, linear_scale([most], ""))
 
 
-def _output(records: Sequence[RequestRecord], duration_ns: int, x: Scale) -> LineChart:
+def _output(records: Sequence[ClientRecord], duration_ns: int, x: Scale) -> LineChart:
     width = max(1, -(-duration_ns // NUM_BINS))
     counts = [0] * NUM_BINS
     for record in records:

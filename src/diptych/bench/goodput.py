@@ -1,9 +1,8 @@
 """The search for the highest rate at which enough requests meet their objectives.
 
-Owns which rate is measured next and what the measurements together say. Sans I/O: it is told what came of a rate and
-never waits. Attainment falls with the rate, and a measurement of it is noisy: the search doubles or halves until two
-rates are on different sides of the target, then halves the distance of their logarithms, and measures a rate again
-whose interval holds the target.
+Sans I/O: results are added, and the next rate is asked for. Attainment falls with the rate, and a measurement of it is
+noisy: the search doubles or halves until two rates are on different sides of the target, then halves the distance of
+their logarithms, and measures a rate again whose interval holds the target.
 """
 
 import math
@@ -21,7 +20,7 @@ HALVINGS = 6  # below the first rate: then the answer is that there is no such r
 @dataclass(frozen=True, kw_only=True)
 class SearchConfig:
     """attainment: share of requests that must meet their objectives. tolerance: the search ends when the rates on both
-    sides are closer than this share. repeats: how often one rate is measured at most. max_probes: in all."""
+    sides are closer than this share. repeats: how often a rate is measured at most. max_probes: in all."""
 
     attainment: float = 0.9
     tolerance: float = 0.05
@@ -39,8 +38,8 @@ class SearchConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """What is known of one rate, all its runs together."""
+class RateResult:
+    """What is known of a rate, from all its runs together."""
 
     rate: float
     met: int
@@ -54,11 +53,13 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """rate: the highest measured rate at which enough met (None: no rate did). estimate: where the line between it and
-    the next one that failed crosses the target, on the logarithm of the rate. interval: rates below it surely suffice,
-    rates above it surely do not, at the search's confidence (each end None when no measured rate was that clear).
-    is_bracketed: whether a rate that fails was seen at all."""
+class GoodputResult:
+    """rate: the highest measured rate at which enough requests met their objectives; None: there is none.
+
+    estimate: where the line between it and the next rate that failed crosses the target, on the logarithm of the rate.
+    low, high: rates below ``low`` surely suffice, rates above ``high`` surely do not, at the search's confidence; None:
+    no measured rate was that clear. is_bracketed: whether a rate that fails was seen.
+    """
 
     rate: float | None
     estimate: float | None
@@ -69,24 +70,24 @@ class Found:
 
 
 class GoodputSearch:
-    """``next_rate`` until it is None; ``add`` what came of each."""
+    """Measure ``next_rate`` and ``add`` the result, until it is None."""
 
     def __init__(self, config: SearchConfig, start_rate: float) -> None:
         self._config = config
         self._start = start_rate
-        self._known: dict[float, Measured] = {}
+        self._known: dict[float, RateResult] = {}
         self._num_probes = 0
 
     def next_rate(self) -> float | None:
-        """The rate to measure now; None when the answer is known as well as asked for."""
+        """The rate to measure now; None when the search is over."""
         config = self._config
         if self._num_probes >= config.max_probes:
             return None
         if not self._known:
             return self._start
-        for one in self._near_edge():
-            if self.verdict(one) == "unclear" and one.runs < config.repeats:
-                return one.rate
+        for known in self._near_edge():
+            if self.verdict(known) == "unclear" and known.runs < config.repeats:
+                return known.rate
         passed, failed = self._best(), self._worst()
         if passed is None:
             lowest = min(self._known)
@@ -98,39 +99,39 @@ class GoodputSearch:
             return None
         return math.sqrt(passed.rate * failed.rate)
 
-    def add(self, rate: float, met: int, judged: int) -> Measured:
-        """One run at a rate. Returns what is known of the rate now."""
-        before = self._known.get(rate, Measured(rate=rate, met=0, judged=0, runs=0))
-        now = Measured(rate=rate, met=before.met + met, judged=before.judged + judged, runs=before.runs + 1)
+    def add(self, rate: float, met: int, judged: int) -> RateResult:
+        """A run at a rate. Returns what is known of the rate now, from all its runs."""
+        before = self._known.get(rate, RateResult(rate=rate, met=0, judged=0, runs=0))
+        now = RateResult(rate=rate, met=before.met + met, judged=before.judged + judged, runs=before.runs + 1)
         self._known[rate] = now
         self._num_probes += 1
         return now
 
-    def interval(self, one: Measured) -> Interval:
+    def interval(self, known: RateResult) -> Interval:
         """Of the attainment at a rate."""
-        return wilson(one.met, one.judged, self._config.confidence)
+        return wilson(known.met, known.judged, self._config.confidence)
 
-    def verdict(self, one: Measured) -> Verdict:
-        """Whether the rate surely suffices, surely does not, or may."""
-        interval = self.interval(one)
+    def verdict(self, known: RateResult) -> Verdict:
+        """Whether the attainment is surely at least the target, surely below it, or neither."""
+        interval = self.interval(known)
         if interval.low >= self._config.attainment:
             return "above"
         return "below" if interval.high < self._config.attainment else "unclear"
 
     def is_hopeless(self, missed: int, total: int) -> bool:
-        """Whether a run of ``total`` requests can be cut short: so many missed that no verdict but "below" is left."""
+        """Whether a run of ``total`` requests can be cut short: so many missed that the verdict can only be "below"."""
         best = wilson(max(0, total - missed), total, self._config.confidence)
         return total > 0 and best.high < self._config.attainment
 
     @property
-    def found(self) -> Found:
-        """What the runs so far say."""
+    def found(self) -> GoodputResult:
+        """The result of the runs so far."""
         passed, failed = self._best(), self._worst()
-        sure = [one.rate for one in self._known.values() if self.verdict(one) == "above"]
-        hopeless = [one.rate for one in self._known.values() if self.verdict(one) == "below"]
+        sure = [known.rate for known in self._known.values() if self.verdict(known) == "above"]
+        hopeless = [known.rate for known in self._known.values() if self.verdict(known) == "below"]
         low = max((rate for rate in sure if failed is None or rate < failed.rate), default=None)
         high = min((rate for rate in hopeless if passed is None or rate > passed.rate), default=None)
-        return Found(
+        return GoodputResult(
             rate=None if passed is None else passed.rate,
             estimate=self._crossing(passed, failed),
             low=low,
@@ -139,10 +140,10 @@ class GoodputSearch:
             num_probes=self._num_probes,
         )
 
-    def _passes(self, one: Measured) -> bool:
-        return one.share >= self._config.attainment
+    def _passes(self, known: RateResult) -> bool:
+        return known.share >= self._config.attainment
 
-    def _worst(self) -> Measured | None:
+    def _worst(self) -> RateResult | None:
         """The lowest rate that failed with nothing but failures above it, or None."""
         edge = None
         for rate in sorted(self._known, reverse=True):
@@ -151,15 +152,16 @@ class GoodputSearch:
             edge = self._known[rate]
         return edge
 
-    def _best(self) -> Measured | None:
+    def _best(self) -> RateResult | None:
         """The highest rate that passed."""
-        return max((one for one in self._known.values() if self._passes(one)), key=lambda one: one.rate, default=None)
+        passed = (known for known in self._known.values() if self._passes(known))
+        return max(passed, key=lambda known: known.rate, default=None)
 
-    def _near_edge(self) -> list[Measured]:
+    def _near_edge(self) -> list[RateResult]:
         """The two rates between which the answer lies."""
-        return [one for one in (self._best(), self._worst()) if one is not None]
+        return [known for known in (self._best(), self._worst()) if known is not None]
 
-    def _crossing(self, passed: Measured | None, failed: Measured | None) -> float | None:
+    def _crossing(self, passed: RateResult | None, failed: RateResult | None) -> float | None:
         if passed is None or failed is None or passed.share <= failed.share:
             return None if passed is None else passed.rate
         part = (passed.share - self._config.attainment) / (passed.share - failed.share)

@@ -1,7 +1,4 @@
-"""Whether the client itself was in the way: lag of its event loop, its share of a core, requests sent late.
-
-Owns the watch and the verdict. A measurement by a client that had no time is not one of the server.
-"""
+"""Whether the client limited its own measurement: lag of its event loop, its share of a core, requests sent late."""
 
 import asyncio
 import time
@@ -10,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from diptych.bench.http_connection import now_ns
+from diptych.bench.clock import now_ns
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 from diptych.report.statistics import percentile
 
-PERIOD_S = 0.04  # between two looks at the lag of the event loop: each wakes the process
+PERIOD_S = 0.04  # between two samples of the event loop's lag: each wakes the process
 SCHEDSTAT = Path("/proc/thread-self/schedstat")  # Linux: nanoseconds run, and waited for a core (proc(5))
-# A share of one core (this process has one thread that matters); the share of the time that it was ready to run while
-# others had the core; p99 in ms of the event loop's lag and of sending late.
+# A share of a core (this process has a single thread that matters); the share of the time that it was ready to run
+# while other processes had the core; p99 in ms of the event loop's lag and of sending late.
 LIMITS = {"cpu": 0.85, "wait": 0.05, "lag": 5.0, "late": 5.0}
 PROBLEMS = {
     "cpu": "the client used {:.0%} of a core",
@@ -29,8 +26,8 @@ PROBLEMS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """cpu_share: of one core. lag: how late the event loop came to its timers (their grain is 1 ms), late: how late
-    requests left, both in ms. wait_share: of the time, ready to run while others had the core (Linux; elsewhere 0).
+    """lag: how late the event loop's timers fired (they tick in ms); late: how late requests left; both in ms.
+    cpu_share: of a core. wait_share: of the time, ready to run while other processes had the core (Linux; elsewhere 0).
     cpu_us_per_token: process time over received tokens."""
 
     cpu_share: float
@@ -44,7 +41,7 @@ class Health:
 
     @property
     def excesses(self) -> dict[str, float]:
-        """What was over its limit, by name; empty when the results are reliable."""
+        """Values over their limits, by name; empty when the results are reliable."""
         values = {
             "cpu": self.cpu_share,
             "wait": self.wait_share,
@@ -66,7 +63,7 @@ def worst_problems(runs: Sequence[Mapping[str, float]]) -> list[str]:
 
 
 class HealthWatch:
-    """Between ``start`` and ``stop``."""
+    """Watches the client from ``start`` to ``stop``."""
 
     def __init__(self) -> None:
         self._lags = array("d")
@@ -74,13 +71,13 @@ class HealthWatch:
         self._due_ns = self._start_ns = self._start_cpu_ns = self._start_wait_ns = 0
 
     def start(self) -> None:
-        """From now on."""
+        """Begin."""
         self._start_ns, self._start_cpu_ns = now_ns(), time.process_time_ns()
         self._start_wait_ns = _waited_ns()
         self._arm()
 
     def stop(self, num_tokens: int, late_ns: list[int]) -> Health:
-        """What was seen."""
+        """The client's state since ``start``; late_ns: how late each request was sent."""
         if self._timer is not None:
             self._timer.cancel()
         elapsed = max(1, now_ns() - self._start_ns)

@@ -1,10 +1,9 @@
-"""What a long prompt does to running streams, and to a short prompt behind it.
+"""The effect of a long prompt on running streams, and on a short prompt behind it.
 
-Owns the scenario. S streams decode; after a quiet while a long prompt is sent, a little later a short one. Gaps of the
-streams before that and during the long prompt's prefill (those that overlap the time from its sending to its first
-token) are compared; the same is done once more with no long prompt, to see what machine and server do by themselves.
-Then, with nothing else running, the short prompt alone, the long one alone, and the short one behind the long one.
-Every prompt is one that no cache has seen.
+S streams decode; after a quiet time a long prompt is sent, a little later a short prompt. Gaps of the streams before
+that and during the long prompt's prefill (those that overlap the time from its sending to its first token) are
+compared; the same is repeated without the long prompt, for what machine and server do by themselves. Then, with nothing
+else running, the short prompt alone, the long prompt alone, and the short behind the long. No prompt is in any cache.
 """
 
 import asyncio
@@ -15,11 +14,11 @@ from statistics import median
 from typing import Any
 
 from diptych.bench import summary
-from diptych.bench.client_stream import TokenStream
+from diptych.bench.clock import now_ns
 from diptych.bench.health import HealthWatch
-from diptych.bench.http_connection import now_ns
 from diptych.bench.prompts import PromptMaker
 from diptych.bench.session import Session
+from diptych.bench.token_stream import TokenStream
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 from diptych.report.statistics import distribution_ms, percentile
@@ -29,8 +28,8 @@ from diptych.workload.spec import RequestSpec
 
 @dataclass(frozen=True, kw_only=True)
 class InterferenceConfig:
-    """quiet_s: the measured time before the long prompt; settle_s: streams run so long before that. behind_s: the short
-    prompt comes so long after the long one. stream_limit: tokens that a stream may have; it is hung up at the end.
+    """quiet_s: the measured time before the long prompt; settle_s: the streams' time before that. behind_s: from the
+    long prompt to the short. stream_limit: tokens that a stream may have; its connection is closed at the end.
     ahead_tokens: the long prompt of the part without streams; None: long_tokens there too."""
 
     streams: int = 4
@@ -55,14 +54,14 @@ class InterferenceConfig:
 
     @property
     def ahead(self) -> int:
-        """Tokens of the prompt that a short one waits behind on the idle server."""
+        """Tokens of the prompt that the short prompt waits behind on the idle server."""
         return self.ahead_tokens or self.long_tokens
 
 
 @dataclass(kw_only=True)
 class Repetition:
-    """One time through the scenario; nanoseconds, rates in tokens per second of all streams together. control: gaps in
-    as long a time without a long prompt. idle_long, idle_short, behind_short: without streams."""
+    """The scenario once; nanoseconds, rates in tokens per second of all streams together. control: gaps in as long a
+    time without a long prompt. idle_long, idle_short, behind_short: without streams."""
 
     before: list[int] = field(default_factory=list)
     during: list[int] = field(default_factory=list)
@@ -82,8 +81,8 @@ Say = Callable[[str], None]
 
 
 async def interference(session: Session, config: InterferenceConfig, say: Say = lambda _: None) -> dict[str, Any]:
-    """The scenario, ``repetitions`` times; what came of it as plain data. A request that fails ends it: with a
-    ConfigError in the first repetition; later that is ``session.broken``, and the repetitions before it count."""
+    """The scenario, ``repetitions`` times; the results as plain data. A request that fails ends it: with a ConfigError
+    in the first repetition; later the error is ``session.broken``, and the repetitions before it count."""
     kept: list[Repetition] = []
     limit = session.target.facts.max_model_len
     if limit is not None:
@@ -101,7 +100,7 @@ async def interference(session: Session, config: InterferenceConfig, say: Say = 
             break
         maker = session.target.prompt_maker(f"{session.salt}/interference/{index}")
         try:
-            one = await _repetition(session, _Scene(session, config, maker))
+            repetition = await _repetition(session, _Scene(session, config, maker))
         except ConfigError as error:
             if not kept:
                 raise
@@ -109,8 +108,8 @@ async def interference(session: Session, config: InterferenceConfig, say: Say = 
             break
         if session.stop.is_set():
             break
-        kept.append(one)
-        say(_sentence(index, one))
+        kept.append(repetition)
+        say(_sentence(index, repetition))
     client = summary.client(watch.stop(0, []))
     if not kept:
         raise ConfigError("stopped before the first repetition was over", param="interference")
@@ -118,17 +117,17 @@ async def interference(session: Session, config: InterferenceConfig, say: Say = 
 
 
 async def _repetition(session: Session, scene: "_Scene") -> Repetition:
-    one = Repetition()
-    await scene.with_streams(one)
+    repetition = Repetition()
+    await scene.with_streams(repetition)
     await session.settle()
-    await scene.control(one)
+    await scene.control(repetition)
     await session.settle()
-    await scene.alone(one)
-    return one
+    await scene.alone(repetition)
+    return repetition
 
 
 class _Scene:
-    """One repetition."""
+    """The requests of a repetition."""
 
     def __init__(self, session: Session, config: InterferenceConfig, maker: PromptMaker) -> None:
         self._session = session
@@ -136,8 +135,8 @@ class _Scene:
         self._config = config
         self._maker = maker
 
-    async def with_streams(self, one: Repetition) -> None:
-        """Streams, a long prompt, a short one behind it."""
+    async def with_streams(self, repetition: Repetition) -> None:
+        """Streams, a long prompt, a short prompt behind it."""
         config = self._config
         streams = await self._start_streams("with")
         quiet = now_ns()
@@ -147,28 +146,28 @@ class _Scene:
         await self._pause(config.behind_s)
         short = self._send("short", config.short_tokens, 4)
         await self._wait(long, short)
-        one.streams_ended = any(stream.done.done() for stream in streams)
+        repetition.streams_ended = any(stream.done.done() for stream in streams)
         self._hang_up(streams)
         if self._session.stop.is_set():
             return
-        one.long_ttft, one.short_ttft = _ttft(long), _ttft(short)
-        one.before = _gaps(streams, quiet, long.sent_ns, whole=True)
-        one.during = _gaps(streams, long.sent_ns, long.stamps[0], whole=False)
-        one.around = _around(streams, quiet, long.sent_ns)
-        one.rate_before = _tokens_per_s(streams, quiet, long.sent_ns)
-        one.rate_during = _tokens_per_s(streams, long.sent_ns, long.stamps[0])
+        repetition.long_ttft, repetition.short_ttft = _ttft(long), _ttft(short)
+        repetition.before = _gaps(streams, quiet, long.sent_ns, whole=True)
+        repetition.during = _gaps(streams, long.sent_ns, long.stamps[0], whole=False)
+        repetition.around = _around(streams, quiet, long.sent_ns)
+        repetition.rate_before = _tokens_per_s(streams, quiet, long.sent_ns)
+        repetition.rate_during = _tokens_per_s(streams, long.sent_ns, long.stamps[0])
 
-    async def control(self, one: Repetition) -> None:
-        """Streams, and nothing, for as long."""
+    async def control(self, repetition: Repetition) -> None:
+        """Streams and nothing else, for as long."""
         streams = await self._start_streams("control")
         await self._pause(self._config.quiet_s)
         start = now_ns()
-        await self._pause(one.long_ttft / NS_PER_S)
-        one.control = _gaps(streams, start, now_ns(), whole=False)
+        await self._pause(repetition.long_ttft / NS_PER_S)
+        repetition.control = _gaps(streams, start, now_ns(), whole=False)
         self._hang_up(streams)
 
-    async def alone(self, one: Repetition) -> None:
-        """The short prompt alone, the long one alone, and the short one behind the long one."""
+    async def alone(self, repetition: Repetition) -> None:
+        """The short prompt alone, the long prompt alone, and the short behind the long."""
         config = self._config
         short = self._send("short/alone", config.short_tokens, 4)
         await self._wait(short)
@@ -179,7 +178,11 @@ class _Scene:
         behind = self._send("short/behind", config.short_tokens, 4)
         await self._wait(first, behind)
         if not self._session.stop.is_set():
-            one.idle_short, one.idle_long, one.behind_short = _ttft(short), _ttft(long), _ttft(behind)
+            repetition.idle_short, repetition.idle_long, repetition.behind_short = (
+                _ttft(short),
+                _ttft(long),
+                _ttft(behind),
+            )
 
     async def _start_streams(self, name: str) -> list[TokenStream]:
         config = self._config
@@ -192,9 +195,8 @@ class _Scene:
         return streams
 
     def _check(self, streams: Sequence[TokenStream]) -> None:
-        """All must be running still, or there is nothing to compare."""
+        """All must still be running, or there is nothing to compare."""
         for stream in streams:
-            stream.catch_up()
             if stream.error:
                 raise ConfigError(f"a stream failed: {stream.error}", param="url")
             if stream.done.done() and not self._session.stop.is_set():
@@ -218,7 +220,7 @@ class _Scene:
             return
 
     async def _wait(self, *streams: TokenStream) -> None:
-        """Until all are over, or somebody stops the measurement."""
+        """Until all are over, or the measurement is stopped."""
         stop: asyncio.Future[Any] = asyncio.ensure_future(self._session.stop.wait())
         over: asyncio.Future[Any] = asyncio.gather(*(stream.done for stream in streams))
         await asyncio.wait({stop, over}, timeout=self._target.config.timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -237,19 +239,17 @@ class _Scene:
 def outcome(kept: Sequence[Repetition], config: InterferenceConfig) -> dict[str, Any]:
     """All repetitions as plain data, milliseconds. factor: p99 of the gaps during over p99 before, the median over the
     repetitions; control_factor: the same without a long prompt; ttft_factor: short behind long over short alone."""
-    factors, controls = (
-        [_factor(one.during, one.before) for one in kept],
-        [_factor(one.control, one.before) for one in kept],
-    )
-    behind = [one.behind_short / one.idle_short for one in kept]
+    factors = [_factor(repetition.during, repetition.before) for repetition in kept]
+    controls = [_factor(repetition.control, repetition.before) for repetition in kept]
+    behind = [repetition.behind_short / repetition.idle_short for repetition in kept]
 
     def middle(name: str) -> float:
-        return float(median(getattr(one, name) for one in kept)) / NS_PER_MS
+        return float(median(getattr(repetition, name) for repetition in kept)) / NS_PER_MS
 
     return {
-        "before_ms": distribution_ms(gap for one in kept for gap in one.before),
-        "during_ms": distribution_ms(gap for one in kept for gap in one.during),
-        "control_ms": distribution_ms(gap for one in kept for gap in one.control),
+        "before_ms": distribution_ms(gap for repetition in kept for gap in repetition.before),
+        "during_ms": distribution_ms(gap for repetition in kept for gap in repetition.during),
+        "control_ms": distribution_ms(gap for repetition in kept for gap in repetition.control),
         "factor": median(factors),
         "factors": factors,
         "control_factor": median(controls),
@@ -257,8 +257,8 @@ def outcome(kept: Sequence[Repetition], config: InterferenceConfig) -> dict[str,
         "gaps_ms": {name: _all_ms(kept, name) for name in ("before", "during", "control")},
         "around": {"gaps": kept[0].around, "long_ttft_s": kept[0].long_ttft / NS_PER_S},
         "stream_tokens_per_s": {
-            "before": median(one.rate_before for one in kept),
-            "during": median(one.rate_during for one in kept),
+            "before": median(repetition.rate_before for repetition in kept),
+            "during": median(repetition.rate_during for repetition in kept),
         },
         "ttft_ms": {
             "long": middle("long_ttft"),
@@ -269,7 +269,7 @@ def outcome(kept: Sequence[Repetition], config: InterferenceConfig) -> dict[str,
         },
         "ttft_factor": median(behind),
         "ttft_factors": behind,
-        "streams_ended": any(one.streams_ended for one in kept),
+        "streams_ended": any(repetition.streams_ended for repetition in kept),
         "config": {name: getattr(config, name) for name in config.__dataclass_fields__},
         "repetitions": len(kept),
     }
@@ -316,12 +316,12 @@ def _each(values: Sequence[float]) -> str:
     return ", ".join(number(value, 2) for value in values)
 
 
-def _sentence(index: int, one: Repetition) -> str:
-    factor = _factor(one.during, one.before)
+def _sentence(index: int, repetition: Repetition) -> str:
+    factor = _factor(repetition.during, repetition.before)
     return (
-        f"repetition {index + 1}: gaps p99 {percentile(sorted(one.before), 99) / NS_PER_MS:.1f} -> "
-        f"{percentile(sorted(one.during), 99) / NS_PER_MS:.1f} ms (x {factor:.2f}), TTFT long "
-        f"{one.long_ttft / NS_PER_MS:,.0f} ms, short behind it {one.behind_short / NS_PER_MS:,.0f} ms"
+        f"repetition {index + 1}: gaps p99 {percentile(sorted(repetition.before), 99) / NS_PER_MS:.1f} -> "
+        f"{percentile(sorted(repetition.during), 99) / NS_PER_MS:.1f} ms (x {factor:.2f}), TTFT long "
+        f"{repetition.long_ttft / NS_PER_MS:,.0f} ms, short behind it {repetition.behind_short / NS_PER_MS:,.0f} ms"
     )
 
 
@@ -357,7 +357,7 @@ def _around(streams: Sequence[TokenStream], start: int, middle: int) -> list[tup
 
 def _all_ms(kept: Sequence[Repetition], name: str) -> list[float]:
     """Gaps of all repetitions, to the microsecond."""
-    return [round(gap / NS_PER_MS, 3) for one in kept for gap in getattr(one, name)]
+    return [round(gap / NS_PER_MS, 3) for repetition in kept for gap in getattr(repetition, name)]
 
 
 def _ttft(stream: TokenStream) -> int:

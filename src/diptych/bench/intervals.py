@@ -1,12 +1,9 @@
-"""How sure a measured share or rate is.
-
-Owns confidence intervals. Must never draw from an unseeded random: equal measurements have equal intervals.
-"""
+"""Confidence intervals of measured shares and rates. Resampling is seeded: equal measurements have equal intervals."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import NormalDist
+from typing import NamedTuple
 
 from diptych.report.statistics import percentile
 from diptych.workload.distributions import Stream
@@ -16,17 +13,16 @@ RESAMPLES = 2000
 BINS = 60
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """low .. high at a confidence that the caller names."""
+class Interval(NamedTuple):
+    """low .. high, at a confidence that the caller chose; an array of two numbers in JSON."""
 
     low: float
     high: float
 
 
 def wilson(met: int, judged: int, confidence: float = CONFIDENCE) -> Interval:
-    """Of a share: Wilson, J. Am. Stat. Assoc. 22 (1927), the score interval. It takes requests as independent; a queue
-    makes neighbours alike, so that the truth is somewhat wider."""
+    """Of a share: the score interval of Wilson, J. Am. Stat. Assoc. 22 (1927). It takes requests as independent; those
+    that share a queue are alike, so that the true interval is somewhat wider."""
     if not 0 <= met <= judged:
         raise ValueError(f"{met} of {judged} is no share")
     if judged == 0:

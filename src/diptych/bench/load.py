@@ -1,43 +1,41 @@
-"""Sends a workload to a target at the workload's own pace, and collects what became of it.
+"""Sends a workload to a target at the workload's own pace, and collects a record of each request.
 
-Owns the pace: in an open loop requests leave when they are due and never wait for answers; in a closed loop each client
-waits for its own. Must never judge a figure (summary.py) or print.
+In an open loop requests leave when they are due and never wait for answers; in a closed loop each client waits for its
+answer before it sends again.
 """
 
 import asyncio
 import math
 import resource
-from bisect import bisect_right, insort
-from collections import deque
+from bisect import insort
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field, replace
 
-from diptych.bench.client_stream import TokenStream
+from diptych.bench.clock import now_ns
 from diptych.bench.conversations import Conversations, TurnCounts
 from diptych.bench.health import Health, HealthWatch
-from diptych.bench.http import now_ns
-from diptych.bench.objectives import Objectives
+from diptych.bench.objectives import LatencyObjectives
 from diptych.bench.pacing import Pacer, pacer
-from diptych.bench.request_records import RequestRecord, record
+from diptych.bench.prepared_requests import PreparedRequests
+from diptych.bench.request_records import ClientRecord, client_record
 from diptych.bench.target import Target, no_tokens
+from diptych.bench.token_stream import TokenStream
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 from diptych.workload.spec import ClosedLoop, RequestSpec, Workload
 
 LEAD_NS = 50 * NS_PER_MS  # from deciding to start to the first request
 FINE_NS = 3 * NS_PER_MS  # closer than this to its time a request is waited for by the pacer: loop timers tick in ms
-PREPARED, MOST_PREPARED = 64, 4096  # bodies made ahead of their time, the second for what is due within SOON_NS
-SOON_NS = NS_PER_S
-CONNECT_NS = 250 * NS_PER_MS  # how long before its time a request's connection is opened, when the client has time
+CONNECT_NS = 250 * NS_PER_MS  # how long before its time a request's connection is opened, if the client has time
 SPARE_FILES = 32  # that a run needs beside its connections
 LATE_BODY_NS = 5 * NS_PER_MS  # how long before its time a body is made that waits for an earlier answer
 SWEEP_S = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """How a run is doing. met, judged: of requests whose verdict is known, those included that are late already."""
+class LoadProgress:
+    """The state of a run. met, judged: of requests whose verdict is known; a request that is late already is judged."""
 
     elapsed_s: float
     sent: int
@@ -51,16 +49,16 @@ class Progress:
     ttft_p50_ms: float | None
 
 
-Watcher = Callable[[Progress], None]
-GiveUp = Callable[[Progress], bool]
+Watcher = Callable[[LoadProgress], None]
+GiveUp = Callable[[LoadProgress], bool]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """slo: for requests that name none. duration_s: nothing is sent after that. give_up: ends a run early, asked four
-    times a second. watch: told about progress as often."""
+    """slo: for requests that name none. duration_s: nothing is sent after that. watch: called with the progress
+    four times a second; give_up: the same, and a run ends early once it returns True."""
 
-    slo: Objectives = field(default_factory=Objectives)
+    slo: LatencyObjectives = field(default_factory=LatencyObjectives)
     duration_s: float | None = None
     watch: Watcher | None = None
     give_up: GiveUp | None = None
@@ -68,10 +66,10 @@ class LoadOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadResult:
-    """One run. ended: "done", "duration", "stopped" (somebody interrupted it) or "given up"."""
+    """A run. ended: "done", "duration", "stopped" (by an interrupt) or "given up"."""
 
-    records: list[RequestRecord]
-    start_ns: int  # of the workload, on this process's clock (http.now_ns)
+    records: list[ClientRecord]
+    start_ns: int  # of the workload, on the monotonic clock (clock.py)
     duration_ns: int  # start of the workload to the last event of any request
     health: Health
     ended: str
@@ -80,7 +78,7 @@ class LoadResult:
 
 
 def ramped(workload: Iterable[RequestSpec], start_rate: float, end_rate: float, over_s: float) -> Iterator[RequestSpec]:
-    """A workload of one request per second, its arrivals moved so that the rate rises (or falls) evenly and then stays.
+    """A workload with a rate of 1/s, its arrivals moved so that the rate rises (or falls) evenly and then stays.
 
     The u-th second of the workload comes when the integral of the rate is u.
     """
@@ -98,15 +96,15 @@ def ramped(workload: Iterable[RequestSpec], start_rate: float, end_rate: float, 
 
 
 class Load:
-    """One run of a workload."""
+    """A single run of a workload."""
 
-    def __init__(self, target: Target, talks: Conversations, options: LoadOptions, stop: asyncio.Event) -> None:
+    def __init__(self, target: Target, conversations: Conversations, options: LoadOptions, stop: asyncio.Event) -> None:
         self._target = target
-        self._talks = talks
+        self._conversations = conversations
         self._options = options
         self._stop = stop
         self._start_ns = 0
-        self._records: list[RequestRecord] = []
+        self._records: list[ClientRecord] = []
         self._running: dict[int, tuple[RequestSpec, TokenStream]] = {}
         self._outcomes: dict[int, str] = {}
         self._sent = self._total = self._tokens = self._yielded_ns = 0
@@ -118,19 +116,18 @@ class Load:
     async def open_loop(self, workload: Workload | Iterable[RequestSpec], total: int) -> LoadResult:
         """Requests leave at their times, whatever happened to those before."""
         self._total = total
-        async with self._watching(may_linger=True):
-            bodies = self._bodies(workload)
-            await self._get_ready(bodies)
+        async with self._watching():
+            prepared = PreparedRequests(self._conversations, workload, self._slo)
+            await self._get_ready(prepared)
             with closing(pacer()) as clock:
-                while (ready := next(bodies, None)) is not None:
-                    number, spec, body = ready
+                for number, spec, body in prepared:
                     due = self._start_ns + spec.arrival_ns
-                    if body is None and await self._wait_until(due - LATE_BODY_NS, clock, bodies):
-                        body = self._talks.delayed_body(number, spec, self._slo(spec))
-                    if body is None or not await self._wait_until(due, clock, bodies):
+                    if body is None and await self._wait_until(due - LATE_BODY_NS, clock, prepared):
+                        body = self._conversations.delayed_body(number, spec, self._slo(spec))
+                    if body is None or not await self._wait_until(due, clock, prepared):
                         break
                     self._send(number, spec, body, due)
-                    await self._yield()  # in a burst, what has come is read too
+                    await self._yield()  # in a burst, answers are read too
             await self._drain()
         return self._result
 
@@ -144,7 +141,7 @@ class Load:
                 f"concurrency is {workload.concurrency:,}; this process may have {allowed:,} open files (ulimit -n)"
             )
             raise ConfigError(message, param="concurrency")
-        async with self._watching(may_linger=False):  # what a client asks next depends on when its answer ended
+        async with self._watching():
             await asyncio.gather(*(self._client(workload, client) for client in range(workload.concurrency)))
             await self._drain()
         return self._result
@@ -153,7 +150,7 @@ class Load:
         while not self._is_over() and (spec := workload.next_request(client, max(0, now_ns() - self._start_ns))):
             due = self._start_ns + spec.arrival_ns
             number = self._sent
-            body = self._talks.body(number, spec, self._slo(spec))
+            body = self._conversations.body(number, spec, self._slo(spec))
             self._sent += 1
             if (pause := due - now_ns()) <= 0:
                 due = now_ns()  # it wanted to ask at once; making its question is not the server's time
@@ -162,30 +159,27 @@ class Load:
                 return
             await self._send(number, spec, body, due, counted=True).done
 
-    def _bodies(self, workload: Iterable[RequestSpec]) -> "Prepared":
-        return Prepared(self._talks, workload, self._slo)
-
-    async def _get_ready(self, bodies: "Prepared") -> None:
-        """Before the start: what is needed for the first requests."""
-        while bodies.prepare_one(0) or self._target.client.connect_ahead(bodies.num_due(CONNECT_NS)):
+    async def _get_ready(self, prepared: PreparedRequests) -> None:
+        """Before the start: make bodies and open connections for the first requests."""
+        while prepared.prepare(0) or self._target.client.connect_ahead(prepared.num_due(CONNECT_NS)):
             await asyncio.sleep(0)
         self._start_ns = now_ns() + LEAD_NS
 
     async def _yield(self) -> None:
-        """Let others do what they have to, if they have waited for a millisecond."""
+        """Let other tasks run, if they have waited for a millisecond."""
         if now_ns() - self._yielded_ns > NS_PER_MS:
             await asyncio.sleep(0)
             self._yielded_ns = now_ns()
 
-    async def _wait_until(self, due: int, clock: Pacer, bodies: "Prepared") -> bool:
-        """False when the run is over before that. Time left over makes bodies of later requests."""
+    async def _wait_until(self, due: int, clock: Pacer, prepared: PreparedRequests) -> bool:
+        """False when the run is over before that. Meanwhile bodies of later requests are made."""
         duration_s = self._options.duration_s
         if duration_s is not None and due - self._start_ns > duration_s * NS_PER_S:
             self._ended = "duration"
             return False
         while (left := due - now_ns()) > FINE_NS:
             now = now_ns() - self._start_ns
-            if self._target.client.connect_ahead(bodies.num_due(now + CONNECT_NS)) or bodies.prepare_one(now):
+            if self._target.client.connect_ahead(prepared.num_due(now + CONNECT_NS)) or prepared.prepare(now):
                 await self._yield()
             elif await self._stopped_within((left - FINE_NS / 2) / NS_PER_S):
                 return False
@@ -208,11 +202,11 @@ class Load:
             return True
         return self._stop.is_set()
 
-    def _slo(self, spec: RequestSpec) -> Objectives:
+    def _slo(self, spec: RequestSpec) -> LatencyObjectives:
         return self._options.slo.for_request(spec.slo)
 
     def _send(self, number: int, spec: RequestSpec, body: bytes, due: int, *, counted: bool = False) -> TokenStream:
-        stream = self._talks.stream(due, spec)
+        stream = self._conversations.stream(due, spec)
         if not counted:
             self._sent += 1
         self._running[number] = (spec, stream)
@@ -224,7 +218,7 @@ class Load:
 
     def _leave(self, number: int) -> None:
         if number in self._running:
-            self._cut(number, "aborted", "the client went away")
+            self._cut(number, "aborted", "the client gave up")
 
     def _cut(self, number: int, outcome: str, why: str) -> None:
         self._outcomes[number] = outcome
@@ -235,9 +229,9 @@ class Load:
         outcome = self._outcomes.pop(number, "completed" if stream.is_complete and stream.stamps else "failed")
         if outcome == "failed" and stream.is_complete:
             stream.error = no_tokens(stream)
-        made = record(number, spec, stream, self._slo(spec), self._start_ns, outcome)
+        made = client_record(number, spec, stream, self._slo(spec), self._start_ns, outcome)
         self._records.append(made)
-        self._talks.on_end(spec, stream)
+        self._conversations.on_end(spec, stream)
         self._tokens += made.output_tokens
         self._num_completed += made.is_completed
         self._num_failed += outcome == "failed"
@@ -249,7 +243,7 @@ class Load:
             self._all_done.set()
 
     async def _drain(self) -> None:
-        """Wait for answers that are on their way; when the run was stopped, hang up instead."""
+        """Wait for answers that are on their way; if the run was stopped, close their connections instead."""
         while self._running and not self._stop.is_set():
             self._all_done.clear()
             waiters = {asyncio.ensure_future(self._all_done.wait()), asyncio.ensure_future(self._stop.wait())}
@@ -264,13 +258,12 @@ class Load:
             await asyncio.sleep(0)
 
     @asynccontextmanager
-    async def _watching(self, *, may_linger: bool) -> AsyncIterator[None]:
+    async def _watching(self) -> AsyncIterator[None]:
         health = HealthWatch()
         health.start()
         self._start_ns = now_ns() + LEAD_NS
-        self._target.client.linger(may_linger)
         sweep = asyncio.create_task(self._sweep())
-        sweep.add_done_callback(lambda _: self._stop.set())  # one that fails ends the run
+        sweep.add_done_callback(lambda _: self._stop.set())  # a failing watcher ends the run
         try:
             yield
         finally:
@@ -278,15 +271,15 @@ class Load:
             sweep.cancel()
         if has_failed:
             await sweep
-        late = [one.sent_ns - one.intended_ns for one in self._records]
+        late = [record.sent_ns - record.intended_ns for record in self._records]
         self._result = LoadResult(
-            records=sorted(self._records, key=lambda one: one.number),
+            records=sorted(self._records, key=lambda record: record.number),
             start_ns=self._start_ns,
-            duration_ns=max((one.end_ns for one in self._records), default=0),
+            duration_ns=max((record.end_ns for record in self._records), default=0),
             health=health.stop(self._tokens, late),
             ended=self._ended,
             total=self._total,
-            turns=self._talks.counts,
+            turns=self._conversations.counts,
         )
 
     async def _sweep(self) -> None:
@@ -308,13 +301,13 @@ class Load:
                 self._ended = "given up"
                 self._stop.set()
 
-    def _progress(self, now: int) -> Progress:
+    def _progress(self, now: int) -> LoadProgress:
         late = sum(
             bool(self._slo(spec).overdue(now - stream.intended_ns, has_token=bool(stream.stamps)))
             for spec, stream in self._running.values()
         )
         ttfts = self._ttfts
-        return Progress(
+        return LoadProgress(
             elapsed_s=max(0, now - self._start_ns) / NS_PER_S,
             sent=self._sent,
             total=self._total,
@@ -326,50 +319,3 @@ class Load:
             judged=self._num_judged + late,
             ttft_p50_ms=ttfts[len(ttfts) // 2] / NS_PER_MS if ttfts else None,
         )
-
-
-class Prepared:
-    """Requests with their bodies, some of them made ahead: building a long prompt takes longer than sending it."""
-
-    def __init__(
-        self,
-        talks: Conversations,
-        workload: Iterable[RequestSpec],
-        slo: Callable[[RequestSpec], Objectives],
-    ) -> None:
-        self._talks = talks
-        self._specs = enumerate(workload)
-        self._slo = slo
-        self._ready: deque[tuple[int, RequestSpec, bytes | None]] = deque()
-
-    def __iter__(self) -> Iterator[tuple[int, RequestSpec, bytes | None]]:
-        return self
-
-    def __next__(self) -> tuple[int, RequestSpec, bytes | None]:
-        """Number, request and body; no body yet when an answer that belongs into it is still on its way."""
-        if not self._ready and not self._make():
-            raise StopIteration
-        return self._ready.popleft()
-
-    def prepare_one(self, now_ns: int) -> bool:
-        """Make one more body ahead; False when there are enough. ``now_ns``: from the start of the run."""
-        ready = self._ready
-        is_far = len(ready) >= PREPARED and ready[-1][1].arrival_ns > now_ns + SOON_NS
-        return not is_far and len(ready) < MOST_PREPARED and self._make()
-
-    def num_due(self, before_ns: int) -> int:
-        """Requests with bodies that are due before that."""
-        return bisect_right(self._ready, before_ns, key=lambda one: one[1].arrival_ns)
-
-    def _make(self) -> bool:
-        item = next(self._specs, None)
-        if item is None:
-            return False
-        number, spec = item
-        body = None
-        if self._talks.can_be_made(spec):
-            body = self._talks.body(number, spec, self._slo(spec))
-        else:
-            self._talks.delay(spec)
-        self._ready.append((number, spec, body))
-        return True

@@ -1,7 +1,4 @@
-"""A measurement as one JSON object: what was asked, of whom, on which machine, and what came of it.
-
-Owns the shape of that object, which pages, files and comparisons read.
-"""
+"""A measurement as a JSON object: settings, server, machine and results. Pages, files and comparisons read it."""
 
 import os
 import platform
@@ -14,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from diptych.bench.goodput import Found, SearchConfig
+from diptych.bench.goodput import GoodputResult, SearchConfig
 from diptych.bench.intervals import wilson
 from diptych.bench.load import LoadResult
 from diptych.bench.option_grammar import in_words
@@ -26,7 +23,7 @@ LIBRARIES = ("diptych", "msgspec", "uvloop")
 
 
 def context(session: Session, command: str) -> dict[str, Any]:
-    """Who measured whom with what. The key is not among it."""
+    """Command, machine, server and settings; without the key."""
     config, facts = session.config, session.target.facts
     target = asdict(config.target)
     target["api_key"] = None
@@ -40,8 +37,8 @@ def context(session: Session, command: str) -> dict[str, Any]:
     }
 
 
-def one_run(result: LoadResult) -> dict[str, Any]:
-    """Of one run of a workload."""
+def single_run(result: LoadResult) -> dict[str, Any]:
+    """Of a single run of a workload."""
     return {
         "summary": summarize(result),
         "classes": classes(result.records),
@@ -51,24 +48,20 @@ def one_run(result: LoadResult) -> dict[str, Any]:
 
 def points(probes: Sequence[Probe]) -> list[dict[str, Any]]:
     """Of each run of a series or a search, in the order in which they were measured."""
-    found = []
-    for probe in probes:
-        share = probe.met / probe.judged if probe.judged else None
-        interval = wilson(probe.met, probe.judged)
-        found.append(
-            {
-                "rate": probe.rate,
-                "met": probe.met,
-                "judged": probe.judged,
-                "attainment": share,
-                "attainment_interval": None if share is None else [interval.low, interval.high],
-                "summary": summarize(probe.result),
-            }
-        )
-    return found
+    return [
+        {
+            "rate": probe.rate,
+            "met": probe.met,
+            "judged": probe.judged,
+            "attainment": probe.share,
+            "attainment_interval": wilson(probe.met, probe.judged) if probe.judged else None,
+            "summary": summarize(probe.result),
+        }
+        for probe in probes
+    ]
 
 
-def search(found: Found, config: SearchConfig, probes: Sequence[Probe]) -> dict[str, Any]:
+def search(found: GoodputResult, config: SearchConfig, probes: Sequence[Probe]) -> dict[str, Any]:
     """Of a search for goodput."""
     return {"goodput": {**asdict(found), "config": asdict(config)}, "points": points(probes)}
 

@@ -1,7 +1,7 @@
-"""What an answer must keep to be good: times to the first token, per token, between tokens and to the last one.
+"""Latency objectives of a request (TTFT, TPOT, ITL, E2E), and which of them a measured request missed.
 
-Owns which objectives there are and which of them a measured request missed. TTFT and TPOT are the server's business too
-(``control.slo``); the gaps between tokens and the end-to-end time are seen only by whoever receives the tokens.
+TTFT and TPOT are known to the server too (``control.slo``); gaps between tokens and the end-to-end time are measured by
+the client alone.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,7 +14,7 @@ NO_ANSWER = "no answer"  # what a request missed whose answer did not come whole
 
 
 @dataclass(frozen=True, slots=True)
-class Objectives:
+class LatencyObjectives:
     """Nanoseconds; ``None`` means no objective.
 
     ttft_ns: intended sending to the first token. tpot_ns: mean time per token after the first. itl_ns: the 99th
@@ -33,33 +33,33 @@ class Objectives:
                 raise ConfigError(f"the objective {name} is {value} ns; it must be positive", param="slo")
 
     def items(self) -> Iterator[tuple[str, int]]:
-        """(name, nanoseconds) of those that there are."""
+        """(name, nanoseconds) of those that are set."""
         pairs = (("ttft", self.ttft_ns), ("tpot", self.tpot_ns), ("itl", self.itl_ns), ("e2e", self.e2e_ns))
         return ((name, value) for name, value in pairs if value is not None)
 
     @property
     def has_any(self) -> bool:
-        """Whether there is anything to miss."""
+        """Whether any is set."""
         return any(True for _ in self.items())
 
-    def or_else(self, default: "Objectives") -> "Objectives":
-        """These objectives, and the default's where there is none."""
-        return Objectives(
+    def or_else(self, default: "LatencyObjectives") -> "LatencyObjectives":
+        """These objectives, and the default's where none is set."""
+        return LatencyObjectives(
             self.ttft_ns or default.ttft_ns,
             self.tpot_ns or default.tpot_ns,
             self.itl_ns or default.itl_ns,
             self.e2e_ns or default.e2e_ns,
         )
 
-    def for_request(self, own: Slo | None) -> "Objectives":
-        """Those of one request: its own first."""
-        return Objectives(own.ttft_ns, own.tpot_ns).or_else(self) if own is not None else self
+    def for_request(self, own: Slo | None) -> "LatencyObjectives":
+        """Those of a request that may have objectives of its own; these come first."""
+        return LatencyObjectives(own.ttft_ns, own.tpot_ns).or_else(self) if own is not None else self
 
     def missed(self, measured: Mapping[str, float | None]) -> tuple[str, ...]:
-        """Names of the objectives that these times (by name, in nanoseconds) are over; None: there is no such time."""
+        """Names of the objectives that these times (by name, in nanoseconds) exceed; None: there is no such time."""
         return tuple(name for name, limit in self.items() if (time := measured[name]) is not None and time > limit)
 
     def overdue(self, waited_ns: int, *, has_token: bool) -> tuple[str, ...]:
-        """What a request that was due ``waited_ns`` ago and has not ended has missed already."""
+        """Names of the objectives that a request missed already that was due ``waited_ns`` ago and has not ended."""
         limits = {"ttft": None if has_token else self.ttft_ns, "e2e": self.e2e_ns}
         return tuple(name for name, limit in limits.items() if limit is not None and waited_ns > limit)

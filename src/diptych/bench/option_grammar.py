@@ -1,11 +1,8 @@
-"""What options say in one word: durations, objectives, ramps, ranges.
-
-Owns these little grammars. Must never hold a default.
-"""
+"""The grammars of option values: durations, objectives, ramps, ranges. Defaults are elsewhere."""
 
 import re
 
-from diptych.bench.objectives import Objectives
+from diptych.bench.objectives import LatencyObjectives
 from diptych.bench.session import Ramp
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_MS, NS_PER_S
@@ -22,7 +19,7 @@ def duration_s(text: str, param: str) -> float:
     return float(match[1]) * UNITS[match[2]]
 
 
-def slo(text: str | None) -> Objectives:
+def slo(text: str | None) -> LatencyObjectives:
     """``ttft=2s,tpot=50ms,itl=60ms,e2e=20s``, any of them. Raises ConfigError."""
     found: dict[str, int] = {}
     for part in (text or "").split(","):
@@ -36,12 +33,12 @@ def slo(text: str | None) -> Objectives:
         if value.strip()[-1:].isdigit():
             raise ConfigError(f"slo is {text!r}; {name} needs a unit, such as {value.strip()}ms", param="slo")
         found[name] = max(1, round(duration_s(value, f"slo: {name}") * NS_PER_S))
-    return Objectives(*(found.get(name) for name in OBJECTIVES))
+    return LatencyObjectives(*(found.get(name) for name in OBJECTIVES))
 
 
-def slo_of(ttft_ms: float | None, tpot_ms: float | None) -> Objectives:
+def slo_of(ttft_ms: float | None, tpot_ms: float | None) -> LatencyObjectives:
     """Objectives in milliseconds, as files of settings have them."""
-    return Objectives(*(None if value is None else round(value * NS_PER_MS) for value in (ttft_ms, tpot_ms)))
+    return LatencyObjectives(*(None if value is None else round(value * NS_PER_MS) for value in (ttft_ms, tpot_ms)))
 
 
 def ramp(text: str) -> Ramp:
@@ -74,7 +71,7 @@ def rates(text: str) -> list[float]:
     return found
 
 
-def in_words(objectives: Objectives) -> str:
+def in_words(objectives: LatencyObjectives) -> str:
     """Objectives as they are typed; empty when there are none."""
     return ",".join(f"{name}={time(value / NS_PER_MS)}" for name, value in objectives.items())
 

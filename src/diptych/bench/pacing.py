@@ -1,6 +1,7 @@
 """Waiting until a moment, to within tens of microseconds: an event loop's own timers tick in milliseconds.
 
-Owns the timer: a Linux timerfd that the loop watches, or elsewhere a thread that sleeps. Must never know what is due.
+On Linux a timerfd that the event loop watches, by ctypes: os.timerfd_create comes with Python 3.13. Elsewhere a thread
+that sleeps.
 """
 
 import asyncio
@@ -17,19 +18,19 @@ _CLOCK_MONOTONIC, _FLAGS = 1, os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class Pacer(Protocol):
-    """One waiter at a time."""
+    """Sleeps precisely, for a single waiter at a time."""
 
     async def sleep(self, ns: int) -> None:
-        """Return so many nanoseconds from now."""
+        """Return ``ns`` nanoseconds from now."""
         ...
 
     def close(self) -> None:
-        """No more waiting."""
+        """Release the timer."""
         ...
 
 
 def pacer() -> Pacer:
-    """The best that this system has."""
+    """The most precise of this system."""
     return TimerPacer() if sys.platform == "linux" else ThreadPacer()
 
 
@@ -58,7 +59,7 @@ class TimerPacer:
         self._loop.add_reader(self._file, self._on_end)
 
     async def sleep(self, ns: int) -> None:
-        """Return so many nanoseconds from now."""
+        """Return ``ns`` nanoseconds from now."""
         self._timer.value_s, self._timer.value_ns = divmod(max(1, ns), NS_PER_S)
         self._waiter = self._loop.create_future()
         if self._libc.timerfd_settime(self._file, 0, ctypes.byref(self._timer), None):
@@ -66,7 +67,7 @@ class TimerPacer:
         await self._waiter
 
     def close(self) -> None:
-        """No more waiting."""
+        """Release the timer."""
         self._loop.remove_reader(self._file)
         os.close(self._file)
 
@@ -86,9 +87,9 @@ class ThreadPacer:
         self._thread = ThreadPoolExecutor(1)
 
     async def sleep(self, ns: int) -> None:
-        """Return so many nanoseconds from now."""
+        """Return ``ns`` nanoseconds from now."""
         await asyncio.get_running_loop().run_in_executor(self._thread, time.sleep, ns / NS_PER_S)
 
     def close(self) -> None:
-        """No more waiting."""
+        """Release the timer."""
         self._thread.shutdown()

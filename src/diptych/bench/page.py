@@ -8,7 +8,7 @@ from diptych.bench import bench_charts as charts
 from diptych.bench import tables
 from diptych.bench.interference import tables as _tables
 from diptych.bench.option_grammar import slo
-from diptych.bench.request_records import RequestRecord
+from diptych.bench.request_records import ClientRecord
 from diptych.bench.stalls import Stall
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 from diptych.report import pages
@@ -21,7 +21,7 @@ FOOT = (
 )
 
 
-def render(data: Mapping[str, Any], records: Sequence[Sequence[RequestRecord]]) -> str:
+def render(data: Mapping[str, Any], records: Sequence[Sequence[ClientRecord]]) -> str:
     """The whole file as text. data: see measurement.py; records: of each run, in order."""
     sections = {"run": _run, "rates": _series, "find_goodput": _series, "interference": _interference}[data["mode"]]
     facts = {name: data[name] for name in ("server", "machine", "settings")}
@@ -39,7 +39,7 @@ def render(data: Mapping[str, Any], records: Sequence[Sequence[RequestRecord]]) 
     return pages.render(report)
 
 
-def _run(data: Mapping[str, Any], records: Sequence[Sequence[RequestRecord]]) -> list[Section]:
+def _run(data: Mapping[str, Any], records: Sequence[Sequence[ClientRecord]]) -> list[Section]:
     summary = data["summary"]
     shown = [tables.latency_table(summary), tables.service_table(summary), tables.client_table(summary)]
     if data["classes"]:
@@ -55,14 +55,14 @@ def _run(data: Mapping[str, Any], records: Sequence[Sequence[RequestRecord]]) ->
     ]
 
 
-def _series(data: Mapping[str, Any], records: Sequence[Sequence[RequestRecord]]) -> list[Section]:
+def _series(data: Mapping[str, Any], records: Sequence[Sequence[ClientRecord]]) -> list[Section]:
     goodput = data.get("goodput")
     target = goodput["config"]["attainment"] if goodput else None
     drawn = charts.rate_charts(data["points"], target, goodput["estimate"] if goodput else None)
     return [Section(heading="Over the rate", charts=drawn, tables=tables.probe_tables(data["points"]))]
 
 
-def _interference(data: Mapping[str, Any], records: Sequence[Sequence[RequestRecord]]) -> list[Section]:
+def _interference(data: Mapping[str, Any], records: Sequence[Sequence[ClientRecord]]) -> list[Section]:
     found = data["interference"]
     return [
         Section(heading="Gaps", charts=charts.gap_charts(found)),

@@ -1,19 +1,16 @@
-"""What a person sees while a measurement runs.
-
-Owns the live line. Must never compute a figure.
-"""
+"""The live line on the terminal while a measurement runs."""
 
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from diptych.bench.load import Progress as LoadProgress
+from diptych.bench.load import LoadProgress
 from diptych.report.text import milliseconds
 
 
 class LiveLine:
-    """A bar with the figures so far, on standard error; nothing where nobody looks."""
+    """A bar with the figures so far, on standard error; nothing unless that is a terminal."""
 
     def __init__(self, words: str, *, quiet: bool) -> None:
         self._console = Console(stderr=True, highlight=False)

@@ -1,8 +1,7 @@
-"""Prompts from the identities of a workload: equal identities give equal tokens, so that shared beginnings are real.
+"""Prompts from the identities of a workload: equal identities give equal tokens, so that prefixes are really shared.
 
-Owns contents. Token ids (or words) are a function of (salt, identity), and of (salt, request number) for what nobody
-shares; the salt of a run says which texts these are, so that a server that still has the last run's prompts cached does
-not look faster than it is.
+Token ids (or words) are a function of (salt, identity), and of (salt, request number) for the part that is not shared.
+Each run has its own salt, so that a server that still has the last run's prompts cached does not look too fast.
 """
 
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from diptych.control.errors import ConfigError
 from diptych.workload.spec import RequestSpec
 
 BLOCKS_REMEMBERED = 1 << 16
-# Common words; with a space before it each is one token of most vocabularies.
+# Common words; with a space before it each is a single token of most vocabularies.
 _TEXT = (
     "the of and to in is that for it was on are as with his they at be this have from or one had by but not what all "
     "were we when your can said there use an each which she do how their if will up other about out many then them "
@@ -29,7 +28,7 @@ WORDS = tuple(_TEXT.split())
 
 
 class PromptMaker:
-    """Units (token ids, or numbers of words) of the prompts of one run.
+    """Units (token ids, or numbers of words) of the prompts of a run.
 
     low, high: units are in [low, high). tokens_per_unit: 1 for token ids; for words, what was measured.
     overhead_tokens: tokens that the server adds to every prompt (a chat template).
@@ -62,11 +61,11 @@ class PromptMaker:
         return units
 
     def fresh(self, name: str, num_tokens: int) -> list[int]:
-        """A prompt of its own, for warm-ups and probes."""
+        """A prompt that shares nothing, for warm-ups and probes."""
         return list(self._draw(name, max(1, round((num_tokens - self._overhead) / self._tokens_per_unit))))
 
     def words(self, name: str, num_tokens: float) -> list[int]:
-        """So many tokens in the middle of a prompt; at least one unit."""
+        """A part of ``num_tokens`` in the middle of a prompt; at least a single unit."""
         return list(self._draw(name, max(1, round(num_tokens / self._tokens_per_unit))))
 
     def _draw(self, name: str, count: int) -> tuple[int, ...]:

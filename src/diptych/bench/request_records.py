@@ -1,7 +1,7 @@
-"""What became of one request, and its line in a file.
+"""The client's record of a request, and its line in a file.
 
-Owns the definitions of TTFT, TPOT and ITL as a client sees them: times are counted from when the request should have
-been sent, so that a client that fell behind does not hide what its requests waited (coordinated omission).
+TTFT, TPOT, ITL and E2E are defined here as a client sees them: times count from when the request should have been sent,
+so that a client that fell behind does not hide what its requests waited (coordinated omission).
 """
 
 from array import array
@@ -12,18 +12,18 @@ from typing import Any
 
 import msgspec
 
-from diptych.bench.client_stream import TokenStream
-from diptych.bench.objectives import NO_ANSWER, Objectives
+from diptych.bench.objectives import NO_ANSWER, LatencyObjectives
+from diptych.bench.token_stream import TokenStream
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 from diptych.report.statistics import percentile
 from diptych.workload.spec import RequestSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestRecord:
+class ClientRecord:
     """Times in nanoseconds from the start of the run. stamps: one per event with tokens; sizes: tokens of each, where
     the server tells (else empty). outcome: completed, failed, aborted (the client's patience ended), or unfinished (the
-    run ended first). missed: which objectives; None without any, or when the run ended before that was known."""
+    run ended first). missed: which objectives; None without any, or if the run ended before that was known."""
 
     number: int
     kind: str = ""
@@ -71,7 +71,7 @@ class RequestRecord:
 
     @property
     def slo_met(self) -> bool | None:
-        """Whether it met every objective; None without any, or when nobody knows."""
+        """Whether it met every objective; None without any, or if that is not known."""
         return None if self.missed is None else not self.missed
 
     @property
@@ -80,19 +80,24 @@ class RequestRecord:
         return percentile(sorted(self.gaps_ns()), 99) if len(self.stamps) > 1 else None
 
     def gaps_ns(self) -> Iterator[int]:
-        """Between neighbouring events: what somebody who watches the stream waits for."""
-        stamps = self.stamps
-        return (later - earlier for earlier, later in pairwise(stamps))
+        """Between neighbouring events: what a reader of the stream waits for."""
+        return (later - earlier for earlier, later in pairwise(self.stamps))
 
 
-def record(
-    number: int, spec: RequestSpec, stream: TokenStream, objectives: Objectives, start_ns: int, outcome: str
-) -> RequestRecord:
+def verdicts(records: Iterable[ClientRecord]) -> tuple[int, int]:
+    """(requests that met every objective, requests whose verdict is known)."""
+    known = [record.slo_met for record in records if record.slo_met is not None]
+    return sum(known), len(known)
+
+
+def client_record(
+    number: int, spec: RequestSpec, stream: TokenStream, objectives: LatencyObjectives, start_ns: int, outcome: str
+) -> ClientRecord:
     """The record of a stream that is over; ``start_ns``: of the run, on the clock of the stream."""
     stream.settle()
     usage = stream.usage
     cached = usage.prompt_tokens_details.cached_tokens if usage and usage.prompt_tokens_details else None
-    made = RequestRecord(
+    made = ClientRecord(
         number=number,
         kind=spec.kind,
         session=spec.session,
@@ -115,7 +120,7 @@ def record(
     return replace(made, missed=_missed(made, objectives)) if objectives.has_any else made
 
 
-def _missed(made: RequestRecord, objectives: Objectives) -> tuple[str, ...]:
+def _missed(made: ClientRecord, objectives: LatencyObjectives) -> tuple[str, ...]:
     """An answer that did not come whole met nothing."""
     if not made.is_completed or made.ttft_ns is None:
         return (NO_ANSWER,)
@@ -123,32 +128,36 @@ def _missed(made: RequestRecord, objectives: Objectives) -> tuple[str, ...]:
     return objectives.missed(times)
 
 
-def lines(records: Iterable[RequestRecord], *, with_gaps: bool = False) -> Iterator[bytes]:
+def lines(records: Iterable[ClientRecord], *, with_gaps: bool = False) -> Iterator[bytes]:
     """One JSON line per request, in order of number; the names are those of ``diptych simulate --records``."""
     encoder = msgspec.json.Encoder()
-    for one in sorted(records, key=lambda each: each.number):
+    for record in sorted(records, key=lambda record: record.number):
         row: dict[str, Any] = {
-            "number": one.number,
-            "kind": one.kind,
-            "session": one.session,
-            "outcome": one.outcome,
-            "arrival_s": one.intended_ns / NS_PER_S,
-            "sent_s": one.sent_ns / NS_PER_S,
-            "ttft_s": None if one.ttft_ns is None else one.ttft_ns / NS_PER_S,
-            "tpot_s": None if one.tpot_ns is None else one.tpot_ns / NS_PER_S,
-            "e2e_s": one.e2e_ns / NS_PER_S,
-            "longest_gap_s": max(one.gaps_ns(), default=0) / NS_PER_S,
-            "prompt_tokens": one.prompt_tokens,
-            "cached_tokens": one.cached_tokens,
-            "output_tokens": one.output_tokens,
-            "events": len(one.stamps),
-            "slo_met": one.slo_met,
-            "missed": one.missed,
-            "status": one.status,
-            "error": one.error,
+            "number": record.number,
+            "kind": record.kind,
+            "session": record.session,
+            "outcome": record.outcome,
+            "arrival_s": record.intended_ns / NS_PER_S,
+            "sent_s": record.sent_ns / NS_PER_S,
+            "ttft_s": _seconds(record.ttft_ns),
+            "tpot_s": _seconds(record.tpot_ns),
+            "e2e_s": record.e2e_ns / NS_PER_S,
+            "longest_gap_s": max(record.gaps_ns(), default=0) / NS_PER_S,
+            "prompt_tokens": record.prompt_tokens,
+            "cached_tokens": record.cached_tokens,
+            "output_tokens": record.output_tokens,
+            "events": len(record.stamps),
+            "slo_met": record.slo_met,
+            "missed": record.missed,
+            "status": record.status,
+            "error": record.error,
         }
-        if one.server_ms is not None:
-            row["server_ms"] = one.server_ms
+        if record.server_ms is not None:
+            row["server_ms"] = record.server_ms
         if with_gaps:
-            row["gaps_ms"] = [round(gap / NS_PER_MS, 3) for gap in one.gaps_ns()]
+            row["gaps_ms"] = [round(gap / NS_PER_MS, 3) for gap in record.gaps_ns()]
         yield encoder.encode(row) + b"\n"
+
+
+def _seconds(ns: int | None) -> float | None:
+    return None if ns is None else ns / NS_PER_S

@@ -1,7 +1,6 @@
-"""Measurements against one server: a run, a series of rates, the search for goodput.
+"""Measurements of a server: find it, warm it up, then a run, a series of rates, or the search for goodput.
 
-Owns the order of things: find the server, warm it up, run, let it settle, run again. Must never print: whoever calls
-is told by callbacks.
+Nothing is printed: callbacks get the progress.
 """
 
 import asyncio
@@ -18,16 +17,17 @@ import msgspec.structs
 import uvloop
 
 from diptych.bench.conversations import Conversations
-from diptych.bench.goodput import Found, GoodputSearch, Measured, SearchConfig
-from diptych.bench.load import Load, LoadOptions, LoadResult, Progress, Watcher, ramped
-from diptych.bench.objectives import Objectives
+from diptych.bench.goodput import GoodputResult, GoodputSearch, RateResult, SearchConfig
+from diptych.bench.load import Load, LoadOptions, LoadProgress, LoadResult, Watcher, ramped
+from diptych.bench.objectives import LatencyObjectives
+from diptych.bench.request_records import verdicts
 from diptych.bench.target import Target, TargetConfig, client_for
 from diptych.control.errors import ConfigError
 from diptych.workload.build import WorkloadConfig, build
 from diptych.workload.spec import ClosedLoop, RequestSpec
 
 Result = TypeVar("Result")
-MIN_REQUESTS = 60  # of a run of a search, if they come within four times its length; fewer say little about 90 %
+MIN_REQUESTS = 60  # in a run of a search, if they come within four times its length; fewer say little about 90 %
 FEW_REQUESTS = 20
 
 
@@ -46,13 +46,13 @@ class Ramp:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig:
-    """slo: for requests that name none. warm_up: requests before the first that counts. salt: which texts the prompts
-    are; equal salts and seeds give equal prompts. None: new ones, so that nothing of them is cached.
+    """slo: for requests that name none. warm_up: requests before the first that counts. salt: decides the texts of the
+    prompts; equal salts and seeds give equal prompts. None: new ones, so that the server has nothing of them cached.
     settle_s: pause between two runs."""
 
     target: TargetConfig
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
-    slo: Objectives = field(default_factory=Objectives)
+    slo: LatencyObjectives = field(default_factory=LatencyObjectives)
     seed: int = 0
     duration_s: float | None = None
     ramp: Ramp | None = None
@@ -74,18 +74,23 @@ class BenchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """One run of a search or series. known: of its rate, all runs together (a search only)."""
+    """A run of a search or series. known: of its rate, all runs together (a search only)."""
 
     rate: float
     result: LoadResult
     met: int
     judged: int
-    known: Measured | None = None
+    known: RateResult | None = None
+
+    @property
+    def share(self) -> float | None:
+        """Attainment; None if no request was judged."""
+        return self.met / self.judged if self.judged else None
 
 
 class Session:
-    """A server that was found and warmed up. ``stop`` ends what is running; what was measured stays. ``broken``: what
-    ended a series of runs before its time; what was measured before that stays too."""
+    """A server that was found and warmed up. Setting ``stop`` ends a measurement early; ``broken``: the error that did.
+    What was measured until then is kept."""
 
     def __init__(self, config: BenchConfig, target: Target, stop: asyncio.Event) -> None:
         self.config = config
@@ -101,7 +106,7 @@ class Session:
         workload: WorkloadConfig | None = None,
         seed: int | None = None,
         watch: Watcher | None = None,
-        give_up: Callable[[Progress], bool] | None = None,
+        give_up: Callable[[LoadProgress], bool] | None = None,
     ) -> LoadResult:
         """The workload once. Raises ConfigError for a workload that cannot be."""
         config = self.config
@@ -130,11 +135,12 @@ class Session:
         self, rates: Iterable[float], seconds: float | None, watch: Watcher | None, on_probe: Callable[[Probe], None]
     ) -> list[Probe]:
         """The workload at each rate in turn: ``seconds`` long, or as many requests as it has."""
+        workload = self.config.workload
         probes: list[Probe] = []
         for rate in rates:
             if self.stop.is_set():
                 break
-            result = await self.run(workload=self._at(rate, seconds), watch=watch)
+            result = await self.run(workload=at_rate(workload, rate, seconds), watch=watch)
             met, judged = _counts(result)
             probes.append(Probe(rate=rate, result=result, met=met, judged=judged))
             on_probe(probes[-1])
@@ -150,10 +156,10 @@ class Session:
         seconds: float,
         watch: Watcher | None = None,
         on_probe: Callable[[Probe, GoodputSearch], None] | None = None,
-    ) -> tuple[Found, list[Probe]]:
+    ) -> tuple[GoodputResult, list[Probe]]:
         """The highest rate that meets the objectives often enough. Raises ConfigError without objectives."""
         workload = self.config.workload
-        has_slo = self.config.slo.has_any or workload.slo.to_slo() or any(one.slo for one in workload.classes)
+        has_slo = self.config.slo.has_any or workload.slo.to_slo() or any(kind.slo for kind in workload.classes)
         if not has_slo and workload.trace is None:
             raise ConfigError("goodput needs objectives: --slo ttft=2s,tpot=50ms", param="slo")
         if workload.arrivals.kind == "closed" or self.config.ramp is not None:
@@ -164,7 +170,7 @@ class Session:
         while not self.stop.is_set() and (rate := search.next_rate()) is not None:
             number = runs[rate] = runs.get(rate, 0) + 1
             result = await self.run(
-                workload=self._at(rate, seconds),
+                workload=at_rate(workload, rate, seconds),
                 seed=self.config.seed + number - 1,
                 watch=watch,
                 give_up=lambda progress: search.is_hopeless(progress.judged - progress.met, progress.total),
@@ -181,13 +187,13 @@ class Session:
         return search.found, probes
 
     async def settle(self) -> None:
-        """Wait until the server has time again: hung-up requests leave it, then it answers a short prompt."""
+        """Wait until the server has dropped the requests that were given up, and answers a short prompt."""
         if not self.stop.is_set():
             await asyncio.sleep(self.config.settle_s)
             await self.target.ask(self.target.prompt_maker(f"{self.salt}/settle/{self._num_runs}").fresh("", 16), 1)
 
     async def _has_settled(self) -> bool:
-        """False when the server no longer answers: then the run before this says nothing about its rate."""
+        """False if the server no longer answers: then the run before this says nothing about its rate."""
         try:
             await self.settle()
         except ConfigError as error:
@@ -208,7 +214,7 @@ class Session:
         await asyncio.gather(*asks)
 
     async def _first_rate(self) -> float:
-        """A guess from below: the rate of one client that waits for its answers."""
+        """A guess from below: the rate of a single client that waits for its answers."""
         maker = self.target.prompt_maker(f"{self.salt}/first")
         specs = _first_specs(self.config, 3)
         before = time.monotonic()
@@ -216,18 +222,18 @@ class Session:
             await self.target.ask(maker.fresh(f"{number}", spec.prompt_tokens), spec.output_tokens)
         return len(specs) / max(1e-3, time.monotonic() - before)
 
-    def _at(self, rate: float, seconds: float | None) -> WorkloadConfig:
-        """The workload at a rate, long enough to say something."""
-        workload = self.config.workload
-        if workload.arrivals.kind == "closed":
-            raise ConfigError("a closed loop has no rate", param="rates")
-        number = workload.num_requests
-        if seconds is not None:
-            number = max(FEW_REQUESTS, min(MIN_REQUESTS, round(4 * rate * seconds)), round(rate * seconds))
-        trace = workload.trace
-        if trace is not None:
-            trace = msgspec.structs.replace(trace, scale=1.0)
-        return msgspec.structs.replace(workload, rate=rate, num_requests=number, trace=trace)
+
+def at_rate(workload: WorkloadConfig, rate: float, seconds: float | None) -> WorkloadConfig:
+    """The workload at a rate; with enough requests to judge it, unless ``seconds`` is None. Raises ConfigError."""
+    if workload.arrivals.kind == "closed":
+        raise ConfigError("a closed loop has no rate", param="rates")
+    number = workload.num_requests
+    if seconds is not None:
+        number = max(FEW_REQUESTS, min(MIN_REQUESTS, round(4 * rate * seconds)), round(rate * seconds))
+    trace = workload.trace
+    if trace is not None:
+        trace = msgspec.structs.replace(trace, scale=1.0)
+    return msgspec.structs.replace(workload, rate=rate, num_requests=number, trace=trace)
 
 
 @asynccontextmanager
@@ -275,12 +281,11 @@ def _first_specs(config: BenchConfig, count: int) -> list[RequestSpec]:
 
 
 def _counts(result: LoadResult) -> tuple[int, int]:
-    """(met, judged). Of a run that was given up only what it missed is known: the rest counts as met, in its favour."""
-    missed = sum(one.slo_met is False for one in result.records)
-    judged = sum(one.slo_met is not None for one in result.records)
+    """(met, judged). Of a run that was given up only the misses are known: the rest counts as met, in its favour."""
+    met, judged = verdicts(result.records)
     if result.ended != "given up":
-        return judged - missed, judged
-    return max(0, result.total - missed), result.total
+        return met, judged
+    return max(0, result.total - (judged - met)), result.total
 
 
 async def _forward(first: asyncio.Event, second: asyncio.Event) -> None:
@@ -290,7 +295,7 @@ async def _forward(first: asyncio.Event, second: asyncio.Event) -> None:
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """No cycle collection while time counts: it stops everything for milliseconds, and a run makes few cycles."""
+    """No cycle collection during a run: it stops the client for milliseconds, and a run makes few cycles."""
     gc.collect()
     gc.disable()
     try:

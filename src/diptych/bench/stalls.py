@@ -1,14 +1,13 @@
-"""The longest gaps between events of one stream, and what else was running then.
+"""The longest gaps between events of a stream, and what else was running then.
 
-Owns the search for culprits: who was decoding, and whose prompt had been sent and had no token yet.
+Other streams that were decoding, and prompts that had been sent and had no token yet, are the possible causes.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
-from itertools import pairwise
 
-from diptych.bench.request_records import RequestRecord
+from diptych.bench.request_records import ClientRecord
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 
 
@@ -25,18 +24,18 @@ class Stall:
     prefilling: dict[int, int] = field(default_factory=dict)
 
 
-def longest_gaps(records: Sequence[RequestRecord], count: int = 10) -> list[Stall]:
+def longest_gaps(records: Sequence[ClientRecord], count: int = 10) -> list[Stall]:
     """The ``count`` longest gaps, the longest first. Of each stream only its longest counts."""
-    worst: list[tuple[int, int, RequestRecord]] = []
-    for one in records:
-        if len(one.stamps) > 1:
-            gap, place = max((later - earlier, -place) for place, (earlier, later) in enumerate(pairwise(one.stamps)))
-            worst.append((gap, -place, one))
-    chosen = nlargest(count, worst, key=lambda each: each[0])
-    return [_stall(one, place, gap, records) for gap, place, one in chosen]
+    worst: list[tuple[int, int, ClientRecord]] = []
+    for record in records:
+        if len(record.stamps) > 1:
+            gap, place = max((gap, -place) for place, gap in enumerate(record.gaps_ns()))
+            worst.append((gap, -place, record))
+    chosen = nlargest(count, worst, key=lambda found: found[0])
+    return [_stall(record, place, gap, records) for gap, place, record in chosen]
 
 
-def _stall(stalled: RequestRecord, place: int, gap: int, records: Sequence[RequestRecord]) -> Stall:
+def _stall(stalled: ClientRecord, place: int, gap: int, records: Sequence[ClientRecord]) -> Stall:
     start = stalled.stamps[place]
     end = start + gap
     decoding, prefilling = 0, {}

@@ -1,7 +1,7 @@
 """The figures of a run as plain data, with the names that ``diptych simulate --json`` uses.
 
-Owns definitions: latencies are those of completed requests; attainment counts every request with an objective, failed
-ones as missed; rates are per second from the start of the workload to its last event.
+Latencies are those of completed requests. Attainment counts every request with an objective, failed requests as missed.
+Rates are per second from the start of the workload to its last event.
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ from typing import Any
 from diptych.bench.health import Health
 from diptych.bench.intervals import CONFIDENCE, Interval, binned, block_bootstrap, wilson
 from diptych.bench.load import LoadResult
-from diptych.bench.request_records import RequestRecord
+from diptych.bench.request_records import ClientRecord, verdicts
 from diptych.control.slo import NS_PER_S
 from diptych.report.statistics import distribution_ms
 
@@ -21,28 +21,28 @@ from diptych.report.statistics import distribution_ms
 def summarize(result: LoadResult) -> dict[str, Any]:
     """Latencies in ms, rates per second, shares 0 to 1, intervals as [low, high]."""
     records = result.records
-    done = [one for one in records if one.is_completed]
+    done = [record for record in records if record.is_completed]
     seconds = result.duration_ns / NS_PER_S
-    met = [one for one in records if one.slo_met]
-    judged = sum(one.slo_met is not None for one in records)
-    outputs, prompts = sum(one.output_tokens for one in done), sum(one.prompt_tokens for one in done)
-    events = sum(len(one.stamps) for one in done)
-    cached = [one.cached_tokens for one in done if one.cached_tokens is not None]
+    good = [record for record in records if record.slo_met]
+    met, judged = verdicts(records)
+    outputs, prompts = sum(record.output_tokens for record in done), sum(record.prompt_tokens for record in done)
+    events = sum(len(record.stamps) for record in done)
+    cached = [record.cached_tokens for record in done if record.cached_tokens is not None]
     return {
         "num_requests": len(records),
         "num_completed": len(done),
-        "num_failed": sum(one.outcome == "failed" for one in records),
-        "num_aborted": sum(one.outcome == "aborted" for one in records),
-        "num_unfinished": sum(one.outcome == "unfinished" for one in records),
+        "num_failed": sum(record.outcome == "failed" for record in records),
+        "num_aborted": sum(record.outcome == "aborted" for record in records),
+        "num_unfinished": sum(record.outcome == "unfinished" for record in records),
         "ended": result.ended,
         "duration_s": seconds,
-        "sent_rps": _rate([one.intended_ns for one in records]),
+        "sent_rps": _rate([record.intended_ns for record in records]),
         **latencies(done),
-        "attainment": len(met) / judged if judged else None,
-        "attainment_interval": _pair(wilson(len(met), judged)) if judged else None,
+        "attainment": met / judged if judged else None,
+        "attainment_interval": wilson(met, judged) if judged else None,
         "missed": missed(records),
-        "goodput_rps": len(met) / seconds if judged and seconds else None,
-        "goodput_interval": _rate_interval(met, len(records), result.duration_ns) if judged else None,
+        "goodput_rps": met / seconds if judged and seconds else None,
+        "goodput_interval": _rate_interval(good, len(records), result.duration_ns) if judged else None,
         "throughput_rps": len(done) / seconds if seconds else 0.0,
         "throughput_interval": _rate_interval(done, len(records), result.duration_ns),
         "output_tokens_per_s": outputs / seconds if seconds else 0.0,
@@ -50,14 +50,14 @@ def summarize(result: LoadResult) -> dict[str, Any]:
         "tokens_per_event": outputs / events if events else None,
         "cached_token_share": sum(cached) / prompts if cached and prompts else None,
         "turns": None if result.turns is None else asdict(result.turns),
-        "errors": dict(Counter(one.error for one in records if one.outcome == "failed").most_common(10)),
+        "errors": dict(Counter(record.error for record in records if record.outcome == "failed").most_common(10)),
         "confidence": CONFIDENCE,
         "client": client(result.health),
     }
 
 
 def client(health: Health) -> dict[str, Any]:
-    """Whether the client was in the way."""
+    """What the client itself took, and which of it was over its limit."""
     return {
         "cpu_share": health.cpu_share,
         "cpu_us_per_token": health.cpu_us_per_token,
@@ -68,36 +68,36 @@ def client(health: Health) -> dict[str, Any]:
     }
 
 
-def latencies(done: Sequence[RequestRecord]) -> dict[str, dict[str, float]]:
+def latencies(done: Sequence[ClientRecord]) -> dict[str, dict[str, float]]:
     """Of completed requests. itl: gaps between events with tokens; normalized: end-to-end time per token of the answer
     (Orca, OSDI 2022)."""
     return {
-        "ttft_ms": distribution_ms(ttft for one in done if (ttft := one.ttft_ns) is not None),
-        "tpot_ms": distribution_ms(tpot for one in done if (tpot := one.tpot_ns) is not None),
-        "itl_ms": distribution_ms(chain.from_iterable(one.gaps_ns() for one in done)),
-        "e2e_ms": distribution_ms(one.e2e_ns for one in done),
-        "normalized_ms": distribution_ms(one.e2e_ns // max(1, one.output_tokens) for one in done),
+        "ttft_ms": distribution_ms(ttft for record in done if (ttft := record.ttft_ns) is not None),
+        "tpot_ms": distribution_ms(tpot for record in done if (tpot := record.tpot_ns) is not None),
+        "itl_ms": distribution_ms(chain.from_iterable(record.gaps_ns() for record in done)),
+        "e2e_ms": distribution_ms(record.e2e_ns for record in done),
+        "normalized_ms": distribution_ms(record.e2e_ns // max(1, record.output_tokens) for record in done),
     }
 
 
-def missed(records: Iterable[RequestRecord]) -> dict[str, int]:
+def missed(records: Iterable[ClientRecord]) -> dict[str, int]:
     """How many requests missed which objective; a request may miss several, and counts for each."""
-    return dict(Counter(name for one in records for name in one.missed or ()).most_common())
+    return dict(Counter(name for record in records for name in record.missed or ()).most_common())
 
 
-def classes(records: Sequence[RequestRecord]) -> dict[str, dict[str, Any]]:
-    """Latencies and attainment of each class of requests, by name; {} when all are of one."""
-    kinds = sorted({one.kind for one in records})
+def classes(records: Sequence[ClientRecord]) -> dict[str, dict[str, Any]]:
+    """Latencies and attainment of each class of requests, by name; {} when there is only a single class."""
+    kinds = sorted({record.kind for record in records})
     if len(kinds) < 2:
         return {}
     found = {}
     for kind in kinds:
-        rows = [one for one in records if one.kind == kind]
-        judged = [one.slo_met for one in rows if one.slo_met is not None]
+        rows = [record for record in records if record.kind == kind]
+        met, judged = verdicts(rows)
         found[kind] = {
             "num_requests": len(rows),
-            **latencies([one for one in rows if one.is_completed]),
-            "attainment": sum(judged) / len(judged) if judged else None,
+            **latencies([record for record in rows if record.is_completed]),
+            "attainment": met / judged if judged else None,
             "missed": missed(rows),
         }
     return found
@@ -109,15 +109,10 @@ def _rate(times_ns: Iterable[int]) -> float | None:
     return (len(times) - 1) * NS_PER_S / span if span else None
 
 
-def _rate_interval(records: Sequence[RequestRecord], num_all: int, duration_ns: int) -> list[float] | None:
+def _rate_interval(records: Sequence[ClientRecord], num_all: int, duration_ns: int) -> Interval | None:
     """By time of arrival, in bins in which some requests of all arrived."""
     bins = min(60, num_all // 2)
     if bins < 8:
         return None
-    counts = binned([one.intended_ns for one in records], duration_ns, bins)
-    interval = block_bootstrap(counts, duration_ns / NS_PER_S / bins)
-    return None if interval is None else _pair(interval)
-
-
-def _pair(interval: Interval) -> list[float]:
-    return [interval.low, interval.high]
+    counts = binned([record.intended_ns for record in records], duration_ns, bins)
+    return block_bootstrap(counts, duration_ns / NS_PER_S / bins)

@@ -1,12 +1,9 @@
-"""The figures of measurements as tables of words: what the terminal and the page both show.
-
-Owns rows and their order. Must never compute a figure of its own (summary.py) and must never know how a table is drawn.
-"""
+"""The figures of measurements (summary.py) as tables of text, for the terminal and for the page."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from diptych.bench.goodput import Found, GoodputSearch
+from diptych.bench.goodput import GoodputResult, GoodputSearch
 from diptych.bench.health import worst_problems
 from diptych.bench.objectives import NO_ANSWER
 from diptych.bench.session import Probe
@@ -19,7 +16,7 @@ STATISTICS = ("p50", "p90", "p95", "p99", "max", "mean")
 
 def latency_table(summary: Mapping[str, Any], title: str = "Latency, ms") -> Table:
     """One row per latency."""
-    rows = [(name, *(milliseconds(summary[key][one]) for one in STATISTICS)) for key, name in LATENCIES.items()]
+    rows = [(name, *(milliseconds(summary[key][column]) for column in STATISTICS)) for key, name in LATENCIES.items()]
     return Table(title, ("", *STATISTICS), tuple(rows))
 
 
@@ -29,12 +26,12 @@ def class_table(classes: Mapping[str, Mapping[str, Any]]) -> Table:
     rows = [
         (
             name or "(none)",
-            f"{one['num_requests']:,}",
-            *(milliseconds(one[key][which]) for key, which in shown),
-            percent(one["attainment"]),
-            missed_words(one["missed"]),
+            f"{figures['num_requests']:,}",
+            *(milliseconds(figures[key][which]) for key, which in shown),
+            percent(figures["attainment"]),
+            missed_words(figures["missed"]),
         )
-        for name, one in classes.items()
+        for name, figures in classes.items()
     ]
     columns = (
         "class", "requests", "TTFT p50", "TTFT p99", "TPOT p99", "ITL p99", "E2E p99", "attainment", "missed"
@@ -43,7 +40,7 @@ def class_table(classes: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def service_table(summary: Mapping[str, Any]) -> Table:
-    """What the server gave, with 95 % intervals where there are any."""
+    """Requests and tokens per second, attainment and goodput, with 95 % intervals where there are any."""
     lost = {name: summary[f"num_{name}"] for name in ("failed", "aborted", "unfinished") if summary[f"num_{name}"]}
     note = f" ({', '.join(f'{count:,} {name}' for name, count in lost.items())})" if lost else ""
     rows = [
@@ -71,7 +68,7 @@ def service_table(summary: Mapping[str, Any]) -> Table:
 
 
 def client_table(summary: Mapping[str, Any]) -> Table:
-    """Whether the client was in the way."""
+    """What the client itself took."""
     client = summary["client"]
     cost = client["cpu_us_per_token"]
     rows = (
@@ -85,32 +82,32 @@ def client_table(summary: Mapping[str, Any]) -> Table:
 
 
 def problems(data: Mapping[str, Any]) -> list[str]:
-    """Why a measurement (see outcome.py) is not reliable; empty when it is."""
+    """Why a measurement (measurement.py) is not reliable; empty when it is."""
     measured = [point["summary"] for point in data.get("points", ())]
     measured += [data[name] for name in ("summary", "interference") if name in data]
-    return worst_problems([one["client"]["excesses"] for one in measured])
+    return worst_problems([figures["client"]["excesses"] for figures in measured])
 
 
 def stall_table(stalls: Sequence[Stall]) -> Table:
     """The longest gaps of streams."""
     rows = [
         (
-            f"{one.gap_ms:,.1f}",
-            f"{one.at_s:,.2f}",
-            str(one.number),
-            f"{one.token:,}",
-            str(one.decoding),
-            str(len(one.prefilling)),
-            f"{sum(one.prefilling.values()):,}",
+            f"{stall.gap_ms:,.1f}",
+            f"{stall.at_s:,.2f}",
+            str(stall.number),
+            f"{stall.token:,}",
+            str(stall.decoding),
+            str(len(stall.prefilling)),
+            f"{sum(stall.prefilling.values()):,}",
         )
-        for one in stalls
+        for stall in stalls
     ]
     columns = ("ms", "at s", "request", "after token", "streams", "prompts waiting", "their tokens")
     return Table("Longest gaps of streams, and what else was running", columns, tuple(rows))
 
 
 def error_table(errors: Mapping[str, int]) -> Table:
-    """What went wrong, the most frequent first."""
+    """Errors of requests, the most frequent first."""
     return Table("Errors", ("", "requests"), tuple((error, f"{count:,}") for error, count in errors.items()))
 
 
@@ -131,7 +128,7 @@ def _probe_table(points: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def probe_tables(points: Sequence[Mapping[str, Any]]) -> list[Table]:
-    """Of a series or search: its runs, and where something was missed, which objectives were."""
+    """Of a series or search: its runs, and the objectives that were missed, if any."""
     names = list(dict.fromkeys(name for point in points for name in point["summary"]["missed"]))
     if not names:
         return [_probe_table(points)]
@@ -143,15 +140,14 @@ def probe_tables(points: Sequence[Mapping[str, Any]]) -> list[Table]:
 
 
 def rate(per_second: float) -> str:
-    """Of requests, with as many digits as tell rates of a search apart."""
+    """A rate of requests, with as many digits as tell rates of a search apart."""
     return number(per_second, 3 if per_second < 10 else 2)
 
 
 def probe_line(probe: Probe, search: GoodputSearch | None = None) -> str:
-    """One run of a series or search, as it ends."""
+    """A run of a series or search, as it ends."""
     given_up = probe.result.ended == "given up"
-    share = probe.met / probe.judged if probe.judged else None
-    line = f"{rate(probe.rate)} requests/s: {'at most ' if given_up else ''}{percent(share)} in time"
+    line = f"{rate(probe.rate)} requests/s: {'at most ' if given_up else ''}{percent(probe.share)} in time"
     line += f" ({probe.judged:,} requests{', cut short' if given_up else ''})"
     if search is not None and probe.known is not None:
         interval = search.interval(probe.known)
@@ -160,7 +156,7 @@ def probe_line(probe: Probe, search: GoodputSearch | None = None) -> str:
     return line
 
 
-def goodput_table(found: Found, share: float) -> Table:
+def goodput_table(found: GoodputResult, share: float) -> Table:
     """The answer of a search."""
     if found.rate is None:
         answer = "no rate was found"
@@ -177,7 +173,7 @@ def goodput_table(found: Found, share: float) -> Table:
 
 
 def missed_words(missed: Mapping[str, int]) -> str:
-    """``ITL 12, TTFT 3``: how many requests missed what; empty when none missed anything."""
+    """``ITL 12, TTFT 3``: requests by the objective that they missed; empty when none did."""
     return ", ".join(f"{_objective(name)} {count:,}" for name, count in missed.items())
 
 

@@ -1,7 +1,4 @@
-"""The server that is measured: its address, its dialect, and the bytes of a request to it.
-
-Owns the bodies of requests and what is found out about the server. Must never send at a pace of its own.
-"""
+"""The server that is measured: what it serves, its dialect, and the bodies of requests to it."""
 
 import asyncio
 import re
@@ -11,16 +8,17 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from diptych.bench.client_stream import TokenStream
-from diptych.bench.http import Address, Client
-from diptych.bench.objectives import Objectives
+from diptych.bench.http_client import Address, HttpClient
+from diptych.bench.objectives import LatencyObjectives
 from diptych.bench.prompts import WORDS, PromptMaker, as_text
+from diptych.bench.token_stream import TokenStream
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_MS
 from diptych.workload.spec import RequestSpec
 
 Api = Literal["completions", "chat"]
 PromptKind = Literal["ids", "text"]
+Prompt = list[int] | tuple[str, ...]  # units (prompts.py), or texts
 PROBES = (40, 240)  # words of the prompts that measure a tokenizer
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
@@ -29,8 +27,8 @@ PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 class TargetConfig:
     """What the user says about the server.
 
-    api_key: sent as a bearer token. prompts: token ids need /v1/completions. token_ids: from which ids prompts are
-    made. exact_length: ``ignore_eos`` and ``min_tokens`` are sent, so that answers are as long as the workload says.
+    api_key: sent as a bearer token. prompts: token ids need /v1/completions. token_ids: the range of prompts' ids.
+    exact_length: ``ignore_eos`` and ``min_tokens`` are sent, so that answers are as long as the workload says.
     send_slo: requests carry ttft_slo_ms and tpot_slo_ms, which Diptych's scheduler reads. running_usage: every event
     carries the usage so far (exact tokens per event, at some cost for the server). extra: fields for every body.
     """
@@ -58,16 +56,16 @@ class TargetConfig:
             raise ConfigError(f"timeout is {self.timeout_s}; it must be positive", param="timeout")
 
 
-def client_for(config: TargetConfig) -> Client:
+def client_for(config: TargetConfig) -> HttpClient:
     """Connections to the server. Raises ConfigError for what is no address."""
     headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
-    return Client(Address.parse(config.url), headers)
+    return HttpClient(Address.parse(config.url), headers)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerFacts:
-    """What the server tells about itself. tokens_per_word, overhead_tokens: of text prompts, measured; turn_tokens:
-    what a chat template adds for one further turn. returns_token_ids: whether answers carry them when asked to."""
+    """What is known of the server. tokens_per_word, overhead_tokens: of text prompts, measured. turn_tokens: a chat
+    template adds for a further turn. returns_token_ids: whether answers carry them if the request asks for them."""
 
     model: str
     software: str = ""
@@ -79,9 +77,9 @@ class ServerFacts:
 
 
 class Target:
-    """One server, ready to be asked."""
+    """The server, ready for requests."""
 
-    def __init__(self, config: TargetConfig, client: Client, facts: ServerFacts) -> None:
+    def __init__(self, config: TargetConfig, client: HttpClient, facts: ServerFacts) -> None:
         self.config = config
         self.client = client
         self.facts = facts
@@ -90,8 +88,8 @@ class Target:
         self._common = {"model": facts.model, "stream": True, "stream_options": options, "temperature": 0}
 
     @classmethod
-    async def find(cls, config: TargetConfig, client: Client) -> "Target":
-        """Ask who is there; with text prompts, measure how many tokens words are. Raises ConfigError."""
+    async def find(cls, config: TargetConfig, client: HttpClient) -> "Target":
+        """Find out what is served; with text prompts, how many tokens words are. Raises ConfigError."""
         models = await client.fetch("GET", "/v1/models")
         if models.status == 0:
             raise ConfigError(models.error or "no answer", param="url")
@@ -119,8 +117,8 @@ class Target:
             overhead_tokens=self.facts.overhead_tokens,
         )
 
-    def body(self, prompt: list[int] | tuple[str, ...], spec: RequestSpec, slo: Objectives | None = None) -> bytes:
-        """The JSON of a request. prompt: units, or what was said so far: question, answer, ..., question."""
+    def body(self, prompt: Prompt, spec: RequestSpec, slo: LatencyObjectives | None = None) -> bytes:
+        """The JSON of a request. prompt: units, or the texts so far: question, answer, ..., question."""
         config = self.config
         body: dict[str, Any] = dict(self._common)
         limit = spec.max_tokens or spec.output_tokens
@@ -148,11 +146,11 @@ class Target:
         return msgspec.json.encode({**body, **config.extra})
 
     def send(self, body: bytes, stream: TokenStream) -> None:
-        """Ask now."""
+        """Send a request now."""
         self.client.post(self._head, body, stream)
 
-    async def ask(self, prompt: list[int] | tuple[str, ...], num_tokens: int) -> TokenStream:
-        """One request outside of any workload. Raises ConfigError with the server's words when it fails."""
+    async def ask(self, prompt: Prompt, num_tokens: int) -> TokenStream:
+        """A request outside of any workload. Raises ConfigError with the server's words if it fails."""
         spec = RequestSpec(arrival_ns=0, prompt_tokens=len(prompt), output_tokens=num_tokens)
         stream = TokenStream(0)
         self.send(self.body(prompt, spec), stream)
@@ -170,8 +168,8 @@ class Target:
         return stream
 
     async def with_conversations(self) -> "Target":
-        """The same server, asked so that the next turn can hold its answers: find out whether it returns token ids, or
-        what its chat template adds for a turn. Raises ConfigError."""
+        """The same server, with what conversations need to know: whether it returns token ids, or what its chat
+        template adds for a turn. Raises ConfigError."""
         if self.config.prompts == "text":
             turn = await self._turn_tokens() if self.config.api == "chat" else 0.0
             return Target(self.config, self.client, replace(self.facts, turn_tokens=turn))
@@ -186,8 +184,8 @@ class Target:
         """What a question costs beside its words when it follows an answer."""
         maker, words = self.prompt_maker("turns"), PROBES[0]
         texts = [as_text(maker.words(f"{place}", words)) for place in range(3)]
-        one, three = [await self._prompt_tokens(tuple(texts[:count])) for count in (1, 3)]
-        return max(0.0, three - one - 2 * self.facts.tokens_per_word * len(texts[0].split()))
+        first, third = [await self._prompt_tokens(tuple(texts[:count])) for count in (1, 3)]
+        return max(0.0, third - first - 2 * self.facts.tokens_per_word * len(texts[0].split()))
 
     async def _measure_words(self) -> "Target":
         """Two prompts of different length: tokens = overhead + slope * words."""
@@ -205,11 +203,11 @@ class Target:
 
 
 def no_tokens(stream: TokenStream) -> str:
-    """What to say of an answer that came whole and has no tokens."""
+    """The error of an answer that came whole and has no tokens."""
     return "the server's answer is no stream of events" if stream.body else "the server's answer has no tokens"
 
 
-def _texts(prompt: list[int] | tuple[str, ...]) -> tuple[str, ...]:
+def _texts(prompt: Prompt) -> tuple[str, ...]:
     return prompt if isinstance(prompt, tuple) else (as_text(prompt),)
 
 
@@ -230,7 +228,7 @@ def _choose_model(body: bytes | bytearray, wanted: str | None) -> tuple[str | No
     return wanted, None
 
 
-async def _software(client: Client) -> str:
+async def _software(client: HttpClient) -> str:
     """What GET /version says, if anything."""
     reply = await client.fetch("GET", "/version")
     if reply.status != 200:

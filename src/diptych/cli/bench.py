@@ -1,7 +1,7 @@
 """``diptych bench``: the command line of the load generator.
 
-Owns option names, their help and what people see in the terminal. Must never hold logic that a library user would
-miss: measurements are in bench/, workloads are described as for ``diptych simulate``.
+Option names, their help and the output on the terminal; measurements are in bench/, workloads are described as for
+``diptych simulate``.
 """
 
 import json
@@ -76,7 +76,7 @@ def bench(
     send_slo: Annotated[bool, _option("Send the objectives (Diptych reads them).", SERVER)] = False,
     running_usage: Annotated[bool, _option("Ask for token counts in every event.", SERVER)] = False,
     extra: Annotated[Text, _option("JSON object of further fields for every body.", SERVER)] = None,
-    timeout: Annotated[str, _option("For one whole answer.", SERVER)] = "600s",
+    timeout: Annotated[str, _option("For a whole answer.", SERVER)] = "600s",
     workload: Annotated[Text, _option("TOML file as of simulate, a trace's name or its file.", WORKLOAD)] = None,
     rate: Annotated[Number, _option("Requests per second.", WORKLOAD)] = None,
     num_requests: Annotated[Whole, _option("Requests in all.", WORKLOAD)] = None,
@@ -95,21 +95,21 @@ def bench(
     find_goodput: Annotated[bool, _option("Search the highest rate that meets them.", OBJECTIVES)] = False,
     attainment: Annotated[Number, _option("Share of requests that must meet them. Default: 0.9.", OBJECTIVES)] = None,
     tolerance: Annotated[Number, _option("The search ends at rates so close. Default: 0.05.", OBJECTIVES)] = None,
-    probe: Annotated[Text, _option("Length of one run of a search or series. Default: 30s.", OBJECTIVES)] = None,
+    probe: Annotated[Text, _option("Length of a run of a search or series. Default: 30s.", OBJECTIVES)] = None,
     rates: Annotated[Text, _option("A run at each rate: 1,2,4.", OBJECTIVES)] = None,
     interference: Annotated[bool, _option("What a long prompt does to streams.", STREAMS)] = False,
     streams: Annotated[Whole, _option("Streams that run meanwhile. Default: 4.", STREAMS)] = None,
     stream_tokens: Annotated[Whole, _option("Prompt of each stream. Default: 512.", STREAMS)] = None,
     stream_limit: Annotated[Whole, _option("Longest answer of a stream. Default: 3000.", STREAMS)] = None,
     long_tokens: Annotated[Whole, _option("The long prompt. Default: 4096.", STREAMS)] = None,
-    short_tokens: Annotated[Whole, _option("The short one behind it. Default: 32.", STREAMS)] = None,
-    ahead_tokens: Annotated[Whole, _option("The long one on the idle server. Default: the same.", STREAMS)] = None,
-    behind: Annotated[Text, _option("How long the short one comes after it. Default: 100ms.", STREAMS)] = None,
+    short_tokens: Annotated[Whole, _option("The short prompt behind it. Default: 32.", STREAMS)] = None,
+    ahead_tokens: Annotated[Whole, _option("The long prompt on the idle server. Default: the same.", STREAMS)] = None,
+    behind: Annotated[Text, _option("From the long prompt to the short. Default: 100ms.", STREAMS)] = None,
     quiet: Annotated[Text, _option("Measured before the long prompt. Default: 4s.", STREAMS)] = None,
     repetitions: Annotated[Whole, _option("Of the scenario. Default: 3.", STREAMS)] = None,
     as_json: Annotated[bool, _option("One JSON object on standard output.", OUTPUT, "--json")] = False,
     output: Annotated[Path | None, _option("Write that object to a file.", OUTPUT)] = None,
-    records: Annotated[Path | None, _option("Write one JSON line per request.", OUTPUT)] = None,
+    records: Annotated[Path | None, _option("Write a JSON line per request.", OUTPUT)] = None,
     gaps: Annotated[bool, _option("Records hold every gap.", OUTPUT)] = False,
     report: Annotated[Path | None, _option("Write a page with charts (HTML).", OUTPUT)] = None,
 ) -> None:
@@ -125,7 +125,7 @@ def run(given: dict[str, Any]) -> None:
 
     modes = [name for name in ("find_goodput", "rates", "interference") if given[name]]
     if len(modes) > 1:
-        raise ConfigError(f"{modes[0]} and {modes[1]} are two measurements; give one", param=modes[1])
+        raise ConfigError(f"{modes[0]} and {modes[1]} are two measurements; give only one of them", param=modes[1])
     _check(given, modes)
     config = bench_config(given)
     mode = modes[0] if modes else "run"
@@ -240,7 +240,7 @@ def _run(given: Mapping[str, Any]) -> Measure:
         from diptych.bench.stalls import longest_gaps
 
         result = await session.run(watch=live.show)
-        data = measurement.one_run(result)
+        data = measurement.single_run(result)
         summary = data["summary"]
         shown = [tables.latency_table(summary)]
         if data["classes"]:
@@ -343,7 +343,7 @@ def _check(given: Mapping[str, Any], modes: Sequence[str]) -> None:
     """What would be known only after the measurement is known before it."""
     check_folders({name: given[name] for name in ("output", "records", "report")})
     if given["records"] is not None and modes:
-        raise ConfigError(f"records is of one run and has no effect with {modes[0]}", param="records")
+        raise ConfigError(f"records is of a single run and has no effect with {modes[0]}", param="records")
     for name, wanted in ONLY_WITH.items():
         if given[name] is not None and not any(mode in wanted for mode in modes):
             options = " or ".join(f"--{mode.replace('_', '-')}" for mode in wanted)

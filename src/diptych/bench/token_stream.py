@@ -1,8 +1,7 @@
 """One streamed answer as its client sees it: when events came, how many tokens they were, how it ended.
 
-Owns the reading of server-sent events and the counting of tokens. Must never touch a socket or read a clock: every
-piece of the answer comes with the time at which it was received. Whoever reads the bytes may be behind: ``catch_up``
-makes it read all that has come.
+Reads server-sent events and counts tokens. No socket, no clock: every piece of the answer comes with the time at which
+it was received.
 
 An event with a choice is a token unless it says otherwise: ``token_ids`` or a running usage give exact numbers, an
 event that only names a role is none, and an event without text that ends the answer is a token only if the final usage
@@ -35,8 +34,8 @@ class _Details(msgspec.Struct):
     cached_tokens: int | None = None
 
 
-class Usage(msgspec.Struct):
-    """Token counts as the server gives them, and (ours, when asked for) where the time went, in milliseconds."""
+class ReportedUsage(msgspec.Struct):
+    """Token counts as the server gives them; latency: a Diptych server says where the time went, in milliseconds."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -46,7 +45,7 @@ class Usage(msgspec.Struct):
 
 class _Event(msgspec.Struct, gc=False):
     choices: tuple[_Choice, ...] | None = None
-    usage: Usage | None = None
+    usage: ReportedUsage | None = None
     error: Any = None
 
 
@@ -55,62 +54,39 @@ _decode_any = msgspec.json.Decoder().decode
 
 
 class TokenStream:
-    """One request on its way. Times are nanoseconds of the clock that the connection reads.
+    """One request on its way. Times are nanoseconds of the monotonic clock (clock.py).
 
-    intended_ns: when it should have been sent; sent_ns: when it was handed to the connection.
-    stamps: one per event with tokens; looking at them brings all the rest up to date.
-    sizes: tokens of each of these, where the server tells; else empty.
-    error: what went wrong, None so far. done: resolves when the stream is over, one way or the other.
+    intended_ns: when it should have been sent; sent_ns: when it was handed to the connection; end_ns: when it was over.
+    stamps: one per event with tokens. sizes: tokens of each of these, where the server tells; else empty.
+    token_ids: of the answer, when they are kept. has_ended: the server has said that the answer is whole.
+    is_complete: it came whole, without an error. error: what went wrong; None so far. location: of a redirection.
+    body: of a reply that is no stream. hang_up: closes the connection; None unless the answer is on its way.
+    done: resolves when the stream is over, with or without an error.
     """
 
-    __slots__ = (
-        "_after_cr",
-        "_may_be_token",
-        "_rest",
-        "_running_count",
-        "_stamps",
-        "body",
-        "catch_up",
-        "connection",
-        "done",
-        "end_ns",
-        "error",
-        "finish_reason",
-        "has_ended",
-        "intended_ns",
-        "is_complete",
-        "location",
-        "retry_after_s",
-        "sent_ns",
-        "sizes",
-        "status",
-        "token_ids",
-        "usage",
-    )
-
-    def __init__(self, intended_ns: int, *, keep_token_ids: bool = False) -> None:
+    def __init__(self, intended_ns: int, *, keep_token_ids: bool = False, keep_text: bool = False) -> None:
         self.intended_ns = intended_ns
         self.sent_ns = 0
         self.end_ns = 0
-        self._stamps = array("q")
+        self.stamps = array("q")
         self.sizes = array("l")
         self.token_ids: list[int] | None = [] if keep_token_ids else None
-        self.usage: Usage | None = None
+        self.usage: ReportedUsage | None = None
         self.status = 0
         self.error: str | None = None
         self.retry_after_s: float | None = None
         self.finish_reason: str | None = None
-        self.location = ""  # of a redirection
-        self.has_ended = False  # the server has said that the answer is whole
+        self.location = ""
+        self.has_ended = False
         self.is_complete = False
-        self.body = bytearray()  # of a reply that is no stream
-        self.catch_up: Callable[[], None] = _nothing
-        self.connection: Any = None  # whatever can be told to ``abort``, while the answer is on its way
+        self.body = bytearray()
+        self.hang_up: Callable[[], None] | None = None
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._text: list[str] | None = [] if keep_text else None
         self._rest = bytearray()  # of an event whose end has not come
         self._after_cr = False
         self._running_count = 0
-        self._may_be_token = 0
+        self._may_be_token = 0  # when an event came that is a token only if the final usage counts it
 
     def feed(self, payload: bytes, now_ns: int) -> None:
         """The next bytes of a body of server-sent events, cut anywhere."""
@@ -120,7 +96,7 @@ class TokenStream:
             and payload.find(b"\n") == len(payload) - 2
             and not (self._rest or self._after_cr)
             and b"\r" not in payload
-        ):  # nearly always: one event of one line
+        ):  # nearly always: a single event of a single line
             self._on_json(payload[6:], now_ns)
             return
         if self._after_cr and payload.startswith(b"\n"):
@@ -138,16 +114,13 @@ class TokenStream:
 
     def finish(self, now_ns: int, error: str | None = None) -> None:
         """The answer is over: whole, or with an error. Later calls change nothing."""
-        if not self.done.done():
-            self.catch_up()  # which may show that it is over
         if self.done.done():
             return
         if error is None and self._rest:  # a last event without an empty line behind it: whole, or the answer is not
             last, self._rest = bytes(self._rest), bytearray()
             self._on_event(last, now_ns)
         self.end_ns = now_ns
-        self.connection = None
-        self.catch_up = _nothing  # and lets go of whoever it was
+        self.hang_up = None
         if error is None and self.error is None and 200 <= self.status < 300:
             self.is_complete = True
         elif self.error is None:
@@ -155,29 +128,28 @@ class TokenStream:
         self.done.set_result(None)
 
     def cancel(self, now_ns: int, why: str) -> None:
-        """Hang up."""
-        connection = self.connection
+        """Give up the answer and close its connection."""
+        hang_up = self.hang_up
         self.finish(now_ns, why)
-        if connection is not None:
-            connection.abort()
+        if hang_up is not None:
+            hang_up()
 
     @property
-    def stamps(self) -> "array[int]":
-        """Of all that has come."""
-        self.catch_up()
-        return self._stamps
+    def text(self) -> str | None:
+        """The answer's text, if it is kept; without what a model says while it reasons. None: there is none."""
+        return "".join(self._text or ()) or None
 
     @property
     def output_tokens(self) -> int:
-        """As the final usage says; without one, as the events say."""
+        """By the final usage; without it, by the events."""
         if self.usage is not None and self.usage.completion_tokens:
             return self.usage.completion_tokens
-        return sum(self.sizes) if self.sizes else len(self._stamps)
+        return sum(self.sizes) if self.sizes else len(self.stamps)
 
     @property
     def num_events(self) -> int:
         """Events that carried tokens."""
-        return len(self._stamps)
+        return len(self.stamps)
 
     def _on_event(self, event: bytes, now_ns: int) -> None:
         data = event[5:]
@@ -196,8 +168,9 @@ class TokenStream:
             return
         if event.choices:
             choice = event.choices[0]
-            if choice.text and choice.finish_reason is None and choice.token_ids is None and event.usage is None:
-                self._stamps.append(now_ns)  # nearly always
+            is_plain = choice.finish_reason is None and choice.token_ids is None and event.usage is None
+            if choice.text and is_plain and self._text is None:  # nearly always
+                self.stamps.append(now_ns)
             else:
                 self._on_choice(choice, event.usage, now_ns)
         elif event.usage is None and event.error is None:
@@ -208,9 +181,13 @@ class TokenStream:
         if event.error is not None:
             self.error = self.error or _message_of(event.error)
 
-    def _on_choice(self, choice: _Choice, usage: Usage | None, now_ns: int) -> None:
+    def _on_choice(self, choice: _Choice, usage: ReportedUsage | None, now_ns: int) -> None:
         delta = choice.delta
-        text = choice.text if delta is None else (delta.content or delta.reasoning_content or delta.reasoning)
+        text = choice.text if delta is None else delta.content
+        if text and self._text is not None:
+            self._text.append(text)
+        if delta is not None:
+            text = text or delta.reasoning_content or delta.reasoning
         if choice.finish_reason is not None:
             self.finish_reason = choice.finish_reason
             self.has_ended = True
@@ -218,30 +195,26 @@ class TokenStream:
             size = len(choice.token_ids)
             if self.token_ids is not None:
                 self.token_ids += choice.token_ids
-        elif usage is not None and (self._running_count or not self._stamps):  # a running count, not only a last one
+        elif usage is not None and (self._running_count or not self.stamps):  # a running count, not only a final usage
             size = usage.completion_tokens - self._running_count
             self._running_count = usage.completion_tokens
         else:
             size = -1
         if size > 0:
-            self._stamps.append(now_ns)
+            self.stamps.append(now_ns)
             self.sizes.append(size)
         elif size == 0:
             return
         elif text or (choice.finish_reason is None and (delta is None or delta.role is None)):
-            self._stamps.append(now_ns)
+            self.stamps.append(now_ns)
         elif choice.finish_reason is not None:
             self._may_be_token = now_ns
 
     def settle(self) -> None:
-        """Once the answer is over: the silent last event counts when the usage says that there was one token more."""
-        if self._may_be_token and self.usage and self.usage.completion_tokens == len(self._stamps) + 1:
-            self._stamps.append(self._may_be_token)
+        """Once the answer is over: the silent last event counts if the usage says that there was another token."""
+        if self._may_be_token and self.usage and self.usage.completion_tokens == len(self.stamps) + 1:
+            self.stamps.append(self._may_be_token)
         self._may_be_token = 0
-
-
-def _nothing() -> None:
-    """Nobody is behind."""
 
 
 def error_message(status: int, body: bytes, location: str = "") -> str:

@@ -1,48 +1,37 @@
 """The client's connections against servers of every temper: kept, closed, old, encrypted, slow, gone."""
 
 import asyncio
-import resource
-import shutil
-import socket
 import ssl
-import subprocess
-import sys
-import threading
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import uvloop
 
-from diptych.bench.client_stream import TokenStream
-from diptych.bench.health import Health, worst_problems
-from diptych.bench.http import Address, Client, now_ns
-from diptych.bench.poller import LoopPoller
-from diptych.bench.session import BenchConfig, drive, open_session
-from diptych.bench.target import Target, TargetConfig
+from diptych.bench.clock import now_ns
+from diptych.bench.http_client import Address, HttpClient
+from diptych.bench.token_stream import TokenStream
 from diptych.control.errors import ConfigError
-from diptych.workload.build import ArrivalConfig, WorkloadConfig
 
-EVENT = b'data: {"choices":[{"index":0,"text":"a","finish_reason":%b}]}\n\n'
-BODY = EVENT % b"null" + EVENT % b'"stop"' + b"data: [DONE]\n\n"
-HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
-ANSWER = HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
+from .conftest import Certificate
+from .events import ANSWER, BODY, HEAD, event, text
+
 Reply = Callable[[int, int, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[bool]]
 
 
 class Server:
-    """Asks ``reply`` (number of the connection, number of the request on it, streams) what to do with each request; one
-    that says False gets its connection closed."""
+    """Asks ``reply`` (number of the connection, number of the request on it, streams) what to do with each request; if
+    it returns False, the connection is closed."""
 
     def __init__(self, reply: Reply, host: str = "127.0.0.1", tls: ssl.SSLContext | None = None) -> None:
         self.reply, self.host, self.tls = reply, host, tls
-        self.num_connections = 0
+        self.num_connections = self.num_open = 0
         self.requests: list[bytes] = []
 
     async def on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         number, count = self.num_connections, 0
         self.num_connections += 1
+        self.num_open += 1
         try:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
@@ -55,26 +44,29 @@ class Server:
             pass  # the client has gone
         finally:
             writer.close()
+            self.num_open -= 1
 
 
-def talk(server: Server, use: Callable[[Client, Server], Awaitable[Any]]) -> Any:
+def talk(server: Server, use: Callable[[HttpClient, Server], Awaitable[Any]]) -> Any:
     """What ``use`` does with a client of a running server."""
 
     async def run() -> Any:
         listening = await asyncio.start_server(server.on_connection, server.host, 0, ssl=server.tls)
         port = listening.sockets[0].getsockname()[1]
         host = "[::1]" if server.host == "::1" else "localhost" if server.tls else server.host
-        client = Client(Address.parse(f"{'https' if server.tls else 'http'}://{host}:{port}"))
+        client = HttpClient(Address.parse(f"{'https' if server.tls else 'http'}://{host}:{port}"))
         try:
             return await asyncio.wait_for(use(client, server), 20)
         finally:
             await client.close()
             listening.close()
+            while server.num_open:
+                await asyncio.sleep(0.001)
 
     return uvloop.run(run())
 
 
-async def ask(client: Client, body: bytes = b"{}") -> TokenStream:
+async def ask(client: HttpClient, body: bytes = b"{}") -> TokenStream:
     """One request."""
     stream = TokenStream(now_ns())
     client.post(client.head("POST", "/v1/completions"), body, stream)
@@ -88,7 +80,7 @@ async def well(_: int, __: int, ___: Any, writer: asyncio.StreamWriter) -> bool:
     return True
 
 
-async def three_times(client: Client, _: Server) -> list[TokenStream]:
+async def three_times(client: HttpClient, _: Server) -> list[TokenStream]:
     """One after another."""
     return [await ask(client) for _ in range(3)]
 
@@ -100,25 +92,6 @@ def test_a_connection_is_used_again(host: str) -> None:
     assert all(stream.is_complete and len(stream.stamps) == 2 for stream in streams), streams[0].error
     assert server.num_connections == 1 and len(server.requests) == 3
     assert all(stream.sent_ns <= stream.stamps[0] <= stream.end_ns for stream in streams)
-
-
-def test_the_context_of_a_llama_cpp_server_is_what_a_request_may_have() -> None:
-    models = b'{"data":[{"id":"m","object":"model","meta":{"n_ctx":8448,"n_ctx_train":16384}}]}'
-
-    async def reply(_: int, __: int, ___: Any, writer: asyncio.StreamWriter) -> bool:
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(models), models))
-        return True
-
-    target = talk(Server(reply), lambda client, _: Target.find(TargetConfig(url="http://127.0.0.1"), client))
-    assert target.facts.max_model_len == 8448
-
-
-def test_without_an_epoll_the_event_loop_watches_the_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diptych.bench.http.new_poller", LoopPoller)
-    server = Server(well)
-    streams = talk(server, three_times)
-    assert all(stream.is_complete and len(stream.stamps) == 2 for stream in streams), streams[0].error
-    assert server.num_connections == 1
 
 
 @pytest.mark.parametrize(
@@ -143,7 +116,7 @@ def test_a_connection_that_the_server_does_not_keep_is_not_used_again(answer: by
 
 
 def test_a_kept_connection_that_the_server_has_closed_costs_no_request() -> None:
-    async def use(client: Client, server: Server) -> None:
+    async def use(client: HttpClient, server: Server) -> None:
         first = await ask(client)
         second = await ask(client)  # the server closes instead of answering: it had no time left for this connection
         assert first.is_complete and second.is_complete and len(second.stamps) == 2
@@ -159,7 +132,7 @@ def test_a_kept_connection_that_the_server_has_closed_costs_no_request() -> None
 
 @pytest.mark.parametrize("begins", [False, True])
 def test_a_request_that_the_server_has_seen_is_never_sent_twice(begins: bool) -> None:
-    """It fails: on a connection that was new, and on a kept one whose answer had begun."""
+    """It fails: on a new connection, and on a kept connection whose answer had begun."""
 
     async def reply(connection: int, count: int, _: Any, writer: asyncio.StreamWriter) -> bool:
         if begins and count == 0:
@@ -168,7 +141,7 @@ def test_a_request_that_the_server_has_seen_is_never_sent_twice(begins: bool) ->
             writer.write(ANSWER[:30])
         return False
 
-    async def use(client: Client, server: Server) -> None:
+    async def use(client: HttpClient, server: Server) -> None:
         if begins:
             await ask(client)
         failed = await ask(client)
@@ -179,7 +152,7 @@ def test_a_request_that_the_server_has_seen_is_never_sent_twice(begins: bool) ->
 
 
 def test_connections_opened_ahead_are_those_that_requests_go_to() -> None:
-    async def use(client: Client, server: Server) -> None:
+    async def use(client: HttpClient, server: Server) -> None:
         await ask(client)
         while client.connect_ahead(8):
             await asyncio.sleep(0)
@@ -193,12 +166,12 @@ def test_hanging_up_closes_the_connection_and_says_why() -> None:
     gone = asyncio.Event()
 
     async def reply(_: int, __: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        writer.write(HEAD + b"Content-Length: 10000\r\n\r\n" + EVENT % b"null")
+        writer.write(HEAD + b"Content-Length: 10000\r\n\r\n" + event(text("a")))
         assert await reader.read(1) == b""
         gone.set()
         return False
 
-    async def use(client: Client, _: Server) -> None:
+    async def use(client: HttpClient, _: Server) -> None:
         stream = TokenStream(now_ns())
         client.post(client.head("POST", "/v1/completions"), b"{}", stream)
         while not stream.stamps:
@@ -211,73 +184,48 @@ def test_hanging_up_closes_the_connection_and_says_why() -> None:
     talk(Server(reply), use)
 
 
+LONG = b"x" * 5_000_000
+
+
+async def long_answer(_: int, __: int, ___: Any, writer: asyncio.StreamWriter) -> bool:
+    """A token of three million bytes, then two short ones, in a single chunk."""
+    body = event(text("a" * 3_000_000)) + BODY
+    writer.write(HEAD + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(body), body))
+    return True
+
+
 def test_long_questions_and_long_answers_go_through() -> None:
-    body = b"x" * 5_000_000
-    reply_body = EVENT.replace(b'"a"', b'"' + b"a" * 3_000_000 + b'"') % b"null" + BODY
-
-    async def reply(_: int, __: int, ___: Any, writer: asyncio.StreamWriter) -> bool:
-        writer.write(HEAD + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(reply_body), reply_body))
-        return True
-
-    server = Server(reply)
-    stream = talk(server, lambda client, _: ask(client, body))
+    server = Server(long_answer)
+    stream = talk(server, lambda client, _: ask(client, LONG))
     assert stream.is_complete and len(stream.stamps) == 3, stream.error
-    assert server.requests[0].endswith(body)
+    assert server.requests[0].endswith(LONG)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells when something came")
-def test_a_client_that_had_no_time_stamps_a_token_no_later_for_that() -> None:
-    """The token comes while the client does something else; its time is from before the client looks."""
-    listening = socket.create_server(("127.0.0.1", 0))
-    has_answered = threading.Event()
-
-    def serve() -> None:
-        with listening, listening.accept()[0] as connection:
-            for _ in range(2):
-                while not connection.recv(1 << 16).endswith(b"{}"):
-                    continue
-                connection.sendall(ANSWER)
-                has_answered.set()
-            connection.recv(1)
-
-    async def use() -> None:
-        client = Client(Address.parse(f"127.0.0.1:{listening.getsockname()[1]}"))
-        await ask(client)
-        has_answered.clear()
-        stream = TokenStream(now_ns())
-        client.post(client.head("POST", "/v1/completions"), b"{}", stream)
-        has_answered.wait()
-        looked_ns = now_ns()
-        await stream.done
-        assert stream.sent_ns < stream.stamps[0] < looked_ns
-        await client.close()
-
-    server = threading.Thread(target=serve)
-    server.start()
-    uvloop.run(use())
-    server.join()
-
-
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
-def test_a_certificate_is_believed_only_when_it_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
-    names = ["-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(certificate)]
-    subprocess.run(["openssl", *words.split(), *names], check=True, capture_output=True)
-    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    tls.load_cert_chain(certificate, key)
-    refused = talk(Server(well, tls=tls), lambda client, _: ask(client))
+def test_a_certificate_is_believed_only_when_it_is_trusted(
+    certificate: Certificate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = talk(Server(well, tls=certificate.server), lambda client, _: ask(client))
     assert "its certificate is not trusted" in (refused.error or ""), refused.error
-    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-    server = Server(well, tls=tls)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate.file))
+    server = Server(well, tls=certificate.server)
     streams = talk(server, three_times)
     assert all(stream.is_complete and len(stream.stamps) == 2 for stream in streams), streams[0].error
     assert server.num_connections == 1
 
 
+def test_long_questions_and_answers_go_through_encrypted_too(
+    certificate: Certificate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate.file))
+    server = Server(long_answer, tls=certificate.server)
+    stream = talk(server, lambda client, _: ask(client, LONG))
+    assert stream.is_complete and len(stream.stamps) == 3, stream.error
+    assert server.requests[0].endswith(LONG)
+
+
 def test_a_name_or_port_where_nobody_listens_is_said() -> None:
     async def use(url: str) -> str:
-        client = Client(Address.parse(url))
+        client = HttpClient(Address.parse(url))
         try:
             return (await ask(client)).error or ""
         finally:
@@ -287,20 +235,14 @@ def test_a_name_or_port_where_nobody_listens_is_said() -> None:
     assert "cannot connect to nowhere.invalid:80" in uvloop.run(use("http://nowhere.invalid"))
 
 
-def test_a_client_in_the_way_is_a_problem_in_words() -> None:
-    health = Health(cpu_share=0.3, lag_p50_ms=0.1, lag_p99_ms=1.0, lag_max_ms=30.0, late_p99_ms=0.2, wait_share=0.001)
-    assert health.excesses == {} and worst_problems([health.excesses]) == []
-    ill = Health(cpu_share=0.95, lag_p50_ms=1.0, lag_p99_ms=9.0, lag_max_ms=30.0, late_p99_ms=8.0, wait_share=0.2)
-    assert set(ill.excesses) == {"cpu", "wait", "lag", "late"} and len(worst_problems([ill.excesses])) == 4
+@pytest.mark.parametrize("url", ["ftp://x", "http://", "http://x:port", "http://x/?q=1", "http://me:key@x"])
+def test_an_address_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="url "):
+        Address.parse(url)
 
 
-def test_more_clients_than_this_process_can_have_connections_are_refused_before_the_start(url: str) -> None:
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    workload = WorkloadConfig(num_requests=most, arrivals=ArrivalConfig(kind="closed", concurrency=most))
-
-    async def use() -> None:
-        async with open_session(BenchConfig(target=TargetConfig(url=url), workload=workload, warm_up=0)) as session:
-            await session.run()
-
-    with pytest.raises(ConfigError, match=r"concurrency is .* open files"):
-        drive(use())
+def test_an_address_may_have_a_path_and_end_in_v1() -> None:
+    assert Address.parse("https://h/api/v1/") == Address("h", 443, True, "/api")
+    assert Address.parse("127.0.0.1:8000").netloc == "127.0.0.1:8000"
+    assert Address.parse("http://[::1]:80/v1") == Address("::1", 80, False, "")
+    assert Address.parse("http://[::1]:80").netloc == "[::1]:80"

@@ -1,27 +1,26 @@
-"""HTTP/1.1 with streamed answers: which connection a request goes to.
+"""HTTP/1.1 with streamed responses: the address of a server, and which connection a request goes to.
 
-Owns the address and the pool of connections (connection.py); an answer's framing is framing.py's. Must never read a
-token, and never follows a redirection: what is measured is the server that was named.
+No redirection is followed and no proxy is used: what is measured is the server that was named.
 """
 
 import asyncio
 import socket
 import ssl
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from urllib.parse import urlsplit
 
-from diptych.bench.client_stream import TokenStream
-from diptych.bench.http_connection import Connection, Place, TlsConnection
-from diptych.bench.http_connection import now_ns as now_ns
-from diptych.bench.poller import Poller
-from diptych.bench.poller import poller as new_poller
+from diptych.bench.clock import now_ns
+from diptych.bench.http_connection import HttpConnection, SocketAddress
+from diptych.bench.tls_layer import TlsLayer
+from diptych.bench.token_stream import TokenStream
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_S
 
 MOST_OPENING = 64  # connections that wait for the server at once, ahead of requests
-KEPT_S = 2.0  # an idle connection older than this may be closed by the server at any moment
+KEPT_NS = 2 * NS_PER_S  # an idle connection older than this may be closed by the server at any moment
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,22 +55,23 @@ class Address:
         return f"{host}:{self.port}"
 
 
-class Client:
-    """Connections to one server. Idle ones are used again; as many are opened as are needed. No proxy is ever used."""
+class HttpClient:
+    """Connections to a server. Idle connections are used again; as many are opened as are needed."""
 
     def __init__(self, address: Address, headers: Mapping[str, str] | None = None) -> None:
         self._address = address
-        self._tls = ssl.create_default_context() if address.is_tls else None
+        self._tls: Callable[[], TlsLayer] | None = None
+        if address.is_tls:
+            self._tls = partial(TlsLayer, ssl.create_default_context(), address.host)
         lines = [f"Host: {address.netloc}", "Accept: text/event-stream, application/json"]
         lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
         self._headers = "\r\n".join(lines)
-        self._places: list[Place] = []  # that the name stands for: looked up once, with the one that answered first
-        self._poller: Poller | None = None
-        self._connections: set[Connection] = set()
-        self._idle: deque[Connection] = deque()  # or opening, ahead of a request: these at the left
-        self._opening: set[Connection] = set()  # ahead of a request
-        self._looked_ns = 0  # for idle ones that are stale
-        self._looking_up: set[asyncio.Task[None]] = set()
+        self._addresses: list[SocketAddress] = []  # of the host: looked up once; later only that which answered first
+        self._connections: set[HttpConnection] = set()  # all that are not closed
+        self._idle: deque[HttpConnection] = deque()  # at the left those that were opened ahead of a request
+        self._opening: set[HttpConnection] = set()  # ahead of a request
+        self._looked_ns = 0  # for idle connections that are too old
+        self._lookups: set[asyncio.Task[None]] = set()
         self.num_retried = 0
 
     def head(self, method: str, path: str) -> bytes:
@@ -79,38 +79,39 @@ class Client:
         return f"{method} {self._address.base}{path} HTTP/1.1\r\n{self._headers}\r\n".encode()
 
     def post(self, head: bytes, body: bytes, stream: TokenStream) -> None:
-        """Send now; ``stream.done`` says when it is over. Never raises for what the server does."""
+        """Send now; ``stream.done`` resolves when the response is over. A failing server is an error of the stream."""
         request = b"%bContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (head, len(body), body)
         stream.sent_ns = now = now_ns()
         while self._idle:
             connection = self._idle.pop()
-            if not connection.is_gone and now - connection.idle_since_ns < KEPT_S * NS_PER_S:
+            if not connection.is_closed and now - connection.idle_since_ns < KEPT_NS:
                 connection.send(request, stream)
                 return
             connection.abort()
         self._send_on_new(request, stream)
 
     async def fetch(self, method: str, path: str, body: bytes = b"") -> TokenStream:
-        """One request whose reply is no stream: status and body."""
+        """A request whose response is no stream: status and body."""
         stream = TokenStream(now_ns())
         self.post(self.head(method, path), body, stream)
         await stream.done
         return stream
 
     def connect_ahead(self, number: int) -> bool:
-        """Open one more connection towards having so many that are idle; False when none is needed now. One that fails
-        to open does not matter: the request that would have used it opens another, and says what is wrong."""
-        if len(self._opening) >= MOST_OPENING or not self._places:
+        """Open a connection, if fewer than ``number`` are idle; returns whether it was needed. It does not matter if it
+        fails: the request that would have used it opens another, and has the error."""
+        if len(self._opening) >= MOST_OPENING or not self._addresses:
             return False
-        if len(self._idle) >= number and (now := now_ns()) - self._looked_ns > KEPT_S / 8 * NS_PER_S:
+        if len(self._idle) >= number and (now := now_ns()) - self._looked_ns > KEPT_NS // 8:
             self._looked_ns = now
-            for stale in [one for one in self._idle if one.is_gone or now - one.idle_since_ns > KEPT_S * NS_PER_S]:
-                self._idle.remove(stale)
-                stale.abort()
+            for connection in list(self._idle):
+                if connection.is_closed or now - connection.idle_since_ns > KEPT_NS:
+                    self._idle.remove(connection)
+                    connection.abort()
         if len(self._idle) >= number:
             return False
         connection = self._open()
-        if connection.is_gone:
+        if connection.is_closed:
             return False
         connection.idle_since_ns = now_ns()
         if not connection.is_open:
@@ -118,55 +119,42 @@ class Client:
         self._idle.appendleft(connection)
         return True
 
-    def linger(self, may: bool) -> None:
-        """Whether what has come may be read some milliseconds later, which is cheaper when much comes (poller.py)."""
-        if self._poller is not None:
-            self._poller.may_linger = may and self._tls is None
-
-    def on_open(self, connection: Connection) -> None:
-        """The address that answered first is asked from then on."""
+    def on_open(self, connection: HttpConnection) -> None:
+        """The address that answered first is the only one from then on."""
         self._opening.discard(connection)
-        if self._places[0] != connection.place:
-            self._places = [connection.place]
+        if self._addresses[0] != connection.address:
+            self._addresses = [connection.address]
 
-    def on_over(self, connection: Connection, *, keeps: bool) -> None:
-        """It has nothing to do."""
-        if keeps:
-            connection.idle_since_ns = now_ns()
-            self._idle.append(connection)
-        else:
-            connection.abort()
+    def on_idle(self, connection: HttpConnection) -> None:
+        """It may have the next request."""
+        self._idle.append(connection)
 
-    def on_closed(self, connection: Connection) -> None:
-        """It is gone; among the idle ones it is found to be so when one is needed."""
+    def on_closed(self, connection: HttpConnection) -> None:
+        """Forget it; among the idle connections it is skipped later."""
         self._connections.discard(connection)
         self._opening.discard(connection)
 
     def on_unanswered(self, request: bytes, stream: TokenStream) -> None:
-        """Send it again, on a connection that nobody has closed."""
+        """Send the request again, on a new connection."""
         self.num_retried += 1
         self._send_on_new(request, stream)
 
     async def close(self) -> None:
         """Close every connection."""
-        for task in self._looking_up:
+        for task in self._lookups:
             task.cancel()
-        await asyncio.gather(*self._looking_up, return_exceptions=True)
+        await asyncio.gather(*self._lookups, return_exceptions=True)
         for connection in list(self._connections):
             connection.abort()
         self._idle.clear()
-        if self._poller is not None:
-            self._poller.close()
-            self._poller = None
 
     def _send_on_new(self, request: bytes, stream: TokenStream) -> None:
-        if self._places:
-            connection = self._open()
-            connection.send(request, stream)
+        if self._addresses:
+            self._open().send(request, stream)
             return
         task = asyncio.get_running_loop().create_task(self._look_up(request, stream))
-        self._looking_up.add(task)
-        task.add_done_callback(self._looking_up.discard)
+        self._lookups.add(task)
+        task.add_done_callback(self._lookups.discard)
 
     async def _look_up(self, request: bytes, stream: TokenStream) -> None:
         address = self._address
@@ -175,18 +163,14 @@ class Client:
         except OSError as error:
             stream.finish(now_ns(), f"cannot connect to {address.netloc}: {error.strerror or error}")
             return
-        self._places = self._places or [(family, place) for family, _, _, _, place in found]
+        self._addresses = self._addresses or [(family, place) for family, _, _, _, place in found]
         if not stream.done.done():
             self._send_on_new(request, stream)
 
-    def _open(self) -> Connection:
+    def _open(self) -> HttpConnection:
         """A connection that is opening."""
-        poller = self._poller = self._poller or new_poller()
-        name = self._address.netloc
-        if self._tls is None:
-            connection = Connection(self, poller, self._places, name)
-        else:
-            connection = TlsConnection(self, poller, self._places, name, (self._tls, self._address.host))
+        loop = asyncio.get_running_loop()
+        connection = HttpConnection(self, loop, self._addresses, self._address.netloc, self._tls)
         self._connections.add(connection)
         connection.open()
         return connection
