@@ -39,8 +39,12 @@ async def watch_pulses(supervisors: Sequence[Supervisor], timeout_s: float) -> N
         was_late, last = time.monotonic() - last > 2 * pause_s, time.monotonic()
         if was_late:
             continue
-        for one in supervisors:
-            if one.state in limits and one.directory is not None:
-                pulse = read_pulse(one.directory / FILE_NAME)
-                if pulse is not None and (why := verdict(pulse, time.monotonic_ns(), limits[one.state])):
-                    one.kill(why)
+        for supervisor in supervisors:
+            if supervisor.state not in limits or supervisor.directory is None:
+                continue
+            try:
+                pulse = read_pulse(supervisor.directory / FILE_NAME)
+            except OSError:  # no descriptor is free: nothing is known of the worker in this round
+                continue
+            if pulse is not None and (why := verdict(pulse, time.monotonic_ns(), limits[supervisor.state])):
+                supervisor.kill(why)
