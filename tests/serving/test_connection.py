@@ -2,6 +2,7 @@
 is logged."""
 
 import asyncio
+import itertools
 import json
 import logging
 import re
@@ -178,7 +179,7 @@ def test_it_does_not_matter_how_the_bytes_arrive(cuts: list[int]) -> None:
         return client.app.seen, client.wire.said
 
     places = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
-    pieces = [data[start:end] for start, end in zip(places, places[1:], strict=False) if start < end]
+    pieces = [data[start:end] for start, end in itertools.pairwise(places) if start < end]
     seen, said = asyncio.run(run(pieces))
     assert seen == [("GET", "/x", b""), ("POST", "/x", b"abcde"), ("GET", "/x", b""), ("POST", "/x", b"abcde")]
     assert said == asyncio.run(run([data]))[1]
@@ -253,9 +254,8 @@ def test_no_bytes_make_it_stumble(pieces: list[bytes]) -> None:
         [CHUNKED, b"5\r\nabcde\r\n0\r\n", *[b"X: a\r\n" * 1000] * 12],
         [CHUNKED, b"5\r\nabcde\r\n5;", *[b"x" * 1000] * 70],
     ],
-    ids=["header", "header in pieces", "headers", "headers in pieces", "url", "url in pieces", "empty lines", "trailers",
-         "chunk extension"],
-)  # fmt: skip
+    ids=["header", "slow header", "headers", "slow headers", "url", "slow url", "lines", "trailers", "chunk extension"],
+)
 async def test_what_is_no_body_has_a_limit(pieces: list[bytes]) -> None:
     client = await replies(*pieces)
     assert client.wire.statuses == [431]
