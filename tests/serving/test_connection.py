@@ -97,6 +97,7 @@ class App:
     def __init__(self) -> None:
         self.seen: list[tuple[str, str, bytes]] = []
         self.num_disconnected = 0
+        self.waits_for_disconnect = False
         self.gate = asyncio.Event()
         self.gate.set()
 
@@ -109,6 +110,10 @@ class App:
                 return
             body, more = body + message["body"], message["more_body"]
         self.seen.append((scope["method"], scope["path"], body))
+        if self.waits_for_disconnect:
+            assert (await receive())["type"] == "http.disconnect"
+            self.num_disconnected += 1
+            return
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"first", "more_body": True})
         await self.gate.wait()
@@ -325,6 +330,17 @@ async def test_a_client_that_leaves_within_its_body_ends_the_task() -> None:
     client = await replies(POST[:-2])
     await client.leave()
     assert client.app.num_disconnected == 1
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("rest", [GET, POST[:-1], GET * 5])
+async def test_a_client_that_leaves_ends_every_request_that_it_has_sent(rest: bytes) -> None:
+    client = Client()
+    client.app.waits_for_disconnect = True
+    await client.say(GET + rest)
+    assert client.app.num_disconnected == 0
+    await client.leave()
+    assert client.app.num_disconnected == 1  # of the one that runs: the others never began
 
 
 @pytest.mark.asyncio

@@ -7,7 +7,7 @@ it. A request to change the protocol (WebSocket, HTTP/2) is served as the plain 
 import asyncio
 
 from httptools import HttpParserError, HttpParserUpgrade
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from diptych.control.errors import DiptychError
 from diptych.serving.api.direct_body import DIRECT_BODY, DirectBody
@@ -33,6 +33,7 @@ class Connection(HttpToolsProtocol):
     _is_in_head = False  # ... and its head is
     _has_ignored = False  # a request for another protocol
     _is_refused = False
+    _cycles: tuple[RequestResponseCycle, ...] = ()  # of requests without a whole reply
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected."""
@@ -40,9 +41,12 @@ class Connection(HttpToolsProtocol):
         self._watch_silence()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is gone."""
+        """The connection is gone: for every request of it, where uvicorn itself tells only the last."""
         self._is_refused = True
         self._watch_silence()
+        for cycle in self._cycles:
+            cycle.disconnected = True
+            cycle.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -85,6 +89,7 @@ class Connection(HttpToolsProtocol):
             raise _HeadTooLongError
         if not self.parser.should_upgrade():
             super().on_headers_complete()
+            self._cycles = (*(cycle for cycle in self._cycles if not cycle.response_complete), self.cycle)
             self.scope["extensions"] = {DIRECT_BODY: {"body": DirectBody(self.cycle)}}
 
     def on_body(self, body: bytes) -> None:
