@@ -156,7 +156,6 @@ async def test_a_text_that_the_tokenizer_panics_on_is_refused_and_others_go_on()
         await asyncio.sleep(0)
         with pytest.raises(InvalidRequestError, match="retry-limit"):
             await last(llm, "x" + " " * 10_100_000 + "x")
-        assert not other.done()  # the event loop was free all the time
         assert (await other).outputs[0].token_ids == list(range(64, 364))
 
 
