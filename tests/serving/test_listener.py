@@ -27,7 +27,7 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Echo(asyncio.Protocol):
-    """Says what it is told."""
+    """Sends back what it receives."""
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
@@ -50,7 +50,7 @@ async def serve(listening: socket.socket, limit: int) -> Listener:
 
 
 async def connect(listening: socket.socket, say: bytes = b"hello") -> tuple[Streams, bytes]:
-    """A connection, and the first that it hears."""
+    """A connection, and the first bytes that it receives."""
     reader, writer = await asyncio.open_connection(*listening.getsockname()[:2])
     writer.write(say)
     return (reader, writer), await asyncio.wait_for(reader.read(10_000), 10)
@@ -98,7 +98,7 @@ async def test_a_flood_is_refused_to_the_last_connection() -> None:
     with bind("127.0.0.1", 0) as listening:
         listener = await serve(listening, 0)
         silent = [await asyncio.open_connection(*listening.getsockname()[:2]) for _ in range(3 * MAX_REFUSALS)]
-        for reader, _ in silent:  # one that says nothing is told all the same
+        for reader, _ in silent:  # a client that sends nothing gets the reason, too
             said = await asyncio.wait_for(reader.read(), 10)
             assert said.startswith(b"HTTP/1.1 503 ")
         close(silent)
@@ -142,7 +142,7 @@ async def test_without_a_free_descriptor_clients_wait_and_are_taken_later(
 
 
 @pytest.mark.asyncio
-async def test_a_stopped_listener_takes_nobody() -> None:
+async def test_a_stopped_listener_takes_no_connection() -> None:
     with bind("127.0.0.1", 0) as listening:
         listener = await serve(listening, 10_000)
         listener.stop()

@@ -14,7 +14,7 @@ import resource
 import socket
 import time
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 from diptych.control.errors import ConfigError, UnavailableError
 from diptych.serving.api.error_format import error_bytes
@@ -75,7 +75,7 @@ class Listener:
         self._socket = listening
         self._limit = limit
         self._connect: Callable[[], asyncio.Protocol] | None = None
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._num_refusals = 0  # that are open
         self._logged_s = -LOG_INTERVAL_S
         reason = f"too many connections: this server may open {limit} files, and all but a reserve are in use"
@@ -113,28 +113,22 @@ class Listener:
             client.setblocking(False)
             if client.fileno() < self._limit - SPARE_DESCRIPTORS:
                 assert self._connect is not None
-                self._open(client, self._connect)
+                self._open(client, self._connect, lambda: None)
             else:
                 self._refuse(client)
 
-    def _open(self, client: socket.socket, connect: Callable[[], asyncio.Protocol]) -> None:
-        with contextlib.suppress(OSError):
-            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        loop = asyncio.get_running_loop()
-        task = loop.create_task(loop.connect_accepted_socket(connect, client))
+    def _open(
+        self, client: socket.socket, connect: Callable[[], asyncio.Protocol], on_failure: Callable[[], None]
+    ) -> None:
+        task = asyncio.get_running_loop().create_task(_hand_over(client, connect, on_failure))
         self._tasks.add(task)
-        task.add_done_callback(self._opened)
-
-    def _opened(self, task: "asyncio.Task[Any]") -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()):
-            logger.debug("a connection could not be opened: %s", error)
+        task.add_done_callback(self._tasks.discard)
 
     def _refuse(self, client: socket.socket) -> None:
         self._log("connections are refused: all file descriptors but a reserve are in use")
         if self._num_refusals < MAX_REFUSALS:
             self._num_refusals += 1
-            self._open(client, lambda: _Refusal(self._reply, self._on_refused))
+            self._open(client, lambda: _Refusal(self._reply, self._on_refused), self._on_refused)
             return
         with contextlib.suppress(OSError):
             client.send(self._reply)
@@ -144,7 +138,7 @@ class Listener:
         self._num_refusals -= 1
 
     def _pause(self, error: OSError) -> None:
-        """Leave the clients in the kernel's queue for a moment: there is no descriptor to tell them anything."""
+        """Leave the clients in the kernel's queue for a moment: there is no descriptor even for a refusal."""
         self._log(f"connections wait: {error.strerror}")
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._socket)
@@ -159,6 +153,19 @@ class Listener:
         if now - self._logged_s >= LOG_INTERVAL_S:
             self._logged_s = now
             logger.warning("%s (the limit, ulimit -n, is %d)", words, self._limit)
+
+
+async def _hand_over(
+    client: socket.socket, connect: Callable[[], asyncio.Protocol], on_failure: Callable[[], None]
+) -> None:
+    """Give an accepted connection to the event loop."""
+    try:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        await asyncio.get_running_loop().connect_accepted_socket(connect, client)
+    except OSError as error:  # the client is gone already
+        logger.debug("a connection could not be opened: %s", error)
+        client.close()
+        on_failure()
 
 
 class _Refusal(asyncio.Protocol):
