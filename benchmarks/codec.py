@@ -36,7 +36,7 @@ from diptych.runtime.input_batch import InputBatch
 from diptych.runtime.model_runner import ModelRunner, RunnerConfig, load_runner
 from diptych.runtime.transfer.codec.kv_codec import KVCodec, measure_rates
 from diptych.runtime.transfer.codec.wire_format import WireEncoding, choose_codec
-from diptych.runtime.transfer.connector import KVFormat
+from diptych.runtime.transfer.kv_format import KVFormat
 
 BUNDLED = Path(diptych.__file__).parent / "bundled" / "stdlib-python"
 SOURCES = ("heapq", "shelve", "bisect", "textwrap", "queue", "sched", "fnmatch", "graphlib")

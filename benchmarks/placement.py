@@ -26,7 +26,7 @@ from diptych.control.admission.admission_queue import (
     QueuedRequest,
     ServiceClassConfig,
 )
-from diptych.control.engine.load_report import LoadReport
+from diptych.control.engine.reports import LoadReport
 from diptych.control.router.cost_router import PlacementConfig, PlacementRequest, Placer
 from diptych.control.router.topology import LinkCosts, Role, WorkerInfo
 from diptych.control.slo import NS_PER_MS, NS_PER_S

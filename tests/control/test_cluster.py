@@ -12,13 +12,24 @@ from diptych.control.cluster.cluster_events import (
     Cancelled,
     ClusterEvent,
     Reported,
-    Submission,
+    RoleChanged,
     Tick,
-    TransferFailed,
     WorkerDown,
     WorkerUp,
 )
-from diptych.control.cluster.commands import Command, Drop, End, Prefill, Release, Renew, Reserve, Restarted, Serve
+from diptych.control.commands import (
+    AskKVSnapshot,
+    Command,
+    Drop,
+    End,
+    ForgetPeer,
+    Prefill,
+    Release,
+    Renew,
+    Reserve,
+    Restarted,
+    Serve,
+)
 from diptych.control.errors import WorkerError
 from diptych.control.events import (
     Event,
@@ -27,13 +38,17 @@ from diptych.control.events import (
     HandoffExpired,
     HandoffReleased,
     HandoffReserved,
+    KVEvents,
+    KVSnapshot,
+    PeerForgotten,
     RequestAdmitted,
     RequestFinished,
+    TransferFailed,
 )
-from diptych.control.request import FinishReason
-from diptych.control.router.cost_router import PlacementConfig
+from diptych.control.request import FinishReason, RequestOptions, Submission
+from diptych.control.router.routing import RoutingConfig
 from diptych.control.router.topology import Role, WorkerInfo
-from diptych.control.slo import NS_PER_S, LatencyBreakdown
+from diptych.control.slo import NS_PER_S, LatencyBreakdown, Slo
 
 P, D = 0, 1
 LEASE = 9 * NS_PER_S
@@ -42,20 +57,25 @@ LEASE = 9 * NS_PER_S
 class Fleet:
     """A core with its clock; workers are what the test says they are."""
 
-    def __init__(self, *roles: Role, pool: int | None = None, **config: Any) -> None:
-        workers = [WorkerInfo(number, role, 100, 16, pool=pool) for number, role in enumerate(roles)]
-        placement = PlacementConfig(disaggregate="always")
-        self.core = ClusterCore(workers, ClusterConfig(placement=placement, lease_ns=LEASE, **config))
+    def __init__(self, *roles: Role, memory_domain: int | None = None, **config: Any) -> None:
+        self.infos = [
+            WorkerInfo(number, role, 100, 16, memory_domain=memory_domain) for number, role in enumerate(roles)
+        ]
+        routing = RoutingConfig(disaggregate="always")
+        self.core = ClusterCore(ClusterConfig(routing=routing, lease_ns=LEASE, **config))
         self.now = 0
         for number in range(len(roles)):
-            assert self.tell(WorkerUp(number)) == []
+            assert self.up(number) == []
 
     def tell(self, event: ClusterEvent) -> list[Command]:
         self.now += 1
         return self.core.on_event(event, self.now)
 
-    def submit(self, request_id: str = "a", num_tokens: int = 100) -> list[Command]:
-        return self.tell(Arrived(Submission(request_id, num_tokens, 8)))
+    def up(self, worker: int) -> list[Command]:
+        return self.tell(WorkerUp(self.infos[worker]))
+
+    def submit(self, request_id: str = "a", num_tokens: int = 100, **options: Any) -> list[Command]:
+        return self.tell(Arrived(Submission(request_id, num_tokens, 8, options=RequestOptions(**options))))
 
     def report(self, worker: int, *events: Event) -> list[Command]:
         return self.tell(Reported(worker, events))
@@ -73,14 +93,19 @@ class Fleet:
     def finished(self, worker: int, attempt: str = "a", reason: FinishReason = FinishReason.LENGTH) -> list[Command]:
         return self.report(worker, self.end(attempt, reason))
 
-    def end(self, attempt: str, reason: FinishReason = FinishReason.ABORT) -> RequestFinished:
-        return RequestFinished(self.now, attempt, reason, 100, 0, 0, LatencyBreakdown(0, 0, 0, 8), None)
+    def end(self, attempt: str, reason: FinishReason = FinishReason.ABORT, num_tokens: int = 8) -> RequestFinished:
+        return RequestFinished(self.now, attempt, reason, 100, 0, 0, LatencyBreakdown(0, 0, 0, num_tokens), None)
+
+
+def the_end(commands: Sequence[Command]) -> End:
+    (end,) = [command for command in commands if isinstance(command, End)]
+    return end
 
 
 def test_the_way_of_a_handoff() -> None:
     fleet = Fleet("prefill", "decode")
-    assert fleet.submit() == [Reserve(D, "a", "a", LEASE, False)]
-    assert fleet.reserved() == [Prefill(P, "a", "a", D, 16, (), LEASE)]
+    assert fleet.submit() == [Reserve(D, "a", "a", 0, LEASE, False)]
+    assert fleet.reserved() == [Prefill(P, "a", "a", 0, D, 16, (), LEASE)]
     assert fleet.prefilled() == []
     assert fleet.delivered() == [Release(P, "a")]
     assert fleet.report(P, HandoffReleased(0, "a")) == []
@@ -89,14 +114,14 @@ def test_the_way_of_a_handoff() -> None:
     fleet.core.check_idle()
 
 
-def test_blocks_of_one_pool_are_borrowed_and_leases_are_not_needed() -> None:
-    fleet = Fleet("prefill", "decode", pool=0)
-    assert fleet.submit() == [Reserve(D, "a", "a", 0, True)]
-    assert fleet.reserved() == [Prefill(P, "a", "a", D, 16, (5, 6), 0)]
+def test_blocks_of_one_memory_domain_are_borrowed_and_leases_are_not_needed() -> None:
+    fleet = Fleet("prefill", "decode", memory_domain=0)
+    assert fleet.submit() == [Reserve(D, "a", "a", 0, 0, True)]
+    assert fleet.reserved() == [Prefill(P, "a", "a", 0, D, 16, (5, 6), 0)]
 
 
 def test_borrowed_blocks_stay_until_the_writer_has_let_go() -> None:
-    fleet = Fleet("prefill", "decode", pool=0)
+    fleet = Fleet("prefill", "decode", memory_domain=0)
     fleet.submit()
     fleet.reserved()
     assert fleet.tell(Cancelled("a")) == [Drop(P, "a")]  # not the decode worker: the other may be writing
@@ -106,11 +131,11 @@ def test_borrowed_blocks_stay_until_the_writer_has_let_go() -> None:
 
 
 def test_borrowed_blocks_are_free_when_the_writer_is_dead() -> None:
-    fleet = Fleet("prefill", "decode", pool=0)
+    fleet = Fleet("prefill", "decode", memory_domain=0)
     fleet.submit()
     fleet.reserved()
     fleet.tell(Cancelled("a"))
-    assert fleet.tell(WorkerDown(P)) == [Drop(D, "a")]
+    assert fleet.tell(WorkerDown(P)) == [Drop(D, "a"), ForgetPeer(D, P)]
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -128,9 +153,7 @@ def test_a_cancel_reaches_every_state(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", range(3))
 @pytest.mark.parametrize("lost", [P, D])
-def test_losing_either_worker_of_a_handoff_under_way_begins_another_attempt_on_who_is_left(
-    stage: int, lost: int
-) -> None:
+def test_losing_either_worker_of_a_handoff_under_way_begins_another_attempt_on_the_other(stage: int, lost: int) -> None:
     fleet = Fleet("prefill", "decode")
     fleet.submit()
     for step in (fleet.reserved, fleet.prefilled)[:stage]:
@@ -138,10 +161,11 @@ def test_losing_either_worker_of_a_handoff_under_way_begins_another_attempt_on_w
     commands = fleet.tell(WorkerDown(lost, {"a": 1} if stage == 2 else {}))
     left = D if lost == P else P
     drops: list[Command] = [] if stage == 0 and lost == D else [Drop(left, "a")]
-    assert commands == [*drops, Restarted("a", "a~1"), Serve(left, "a", "a~1")]
+    count = int(stage == 2)
+    assert commands == [*drops, Restarted("a", "a~1", count), Serve(left, "a", "a~1", count)]
 
 
-def test_losing_the_prefill_worker_after_the_delivery_matters_to_nobody() -> None:
+def test_losing_the_prefill_worker_after_the_delivery_changes_nothing() -> None:
     fleet = Fleet("prefill", "decode")
     fleet.submit()
     fleet.reserved()
@@ -152,7 +176,7 @@ def test_losing_the_prefill_worker_after_the_delivery_matters_to_nobody() -> Non
     fleet.core.check_idle()
 
 
-def test_what_an_old_attempt_says_is_not_heard() -> None:
+def test_what_an_old_attempt_reports_is_ignored() -> None:
     fleet = Fleet("prefill", "decode")
     fleet.submit()
     fleet.reserved()
@@ -163,11 +187,11 @@ def test_what_an_old_attempt_says_is_not_heard() -> None:
 
 
 def test_without_a_worker_a_request_waits_and_then_fails_with_the_reason() -> None:
-    fleet = Fleet("both", park_ns=5 * NS_PER_S)
+    fleet = Fleet("both", park_ns=5 * NS_PER_S, max_untouched_per_worker=0)
     fleet.tell(WorkerDown(0))
     assert fleet.submit() == []
     assert fleet.core.next_time() == fleet.now + 5 * NS_PER_S
-    assert fleet.tell(WorkerUp(0)) == [Serve(0, "a", "a")]
+    assert fleet.up(0) == [Serve(0, "a", "a", 0)]
     fleet.finished(0)
     fleet.tell(WorkerDown(0))
     fleet.submit("b")
@@ -182,7 +206,7 @@ def test_attempts_without_a_token_are_bounded() -> None:
     fleet.submit()
     for _ in range(2):
         assert fleet.tell(WorkerDown(0)) == []
-        assert isinstance(fleet.tell(WorkerUp(0))[0], Restarted)
+        assert isinstance(fleet.up(0)[0], Restarted)
     (end,) = fleet.tell(WorkerDown(0))
     assert isinstance(end, End) and isinstance(end.error, WorkerError)
     fleet.core.check_idle()
@@ -192,7 +216,7 @@ def test_a_request_whose_prompt_kills_two_workers_is_refused() -> None:
     fleet = Fleet("both", "both")
     commands = fleet.submit()
     for attempt in ("a", "a~1"):
-        (serve,) = [one for one in commands if isinstance(one, Serve)]
+        (serve,) = [command for command in commands if isinstance(command, Serve)]
         fleet.report(serve.worker, RequestAdmitted(0, attempt, 0, True))
         commands = fleet.tell(WorkerDown(serve.worker, crashed=True))
     end = commands[-1]
@@ -205,7 +229,7 @@ def test_a_broken_transfer_follows_the_policy(policy: str) -> None:
     fleet = Fleet("prefill", "decode", on_failure=policy)
     fleet.submit()
     fleet.reserved()
-    commands = fleet.tell(TransferFailed(P, "a", True, "the link is gone"))
+    commands = fleet.report(P, TransferFailed(fleet.now, "a", True, "the link is gone"))
     assert {Drop(P, "a"), Drop(D, "a")} <= set(commands)
     last = commands[-1]
     if policy == "retry":
@@ -236,3 +260,124 @@ def test_an_answer_that_ends_with_its_first_token_frees_the_place_that_was_reser
     assert Drop(D, "a") in commands and isinstance(commands[-1], End)
     fleet.report(D, fleet.end("a"))
     fleet.core.check_idle()
+
+
+# -- the end of a request, over all its attempts ----------------------------------------------------------------------
+
+
+def test_an_answer_that_two_attempts_gave_is_accounted_for_once_from_its_arrival() -> None:
+    fleet = Fleet("both", "both")
+    (serve,) = [command for command in fleet.submit(slo=Slo(ttft_ns=5, tpot_ns=10**9)) if isinstance(command, Serve)]
+    fleet.report(serve.worker, RequestAdmitted(0, "a", 32, True))  # now 4
+    fleet.report(serve.worker, FirstToken(0, "a"))  # now 5
+    fleet.now = 100
+    commands = fleet.tell(WorkerDown(serve.worker, {"a": 3}))
+    (again,) = [command for command in commands if isinstance(command, Serve)]
+    assert (again.attempt_id, again.num_output_tokens) == ("a~1", 3)
+    fleet.report(again.worker, RequestAdmitted(0, "a~1", 96, True))
+    fleet.report(again.worker, FirstToken(0, "a~1"))
+    fleet.now = 200
+    finished = the_end(fleet.report(again.worker, fleet.end("a~1", FinishReason.LENGTH, 5))).finished
+    assert finished is not None
+    assert (finished.request_id, finished.num_prompt_tokens, finished.num_cached_tokens) == ("a", 100, 32)
+    latency = finished.latency
+    assert (latency.queue_ns, latency.prefill_ns, latency.total_ns) == (1, 1, 198)
+    assert latency.num_output_tokens == 8
+    fleet.core.check_idle()
+
+
+def test_time_in_the_admission_queue_counts_as_queueing() -> None:
+    fleet = Fleet("both", max_untouched_per_worker=1)
+    fleet.submit("a")
+    fleet.now = 1000
+    assert fleet.submit("b") == []
+    fleet.now = 3000
+    assert fleet.report(0, FirstToken(0, "a")) == [Serve(0, "b", "b", 0)]
+    fleet.now = 3100
+    account = LatencyBreakdown(10, 20, 30, 8)
+    finished = RequestFinished(0, "b", FinishReason.LENGTH, 100, 0, 0, account, None)
+    end = the_end(fleet.report(0, finished))
+    assert end.finished is not None
+    assert end.finished.latency.total_ns == fleet.now - 1001
+    assert (end.finished.latency.prefill_ns, end.finished.latency.decode_ns) == (20, 30)
+
+
+def test_a_client_that_has_all_it_wants_gets_the_workers_account() -> None:
+    fleet = Fleet("both")
+    fleet.submit()
+    fleet.report(0, FirstToken(0, "a"))
+    assert fleet.tell(Cancelled("a", 3, FinishReason.STOP)) == [Drop(0, "a", FinishReason.STOP)]
+    finished = the_end(fleet.report(0, fleet.end("a", FinishReason.STOP, 4))).finished
+    assert finished is not None and finished.reason is FinishReason.STOP
+    assert finished.latency.num_output_tokens == 3  # one more was sampled, and nobody will see it
+    fleet.core.check_idle()
+
+
+def test_a_client_that_has_all_it_wants_gets_an_end_although_the_worker_dies() -> None:
+    fleet = Fleet("both", "both")
+    (serve,) = [command for command in fleet.submit() if isinstance(command, Serve)]
+    fleet.report(serve.worker, FirstToken(0, "a"))
+    fleet.tell(Cancelled("a", 3, FinishReason.STOP))
+    finished = the_end(fleet.tell(WorkerDown(serve.worker, {"a": 3}))).finished
+    assert finished is not None
+    assert (finished.reason, finished.latency.num_output_tokens) == (FinishReason.STOP, 3)
+    fleet.core.check_idle()
+
+
+def test_an_answer_whose_last_token_came_has_ended_although_its_worker_died_before_it_said_so() -> None:
+    fleet = Fleet("both", "both")
+    (serve,) = [command for command in fleet.submit() if isinstance(command, Serve)]
+    fleet.report(serve.worker, FirstToken(0, "a"))
+    finished = the_end(fleet.tell(WorkerDown(serve.worker, {"a": 8}))).finished
+    assert finished is not None
+    assert (finished.reason, finished.latency.num_output_tokens) == (FinishReason.LENGTH, 8)
+    fleet.core.check_idle()
+
+
+# -- workers ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_comes_back_into_shared_memory_only_when_its_peers_have_forgotten_it() -> None:
+    fleet = Fleet("both", "both", "both", memory_domain=0)
+    assert fleet.tell(WorkerDown(0)) == [ForgetPeer(1, 0), ForgetPeer(2, 0)]
+    assert fleet.up(0) == [] and 0 not in fleet.core.members.up
+    fleet.report(1, PeerForgotten(0, 0))
+    assert 0 not in fleet.core.members.up
+    fleet.report(2, PeerForgotten(0, 0))
+    assert 0 in fleet.core.members.up
+
+
+def test_a_peer_that_dies_owes_nothing_any_more() -> None:
+    fleet = Fleet("both", "both", memory_domain=0)
+    fleet.tell(WorkerDown(0))
+    fleet.up(0)
+    assert fleet.tell(WorkerDown(1)) == [ForgetPeer(0, 1)]
+    assert 0 in fleet.core.members.up
+
+
+def test_memory_of_its_own_needs_no_forgetting() -> None:
+    fleet = Fleet("both", "both")
+    assert fleet.tell(WorkerDown(0)) == []
+    fleet.up(0)
+    assert 0 in fleet.core.members.up
+
+
+def test_a_changed_role_counts_for_the_next_request_and_for_none_before() -> None:
+    fleet = Fleet("prefill", "decode", "decode")
+    commands = fleet.submit("a")
+    assert isinstance(commands[0], Reserve)
+    assert fleet.tell(RoleChanged(2, "prefill")) == []
+    fleet.tell(RoleChanged(P, "decode"))
+    fleet.report(commands[0].worker, HandoffReserved(fleet.now, "a", 0, (1,)))
+    (reserve,) = fleet.submit("b")
+    assert isinstance(reserve, Reserve) and reserve.worker in (0, 1)
+    (prefill,) = fleet.report(reserve.worker, HandoffReserved(fleet.now, "b", 0, (1,)))
+    assert isinstance(prefill, Prefill) and prefill.worker == 2
+
+
+def test_missed_kv_events_are_asked_for() -> None:
+    fleet = Fleet("both")
+    assert fleet.report(0, KVEvents(0, 1, (b"x",))) == []
+    assert fleet.report(0, KVEvents(0, 3, (b"z",))) == [AskKVSnapshot(0)]
+    assert fleet.report(0, KVSnapshot(0, 3, (b"x", b"y", b"z"))) == []
+    assert fleet.report(0, KVEvents(0, 4, (b"w",))) == []

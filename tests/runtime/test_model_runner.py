@@ -15,11 +15,11 @@ from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.errors import InvalidRequestError
 from diptych.control.events import RequestAdmitted, RequestFinished, RequestPreempted
 from diptych.control.request import FinishReason, Request, SamplingParams
-from diptych.control.step import ScheduledPrefill, SchedulerOutput
+from diptych.control.step import ScheduledPrefill, SchedulerOutput, TokenLogprobs
 from diptych.runtime.local_engine import LocalEngine, engine_config
 from diptych.runtime.model_runner import ModelRunner, RunnerConfig, load_runner
 from diptych.runtime.native import load_native
-from diptych.runtime.sampler import RowSampling, TokenLogprobs, sample_row, uniforms
+from diptych.runtime.sampler import RowSampling, sample_row, uniforms
 from diptych.runtime.warm_up import warm_up
 from tests.runtime.checkpoints import FAMILIES, prompt_of, reference, runner
 from tests.runtime.driving import chunks_of, generate, greedy

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from diptych.control.step import TokenLogprobs
 from diptych.runtime.local_engine import LocalEngine, engine_config
-from diptych.runtime.sampler import TokenLogprobs
 from tests.runtime.checkpoints import prompt_of, runner
 from tests.runtime.driving import greedy
 

@@ -1,7 +1,6 @@
 """KV between two connectors in one process: nothing is lost, nothing comes twice, nobody is disturbed, fences hold."""
 
 import contextlib
-import importlib.util
 import random
 import select
 import socket
@@ -16,24 +15,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diptych.control.engine.worker_core import ChunkArrived, TransferBroken
 from diptych.control.errors import ConfigError
 from diptych.runtime.attention.layout import allocate_cpu, read_cpu
 from diptych.runtime.kv_tensors import LayerCache
-from diptych.runtime.transfer import make_connector
+from diptych.runtime.transfer import CONNECTORS, make_connector
 from diptych.runtime.transfer.connector import (
     MAX_PAYLOAD_BYTES,
-    ChunkArrived,
     CodecName,
     Committed,
-    Failed,
+    ConnectorEvent,
     KVConnector,
-    KVFormat,
     Sent,
-    TransferEvent,
     TransferOptions,
 )
+from diptych.runtime.transfer.connectors.shared_memory_connector import EmptyBody
+from diptych.runtime.transfer.connectors.tcp_connector import CodecBodies
+from diptych.runtime.transfer.kv_format import KVFormat
 from diptych.runtime.transfer.stream.addresses import parse_address
-from diptych.runtime.transfer.stream.carriers import Carriers
+from diptych.runtime.transfer.stream.event_queue import EventQueue
 from diptych.runtime.transfer.stream.frames import HEADER_BYTES, Frame, Kind, ProtocolError, Seal, parse_header
 from diptych.runtime.transfer.stream.handshake import (
     GREETING_BYTES,
@@ -45,7 +45,8 @@ from diptych.runtime.transfer.stream.handshake import (
     greeting,
     hello,
 )
-from diptych.runtime.transfer.stream.transfer_table import SendTransfer
+from diptych.runtime.transfer.stream.receiver import ReceiverConnection, StreamReceiver
+from diptych.runtime.transfer.stream.transfer_state import RecvTransfer, SendTransfer
 from tests.runtime.cutting_proxy import CuttingProxy
 
 SECRET = b"0123456789abcdef" * 2
@@ -92,7 +93,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         layers = [allocate_cpu(BLOCKS, HEADS, kv_format.block_size, DIM, dtype) for _ in range(kv_format.num_layers)]
         for cache in (cache for pair in layers for cache in pair):
             cache.copy_(torch.randn(cache.shape, generator=generator))
-        options = TransferOptions(secret, listen, None, codec, timeout_s, frame_bytes)
+        options = TransferOptions(secret, listen, codec, timeout_s, frame_bytes)
         side = Side(make_connector(name, layers, kv_format, options), layers, kv_format)
         made.append(side)
         return side
@@ -102,13 +103,13 @@ def make(tmp_path: Path) -> Iterator[Make]:
         side.connector.close()
 
 
-def until(side: Side, kind: type[TransferEvent], count: int = 1) -> list[TransferEvent]:
+def until(side: Side, kind: type[ConnectorEvent], count: int = 1) -> list[ConnectorEvent]:
     """Poll until ``count`` events of a kind have come; all events."""
-    happened: list[TransferEvent] = []
+    happened: list[ConnectorEvent] = []
     deadline = time.monotonic() + 60
     while sum(isinstance(event, kind) for event in happened) < count:
         assert time.monotonic() < deadline, happened
-        assert not any(isinstance(event, Failed) for event in happened if kind is not Failed), happened
+        assert not any(isinstance(event, TransferBroken) for event in happened if kind is not TransferBroken), happened
         select.select([side.connector], [], [], 1)
         happened += side.connector.poll()
     return happened
@@ -257,11 +258,11 @@ def test_64_attempts_in_both_directions_at_once(make: Make) -> None:
                 sender.connector.send(attempt, start, 80, blocks)
             sender.connector.commit(attempt, b"")
     for side in (left, right):
-        happened: list[TransferEvent] = []
+        happened: list[ConnectorEvent] = []
         while sum(isinstance(event, Committed | Sent) for event in happened) < 64:
             select.select([side.connector], [], [], 30)
             happened += side.connector.poll()
-            assert not any(isinstance(event, Failed) for event in happened)
+            assert not any(isinstance(event, TransferBroken) for event in happened)
     assert_same(left, right, (list(range(20)), list(range(20))), 320)
     assert_same(right, left, (list(range(20, 40)), list(range(20, 40))), 320)
 
@@ -271,8 +272,9 @@ def test_an_attempt_that_nobody_expects_fails_at_the_sender_alone(make: Make) ->
     sender.connector.open("unknown", receiver.connector.address, 0)
     sender.connector.send("unknown", 0, 64, list(range(4)))
     sender.connector.commit("unknown", b"")
-    failed = until(sender, Failed)[-1]
-    assert isinstance(failed, Failed) and failed.is_sender and "does not expect transfer unknown" in failed.message
+    failed = until(sender, TransferBroken)[-1]
+    assert isinstance(failed, TransferBroken) and failed.is_sender
+    assert "does not expect transfer unknown" in failed.message
     sender.connector.send("unknown", 64, 64, list(range(8)))  # has no effect
     tables = transfer(sender, receiver, "known", 64)
     until(receiver, Committed)
@@ -293,8 +295,8 @@ def test_nothing_is_written_after_forget(make: Make, seed: int) -> None:
     receiver.connector.forget("abc")
     frozen = receiver.snapshot()
     receiver.connector.forget("abc")
-    failed = until(sender, Failed)[-1]
-    assert isinstance(failed, Failed) and failed.attempt_id == "abc"
+    failed = until(sender, TransferBroken)[-1]
+    assert isinstance(failed, TransferBroken) and failed.attempt_id == "abc"
     assert all(map(torch.equal, frozen, receiver.snapshot()))
     assert not [event for event in receiver.connector.poll() if event.attempt_id == "abc"]
     transfer(sender, receiver, "next", 48)
@@ -320,11 +322,11 @@ def test_nothing_is_read_after_cancel(make: Make, seed: int) -> None:
         sender.connector.open("next", proxy.address, 0)
         sender.connector.send("next", 0, 16, [BLOCKS - 2])
         sender.connector.commit("next", b"")
-        happened: list[TransferEvent] = []
+        happened: list[ConnectorEvent] = []
         while not any(isinstance(event, Committed) for event in happened):
             select.select([receiver.connector], [], [], 30)
             happened += receiver.connector.poll()
-        assert all(event.attempt_id == "abc" for event in happened if isinstance(event, Failed))
+        assert all(event.attempt_id == "abc" for event in happened if isinstance(event, TransferBroken))
         assert not any(cache.isnan().any() for pair in receiver.layers for cache in pair)
         assert [event.attempt_id for event in until(sender, Sent)] == ["next"]
 
@@ -459,17 +461,15 @@ def test_a_frame_leaves_when_its_layers_are_there_and_is_the_one_of_a_whole_send
 ) -> None:
     form = replace(FORMAT, num_layers=num_layers)
     caches = [allocate_cpu(1, HEADS, form.block_size, DIM, torch.bfloat16) for _ in range(num_layers)]
-    carrier = Carriers(caches, form, "none" if is_raw else "int8", frame_bytes, moves=True).for_sending(
-        form, tokens, None
-    )
+    body_format = CodecBodies(caches, form, "none" if is_raw else "int8", frame_bytes).for_sending(form, tokens, None)
     attempt = SendTransfer("abc", 1, parse_address("tcp://127.0.0.1:1"), 0, num_layers)
-    whole, left, known = list(carrier.parts(0, tokens)), [], 0
-    for count in [*(min(one, num_layers) for one in said), num_layers]:
+    whole, left, known = list(body_format.parts(0, tokens)), [], 0
+    for count in [*(min(number, num_layers) for number in said), num_layers]:
         was_waiting = attempt.has_data
         is_told = attempt.queue_send(0, tokens, (), count)
         known = max(known, count)
         assert is_told or not attempt.has_data or was_waiting
-        while attempt.has_data and (following := attempt.next_part(lambda _: carrier)) is not None:
+        while attempt.has_data and (following := attempt.next_part(lambda _: body_format)) is not None:
             assert following[0] == len(left)
             left.append(following[1])
         assert left == [part for part in whole if part.first_layer + part.num_layers <= known]
@@ -505,20 +505,21 @@ def test_a_commit_without_all_of_the_kv_fails_on_both_sides(make: Make) -> None:
     sender.connector.send("abc", 0, 112, list(range(7)))
     sender.connector.commit("abc", b"")
     for side, is_sender in ((sender, True), (receiver, False)):
-        failed = until(side, Failed)[-1]
-        assert isinstance(failed, Failed) and failed.is_sender is is_sender and "16 tokens is missing" in failed.message
+        failed = until(side, TransferBroken)[-1]
+        assert isinstance(failed, TransferBroken) and failed.is_sender is is_sender
+        assert "16 tokens is missing" in failed.message
 
 
 def test_a_sender_that_begins_elsewhere_is_refused(make: Make) -> None:
     sender, receiver = make(), make()
     receiver.connector.expect("abc", list(range(8)), 32, 96)
     sender.connector.open("abc", receiver.connector.address, 0)
-    failed = until(sender, Failed)[-1]
-    assert isinstance(failed, Failed) and "begins at token 0, the receiver at 32" in failed.message
-    assert isinstance(until(receiver, Failed)[-1], Failed)
+    failed = until(sender, TransferBroken)[-1]
+    assert isinstance(failed, TransferBroken) and "begins at token 0, the receiver at 32" in failed.message
+    assert isinstance(until(receiver, TransferBroken)[-1], TransferBroken)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("nixl_cu13") is None, reason="needs the extra [nixl]")
+@pytest.mark.skipif(not CONNECTORS["nixl"].is_installed, reason="needs the extra [nixl]")
 def test_nixl_reads_the_blocks_bit_for_bit_and_fences(make: Make) -> None:
     sender, receiver = make("nixl"), make("nixl")
     tables = transfer(sender, receiver, "abc", 203)
@@ -529,16 +530,16 @@ def test_nixl_reads_the_blocks_bit_for_bit_and_fences(make: Make) -> None:
     transfer(sender, receiver, "forgotten", 500)
     receiver.connector.forget("forgotten")
     frozen = receiver.snapshot()
-    assert isinstance(until(sender, Failed)[-1], Failed)
+    assert isinstance(until(sender, TransferBroken)[-1], TransferBroken)
     assert all(map(torch.equal, frozen, receiver.snapshot()))
     other = make("nixl", kv_format=replace(FORMAT, block_size=32))
     other.connector.expect("abc", [0], 0, 16)
     sender.connector.open("abc", other.connector.address, 0)
-    failed = until(sender, Failed)[-1]
-    assert isinstance(failed, Failed) and "one format" in failed.message
+    failed = until(sender, TransferBroken)[-1]
+    assert isinstance(failed, TransferBroken) and "one format" in failed.message
 
 
-@pytest.mark.skipif(importlib.util.find_spec("nixl_cu13") is None, reason="needs the extra [nixl]")
+@pytest.mark.skipif(not CONNECTORS["nixl"].is_installed, reason="needs the extra [nixl]")
 @pytest.mark.parametrize("part_bytes", [1, 30_000, 1 << 23])
 def test_nixl_reads_layers_while_others_are_computed(
     make: Make, monkeypatch: pytest.MonkeyPatch, part_bytes: int
@@ -554,7 +555,7 @@ def test_nixl_reads_layers_while_others_are_computed(
     assert_same(sender, receiver, tables, 203)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("nixl_cu13") is not None, reason="the extra [nixl] is there")
+@pytest.mark.skipif(CONNECTORS["nixl"].is_installed, reason="the extra [nixl] is there")
 def test_without_its_extra_nixl_says_how_to_get_it(make: Make) -> None:
     with pytest.raises(ConfigError, match=r"pip install 'diptych\[nixl\]'"):
         make("nixl")
@@ -575,8 +576,9 @@ def test_everything_may_be_queued_before_the_receiver_listens(make: Make, tmp_pa
 def test_nobody_there_is_a_failure_in_the_end(make: Make, tmp_path: Path) -> None:
     sender = make(timeout_s=0.2)
     sender.connector.open("abc", f"unix://{tmp_path}/nobody", 0)
-    failed = until(sender, Failed)[-1]
-    assert isinstance(failed, Failed) and "no working connection" in failed.message and "ENOENT" in failed.message
+    failed = until(sender, TransferBroken)[-1]
+    assert isinstance(failed, TransferBroken)
+    assert "no working connection" in failed.message and "ENOENT" in failed.message
 
 
 def test_a_sender_that_vanishes_is_a_failure_at_the_receiver_in_the_end(make: Make) -> None:
@@ -586,8 +588,8 @@ def test_a_sender_that_vanishes_is_a_failure_at_the_receiver_in_the_end(make: Ma
     sender.connector.send("abc", 0, 64, list(range(8)))
     until(receiver, ChunkArrived)
     sender.connector.close()
-    failed = until(receiver, Failed)[-1]
-    assert isinstance(failed, Failed) and "not resumed within 0.2 s" in failed.message
+    failed = until(receiver, TransferBroken)[-1]
+    assert isinstance(failed, TransferBroken) and "not resumed within 0.2 s" in failed.message
 
 
 def test_a_restarted_receiver_fails_the_attempts_of_the_old_one(make: Make, tmp_path: Path) -> None:
@@ -599,8 +601,8 @@ def test_a_restarted_receiver_fails_the_attempts_of_the_old_one(make: Make, tmp_
     old.connector.close()
     new = make(listen=f"unix://{tmp_path}/kv")
     new.connector.expect("abc", list(range(8)), 0, 128)
-    failed = until(sender, Failed)[-1]
-    assert isinstance(failed, Failed) and "was restarted" in failed.message
+    failed = until(sender, TransferBroken)[-1]
+    assert isinstance(failed, TransferBroken) and "was restarted" in failed.message
     transfer(sender, new, "another", 64)
     until(new, Committed)
 
@@ -623,8 +625,8 @@ def test_who_does_not_know_the_secret_stays_outside(make: Make) -> None:
     stranger.connector.open("abc", receiver.connector.address, 0)
     stranger.connector.send("abc", 0, 16, [0])
     before = receiver.snapshot()
-    failed = until(stranger, Failed)[-1]
-    assert isinstance(failed, Failed) and "has it the same secret?" in failed.message
+    failed = until(stranger, TransferBroken)[-1]
+    assert isinstance(failed, TransferBroken) and "has it the same secret?" in failed.message
     assert not receiver.connector.poll() and all(map(torch.equal, before, receiver.snapshot()))
 
 
@@ -700,6 +702,46 @@ def test_a_newer_connection_of_a_sender_replaces_the_older_one_and_not_the_rever
             socks.append(stack.enter_context(socket.create_connection(socks[0].getpeername())))
 
 
+def test_a_connection_remembers_no_transfer_that_has_ended() -> None:
+    def unexpected(connection: ReceiverConnection, why: str) -> None:
+        raise AssertionError(why)
+
+    events, sender = EventQueue(), Identity(SECRET, b"s" * 16, FORMAT)
+    receiver = StreamReceiver(Identity(SECRET, b"r" * 16, FORMAT), EmptyBody(LAYERS), events, 10**10, unexpected)
+    here, there = socket.socketpair()
+    with here, there:
+        connection = receiver.accept(there, 0)
+        connection.write()
+        greeted = exactly(here, GREETING_BYTES)
+        said = hello(sender, greeted, "unix:///kv", 1)
+        here.sendall(said)
+        connection.read()
+        connection.write()
+        start = exactly(here, WELCOME_BYTES)
+        welcome = start + exactly(here, int.from_bytes(start[-2:], "little"))
+        seal = Seal(accept_welcome(sender, greeted, said, welcome).key_to_receiver)
+        for number in range(1, 301):
+            attempt = f"{number}".encode()
+            if number % 3:
+                receiver.transfers[f"{number}"] = RecvTransfer(f"{number}", (), 100, 0)
+            here.sendall(seal.seal(Frame(Kind.OPEN, number, start=100, body_bytes=len(attempt)), attempt) + attempt)
+            connection.read()
+            assert len(connection.transfers) == bool(number % 3)
+            here.sendall(seal.seal(Frame(Kind.COMMIT if number % 2 else Kind.CANCEL, number)))
+            connection.read()
+            connection.write()
+            assert not connection.transfers
+            here.sendall(seal.seal(Frame(Kind.CANCEL, number)))  # too late, and no error
+            connection.read()
+            here.recv(1 << 16)
+        kinds = [type(event) for _, event in events.drain()]
+        assert (kinds.count(Committed), kinds.count(TransferBroken)) == (100, 100)
+        here.sendall(seal.seal(Frame(Kind.CANCEL, 301)))
+        with pytest.raises(ProtocolError, match="not opened"):
+            connection.read()
+    events.close()
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_a_sender_with_the_secret_and_no_mind_harms_only_itself(make: Make, seed: int) -> None:
     rng = random.Random(seed)
@@ -753,15 +795,15 @@ def test_caches_of_different_models_are_refused_with_both_sides_values(make: Mak
     sender, receiver = make(), make(kv_format=replace(FORMAT, model="another"))
     receiver.connector.expect("abc", [0], 0, 16)
     sender.connector.open("abc", receiver.connector.address, 0)
-    failed = until(sender, Failed)[-1]
-    assert isinstance(failed, Failed) and "model is 'm' here and 'another' there" in failed.message
+    failed = until(sender, TransferBroken)[-1]
+    assert isinstance(failed, TransferBroken) and "model is 'm' here and 'another' there" in failed.message
 
 
 def test_what_cannot_be_is_said_at_once(make: Make, tmp_path: Path) -> None:
     side = make()
     with pytest.raises(ConfigError, match="at least 32"):
         TransferOptions(b"short")
-    with pytest.raises(ConfigError, match="not one of"):
+    with pytest.raises(ConfigError, match="one of shared_memory, tcp, nixl"):
         make(name="carrier pigeon")
     with pytest.raises(ConfigError, match="unix"):
         make(name="shared_memory")

@@ -14,8 +14,9 @@ from typing import Any
 
 import msgspec
 
+from diptych.control.engine.worker_core import ChunkArrived, TransferBroken
 from diptych.control.errors import ConfigError
-from diptych.runtime.transfer.connector import ChunkArrived, Committed, Failed, Sent, TransferEvent
+from diptych.runtime.transfer.connector import Committed, ConnectorEvent, Sent
 
 BYTES_PER_TOKEN = 8
 
@@ -56,7 +57,7 @@ class FakeConnector:
         self._sending: dict[str, Sending] = {}
         self._early: dict[str, list[tuple[Any, ...]]] = {}  # what came before its attempt was expected
         self._backlog: deque[tuple[str, str, bytes]] = deque()
-        self._events: list[TransferEvent] = []
+        self._events: list[ConnectorEvent] = []
         self.forgotten: list[str] = []
         self.cancelled: list[str] = []
         self.layers: list[tuple[str, int]] = []  # what was sent of steps under way: attempt, number of layers
@@ -115,7 +116,7 @@ class FakeConnector:
         self.cancelled.append(attempt_id)
         self._sending.pop(attempt_id, None)
 
-    def poll(self) -> list[TransferEvent]:
+    def poll(self) -> list[ConnectorEvent]:
         """What has happened."""
         while self._backlog:
             if not self._put(*self._backlog[0]):
@@ -147,7 +148,7 @@ class FakeConnector:
             return False
         except OSError as error:
             if self._sending.pop(attempt_id, None):
-                self._events.append(Failed(attempt_id, True, f"cannot reach {path}: {error.strerror}"))
+                self._events.append(TransferBroken(attempt_id, True, f"cannot reach {path}: {error.strerror}"))
         return True
 
     def _take(self, message: tuple[Any, ...]) -> None:

@@ -5,13 +5,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from diptych.control.request import FinishReason, SamplingParams
+from diptych.control.events import RequestFinished
+from diptych.control.request import FinishReason, RequestOptions, SamplingParams
 from diptych.control.slo import LatencyBreakdown
+from diptych.control.step import TokenLogprobs
 from diptych.serving.answers.answer_stream import AnswerStream, Generation
-from diptych.serving.answers.output_streams import RequestOptions
 from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.link.engine_options import BUNDLED_MODEL, EngineOptions
-from diptych.serving.link.messages import Finished, Loading, Ready, TokenLogprobs
+from diptych.serving.link.messages import Loading, Ready
 from diptych.serving.metrics.serving_metrics import ServingMetrics
 from diptych.timeline.ring import Timeline
 
@@ -78,11 +79,11 @@ class FakeLLM:
     def submit(
         self, prompts: Sequence[list[int]], sampling: SamplingParams, request_id: str, options: RequestOptions
     ) -> Generation:
-        sequences = [
+        streams = [
             AnswerStream(f"{request_id}-{number}", number, prompts[number // sampling.n], sampling, self.tokenizer)
             for number in range(len(prompts) * sampling.n)
         ]
-        generation = Generation(request_id, sequences)
+        generation = Generation(request_id, streams)
         self.submitted.append(Submitted(prompts, sampling, options, generation))
         task = asyncio.get_running_loop().create_task(self._answer(generation, sampling))
         self._tasks.add(task)
@@ -95,9 +96,9 @@ class FakeLLM:
                 submitted.is_aborted = True
 
     async def _answer(self, generation: Generation, sampling: SamplingParams) -> None:
-        for sequence in generation.sequences:
+        for stream in generation.streams:
             if sampling.prompt_logprobs is not None:
-                sequence.add_prompt_logprobs(1, [_logprobs(token, 1) for token in sequence.prompt_token_ids[1:]])
+                stream.add_prompt_logprobs(1, [_logprobs(token, 1) for token in stream.prompt_token_ids[1:]])
         for step in range(sampling.max_tokens):
             if self._error is not None and step == self._fail_after:
                 generation.fail(self._error)
@@ -105,14 +106,16 @@ class FakeLLM:
             if step == self._pause_after:
                 await self.go_on.wait()
             await asyncio.sleep(0)
-            for sequence in generation.sequences:
-                token_id = len(sequence.prompt_token_ids) + step
+            for stream in generation.streams:
+                token_id = len(stream.prompt_token_ids) + step
                 logprobs = None if sampling.logprobs is None else _logprobs(token_id, sampling.logprobs)
-                sequence.push(token_id, logprobs=logprobs)
-                sequence.mark()
+                stream.push(token_id, logprobs=logprobs)
+                stream.mark()
                 if step == sampling.max_tokens - 1:
-                    num_prompt = len(sequence.prompt_token_ids)
-                    sequence.end(Finished(sequence.request_id, FinishReason.LENGTH, num_prompt, 1, 0, LATENCY, None))
+                    num_prompt = len(stream.prompt_token_ids)
+                    stream.end(
+                        RequestFinished(0, stream.request_id, FinishReason.LENGTH, num_prompt, 1, 0, LATENCY, None)
+                    )
             generation.deliver()
 
 

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from diptych.serving.fleet.membership import Membership
 
 from diptych.control.errors import ConfigError
 from diptych.serving.fleet.exit_status import count_oom_kills, in_words, is_crash
 from diptych.serving.fleet.fleet_options import FleetOptions, divide_cores
 from diptych.serving.fleet.fleet_plan import plan_fleet
 from diptych.serving.fleet.hang_watch import verdict
-from diptych.serving.fleet.membership import Membership
 from diptych.serving.link.engine_options import DeviceOptions, EngineOptions, MemoryOptions
 from diptych.serving.link.heartbeat import Pulse
 from diptych.serving.link.messages import Ready
@@ -40,7 +40,10 @@ def test_the_default_fleet_is_one_worker_that_does_both() -> None:
         ({"transfer": "tcp"}, "no effect with one worker"),
         ({"kv_codec": "int8"}, "no effect with one worker"),
         ({"disaggregate": "always"}, "only one worker"),
-        ({"prefill": 1, "decode": 1, "transfer": "shared_memory", "kv_codec": "int4"}, "no effect with shared memory"),
+        (
+            {"prefill": 1, "decode": 1, "transfer": "shared_memory", "kv_codec": "int4"},
+            "no effect with transfer shared_",
+        ),
         ({"prefill": 1, "decode": 1, "transfer": "carrier_pigeon"}, "one of auto"),
         ({"heartbeat_timeout_s": 0.1}, "at least 0.5"),
         ({"max_untouched_per_worker": -1}, "at least 0"),

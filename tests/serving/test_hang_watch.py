@@ -7,14 +7,17 @@ from pathlib import Path
 import pytest
 
 from diptych.serving.fleet.hang_watch import watch_pulses
-from diptych.serving.fleet.supervisor import WorkerState
+from diptych.serving.fleet.supervisor import Supervisor
+from diptych.serving.fleet.worker_port import WorkerState
+from diptych.serving.link.engine_options import EngineOptions
 from diptych.serving.link.heartbeat import FILE_NAME, Heartbeat
 
 
-class Worker:
-    """What the watch reads of a supervisor."""
+class Worker(Supervisor):
+    """One without a process."""
 
     def __init__(self, directory: Path) -> None:
+        super().__init__(0, EngineOptions(), ())
         directory.mkdir()
         self.state = WorkerState.READY
         self.directory = directory
@@ -30,7 +33,7 @@ async def test_a_file_that_cannot_be_read_says_nothing_of_its_worker_and_others_
     unreadable, silent = Worker(tmp_path / "0"), Worker(tmp_path / "1")
     (unreadable.directory / FILE_NAME).mkdir()  # an OSError, as where no descriptor is free
     Heartbeat(silent.directory / FILE_NAME, clock=lambda: time.monotonic_ns() - 60 * 10**9).close()
-    watch = asyncio.create_task(watch_pulses([unreadable, silent], 0.1))  # type: ignore[list-item]
+    watch = asyncio.create_task(watch_pulses([unreadable, silent], 0.1))
     for _ in range(500):
         await asyncio.sleep(0.01)
         if silent.reasons:

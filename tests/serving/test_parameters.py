@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from diptych.control.errors import ContextLengthError, InvalidRequestError, NotFoundError
+from diptych.control.request import RequestOptions
 from diptych.control.slo import Slo
-from diptych.serving.answers.output_streams import RequestOptions
 from diptych.serving.api import protocol
 from diptych.serving.api.error_responses import invalid_body
 from diptych.serving.api.parameters import (
@@ -18,9 +18,9 @@ from diptych.serving.api.parameters import (
     conversation,
     given_prompts,
     max_tokens_of,
+    options_of,
     refuse_unsupported,
     sampling_of,
-    terms_of,
 )
 from diptych.serving.link.messages import Ready
 
@@ -66,7 +66,7 @@ def test_a_field_that_would_change_the_answer_is_refused_and_its_harmless_values
 
 
 def test_unknown_fields_are_ignored() -> None:
-    refuse_unsupported(completion(user="me", metadata={"a": 1}, colour="blue"))
+    refuse_unsupported(completion(user="me", store=False, colour="blue"))
 
 
 def test_only_the_served_model_is_found() -> None:
@@ -77,7 +77,7 @@ def test_only_the_served_model_is_found() -> None:
 
 
 def test_what_is_not_given_takes_the_defaults() -> None:
-    assert terms_of(completion()) == RequestOptions()
+    assert options_of(completion()) == RequestOptions()
     sampling = sampling_of(completion(), 16, None)
     assert (sampling.temperature, sampling.n, sampling.stop, sampling.logit_bias) == (1.0, 1, (), {})
 
@@ -86,8 +86,15 @@ def test_what_is_given_arrives_in_the_units_of_the_engine() -> None:
     body = completion(
         ttft_slo_ms=1.5, tpot_slo_ms=0.0000001, deadline_ms=250, priority=-3, service_class="batch", cache_salt="s"
     )
-    options = RequestOptions(-3, Slo(1_500_000, 1), "s", "tenant", "batch", 0.25)
-    assert terms_of(body, "tenant") == options
+    options = RequestOptions(
+        priority=-3,
+        slo=Slo(1_500_000, 1),
+        service_class="batch",
+        tenant="tenant",
+        deadline_ns=250_000_000,
+        cache_salt="s",
+    )
+    assert options_of(body, "tenant") == options
     body = completion(stop="end", stop_token_ids=[7], logit_bias={"12": -5}, seed=-1, top_k=3, n=2)
     sampling = sampling_of(body, 5, 2, 0)
     assert (sampling.stop, sampling.stop_token_ids, sampling.logit_bias) == (("end",), (7,), {12: -5})

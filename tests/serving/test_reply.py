@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 from fake_llm import LATENCY, TOKENIZER
 
+from diptych.control.events import RequestFinished
 from diptych.control.request import FinishReason, SamplingParams
+from diptych.control.step import TokenLogprobs
 from diptych.serving.answers.answer_stream import AnswerStream, Delta, Generation
 from diptych.serving.api.chat import ChatWriter
 from diptych.serving.api.completions import CompletionWriter
 from diptych.serving.api.protocol import ChatBody, ChatReply, CompletionBody, CompletionReply
 from diptych.serving.api.reply import ReplyContext, chat_logprobs, completion_logprobs, gather, prompt_logprobs
-from diptych.serving.link.messages import Finished, TokenLogprobs
 
 WORDS = TOKENIZER.encode("import os", add_special_tokens=False)
 ENTRIES = [TokenLogprobs(token, -0.25, [(token, -0.25), (5, -1.0)]) for token in WORDS]
@@ -29,7 +30,7 @@ def generation(num_prompts: int = 1, n: int = 1) -> Generation:
         sequences.append(sequence)
     made = Generation("id", sequences)
     for sequence in sequences:
-        sequence.end(Finished(sequence.request_id, FinishReason.LENGTH, 3, 2, 0, LATENCY, None))
+        sequence.end(RequestFinished(0, sequence.request_id, FinishReason.LENGTH, 3, 2, 0, LATENCY, None))
         sequence.mark()
     return made
 

@@ -10,9 +10,8 @@ import pytest
 from fake_llm import FakeLLM
 
 from diptych.control.errors import ContextLengthError, DiptychError, OverloadedError, WorkerError
-from diptych.control.request import SamplingParams
+from diptych.control.request import RequestOptions, SamplingParams
 from diptych.serving.answers.answer_stream import Delta
-from diptych.serving.answers.output_streams import RequestOptions
 from diptych.serving.api.direct_body import DIRECT_BODY
 from diptych.serving.api.responses import DONE, GenerationResponse
 

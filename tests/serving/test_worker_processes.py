@@ -27,7 +27,6 @@ from diptych.serving.link.engine_options import (
     EngineOptions,
     MemoryOptions,
     PoolShare,
-    TransferName,
     WorkerPlace,
 )
 from diptych.serving.link.heartbeat import FILE_NAME, read_pulse
@@ -66,7 +65,7 @@ def pairs() -> Iterator[dict[str, Pair]]:
     )
     secret = secrets.token_bytes(32)
 
-    def at(number: int, transfer: TransferName) -> EngineOptions:
+    def at(number: int, transfer: str) -> EngineOptions:
         place = WorkerPlace(number=number, transfer=transfer, secret=secret)
         if transfer == "shared_memory":
             total, first = memory.total_blocks, memory.first_blocks[number]

@@ -9,16 +9,18 @@ from dataclasses import replace
 from diptych.control.admission.admission_queue import AdmissionConfig, ServiceClassConfig
 from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.cluster.cluster_events import ClusterEvent, WorkerDown, WorkerUp
-from diptych.control.cluster.commands import Command, Drop, End, Release, Renew, Restarted
+from diptych.control.commands import Command, Drop, End, Prefill, Release, Renew, Reserve, Restarted, Serve
 from diptych.control.config import EngineConfig
-from diptych.control.events import Event, HandoffReserved
+from diptych.control.engine.reports import LoadReport
+from diptych.control.events import Event, HandoffReserved, RequestFinished
 from diptych.control.request import FinishReason
+from diptych.control.router.routing import RoutingConfig
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 from diptych.control.step import SchedulerOutput
 from diptych.simulation.costs.linear import LinearCost
 from diptych.simulation.faults import FAULTS, Watch, random_faults
 from diptych.simulation.fleet.pools import Pools
-from diptych.simulation.fleet.simulated_cluster import Cluster
+from diptych.simulation.fleet.simulated_cluster import SimulatedCluster
 from diptych.simulation.results import REASONS
 from diptych.simulation.scenario import Scenario
 from diptych.workload.spec import RequestSpec
@@ -62,12 +64,19 @@ def random_fleet(rng: random.Random) -> tuple[Pools | None, int]:
 
 def random_cluster(rng: random.Random) -> ClusterConfig:
     """From patient to hasty, with room in the admission queue or not."""
-    edge = AdmissionConfig()
+    routing = RoutingConfig(
+        rng.choice(["kv_aware", "kv_aware", "least_loaded", "power_of_two", "round_robin"]),
+        rng.choice(["always", "always", "auto", "never"]),
+    )
+    on_failure = rng.choice(["retry", "retry", "local", "fail"])
+    admission = AdmissionConfig()
     if rng.random() < 0.2:
         service_class = ServiceClassConfig(60 * NS_PER_S, rng.choice([1, 300]) * NS_PER_S, 80, 10 * NS_PER_S)
-        edge = AdmissionConfig(standard=service_class, max_queued=rng.choice([8, 4096]))
+        admission = AdmissionConfig(standard=service_class, max_queued=rng.choice([8, 4096]))
     return ClusterConfig(
-        admission=edge,
+        routing=routing,
+        admission=admission,
+        on_failure=on_failure,
         max_attempts=rng.choice([1, 2, 5, 5]),
         lease_ns=rng.choice([0, NS_PER_MS, 5 * NS_PER_MS, 50 * NS_PER_MS, 60 * NS_PER_S]),
         max_untouched_per_worker=rng.choice([0, 0, 1, 4]),
@@ -120,9 +129,6 @@ def random_schedule(seed: int, *, fast_forward: bool = True) -> Scenario:
         workload=specs,
         num_workers=num_workers,
         pools=pools,
-        routing=rng.choice(["kv_aware", "kv_aware", "least_loaded", "power_of_two", "round_robin"]),
-        disaggregate=rng.choice(["always", "always", "auto", "never"]),
-        on_failure=rng.choice(["retry", "retry", "local", "fail"]),
         cluster=random_cluster(rng),
         watch=Watch(
             detection_ns=rng.choice([1, NS_PER_MS, 40 * NS_PER_MS]),
@@ -137,7 +143,7 @@ def random_schedule(seed: int, *, fast_forward: bool = True) -> Scenario:
     )
 
 
-class AuditedCluster(Cluster):
+class AuditedCluster(SimulatedCluster):
     """Looks over everybody's shoulder while it runs."""
 
     def __init__(self, scenario: Scenario) -> None:
@@ -147,66 +153,74 @@ class AuditedCluster(Cluster):
         self._lives: dict[tuple[int, str], tuple[int, int, tuple[int, ...]]] = {}  # attempt -> owner, its life, blocks
         self._reserved: dict[str, int] = {}  # attempt -> the life of its decode worker in which it got its blocks
         self._fruitless: dict[str, int] = {}
-        self._up: set[int] = set()  # as the core was told
+        self._ready: set[int] = set()  # as the core was told
+        self._owner_of: dict[str, int] = {}  # attempt that is computed into borrowed blocks -> whose they are
         if self.transfers is not None:
             self.transfers.on_arrival = self._audit_arrival
 
     def _audit(self, worker: int, output: SchedulerOutput) -> None:
         """A step begins or ends: the blocks that it writes belong to the attempt for which it does, here or
         elsewhere."""
-        core = self.workers[worker].core
+        core = self.workers[worker].engine
         for chunk in output.prefills:
             request = core.requests.get(chunk.request_id)
             key = (worker, chunk.request_id)
             if request is not None and request.borrowed_block_ids and key not in self._lives:
-                owner = self.handoffs[worker]._borrowed[chunk.request_id]
+                owner = self._owner_of[chunk.request_id]
                 self._lives[key] = (owner, self._reserved[chunk.request_id], request.borrowed_block_ids)
             if key in self._lives:
                 self.num_borrowed_steps += 1
                 self._check_borrowed(chunk.request_id, *self._lives[key])
 
     def _check_borrowed(self, attempt_id: str, owner: int, life: int, block_ids: tuple[int, ...]) -> None:
-        process = self.supervisor._processes[owner]
-        if not process.is_alive and process.life == life + 1:
-            return  # nobody's memory
-        assert process.life == life, f"{attempt_id} is computed into memory of a worker that has begun again"
-        held = self.workers[owner].core.requests.get(attempt_id)
+        is_used = self.lives.is_alive(owner) and owner in self.core.members.up
+        if self.lives.life(owner) > life and not is_used:
+            return  # memory that no process uses
+        assert self.lives.life(owner) == life, f"{attempt_id} is computed into memory that is used again"
+        held = self.workers[owner].engine.requests.get(attempt_id)
         assert held is not None, f"{attempt_id} is computed into blocks that worker {owner} has released"
         assert tuple(held.block_ids[: len(block_ids)]) == block_ids
 
-    def _on_events(self, worker: int, events: list[Event], output: SchedulerOutput | None) -> None:
+    def on_report(
+        self, worker: int, events: list[Event], load: LoadReport | None, ended: SchedulerOutput | None
+    ) -> None:
         for event in events:
             if isinstance(event, HandoffReserved):
-                self._reserved[event.request_id] = self.supervisor._processes[worker].life
-        super()._on_events(worker, events, output)
+                self._reserved[event.request_id] = self.lives.life(worker)
+        super().on_report(worker, events, load, ended)
 
     def _audit_arrival(self, attempt_id: str, source: int, target: int) -> None:
         """KV lands in blocks that are reserved for it, from blocks that still hold it."""
         self.num_arrivals += 1
-        assert self.supervisor.is_alive(target)
-        assert attempt_id in self.workers[target].core.scheduler.incoming.reserved
-        assert attempt_id in self.workers[source].core.requests
+        assert self.lives.is_alive(target)
+        assert attempt_id in self.workers[target].engine.scheduler.incoming.reserved
+        assert attempt_id in self.workers[source].engine.requests
 
     def _tell(self, event: ClusterEvent, *, later: bool = False) -> None:
         if isinstance(event, WorkerUp):
-            self._up.add(event.worker)
+            self._ready.add(event.info.number)
         elif isinstance(event, WorkerDown):
-            self._up.discard(event.worker)
+            self._ready.discard(event.worker)
         super()._tell(event, later=later)
 
     def _carry_out(self, command: Command, later: bool) -> None:
         if not isinstance(command, Release | Drop | Renew | End | Restarted):
-            assert command.worker in self._up, "a command for a worker that is down"
+            assert command.worker in self._ready, "a command for a worker that is down"
+        if isinstance(command, Serve | Reserve | Prefill):
+            assert command.worker in self.core.members.up, "a request for a worker that may not be used"
+        if isinstance(command, Prefill) and command.borrowed:
+            self._owner_of[command.attempt_id] = command.target
         super()._carry_out(command, later)
 
     def _restart(self, command: Restarted) -> None:
-        one = self._open[command.request_id]
-        before = one.num_tokens
+        request = self._open.get(command.request_id)
+        if request is None:
+            return
+        before, has_token = request.num_tokens, request.has_token
         super()._restart(command)
-        known = self.core._open.get(command.request_id)  # (it may have ended within the same answer)
-        assert known is None or known.num_tokens == one.num_tokens, "the core counts other tokens than the client"
-        streak = 1 if one.num_tokens > before else self._fruitless.get(command.request_id, 0) + 1
-        assert streak < self.core.config.max_attempts or one.num_tokens > before
+        assert request.num_tokens >= before + has_token, "the core counts fewer tokens than the client has"
+        streak = 1 if request.num_tokens > before else self._fruitless.get(command.request_id, 0) + 1
+        assert streak < self.core.config.max_attempts or request.num_tokens > before
         self._fruitless[command.request_id] = streak
 
 
@@ -219,16 +233,16 @@ def run_schedule(scenario: Scenario) -> AuditedCluster:
     return cluster
 
 
-def check_strides(seed: int, cluster: Cluster) -> None:
+def check_strides(seed: int, cluster: SimulatedCluster) -> None:
     """The same schedule, every step on its own: the same log."""
-    steps = Cluster(random_schedule(seed, fast_forward=False))
+    steps = SimulatedCluster(random_schedule(seed, fast_forward=False))
     steps.run(LIMIT_NS)
     assert cluster.log is not None
     assert steps.log is not None
     assert list(cluster.log.lines()) == list(steps.log.lines()), "strides change the log"
 
 
-def check_ends(scenario: Scenario, cluster: Cluster) -> None:
+def check_ends(scenario: Scenario, cluster: SimulatedCluster) -> None:
     """Each request ends once: complete, cancelled by its client, or with an error that says why."""
     table = cluster.collector.requests
     specs = list(scenario.workload)  # type: ignore[arg-type]
@@ -241,31 +255,31 @@ def check_ends(scenario: Scenario, cluster: Cluster) -> None:
         if REASONS[table.reason[row]] is FinishReason.ERROR:
             ended.add(str(table.number[row]))
     for _, event in cluster.log:
-        message = getattr(event, "message", "")
+        message = event.message if isinstance(event, RequestFinished) else ""
         if message:
             assert any(words in message for words in ALLOWED_ERRORS), message
-    if scenario.on_failure != "fail":
-        assert not any("on_failure is fail" in getattr(event, "message", "") for _, event in cluster.log)
+    if scenario.cluster.on_failure != "fail":
+        assert not any("on_failure is fail" in str(getattr(event, "message", "")) for _, event in cluster.log)
 
 
-def check_nothing_is_left(cluster: Cluster) -> None:
+def check_nothing_is_left(cluster: SimulatedCluster) -> None:
     """Tables, blocks, leases, transfers: all empty, on both sides."""
     cluster.core.check_idle()
-    assert not cluster.core.placer._placed
+    assert not cluster.core.router._sent
     for worker in cluster.workers:
-        core = worker.core
+        core = worker.engine
         check_is_empty(core)
         assert not core.scheduler.outgoing
         assert not core.scheduler.incoming.waiting
         assert not len(core.scheduler.incoming)
         assert not len(core.leases)
-        assert cluster.supervisor.is_alive(worker.number)
-        assert not worker._runs
+        assert worker.core.is_idle
+        assert cluster.lives.is_alive(worker.number)
+        assert worker._run is None
         assert not worker._inbox
-    for handoffs in cluster.handoffs:
-        assert not len(handoffs)
+        assert not worker._transfers
     if cluster.transfers is not None:
         assert not len(cluster.transfers)
-        assert not cluster.transfers._network._transfers
+        assert not cluster.transfers.num_travelling
     assert not cluster.collector._handoffs
     assert not cluster.collector._interrupted

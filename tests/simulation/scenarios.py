@@ -2,7 +2,9 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 
+from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.config import (
     BudgetConfig,
     CacheConfig,
@@ -14,13 +16,14 @@ from diptych.control.config import (
 from diptych.control.engine.engine_core import EngineCore
 from diptych.control.events import FirstToken, RequestFinished, StepFinished
 from diptych.control.request import FinishReason
+from diptych.control.router.routing import Disaggregate, RoutingName
 from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo
 from diptych.simulation.costs.linear import LinearCost
 from diptych.simulation.event_log import EventLog
 from diptych.simulation.faults import random_faults
-from diptych.simulation.fleet.simulated_cluster import FRONT_END, Cluster
+from diptych.simulation.fleet.simulated_cluster import FRONT_END, SimulatedCluster
 from diptych.simulation.results import REASONS, RequestTable
-from diptych.simulation.scenario import Scenario
+from diptych.simulation.scenario import Scenario, load_balancer
 from diptych.workload.spec import RequestSpec
 
 
@@ -107,7 +110,7 @@ def random_scenario(seed: int, *, fast_forward: bool = True, with_faults: bool =
         cost=LinearCost(5e6, 3e4, rng.choice([0.0, 40.0]), 1e5, rng.choice([0.0, 20.0, 333.3])),
         workload=specs,
         num_workers=num_workers,
-        routing=rng.choice(["round_robin", "least_loaded", "power_of_two", "kv_aware"]),
+        cluster=load_balancer(rng.choice(["round_robin", "least_loaded", "power_of_two", "kv_aware"])),
         faults=faults,
         seed=seed,
         record_events=True,
@@ -115,14 +118,20 @@ def random_scenario(seed: int, *, fast_forward: bool = True, with_faults: bool =
     )
 
 
-def run(scenario: Scenario) -> Cluster:
+def front_end(routing: RoutingName = "least_loaded", disaggregate: Disaggregate = "auto") -> ClusterConfig:
+    """A front end that lets every request in."""
+    config = load_balancer(routing)
+    return replace(config, routing=replace(config.routing, disaggregate=disaggregate))
+
+
+def run(scenario: Scenario) -> SimulatedCluster:
     """To the end."""
-    cluster = Cluster(scenario)
+    cluster = SimulatedCluster(scenario)
     cluster.run()
     return cluster
 
 
-def check_laws(scenario: Scenario, cluster: Cluster) -> None:
+def check_laws(scenario: Scenario, cluster: SimulatedCluster) -> None:
     """Nothing is lost, nothing is counted twice, no block leaks, times are causal."""
     table = cluster.collector.requests
     specs = list(scenario.workload)  # type: ignore[arg-type]
@@ -130,7 +139,7 @@ def check_laws(scenario: Scenario, cluster: Cluster) -> None:
     for row in range(len(table)):
         check_row(table, row, specs[table.number[row]], scenario)
     for worker in cluster.workers:
-        check_is_empty(worker.core)
+        check_is_empty(worker.engine)
         usage = worker.usage
         assert 0 <= usage.kv_peak_blocks <= usage.num_blocks
         assert usage.busy_prefill_ns + usage.busy_decode_ns + usage.busy_mixed_ns <= cluster.environment.now

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from diptych.simulation.settings import (
     plain,
     prepare,
     read_settings,
-    scheduler_config,
+    scheduler_of,
     settings_from,
 )
 from diptych.simulation.sweep import grid, parse_sweep, run_points, setting_path
@@ -142,9 +143,30 @@ def test_options_override_the_file(tmp_path: Path) -> None:
     ],
 )
 def test_the_same_options_mean_the_same_scheduler_as_for_serve(changes: dict[str, Any]) -> None:
-    kinds = {"shape": cli.Shape, "order": cli.Order, "budget": cli.Budget, "preemption": cli.Preemption}
-    live = cli.scheduler_config(served(**{n: kinds[n](v) if n in kinds else v for n, v in changes.items()}))
-    assert scheduler_config(read_settings(None, overrides(changes))) == live
+    live = cli.engine_options(served(**changes)).scheduler
+    assert scheduler_of(read_settings(None, overrides(changes))) == live
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"routing": "round_robin"},
+        {"disaggregate": "always", "on_failure": "local"},
+        {"max_untouched_per_worker": 2, "max_queued": 7},
+    ],
+)
+def test_the_same_options_mean_the_same_cluster_as_for_serve(changes: dict[str, Any]) -> None:
+    workers = {"prefill": 1, "decode": 1}
+    live = cli.fleet_options(served(**workers, **changes)).cluster
+    base = {"model": "llama-3-8b", "hardware": "h100"}
+    options = {name: value for name, value in changes.items() if name in PATHS}
+    values = {name: value for name, value in changes.items() if name not in PATHS}
+    settings = read_settings(None, base | values | overrides(workers | options))
+    simulated = prepare(settings).scenario.cluster_config
+    # What a handoff carries and the objectives come from the model and the workload, there as here.
+    links = live.routing.links
+    assert replace(simulated, slo=live.slo, routing=replace(simulated.routing, links=links, seed=0)) == live
 
 
 def test_a_fleet_of_roles_and_its_failures_become_a_scenario() -> None:
@@ -155,7 +177,7 @@ def test_a_fleet_of_roles_and_its_failures_become_a_scenario() -> None:
     assert scenario.pools is not None
     assert [scenario.pools.role(worker) for worker in range(4)] == ["prefill", "prefill", "decode", "both"]
     assert (scenario.num_workers, scenario.pools.num_hosts) == (4, 2)
-    assert scenario.cluster_config.placement.disaggregate == "always"
+    assert scenario.cluster_config.routing.disaggregate == "always"
     assert scenario.cluster_config.on_failure == "local"
     assert (scenario.watch.detection_ns, scenario.watch.heartbeat_ns) == (5 * NS_PER_MS, NS_PER_S)
 

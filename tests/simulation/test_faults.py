@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.config import CacheConfig, EngineConfig, shape_preset
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 from diptych.simulation.costs.linear import LinearCost
@@ -14,6 +13,7 @@ from diptych.simulation.fleet.pools import Pools
 from diptych.simulation.scenario import Scenario
 from diptych.workload.spec import RequestSpec
 from tests.simulation.fault_schedules import AuditedCluster, check_strides, random_schedule, run_schedule
+from tests.simulation.scenarios import front_end
 
 # Seeds of random_schedule that found something once stay here. All these: with two steps in flight, a worker that died
 # was said to have sent a token that it was still computing; and an answer that was complete although the word of its
@@ -47,7 +47,7 @@ def two_workers(fault: Fault | None, *, link: str = "eth100", **changes: Any) ->
         cost=LinearCost(5e6, 3e4, 0.3, 1e4, 10.0),
         workload=specs,
         pools=Pools(num_prefill=1, num_decode=1, kv_bytes_per_token=100_000, link=link),
-        disaggregate="always",
+        cluster=front_end(disaggregate="always"),
         faults=(fault,) if fault else (),
         record_events=True,
     )
@@ -72,7 +72,7 @@ def test_a_stream_goes_on_behind_the_last_token_that_its_client_has() -> None:
     crash = Fault("crash", 1, 400 * NS_PER_MS, 50 * NS_PER_MS)
     cluster = run_schedule(two_workers(crash))
     plain = run_schedule(two_workers(None))
-    tokens = [sum(one.usage.decode_tokens for one in here.workers) for here in (cluster, plain)]
+    tokens = [sum(worker.usage.decode_tokens for worker in fleet.workers) for fleet in (cluster, plain)]
     assert tokens[0] <= tokens[1]
     assert complete_answers(cluster) == 3
 
@@ -95,7 +95,7 @@ def test_a_broken_link_stalls_a_transfer_and_then_moves_the_request(duration_ms:
 
 def test_on_failure_fail_ends_what_a_dead_worker_had() -> None:
     crash = Fault("crash", 1, 400 * NS_PER_MS, 50 * NS_PER_MS)
-    cluster = run_schedule(two_workers(crash, on_failure="fail"))
+    cluster = run_schedule(two_workers(crash, cluster=replace(front_end(disaggregate="always"), on_failure="fail")))
     assert complete_answers(cluster) < 3
 
 
@@ -103,7 +103,7 @@ def test_leases_end_what_the_front_end_cannot_reach() -> None:
     """No renewal comes through for longer than a lease: both sides give up their blocks, and it is tried again."""
     loss = Fault("link_loss", 1, 55 * NS_PER_MS, NS_PER_S)
     slow = Pools(num_prefill=1, num_decode=1, kv_bytes_per_token=10**6, link="eth100")
-    config = ClusterConfig(lease_ns=20 * NS_PER_MS)
+    config = replace(front_end(disaggregate="always"), lease_ns=20 * NS_PER_MS)
     cluster = run_schedule(two_workers(loss, pools=slow, cluster=config))
     assert cluster.core.counts["leases_expired"] > 0
     assert complete_answers(cluster) == 3

@@ -11,13 +11,13 @@ from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 from diptych.simulation.costs.linear import LinearCost
 from diptych.simulation.faults import Fault, random_faults
-from diptych.simulation.fleet.members import fleet, peers_of
+from diptych.simulation.fleet.members import fleet
 from diptych.simulation.fleet.pools import Pools
-from diptych.simulation.fleet.simulated_cluster import Cluster
+from diptych.simulation.fleet.simulated_cluster import SimulatedCluster
 from diptych.simulation.scenario import Scenario
 from diptych.workload.spec import RequestSpec
 from tests.simulation.fault_schedules import check_nothing_is_left
-from tests.simulation.scenarios import check_row, random_engine_config, random_spec, run
+from tests.simulation.scenarios import check_row, front_end, random_engine_config, random_spec, run
 
 # Seeds that found something once stay here.
 REGRESSION_SEEDS: tuple[int, ...] = ()
@@ -29,7 +29,7 @@ def scenario(specs: list[RequestSpec], pools: Pools | None, **changes: Any) -> S
         cost=LinearCost(5e6, 3e4, 0.3, 1e4, 10.0),
         workload=specs,
         pools=pools,
-        disaggregate="always",
+        cluster=front_end(disaggregate="always"),
         record_events=True,
     )
     return replace(base, **changes)
@@ -93,8 +93,7 @@ def random_pools(seed: int, *, fast_forward: bool = True, with_faults: bool = Fa
         cost=LinearCost(5e6, 3e4, 40.0, 1e5, 20.0),
         workload=specs,
         pools=pools,
-        routing=rng.choice(["least_loaded", "kv_aware", "round_robin"]),
-        disaggregate=rng.choice(["always", "auto"]),
+        cluster=front_end(rng.choice(["least_loaded", "kv_aware", "round_robin"]), rng.choice(["always", "auto"])),
         faults=faults,
         seed=seed,
         record_events=True,
@@ -102,7 +101,7 @@ def random_pools(seed: int, *, fast_forward: bool = True, with_faults: bool = Fa
     )
 
 
-def check_pools(scenario: Scenario, cluster: Cluster) -> None:
+def check_pools(scenario: Scenario, cluster: SimulatedCluster) -> None:
     table = cluster.collector.requests
     specs = list(scenario.workload)  # type: ignore[arg-type]
     assert sorted(table.number) == list(range(len(specs)))
@@ -140,8 +139,6 @@ def test_workers_of_one_host_share_one_range_of_blocks() -> None:
     pools = Pools(num_prefill=2, num_decode=2, kv_bytes_per_token=1, num_hosts=2)
     members = fleet(worker, pools.num_workers, pools)
     assert [member.config.cache.first_block for member in members] == [0, 0, 100, 100]
-    assert [member.info.pool for member in members] == [0, 1, 0, 1]
-    assert peers_of(members) == [[2], [3], [0], [1]]
+    assert [member.info.memory_domain for member in members] == [0, 1, 0, 1]
     alone = fleet(worker, 2, replace(pools, num_prefill=1, num_decode=1, num_hosts=0))
-    assert [member.info.pool for member in alone] == [None, None]
-    assert peers_of(alone) == [[], []]
+    assert [member.info.memory_domain for member in alone] == [None, None]

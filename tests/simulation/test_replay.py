@@ -16,7 +16,7 @@ from diptych.control.events import FirstToken
 from diptych.control.request import Request
 from diptych.control.slo import NS_PER_MS, Slo
 from diptych.control.step import SchedulerOutput, StepResult
-from diptych.serving.worker.recorder import Recorder
+from diptych.serving.link.recorder import record_engine
 from diptych.simulation.replay import replay
 from tests.control.driver import Driver
 from tests.control.test_conservation import random_config
@@ -26,7 +26,7 @@ def record_scenario(seed: int, path: Path) -> Driver:
     """Random arrivals with shared prefixes, aborts and preemptions under virtual time, recorded to a file."""
     rng = random.Random(seed)
     driver = Driver(random_config(rng), seed=seed)
-    recorder = Recorder(path, driver.config)
+    recorder = record_engine(path, driver.config)
     core = RecordingEngineCore(driver.config, recorder.write)
     driver.core = core
     stems = [[rng.randrange(1000) for _ in range(60)] for _ in range(2)]
@@ -60,7 +60,7 @@ def test_any_scenario_replays_to_the_same_decisions(seed: int, tmp_path: Path) -
     report = replay(tmp_path / "run.jsonl")
     assert report.is_identical, report.difference
     assert report.is_complete
-    assert report.header.config == driver.config
+    assert report.config == driver.config
     assert report.num_steps == len(driver.outputs)
     table = report.result.requests
     ended = driver.finished()
@@ -70,7 +70,7 @@ def test_any_scenario_replays_to_the_same_decisions(seed: int, tmp_path: Path) -
 
 def test_both_ends_of_a_handoff_replay_to_the_same_decisions(tmp_path: Path) -> None:
     config = random_config(random.Random(3)).with_(max_steps_in_flight=1)
-    recorders = [Recorder(tmp_path / f"{side}.jsonl", config) for side in ("prefill", "decode")]
+    recorders = [record_engine(tmp_path / f"{side}.jsonl", config) for side in ("prefill", "decode")]
     prefill, decode = (RecordingEngineCore(config, recorder.write) for recorder in recorders)
     now = 0
     first_tokens: dict[str, int] = {}
@@ -116,7 +116,7 @@ def forget_a_request(rows: list[Any]) -> None:
 
 
 def lengthen_a_prompt(rows: list[Any]) -> None:
-    rows[first(rows, "add")][3] += 1
+    rows[first(rows, "add")][2][1] += 1
 
 
 def delay_the_end_of_a_step(rows: list[Any]) -> None:
@@ -125,7 +125,7 @@ def delay_the_end_of_a_step(rows: list[Any]) -> None:
 
 def stop_a_request_early(rows: list[Any]) -> None:
     where = first(rows, "end", lambda row: not row[3])
-    running = {row[2] for row in rows[1:where] if row[0] == "add"}
+    running = {row[2][0] for row in rows[1:where] if row[0] == "add"}
     rows[where][3] = [[name, "stop"] for name in sorted(running)]
 
 

@@ -23,11 +23,10 @@ from urllib.parse import urlparse
 import msgspec
 
 from diptych.control.config import EngineConfig
-from diptych.control.errors import ConfigError, DiptychError, WorkerError
+from diptych.control.errors import ConfigError, DiptychError, ErrorRecord, WorkerError
 from diptych.control.step import StepFeatures
 from diptych.serving.link.engine_options import EngineOptions
-from diptych.serving.link.messages import WireError, unpack_error
-from diptych.serving.worker.recorder import read_steps
+from diptych.simulation.replay import recorded_steps
 
 STEPS_COMMAND = (sys.executable, "-m", "diptych.calibration.calibration_steps")
 SERVER_COMMAND = (sys.executable, "-m", "diptych.calibration.calibration")
@@ -85,10 +84,8 @@ def measure(options: EngineOptions, report: Report, *, steps_s: float = 45.0, li
             for pipe in (process.stdin, process.stdout):
                 if pipe:
                     pipe.close()
-        recorded_steps = read_steps(path)
-    return Measurements(
-        steps, recorded_steps.steps, front_end, recorded_steps.config, tuple(recorded_steps.warm_up), description
-    )
+        live = recorded_steps(path)
+    return Measurements(steps, live.steps, front_end, live.config, tuple(live.warm_up), description)
 
 
 def measure_steps(options: EngineOptions, seconds: float, progress: Callable[[float], None]) -> list[Step]:
@@ -102,7 +99,7 @@ def measure_steps(options: EngineOptions, seconds: float, progress: Callable[[fl
             if kind == "progress":
                 progress(content)
             elif kind == "failed":
-                raise unpack_error(msgspec.convert(content, WireError))
+                raise msgspec.convert(content, ErrorRecord).exception()
             else:
                 return msgspec.convert(content, list[Step])
     raise WorkerError(f"measuring single steps ended with status {process.returncode}")
@@ -118,12 +115,12 @@ def _start(process: "subprocess.Popen[bytes]", options: EngineOptions) -> tuple[
         raise WorkerError(f"the server to calibrate ended with status {process.wait()}")
     content = json.loads(line)
     if "error" in content:
-        raise unpack_error(msgspec.convert(content["error"], WireError))
+        raise msgspec.convert(content["error"], ErrorRecord).exception()
     return content["description"], content["url"], content["vocab_size"]
 
 
 class _Load:
-    """OutputStreams in known numbers and lengths, one scenario after another, until the time is over."""
+    """Streams in known numbers and lengths, one scenario after another, until the time is over."""
 
     def __init__(
         self, url: str, vocab_size: int, options: EngineOptions, steps: Sequence[Step], live_s: float, report: Report
@@ -229,7 +226,7 @@ def main() -> int:
     """Serve what standard input asks for (EngineOptions) on a free port, until SIGTERM."""
     from diptych.serving.api.server import ServerOptions, run_server
     from diptych.serving.async_llm import AsyncLLM
-    from diptych.serving.link.messages import Ready, pack_error
+    from diptych.serving.link.messages import Ready
 
     def on_ready(ready: Ready, url: str) -> None:
         line = {"description": ready.description, "url": url, "vocab_size": ready.vocab_size}
@@ -239,7 +236,7 @@ def main() -> int:
     try:
         run_server(AsyncLLM(options), ServerOptions(port=0, log_level="error"), on_ready=on_ready)
     except DiptychError as error:
-        print(msgspec.json.encode({"error": pack_error(error)}).decode(), flush=True)
+        print(msgspec.json.encode({"error": ErrorRecord.of(error)}).decode(), flush=True)
         return 1
     return 0
 

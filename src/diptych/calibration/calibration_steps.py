@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from diptych.control.errors import DiptychError
+from diptych.control.errors import DiptychError, ErrorRecord
 from diptych.control.step import ResumedDecode, ScheduledPrefill, SchedulerOutput, StepFeatures, chunk_attention
 from diptych.serving.link.engine_options import EngineOptions
-from diptych.serving.link.messages import pack_error
 
 if TYPE_CHECKING:
     from diptych.runtime.model_runner import ModelRunner
@@ -133,10 +132,12 @@ def main() -> int:
     try:
         from diptych.serving.worker.load_engine import load_engine
 
-        _, runner, _ = load_engine(options, lambda stage, fraction=None: None)
-        points: Iterable[tuple[StepFeatures, int]] = measure(runner, budget_s, lambda share: say("progress", share))
+        loaded = load_engine(options, lambda stage, fraction=None: None)
+        points: Iterable[tuple[StepFeatures, int]] = measure(
+            loaded.runner, budget_s, lambda share: say("progress", share)
+        )
     except DiptychError as error:
-        say("failed", pack_error(error))
+        say("failed", ErrorRecord.of(error))
         return 1
     say("points", list(points))
     return 0

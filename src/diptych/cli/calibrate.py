@@ -21,8 +21,9 @@ from diptych.control.errors import ConfigError
 from diptych.serving.link.engine_options import BUNDLED_MODEL, DeviceOptions, EngineOptions, MemoryOptions, parse_bytes
 
 if TYPE_CHECKING:
+    from diptych.simulation.cluster_replay import ClusterReplayReport
     from diptych.simulation.costs.fitted import Calibration
-    from diptych.simulation.replay import ReplayReport
+    from diptych.simulation.replay import Difference, ReplayReport
 
 BUSY = 0.5  # load average from which a measurement is doubtful
 
@@ -141,32 +142,47 @@ def replay(
 
     Ends with status 1 at the first decision that differs.
     """
+    from diptych.control.cluster.cluster_recording import CLUSTER_FORMAT
+    from diptych.simulation.cluster_replay import replay_cluster
+    from diptych.simulation.recordings import recording_format
     from diptych.simulation.replay import replay as replay_recording
 
     with errors_in_words():
-        report = replay_recording(file)
-        _show_replay(report)
-    if not report.is_identical:
+        is_cluster = recording_format(file) == CLUSTER_FORMAT
+        is_identical = _show_cluster(replay_cluster(file)) if is_cluster else _show_worker(replay_recording(file))
+    if not is_identical:
         raise typer.Exit(1)
 
 
-def _show_replay(report: "ReplayReport") -> None:
+def _show_cluster(report: "ClusterReplayReport") -> bool:
+    console = Console(highlight=False)
+    ending = "" if report.is_complete else " (it was cut off: the end is missing)"
+    console.print(f"{report.path}, of a front end, written by diptych {report.diptych}{ending}")
+    console.print(f"{report.num_events} events")
+    return _show_verdict(console, report.num_decisions, report.difference)
+
+
+def _show_verdict(console: Console, num_decisions: int, difference: "Difference | None") -> bool:
+    if difference is None:
+        console.print(f"[bold]identical[/bold]: all {num_decisions} decisions are the same")
+        return True
+    console.print(f"[bold red]different[/bold red] at line {difference.line}: {difference.explanation}")
+    console.print(f"  recorded: {difference.expected}", soft_wrap=True)
+    console.print(f"  replayed: {difference.actual}", soft_wrap=True)
+    return False
+
+
+def _show_worker(report: "ReplayReport") -> bool:
     from diptych.report.text import latency_table
     from diptych.simulation.results import summarize
 
     console = Console(highlight=False)
     summary = summarize(report.result)
     ending = "" if report.is_complete else " (it was cut off: the end is missing)"
-    console.print(f"{report.path}, written by diptych {report.header.diptych}{ending}")
+    console.print(f"{report.path}, written by diptych {report.diptych}{ending}")
     console.print(
         f"{summary['num_requests']} requests ended ({report.num_aborted} aborted, {report.num_refused} refused), "
         f"{report.num_steps} steps in {summary['duration_s']:.1f} s, {summary['preemptions']} preemptions"
     )
     console.print(drawn(latency_table(summary)))
-    if report.difference is None:
-        console.print(f"[bold]identical[/bold]: all {report.num_steps} decisions are the same")
-        return
-    difference = report.difference
-    console.print(f"[bold red]different[/bold red] at line {difference.line}: {difference.explanation}")
-    console.print(f"  recorded: {difference.expected}", soft_wrap=True)
-    console.print(f"  replayed: {difference.actual}", soft_wrap=True)
+    return _show_verdict(console, report.num_steps, report.difference)

@@ -6,10 +6,9 @@ miss: every command ends in a call of the serving package.
 
 import logging
 import sys
-from dataclasses import replace
-from enum import StrEnum
+from inspect import signature
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias
 
 import typer
 
@@ -19,20 +18,24 @@ from diptych.cli import calibrate as cli_calibrate
 from diptych.cli import guide as cli_guide
 from diptych.cli import simulate as cli_simulate
 from diptych.cli.error_messages import errors_in_words
-from diptych.control.config import BudgetConfig, CapsConfig, PreemptionConfig, SchedulerConfig, shape_preset
+from diptych.control.cluster.cluster_config import OnFailure, cluster_config
+from diptych.control.config import BudgetName, OrderName, PreemptionName, ShapeName, scheduler_config
 from diptych.control.errors import ConfigError
+from diptych.control.router.routing import Disaggregate, RoutingName
 from diptych.control.slo import NS_PER_MS, Slo
+from diptych.runtime.transfer import CONNECTORS
+from diptych.runtime.transfer.connector import CodecName
 from diptych.serving.fleet.fleet_options import FleetOptions
 from diptych.serving.link.engine_options import (
     BUNDLED_MODEL,
+    DeviceName,
     DeviceOptions,
+    DTypeName,
     EngineOptions,
     MemoryOptions,
     parse_bytes,
     parse_cores,
 )
-
-Config = TypeVar("Config", SchedulerConfig, BudgetConfig, CapsConfig, PreemptionConfig)
 
 app = typer.Typer(
     name="diptych",
@@ -43,99 +46,15 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
+TRANSFERS = "|".join(("auto", *CONNECTORS))  # FleetOptions refuses other names
 MODEL, SERVER, OBJECTIVES, WORKERS = "Model", "Server", "Objectives", "Workers"
 API_KEY_HELP = "Ask for this key (Authorization: Bearer KEY). Several: each is a tenant, and they share fairly."
 SCHEDULER, MEMORY, MACHINE = "Scheduler (details; --shape presets them)", "Memory", "Machine"
 
 
-class Shape(StrEnum):
-    """--shape."""
-
-    unified = "unified"
-    chunked = "chunked"
-
-
-class Order(StrEnum):
-    """--order."""
-
-    fcfs = "fcfs"
-    priority = "priority"
-    shortest = "shortest"
-    deadline = "deadline"
-
-
-class Budget(StrEnum):
-    """--budget."""
-
-    whole = "whole"
-    fixed = "fixed"
-    slo = "slo"
-
-
-class Preemption(StrEnum):
-    """--preemption."""
-
-    recompute = "recompute"
-    swap = "swap"
-
-
-class Device(StrEnum):
-    """--device."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class DType(StrEnum):
-    """--dtype."""
-
-    auto = "auto"
-    bfloat16 = "bfloat16"
-    float32 = "float32"
-
-
-class Transfer(StrEnum):
-    """--transfer."""
-
-    auto = "auto"
-    shared_memory = "shared_memory"
-    tcp = "tcp"
-    nixl = "nixl"
-
-
-class KVCodec(StrEnum):
-    """--kv-codec."""
-
-    auto = "auto"
-    none = "none"
-    int8 = "int8"
-    int4 = "int4"
-
-
-class Disaggregate(StrEnum):
-    """--disaggregate."""
-
-    auto = "auto"
-    always = "always"
-    never = "never"
-
-
-class OnFailure(StrEnum):
-    """--on-failure."""
-
-    retry = "retry"
-    local = "local"
-    fail = "fail"
-
-
-class LogLevel(StrEnum):
-    """--log-level."""
-
-    debug = "debug"
-    info = "info"
-    warning = "warning"
-    error = "error"
+LogLevel = Literal["debug", "info", "warning", "error"]
+SCHEDULER_OPTIONS = tuple(name for name in signature(scheduler_config).parameters if name != "shape")
+CLUSTER_OPTIONS = tuple(signature(cluster_config).parameters)
 
 
 def _option(help_text: str, panel: str, **settings: Any) -> Any:
@@ -153,51 +72,58 @@ def serve(
     model: Annotated[Path | None, _option("Model directory (Hugging Face layout). Default: bundled.", MODEL)] = None,
     served_model_name: Annotated[Text, _option("Name for clients. Default: the directory's name.", MODEL)] = None,
     max_model_len: Annotated[Whole, _option("Context length. Default: the model's own.", MODEL)] = None,
-    dtype: Annotated[DType, _option("Arithmetic; auto: the checkpoint's own.", MODEL)] = DType.auto,
+    dtype: Annotated[DTypeName, _option("Arithmetic; auto: the checkpoint's own.", MODEL)] = "auto",
     host: Annotated[str, _option("Address to listen on. 0.0.0.0: reachable from everywhere.", SERVER)] = "127.0.0.1",
     port: Annotated[int, _option("Port; 0 picks a free one.", SERVER)] = 8000,
     api_key: Annotated[Strings, _option(API_KEY_HELP, SERVER, envvar="DIPTYCH_API_KEY")] = None,
     max_waiting: Annotated[Whole, _option("Requests that may wait per worker; more get 429.", SERVER)] = None,
     max_body: Annotated[str, _option("Largest request body; more gets 413.", SERVER)] = "16MiB",
     drain_timeout: Annotated[float, _option("Seconds for running requests after SIGTERM.", SERVER)] = 30.0,
-    log_level: Annotated[LogLevel, _option("How much the server tells.", SERVER)] = LogLevel.warning,
+    log_level: Annotated[LogLevel, _option("How much the server logs.", SERVER)] = "warning",
     record: Annotated[Path | None, _option("Record what decisions depend on, for diptych replay.", SERVER)] = None,
     prefill: Annotated[int, _option("Workers that prefill.", WORKERS)] = 0,
     decode: Annotated[int, _option("Workers that decode.", WORKERS)] = 0,
     both: Annotated[Whole, _option("Workers that do both. Default: 1 if there is no other.", WORKERS)] = None,
-    disaggregate: Annotated[Disaggregate, _option("Two workers share a request.", WORKERS)] = Disaggregate.auto,
-    transfer: Annotated[Transfer, _option("Of KV; auto: a shared pool on CPUs, else TCP.", WORKERS)] = Transfer.auto,
-    kv_codec: Annotated[KVCodec, _option("Packs (and rounds) KV; auto: if it saves time.", WORKERS)] = KVCodec.none,
-    on_failure: Annotated[OnFailure, _option("When a worker dies with requests.", WORKERS)] = OnFailure.retry,
+    routing: Annotated[RoutingName | None, _option("How workers are chosen.", WORKERS)] = None,
+    disaggregate: Annotated[Disaggregate | None, _option("Two workers share a request.", WORKERS)] = None,
+    transfer: Annotated[
+        str, _option("Of KV; auto: a shared pool on CPUs, else TCP.", WORKERS, metavar=f"<{TRANSFERS}>")
+    ] = "auto",
+    kv_codec: Annotated[CodecName, _option("Packs (and rounds) KV; auto: if it saves time.", WORKERS)] = "none",
+    on_failure: Annotated[OnFailure | None, _option("When a worker dies with requests.", WORKERS)] = None,
     heartbeat_timeout: Annotated[float, _option("Seconds until a silent worker is killed.", WORKERS)] = 10.0,
     cores_per_worker: Annotated[Text, _option("A number, or lists: 0-3/4-7. Default: shares.", WORKERS)] = None,
     max_untouched_per_worker: Annotated[
-        int,
+        Whole,
         typer.Option(
             "--max-untouched-per-worker",
             "--edge-depth",
-            help="Requests without a token; more wait by class and key (0: none wait).",
+            help="Requests without a token; more wait by class and key (0: none wait). Default: 64.",
             rich_help_panel=WORKERS,
         ),
-    ] = 64,
+    ] = None,
+    max_queued: Annotated[
+        Whole, _option("Requests that may wait in all; more get 429. Default: 4096.", WORKERS)
+    ] = None,
+    max_queued_per_key: Annotated[Whole, _option("Of these, of one API key (0: no limit).", WORKERS)] = None,
     ttft_slo_ms: Annotated[Number, _option("Time to first token, for requests that name none.", OBJECTIVES)] = None,
     tpot_slo_ms: Annotated[Number, _option("Mean time per later token, likewise.", OBJECTIVES)] = None,
-    shape: Annotated[Shape, _option("unified: prompts first. chunked: between decodes.", OBJECTIVES)] = Shape.chunked,
-    order: Annotated[Order | None, _option("Who is next.", SCHEDULER)] = None,
-    budget: Annotated[Budget | None, _option("What limits a step: prompts, tokens or time.", SCHEDULER)] = None,
+    shape: Annotated[ShapeName, _option("unified: prompts first. chunked: between decodes.", OBJECTIVES)] = "chunked",
+    order: Annotated[OrderName | None, _option("Which request is next.", SCHEDULER)] = None,
+    budget: Annotated[BudgetName | None, _option("What limits a step: prompts, tokens or time.", SCHEDULER)] = None,
     max_batched_tokens: Annotated[Whole, _option("Tokens of one step at most.", SCHEDULER)] = None,
     step_target_ms: Annotated[Number, _option("Of a step with --budget slo without TPOTs.", SCHEDULER)] = None,
     max_num_seqs: Annotated[Whole, _option("Requests running at once per worker.", SCHEDULER)] = None,
     max_partial_prefills: Annotated[Whole, _option("Prompts half done at once (0: no limit).", SCHEDULER)] = None,
     max_long_partial_prefills: Annotated[Whole, _option("Of these, long ones (0: no limit).", SCHEDULER)] = None,
     long_prefill_threshold: Annotated[Whole, _option("Uncached tokens of a long prompt.", SCHEDULER)] = None,
-    preemption: Annotated[Preemption | None, _option("Of a decode that loses its blocks.", SCHEDULER)] = None,
+    preemption: Annotated[PreemptionName | None, _option("Of a decode that loses its blocks.", SCHEDULER)] = None,
     preempt_for_priority: Annotated[bool, _option("Waiting may displace running, by priority.", SCHEDULER)] = False,
     block_size: Annotated[int, _option("Tokens per KV block.", MEMORY)] = 32,
     kv_cache_memory: Annotated[Text, _option("Of each worker, such as 2GiB. Default: a share.", MEMORY)] = None,
     swap_memory: Annotated[str, _option("Host memory for swapped requests.", MEMORY)] = "0",
     prefix_cache: Annotated[bool, _option("Reuse the KV of equal prompt beginnings.", MEMORY)] = True,
-    device: Annotated[Device, _option("Where to compute.", MACHINE)] = Device.auto,
+    device: Annotated[DeviceName, _option("Where to compute.", MACHINE)] = "auto",
     threads: Annotated[Whole, _option("Compute threads per worker. Default: one per core.", MACHINE)] = None,
     cores: Annotated[Text, _option("Cores to compute on, such as 0-3.", MACHINE)] = None,
 ) -> None:
@@ -220,8 +146,8 @@ def engine_options(given: dict[str, Any]) -> EngineOptions:
     return EngineOptions(
         model=str(directory.resolve()),
         device=DeviceOptions(
-            device=given["device"].value,
-            dtype=given["dtype"].value,
+            device=given["device"],
+            dtype=given["dtype"],
             threads=given["threads"],
             cores=given["cores"],
         ),
@@ -231,7 +157,7 @@ def engine_options(given: dict[str, Any]) -> EngineOptions:
             swap_bytes=parse_bytes(given["swap_memory"], "swap_memory"),
             prefix_cache=given["prefix_cache"],
         ),
-        scheduler=scheduler_config(given),
+        scheduler=scheduler_config(given["shape"], **{name: given[name] for name in SCHEDULER_OPTIONS}),
         slo=slo,
         max_model_len=given["max_model_len"],
         record=None if given["record"] is None else str(given["record"].resolve()),
@@ -244,53 +170,12 @@ def fleet_options(given: dict[str, Any]) -> FleetOptions:
         prefill=given["prefill"],
         decode=given["decode"],
         both=given["both"],
-        transfer=given["transfer"].value,
-        kv_codec=given["kv_codec"].value,
-        disaggregate=given["disaggregate"].value,
-        on_failure=given["on_failure"].value,
+        transfer=given["transfer"],
+        kv_codec=given["kv_codec"],
         heartbeat_timeout_s=given["heartbeat_timeout"],
         cores_per_worker=given["cores_per_worker"],
-        max_untouched_per_worker=given["max_untouched_per_worker"],
+        cluster=cluster_config(**{name: given[name] for name in CLUSTER_OPTIONS}),
     )
-
-
-def scheduler_config(given: dict[str, Any]) -> SchedulerConfig:
-    """The preset of --shape with the details that were given on top."""
-    base = shape_preset(given["shape"].value)
-    budget = _changed(
-        base.budget,
-        kind=given["budget"] and given["budget"].value,
-        max_batched_tokens=given["max_batched_tokens"],
-        target_ns=_nanoseconds(given["step_target_ms"]),
-    )
-    caps = base.caps if budget.kind != "whole" else CapsConfig()
-    threshold = caps.long_prefill_threshold
-    if threshold >= budget.max_batched_tokens and given["long_prefill_threshold"] is None:
-        caps = CapsConfig(caps.max_partial_prefills, caps.max_long_partial_prefills, budget.max_batched_tokens // 2)
-    caps = _changed(
-        caps,
-        max_partial_prefills=given["max_partial_prefills"],
-        max_long_partial_prefills=given["max_long_partial_prefills"],
-        long_prefill_threshold=given["long_prefill_threshold"],
-    )
-    preemption = _changed(
-        base.preemption,
-        kind=given["preemption"] and given["preemption"].value,
-        from_waiting=given["preempt_for_priority"] or None,
-    )
-    return _changed(
-        base,
-        order=given["order"] and given["order"].value,
-        budget=budget,
-        caps=caps,
-        preemption=preemption,
-        max_num_seqs=given["max_num_seqs"],
-        max_waiting=given["max_waiting"],
-    )
-
-
-def _changed(config: Config, **changes: Any) -> Config:
-    return replace(config, **{name: value for name, value in changes.items() if value is not None})
 
 
 def _nanoseconds(milliseconds: float | None) -> int | None:
@@ -298,7 +183,7 @@ def _nanoseconds(milliseconds: float | None) -> int | None:
 
 
 def _serve(options: EngineOptions, workers: FleetOptions, name: str, given: dict[str, Any]) -> None:
-    logging.basicConfig(level=given["log_level"].value.upper(), format="%(asctime)s %(levelname)s %(message)s")
+    logging.basicConfig(level=given["log_level"].upper(), format="%(asctime)s %(levelname)s %(message)s")
     from diptych.serving.api.server import ServerOptions, run_server
     from diptych.serving.api.start_screen import StartScreen
     from diptych.serving.async_llm import AsyncLLM
@@ -311,7 +196,7 @@ def _serve(options: EngineOptions, workers: FleetOptions, name: str, given: dict
         api_keys=tuple(given["api_key"] or ()),
         max_body_bytes=parse_bytes(given["max_body"], "max_body"),
         drain_timeout_s=given["drain_timeout"],
-        log_level=given["log_level"].value,
+        log_level=given["log_level"],
     )
     with StartScreen(name, has_key=bool(server.api_keys)) as screen:
         run_server(AsyncLLM(options, Fleet(options, workers)), server, screen.on_loading, screen.on_ready)
@@ -326,7 +211,7 @@ def generate(
     top_p: Annotated[float, _option("Only the likeliest tokens of this total probability.", MODEL)] = 1.0,
     seed: Annotated[int | None, _option("Repeatable output.", MODEL)] = None,
     threads: Annotated[int | None, _option("Compute threads. Default: one per core.", MACHINE)] = None,
-    dtype: Annotated[DType, _option("Arithmetic; auto: the checkpoint's own.", MODEL)] = DType.auto,
+    dtype: Annotated[DTypeName, _option("Arithmetic; auto: the checkpoint's own.", MODEL)] = "auto",
 ) -> None:
     """Continue one text in this process, without a server; the text appears as it is made."""
     from diptych.control.request import SamplingParams
@@ -335,7 +220,7 @@ def generate(
     with errors_in_words():
         from diptych.serving.llm import LLM
 
-        llm = LLM(model, dtype=dtype.value, threads=threads)
+        llm = LLM(model, dtype=dtype, threads=threads)
         sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
         sys.stdout.write(text)
         for piece in llm.stream(text, sampling):

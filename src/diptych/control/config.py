@@ -1,10 +1,13 @@
 """Frozen settings of the control code, one class per owner. Every class checks itself on construction."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_MS, Slo
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 OrderName = Literal["fcfs", "priority", "shortest", "deadline"]
 BudgetName = Literal["whole", "fixed", "slo"]
@@ -12,6 +15,14 @@ PreemptionName = Literal["recompute", "swap"]
 AdmissionName = Literal["expected", "greedy"]
 ShapeName = Literal["unified", "chunked"]
 PREFILL_STEP_NS, MIN_PREFILL_STEP_NS, MAX_PREFILL_STEP_NS = 400 * NS_PER_MS, 100 * NS_PER_MS, 1000 * NS_PER_MS
+
+
+Record = TypeVar("Record", bound="DataclassInstance")
+
+
+def changed(config: Record, **changes: Any) -> Record:
+    """A copy of a settings record with those changes that are not None."""
+    return replace(config, **{name: value for name, value in changes.items() if value is not None})
 
 
 def _require(condition: bool, message: str, param: str) -> None:
@@ -222,6 +233,45 @@ def shape_preset(shape: ShapeName, **overrides: Any) -> SchedulerConfig:
     else:
         raise ConfigError(f"shape is {shape!r}; unified or chunked", param="shape")
     return replace(base, **overrides)
+
+
+def scheduler_config(
+    shape: ShapeName,
+    *,
+    order: OrderName | None = None,
+    budget: BudgetName | None = None,
+    max_batched_tokens: int | None = None,
+    step_target_ms: float | None = None,
+    max_num_seqs: int | None = None,
+    max_waiting: int | None = None,
+    max_partial_prefills: int | None = None,
+    max_long_partial_prefills: int | None = None,
+    long_prefill_threshold: int | None = None,
+    preemption: PreemptionName | None = None,
+    preempt_for_priority: bool = False,
+) -> SchedulerConfig:
+    """The preset of ``--shape`` with the details that were given on top (None: not given). ``diptych serve`` and
+    ``diptych simulate`` both begin here."""
+    base = shape_preset(shape)
+    target_ns = None if step_target_ms is None else int(step_target_ms * NS_PER_MS)
+    budget_config = changed(base.budget, kind=budget, max_batched_tokens=max_batched_tokens, target_ns=target_ns)
+    caps = base.caps if budget_config.kind != "whole" else CapsConfig()
+    if caps.long_prefill_threshold >= budget_config.max_batched_tokens and long_prefill_threshold is None:
+        caps = replace(caps, long_prefill_threshold=budget_config.max_batched_tokens // 2)
+    return changed(
+        base,
+        order=order,
+        budget=budget_config,
+        caps=changed(
+            caps,
+            max_partial_prefills=max_partial_prefills,
+            max_long_partial_prefills=max_long_partial_prefills,
+            long_prefill_threshold=long_prefill_threshold,
+        ),
+        preemption=changed(base.preemption, kind=preemption, from_waiting=preempt_for_priority or None),
+        max_num_seqs=max_num_seqs,
+        max_waiting=max_waiting,
+    )
 
 
 def prefill_scheduler(scheduler: SchedulerConfig, slo: Slo) -> SchedulerConfig:

@@ -13,8 +13,11 @@
     |   `-- UnavailableError         503, with Retry-After
     `-- WorkerError              the worker failed (500)
 
-Each carries what the OpenAI error format needs: message, type, param and code.
+Each carries what the OpenAI error format needs: message, type, param and code. An ErrorRecord is an error as data: in
+events, logs and messages between processes.
 """
+
+from dataclasses import dataclass
 
 
 class DiptychError(Exception):
@@ -113,3 +116,38 @@ class WorkerError(DiptychError):
     """A worker process failed or was lost while it held requests."""
 
     code = "worker_failed"
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorRecord:
+    """An error as data. kind: the name of its class."""
+
+    kind: str
+    message: str
+    param: str | None = None
+    code: str | None = None
+
+    @classmethod
+    def of(cls, error: DiptychError) -> "ErrorRecord":
+        """The record of an error."""
+        return cls(type(error).__name__, error.message, error.param, error.code)
+
+    def exception(self) -> DiptychError:
+        """The error again; an unknown kind becomes a WorkerError."""
+        error = _CLASSES.get(self.kind, WorkerError)(self.message)
+        error.param, error.code = self.param, self.code
+        return error
+
+
+_CLASSES: dict[str, type[DiptychError]] = {
+    cls.__name__: cls
+    for cls in (
+        ConfigError,
+        UnsupportedModelError,
+        InvalidRequestError,
+        ContextLengthError,
+        OverloadedError,
+        UnavailableError,
+        WorkerError,
+    )
+}

@@ -1,21 +1,25 @@
-"""Everything that happens, as frozen records: one vocabulary for wire, log, metrics, timeline and replay.
+"""Everything that happens on a worker, as frozen records: one vocabulary for messages, logs, metrics, timeline, replay.
 
-Times are integer nanoseconds of the worker's own monotonic clock. Events are per step, not per token.
+Times are integer nanoseconds of the worker's own monotonic clock. A step's tokens are one event, not one per token.
+``request_id`` is the engine's name of a request; in a fleet that is the id of an attempt (see cluster/commands.py).
 """
 
 from dataclasses import dataclass
+from typing import get_args
 
-from diptych.control.request import FinishReason
+from diptych.control.errors import ErrorRecord
+from diptych.control.request import DEFAULT_OPTIONS, FinishReason, RequestOptions
 from diptych.control.slo import LatencyBreakdown
 
 
 @dataclass(frozen=True, slots=True)
 class RequestQueued:
-    """A worker took the request into its waiting queue."""
+    """The engine took the request into its waiting queue."""
 
     time_ns: int
     request_id: str
     num_prompt_tokens: int
+    options: RequestOptions = DEFAULT_OPTIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +66,21 @@ class HandoffReserved:
 
 @dataclass(frozen=True, slots=True)
 class HandoffDelivered:
-    """A decode worker has the KV of the whole prompt and the first token, and goes on with it."""
+    """A decode worker has the KV of the whole prompt and the first token, and continues the request.
+
+    num_bytes: KV bytes that travelled. transfer_ns: from the first of them to the commit.
+    """
 
     time_ns: int
     request_id: str
+    num_bytes: int = 0
+    transfer_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class HandoffReleased:
-    """A worker has forgotten an attempt: a decode worker took it over, or it was dropped (known or not)."""
+    """A worker holds nothing of an attempt any more: a decode worker has taken it over, or it was dropped (also when
+    the worker had never heard of it)."""
 
     time_ns: int
     request_id: str
@@ -78,11 +88,21 @@ class HandoffReleased:
 
 @dataclass(frozen=True, slots=True)
 class HandoffExpired:
-    """Nobody renewed the lease of an attempt here in time: its blocks are free. is_sender: it was prefilled here."""
+    """The lease of an attempt was not renewed in time: its blocks are free. is_sender: it was prefilled here."""
 
     time_ns: int
     request_id: str
     is_sender: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TransferFailed:
+    """KV of an attempt cannot be moved, as seen by its sender or by its receiver."""
+
+    time_ns: int
+    request_id: str
+    is_sender: bool
+    message: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +115,7 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True)
 class RequestFinished:
-    """The one terminal event of a request."""
+    """The one terminal event of a request. error: why, when the reason is ``error``."""
 
     time_ns: int
     request_id: str
@@ -105,7 +125,12 @@ class RequestFinished:
     num_preemptions: int
     latency: LatencyBreakdown
     slo_met: bool | None  # None: it had no objective
-    message: str = ""  # why, when reason is error
+    error: ErrorRecord | None = None
+
+    @property
+    def message(self) -> str:
+        """The error in words; empty without one."""
+        return self.error.message if self.error else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,19 +152,31 @@ class StepFinished:
 
 
 @dataclass(frozen=True, slots=True)
-class BlocksStored:
-    """Blocks that now can be found by hash on this worker (parent hash first in ``hashes`` order)."""
+class KVEvents:
+    """Changes of the worker's prefix cache, numbered from 1: hashes that can no longer be found, then hashes that can
+    (parents first)."""
 
     time_ns: int
+    sequence: int
+    stored: tuple[bytes, ...] = ()
+    evicted: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class KVSnapshot:
+    """All hashes that the worker's prefix cache holds, as of its KVEvents number ``sequence``."""
+
+    time_ns: int
+    sequence: int
     hashes: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class BlocksEvicted:
-    """Blocks that can no longer be found by hash on this worker."""
+class PeerForgotten:
+    """Nothing on this worker writes into the memory of that peer, which is gone."""
 
     time_ns: int
-    hashes: tuple[bytes, ...]
+    peer: int
 
 
 Event = (
@@ -151,9 +188,13 @@ Event = (
     | HandoffDelivered
     | HandoffReleased
     | HandoffExpired
+    | TransferFailed
     | FirstToken
     | RequestFinished
     | StepFinished
-    | BlocksStored
-    | BlocksEvicted
+    | KVEvents
+    | KVSnapshot
+    | PeerForgotten
 )
+
+EVENT_CLASSES: dict[str, type[Event]] = {cls.__name__: cls for cls in get_args(Event)}  # by name, for messages and logs

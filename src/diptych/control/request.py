@@ -1,4 +1,10 @@
-"""A request as the control code sees it: counts, times and block hashes, never token ids."""
+"""A request as the control code sees it: counts, times and block hashes, never token ids.
+
+SamplingParams   how its tokens are picked
+RequestOptions   what else it asks for: one record, handed on whole
+Submission       the request as the fleet knows it (cluster, admission queue, router)
+Request          one attempt at it, on one worker (engine)
+"""
 
 import math
 from collections.abc import Mapping
@@ -9,26 +15,8 @@ from diptych.control.errors import InvalidRequestError
 from diptych.control.slo import Slo
 
 MAX_LOGPROBS = 20
+SERVICE_CLASSES: tuple[str, ...] = ("interactive", "standard", "batch")
 MAX_SEED = 2**63 - 1
-
-
-class Phase(StrEnum):
-    """The two jobs of a request."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-
-
-class RequestStatus(StrEnum):
-    """Where a request is in its life on one worker."""
-
-    WAITING = "waiting"  # holds no blocks
-    PREFILLING = "prefilling"  # admitted: holds the blocks of its whole prompt
-    DECODING = "decoding"  # a member of the decode batch
-    SWAPPED = "swapped"  # its KV lies in the host tier
-    RESERVED = "reserved"  # another worker prefills it; its blocks here wait for the KV
-    HANDING_OFF = "handing_off"  # prefilled here; its blocks are kept until another worker has their content
-    FINISHED = "finished"
 
 
 class FinishReason(StrEnum):
@@ -102,6 +90,50 @@ def _check_range(name: str, value: float, low: float, high: float, *, open_low: 
         raise InvalidRequestError(f"{name} is {value}; it must be in {bracket}{low}, {high}]", param=name)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestOptions:
+    """What a request asks for besides its tokens and how they are sampled.
+
+    One record, handed on whole: from the HTTP body to the admission queue, the router, the scheduler, the recording and
+    the timeline. priority: smaller goes first. service_class: interactive, standard or batch. tenant: whose it is, for
+    fairness ("": no tenant). deadline_ns: from its arrival until its first token is of no more use. cache_salt:
+    requests of different salts share no prefix. metadata: the client's own labels, which decide nothing.
+    """
+
+    priority: int = 0
+    slo: Slo | None = None
+    service_class: str = "standard"
+    tenant: str = ""
+    deadline_ns: int | None = None
+    cache_salt: str | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.service_class not in SERVICE_CLASSES:
+            known = ", ".join(SERVICE_CLASSES)
+            raise InvalidRequestError(f"service_class is {self.service_class!r}; one of {known}", param="service_class")
+
+
+DEFAULT_OPTIONS = RequestOptions()
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A request as the cluster knows it: counts and hashes, never tokens. The admission queue and the router read this
+    very record.
+
+    hashes: of the full blocks of the prompt. hands_off: whether two workers may share it (False: one must serve it
+    whole).
+    """
+
+    request_id: str
+    num_prompt_tokens: int
+    max_tokens: int
+    hashes: tuple[bytes, ...] = ()
+    options: RequestOptions = DEFAULT_OPTIONS
+    hands_off: bool = True
+
+
 class Request:
     """One request on one worker: the mutable record that the scheduler owns.
 
@@ -137,12 +169,11 @@ class Request:
         "num_scheduled_tokens",
         "num_shared_blocks",
         "number",
+        "options",
         "order_key",
-        "priority",
         "reads_prefix_cache",
         "request_id",
         "slo",
-        "status",
     )
 
     def __init__(
@@ -152,18 +183,16 @@ class Request:
         max_tokens: int,
         *,
         block_hashes: tuple[bytes, ...] = (),
-        priority: int = 0,
-        slo: Slo | None = None,
+        options: RequestOptions = DEFAULT_OPTIONS,
         reads_prefix_cache: bool = True,
     ) -> None:
         self.request_id = request_id
         self.num_prompt_tokens = num_prompt_tokens
         self.max_tokens = max_tokens
         self.block_hashes: list[bytes] = list(block_hashes)
-        self.priority = priority
-        self.slo = slo
+        self.options = options
+        self.slo = options.slo  # and the engine's own objectives where it has none
         self.reads_prefix_cache = reads_prefix_cache
-        self.status = RequestStatus.WAITING
         self.number = -1  # arrival number on this worker: the tie-breaker of every order
         self.order_key: tuple[int, ...] = ()
         self.arrival_ns = 0
@@ -200,9 +229,9 @@ class Request:
         return self.hands_off and self.num_output_tokens > 0
 
     @property
-    def phase(self) -> Phase:
-        """The job this request is at."""
-        return Phase.DECODE if self.status in (RequestStatus.DECODING, RequestStatus.SWAPPED) else Phase.PREFILL
+    def priority(self) -> int:
+        """Smaller goes first."""
+        return self.options.priority
 
     def __repr__(self) -> str:
-        return f"Request({self.request_id!r}, {self.status}, prompt={self.num_prompt_tokens})"
+        return f"Request({self.request_id!r}, prompt={self.num_prompt_tokens})"

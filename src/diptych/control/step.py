@@ -6,7 +6,7 @@ therefore described by a plan of constant size, whatever the batch.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from diptych.control.request import FinishReason
 
@@ -98,20 +98,49 @@ def chunk_attention(start: int, num_tokens: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural log probabilities under the model's own distribution (before penalties and temperature).
+
+    top: the most likely tokens, best first, as (token id, log probability).
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+PromptLogprobs = dict[str, tuple[int, list[TokenLogprobs]]]
+
+
+@dataclass(slots=True)
+class StepTokens:
+    """The tokens of one step, for the driver: request_ids[i] got token_ids[i].
+
+    logprobs: only of requests that asked. prompt_logprobs: (position of the first, one entry per prompt position) of
+    the chunk that was computed; a prompt's first token has none, nor have tokens found in the prefix cache.
+    """
+
+    request_ids: list[str]
+    token_ids: list[int]
+    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: PromptLogprobs = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """What the executor reports. Each decode member and each last prefill chunk of the step sampled one token.
 
     stopped: requests whose sampled token ends them (end-of-sequence, stop token id).
     full_blocks: (request_id, hash) of blocks of *output* that became full and computed in this step, in order.
     failed: requests that the executor could not compute, with the message for their client.
-    payload: the tokens themselves, for the driver; the control code never looks at it.
+    payload: the tokens themselves, for the driver; the control code never looks at them.
     """
 
     step_id: int
     stopped: tuple[tuple[str, FinishReason], ...] = ()
     full_blocks: tuple[tuple[str, bytes], ...] = ()
     failed: tuple[tuple[str, str], ...] = ()
-    payload: Any = None
+    payload: StepTokens | None = None
 
 
 class StepBrokenOff(Exception):

@@ -1,4 +1,4 @@
-"""LocalEngine: one worker in this process, without sockets: a EngineCore decides, a ModelRunner computes.
+"""LocalEngine: one worker in this process, without sockets: an EngineCore decides, a ModelRunner computes.
 
     engine = LocalEngine(runner, engine_config(runner))
     engine.warm_up()                                         # optional: at most about 1.5 s
@@ -17,10 +17,10 @@ from diptych.control.config import CacheConfig, EngineConfig, SchedulerConfig
 from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.events import Event, RequestFinished
-from diptych.control.request import FinishReason, Request, SamplingParams
+from diptych.control.request import FinishReason, Request, RequestOptions, SamplingParams
 from diptych.control.slo import Slo
-from diptych.runtime.model_runner import ModelRunner, StepTokens
-from diptych.runtime.sampler import TokenLogprobs
+from diptych.control.step import StepTokens, TokenLogprobs
+from diptych.runtime.model_runner import ModelRunner
 from diptych.runtime.warm_up import warm_up
 
 Clock = Callable[[], int]  # nanoseconds
@@ -93,8 +93,7 @@ class LocalEngine:
             len(prompt_token_ids),
             sampling.max_tokens,
             block_hashes=hashes,
-            priority=priority,
-            slo=slo,
+            options=RequestOptions(priority=priority, slo=slo, cache_salt=salt),
             reads_prefix_cache=sampling.prompt_logprobs is None,
         )
         self.core.check_request(request)
@@ -115,7 +114,8 @@ class LocalEngine:
             self._take(self.core.take_events())
             return False
         result = self.runner.execute(output)
-        self._collect(result.payload)
+        if result.payload is not None:
+            self._collect(result.payload)
         self._take(self.core.end_step(result, self._clock()))
         return True
 

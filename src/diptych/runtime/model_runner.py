@@ -28,7 +28,7 @@ import torch
 
 from diptych.control.errors import ConfigError
 from diptych.control.request import FinishReason, SamplingParams
-from diptych.control.step import SchedulerOutput, StepResult
+from diptych.control.step import PromptLogprobs, SchedulerOutput, StepResult, StepTokens, TokenLogprobs
 from diptych.runtime.attention import make_attention
 from diptych.runtime.attention.attention_backend import AttentionShape
 from diptych.runtime.checkpoint import Checkpoint
@@ -45,7 +45,6 @@ from diptych.runtime.request_state import RequestState, check_tokens
 from diptych.runtime.sampler import (
     RowSampling,
     SamplingError,
-    TokenLogprobs,
     row_as_float32,
     sample_greedy,
     sample_row,
@@ -59,8 +58,6 @@ from diptych.runtime.weight_memory import PrivateMemory, WeightMemory
 
 SCORED_ROWS_AT_ONCE = 64  # logits of prompt tokens are computed in slices: a whole prompt's would take gigabytes
 NOT_A_NUMBER = "the model computed a logit that is not a number"
-
-PromptLogprobs = dict[str, tuple[int, list[TokenLogprobs]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,20 +83,6 @@ class RunnerConfig:
     native: bool | None = None
     shared_pool: SharedPool | None = None
     shared_weights: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StepTokens:
-    """The tokens of one step, for the driver: request_ids[i] got token_ids[i].
-
-    logprobs: only of requests that asked. prompt_logprobs: (position of the first, one entry per prompt position) of
-    the chunk that was computed; a prompt's first token has none, nor have tokens found in the prefix cache.
-    """
-
-    request_ids: list[str]
-    token_ids: list[int]
-    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
-    prompt_logprobs: PromptLogprobs = field(default_factory=dict)
 
 
 @dataclass(slots=True)

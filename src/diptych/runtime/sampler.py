@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from diptych.control.request import SamplingParams
+from diptych.control.step import TokenLogprobs
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
@@ -41,18 +42,6 @@ class RowSampling:
     token_ids: npt.NDArray[np.int32]
     num_prompt_tokens: int
     stop_ids: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Natural log probabilities under the model's own distribution (before penalties and temperature).
-
-    top: the most likely tokens, best first, as (token id, log probability).
-    """
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
 
 
 def sample_greedy(logits: torch.Tensor) -> tuple[Ints, npt.NDArray[np.bool_]]:

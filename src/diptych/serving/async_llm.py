@@ -7,7 +7,6 @@ where.
 import asyncio
 import hashlib
 import random
-import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
@@ -15,13 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from diptych.control.cluster.cluster_events import Submission
 from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.errors import ContextLengthError, InvalidRequestError, OverloadedError, UnavailableError
-from diptych.control.request import MAX_SEED, SamplingParams
-from diptych.control.slo import NS_PER_S, Slo
+from diptych.control.request import DEFAULT_OPTIONS, MAX_SEED, RequestOptions, SamplingParams, Submission
+from diptych.control.slo import Slo
 from diptych.serving.answers.answer_stream import AnswerStream, Generation
-from diptych.serving.answers.output_streams import RequestOptions
 from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.fleet.fleet import Fleet
 from diptych.serving.link.engine_options import EngineOptions
@@ -135,17 +132,18 @@ class AsyncLLM:
         *,
         priority: int = 0,
         slo: Slo | None = None,
-        terms: RequestOptions | None = None,
+        options: RequestOptions | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Growing outputs of one prompt (text or token ids), the last one ``finished``. terms: instead of priority and
-        slo, for all that can be asked for.
+        """Growing outputs of one prompt (text or token ids), the last one ``finished``. options: instead of priority
+        and slo, for all that can be asked for.
 
         Raises InvalidRequestError, ContextLengthError, OverloadedError, UnavailableError or WorkerError.
         """
         sampling = sampling or SamplingParams()
         text = prompt if isinstance(prompt, str) else None
         token_ids = await self.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        generation = self.submit([token_ids], sampling, request_id, terms or RequestOptions(priority, slo))
+        options = options or RequestOptions(priority=priority, slo=slo)
+        generation = self.submit([token_ids], sampling, request_id, options)
         builder = OutputBuilder(generation, text, self.tokenizer)
         try:
             while not generation.is_exhausted:
@@ -200,7 +198,7 @@ class AsyncLLM:
         prompts: Sequence[list[int]],
         sampling: SamplingParams,
         request_id: str | None = None,
-        terms: RequestOptions | None = None,
+        options: RequestOptions = DEFAULT_OPTIONS,
     ) -> Generation:
         """Send every prompt n times; sequence number i is answer ``i % n`` of prompt ``i // n``."""
         ready = self.require_ready()
@@ -215,18 +213,18 @@ class AsyncLLM:
             raise OverloadedError(f"{untouched} requests are waiting for their first token already")
         request_id = request_id or f"req-{uuid.uuid4().hex}"
         seed = random.getrandbits(63) if sampling.seed is None else sampling.seed
-        sequences = []
+        streams = []
         for number in range(count):
             own_id = request_id if count == 1 else f"{request_id}-{number}"
             if own_id in self._streams:
                 raise InvalidRequestError(f"request id {own_id!r} is in use", param="request_id")
             child = replace(sampling, n=1, seed=derive_seed(seed, number))
-            sequences.append(AnswerStream(own_id, number, prompts[number // sampling.n], child, self.tokenizer))
-        generation = Generation(request_id, sequences)
-        terms = terms or RequestOptions()
-        self._streams.add(sequences, terms)
+            prompt = prompts[number // sampling.n]
+            streams.append(AnswerStream(own_id, number, prompt, child, self.tokenizer, options))
+        generation = Generation(request_id, streams)
+        self._streams.add(streams)
         try:
-            self.fleet.submit([self._submission(one, terms) for one in sequences])
+            self.fleet.submit([self._submission(stream) for stream in streams])
         except Exception:
             self.abort(generation)
             raise
@@ -234,27 +232,21 @@ class AsyncLLM:
 
     def abort(self, generation: Generation) -> None:
         """End what still runs of a request; its blocks are free for the workers' next step."""
-        self._streams.abort(generation)
+        self.fleet.abort(generation)
 
-    def _submission(self, one: AnswerStream, terms: RequestOptions) -> Submission:
+    def _submission(self, stream: AnswerStream) -> Submission:
         """A request as the cluster knows it. Hashes only where there is a choice of workers."""
         hashes: tuple[bytes, ...] = ()
         if self._needs_hashes:
-            hashes = hash_blocks(one.prompt_token_ids, self.options.memory.block_size, terms.cache_salt)
-        deadline_ns = None
-        if terms.deadline_s is not None:
-            deadline_ns = time.monotonic_ns() + int(terms.deadline_s * NS_PER_S)
+            salt = stream.options.cache_salt
+            hashes = hash_blocks(stream.prompt_token_ids, self.options.memory.block_size, salt)
         return Submission(
-            one.request_id,
-            len(one.prompt_token_ids),
-            one.sampling.max_tokens,
+            stream.request_id,
+            len(stream.prompt_token_ids),
+            stream.sampling.max_tokens,
             hashes,
-            terms.priority,
-            terms.slo,
-            terms.tenant,
-            terms.service_class,
-            deadline_ns,
-            hands_off=one.sampling.prompt_logprobs is None,
+            stream.options,
+            hands_off=stream.sampling.prompt_logprobs is None,
         )
 
 

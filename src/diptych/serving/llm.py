@@ -31,11 +31,9 @@ from diptych.serving.link.engine_options import (
     EngineOptions,
     MemoryOptions,
 )
-from diptych.serving.link.messages import pack_finished
 from diptych.serving.output_builder import OutputBuilder
 from diptych.serving.outputs import RequestOutput
 from diptych.serving.worker.load_engine import load_engine
-from diptych.serving.worker.worker_loop import pack_logprobs
 
 Prompt = str | Sequence[int]
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -71,7 +69,8 @@ class LLM:
             )
         self.options = options
         self.tokenizer = Tokenizer(Path(options.model))
-        self._core, self._runner, self._ready = load_engine(options, lambda stage, fraction=None: None)
+        loaded = load_engine(options, lambda stage, fraction=None: None)
+        self._core, self._runner, self._ready = loaded.engine, loaded.runner, loaded.ready
         self._open: dict[str, AnswerStream] = {}
         self._num_requests = 0
 
@@ -196,7 +195,7 @@ class LLM:
                 self._open[event.request_id].cached_tokens = event.num_cached_tokens
         for request_id, (first, entries) in payload.prompt_logprobs.items():
             if one := self._open.get(request_id):
-                one.add_prompt_logprobs(first, [pack_logprobs(entry) for entry in entries])
+                one.add_prompt_logprobs(first, entries)
         matched = []
         for request_id, token_id in zip(payload.request_ids, payload.token_ids, strict=True):
             one = self._open.get(request_id)
@@ -205,7 +204,7 @@ class LLM:
             logprobs = payload.logprobs.get(request_id)
             end = ended.get(request_id)
             is_stop_token = end is not None and end.reason is FinishReason.STOP
-            if one.push(token_id, is_stop_token=is_stop_token, logprobs=logprobs and pack_logprobs(logprobs)):
+            if one.push(token_id, is_stop_token=is_stop_token, logprobs=logprobs):
                 matched.append(request_id)
             one.mark()
         self._end(ended.values())
@@ -221,7 +220,7 @@ class LLM:
             if one := self._open.pop(event.request_id, None):
                 if event.reason is FinishReason.ERROR:
                     raise WorkerError(f"request {event.request_id} failed: {event.message}")
-                one.end(pack_finished(event))
+                one.end(event)
                 one.mark()
 
     def _clear(self) -> None:

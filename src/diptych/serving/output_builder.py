@@ -19,7 +19,7 @@ class OutputBuilder:
         self._tokenizer = tokenizer
         self._outputs = [
             CompletionOutput(one.index, logprobs=None if one.sampling.logprobs is None else [])
-            for one in generation.sequences
+            for one in generation.streams
         ]
 
     def add(self, deltas: Iterable[Delta]) -> None:
@@ -32,11 +32,11 @@ class OutputBuilder:
                 output.logprobs.extend(logprobs_at(entry, self._tokenizer.token_text) for entry in delta.logprobs)
             if delta.finish_reason is not None:
                 output.finish_reason = delta.finish_reason
-                output.stop_reason = self.generation.sequences[delta.index].stop_reason
+                output.stop_reason = self.generation.streams[delta.index].stop_reason
 
     def output(self) -> RequestOutput:
         """The request as it is now."""
-        sequences = self.generation.sequences
+        sequences = self.generation.streams
         first = sequences[0]
         finished = all(output.finished for output in self._outputs)
         return RequestOutput(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from diptych.control.slo import NS_PER_S, LatencyBreakdown
-from diptych.serving.link.messages import TokenLogprobs
+from diptych.control.step import TokenLogprobs
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from hashlib import blake2b
 
 import msgspec
 
-from diptych.control.events import BlocksEvicted, BlocksStored, Event, StepFinished
+from diptych.control.events import Event, KVEvents, StepFinished
 
 
 class EventLog:
@@ -77,6 +77,7 @@ def _place(entry: tuple[int, Event]) -> tuple[int, int]:
 
 
 def _plain(event: Event) -> object:
-    if isinstance(event, BlocksStored | BlocksEvicted):
-        return {"time_ns": event.time_ns, "hashes": [block.hex() for block in event.hashes]}
+    if isinstance(event, KVEvents):
+        hashes = {name: [block.hex() for block in getattr(event, name)] for name in ("stored", "evicted")}
+        return {"time_ns": event.time_ns, "sequence": event.sequence, **hashes}
     return event

@@ -1,10 +1,9 @@
-"""Replay: a fresh worker is told what a live one was told, at the same times, and must decide the same.
+"""Replay of a worker: a fresh engine gets what a live one got, at the same times, and must decide the same.
 
-Owns the reading of recordings (written by ``diptych serve --record``) and the comparison. Must never look inside the
-worker: only its public methods are called, and only with what the recording says.
+Only its public methods are called, and only with what the recording says.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,24 +12,18 @@ import msgspec
 
 from diptych.control.config import EngineConfig
 from diptych.control.engine.engine_core import EngineCore
-from diptych.control.engine.recording import FORMAT, VERSION, DecisionChain, plan_summary
+from diptych.control.engine.recording import FORMAT, VERSION, DecisionChain, measured_steps, plan_summary
 from diptych.control.errors import ConfigError, RequestError
 from diptych.control.events import Event, RequestFinished, StepFinished
-from diptych.control.request import FinishReason, Request
+from diptych.control.request import FinishReason, Request, RequestOptions
 from diptych.control.slo import Slo
 from diptych.control.step import SchedulerOutput, StepFeatures, StepResult
 from diptych.simulation.collector import Collector
+from diptych.simulation.recordings import read_recording
 from diptych.simulation.results import GapHistogram, RequestTable, SimulationResult, WorkerUsage
 
+READABLE = (3, VERSION)  # versions
 PARTS = ("finished", "paused", "swapped out", "swapped in", "resumed", "new blocks")
-
-
-@dataclass(frozen=True, slots=True)
-class RecordingHeader:
-    """The first line of a recording."""
-
-    diptych: str  # version that wrote it
-    config: EngineConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +52,8 @@ class ReplayReport:
     clock at 0 at the first input. is_complete: the recording has its closing line."""
 
     path: Path
-    header: RecordingHeader
+    diptych: str  # version that wrote it
+    config: EngineConfig
     num_rows: int = 0
     num_steps: int = 0  # plans compared
     num_refused: int = 0
@@ -75,39 +69,22 @@ class ReplayReport:
         return self.difference is None
 
 
-def read_recording(path: Path) -> tuple[RecordingHeader, Iterator[list[Any]]]:
-    """The header and the rows after it. A last line that was cut off (the worker was killed) is left out.
+@dataclass(frozen=True, slots=True)
+class RecordedSteps:
+    """What ran in a recording: the worker's settings, its warm-up and its steps, each with its nanoseconds."""
 
-    Raises ConfigError for a file that is no recording, or of another version.
-    """
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", param="path") from None
-    try:
-        fields = msgspec.json.decode(lines[0], type=dict[str, Any])
-        known = fields.get("format") == FORMAT
-    except msgspec.DecodeError:
-        known = False
-    if not known:
-        raise ConfigError(f"{path} is no recording of diptych serve --record", param="path")
-    if fields.get("version") != VERSION:
-        raise ConfigError(
-            f"{path} is a recording of version {fields.get('version')}; this reads {VERSION}", param="path"
-        )
-    header = RecordingHeader(fields["diptych"], msgspec.convert(fields["config"], EngineConfig))
-    return header, _rows(path, lines)
+    config: EngineConfig
+    warm_up: list[tuple[StepFeatures, int]]
+    steps: list[tuple[StepFeatures, int]]
 
 
-def _rows(path: Path, lines: Sequence[bytes]) -> Iterator[list[Any]]:
-    decoder = msgspec.json.Decoder(list[Any])
-    for number, line in enumerate(lines[1:], 2):
-        if number == len(lines):  # behind the last newline: nothing, or half a row
-            return
-        try:
-            yield decoder.decode(line)
-        except msgspec.DecodeError as error:
-            raise ConfigError(f"line {number} of {path} is unreadable: {error}", param="path") from None
+def recorded_steps(path: Path) -> RecordedSteps:
+    """The steps of a recording (see measured_steps). Raises ConfigError when the file is none."""
+    recording = read_recording(path, {FORMAT: READABLE})
+    rows = list(recording.rows())
+    warm_up = [(StepFeatures(*row[1]), row[2]) for row in rows if row[0] == "observe"]
+    config = msgspec.convert(recording.header["config"], EngineConfig)
+    return RecordedSteps(config, warm_up, list(measured_steps(rows)))
 
 
 def replay(path: str | Path) -> ReplayReport:
@@ -115,10 +92,10 @@ def replay(path: str | Path) -> ReplayReport:
 
     Raises ConfigError when the file is no recording.
     """
-    header, rows = read_recording(Path(path))
-    report = ReplayReport(Path(path), header)
+    recording = read_recording(Path(path), {FORMAT: READABLE})
+    report = ReplayReport(recording.path, recording.diptych, msgspec.convert(recording.header["config"], EngineConfig))
     worker = _ReplayedEngine(report)
-    for line, row in enumerate(rows, 2):
+    for line, row in enumerate(recording.rows(), 2):
         report.num_rows += 1
         try:
             difference = worker.apply(row, line)
@@ -138,7 +115,7 @@ class _ReplayedEngine:
     """A core on its way through a recording, and what it did."""
 
     def __init__(self, report: ReplayReport) -> None:
-        self.core = EngineCore(report.header.config)
+        self.core = EngineCore(report.config)
         self.now = 0
         self._report = report
         self._chain = DecisionChain()
@@ -146,59 +123,82 @@ class _ReplayedEngine:
         self._in_flight: list[SchedulerOutput] = []
         self._begun_ns: list[int] = []
         self._last_end_ns = 0
-        self._usage = WorkerUsage(report.header.config.cache.num_blocks)
+        self._usage = WorkerUsage(report.config.cache.num_blocks)
         self._numbers: dict[str, tuple[int, int]] = {}  # of requests in the worker: place of arrival, time of it
         self._num_arrivals = 0
         self._collector = Collector(1)
+        self._takers: dict[str, Callable[[list[Any], int], Difference | None]] = {
+            "observe": self._observe,
+            "add": self._add,
+            "reserve": self._reserve,
+            "deliver": self._deliver,
+            "release": self._release,
+            "drop": self._drop,
+            "renew": self._renew,
+            "expire": self._expire,
+            "refuse": self._refuse,  # version 3
+            "abort": self._abort,
+            "begin": self._begin,
+            "end": self._end,
+            "closed": self._close,
+        }
 
     def apply(self, row: list[Any], line: int) -> Difference | None:
         """One row; the difference that it showed, if any."""
         kind, *fields = row
-        if kind == "observe":
-            features, duration_ns = fields
-            self.core.observe(StepFeatures(*features), duration_ns)
-        elif kind == "add":
-            self._take(self.core.add_request(self._request(fields), self.now))
-        elif kind == "reserve":
-            request = self._request(fields)
-            self._take(self.core.reserve(request, self.now, request.lease_ns))
-        elif kind == "deliver":
-            now, request_id, first_step_ns, first_token_ns = fields
-            self._tick(now)
-            times = {"first_step_ns": first_step_ns, "first_token_ns": first_token_ns}
-            self._take(self.core.deliver(request_id, now, **times))
-        elif kind in ("release", "drop"):
-            now, request_id = fields
-            self._tick(now)
-            act = self.core.release if kind == "release" else self.core.drop
-            self._report.num_aborted += kind == "drop" and request_id in self.core.requests
-            self._take(act(request_id, now))
-            if request_id not in self.core.requests:
-                self._numbers.pop(request_id, None)
-        elif kind == "renew":
-            now, attempt_ids = fields
-            self._tick(now)
-            self.core.renew(attempt_ids, now)
-        elif kind == "expire":
-            (now,) = fields
-            self._tick(now)
-            self._take(self.core.expire(now))
-        elif kind == "refuse":
-            return self._refuse(fields, line)
-        elif kind == "abort":
-            now, request_id, reason = fields
-            self._tick(now)
-            self._report.num_aborted += reason == FinishReason.ABORT
-            self._take(self.core.abort(request_id, now, FinishReason(reason)))
-        elif kind == "begin":
-            return self._begin(fields, line)
-        elif kind == "end":
-            self._end(fields)
-        elif kind == "closed":
-            self._report.is_complete = True
-        else:
+        take = self._takers.get(kind)
+        if take is None:
             raise ConfigError(f"line {line} of the recording has the unknown kind {kind!r}", param="path")
-        return None
+        return take(fields, line)
+
+    def _observe(self, fields: list[Any], line: int) -> None:
+        features, duration_ns = fields
+        self.core.observe(StepFeatures(*features), duration_ns)
+
+    def _add(self, fields: list[Any], line: int) -> None:
+        self._take(self.core.add_request(self._request(fields), self.now))
+
+    def _reserve(self, fields: list[Any], line: int) -> None:
+        request = self._request(fields)
+        self._take(self.core.reserve(request, self.now, request.lease_ns))
+
+    def _deliver(self, fields: list[Any], line: int) -> None:
+        now, request_id, first_step_ns, first_token_ns = fields
+        self._tick(now)
+        times = {"first_step_ns": first_step_ns, "first_token_ns": first_token_ns}
+        self._take(self.core.deliver(request_id, now, **times))
+
+    def _release(self, fields: list[Any], line: int) -> None:
+        now, request_id = fields
+        self._tick(now)
+        self._take(self.core.release(request_id, now))
+        self._forget(request_id)
+
+    def _drop(self, fields: list[Any], line: int) -> None:
+        now, request_id, *reason = fields
+        self._tick(now)
+        self._report.num_aborted += request_id in self.core.requests
+        self._take(self.core.drop(request_id, now, FinishReason(*reason or ("abort",))))
+        self._forget(request_id)
+
+    def _renew(self, fields: list[Any], line: int) -> None:
+        now, attempt_ids = fields
+        self._tick(now)
+        self.core.renew(attempt_ids, now)
+
+    def _expire(self, fields: list[Any], line: int) -> None:
+        (now,) = fields
+        self._tick(now)
+        self._take(self.core.expire(now))
+
+    def _abort(self, fields: list[Any], line: int) -> None:
+        now, request_id, reason = fields
+        self._tick(now)
+        self._report.num_aborted += reason == FinishReason.ABORT
+        self._take(self.core.abort(request_id, now, FinishReason(reason)))
+
+    def _close(self, fields: list[Any], line: int) -> None:
+        self._report.is_complete = True
 
     def conclude(self) -> None:
         """Fill in what is known at the end."""
@@ -214,22 +214,27 @@ class _ReplayedEngine:
 
     def _request(self, fields: list[Any]) -> Request:
         """The request of an "add" or "reserve"; its time becomes now."""
-        now, request_id, num_prompt, max_tokens, hashes, priority, ttft_ns, tpot_ns, reads, *handoff = fields
+        if len(fields) == 2:
+            now, (request_id, num_prompt, max_tokens, hashes, options, reads, *handoff) = fields
+            options = msgspec.convert(options, RequestOptions)
+        else:  # version 3
+            now, request_id, num_prompt, max_tokens, hashes, priority, ttft_ns, tpot_ns, reads, *handoff = fields
+            slo = Slo(ttft_ns, tpot_ns) if ttft_ns or tpot_ns else None
+            options = RequestOptions(priority=priority, slo=slo)
         self._tick(now)
+        hashes = tuple(block_hash.encode() for block_hash in hashes)
         request = Request(
-            request_id,
-            num_prompt,
-            max_tokens,
-            block_hashes=tuple(one.encode() for one in hashes),
-            priority=priority,
-            slo=Slo(ttft_ns, tpot_ns) if ttft_ns or tpot_ns else None,
-            reads_prefix_cache=reads,
+            request_id, num_prompt, max_tokens, block_hashes=hashes, options=options, reads_prefix_cache=reads
         )
         request.hands_off, request.lease_ns, borrowed, request.num_borrowed_tokens = handoff
         request.borrowed_block_ids = tuple(borrowed)
         self._numbers[request_id] = (self._num_arrivals, now)
         self._num_arrivals += 1
         return request
+
+    def _forget(self, request_id: str) -> None:
+        if request_id not in self.core.requests:
+            self._numbers.pop(request_id, None)
 
     def _refuse(self, fields: list[Any], line: int) -> Difference | None:
         request_id, num_prompt, max_tokens, expected = fields
@@ -263,15 +268,15 @@ class _ReplayedEngine:
         text = explain(expected, actual)
         return Difference(line, now, describe(expected), str(output) if expected == actual else describe(actual), text)
 
-    def _end(self, fields: list[Any]) -> None:
+    def _end(self, fields: list[Any], line: int) -> None:
         now, step_id, stopped, full_blocks, failed, repeats = fields
         num_steps, last_start_ns = repeats or (1, None)
         self._tick(now)
         result = StepResult(
             step_id,
-            stopped=tuple((one, FinishReason(reason)) for one, reason in stopped),
-            full_blocks=tuple((one, block_hash.encode()) for one, block_hash in full_blocks),
-            failed=tuple((one, message) for one, message in failed),
+            stopped=tuple((request_id, FinishReason(reason)) for request_id, reason in stopped),
+            full_blocks=tuple((request_id, block_hash.encode()) for request_id, block_hash in full_blocks),
+            failed=tuple((request_id, message) for request_id, message in failed),
         )
         output, begun_ns = self._in_flight.pop(0), self._begun_ns.pop(0)
         if output.is_compute and num_steps:
@@ -317,7 +322,7 @@ def explain(expected: Sequence[Any] | None, actual: Sequence[Any] | None) -> str
     if expected is None or actual is None:
         return "one of the two has nothing to do"
     names = ("step id", "prompt chunks", "number of decodes", "context of the decodes", "predicted time", "membership")
-    for name, one, other in zip(names, expected, actual, strict=True):
-        if one != other:
-            return f"{name}: {one} in the recording, {other} here"
+    for name, recorded, here in zip(names, expected, actual, strict=True):
+        if recorded != here:
+            return f"{name}: {recorded} in the recording, {here} here"
     return "the same work, but with other block ids, other requests leaving or joining, or in another order"

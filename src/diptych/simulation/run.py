@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 
 from diptych.simulation.event_log import EventLog
-from diptych.simulation.fleet.simulated_cluster import Cluster
+from diptych.simulation.fleet.simulated_cluster import SimulatedCluster
 from diptych.simulation.results import SimulationResult
 from diptych.simulation.scenario import Scenario
 
@@ -27,7 +27,7 @@ def simulate_with_log(scenario: Scenario, progress: Progress | None = None) -> t
         if progress is not None and num_ended % REPORT_EVERY == 0:
             progress(min(1.0, num_ended / total))
 
-    cluster = Cluster(scenario, on_end if progress else None)
+    cluster = SimulatedCluster(scenario, on_end if progress else None)
     collects = gc.isenabled()
     gc.disable()  # nothing here makes cycles that live long; looking for them takes a fifth of the time
     try:

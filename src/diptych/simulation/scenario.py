@@ -4,11 +4,10 @@ from dataclasses import dataclass, field, replace
 
 from diptych.control.admission.admission_queue import AdmissionConfig, ServiceClassConfig
 from diptych.control.cluster.cluster_config import ClusterConfig
-from diptych.control.cluster.open_request import OnFailure
 from diptych.control.config import EngineConfig
 from diptych.control.errors import ConfigError
-from diptych.control.router.routing import Disaggregate, PlacementConfig, RoutingName
-from diptych.control.router.topology import LinkCost, LinkCosts
+from diptych.control.router.routing import RoutingConfig, RoutingName
+from diptych.control.router.topology import LinkCost, LinkCosts, Role
 from diptych.control.step import StepFeatures
 from diptych.simulation.costs.cost_model import CostModel
 from diptych.simulation.faults import Fault, Watch
@@ -17,30 +16,46 @@ from diptych.simulation.fleet.pools import Pools
 from diptych.simulation.front_end import FrontEnd
 from diptych.workload.spec import ClosedLoop, Workload
 
-ENDLESS_NS = 2**60
-OPEN_CLASS = ServiceClassConfig(ENDLESS_NS, ENDLESS_NS)
-OPEN_ADMISSION = AdmissionConfig(OPEN_CLASS, OPEN_CLASS, OPEN_CLASS, max_queued=10**9)
+_ENDLESS_NS = 2**60
+_OPEN_CLASS = ServiceClassConfig(_ENDLESS_NS, _ENDLESS_NS)
+ADMIT_ALL = AdmissionConfig(_OPEN_CLASS, _OPEN_CLASS, _OPEN_CLASS, max_queued=10**9)
+
+
+def load_balancer(routing: RoutingName = "least_loaded") -> ClusterConfig:
+    """A front end without an admission queue that routes by load alone: what most load balancers do, and what
+    published measurements of several workers had in front of them."""
+    return ClusterConfig(routing=RoutingConfig(routing), admission=ADMIT_ALL, max_untouched_per_worker=0)
+
+
+@dataclass(frozen=True, slots=True)
+class RoleChange:
+    """A worker is meant for other work from ``at_ns`` on."""
+
+    at_ns: int
+    worker: int
+    role: Role
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
     """``simulate(Scenario(...))`` runs it.
 
-    record_events: keep the whole event log (memory grows with the run). fast_forward: take decode steps in which
-    nothing can change all at once; the log is the same either way. pools: prefill and decode on separate workers
+    cluster: what the front end's ClusterCore is told (default: as ``diptych serve``; links, objectives and seed are
+    filled in). record_events: keep the whole event log (memory grows with the run). fast_forward: take decode steps in
+    which nothing can change all at once; the log is the same either way. pools: prefill and decode on separate workers
     (then they say how many there are). warm_up: measured steps that the step-time model begins with, as a live worker's
-    does (empty: the usual ones, at what the cost model says). front_end: what passes before a request reaches its
-    worker; part of its queueing time. swap_block_ns: copying one block between device and host, one after the other.
-    disaggregate, on_failure: as ``diptych serve`` has them. cluster: everything else that the front end's ClusterCore
-    is told (None: nobody waits in the admission queue, and nobody is refused there). watch: how failures are noticed.
+    does (empty: the usual ones, at what the cost model says). front_end: what passes before a request reaches the
+    cluster; part of its queueing time. swap_block_ns: copying one block between device and host, one after the other.
+    watch: how failures are noticed.
     """
 
     engine: EngineConfig
     cost: CostModel
     workload: Workload | ClosedLoop
     num_workers: int = 1
-    routing: RoutingName = "least_loaded"
-    faults: tuple[Fault, ...] = field(default_factory=tuple)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    faults: tuple[Fault, ...] = ()
+    role_changes: tuple[RoleChange, ...] = ()
     seed: int = 0
     record_events: bool = False
     fast_forward: bool = True
@@ -48,9 +63,6 @@ class Scenario:
     front_end: FrontEnd = field(default_factory=FrontEnd)
     swap_block_ns: int = 0
     warm_up: tuple[tuple[StepFeatures, int], ...] = ()
-    disaggregate: Disaggregate = "auto"
-    on_failure: OnFailure = "retry"
-    cluster: ClusterConfig | None = None
     watch: Watch = field(default_factory=Watch)
 
     def __post_init__(self) -> None:
@@ -61,17 +73,11 @@ class Scenario:
 
     @property
     def cluster_config(self) -> ClusterConfig:
-        """What the front end's ClusterCore is told."""
-        base = self.cluster or ClusterConfig(admission=OPEN_ADMISSION)
+        """``cluster`` with the links between these workers, their objectives, and the seed."""
         links = LinkCosts()
         if self.pools is not None:
-            bytes_per_s, latency_ns = LINKS[self.pools.link]
-            network = LinkCost(bytes_per_s, latency_ns)
+            network = LinkCost(*LINKS[self.pools.link])
             near_ns = LINKS["shared_memory"][1]
-            links = LinkCosts(
-                self.pools.kv_bytes_per_token, pool_latency_ns=near_ns, host=network, island=network, network=network
-            )
-        placement: PlacementConfig = replace(
-            base.placement, routing=self.routing, disaggregate=self.disaggregate, links=links, seed=self.seed
-        )
-        return replace(base, placement=placement, on_failure=self.on_failure)
+            links = LinkCosts(self.pools.kv_bytes_per_token, memory_latency_ns=near_ns, host=network, network=network)
+        routing = replace(self.cluster.routing, links=links, seed=self.seed)
+        return replace(self.cluster, routing=routing, slo=self.engine.slo)

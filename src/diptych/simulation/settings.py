@@ -15,18 +15,15 @@ import msgspec
 import msgspec.inspect
 import msgspec.structs
 
-from diptych.control.cluster.open_request import OnFailure
+from diptych.control.cluster.cluster_config import ClusterConfig, OnFailure, cluster_config
 from diptych.control.config import (
-    BudgetConfig,
     BudgetName,
-    CapsConfig,
     EngineConfig,
     OrderName,
-    PreemptionConfig,
     PreemptionName,
     SchedulerConfig,
     ShapeName,
-    shape_preset,
+    scheduler_config,
 )
 from diptych.control.errors import ConfigError
 from diptych.control.router.routing import Disaggregate, RoutingName
@@ -36,7 +33,7 @@ from diptych.simulation.costs.fitted import Calibration
 from diptych.simulation.faults import FAULTS, MESSAGE_FAULTS, WORKER_FAULTS, Fault, FaultKind, Watch, random_faults
 from diptych.simulation.front_end import FrontEnd
 from diptych.simulation.prepare import cache_config, fleet_pools, swap_block_ns
-from diptych.simulation.scenario import Scenario
+from diptych.simulation.scenario import ADMIT_ALL, Scenario
 from diptych.workload.build import build
 from diptych.workload.description import WorkloadConfig
 
@@ -129,7 +126,8 @@ class RandomFaultSettings(_Part, frozen=True, kw_only=True):
 
 class Settings(_Part, frozen=True, kw_only=True):
     """One simulation. ``model`` and ``hardware``: names of the catalogue (or a config.json); not needed when ``cost``
-    is a file of ``diptych calibrate``, which knows both."""
+    is a file of ``diptych calibrate``, which knows both. routing to max_queued: as for ``diptych serve`` (None: its
+    defaults). admit_all: refuse no request, however long it would wait."""
 
     model: str | None = None
     hardware: str | None = None
@@ -139,9 +137,12 @@ class Settings(_Part, frozen=True, kw_only=True):
     cost: str = "auto"
     shape: ShapeName = "chunked"
     replicas: AtLeastOne = 1
-    routing: RoutingName = "least_loaded"
-    disaggregate: Disaggregate = "auto"
-    on_failure: OnFailure = "retry"
+    routing: RoutingName | None = None
+    disaggregate: Disaggregate | None = None
+    on_failure: OnFailure | None = None
+    max_untouched_per_worker: AtLeastZero | None = None
+    max_queued: AtLeastOne | None = None
+    admit_all: bool = False
     max_model_len: Annotated[int, msgspec.Meta(ge=2)] | None = None
     seed: int = 0
     scheduler: SchedulerSettings = SchedulerSettings()
@@ -214,43 +215,12 @@ def with_value(raw: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
     return {**raw, name: with_value(inner, rest, value)}
 
 
-def scheduler_config(settings: Settings) -> SchedulerConfig:
-    """What ``diptych serve`` would run with the same options. Raises ConfigError."""
-    base, given = shape_preset(settings.shape), settings.scheduler
-    target_ns = None if given.step_target_ms is None else int(given.step_target_ms * NS_PER_MS)
-    budget: BudgetConfig = _changed(
-        base.budget, kind=given.budget, max_batched_tokens=given.max_batched_tokens, target_ns=target_ns
-    )
-    caps = base.caps if budget.kind != "whole" else CapsConfig()
-    if caps.long_prefill_threshold >= budget.max_batched_tokens and given.long_prefill_threshold is None:
-        caps = replace(caps, long_prefill_threshold=budget.max_batched_tokens // 2)
-    caps = _changed(
-        caps,
-        max_partial_prefills=given.max_partial_prefills,
-        max_long_partial_prefills=given.max_long_partial_prefills,
-        long_prefill_threshold=given.long_prefill_threshold,
-    )
-    preemption: PreemptionConfig = _changed(
-        base.preemption, kind=given.preemption, from_waiting=given.preempt_for_priority or None
-    )
-    config: SchedulerConfig = _changed(
-        base,
-        order=given.order,
-        budget=budget,
-        caps=caps,
-        preemption=preemption,
-        max_num_seqs=given.max_num_seqs,
-        max_waiting=given.max_waiting,
-    )
-    return config
-
-
 def prepare(settings: Settings, *, record_events: bool = False, most_recorded: int | None = None) -> Prepared:
     """The scenario together with the choice of its cost model. Raises ConfigError.
 
     most_recorded: with more requests than that, events are not kept after all.
     """
-    scheduler = scheduler_config(settings)
+    scheduler = scheduler_of(settings)
     choice = choose_cost(
         settings.cost,
         model=settings.model,
@@ -271,9 +241,7 @@ def prepare(settings: Settings, *, record_events: bool = False, most_recorded: i
         cost=choice.cost,
         workload=workload,
         num_workers=settings.num_workers,
-        routing=settings.routing,
-        disaggregate=settings.disaggregate,
-        on_failure=settings.on_failure,
+        cluster=_cluster(settings),
         faults=_faults(settings),
         watch=_watch(settings.watch),
         pools=fleet_pools(settings, choice, engine),
@@ -284,6 +252,23 @@ def prepare(settings: Settings, *, record_events: bool = False, most_recorded: i
         record_events=record_events and (most_recorded is None or len(workload) <= most_recorded),
     )
     return Prepared(scenario, choice)
+
+
+def scheduler_of(settings: Settings) -> SchedulerConfig:
+    """What ``diptych serve`` would run with the same options. Raises ConfigError."""
+    return scheduler_config(settings.shape, **msgspec.structs.asdict(settings.scheduler))
+
+
+def _cluster(settings: Settings) -> ClusterConfig:
+    """What ``diptych serve`` would be told with the same options."""
+    config = cluster_config(
+        routing=settings.routing,
+        disaggregate=settings.disaggregate,
+        on_failure=settings.on_failure,
+        max_untouched_per_worker=settings.max_untouched_per_worker,
+        max_queued=settings.max_queued,
+    )
+    return replace(config, admission=ADMIT_ALL) if settings.admit_all else config
 
 
 def _faults(settings: Settings) -> tuple[Fault, ...]:
@@ -316,10 +301,6 @@ def _watch(settings: WatchSettings) -> Watch:
         heartbeat_ns=max(1, round(settings.heartbeat_s * NS_PER_S)),
         resume_ns=max(1, round(settings.resume_s * NS_PER_S)),
     )
-
-
-def _changed(config: Any, **changes: Any) -> Any:
-    return replace(config, **{name: value for name, value in changes.items() if value is not None})
 
 
 def _nanoseconds(milliseconds: float | None) -> int | None:

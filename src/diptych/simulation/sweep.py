@@ -24,7 +24,7 @@ from diptych.simulation.report.economy import FleetPrice
 from diptych.simulation.report.outcome import outcome
 from diptych.simulation.results import SimulationResult
 from diptych.simulation.run import Progress, simulate_with_log
-from diptych.simulation.settings import Prepared, Settings, plain, prepare, scheduler_config, settings_from, with_value
+from diptych.simulation.settings import Prepared, Settings, plain, prepare, scheduler_of, settings_from, with_value
 
 MAX_POINTS = 1000
 ALIASES = {"rate": "workload.rate", "chunk": "scheduler.max_batched_tokens"}
@@ -122,7 +122,7 @@ def grid(settings: Settings, sweeps: Sequence[Sweep]) -> list[tuple[dict[str, Va
         for sweep, value in zip(sweeps, combination, strict=True):
             raw = with_value(raw, sweep.path, value)
         changed = settings_from(raw)
-        scheduler_config(changed)
+        scheduler_of(changed)
         points.append(({sweep.name: value for sweep, value in zip(sweeps, combination, strict=True)}, changed))
     return points
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from diptych.control.cluster.commands import attempt_id_of
+from diptych.control.commands import attempt_id_of
+from diptych.control.errors import ErrorRecord, WorkerError
 from diptych.control.events import (
     FirstToken,
     HandoffDelivered,
@@ -23,7 +24,7 @@ from diptych.control.events import (
     RequestResumed,
     StepFinished,
 )
-from diptych.control.request import FinishReason
+from diptych.control.request import FinishReason, RequestOptions
 from diptych.control.slo import LatencyBreakdown
 from diptych.timeline.lanes import phase_of
 from diptych.timeline.roster import Changes
@@ -43,7 +44,7 @@ Milestone = (
     | RequestFinished
 )
 Decoding = dict[int, list[str]]  # worker -> requests in its decode batch
-AttemptTable = tuple[str, ...]
+AttemptIds = tuple[str, ...]
 
 _CLASSES: dict[str, type[Any]] = {
     "queued": RequestQueued,
@@ -75,8 +76,8 @@ class StepRecord(msgspec.Struct, frozen=True, gc=False, tag_field="kind", tag="s
     predicted_ns: int
     prefills: tuple[tuple[str, int, int], ...] = ()
     epochs: tuple[int, ...] = ()  # of the prefills' requests, unless all are 0
-    joined: AttemptTable = ()
-    left: AttemptTable = ()
+    joined: AttemptIds = ()
+    left: AttemptIds = ()
 
 
 class RequestRecord(msgspec.Struct, frozen=True, gc=False, tag_field="kind", tag="request", omit_defaults=True):
@@ -115,7 +116,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, gc=False, tag_field="kind", tag=
     state: str
     role: str = ""
     detail: str = ""
-    left: AttemptTable = ()
+    left: AttemptIds = ()
 
 
 class GapRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="gap"):
@@ -151,7 +152,7 @@ def split_attempt_id(attempt_id: str) -> tuple[str, int]:
     return (request_id, int(epoch)) if epoch.isascii() and epoch.isdigit() else (attempt_id, 0)
 
 
-def requests_of(attempts: AttemptTable) -> AttemptTable:
+def requests_of(attempts: AttemptIds) -> AttemptIds:
     """The requests' own ids."""
     return tuple([split_attempt_id(attempt_id)[0] for attempt_id in attempts]) if attempts else ()
 
@@ -204,6 +205,10 @@ def event_of(record: StepRecord | RequestRecord) -> StepFinished | Milestone:
         names = ("queue_ns", "prefill_ns", "decode_ns", "num_output_tokens", "handoff_ns")
         detail["latency"] = LatencyBreakdown(*(detail.pop(name) for name in names))
         detail["reason"] = FinishReason(detail["reason"])
+        message = detail.pop("message")
+        detail["error"] = ErrorRecord(WorkerError.__name__, message) if message else None
+    elif record.what == "queued":
+        detail["options"] = RequestOptions(metadata=detail.pop("metadata", {}))
     event: Milestone = _CLASSES[record.what](record.time_ns, attempt_id, **detail)
     return event
 
@@ -211,7 +216,8 @@ def event_of(record: StepRecord | RequestRecord) -> StepFinished | Milestone:
 def _detail(event: Milestone) -> dict[str, Any]:
     """The fields of an event but time and id, flat."""
     if isinstance(event, RequestQueued):
-        return {"num_prompt_tokens": event.num_prompt_tokens}
+        metadata = {"metadata": dict(event.options.metadata)} if event.options.metadata else {}
+        return {"num_prompt_tokens": event.num_prompt_tokens, **metadata}
     if isinstance(event, RequestAdmitted):
         return {"num_cached_tokens": event.num_cached_tokens, "is_first": event.is_first}
     if isinstance(event, RequestPreempted):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from diptych.control.errors import ConfigError, OverloadedError
-from diptych.control.events import BlocksEvicted, BlocksStored, Event, FirstToken, HandoffReserved, StepFinished
+from diptych.control.events import Event, FirstToken, HandoffReserved, StepFinished
 from diptych.timeline.records import (
     MAX_MESSAGE,
     Decoding,
@@ -79,7 +79,7 @@ class Timeline:
         self._subscriptions: set[Subscription] = set()
 
     def on_events(self, worker: int, events: Sequence[Event]) -> None:
-        """What a worker's core reported, in its order, each event once; names in them are attempt ids. Block events are
+        """What a worker's core reported, in its order, each event once; names in them are attempt ids. KV events are
         not kept."""
         roster = self._rosters.get(worker)
         if roster is None:
@@ -87,7 +87,7 @@ class Timeline:
         for event in events:
             if isinstance(event, StepFinished):
                 self._append(step_record(self.next_sequence, worker, event, roster.step(event)))
-            elif not isinstance(event, BlocksStored | BlocksEvicted):
+            elif isinstance(event, Milestone):
                 self._follow(worker, event, roster)
                 self._append(request_record(self.next_sequence, worker, event))
 

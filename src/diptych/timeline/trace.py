@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from diptych.control.cluster.commands import attempt_id_of
+from diptych.control.commands import attempt_id_of
 from diptych.timeline.lanes import Lane, TraceEvent, Window
 from diptych.timeline.perfetto import frame, place_of, titles
 from diptych.timeline.records import Decoding, Record, StepRecord, TransferRecord, WorkerRecord, event_of

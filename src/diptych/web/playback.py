@@ -12,8 +12,6 @@ from typing import Any
 import msgspec
 
 from diptych.control.events import (
-    BlocksEvicted,
-    BlocksStored,
     Event,
     FirstToken,
     HandoffDelivered,
@@ -23,11 +21,19 @@ from diptych.control.events import (
 )
 from diptych.control.slo import NS_PER_MS
 from diptych.simulation.event_log import EventLog
-from diptych.simulation.fleet.simulated_cluster import Cluster
+from diptych.simulation.fleet.simulated_cluster import SimulatedCluster
 from diptych.simulation.results import RequestTable
 from diptych.simulation.scenario import Scenario
 from diptych.timeline.lanes import phase_of, time_of
-from diptych.timeline.records import Record, TransferRecord, WorkerRecord, request_record, split_attempt_id, step_record
+from diptych.timeline.records import (
+    Milestone,
+    Record,
+    TransferRecord,
+    WorkerRecord,
+    request_record,
+    split_attempt_id,
+    step_record,
+)
 from diptych.timeline.roster import Roster
 from diptych.workload.spec import ClosedLoop, RequestSpec, Workload
 
@@ -178,7 +184,7 @@ class StepLog(EventLog):
 
 def play(scenario: Scenario, names: Sequence[str], arrivals_ns: Sequence[int]) -> Playback:
     """Simulate and write down what happened. names, arrivals_ns: of the requests, in order of arrival."""
-    cluster = Cluster(replace(scenario, record_events=False, fast_forward=False))
+    cluster = SimulatedCluster(replace(scenario, record_events=False, fast_forward=False))
     log = cluster.log = StepLog()
     cluster.run()
     lines = {name: Line(name, arrival) for name, arrival in zip(names, arrivals_ns, strict=True)}
@@ -225,24 +231,14 @@ class _Writer:
         for worker, event in log:
             while lives and lives[0].time_ns <= time_of(event):
                 self._life(lives.pop(0))
-            if isinstance(event, BlocksStored | BlocksEvicted):
-                continue
-            named = self._named(event)
-            if isinstance(named, StepFinished):
-                self._step(worker, named)
-            elif worker >= 0:
-                self._milestone(worker, named)
+            if isinstance(event, StepFinished):
+                named = tuple((self._name(attempt_id), start, count) for attempt_id, start, count in event.prefills)
+                self._step(worker, replace(event, prefills=named))
+            elif isinstance(event, Milestone) and worker >= 0:
+                self._milestone(worker, replace(event, request_id=self._name(event.request_id)))
         for life in lives:
             self._life(life)
         return self._records
-
-    def _named(self, event: Event) -> Event:
-        """The same event with the reader's names."""
-        if isinstance(event, StepFinished):
-            named = tuple((self._name(one), start, count) for one, start, count in event.prefills)
-            return replace(event, prefills=named)
-        assert not isinstance(event, BlocksStored | BlocksEvicted)
-        return replace(event, request_id=self._name(event.request_id))
 
     def _name(self, attempt_id: str) -> str:
         own, _ = split_attempt_id(attempt_id)

@@ -1,13 +1,13 @@
-"""the admission queue: who is let in, who is dispatched next, who has waited too long. In front of any placement.
+"""The admission queue: which requests are let in, which is dispatched next, which has waited too long.
 
     offer -> waiting in its service class -> next (dispatched) | expired (refused late) | remove (the client went away)
          `-> a Refusal at once
 
-Service classes are strict: interactive before standard before batch; a service class that has waited too long gets one
-dispatch in so many, and batch is dispatched only while workers have room to spare. Inside a service class tenants share
-by attained service: the one with the least is next (virtual token counters: Sheng et al., "Fairness in Serving Large
-Language Models", OSDI 2024), and a tenant that comes back starts at the least of those who are active. Inside a tenant:
-priority, aged. Owns the waiting requests of the front end and the counters; must never know workers, tokens or sockets.
+Service classes are strict: interactive before standard before batch; a class that has waited too long gets one dispatch
+in so many, and batch is dispatched only while workers have room to spare. Inside a class tenants share by attained
+service: the one with the least is next (virtual token counters: Sheng et al., "Fairness in Serving Large Language
+Models", OSDI 2024), and a tenant that comes back starts at the least of those who are active. Inside a tenant:
+priority, aged. Owns the waiting requests of the front end; knows no workers.
 """
 
 from dataclasses import dataclass, field
@@ -16,17 +16,22 @@ from typing import Literal
 
 from diptych.control.admission.fair_queue import FairQueue
 from diptych.control.errors import ConfigError, OverloadedError, RequestError, UnavailableError
+from diptych.control.request import SERVICE_CLASSES, Submission
 from diptych.control.slo import NS_PER_S
 
-SERVICE_CLASSES: tuple[str, ...] = ("interactive", "standard", "batch")
 MAX_RETRY_S = 60
+PROMOTE_EVERY = 4  # one dispatch in so many may go to a class that has waited too long
+BATCH_RESERVE = 1  # room that must be left for others when batch is dispatched
+PROMPT_WEIGHT, OUTPUT_WEIGHT = 1, 2  # what a token counts in attained service
+PRIORITY_NS = 10 * NS_PER_S  # how much waiting one step of priority is worth
+MAX_TENANTS = 1024  # counters kept of tenants that have nothing waiting
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceClassConfig:
     """One service class. max_wait_ns: shed at once when the predicted queue time is longer. max_queue_ns: refused after
-    waiting so long. queue_percent: shed when the queue is so full. promote_ns: a service class whose oldest request has
-    waited so long gets a share of the dispatches (0: never)."""
+    waiting so long. queue_percent: shed when the queue is so full. promote_ns: a class whose oldest request has waited
+    so long gets a share of the dispatches (0: never)."""
 
     max_wait_ns: int
     max_queue_ns: int
@@ -44,11 +49,7 @@ class ServiceClassConfig:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionConfig:
-    """max_queued: requests that wait in all. max_queued_per_tenant: of one tenant (0: no limit of its own).
-    promote_every: one dispatch in so many may go to a service class that has waited too long. batch_reserve: room that
-    must be left for others when batch is dispatched. prompt_weight, output_weight: what a token counts in attained
-    service. priority_ns: how much waiting one step of priority is worth. shed_missed_ttft: refuse at once whoever would
-    wait longer than its TTFT objective. max_tenants: counters kept of tenants that have nothing waiting."""
+    """max_queued: requests that wait in all. max_queued_per_tenant: of one tenant (0: no limit of its own)."""
 
     interactive: ServiceClassConfig = field(
         default_factory=lambda: ServiceClassConfig(120 * NS_PER_S, 300 * NS_PER_S, 100)
@@ -61,52 +62,51 @@ class AdmissionConfig:
     )
     max_queued: int = 4096
     max_queued_per_tenant: int = 0
-    promote_every: int = 4
-    batch_reserve: int = 1
-    prompt_weight: int = 1
-    output_weight: int = 2
-    priority_ns: int = 10 * NS_PER_S
-    max_tenants: int = 1024
-    shed_missed_ttft: bool = False
 
     def __post_init__(self) -> None:
-        least = {
-            "max_queued": 1, "max_queued_per_tenant": 0, "promote_every": 2, "batch_reserve": 0, "prompt_weight": 0,
-            "output_weight": 0, "priority_ns": 0, "max_tenants": 1,
-        }  # fmt: skip
-        for name, limit in least.items():
+        for name, least in (("max_queued", 1), ("max_queued_per_tenant", 0)):
             value = getattr(self, name)
-            if value < limit:
-                raise ConfigError(f"{name} is {value}; it must be at least {limit}", param=name)
+            if value < least:
+                raise ConfigError(f"{name} is {value}; it must be at least {least}", param=name)
 
 
 @dataclass(frozen=True, slots=True)
 class QueuedRequest:
-    """A request in the admission queue. tenant: the API key, or what stands for it. priority: smaller goes first,
-    inside the tenant. deadline_ns: when the answer is of no more use. service_ns: the least time that serving it takes;
-    a deadline nearer than that cannot be met any more. ttft_slo_ns: its objective."""
+    """A request in the queue. service_ns: the least time that serving it takes; a deadline nearer than that cannot be
+    met any more."""
 
-    request_id: str
-    num_prompt_tokens: int
-    max_tokens: int
+    submission: Submission
     arrival_ns: int = 0
-    tenant: str = ""
-    service_class: str = "standard"
-    priority: int = 0
-    deadline_ns: int | None = None
     service_ns: int = 0
-    ttft_slo_ns: int | None = None
 
-    def __post_init__(self) -> None:
-        if self.service_class not in SERVICE_CLASSES:
-            raise ConfigError(
-                f"service_class is {self.service_class!r}; one of {', '.join(SERVICE_CLASSES)}", param="service_class"
-            )
+    @property
+    def request_id(self) -> str:
+        """The request's own id."""
+        return self.submission.request_id
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """What its prompt counts."""
+        return self.submission.num_prompt_tokens
+
+    @property
+    def tenant(self) -> str:
+        """Whose it is."""
+        return self.submission.options.tenant
+
+    @property
+    def service_class(self) -> str:
+        """Which of the queues it waits in."""
+        return self.submission.options.service_class
+
+    @property
+    def deadline_ns(self) -> int | None:
+        """When its first token is of no more use."""
+        deadline_ns = self.submission.options.deadline_ns
+        return None if deadline_ns is None else self.arrival_ns + deadline_ns
 
 
-RefusalReason = Literal[
-    "closed", "queue_full", "tenant_queue_full", "overloaded", "displaced", "queue_timeout", "deadline", "ttft"
-]
+RefusalReason = Literal["queue_full", "tenant_queue_full", "overloaded", "displaced", "queue_timeout", "deadline"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,20 +130,14 @@ class AdmissionQueue:
 
     def __init__(self, config: AdmissionConfig | None = None) -> None:
         self._config = config or AdmissionConfig()
-        self._classes: dict[str, ServiceClassConfig] = {
-            service_class: getattr(self._config, service_class) for service_class in SERVICE_CLASSES
-        }
-        self._queues: dict[str, FairQueue[QueuedRequest]] = {
-            service_class: FairQueue(self._config.max_tenants) for service_class in SERVICE_CLASSES
-        }
+        self._classes: dict[str, ServiceClassConfig] = {name: getattr(self._config, name) for name in SERVICE_CLASSES}
+        self._queues: dict[str, FairQueue[QueuedRequest]] = {name: FairQueue(MAX_TENANTS) for name in SERVICE_CLASSES}
         self._class_of: dict[str, str] = {}
         self._num_arrivals = 0
         self._ends: list[tuple[int, int, str]] = []  # heap of (when it expires, arrival number, request id)
         self._displaced: list[tuple[str, Refusal]] = []
         self._since_promotion = 0
-        self._backlog_ns = 0
         self._token_ns = 0.0
-        self._closed = ""
 
     def __len__(self) -> int:
         return len(self._class_of)
@@ -152,95 +146,83 @@ class AdmissionQueue:
         return request_id in self._class_of
 
     def num_waiting(self, service_class: str) -> int:
-        """Requests that wait in a service class."""
+        """Requests that wait in a class."""
         return len(self._queues[service_class].entries)
 
     def service(self, tenant: str, service_class: str = "standard") -> int:
-        """Attained service of a tenant in a service class, in weighted tokens."""
+        """Attained service of a tenant in a class, in weighted tokens."""
         return self._queues[service_class].service(tenant)
 
-    def close(self, reason: str) -> None:
-        """Refuse all that come from now on (503): draining, or no worker is there. Those who wait go on waiting."""
-        self._closed = reason
-
-    def open(self) -> None:
-        """Take requests again."""
-        self._closed = ""
-
-    def on_load(self, backlog_ns: int, token_ns: float) -> None:
-        """The fleet as it is now: how long until a request that is dispatched now begins, and the price of one more
-        waiting prompt token for the whole fleet (a worker's, divided by how many compute prompts)."""
-        self._backlog_ns = backlog_ns
+    def on_load(self, token_ns: float) -> None:
+        """The price of one more waiting prompt token for the whole fleet (a worker's price, divided by how many compute
+        prompts)."""
         self._token_ns = token_ns
 
     def queue_ns(self, service_class: str) -> int:
-        """Predicted time until a newcomer of this service class begins: the workers' backlog, and all that wait before
-        it."""
+        """Predicted time until a newcomer of this class begins: all that wait before it."""
         num_tokens = 0
         for other in SERVICE_CLASSES[: SERVICE_CLASSES.index(service_class) + 1]:
             num_tokens += self._queues[other].num_tokens
-        return self._backlog_ns + int(self._token_ns * num_tokens)
+        return int(self._token_ns * num_tokens)
 
-    def offer(self, entry: QueuedRequest, now: int) -> Refusal | None:
+    def offer(self, request: QueuedRequest, now: int) -> Refusal | None:
         """A request arrives: it waits (None), or is refused at once."""
-        if entry.request_id in self._class_of:
-            raise ConfigError(f"request id {entry.request_id!r} is in use", param="request_id")
-        refusal = self._refusal(entry, now)
+        if request.request_id in self._class_of:
+            raise ConfigError(f"request id {request.request_id!r} is in use", param="request_id")
+        refusal = self._refusal(request, now)
         if refusal is not None:
             return refusal
         number = self._num_arrivals
         self._num_arrivals += 1
-        key = entry.arrival_ns + entry.priority * self._config.priority_ns
-        self._queues[entry.service_class].add(entry, number, key)
-        self._class_of[entry.request_id] = entry.service_class
-        heappush(self._ends, (self._end_ns(entry), number, entry.request_id))
+        key = request.arrival_ns + request.submission.options.priority * PRIORITY_NS
+        self._queues[request.service_class].add(request, number, key)
+        self._class_of[request.request_id] = request.service_class
+        heappush(self._ends, (self._end_ns(request), number, request.request_id))
         return None
 
-    def pass_by(self, entry: QueuedRequest, now: int) -> Refusal | None:
-        """A request arrives while nobody waits and there is room: it goes on (None), or is refused at once."""
-        refusal = self._refusal(entry, now)
+    def pass_by(self, request: QueuedRequest, now: int) -> Refusal | None:
+        """A request arrives while none waits and there is room: it goes on (None), or is refused at once."""
+        refusal = self._refusal(request, now)
         if refusal is None:
-            self._queues[entry.service_class].pass_by(
-                entry.tenant, self._config.prompt_weight * entry.num_prompt_tokens
-            )
+            self._queues[request.service_class].pass_by(request.tenant, PROMPT_WEIGHT * request.num_prompt_tokens)
         return refusal
 
     def next(self, now: int, headroom: int) -> str | None:
-        """The request to dispatch now; None when nothing may be. headroom: how many more requests the workers should
-        be given. Charges the prompt to its tenant."""
+        """The request to dispatch now; None when none may be. headroom: how many more requests the workers should be
+        given. Charges the prompt to its tenant."""
         if headroom < 1:
             return None
         service_class = self._next_class(now, headroom)
         if service_class is None:
             return None
-        entry = self._queues[service_class].pop(self._config.prompt_weight)
-        assert entry is not None
-        del self._class_of[entry.request_id]
+        request = self._queues[service_class].pop(PROMPT_WEIGHT)
+        assert request is not None
+        del self._class_of[request.request_id]
         self._tidy()
-        return entry.request_id
+        return request.request_id
 
     def expired(self, now: int) -> list[tuple[str, Refusal]]:
-        """Who has waited too long, cannot meet its deadline any more, or had to make room: refused, and forgotten."""
+        """Requests that have waited too long, cannot meet their deadlines any more, or had to make room: refused, and
+        forgotten."""
         refused, self._displaced = self._displaced, []
         while self._drop_dead() and self._ends[0][0] <= now:
             request_id = self._ends[0][2]
-            entry = self._entry(request_id)
+            request = self._request(request_id)
             self.remove(request_id)
-            limit_ns = self._classes[entry.service_class].max_queue_ns
-            if entry.arrival_ns + limit_ns <= now:
-                message = f"the request waited {_seconds(limit_ns)} s, the limit of {entry.service_class} requests"
-                refused.append((request_id, self._refuse("queue_timeout", 503, message, entry.service_class)))
+            service_class = request.service_class
+            limit_ns = self._classes[service_class].max_queue_ns
+            if request.arrival_ns + limit_ns <= now:
+                message = f"the request waited {_seconds(limit_ns)} s, the limit of {service_class} requests"
+                refused.append((request_id, self._refuse("queue_timeout", 503, message, service_class)))
             else:
                 message = "the deadline of the request cannot be met any more"
-                refused.append((request_id, self._refuse("deadline", 503, message, entry.service_class)))
+                refused.append((request_id, self._refuse("deadline", 503, message, service_class)))
         return refused
 
-    def on_service(self, tenant: str, prompt_tokens: int, output_tokens: int, service_class: str = "standard") -> None:
-        """A tenant attained service. A prompt was charged when it was dispatched: give 0, or what is computed again."""
-        config = self._config
-        service = config.prompt_weight * prompt_tokens + config.output_weight * output_tokens
-        if service > 0:
-            self._queues[service_class].serve(tenant, service)
+    def on_service(self, tenant: str, output_tokens: int, service_class: str = "standard") -> None:
+        """A tenant attained service besides its prompts, which are charged when they are dispatched."""
+        if output_tokens:
+            self._queues[service_class].serve(tenant, OUTPUT_WEIGHT * output_tokens)
 
     def remove(self, request_id: str) -> None:
         """The client went away; unknown ids are ignored."""
@@ -256,26 +238,24 @@ class AdmissionQueue:
         return self._ends[0][0] if self._drop_dead() else None
 
     def _next_class(self, now: int, headroom: int) -> str | None:
-        waiting = [service_class for service_class in SERVICE_CLASSES if self._queues[service_class].entries]
+        waiting = [name for name in SERVICE_CLASSES if self._queues[name].entries]
         if not waiting:
             return None
         first = waiting[0]
         self._since_promotion += 1
-        if self._since_promotion >= self._config.promote_every:
+        if self._since_promotion >= PROMOTE_EVERY:
             for service_class in waiting[1:]:
                 promote_ns = self._classes[service_class].promote_ns
                 oldest = next(iter(self._queues[service_class].entries.values()))[1]
                 if promote_ns and now - oldest.arrival_ns >= promote_ns:
                     self._since_promotion = 0
                     return service_class
-        if first == "batch" and headroom <= self._config.batch_reserve:
+        if first == "batch" and headroom <= BATCH_RESERVE:
             return None
         return first
 
-    def _refusal(self, entry: QueuedRequest, now: int) -> Refusal | None:
-        config, service_class = self._config, entry.service_class
-        if self._closed:
-            return self._refuse("closed", 503, self._closed, service_class)
+    def _refusal(self, request: QueuedRequest, now: int) -> Refusal | None:
+        config, service_class = self._config, request.service_class
         queue_ns = self.queue_ns(service_class)
         limit_ns = self._classes[service_class].max_wait_ns
         if queue_ns > limit_ns:
@@ -283,31 +263,22 @@ class AdmissionQueue:
                 f"a {service_class} request would wait {_seconds(queue_ns)} s; the limit is {_seconds(limit_ns)} s"
             )
             return self._refuse("overloaded", 429, message, service_class)
-        if entry.deadline_ns is not None and now + queue_ns + entry.service_ns > entry.deadline_ns:
+        deadline_ns = request.deadline_ns
+        if deadline_ns is not None and now + queue_ns + request.service_ns > deadline_ns:
             message = f"the deadline cannot be met: the queue alone takes {_seconds(queue_ns)} s"
             return self._refuse("deadline", 503, message, service_class)
-        if (
-            config.shed_missed_ttft
-            and entry.ttft_slo_ns is not None
-            and queue_ns + entry.service_ns > entry.ttft_slo_ns
-        ):
-            message = f"the queue takes {_seconds(queue_ns)} s, longer than the request's TTFT objective"
-            return self._refuse("ttft", 429, message, service_class)
-        if config.max_queued_per_tenant and self._num_of(entry.tenant) >= config.max_queued_per_tenant:
+        if config.max_queued_per_tenant and self._num_of(request.tenant) >= config.max_queued_per_tenant:
             message = f"{config.max_queued_per_tenant} requests of this key wait already; no more are taken"
             return self._refuse("tenant_queue_full", 429, message, service_class)
-        if len(self) >= config.max_queued * self._classes[service_class].queue_percent // 100 and not self._make_room(
-            entry
-        ):
-            return self._refuse(
-                "queue_full", 429, f"{len(self)} requests wait; no more {service_class} ones are taken", service_class
-            )
+        most = config.max_queued * self._classes[service_class].queue_percent // 100
+        if len(self) >= most and not self._make_room(request):
+            message = f"{len(self)} requests wait; no more {service_class} ones are taken"
+            return self._refuse("queue_full", 429, message, service_class)
         return None
 
-    def _make_room(self, entry: QueuedRequest) -> bool:
-        """Let the youngest request of the least important service class go, if it is less important than the
-        newcomer's."""
-        for service_class in reversed(SERVICE_CLASSES[SERVICE_CLASSES.index(entry.service_class) + 1 :]):
+    def _make_room(self, request: QueuedRequest) -> bool:
+        """Let the youngest request of the least important class go, if it is less important than the newcomer's."""
+        for service_class in reversed(SERVICE_CLASSES[SERVICE_CLASSES.index(request.service_class) + 1 :]):
             entries = self._queues[service_class].entries
             if entries:
                 request_id = next(reversed(entries))
@@ -319,18 +290,18 @@ class AdmissionQueue:
 
     def _refuse(self, reason: RefusalReason, status: int, message: str, service_class: str) -> Refusal:
         """Come back when the queue is likely to have passed: between 1 s and a minute."""
-        return Refusal(
-            reason, status, message, float(max(1, min(MAX_RETRY_S, -(-self.queue_ns(service_class) // NS_PER_S))))
-        )
+        retry_s = float(max(1, min(MAX_RETRY_S, -(-self.queue_ns(service_class) // NS_PER_S))))
+        return Refusal(reason, status, message, retry_s)
 
     def _num_of(self, tenant: str) -> int:
         return sum(queue.num_of(tenant) for queue in self._queues.values())
 
-    def _end_ns(self, entry: QueuedRequest) -> int:
-        end_ns = entry.arrival_ns + self._classes[entry.service_class].max_queue_ns
-        return end_ns if entry.deadline_ns is None else min(end_ns, entry.deadline_ns - entry.service_ns)
+    def _end_ns(self, request: QueuedRequest) -> int:
+        end_ns = request.arrival_ns + self._classes[request.service_class].max_queue_ns
+        deadline_ns = request.deadline_ns
+        return end_ns if deadline_ns is None else min(end_ns, deadline_ns - request.service_ns)
 
-    def _entry(self, request_id: str) -> QueuedRequest:
+    def _request(self, request_id: str) -> QueuedRequest:
         return self._queues[self._class_of[request_id]].entries[request_id][1]
 
     def _is_alive(self, item: tuple[int, int, str]) -> bool:
@@ -344,7 +315,7 @@ class AdmissionQueue:
             heapify(self._ends)
 
     def _drop_dead(self) -> bool:
-        """Whether anybody waits; the first in ``_ends`` is then alive."""
+        """Whether any request waits; the first in ``_ends`` is then alive."""
         while self._ends and not self._is_alive(self._ends[0]):
             heappop(self._ends)
         return bool(self._ends)

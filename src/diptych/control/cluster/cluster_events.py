@@ -1,32 +1,13 @@
-"""What ClusterCore is told, as frozen records. The drivers (serving.fleet, simulation.cluster) make them."""
+"""What ClusterCore is told, as frozen records. The drivers (serving.fleet, simulation.fleet) make them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import get_args
 
-from diptych.control.engine.load_report import LoadReport
+from diptych.control.engine.reports import LoadReport
 from diptych.control.events import Event
-from diptych.control.slo import Slo
-
-
-@dataclass(frozen=True, slots=True)
-class Submission:
-    """A request as the cluster knows it: counts and hashes, never tokens.
-
-    hashes: of the full blocks of the prompt. tenant: whose it is, for fairness ("": nobody's). service_class:
-    interactive, standard or batch. deadline_ns: when its first token is of no use any more. hands_off: whether two
-    workers may share it (False: one must serve it whole).
-    """
-
-    request_id: str
-    num_prompt_tokens: int
-    max_tokens: int
-    hashes: tuple[bytes, ...] = ()
-    priority: int = 0
-    slo: Slo | None = None
-    tenant: str = ""
-    service_class: str = "standard"
-    deadline_ns: int | None = None
-    hands_off: bool = True
+from diptych.control.request import FinishReason, Submission
+from diptych.control.router.topology import Role, WorkerInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +19,19 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """The client went away, or has all that it wants: the request is over, and no End follows. num_tokens: how many it
-    has got."""
+    """The client wants no more of a request, of which it has ``num_tokens``. reason abort: it went away; the request is
+    over, and no End follows. reason stop: it has all that it asked for (a stop string); an End follows."""
 
     request_id: str
     num_tokens: int = 0
+    reason: FinishReason = FinishReason.ABORT
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerUp:
-    """A worker is ready, and holds nothing."""
+    """A process of this worker is ready, and holds nothing."""
 
-    worker: int
+    info: WorkerInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +45,16 @@ class WorkerDown:
 
 
 @dataclass(frozen=True, slots=True)
+class RoleChanged:
+    """From now on a worker is meant for other work. What runs there goes on."""
+
+    worker: int
+    role: Role
+
+
+@dataclass(frozen=True, slots=True)
 class Reported:
-    """What happened on a worker, in order; names in it are attempt ids."""
+    """What happened on a worker, in order, and its load after that."""
 
     worker: int
     events: Sequence[Event] = ()
@@ -72,37 +62,10 @@ class Reported:
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
-    """Changes of a worker's prefix cache, numbered from 1."""
-
-    worker: int
-    sequence: int
-    stored: tuple[bytes, ...] = ()
-    evicted: tuple[bytes, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """All that a worker's prefix cache holds, as of its publication ``sequence``."""
-
-    worker: int
-    sequence: int
-    hashes: tuple[bytes, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class TransferFailed:
-    """KV of an attempt cannot be moved, said by the sending or by the receiving worker."""
-
-    worker: int
-    attempt_id: str
-    is_sender: bool
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed: see ClusterCore.next_time."""
 
 
-ClusterEvent = Arrived | Cancelled | WorkerUp | WorkerDown | Reported | Published | Snapshot | TransferFailed | Tick
+ClusterEvent = Arrived | Cancelled | WorkerUp | WorkerDown | RoleChanged | Reported | Tick
+
+CLUSTER_EVENT_CLASSES: dict[str, type[ClusterEvent]] = {cls.__name__: cls for cls in get_args(ClusterEvent)}

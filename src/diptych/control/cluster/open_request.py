@@ -1,25 +1,30 @@
-"""A request between its arrival and its one end, as the cluster keeps it, and when to stop trying."""
+"""A request between its arrival and its one end, as the cluster keeps it: what its client has, when to stop trying, and
+its account at the end."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
 
-from diptych.control.cluster.attempt import Attempt
-from diptych.control.cluster.cluster_events import Submission
+from diptych.control.cluster.attempts import Attempt
+from diptych.control.cluster.cluster_config import OnFailure
 from diptych.control.errors import DiptychError, WorkerError
 from diptych.control.events import RequestFinished
-from diptych.control.request import FinishReason
-from diptych.control.slo import LatencyBreakdown
+from diptych.control.request import FinishReason, Submission
+from diptych.control.slo import Slo, breakdown_from_times
 
-OnFailure = Literal["retry", "local", "fail"]
 MAX_SUSPICIONS = 2  # workers that died while they computed this prompt, before it is refused
 MAX_DEATHS = 5  # workers that died while they held this request, likewise
 
 
 @dataclass(eq=False, slots=True)
 class OpenRequest:
-    """A request that has not ended. ``num_tokens``: of the answer, before the current attempt."""
+    """A request that has not ended. Times are the front end's; num_tokens: of the answer, before the current attempt
+    (while ``is_stopping``: in all);
+    num_cached_tokens: of the prompt, found in caches before there was a token."""
 
     submission: Submission
+    arrival_ns: int
+    first_step_ns: int | None = None
+    first_token_ns: int | None = None
+    num_cached_tokens: int = 0
     attempt: Attempt | None = None
     epoch: int = -1
     num_tokens: int = 0
@@ -29,7 +34,28 @@ class OpenRequest:
     must_stay_whole: bool = False
     is_untouched: bool = False  # sent to a worker, no token of this attempt yet
     is_computing: bool = False  # its prompt is being computed
+    is_stopping: bool = False  # the client has all that it wants; only the worker's account is missing
     avoid: frozenset[int] = frozenset()
+
+    def on_admitted(self, num_cached_tokens: int, now: int) -> None:
+        """Its prompt begins to be computed."""
+        self.is_computing = self.is_untouched
+        if self.first_step_ns is None:
+            self.first_step_ns = now
+        self.on_reserved(num_cached_tokens)
+
+    def on_first_token(self, now: int) -> None:
+        """The first token of this attempt came."""
+        self.is_computing = False
+        if self.first_token_ns is None:
+            self.first_token_ns = now
+            if self.first_step_ns is None:  # its word is late
+                self.first_step_ns = now
+
+    def on_reserved(self, num_cached_tokens: int) -> None:
+        """A worker found so much of it in its cache."""
+        if not self.num_tokens:
+            self.num_cached_tokens = max(self.num_cached_tokens, num_cached_tokens)
 
     def blame(self, worker: int) -> None:
         """This worker crashed while it held the request."""
@@ -65,7 +91,45 @@ class OpenRequest:
         """Whether workers keep dying of it."""
         return self.num_suspicions >= MAX_SUSPICIONS or self.num_deaths >= MAX_DEATHS
 
-    def complete(self, now: int) -> RequestFinished:
-        """Its end, when its last token arrived although the word of its end did not: an attempt without a token."""
-        one, latency = self.submission, LatencyBreakdown(0, 0, 0, 0)
-        return RequestFinished(now, one.request_id, FinishReason.LENGTH, one.num_prompt_tokens, 0, 0, latency, None)
+    def account(self, event: RequestFinished, now: int, default: Slo) -> RequestFinished:
+        """The end of the current attempt as the end of the request: from its arrival to now, over all attempts. The
+        worker's own split of the time is kept where there was one attempt: what the worker did not see counts as
+        queueing."""
+        submission, latency = self.submission, event.latency
+        if self.is_stopping:
+            num_tokens = self.num_tokens
+            latency = replace(latency, num_output_tokens=num_tokens)
+        else:
+            num_tokens = self.num_tokens + latency.num_output_tokens
+        if self.epoch > 0:
+            latency = breakdown_from_times(self.arrival_ns, self.first_step_ns, self.first_token_ns, now, num_tokens)
+        elif event.reason is not FinishReason.ERROR:
+            unseen_ns = now - self.arrival_ns - latency.total_ns
+            latency = replace(latency, queue_ns=latency.queue_ns + max(0, unseen_ns))
+        num_cached = self.num_cached_tokens if self.epoch > 0 else max(self.num_cached_tokens, event.num_cached_tokens)
+        slo_met = event.slo_met
+        if slo_met is not None and event.reason in (FinishReason.STOP, FinishReason.LENGTH):
+            slo_met = (submission.options.slo or Slo()).or_else(default).is_met(latency)
+        return replace(
+            event,
+            request_id=submission.request_id,
+            num_prompt_tokens=submission.num_prompt_tokens,
+            num_cached_tokens=num_cached,
+            latency=latency,
+            slo_met=slo_met,
+        )
+
+    def complete(self, reason: FinishReason, now: int, default: Slo) -> RequestFinished:
+        """Its end when all its tokens have come and no worker gives an account of it."""
+        slo = (self.submission.options.slo or Slo()).or_else(default)
+        latency = breakdown_from_times(self.arrival_ns, self.first_step_ns, self.first_token_ns, now, self.num_tokens)
+        return RequestFinished(
+            now,
+            self.submission.request_id,
+            reason,
+            self.submission.num_prompt_tokens,
+            self.num_cached_tokens,
+            0,
+            latency,
+            slo.is_met(latency) if slo != Slo() else None,
+        )

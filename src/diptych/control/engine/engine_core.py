@@ -11,20 +11,25 @@ from dataclasses import dataclass
 from diptych.control.config import EngineConfig
 from diptych.control.engine.kvcache.kv_cache_manager import KVCacheManager
 from diptych.control.engine.leases import Leases
-from diptych.control.engine.limits import refusal
-from diptych.control.engine.load_report import LoadReport
-from diptych.control.engine.reports import EngineStats, engine_stats, load_report
+from diptych.control.engine.reports import EngineStats, LoadReport, engine_stats, load_report
 from diptych.control.engine.scheduler.scheduler import Scheduler
 from diptych.control.engine.scheduler.step_time import StepTimeModel
-from diptych.control.errors import ConfigError, RequestError
+from diptych.control.errors import (
+    ConfigError,
+    ContextLengthError,
+    ErrorRecord,
+    OverloadedError,
+    RequestError,
+    WorkerError,
+)
 from diptych.control.events import (
-    BlocksEvicted,
-    BlocksStored,
     Event,
     FirstToken,
     HandoffDelivered,
     HandoffExpired,
     HandoffReleased,
+    KVEvents,
+    KVSnapshot,
     RequestFinished,
     RequestQueued,
     StepFinished,
@@ -60,6 +65,7 @@ class EngineCore:
         self._num_steps = 0
         self._last_end_ns = 0
         self._pending_events: list[Event] = []
+        self._num_kv_events = 0
 
     def add_request(self, request: Request, now: int) -> list[Event]:
         """Queue a request, or refuse it with its terminal event (the executor then never hears of it).
@@ -71,18 +77,24 @@ class EngineCore:
         if refused := self._enter(request, now):
             return refused
         self.scheduler.add(request)
-        return [RequestQueued(now, request.request_id, request.num_prompt_tokens)]
+        return [RequestQueued(now, request.request_id, request.num_prompt_tokens, request.options)]
 
     def check_request(self, request: Request) -> None:
         """Raise the error with which ``add_request`` would refuse this request now."""
         if error := self._refusal(request):
             raise error
 
-    def abort(self, request_id: str, now: int, reason: FinishReason = FinishReason.ABORT) -> list[Event]:
+    def abort(
+        self,
+        request_id: str,
+        now: int,
+        reason: FinishReason = FinishReason.ABORT,
+        error: ErrorRecord | None = None,
+    ) -> list[Event]:
         """End a request wherever it is; its blocks are free for the next step. Unknown ids are ignored (a request
         may end on its own while the abort is on its way)."""
         request = self.requests.get(request_id)
-        return [self._finish(request, reason, now)] if request else []
+        return [self._finish(request, reason, now, error)] if request else []
 
     def reserve(self, request: Request, now: int, lease_ns: int = 0) -> list[Event]:
         """Hold blocks for a prompt that another worker will compute; HandoffReserved says when they are there.
@@ -102,10 +114,19 @@ class EngineCore:
         """Somebody still wants these attempts."""
         self.leases.renew(attempt_ids, now)
 
-    def deliver(self, request_id: str, now: int, *, first_step_ns: int, first_token_ns: int) -> list[Event]:
+    def deliver(
+        self,
+        request_id: str,
+        now: int,
+        *,
+        first_step_ns: int,
+        first_token_ns: int,
+        num_bytes: int = 0,
+        transfer_ns: int = 0,
+    ) -> list[Event]:
         """The KV of the whole prompt lies in the reserved blocks and the first token is known: decode from the next
         plan on. The times are those of the prefill worker, on this worker's clock. An id that is not reserved is
-        ignored (it may have been aborted meanwhile)."""
+        ignored (it may have been aborted meanwhile). num_bytes, transfer_ns: see HandoffDelivered."""
         request = self.scheduler.incoming.reserved.get(request_id)
         if request is None:
             return []
@@ -113,7 +134,7 @@ class EngineCore:
         request.first_step_ns, request.first_token_ns = first_step_ns, first_token_ns
         self.scheduler.incoming.deliver(request)
         self.kv.remember_computed(request, request.num_prompt_tokens)
-        return [HandoffDelivered(now, request_id)]
+        return [HandoffDelivered(now, request_id, num_bytes, transfer_ns)]
 
     def release(self, request_id: str, now: int) -> list[Event]:
         """Another worker has taken over a prompt that was prefilled here: give up its blocks. Unknown ids are answered
@@ -125,7 +146,7 @@ class EngineCore:
             self._forget(request)
         return [HandoffReleased(now, request_id)]
 
-    def drop(self, request_id: str, now: int) -> list[Event]:
+    def drop(self, request_id: str, now: int, reason: FinishReason = FinishReason.ABORT) -> list[Event]:
         """End an attempt wherever it is, and refuse it should it come later. Answered by RequestFinished when it was
         running here, else by HandoffReleased."""
         self._dropped[request_id] = None
@@ -134,7 +155,12 @@ class EngineCore:
         request = self.requests.get(request_id)
         if request is None or request.is_handed_off:
             return self.release(request_id, now)
-        return [self._finish(request, FinishReason.ABORT, now)]
+        return [self._finish(request, reason, now)]
+
+    def kv_snapshot(self, now: int) -> list[Event]:
+        """All that the prefix cache holds; first the changes that were not said yet, so that it follows from them."""
+        snapshot = KVSnapshot(now, self._num_kv_events + self.kv.pool.has_changes, tuple(self.kv.pool.prefix_cache))
+        return [*self._kv_events(now), snapshot]
 
     def expire(self, now: int) -> list[Event]:
         """Give up the attempts whose leases have run out: reservations whose KV never came, and blocks that nobody
@@ -192,7 +218,8 @@ class EngineCore:
             self._remember_output_block(request_id, block_hash)
         for request_id, message in result.failed:
             if request := self.requests.get(request_id):
-                events.append(self._finish(request, FinishReason.ERROR, now, message))
+                error = ErrorRecord(WorkerError.__name__, message)
+                events.append(self._finish(request, FinishReason.ERROR, now, error))
         for request_id, reason in result.stopped:
             if request := self.requests.get(request_id):
                 events.append(self._finish(request, reason, now))
@@ -201,12 +228,7 @@ class EngineCore:
                 events.append(self._finish(request, FinishReason.LENGTH, now))
         if output.is_compute:
             events.append(self._measure(step, now, num_steps, last_start_ns))
-        if self.kv.pool.has_changes:
-            stored, evicted = self.kv.pool.drain_changes()
-            if evicted:
-                events.append(BlocksEvicted(now, evicted))
-            if stored:
-                events.append(BlocksStored(now, stored))
+        events += self._kv_events(now)
         return events
 
     def end_repeats(self, num_steps: int, now: int) -> tuple[SchedulerOutput, list[Event]]:
@@ -255,7 +277,7 @@ class EngineCore:
         request.max_tokens = min(request.max_tokens, self.config.max_model_len - request.num_prompt_tokens)
         request.slo = self._effective_slo(request.slo)
         if error := self._refusal(request):
-            return [self._finished_event(request, FinishReason.ERROR, now, 0, error.message)]
+            return [self._finished_event(request, FinishReason.ERROR, now, 0, ErrorRecord.of(error))]
         request.number = self._num_arrivals
         self._num_arrivals += 1
         self.requests[request.request_id] = request
@@ -330,7 +352,16 @@ class EngineCore:
         del self.requests[request.request_id]
         self._finished_ids.append(request.request_id)
 
-    def _finish(self, request: Request, reason: FinishReason, now: int, message: str = "") -> RequestFinished:
+    def _kv_events(self, now: int) -> list[Event]:
+        if not self.kv.pool.has_changes:
+            return []
+        self._num_kv_events += 1
+        stored, evicted = self.kv.pool.drain_changes()
+        return [KVEvents(now, self._num_kv_events, stored, evicted)]
+
+    def _finish(
+        self, request: Request, reason: FinishReason, now: int, error: ErrorRecord | None = None
+    ) -> RequestFinished:
         self.leases.end(request.request_id)
         num_outputs = self.scheduler.remove(request)
         self.kv.release(request)
@@ -338,10 +369,10 @@ class EngineCore:
         self._finished_ids.append(request.request_id)
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.scheduler.lengths.observe(num_outputs)
-        return self._finished_event(request, reason, now, num_outputs, message)
+        return self._finished_event(request, reason, now, num_outputs, error)
 
     def _finished_event(
-        self, request: Request, reason: FinishReason, now: int, num_outputs: int, message: str
+        self, request: Request, reason: FinishReason, now: int, num_outputs: int, error: ErrorRecord | None
     ) -> RequestFinished:
         latency = breakdown_from_times(
             request.arrival_ns,
@@ -361,5 +392,30 @@ class EngineCore:
             num_preemptions=request.num_preemptions,
             latency=latency,
             slo_met=(completed and request.slo.is_met(latency)) if request.slo else None,
-            message=message,
+            error=error,
         )
+
+
+def refusal(request: Request, config: EngineConfig, capacity_tokens: int, num_waiting: int) -> RequestError | None:
+    """The error with which a request is refused, or None.
+
+    capacity_tokens: the longest sequence that the cache holds when it is alone. A prompt that is computed for another
+    worker needs room for itself only, and none where it is computed into the other's blocks.
+    """
+    length, prompt = config.max_model_len, request.num_prompt_tokens
+    if prompt < 1:
+        return ContextLengthError("the prompt has 0 tokens; it must have at least 1", param="prompt")
+    if prompt >= length:
+        return ContextLengthError(
+            f"the prompt has {prompt} tokens; the context holds {length}, of which at least 1 is for the answer",
+            param="prompt",
+        )
+    needed = prompt if request.hands_off else prompt + min(request.max_tokens, length - prompt)
+    if needed > capacity_tokens and not request.borrowed_block_ids:
+        return ContextLengthError(
+            f"prompt and max_tokens make {needed} tokens; the KV cache holds {capacity_tokens}", param="max_tokens"
+        )
+    limit = config.scheduler.max_waiting
+    if num_waiting >= limit:
+        return OverloadedError(f"{limit} requests are waiting already (max_waiting)")
+    return None

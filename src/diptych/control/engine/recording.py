@@ -1,20 +1,19 @@
 """A core that tells everything its decisions depend on, so that a later run can make the same ones.
 
-Owns the vocabulary of a recording: which inputs there are, in which form, and the digest of a decision. A recording
-holds counts, ids, times and block hashes, never tokens. Must never do I/O: rows go to a callable.
+The vocabulary of a worker's recording: which inputs there are, in which form, and the digest of a decision. A recording
+holds counts, ids, times and block hashes, never tokens. Rows go to a callable, which does the I/O.
 
-    row = (kind, ...)           what the worker was told, in order
+    row = (kind, ...)           what the engine was told, in order
     observe                     step features (4 numbers), nanoseconds: teaches the step-time model
-    add                         now, id, prompt tokens, max_tokens, block hashes, priority, ttft_ns, tpot_ns,
-                                reads_prefix_cache, hands_off, lease_ns, borrowed block ids, borrowed tokens
-    reserve                     as add: blocks for a prompt that another worker computes
+    add                         now, request (see request_row)
+    reserve                     now, request: blocks for a prompt that another worker computes
     deliver                     now, id, first_step_ns, first_token_ns: its KV is here
     release                     now, id: another worker has taken it over
-    drop                        now, id: end it wherever it is
+    drop                        now, id, reason: end it wherever it is
     renew                       now, ids: their leases begin again
     expire                      now: leases run out
-    refuse                      id, prompt tokens, max_tokens, name of the error: check_request said no
     abort                       now, id, reason
+    configure                   now, scheduler settings
     begin                       now, the plan (None: nothing to do)
     end                         now, step id, stopped, full blocks, failed, (number of steps, start of the last one)
                                 where end_step was told them, else ()
@@ -22,24 +21,25 @@ holds counts, ids, times and block hashes, never tokens. Must never do I/O: rows
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
 from diptych.control.config import EngineConfig
 from diptych.control.engine.engine_core import EngineCore
-from diptych.control.errors import RequestError
+from diptych.control.errors import ErrorRecord
 from diptych.control.events import Event
 from diptych.control.request import FinishReason, Request
 from diptych.control.step import SchedulerOutput, StepFeatures, StepResult, chunk_attention
 
 Row = tuple[Any, ...]
 
-FORMAT, VERSION = "diptych recording", 3  # of a file of rows; 1 had no handoffs, 2 no leases
+FORMAT, VERSION = "diptych recording", 4  # of a file of rows; 3 had a request's options one by one
 DIGEST_BYTES = 12
 
 
 class RecordingEngineCore(EngineCore):
-    """A EngineCore that hands each input to ``write`` before it acts on it (and each plan after it is made).
+    """An EngineCore that hands each input to ``write`` before it acts on it (and each plan after it is made).
 
     ``write`` is called on the worker's own thread: it must return at once and must not raise. The objects in a row
     are immutable and may be read later, on another thread.
@@ -51,24 +51,40 @@ class RecordingEngineCore(EngineCore):
 
     def add_request(self, request: Request, now: int) -> list[Event]:
         """See EngineCore."""
-        self._write(("add", now, *_request_row(request)))
+        self._write(("add", now, request_row(request)))
         return super().add_request(request, now)
 
     def reserve(self, request: Request, now: int, lease_ns: int = 0) -> list[Event]:
         """See EngineCore."""
         request.lease_ns = lease_ns
-        self._write(("reserve", now, *_request_row(request)))
+        self._write(("reserve", now, request_row(request)))
         return super().reserve(request, now, lease_ns)
 
-    def deliver(self, request_id: str, now: int, *, first_step_ns: int, first_token_ns: int) -> list[Event]:
+    def deliver(
+        self,
+        request_id: str,
+        now: int,
+        *,
+        first_step_ns: int,
+        first_token_ns: int,
+        num_bytes: int = 0,
+        transfer_ns: int = 0,
+    ) -> list[Event]:
         """See EngineCore."""
         self._write(("deliver", now, request_id, first_step_ns, first_token_ns))
-        return super().deliver(request_id, now, first_step_ns=first_step_ns, first_token_ns=first_token_ns)
+        return super().deliver(
+            request_id,
+            now,
+            first_step_ns=first_step_ns,
+            first_token_ns=first_token_ns,
+            num_bytes=num_bytes,
+            transfer_ns=transfer_ns,
+        )
 
-    def drop(self, request_id: str, now: int) -> list[Event]:
+    def drop(self, request_id: str, now: int, reason: FinishReason = FinishReason.ABORT) -> list[Event]:
         """See EngineCore."""
-        self._write(("drop", now, request_id))
-        return super().drop(request_id, now)
+        self._write(("drop", now, request_id, reason))
+        return super().drop(request_id, now, reason)
 
     def renew(self, attempt_ids: Iterable[str], now: int) -> None:
         """See EngineCore."""
@@ -88,19 +104,16 @@ class RecordingEngineCore(EngineCore):
         self._write(("release", now, request_id))
         return super().release(request_id, now)
 
-    def check_request(self, request: Request) -> None:
-        """See EngineCore."""
-        try:
-            super().check_request(request)
-        except RequestError as error:
-            name = type(error).__name__
-            self._write(("refuse", request.request_id, request.num_prompt_tokens, request.max_tokens, name))
-            raise
-
-    def abort(self, request_id: str, now: int, reason: FinishReason = FinishReason.ABORT) -> list[Event]:
+    def abort(
+        self,
+        request_id: str,
+        now: int,
+        reason: FinishReason = FinishReason.ABORT,
+        error: ErrorRecord | None = None,
+    ) -> list[Event]:
         """See EngineCore."""
         self._write(("abort", now, request_id, reason))
-        return super().abort(request_id, now, reason)
+        return super().abort(request_id, now, reason, error)
 
     def begin_step(self, now: int) -> SchedulerOutput | None:
         """See EngineCore."""
@@ -122,16 +135,15 @@ class RecordingEngineCore(EngineCore):
         super().observe(features, duration_ns)
 
 
-def _request_row(request: Request) -> Row:
-    slo = request.slo
+def request_row(request: Request) -> Row:
+    """What an engine is told of a request: (id, prompt tokens, max_tokens, block hashes, options, reads_prefix_cache,
+    hands_off, lease_ns, borrowed block ids, borrowed tokens). Neither tenant nor salt is written down."""
     return (
         request.request_id,
         request.num_prompt_tokens,
         request.max_tokens,
         tuple(request.block_hashes),
-        request.priority,
-        slo.ttft_ns if slo else None,
-        slo.tpot_ns if slo else None,
+        replace(request.options, tenant="", cache_salt=None),
         request.reads_prefix_cache,
         request.hands_off,
         request.lease_ns,
@@ -172,8 +184,10 @@ class DecisionChain:
 
 def canonical_plan(output: SchedulerOutput) -> bytes:
     """Every field of a plan as ASCII text; equal bytes if and only if the plans are equal."""
-    prefills = [(one.request_id, one.start, one.num_tokens, one.block_ids, one.is_last) for one in output.prefills]
-    resumed = [(one.request_id, one.num_tokens, one.block_ids) for one in output.resumed]
+    prefills = [
+        (chunk.request_id, chunk.start, chunk.num_tokens, chunk.block_ids, chunk.is_last) for chunk in output.prefills
+    ]
+    resumed = [(member.request_id, member.num_tokens, member.block_ids) for member in output.resumed]
     fields = (
         output.step_id,
         prefills,
@@ -213,7 +227,7 @@ def plan_summary(output: SchedulerOutput) -> tuple[Any, ...]:
     )
     return (
         output.step_id,
-        tuple((one.request_id, one.start, one.num_tokens, one.is_last) for one in output.prefills),
+        tuple((chunk.request_id, chunk.start, chunk.num_tokens, chunk.is_last) for chunk in output.prefills),
         output.num_decodes,
         output.features.decode_context,
         output.predicted_ns,

@@ -4,25 +4,48 @@ from dataclasses import dataclass
 
 from diptych.control.config import EngineConfig
 from diptych.control.engine.kvcache.kv_cache_manager import KVCacheManager
-from diptych.control.engine.load_report import LoadReport
 from diptych.control.engine.scheduler.scheduler import Scheduler
 from diptych.control.engine.scheduler.step_time import StepTimeModel
 
 
 @dataclass(frozen=True, slots=True)
-class EngineStats:
-    """A snapshot of one worker for metrics."""
+class LoadReport:
+    """What a worker says of itself.
 
-    num_waiting: int
-    num_prefilling: int
-    num_decoding: int
-    num_swapped: int
-    kv_usage: float  # 0 to 1
-    prefix_queried_tokens: int
-    prefix_hit_tokens: int
-    num_preemptions: int
-    step_time_error: float  # recent mean relative error of the step-time model
-    step_time_coefficients: tuple[float, ...]  # ns: a step, a prompt token, a pair, a sequence, a context token
+    backlog_ns: prompt work of all that wait or are half done there, as its step-time model sees it. token_ns, pair_ns,
+    fixed_ns, sequence_ns, context_ns: that model's prices of a prompt token, of a (query, key) pair, of a step, of a
+    decoding sequence and of a token of its context. output_tokens: generated so far by the requests that are there now.
+    tpot_ns: how long a step may take while streams run there (0: whatever it takes).
+    """
+
+    time_ns: int
+    backlog_ns: int
+    num_blocks: int
+    used_blocks: int
+    token_ns: float
+    pair_ns: float
+    fixed_ns: float = 0.0
+    sequence_ns: float = 0.0
+    context_ns: float = 0.0
+    output_tokens: int = 0
+    tpot_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot of one worker for metrics. kv_usage: 0 to 1. step_time_error: recent mean relative error of the
+    step-time model, whose coefficients are in ns (a step, a prompt token, a pair, a sequence, a context token)."""
+
+    num_waiting: int = 0
+    num_prefilling: int = 0
+    num_decoding: int = 0
+    num_swapped: int = 0
+    kv_usage: float = 0.0
+    prefix_queried_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    num_preemptions: int = 0
+    step_time_error: float = 0.0
+    step_time_coefficients: tuple[float, ...] = ()
 
 
 def engine_stats(scheduler: Scheduler, kv: KVCacheManager, model: StepTimeModel) -> EngineStats:

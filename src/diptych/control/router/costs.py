@@ -12,7 +12,7 @@ choose: that is choice.py and pairing.py.
 
 from dataclasses import dataclass, field
 
-from diptych.control.engine.load_report import LoadReport
+from diptych.control.engine.reports import LoadReport
 from diptych.control.router.topology import Role
 from diptych.control.slo import NS_PER_S
 
@@ -27,7 +27,7 @@ LEAST_BUSY, LEAST_STREAMS = 0.75, 0.125
 # Of what an answer suffers and inflicts by the load of a worker that does both jobs, this part lasts: the next requests
 # go to whoever has less. By simulation: 1/4 to 1/10 are equally good for both latencies, 1 scatters shared prompts.
 LASTING = 0.25
-HEARD = 0  # the time of a dispatch that the worker has acknowledged: any later report covers it
+ACKNOWLEDGED = 0  # the time of a dispatch that the worker has acknowledged: any later report covers it
 
 
 def kv_price_ns(used: int, total: int, price_ns: int) -> int:
@@ -37,7 +37,7 @@ def kv_price_ns(used: int, total: int, price_ns: int) -> int:
 
 
 @dataclass(slots=True)
-class Prices:
+class WorkerPrices:
     """What a prompt and its answer cost on one worker, all in nanoseconds. standing: any prompt. memory: the part of it
     that is memory. idle_at: a time; work reported until then is in front. stretch: factor on that work. token, pair: of
     what is computed of the prompt, with what others lose by it. work_token, work_pair: the same, the work alone. block:
@@ -57,20 +57,22 @@ class Prices:
     context: float
 
 
-def unknown_prices(standing: float = 0) -> Prices:
+def unknown_prices(standing: float = 0) -> WorkerPrices:
     """Before the first report."""
-    return Prices(standing, 0, 0, 1.0, 1 + 1 / OTHERS_SHARE, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0)
+    return WorkerPrices(standing, 0, 0, 1.0, 1 + 1 / OTHERS_SHARE, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(slots=True)
-class Question:
-    """One request, as scoring needs it. held: leading tokens that each worker holds."""
+class RequestDemand:
+    """One request, as costs need it. held: leading tokens that each worker holds. extra_ns: further costs of each
+    worker (None: there are none)."""
 
     num_tokens: int
     num_output_tokens: int
     held: list[int]
     may_hand_off: bool
     now: int
+    extra_ns: list[int] | None = None
 
     @property
     def num_steps(self) -> int:
@@ -131,7 +133,7 @@ class WorkerView:
     context: int = 0
     growth: int = 0
     busy: BusyShare = field(default_factory=BusyShare)
-    prices: Prices = field(default_factory=unknown_prices)
+    prices: WorkerPrices = field(default_factory=unknown_prices)
 
     def send(self, request_id: str, covered_ns: int, work_ns: int, num_blocks: int) -> None:
         """A dispatch; reports from ``covered_ns`` on know of it."""
@@ -151,21 +153,21 @@ class WorkerView:
         self.drop_work(request_id)
         self.memory_sum -= self.memory.pop(request_id, (0, 0))[1]
 
-    def heard(self, request_id: str, *, holds_blocks: bool) -> None:
+    def acknowledged(self, request_id: str, *, holds_blocks: bool) -> None:
         """The worker has it: from its next report on, its work is in the backlog, and its blocks too once it holds
         them."""
         if request_id in self.work:
-            self.work[request_id] = (HEARD, self.work[request_id][1])
+            self.work[request_id] = (ACKNOWLEDGED, self.work[request_id][1])
         if holds_blocks and request_id in self.memory:
-            self.memory[request_id] = (HEARD, self.memory[request_id][1])
+            self.memory[request_id] = (ACKNOWLEDGED, self.memory[request_id][1])
 
     def on_report(self, report: LoadReport) -> None:
         """A report; what it covers is no longer counted here."""
         self.report = report
-        for one in [one for one, (covered_ns, _) in self.work.items() if covered_ns <= report.time_ns]:
-            self.drop_work(one)
-        for one in [one for one, (covered_ns, _) in self.memory.items() if covered_ns <= report.time_ns]:
-            self.memory_sum -= self.memory.pop(one)[1]
+        for request_id in [name for name, (covered_ns, _) in self.work.items() if covered_ns <= report.time_ns]:
+            self.drop_work(request_id)
+        for request_id in [name for name, (covered_ns, _) in self.memory.items() if covered_ns <= report.time_ns]:
+            self.memory_sum -= self.memory.pop(request_id)[1]
 
     def join(self, sign: int, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """A request will decode there (1), or no longer does (-1); with its expected answer."""
@@ -193,7 +195,7 @@ class WorkerView:
         lasting = LASTING if self.role == "both" else 1.0
         alone_ns = report.fixed_ns + report.sequence_ns
         load_ns = (base_ns + report.sequence_ns) * slower + report.sequence_ns * others - alone_ns
-        self.prices = Prices(  # (by position, which is faster)
+        self.prices = WorkerPrices(  # (by position, which is faster)
             self.work_sum_ns * stretch + memory_ns,
             memory_ns,
             report.time_ns + report.backlog_ns,
@@ -206,10 +208,6 @@ class WorkerView:
             alone_ns + lasting * load_ns,
             report.context_ns * (1 + lasting * (slower - 1 + others)),
         )
-
-    def is_idle(self, now: int) -> bool:
-        """Whether nothing waits, is computed or decodes there, as far as is known."""
-        return not self.streams and not self.work and self.prices.idle_at <= now
 
     def work_ns(self, left: int, cached: int) -> int:
         """What computing ``left`` prompt tokens after ``cached`` ones takes there."""
@@ -230,11 +228,11 @@ def pairs(left: int, cached: int) -> int:
     return left * cached + left * (left + 1) // 2
 
 
-def work_ns(prices: Prices, left: int, cached: int) -> float:
+def work_ns(prices: WorkerPrices, left: int, cached: int) -> float:
     """Computing ``left`` prompt tokens after ``cached`` ones, alone."""
     return prices.work_token * left + prices.work_pair * pairs(left, cached)
 
 
-def prompt_ns(prices: Prices, left: int, cached: int) -> float:
+def prompt_ns(prices: WorkerPrices, left: int, cached: int) -> float:
     """What the prompt costs: its work, and what others lose by it."""
     return prices.token * left + prices.pair * pairs(left, cached)

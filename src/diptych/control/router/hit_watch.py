@@ -1,7 +1,7 @@
 """Whether the picture of the caches is right: predicted against actual hits, over the last so many prompts.
 
-A router whose index is wrong still routes, only badly; nothing else would tell. Owns the counts; draws no conclusion
-but the alarm.
+A router whose index is wrong still routes, only badly, and nothing else shows it: the alarm goes to the log and to the
+metrics.
 """
 
 from collections import deque
@@ -48,8 +48,8 @@ class HitWatch:
         limit = CALM_PERCENT if self._is_alarmed else ALARM_PERCENT
         self._is_alarmed = len(self._recent) >= MIN_ADMISSIONS and 100 * self._wrong > limit * self._prompt
 
-    def _add(self, one: tuple[int, int, int], sign: int) -> None:
-        predicted, actual, num_prompt_tokens = one
+    def _add(self, admission: tuple[int, int, int], sign: int) -> None:
+        predicted, actual, num_prompt_tokens = admission
         self._predicted += sign * predicted
         self._actual += sign * actual
         self._wrong += sign * abs(predicted - actual)

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from diptych.control.router.costs import UNBOUNDED, Prices, Question, pairs, prompt_ns, work_ns
+from diptych.control.router.costs import UNBOUNDED, RequestDemand, WorkerPrices, pairs, prompt_ns, work_ns
 from diptych.control.router.topology import Level, LinkCosts
 
-PrefillOffer = tuple[float, int, Prices]  # queue, position, prices
-PrefillOffers = list[list[PrefillOffer]]  # by pool
+PrefillOffer = tuple[float, int, WorkerPrices]  # queue, position, prices
+PrefillOffers = list[list[PrefillOffer]]  # by memory domain
 DecodeOffer = tuple[float, int, int]  # memory and answer, -tokens that it holds, position
 _Sender = tuple[float, int, float, float]  # queue, own prompt and blocks for the copy; position, work, queue
 
@@ -31,7 +31,7 @@ class Pair(NamedTuple):
     queue_ns: float
 
 
-class Pairing:
+class PairSearch:
     """Where the workers are: ``places[position]``, and the levels between places. ``size``: of a block, in tokens."""
 
     def __init__(self, places: Sequence[int], levels: Sequence[Sequence[Level]], links: LinkCosts, size: int) -> None:
@@ -39,17 +39,19 @@ class Pairing:
         self._levels = levels
         self._links = links
         self._block_size = size
-        # each worker's pool, by the first place in it; after all places, those that have a memory of their own
-        pools = [row.index(Level.POOL) if row[place] is Level.POOL else len(levels) for place, row in enumerate(levels)]
-        self.pools = [pools[place] for place in places]
-        self.num_pools = len(levels) + 1
-        self._distances = sorted({at for row in levels for at in row} - {Level.POOL})  # that KV may have to travel
+        # each worker's memory domain, by the first place in it; after all places, those that have a memory of their own
+        domains = [
+            row.index(Level.MEMORY) if row[place] is Level.MEMORY else len(levels) for place, row in enumerate(levels)
+        ]
+        self.domains = [domains[place] for place in places]
+        self.num_domains = len(levels) + 1
+        self._distances = sorted({at for row in levels for at in row} - {Level.MEMORY})  # that KV may have to travel
 
-    def shares_pool(self, a: int, b: int) -> bool:
+    def shares_memory(self, a: int, b: int) -> bool:
         """Whether two workers' blocks lie in one memory."""
-        return self._levels[self._places[a]][self._places[b]] is Level.POOL
+        return self._levels[self._places[a]][self._places[b]] is Level.MEMORY
 
-    def best(self, prefills: PrefillOffers, decodes: list[DecodeOffer], question: Question) -> Pair | None:
+    def best(self, prefills: PrefillOffers, decodes: list[DecodeOffer], demand: RequestDemand) -> Pair | None:
         """The cheapest pair; None without either."""
         if not decodes or not any(prefills):
             return None
@@ -60,29 +62,34 @@ class Pairing:
         for target in self._undominated(decodes):
             if found is not None and target[0] >= found.cost_ns:
                 break
-            pool = self.pools[target[2]]
-            has_memory = pool == len(self._levels)
-            if not has_memory:
-                found = self._in_pool(prefills[pool], target, question, token_ns, found) or found
-            if has_memory or len(self._levels) > 1:
+            domain = self.domains[target[2]]
+            has_own_memory = domain == len(self._levels)
+            if not has_own_memory:
+                found = self._in_domain(prefills[domain], target, demand, token_ns, found) or found
+            if has_own_memory or len(self._levels) > 1:
                 if senders is None:
-                    exposed_ns = self._exposed_ns(decodes, question)
+                    exposed_ns = self._exposed_ns(decodes, demand)
                     limit_ns = found.cost_ns if found else UNBOUNDED
-                    senders = self._senders(prefills, question, token_ns, (target[0], exposed_ns), limit_ns)
-                found = self._across(senders, target, question, exposed_ns, found) or found
+                    senders = self._senders(prefills, demand, token_ns, (target[0], exposed_ns), limit_ns)
+                found = self._across(senders, target, demand, exposed_ns, found) or found
         return found
 
-    def _exposed_ns(self, decodes: list[DecodeOffer], question: Question) -> int:
+    def _exposed_ns(self, decodes: list[DecodeOffer], demand: RequestDemand) -> int:
         """What any transfer shows at least after its prefill."""
-        left = question.num_tokens + min([offer[1] for offer in decodes])
+        left = demand.num_tokens + min([offer[1] for offer in decodes])
         return min([self._links.exposed_ns(at, left, UNBOUNDED) for at in self._distances], default=0)
 
     def _senders(
-        self, prefills: PrefillOffers, question: Question, token_ns: float, rest_ns: tuple[float, int], limit_ns: float
+        self,
+        prefills: PrefillOffers,
+        demand: RequestDemand,
+        token_ns: float,
+        rest_ns: tuple[float, int],
+        limit_ns: float,
     ) -> list[_Sender]:
         """The prefill workers with their own caches and their own blocks, cheapest first. Without those that reach the
         limit: a prompt token costs ``token_ns`` or more, and target and transfer ``rest_ns`` or more."""
-        num_tokens, size, held = question.num_tokens, self._block_size, question.held
+        num_tokens, size, held = demand.num_tokens, self._block_size, demand.held
         num_blocks, num_pairs, least_ns = -(-num_tokens // size), pairs(num_tokens, 0), num_tokens * token_ns
         target_ns, exposed_ns = rest_ns
         senders: list[_Sender] = []
@@ -111,15 +118,15 @@ class Pairing:
                 kept.append(offer)
         return kept
 
-    def _in_pool(
-        self, mates: list[PrefillOffer], target: DecodeOffer, question: Question, token_ns: float, found: Pair | None
+    def _in_domain(
+        self, mates: list[PrefillOffer], target: DecodeOffer, demand: RequestDemand, token_ns: float, found: Pair | None
     ) -> Pair | None:
         """The prefill worker that computes straight into the target's blocks, after what the target holds. ``mates``:
-        those of the target's pool; a prompt token costs ``token_ns`` or more with each."""
+        those of the target's domain; a prompt token costs ``token_ns`` or more with each."""
         cached = -target[1]
-        left = question.num_tokens - cached
+        left = demand.num_tokens - cached
         num_pairs = pairs(left, cached)
-        rest_ns, least_ns = target[0] + self._links.pool_latency_ns, left * token_ns
+        rest_ns, least_ns = target[0] + self._links.memory_latency_ns, left * token_ns
         limit_ns = (found.cost_ns if found else UNBOUNDED) - rest_ns
         best = None
         mates.sort()
@@ -136,11 +143,11 @@ class Pairing:
         return Pair(limit_ns + rest_ns, position, target[2], cached, work_ns(prices, left, cached), queue_ns)
 
     def _across(
-        self, senders: list[_Sender], target: DecodeOffer, question: Question, exposed_ns: int, found: Pair | None
+        self, senders: list[_Sender], target: DecodeOffer, demand: RequestDemand, exposed_ns: int, found: Pair | None
     ) -> Pair | None:
         """The prefill worker that uses its own cache and sends what the target does not hold; ``exposed_ns`` or more
         of that shows."""
-        place, left = self._places[target[2]], question.num_tokens + target[1]
+        place, left = self._places[target[2]], demand.num_tokens + target[1]
         limit_ns = found.cost_ns if found else UNBOUNDED
         better = None
         for own_ns, position, prompt_work_ns, queue_ns in senders:
@@ -148,10 +155,10 @@ class Pairing:
             if cost_ns + exposed_ns >= limit_ns:
                 break
             at = self._levels[self._places[position]][place]
-            if at is not Level.POOL:
+            if at is not Level.MEMORY:
                 cost_ns += self._links.exposed_ns(at, left, int(prompt_work_ns))
                 if cost_ns < limit_ns:
                     limit_ns = cost_ns
-                    cached = question.held[position]
+                    cached = demand.held[position]
                     better = Pair(cost_ns, position, target[2], cached, prompt_work_ns, queue_ns)
         return better

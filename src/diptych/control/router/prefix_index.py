@@ -27,6 +27,11 @@ class _Beliefs:
         self.chains: list[dict[bytes, list[Sequence[bytes]]]] = [{} for _ in range(num_workers)]
         self.heads: dict[bytes, int] = {}
 
+    def add_worker(self) -> None:
+        """One more."""
+        self.blocks.append(set())
+        self.chains.append({})
+
     def add(self, worker: int, hashes: Sequence[bytes]) -> None:
         """A prediction."""
         head = hashes[0]
@@ -63,14 +68,25 @@ class _Beliefs:
 class PrefixIndex:
     """Workers 0 .. num_workers - 1. Memory: one dictionary entry per distinct block."""
 
-    def __init__(self, num_workers: int) -> None:
-        self.num_workers = num_workers
+    def __init__(self, num_workers: int = 0) -> None:
+        self.num_workers = 0
         self._masks: dict[bytes, int] = {}
-        self._blocks: list[set[bytes]] = [set() for _ in range(num_workers)]  # what each worker has said it holds
-        self._sequence = [0] * num_workers  # of the last event heard
-        self._has_gap = [False] * num_workers
-        self._believed = (_Beliefs(num_workers), _Beliefs(num_workers))  # of this period, of the one before
+        self._blocks: list[set[bytes]] = []  # what each worker has said it holds
+        self._sequence: list[int] = []  # of the last event heard
+        self._has_gap: list[bool] = []
+        self._believed = (_Beliefs(0), _Beliefs(0))  # of this period, of the one before
         self._period_end_ns = 0
+        for _ in range(num_workers):
+            self.add_worker()
+
+    def add_worker(self) -> None:
+        """One more, with the next number."""
+        self.num_workers += 1
+        self._blocks.append(set())
+        self._sequence.append(0)
+        self._has_gap.append(False)
+        for beliefs in self._believed:
+            beliefs.add_worker()
 
     def on_events(
         self, worker: int, sequence: int, stored: Iterable[bytes] = (), evicted: Sequence[bytes] = ()

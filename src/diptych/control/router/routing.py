@@ -1,22 +1,25 @@
-"""What placing is told and what it answers: settings, the question, the answer. Frozen; no decisions here."""
+"""What routing is asked and what it answers: settings, request, route, and the protocol of a router."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
+from diptych.control.engine.reports import LoadReport
 from diptych.control.errors import ConfigError
-from diptych.control.router.topology import LinkCosts
+from diptych.control.request import Submission
+from diptych.control.router.topology import LinkCosts, Role, WorkerInfo
 from diptych.control.slo import NS_PER_MS
 
 RoutingName = Literal["kv_aware", "round_robin", "least_loaded", "power_of_two"]
+ROUTINGS: tuple[RoutingName, ...] = get_args(RoutingName)
 Disaggregate = Literal["auto", "always", "never"]
-Reason = Literal[
+RouteReason = Literal[
     "remote",  # prefill here, decode there
     "both",  # one worker whose role is both
     "one_token",  # there is nothing to decode
     "never",  # separating is switched off
     "whole",  # this request must stay on one worker
-    "only_worker",  # nobody is there to share with
+    "only_worker",  # there is no other worker to share with
     "prefill_keeps",  # a prefill worker decodes it as well: the answer is short
     "local_idle_decode",  # a decode worker without streams computes the prompt as well
     "local_cached",  # a decode worker holds half of the prompt or more
@@ -25,24 +28,31 @@ Reason = Literal[
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class PlacementConfig:
-    """How to place.
+class ExtraCost(Protocol):
+    """One more cost in nanoseconds (>= 0) of giving a request to a worker, added to whatever else it costs there."""
 
-    disaggregate: separate prefill from decode when that is cheaper ("auto"), whenever it is possible ("always": workers
-    of one role do their own job only), or never. kv_price_ns: what a worker costs more when its KV memory would be half
-    full. stale_ns: a worker that has not reported for so long gets nothing (0: it does). long_prompt_tokens: prompts of
-    so many go to the pool for long ones, where there is one (0: none do). max_local_tokens: more uncached tokens than
-    that are never computed on a decode worker where streams run (0: the costs decide). seed: of power_of_two.
+    def extra_ns(self, request: "RoutingRequest", worker: WorkerInfo) -> int:
+        """The cost of this worker for this request. It must not depend on other workers."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingConfig:
+    """How to route.
+
+    routing: by predicted cost and prefix hits (kv_aware), or by load alone. disaggregate: separate prefill from decode
+    when that is cheaper ("auto"), whenever it is possible ("always": workers of one role do their own job only), or
+    never. kv_price_ns: what a worker costs more when its KV memory would be half full. max_local_tokens: more uncached
+    tokens than that are never computed on a decode worker where streams run (0: the costs decide). extra_costs: further
+    terms of kv_aware. seed: of power_of_two.
     """
 
     routing: RoutingName = "kv_aware"
     disaggregate: Disaggregate = "auto"
     kv_price_ns: int = 50 * NS_PER_MS
-    stale_ns: int = 0
-    long_prompt_tokens: int = 0
     max_local_tokens: int = 256
     links: LinkCosts = field(default_factory=LinkCosts)
+    extra_costs: tuple[ExtraCost, ...] = ()
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -50,39 +60,110 @@ class PlacementConfig:
             if getattr(self, name) not in get_args(known):
                 text = f"{name} is {getattr(self, name)!r}; one of {', '.join(get_args(known))}"
                 raise ConfigError(text, param=name)
-        for name in ("kv_price_ns", "stale_ns", "long_prompt_tokens", "max_local_tokens"):
+        for name in ("kv_price_ns", "max_local_tokens"):
             value = getattr(self, name)
             if value < 0:
                 raise ConfigError(f"{name} is {value}; it must be at least 0", param=name)
 
 
 @dataclass(frozen=True, slots=True)
-class PlacementRequest:
-    """What placing needs to know. hashes: of the prompt's full blocks. service_class: it and the prompt's size say
-    whose answers tell how long this one will be. avoid: workers that get it only if nobody else can. hands_off: whether
-    two workers may share it."""
+class RoutingRequest:
+    """A request that needs workers. num_output_tokens: of its answer, that exist already and belong to the prompt now.
+    avoid: workers that get it only when no other can. must_stay_whole: two workers may not share it."""
 
-    request_id: str
-    num_prompt_tokens: int
-    max_tokens: int
-    hashes: Sequence[bytes] = ()
-    service_class: str = "standard"
+    submission: Submission
+    num_output_tokens: int = 0
     avoid: frozenset[int] = frozenset()
-    hands_off: bool = True
+    must_stay_whole: bool = False
+
+    @property
+    def request_id(self) -> str:
+        """The request's own id."""
+        return self.submission.request_id
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens to have in the KV cache before the next one is sampled."""
+        return self.submission.num_prompt_tokens + self.num_output_tokens
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens still to come at most."""
+        return self.submission.max_tokens - self.num_output_tokens
+
+    @property
+    def hands_off(self) -> bool:
+        """Whether two workers may share it."""
+        return self.submission.hands_off and not self.must_stay_whole
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
-    """Who computes the prompt and who the answer; the same worker twice: it serves the request whole. cost_ns: what
-    was expected; 0 where the routing knows no costs. num_cached_tokens: prompt tokens expected in the cache."""
+class Route:
+    """Which worker computes the prompt and which the answer; the same one twice serves the request whole. cost_ns: what
+    was expected (0 where the routing knows no costs). num_cached_tokens: prompt tokens expected in the cache."""
 
     prefill: int
     decode: int
     num_cached_tokens: int
     cost_ns: int
-    reason: Reason
+    reason: RouteReason
+
+
+class Router(Protocol):
+    """Chooses workers for requests. All workers are named by their numbers; one that is not up gets no request.
+
+    A router is told everything by the cluster and asks nothing. Requests count as sent from ``route`` on until
+    ``on_ended``.
+    """
 
     @property
-    def is_handoff(self) -> bool:
-        """Whether KV changes workers."""
-        return self.prefill != self.decode
+    def alarm(self) -> str:
+        """What is wrong with the router's picture of the fleet, in words; empty while nothing is."""
+        ...
+
+    def set_up(self, info: WorkerInfo) -> None:
+        """A worker came up, holding nothing (known before, or new)."""
+        ...
+
+    def set_down(self, worker: int) -> None:
+        """A worker is gone."""
+        ...
+
+    def set_role(self, worker: int, role: Role) -> None:
+        """A worker that is up is meant for other work from now on."""
+        ...
+
+    def on_load(self, worker: int, report: LoadReport) -> None:
+        """A worker's load. Its events of the same report come first: the load covers what they say."""
+        ...
+
+    def on_kv_events(
+        self, worker: int, sequence: int, stored: Iterable[bytes] = (), evicted: Sequence[bytes] = ()
+    ) -> bool:
+        """Changes of a worker's prefix cache, numbered from 1; False: some before them are missing, ask for a
+        snapshot."""
+        ...
+
+    def on_kv_snapshot(self, worker: int, sequence: int, hashes: Iterable[bytes]) -> None:
+        """All that a worker's prefix cache holds, as of its changes number ``sequence``."""
+        ...
+
+    def on_queued(self, request_id: str, worker: int) -> None:
+        """A worker took the request into its queue: its next load report counts it."""
+        ...
+
+    def on_admitted(self, request_id: str, worker: int, num_cached_tokens: int) -> None:
+        """A worker gave the request (or its reservation) blocks, and found so much in its cache."""
+        ...
+
+    def on_first_token(self, request_id: str) -> None:
+        """Its prompt is computed: it no longer waits at its prefill worker."""
+        ...
+
+    def on_ended(self, request_id: str, num_output_tokens: int | None) -> None:
+        """The request is over, or this attempt is (None: its length says nothing about others)."""
+        ...
+
+    def route(self, request: RoutingRequest, now: int) -> Route | None:
+        """The workers for a request; None when none is up. An earlier route of the same request is over."""
+        ...

@@ -1,6 +1,6 @@
-"""The fleet as the front end knows it: each worker's role, memory and place, and what lies between two of them.
+"""The fleet as the router knows it: each worker's role, memory and place, and what lies between two of them.
 
-Must never know load or content; that is in scorers.py and prefix_index.py.
+Load and content are elsewhere: costs.py and prefix_index.py.
 """
 
 from dataclasses import dataclass, field
@@ -16,17 +16,15 @@ ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """One worker. pool: the shared memory that its blocks lie in; equal pools hand off without bytes (None: memory of
-    its own). island: the NVLink domain. is_long_pool: meant for long prompts; takes short ones only when idle."""
+    """One worker, as it is when it comes up. memory_domain: the shared memory that its blocks lie in; workers of one
+    domain hand off without moving bytes (None: memory of its own)."""
 
     number: int
     role: Role
     num_blocks: int
     block_size: int
     host: str = "local"
-    pool: int | None = None
-    island: str = ""
-    is_long_pool: bool = False
+    memory_domain: int | None = None
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
@@ -40,19 +38,16 @@ class WorkerInfo:
 class Level(IntEnum):
     """How near two workers are; nearer is less."""
 
-    POOL = 0  # blocks change owner, nothing travels
+    MEMORY = 0  # blocks change owner, nothing travels
     HOST = 1
-    ISLAND = 2
-    NETWORK = 3
+    NETWORK = 2
 
 
 def level(a: WorkerInfo, b: WorkerInfo) -> Level:
     """The nearest thing that two workers share."""
-    if a.pool is not None and a.pool == b.pool:
-        return Level.POOL
-    if a.host == b.host:
-        return Level.HOST
-    return Level.ISLAND if a.island and a.island == b.island else Level.NETWORK
+    if a.memory_domain is not None and a.memory_domain == b.memory_domain:
+        return Level.MEMORY
+    return Level.HOST if a.host == b.host else Level.NETWORK
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,36 +68,29 @@ class LinkCost:
 @dataclass(frozen=True, slots=True)
 class LinkCosts:
     """What handing KV over costs, per level. bytes_per_token: KV of one token (0: not known, only latencies count).
-    chunk_tokens: transfers follow the prefill in pieces of so many; the last piece cannot overlap with it."""
+    chunk_tokens: transfers follow the prefill in pieces of so many; the last piece cannot overlap with it.
+    memory_latency_ns: of a handoff within one memory domain, where only a commit travels."""
 
     bytes_per_token: int = 0
     chunk_tokens: int = 512
-    pool_latency_ns: int = 1_000_000
+    memory_latency_ns: int = 1_000_000
     host: LinkCost = field(default_factory=lambda: LinkCost(5_000_000_000, 2_000_000))
-    island: LinkCost = field(default_factory=lambda: LinkCost(300_000_000_000, 2_000_000))
     network: LinkCost = field(default_factory=lambda: LinkCost(1_150_000_000, 3_000_000))
 
     def __post_init__(self) -> None:
-        if self.bytes_per_token < 0 or self.chunk_tokens < 1 or self.pool_latency_ns < 0:
+        if self.bytes_per_token < 0 or self.chunk_tokens < 1 or self.memory_latency_ns < 0:
             raise ConfigError(
-                f"bytes_per_token is {self.bytes_per_token}, chunk_tokens {self.chunk_tokens}, pool_latency_ns "
-                f"{self.pool_latency_ns}; at least 0, 1 and 0",
+                f"bytes_per_token is {self.bytes_per_token}, chunk_tokens {self.chunk_tokens}, memory_latency_ns "
+                f"{self.memory_latency_ns}; at least 0, 1 and 0",
                 param="bytes_per_token",
             )
 
-    def transfer_ns(self, at: Level, num_tokens: int) -> int:
-        """Time on the wire of the KV of so many tokens, without latency."""
-        if at is Level.POOL:
-            return 0
-        link = (self.host, self.island, self.network)[at - 1]
-        return -(-num_tokens * self.bytes_per_token * NS_PER_S // link.bytes_per_s)
-
     def exposed_ns(self, at: Level, num_tokens: int, prefill_ns: int) -> int:
-        """What is left of the transfer when a prefill of ``prefill_ns`` ends: at least its last piece, and what the
-        link could not carry meanwhile."""
-        if at is Level.POOL:
-            return self.pool_latency_ns
-        link = (self.host, self.island, self.network)[at - 1]
-        scale = self.bytes_per_token * NS_PER_S  # (as in transfer_ns, which costs too much where this is asked)
+        """What is left of the transfer of so many tokens when a prefill of ``prefill_ns`` ends: at least its last
+        piece, and what the link could not carry meanwhile."""
+        if at is Level.MEMORY:
+            return self.memory_latency_ns
+        link = self.host if at is Level.HOST else self.network
+        scale = self.bytes_per_token * NS_PER_S
         last_ns = -(-min(num_tokens, self.chunk_tokens) * scale // link.bytes_per_s)
         return link.latency_ns + max(last_ns, -(-num_tokens * scale // link.bytes_per_s) - prefill_ns)

@@ -1,39 +1,29 @@
-"""Moving the KV cache of requests between workers.
+"""Moving the KV cache of requests between workers: the table of connectors.
 
-Owns the one table of connectors. Each is imported when it is asked for: the interface loads neither torch nor NIXL.
+Reading the table loads neither torch nor NIXL; ``make_connector`` imports the one connector that it makes. To add a
+connector, write its file and its entry here (docs/disaggregation.md); options, defaults and help follow the entry.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from diptych.control.errors import ConfigError
-from diptych.runtime.transfer.connector import KVConnector, KVFormat, TransferOptions
+from diptych.runtime.transfer.connector import KVConnector, TransferOptions
+from diptych.runtime.transfer.connector_kind import ConnectorKind
+from diptych.runtime.transfer.kv_format import KVFormat
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # this file is read where torch must not be loaded
     from diptych.runtime.kv_tensors import LayerCache
 
-    Factory = Callable[[Sequence[LayerCache], KVFormat, TransferOptions], KVConnector]
+_PACKAGE = "diptych.runtime.transfer.connectors"
 
-
-def _shared_memory(layers: "Sequence[LayerCache]", kv_format: KVFormat, options: TransferOptions) -> KVConnector:
-    from diptych.runtime.transfer.connectors.shared_memory_connector import SharedMemoryConnector
-
-    return SharedMemoryConnector(layers, kv_format, options)
-
-
-def _tcp(layers: "Sequence[LayerCache]", kv_format: KVFormat, options: TransferOptions) -> KVConnector:
-    from diptych.runtime.transfer.connectors.tcp_connector import TcpConnector
-
-    return TcpConnector(layers, kv_format, options)
-
-
-def _nixl(layers: "Sequence[LayerCache]", kv_format: KVFormat, options: TransferOptions) -> KVConnector:
-    from diptych.runtime.transfer.connectors.nixl_connector import NixlConnector
-
-    return NixlConnector(layers, kv_format, options)
-
-
-CONNECTORS: "dict[str, Factory]" = {"shared_memory": _shared_memory, "tcp": _tcp, "nixl": _nixl}
+# Where no connector is named, the first that serves the device and is installed is taken.
+CONNECTORS: dict[str, ConnectorKind] = {
+    "shared_memory": ConnectorKind(f"{_PACKAGE}.shared_memory_connector:SharedMemoryConnector", shares_pool=True,
+                                   serves_cuda=False, listen="unix://{directory}/kv"),
+    "tcp": ConnectorKind(f"{_PACKAGE}.tcp_connector:TcpConnector", packs=True),
+    "nixl": ConnectorKind(f"{_PACKAGE}.nixl_connector:NixlConnector", needs="nixl_cu13", extra="nixl"),
+}  # fmt: skip
 
 
 def make_connector(
@@ -44,5 +34,13 @@ def make_connector(
     Raises ConfigError for another name, for options that the connector cannot have, and when its extra is missing.
     """
     if name not in CONNECTORS:
-        raise ConfigError(f"connector is {name!r}, not one of {', '.join(CONNECTORS)}", param="connector")
-    return CONNECTORS[name](layers, kv_format, options)
+        raise ConfigError(f"connector is {name!r}; one of {', '.join(CONNECTORS)}", param="connector")
+    kind = CONNECTORS[name]
+    if options.codec != "none" and not kind.packs:
+        raise ConfigError(f"codec is {options.codec!r}; the connector {name} packs nothing: none", param="codec")
+    try:
+        connector = kind.load()
+    except ImportError as error:
+        raise ConfigError(f"connector is {name}, which cannot be imported ({error}): {kind.cure}",
+                          param="connector") from error  # fmt: skip
+    return connector(layers, kv_format, options)

@@ -1,125 +1,55 @@
-"""The contract of KV transfers: what a worker says to its connector and what it hears back.
+"""The contract of KV transfers: the calls of a worker to its connector, and the events that come back.
 
-Owns the KVConnector protocol, the events, and the description of a KV cache that both sides compare. Knows no socket
-and no tensor. A *transfer* is one attempt to serve one request; its id is the same on both workers and is never used
-twice.
+Knows no socket and no tensor. A *transfer* is one attempt to serve one request; its id is the same on both workers and
+is never used twice.
 
 The life of a transfer:
-    receiver   expect -> (ChunkArrived)* -> Committed | Failed; forget in any state ends it
-    sender     open -> send* -> commit -> Sent | Failed; cancel in any state ends it
-Exactly one of the last events comes, none after forget or cancel has returned.
+    receiver   expect -> (ChunkArrived)* -> Committed | TransferBroken; forget ends it in any state
+    sender     open -> send* -> commit -> Sent | TransferBroken; cancel ends it in any state
+Exactly one of the last events comes; after forget or cancel has returned, none comes.
 """
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
-from typing import Literal, Protocol
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, get_args
 
+from diptych.control.engine.worker_core import ChunkArrived, TransferBroken
 from diptych.control.errors import ConfigError
 
-PROTOCOL_VERSION = 1  # of the frames and of the codec's bytes
 MAX_PAYLOAD_BYTES = 64 * 1024  # of a commit
 MAX_ATTEMPT_ID_BYTES = 1024
 MIN_SECRET_BYTES = 32
+MAX_FRAME_BYTES = 1 << 24
 
 CodecName = Literal["none", "int8", "int4", "auto"]
-
-_ITEM_SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
-_CONVERTIBLE = frozenset({"block_size", "dtype", "layout"})  # the codec translates these; all else must be equal
-
-
-@dataclass(frozen=True, slots=True)
-class KVFormat:
-    """What the bytes of a KV cache mean. Two workers compare theirs before anything moves."""
-
-    model: str  # fingerprint of the weights' shapes and names: equal for workers that serve the same model
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: str  # of the cache: "bfloat16", "float16" or "float32"
-    block_size: int  # tokens per block
-    layout: str  # of a block: "cpu" or "cuda" (see attention/interface.py)
-    protocol_version: int = PROTOCOL_VERSION
-
-    def __post_init__(self) -> None:
-        for name in ("num_layers", "num_kv_heads", "head_dim", "block_size"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or not 1 <= value <= 1 << 20:
-                raise ConfigError(f"{name} of the KV format is {value!r}; it must be 1 to {1 << 20}", param=name)
-        if self.dtype not in _ITEM_SIZES:
-            raise ConfigError(f"dtype of the KV cache is {self.dtype!r}, not one of {list(_ITEM_SIZES)}", param="dtype")
-
-    @property
-    def bytes_per_layer_block(self) -> int:
-        """Bytes of one block of K (or of V) in one layer."""
-        return self.block_size * self.num_kv_heads * self.head_dim * _ITEM_SIZES[self.dtype]
-
-    @property
-    def bytes_per_block(self) -> int:
-        """Bytes of one block, K and V, all layers."""
-        return 2 * self.num_layers * self.bytes_per_layer_block
-
-    def has_same_bytes(self, other: "KVFormat") -> bool:
-        """Whether blocks can be copied as they are."""
-        return self == other
-
-    def check_compatible(self, other: "KVFormat") -> None:
-        """Raises ConfigError naming each field that no codec can translate, with the values of both sides."""
-        wrong = [
-            f"{each.name} is {getattr(self, each.name)!r} here and {getattr(other, each.name)!r} there"
-            for each in fields(self)
-            if each.name not in _CONVERTIBLE and getattr(self, each.name) != getattr(other, each.name)
-        ]
-        if wrong:
-            raise ConfigError(f"the two workers' KV caches do not fit: {', '.join(wrong)}", param="kv_format")
-
-    def to_bytes(self) -> bytes:
-        """As JSON, for the handshake."""
-        return json.dumps(asdict(self), sort_keys=True).encode()
-
-    @staticmethod
-    def from_bytes(data: bytes) -> "KVFormat":
-        """The format of ``to_bytes``. Raises ConfigError for anything else."""
-        try:
-            values = json.loads(data)
-            texts = all(isinstance(values[name], str) for name in ("model", "dtype", "layout"))
-            if not texts or not isinstance(values["protocol_version"], int):
-                raise TypeError("a field has the wrong type")
-            return KVFormat(**values)
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise ConfigError(f"not a description of a KV cache: {error}", param="kv_format") from error
 
 
 @dataclass(frozen=True, slots=True)
 class TransferOptions:
-    """How a connector reaches others and is reached."""
+    """How a connector is reached, and how it sends.
 
-    secret: bytes = field(repr=False)  # shared by all workers; at least MIN_SECRET_BYTES
-    listen: str = "tcp://127.0.0.1:0"  # tcp://host:port (0: any free port) or unix:///path (in a 0700 directory)
-    advertise: str | None = None  # the host that others dial, when it is not the one of ``listen``
-    codec: CodecName = "none"  # auto: int8 where the link is slow enough that it saves time, else none
-    resume_timeout_s: float = 10.0  # a transfer fails when its connection stays broken for so long
-    frame_bytes: int = (
-        1 << 19
-    )  # between two chances of another transfer; layers of a step under way leave when they fill it
+    secret: shared by all workers, at least MIN_SECRET_BYTES. listen: tcp://host:port (0: any free port) or unix:///path
+    (in a directory of mode 0700). codec: auto takes int8 where the link is slow enough that it saves time, else none.
+    resume_timeout_s: a transfer is broken when its connection stays broken for so long. frame_bytes: KV of one frame,
+    after which another transfer has its turn; layers of a step under way leave when they fill it.
+    """
+
+    secret: bytes = field(repr=False)
+    listen: str = "tcp://127.0.0.1:0"
+    codec: CodecName = "none"
+    resume_timeout_s: float = 10.0
+    frame_bytes: int = 1 << 19
 
     def __post_init__(self) -> None:
         if len(self.secret) < MIN_SECRET_BYTES:
             raise ConfigError(f"secret has {len(self.secret)} bytes; at least {MIN_SECRET_BYTES}", param="secret")
+        if self.codec not in get_args(CodecName):
+            raise ConfigError(f"codec is {self.codec!r}; one of {', '.join(get_args(CodecName))}", param="codec")
         if not self.resume_timeout_s > 0:
             raise ConfigError(f"resume_timeout_s is {self.resume_timeout_s}; must be > 0", param="resume_timeout_s")
-        if not 1 <= self.frame_bytes <= 1 << 24:
-            raise ConfigError(f"frame_bytes is {self.frame_bytes}; it must be 1 to {1 << 24}", param="frame_bytes")
-        if self.codec not in ("none", "int8", "int4", "auto"):
-            raise ConfigError(f"codec is {self.codec!r}; it must be none, int8, int4 or auto", param="codec")
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkArrived:
-    """Receiver: this transfer makes progress. ``num_tokens``: how many of its tokens are here in all layers, so far."""
-
-    attempt_id: str
-    num_tokens: int
+        if not 1 <= self.frame_bytes <= MAX_FRAME_BYTES:
+            raise ConfigError(f"frame_bytes is {self.frame_bytes}; it must be 1 to {MAX_FRAME_BYTES}",
+                              param="frame_bytes")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,43 +81,52 @@ class Sent:
     acknowledged_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """The transfer is broken beyond resuming, on this side. Its blocks are not touched any more."""
-
-    attempt_id: str
-    is_sender: bool
-    message: str
-
-
-TransferEvent = ChunkArrived | Committed | Sent | Failed
+ConnectorEvent = ChunkArrived | Committed | Sent | TransferBroken
 
 
 class KVConnector(Protocol):
-    """Moves KV between workers. All methods are called by one thread, and none blocks on a peer.
+    """Moves KV between the caches of workers. One thread makes all calls; none of them waits for a peer.
 
-    ``block_ids`` are always the transfer's whole block table: token t lies in block_ids[t // block_size] of that side.
+    ``block_ids`` is always the transfer's whole block table: token t lies in block_ids[t // block_size] of that side.
+    Sequences and payloads are copied during the call. Of the cache, a connector touches at any time only
+
+        written   at the receiver, blocks of the expected tokens: from expect to Committed, TransferBroken, or the
+                  return of forget. The last block may be written whole, behind the last token too.
+        read      at the sender, tokens and layers that were queued: from send to Sent, TransferBroken, or the return
+                  of cancel. They are read when they leave, not when they are queued, and again after a broken link.
+                  (A remote reader may end its copy after cancel; no commit will follow that would make it count.)
+
+    Inside these intervals, a receiver that reads the blocks sees KV that is half there, and one that gives them to
+    another request gets that request's KV overwritten; a sender that changes the blocks sends some of the new bytes,
+    and no checksum need notice. Outside of them no thread of the connector touches the blocks: forget and cancel return
+    only after a copy that was under way has ended.
+
+    Events are frozen and valid for ever. Those of one transfer come in the order of its life; between transfers there
+    is no order. An id is in use until its last event was returned by poll, or until forget or cancel has returned.
     """
 
-    address: str  # where senders reach this worker, for example "tcp://127.0.0.1:41234"
+    address: str  # where senders reach this worker, for example "tcp://127.0.0.1:41234"; valid until close
 
     def expect(self, attempt_id: str, block_ids: Sequence[int], start: int, num_tokens: int) -> None:
         """Receiver: KV of the tokens [start, start + num_tokens) will come and belongs into these blocks.
 
-        ``start`` is a multiple of the block size. A borrowed transfer (the sender computes straight into the blocks) is
-        expect(attempt_id, (), n, 0): only a commit will come. Raises ValueError when the transfer is expected already
-        or the block table does not cover the tokens.
+        ``start`` is a multiple of the block size; tokens before it are not touched. A borrowed transfer (the sender
+        computes straight into the blocks) is expect(attempt_id, (), n, 0): only a commit will come. A sender that opens
+        a transfer before it is expected is refused. Raises ValueError when the transfer is expected already or the
+        block table does not cover the tokens.
         """
         ...
 
     def forget(self, attempt_id: str) -> None:
-        """Receiver: nothing of this transfer is written after this returns, and no event of it comes. Idempotent."""
+        """Receiver: nothing of this transfer is written after this returns, and no event of it comes. Its sender gets
+        TransferBroken, unless it was committed before. Idempotent; unknown ids are ignored."""
         ...
 
     def open(self, attempt_id: str, address: str, start: int) -> None:
-        """Sender: a handoff begins whose first token to be sent is ``start``; connects when needed.
+        """Sender: a handoff to the connector at ``address`` begins, whose first token to be sent is ``start``.
 
-        Raises ValueError when the transfer is open, ConfigError when the address is not one.
+        Connects when needed; a receiver that cannot be reached is a TransferBroken later. Raises ValueError when the
+        transfer is open, ConfigError when the address is not one.
         """
         ...
 
@@ -198,29 +137,31 @@ class KVConnector(Protocol):
 
         ``num_layers``: only the first so many layers are computed (None: all are). What fills a frame may leave at
         once; the same tokens are queued again when more of their layers are there, and no others before they have all.
-        Queued layers of the blocks must stay untouched until Sent or Failed, or until cancel returns. Tokens that were
-        queued in all layers are skipped; a gap is a ValueError, and so are other tokens (or the commit) while some lack
-        layers. Ignored when the transfer is not open (it has failed or was cancelled).
+        Tokens that were queued in all layers are skipped. Raises ValueError for a gap, and for other tokens while some
+        lack layers (so does commit). Ignored when the transfer is not open (it is broken or was cancelled).
         """
         ...
 
     def commit(self, attempt_id: str, payload: bytes) -> None:
-        """Sender: queue the commit, after all KV. Raises ValueError above MAX_PAYLOAD_BYTES or when repeated."""
+        """Sender: queue the commit, which arrives after all KV. Raises ValueError above MAX_PAYLOAD_BYTES or when
+        repeated. Ignored when the transfer is not open."""
         ...
 
     def cancel(self, attempt_id: str) -> None:
-        """Sender: nothing more is read from the transfer's blocks after this returns, and no event comes.
-        Idempotent."""
+        """Sender: nothing more is read from the transfer's blocks after this returns, and no event of it comes. A
+        receiver that knows of the transfer gets TransferBroken, unless it was committed before. Idempotent; unknown ids
+        are ignored."""
         ...
 
-    def poll(self) -> list[TransferEvent]:
-        """What has happened since the last call, in order."""
+    def poll(self) -> list[ConnectorEvent]:
+        """What has happened since the last call. Events wait here for as long as it is not called."""
         ...
 
     def fileno(self) -> int:
-        """Readable when ``poll`` has something."""
+        """Readable when ``poll`` has something; the same descriptor until close."""
         ...
 
     def close(self) -> None:
-        """Close all connections and stop; transfers end without events. Idempotent."""
+        """Close all connections and stop; transfers end without events. After it returns no block is touched, and
+        other calls have no effect. Idempotent."""
         ...

@@ -1,6 +1,6 @@
 """One growing answer as the front end holds it: tokens come in, whole text that may be sent comes out.
 
-Owns the tokens, the text and the stop strings of one sequence, and the Generation that gathers the sequences of one
+Owns the tokens, the text and the stop strings of one sequence, and the Generation that gathers the streams of one
 client request behind one wake-up per step. Must never know sockets or HTTP.
 """
 
@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from diptych.control.request import FinishReason, SamplingParams
+from diptych.control.events import RequestFinished
+from diptych.control.request import DEFAULT_OPTIONS, FinishReason, RequestOptions, SamplingParams
+from diptych.control.step import TokenLogprobs
 from diptych.serving.answers.detokenizer import StopStrings
 from diptych.serving.answers.tokenizer import Tokenizer
-from diptych.serving.link.messages import Finished, TokenLogprobs
 
 
 class Delta(msgspec.Struct, gc=False):
@@ -44,6 +45,7 @@ class AnswerStream:
         "is_dirty",
         "last_token_s",
         "num_before_attempt",
+        "options",
         "prompt_logprobs",
         "prompt_token_ids",
         "request_id",
@@ -51,20 +53,29 @@ class AnswerStream:
         "stop_reason",
         "submitted_s",
         "token_ids",
+        "worker",
     )
 
     def __init__(
-        self, request_id: str, index: int, prompt_token_ids: list[int], sampling: SamplingParams, tokenizer: Tokenizer
+        self,
+        request_id: str,
+        index: int,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        tokenizer: Tokenizer,
+        options: RequestOptions = DEFAULT_OPTIONS,
     ) -> None:
         self.request_id = request_id
         self.index = index
         self.prompt_token_ids = prompt_token_ids
         self.sampling = sampling
-        self.generation: Generation | None = None
+        self.options = options
+        self.generation: Generation  # set by the one that gathers it
         self.token_ids: list[int] = []  # all that the client has or is about to get
         self.attempt_id = request_id  # the attempt that feeds it
         self.num_before_attempt = 0  # tokens when that attempt began
-        self.finished: Finished | None = None
+        self.worker = -1  # that feeds it now
+        self.finished: RequestFinished | None = None
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.cached_tokens = 0
@@ -111,11 +122,10 @@ class AnswerStream:
         fitting = entries[: max(0, len(self.prompt_logprobs) - first)]
         self.prompt_logprobs[first : first + len(fitting)] = fitting
 
-    def end(self, finished: Finished) -> None:
-        """The worker's last word on this sequence."""
+    def end(self, finished: RequestFinished) -> None:
+        """The answer is over; ``finished``: its account, as its client sees it."""
         self.finished = finished
-        if self.generation is not None:
-            self.generation.num_open -= 1
+        self.generation.num_open -= 1
         self.cached_tokens = max(self.cached_tokens, finished.num_cached_tokens)
         matched = self._stops is not None and self._stops.matched is not None
         if not matched:
@@ -128,7 +138,6 @@ class AnswerStream:
 
     def mark(self) -> "Generation":
         """Tell the generation, which is returned, that there is something new."""
-        assert self.generation is not None
         self.generation.mark(self)
         return self.generation
 
@@ -154,31 +163,36 @@ class AnswerStream:
 
 
 class Generation:
-    """All sequences of one client request (prompts times n) behind one queue: one delivery per step."""
+    """All streams of one client request (prompts times n) behind one queue: one delivery per step."""
 
-    __slots__ = ("_dirty", "_error", "_on_new", "_waiter", "num_open", "request_id", "sequences")
+    __slots__ = ("_dirty", "_error", "_on_new", "_waiter", "num_open", "request_id", "streams")
 
-    def __init__(self, request_id: str, sequences: Sequence[AnswerStream]) -> None:
+    def __init__(self, request_id: str, streams: Sequence[AnswerStream]) -> None:
         self.request_id = request_id
-        self.sequences = list(sequences)
-        self.num_open = len(self.sequences)
+        self.streams = list(streams)
+        self.num_open = len(self.streams)
         self._dirty: list[AnswerStream] = []
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._on_new: Callable[[], bool] | None = None
-        for sequence in self.sequences:
-            sequence.generation = self
+        for stream in self.streams:
+            stream.generation = self
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether its reader gets an error."""
+        return self._error is not None
 
     @property
     def is_exhausted(self) -> bool:
         """Whether every sequence ended and everything was read."""
         return not self.num_open and not self._dirty and self._error is None
 
-    def mark(self, sequence: AnswerStream) -> None:
-        """This sequence has something new, for the next ``deliver`` or ``wake``."""
-        if not sequence.is_dirty:
-            sequence.is_dirty = True
-            self._dirty.append(sequence)
+    def mark(self, stream: AnswerStream) -> None:
+        """This answer has something new, for the next ``deliver`` or ``wake``."""
+        if not stream.is_dirty:
+            stream.is_dirty = True
+            self._dirty.append(stream)
 
     def deliver(self) -> None:
         """The step is over: what is new goes to whoever reads; the end of it all, and what fails, goes to ``read``."""
@@ -218,4 +232,4 @@ class Generation:
     def take(self) -> list[Delta]:
         """Everything new, without waiting."""
         dirty, self._dirty = self._dirty, []
-        return [sequence.take() for sequence in dirty]
+        return [stream.take() for stream in dirty]

@@ -26,9 +26,9 @@ from diptych.serving.api.parameters import (
     conversation,
     given_prompts,
     max_tokens_of,
+    options_of,
     refuse_unsupported,
     sampling_of,
-    terms_of,
 )
 from diptych.serving.api.reply import ReplyContext, encode_json
 from diptych.serving.api.responses import GenerationResponse
@@ -83,7 +83,7 @@ class Service:
             prompts,
             sampling,
             f"cmpl-{uuid.uuid4().hex}",
-            terms_of(body, tenant),
+            options_of(body, tenant),
         )
         context = ReplyContext(generation, body, llm.tokenizer, self.model_name, int(time.time()))
         return GenerationResponse(llm, generation, CompletionWriter(context, body, texts), stream=bool(body.stream))
@@ -106,7 +106,7 @@ class Service:
             [prompt],
             sampling,
             f"chatcmpl-{uuid.uuid4().hex}",
-            terms_of(body, tenant),
+            options_of(body, tenant),
         )
         context = ReplyContext(generation, body, llm.tokenizer, self.model_name, int(time.time()))
         return GenerationResponse(llm, generation, ChatWriter(context, body), stream=bool(body.stream))

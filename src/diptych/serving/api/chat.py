@@ -23,7 +23,7 @@ class ChatWriter:
         self._wants_prompt_logprobs = body.prompt_logprobs is not None
         self._prefix = context.event_prefix("chat.completion.chunk")
         self._plain = context.plain_event("chat.completion.chunk", _PLAIN_CHOICE)
-        self._started = [False] * len(context.generation.sequences)
+        self._started = [False] * len(context.generation.streams)
 
     def events(self, deltas: Iterable[Delta]) -> bytes:
         """One event per sequence that has something new; the first of each is preceded by its role."""
@@ -49,7 +49,7 @@ class ChatWriter:
 
     def body(self, deltas: Iterable[Delta]) -> bytes:
         """The whole reply."""
-        whole = gather(deltas, len(self._context.generation.sequences))
+        whole = gather(deltas, len(self._context.generation.streams))
         reply = {
             **self._context.head("chat.completion"),
             "choices": [
@@ -62,7 +62,7 @@ class ChatWriter:
             "usage": self._context.usage(),
         }
         if self._wants_prompt_logprobs:
-            first = self._context.generation.sequences[0]
+            first = self._context.generation.streams[0]
             reply["prompt_logprobs"] = prompt_logprobs(first.prompt_logprobs, self._context.tokenizer)
         return encode_json(reply)
 
@@ -77,5 +77,5 @@ class ChatWriter:
         choice: dict[str, Any] = {"index": delta.index, "logprobs": logprobs, "finish_reason": delta.finish_reason}
         choice.update(self._context.token_ids(delta, is_first=is_first))
         if delta.finish_reason is not None:
-            choice["stop_reason"] = self._context.generation.sequences[delta.index].stop_reason
+            choice["stop_reason"] = self._context.generation.streams[delta.index].stop_reason
         return choice

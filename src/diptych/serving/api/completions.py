@@ -25,8 +25,8 @@ class CompletionWriter:
         self._is_plain = not any(extras)
         self._prefix = context.event_prefix("text_completion")
         self._plain = context.plain_event("text_completion", _PLAIN_CHOICE)
-        self._started = [False] * len(context.generation.sequences)
-        self._offsets = [0] * len(context.generation.sequences)
+        self._started = [False] * len(context.generation.streams)
+        self._offsets = [0] * len(context.generation.streams)
 
     def events(self, deltas: Iterable[Delta]) -> bytes:
         """One event per sequence that has something new."""
@@ -48,7 +48,7 @@ class CompletionWriter:
 
     def body(self, deltas: Iterable[Delta]) -> bytes:
         """The whole reply."""
-        whole = gather(deltas, len(self._context.generation.sequences))
+        whole = gather(deltas, len(self._context.generation.streams))
         return encode_json(
             {
                 **self._context.head("text_completion"),
@@ -59,15 +59,15 @@ class CompletionWriter:
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
         index, context = delta.index, self._context
-        sequence = context.generation.sequences[index]
+        stream = context.generation.streams[index]
         is_first, self._started[index] = not self._started[index], True
         text = delta.text
         entries: list[Any] = list(delta.logprobs)
         token_ids = list(delta.token_ids)
         if is_first and self._echo is not None:
             text = self._echo[index // context.n] + text
-            entries = [*(sequence.prompt_logprobs or [None] * len(sequence.prompt_token_ids)), *entries]
-            token_ids = [*sequence.prompt_token_ids, *token_ids]
+            entries = [*(stream.prompt_logprobs or [None] * len(stream.prompt_token_ids)), *entries]
+            token_ids = [*stream.prompt_token_ids, *token_ids]
         choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": delta.finish_reason}
         choice.update(context.token_ids(delta, is_first=is_first))
         if self._logprobs is not None:
@@ -75,7 +75,7 @@ class CompletionWriter:
             choice["logprobs"] = completion_logprobs(entries, token_ids, offset, self._logprobs, context.tokenizer)
             self._offsets[index] += sum(len(token) for token in choice["logprobs"]["tokens"])
         if delta.finish_reason is not None:
-            choice["stop_reason"] = sequence.stop_reason
+            choice["stop_reason"] = stream.stop_reason
         if is_first and self._wants_prompt_logprobs:
-            choice["prompt_logprobs"] = prompt_logprobs(sequence.prompt_logprobs, context.tokenizer)
+            choice["prompt_logprobs"] = prompt_logprobs(stream.prompt_logprobs, context.tokenizer)
         return choice

@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from diptych.control.errors import ContextLengthError, InvalidRequestError, NotFoundError
-from diptych.control.request import SamplingParams
+from diptych.control.request import RequestOptions, SamplingParams
 from diptych.control.slo import NS_PER_MS, Slo
-from diptych.serving.answers.output_streams import RequestOptions
 from diptych.serving.answers.tokenizer import flatten_content
 from diptych.serving.api.protocol import ChatBody, CompletionBody, GenerationBody, Message
 from diptych.serving.link.messages import Ready
@@ -80,18 +79,19 @@ def check_model(name: str | None, served: str) -> None:
         raise NotFoundError(f"model {name!r} is not served here; {served!r} is", param="model", code="model_not_found")
 
 
-def terms_of(body: GenerationBody, tenant: str = "") -> RequestOptions:
-    """What a request asks for besides its tokens: objectives, priority, class, deadline."""
+def options_of(body: GenerationBody, tenant: str = "") -> RequestOptions:
+    """What a request asks for besides its tokens: objectives, priority, class, deadline, labels."""
     slo = None
     if body.ttft_slo_ms is not None or body.tpot_slo_ms is not None:
         slo = Slo(_nanoseconds(body.ttft_slo_ms), _nanoseconds(body.tpot_slo_ms))
     return RequestOptions(
-        body.priority or 0,
-        slo,
-        body.cache_salt,
-        tenant,
-        body.service_class or "standard",
-        None if body.deadline_ms is None else body.deadline_ms / 1000,
+        priority=body.priority or 0,
+        slo=slo,
+        service_class=body.service_class or "standard",
+        tenant=tenant,
+        deadline_ns=_nanoseconds(body.deadline_ms),
+        cache_salt=body.cache_salt,
+        metadata=body.metadata or {},
     )
 
 

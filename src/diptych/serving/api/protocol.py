@@ -12,6 +12,10 @@ Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 TokenId = Annotated[int, Field(ge=0, le=2**32 - 1)]
 Milliseconds = Annotated[float, Field(gt=0, le=1e9)]
+Metadata = Annotated[
+    dict[Annotated[str, Field(min_length=1, max_length=64)], Annotated[str, Field(max_length=512)]],
+    Field(max_length=16),
+]
 Finite = ConfigDict(strict=True, allow_inf_nan=False, extra="allow")
 
 Element = TypeVar("Element")
@@ -78,6 +82,9 @@ class GenerationBody(BaseModel):
     )
     deadline_ms: Milliseconds | None = Field(
         None, description="Refuse the request when its first token cannot be there so long after its arrival."
+    )
+    metadata: Metadata | None = Field(
+        None, description="Labels of the request; they decide nothing and come back in the timeline and in recordings."
     )
     cache_salt: str | None = Field(None, description="Only requests with the same salt share cached prefixes.")
     return_token_ids: bool | None = Field(None, description="Choices carry token_ids, the first also the prompt's.")

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 
 from diptych.control.slo import NS_PER_MS
+from diptych.control.step import TokenLogprobs
 from diptych.serving.answers.answer_stream import Delta, Generation
 from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.api.protocol import GenerationBody
-from diptych.serving.link.messages import TokenLogprobs
 from diptych.serving.output_builder import request_metrics
 
 encode_json = msgspec.json.Encoder().encode
@@ -53,12 +53,12 @@ class ReplyContext:
         """The token ids of a choice, when they were asked for; the first chunk of a sequence has its prompt's too."""
         if not self.wants_token_ids:
             return {}
-        prompt = self.generation.sequences[delta.index].prompt_token_ids
+        prompt = self.generation.streams[delta.index].prompt_token_ids
         return {"token_ids": delta.token_ids, **({"prompt_token_ids": prompt} if is_first else {})}
 
     def usage(self, *, is_final: bool = True) -> dict[str, Any]:
         """Tokens so far, and with ``return_latency`` at the end the latency breakdown of the slowest answer."""
-        sequences = self.generation.sequences
+        sequences = self.generation.streams
         prompts = sequences[:: self.n]
         num_prompt = sum(len(sequence.prompt_token_ids) for sequence in prompts)
         num_output = sum(sequence.num_tokens for sequence in sequences)

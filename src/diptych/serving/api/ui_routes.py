@@ -183,7 +183,7 @@ def _state(llm: AsyncLLM, model_name: str, recent: Recent) -> UiState:
 
 def _worker(llm: AsyncLLM, number: int, role: str) -> WorkerView:
     fleet = llm.metrics.fleet
-    view, said = fleet.view(), fleet.workers.get(number, {})
+    view, stats = fleet.view(), fleet.stats_of(number)
     known = llm.timeline.workers.get(number)
     return WorkerView(
         worker=number,
@@ -191,14 +191,14 @@ def _worker(llm: AsyncLLM, number: int, role: str) -> WorkerView:
         state=known.state if known else "starting",
         is_up=bool(view.is_up[number]),
         restarts=view.num_restarts[number],
-        waiting=said.get("num_waiting", 0),
-        prefilling=said.get("num_prefilling", 0),
-        decoding=said.get("num_decoding", 0),
-        swapped=said.get("num_swapped", 0),
-        kv_usage=said.get("kv_usage", 0.0),
-        cache_hits=_share(said.get("prefix_hit_tokens", 0), said.get("prefix_queried_tokens", 0)),
-        preemptions=said.get("num_preemptions", 0),
-        step_time_error=said.get("step_time_error", 0.0),
+        waiting=stats.num_waiting,
+        prefilling=stats.num_prefilling,
+        decoding=stats.num_decoding,
+        swapped=stats.num_swapped,
+        kv_usage=stats.kv_usage,
+        cache_hits=_share(stats.prefix_hit_tokens, stats.prefix_queried_tokens),
+        preemptions=stats.num_preemptions,
+        step_time_error=stats.step_time_error,
     )
 
 

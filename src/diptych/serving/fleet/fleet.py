@@ -1,50 +1,63 @@
 """All workers of one front end and the ClusterCore that decides for them: the only place where the two meet.
 
-Owns the supervisors, the shared memory, and the translation of what workers say into cluster events; the commands go
-the other way in cluster_driver.py. Must never decide where a request runs, nor look at tokens: those go straight from a
-worker's record to the streams.
+What clients want and what workers report goes to the core as events, in order; its commands go out as messages, or to
+the streams. Nothing is decided here, and tokens are not looked at: they go from a worker's report to the streams.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 from diptych.control.cluster.cluster_core import ClusterCore
 from diptych.control.cluster.cluster_events import (
     Arrived,
     Cancelled,
     ClusterEvent,
-    Published,
     Reported,
-    Snapshot,
-    Submission,
-    TransferFailed,
+    RoleChanged,
+    Tick,
     WorkerDown,
     WorkerUp,
 )
-from diptych.control.engine.load_report import LoadReport
-from diptych.control.errors import DiptychError, WorkerError
-from diptych.control.events import Event, FirstToken, HandoffDelivered, HandoffReleased, RequestFinished
-from diptych.control.request import FinishReason
+from diptych.control.cluster.cluster_recording import RecordingClusterCore
+from diptych.control.commands import Command, End, Prefill, Reserve, Restarted, Serve, WorkerCommand
+from diptych.control.errors import ConfigError, DiptychError, WorkerError
+from diptych.control.events import Event, HandoffDelivered, RequestFinished, TransferFailed
+from diptych.control.request import FinishReason, Submission
+from diptych.control.router.topology import ROLES, Role, WorkerInfo
 from diptych.control.slo import NS_PER_S
-from diptych.serving.answers.answer_stream import AnswerStream
+from diptych.control.step import TokenLogprobs
+from diptych.serving.answers.answer_stream import AnswerStream, Generation
 from diptych.serving.answers.output_streams import OutputStreams
-from diptych.serving.fleet.cluster_driver import ClusterDriver, Stopped
 from diptych.serving.fleet.exit_status import Loss
 from diptych.serving.fleet.fleet_options import FleetOptions
-from diptych.serving.fleet.fleet_plan import FleetPlan, cluster_config, plan_fleet
+from diptych.serving.fleet.fleet_plan import FleetPlan, plan_fleet
 from diptych.serving.fleet.hang_watch import watch_pulses
-from diptych.serving.fleet.membership import Membership
-from diptych.serving.fleet.supervisor import WORKER_COMMAND, Supervisor, WorkerState
-from diptych.serving.link import messages as wire
+from diptych.serving.fleet.supervisor import LocalLauncher
+from diptych.serving.fleet.worker_port import Launcher, WorkerPort, WorkerState
 from diptych.serving.link.engine_options import EngineOptions
+from diptych.serving.link.messages import (
+    Failed,
+    Loading,
+    Order,
+    Orders,
+    Ready,
+    StepReport,
+    WorkerMessage,
+    pack_command,
+    unpack_events,
+)
+from diptych.serving.link.recorder import Recorder, record_cluster
 from diptych.serving.metrics.fleet_metrics import FleetView
 from diptych.serving.metrics.serving_metrics import ServingMetrics
 from diptych.timeline.ring import Timeline, Transfer
 
 logger = logging.getLogger(__name__)
+
+FirstTokens = Mapping[str, tuple[int, TokenLogprobs | None]]  # of attempts that a worker has taken over
 
 
 class Fleet:
@@ -57,54 +70,51 @@ class Fleet:
         self,
         options: EngineOptions,
         fleet: FleetOptions | None = None,
-        command: Sequence[str] = WORKER_COMMAND,
+        launcher: Launcher | None = None,
         metrics: ServingMetrics | None = None,
     ) -> None:
         self.options = options
         self.fleet = fleet or FleetOptions()
         self.metrics = metrics or ServingMetrics()
         self.metrics.fleet.view = self._view
-        self.streams = OutputStreams(self.metrics, len(self.fleet.roles))
-        self.streams.cancel = self.cancel
-        self.supervisors: list[Supervisor] = []
-        self.ready: asyncio.Future[wire.Ready] | None = None  # of all first starts
-        self.joint_ready: wire.Ready | None = None  # the fleet as one worker, once all were ready
-        self.loading = wire.Loading("starting")
+        self.streams = OutputStreams(self.metrics)
+        self.workers: list[WorkerPort] = []
+        self.ready: asyncio.Future[Ready] | None = None  # of all first starts
+        self.joint_ready: Ready | None = None  # the fleet as one worker, once all were ready
+        self.loading = Loading("starting")
         self.timeline = Timeline()
-        self._command = tuple(command)
+        self.core = ClusterCore()
+        self._launcher = launcher or LocalLauncher()
         self._plan: FleetPlan | None = None
-        self._members = Membership(self.fleet.roles, shares_pool=False)
-        self._driver: ClusterDriver | None = None  # from when every worker was ready once
-        self._loads: dict[int, LoadReport] = {}  # what each living worker reported last
+        self._known: dict[int, Ready] = {}  # what each worker last said of itself
+        self._happened: deque[ClusterEvent] = deque()
+        self._is_busy = False
+        self._orders: dict[int, list[Order]] = {}  # not sent yet
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_ns: int | None = None
+        self._alarm = ""
+        self._recorder: Recorder | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._hearers: dict[type, Callable[[int, Any], None]] = {
-            wire.Tokens: self._on_tokens,
-            wire.Stats: self._on_stats,
-            wire.Happened: self._on_happened,
-            wire.Delivered: self._on_delivered,
-            wire.TransferLost: self._on_transfer_lost,
-            wire.Blocks: self._on_blocks,
-            wire.PeerForgotten: self._on_peer_forgotten,
-            wire.Ready: self._on_ready,
-            wire.Loading: self._on_loading,
-            wire.Failed: lambda worker, message: None,  # its supervisor reports it
-        }
 
-    # -- life -------------------------------------------------------------------------------------------------------
+    # -- life ---------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Start all workers; returns at once. ``ready`` tells how the first starts went."""
-        loop = asyncio.get_running_loop()
         plan = self._plan = plan_fleet(self.options, self.fleet)
-        self._members = Membership(self.fleet.roles, shares_pool=plan.memory is not None)
-        self.ready = loop.create_future()
+        if self.options.record is not None and len(plan.options) > 1:
+            path = Path(self.options.record)
+            self._recorder = record_cluster(path.with_name(f"{path.stem}-cluster{path.suffix}"), plan.cluster)
+            self.core = RecordingClusterCore(plan.cluster, self._recorder.write)
+        else:
+            self.core = ClusterCore(plan.cluster)
+        self.ready = asyncio.get_running_loop().create_future()
         self.ready.add_done_callback(lambda future: future.cancelled() or future.exception())
         for number, options in enumerate(plan.options):
-            one = Supervisor(number, options, self._command, pass_fds=plan.pass_fds)
-            self.supervisors.append(one)
-            one.start(self)
-            self._tell(number, WorkerState.STARTING)
-        watch = watch_pulses(self.supervisors, self.fleet.heartbeat_timeout_s)
+            worker = self._launcher.launch(number, options, plan.pass_fds)
+            self.workers.append(worker)
+            worker.start(self)
+            self._note_state(number, WorkerState.STARTING)
+        watch = watch_pulses(self.workers, self.fleet.heartbeat_timeout_s)
         self._tasks = [asyncio.create_task(self._first_starts(), name="first starts"), asyncio.create_task(watch)]
 
     async def stop(self) -> None:
@@ -112,14 +122,16 @@ class Fleet:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._driver is not None:
-            self._driver.close()
-        await asyncio.gather(*(one.stop() for one in self.supervisors))
-        for one in self.supervisors:
-            self._tell(one.number, WorkerState.STOPPED)
+        if self._timer is not None:
+            self._timer.cancel()
+        await asyncio.gather(*(worker.stop() for worker in self.workers))
+        for worker in self.workers:
+            self._note_state(worker.number, WorkerState.STOPPED)
         self.timeline.close()
         if self.ready is not None and not self.ready.done():
             self.ready.set_exception(WorkerError("stopped before the workers were ready"))
+        if self._recorder is not None:
+            self._recorder.close()
         if self._plan is not None:
             self._plan.close()
             self._plan = None
@@ -127,174 +139,251 @@ class Fleet:
     async def _first_starts(self) -> None:
         """All workers are ready, or one of them refused to start: then the fleet does."""
         assert self.ready is not None
-        futures = [one.ready for one in self.supervisors if one.ready is not None]
         try:
-            await asyncio.gather(*futures)
+            await asyncio.gather(*(worker.ready for worker in self.workers if worker.ready is not None))
+            self.joint_ready = joint_ready(self.fleet.roles, self._known)
+            self.ready.set_result(self.joint_ready)
         except DiptychError as error:
             self.ready.set_exception(error)
 
     @property
     def is_starting(self) -> bool:
         """Whether some worker has never been ready."""
-        return self._driver is None
+        return self.joint_ready is None
 
     @property
     def is_routable(self) -> bool:
-        """Whether a request sent now would find workers."""
-        return self._driver is not None and self._members.is_routable
+        """Whether a request sent now would find workers: any of them can serve one whole when its peers are gone."""
+        return self.joint_ready is not None and bool(self.core.members.up)
 
     @property
     def num_restarts(self) -> int:
         """How many times workers were started again."""
-        return sum(one.num_restarts for one in self.supervisors)
+        return sum(worker.num_restarts for worker in self.workers)
 
-    # -- requests ---------------------------------------------------------------------------------------------------
+    # -- requests -----------------------------------------------------------------------------------------------------
 
     def submit(self, submissions: Iterable[Submission]) -> None:
-        """Requests whose sequences the streams know."""
-        self._tell_cluster(*(Arrived(one) for one in submissions))
+        """Requests whose answers the streams know."""
+        self._tell(*(Arrived(submission) for submission in submissions))
 
-    def cancel(self, sequences: Iterable[AnswerStream], reason: FinishReason) -> None:
-        """End these wherever they are. reason stop: the front end found a stop string, and awaits the worker's word."""
-        if reason is FinishReason.STOP:
-            self._tell_cluster(*(Stopped(one.request_id, one.attempt_id) for one in sequences))
-        else:
-            self._tell_cluster(*(Cancelled(one.request_id) for one in sequences))
+    def abort(self, generation: Generation) -> None:
+        """Its client wants no more of it, wherever it is."""
+        self._cancel(self.streams.abandon(generation), FinishReason.ABORT)
 
-    def _tell_cluster(self, *happened: ClusterEvent | Stopped) -> None:
-        if self._driver is not None:  # before all were ready once, workers only have news of themselves
-            self._driver.tell(*happened)
+    def change_role(self, worker: int, role: Role) -> None:
+        """From now on this worker is meant for other work; what runs there goes on."""
+        self._tell(RoleChanged(worker, role))
+        known = self.timeline.workers[worker]
+        self.timeline.on_worker(worker, known.state, time.monotonic_ns(), role=role, detail=known.detail)
 
-    # -- what workers say -------------------------------------------------------------------------------------------
+    def _cancel(self, streams: Iterable[AnswerStream], reason: FinishReason) -> None:
+        self._tell(*(Cancelled(stream.request_id, stream.num_tokens, reason) for stream in streams))
 
-    def on_message(self, worker: int, message: wire.WorkerMessage) -> None:
+    # -- what workers say (see WorkerListener) ------------------------------------------------------------------------
+
+    def on_message(self, worker: int, message: WorkerMessage) -> None:
         """A worker said something."""
-        self._hearers[type(message)](worker, message)
-        self.streams.deliver()
+        match message:
+            case StepReport():
+                self._on_report(worker, message)
+            case Ready():
+                self._on_ready(worker, message)
+            case Loading():
+                self._on_loading(worker, message)
+            case Failed():  # its port reports how the start went
+                pass
 
     def on_lost(self, worker: int, loss: Loss) -> None:
-        """A worker's process has ended for certain."""
-        self._tell(worker, WorkerState.LOST, loss.error.message)
+        """A worker has ended for certain."""
+        self._note_state(worker, WorkerState.LOST, loss.error.message)
         self.metrics.fleet.on_worker_lost(worker)
-        was_up = self._members.is_up[worker]
-        peers = self._members.on_lost(worker)
-        self.streams.on_worker_lost(worker)
-        self._loads.pop(worker, None)
-        if was_up:
-            self._tell_cluster(WorkerDown(worker, self.streams.progress(), loss.crashed))
-        for peer in peers:
-            self._send(peer, wire.ForgetPeer(worker))
-        self._admit()
+        self._tell(WorkerDown(worker, self.streams.progress(), loss.crashed))
+        self.streams.deliver()
 
-    def _on_tokens(self, worker: int, message: wire.Tokens) -> None:
-        begun = self.streams.on_tokens(worker, message)
-        if not (begun or message.finished):
-            return
-        now = time.monotonic_ns()
-        news: list[Event] = [FirstToken(now, attempt_id) for attempt_id in begun]
-        for end in message.finished:
-            self.streams.on_finished(end)
-            news.append(_event(end, now))
-        if self._driver is not None:
-            self._driver.last_words = {end.request_id: end for end in message.finished}
-            self._driver.tell(Reported(worker, news))
-
-    def _on_stats(self, worker: int, message: wire.Stats) -> None:
-        events = wire.unpack_events(message.events)
-        self.metrics.on_stats(worker, message)
-        self.timeline.on_events(worker, events)
-        if message.load is not None:
-            self._loads[worker] = message.load
-        # Of what matters only this has not come before, by itself: the first token of a later attempt on one worker.
-        begun = tuple(event for event in events if isinstance(event, FirstToken))
-        self._tell_cluster(Reported(worker, begun, message.load))
-
-    def _on_happened(self, worker: int, message: wire.Happened) -> None:
-        events = wire.unpack_events(message.events)
+    def _on_report(self, worker: int, report: StepReport) -> None:
+        """First the tokens, then what became of their requests; the readers wake last."""
+        events = unpack_events(report.events)
+        streams, stopped = self.streams, []
         for event in events:
-            if isinstance(event, HandoffReleased):
-                self.streams.on_gone(event.request_id)
-        self._tell_cluster(Reported(worker, events))
+            if isinstance(event, TransferFailed):
+                logger.info("worker %d: the KV of %s cannot be moved: %s", worker, event.request_id, event.message)
+        streams.on_events(worker, events)
+        if report.first_tokens:
+            stopped += self._take_over(worker, events, report.first_tokens)
+        if report.tokens is not None:
+            stopped += streams.on_tokens(worker, report.tokens, _stopped_by_token(events))
+        self.timeline.on_events(worker, events)
+        if report.stats is not None:
+            self.metrics.on_stats(worker, report.stats)
+        read = self.core.reads
+        news = [event for event in events if type(event) in read]
+        if news or report.load is not None:
+            self._tell(Reported(worker, news, report.load))
+            self._check_alarm()
+        if stopped:
+            self._stop(stopped)
+        streams.deliver()
 
-    def _on_delivered(self, worker: int, message: wire.Delivered) -> None:
-        self.metrics.on_delivered(message)
-        takeover = self.streams.on_delivered(worker, message)
-        if takeover is not None:
-            start_ns, end_ns = message.time_ns - message.transfer_ns, message.time_ns
-            exposed_ns = int(takeover.exposed_s * NS_PER_S)
-            travelled = Transfer(
-                message.attempt_id, takeover.sender, worker, message.num_bytes, start_ns, end_ns, exposed_ns
-            )
-            self.timeline.on_transfer(travelled)
-        self._tell_cluster(Reported(worker, (HandoffDelivered(message.time_ns, message.attempt_id),)))
+    def _take_over(self, worker: int, events: Sequence[Event], first_tokens: FirstTokens) -> list[AnswerStream]:
+        """A decode worker goes on with these. Returns those that have all that they were asked for."""
+        stopped = []
+        for event in events:
+            if not isinstance(event, HandoffDelivered):
+                continue
+            self.metrics.on_transfer(event.num_bytes, event.transfer_ns)
+            takeover = self.streams.on_delivered(worker, event.request_id, *first_tokens[event.request_id])
+            if takeover is not None:
+                stopped += takeover.stopped
+                start_ns, exposed_ns = event.time_ns - event.transfer_ns, int(takeover.exposed_s * NS_PER_S)
+                self.timeline.on_transfer(
+                    Transfer(
+                        event.request_id, takeover.sender, worker, event.num_bytes, start_ns, event.time_ns, exposed_ns
+                    )
+                )
+        return stopped
 
-    def _on_transfer_lost(self, worker: int, message: wire.TransferLost) -> None:
-        logger.info("worker %d: the KV of %s cannot be moved: %s", worker, message.attempt_id, message.message)
-        self._tell_cluster(TransferFailed(worker, message.attempt_id, message.is_sender, message.message))
+    def _stop(self, streams: Iterable[AnswerStream]) -> None:
+        """These have all that they were asked for, or cannot go on; some have ended by themselves just now."""
+        still_open = [stream for stream in streams if stream.request_id in self.streams]
+        self._cancel((stream for stream in still_open if not stream.generation.has_failed), FinishReason.STOP)
+        for stream in still_open:
+            if stream.generation.has_failed:
+                self.abort(stream.generation)
 
-    def _on_blocks(self, worker: int, message: wire.Blocks) -> None:
-        if message.is_snapshot:
-            self._tell_cluster(Snapshot(worker, message.sequence, tuple(message.stored)))
-        else:
-            self._tell_cluster(Published(worker, message.sequence, tuple(message.stored), tuple(message.evicted)))
+    def _on_ready(self, worker: int, ready: Ready) -> None:
+        self._known[worker] = ready
+        self._note_state(worker, WorkerState.READY, ready.description)
+        domain = 0 if self._plan is not None and self._plan.memory is not None else None
+        info = WorkerInfo(worker, self._role(worker), ready.num_blocks, ready.block_size, memory_domain=domain)
+        self._tell(WorkerUp(info))
 
-    def _on_peer_forgotten(self, worker: int, message: wire.PeerForgotten) -> None:
-        self._members.on_forgotten(worker, message.worker)
-        self._admit()
-
-    def _on_loading(self, worker: int, message: wire.Loading) -> None:
-        if self.supervisors[worker].num_restarts and self.timeline.workers[worker].state != WorkerState.STARTING:
-            self._tell(worker, WorkerState.STARTING)
-        if len(self.supervisors) > 1:
-            message = wire.Loading(f"worker {worker}: {message.stage}", message.fraction)
+    def _on_loading(self, worker: int, message: Loading) -> None:
+        if self.workers[worker].num_restarts and self.timeline.workers[worker].state != WorkerState.STARTING:
+            self._note_state(worker, WorkerState.STARTING)
+        if len(self.workers) > 1:
+            message = Loading(f"worker {worker}: {message.stage}", message.fraction)
         self.loading = message
 
-    def _on_ready(self, worker: int, message: wire.Ready) -> None:
-        self._members.on_ready(worker, message)
-        self._tell(worker, WorkerState.READY, message.description)
-        self._admit()
+    def _role(self, worker: int) -> Role:
+        info = self.core.members.infos.get(worker)
+        return info.role if info else self.fleet.roles[worker]
 
-    def _admit(self) -> None:
-        """Tell the cluster of the workers that may come (back)."""
-        if self._driver is None:
-            if not self._members.is_complete or self._plan is None:
-                return
-            core = ClusterCore(self._members.infos(), cluster_config(self.fleet, self._plan))
-            self._driver = ClusterDriver(core, self.streams, self._members, self._send)
-        self.joint_ready = self._members.joint_ready()
-        for worker in self._members.take_newcomers():
-            self._tell_cluster(WorkerUp(worker), Reported(worker, (), self._loads.get(worker)))
-        if self.ready is not None and not self.ready.done():
-            self.ready.set_result(self.joint_ready)
+    # -- the core: events in, commands out ----------------------------------------------------------------------------
 
-    def _send(self, worker: int, message: wire.FrontendMessage) -> None:
-        self.supervisors[worker].send(message)
+    def _tell(self, *happened: ClusterEvent) -> None:
+        """These happened, in this order; what happens while they are dealt with waits for its turn."""
+        self._happened.extend(happened)
+        if self._is_busy:
+            return
+        self._is_busy = True
+        try:
+            while self._happened:
+                for command in self.core.on_event(self._happened.popleft(), time.monotonic_ns()):
+                    self._carry_out(command)
+        finally:
+            self._is_busy = False
+            self._send_orders()
+            self._set_timer()
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case Serve() | Reserve() | Prefill():
+                self._begin_attempt(command)
+            case Restarted():
+                self.streams.on_restarted(command.request_id, command.attempt_id)
+            case End():
+                failed = self.streams.on_end(command.request_id, command.finished, command.error)
+                if failed is not None:
+                    self.abort(failed)
+            case _:
+                self._order(command)
+
+    def _begin_attempt(self, command: Serve | Reserve | Prefill) -> None:
+        tokens = self.streams.attempt_tokens(command.request_id)
+        if tokens is None:  # its client has left; the Cancelled waits for its turn
+            return
+        if not isinstance(command, Reserve):
+            self.streams.on_placed(command.request_id, command.attempt_id, command.worker)
+        address = self._known[command.target].address if isinstance(command, Prefill) else ""
+        self._orders.setdefault(command.worker, []).append(Order(pack_command(command), tokens, address))
+
+    def _order(self, command: WorkerCommand) -> None:
+        self._orders.setdefault(command.worker, []).append(Order(pack_command(command)))
+
+    def _send_orders(self) -> None:
+        orders, self._orders = self._orders, {}
+        for worker, batch in orders.items():
+            self.workers[worker].send(Orders(batch))
+
+    def _set_timer(self) -> None:
+        due_ns = self.core.next_time()
+        if due_ns == self._timer_ns:
+            return
+        self._timer_ns = due_ns
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if due_ns is not None:
+            delay_s = max(0.0, (due_ns - time.monotonic_ns()) / NS_PER_S)
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = self._timer_ns = None
+        self._tell(Tick())
+        self.streams.deliver()
+
+    # -- for people ---------------------------------------------------------------------------------------------------
+
+    def _check_alarm(self) -> None:
+        """Say in the log when the router's picture of the caches goes wrong, and when it is right again."""
+        alarm = self.core.router.alarm
+        if bool(alarm) != bool(self._alarm):
+            if alarm:
+                logger.warning("the router's picture of the prefix caches is wrong: %s", alarm)
+            else:
+                logger.warning("the router's picture of the prefix caches is right again")
+        self._alarm = alarm
 
     def _view(self) -> FleetView:
-        core = self._driver.core if self._driver else None
+        numbers = range(len(self.fleet.roles))
         return FleetView(
-            self.fleet.roles,
-            self._members.is_up,
-            [one.num_restarts for one in self.supervisors] or [0] * len(self.fleet.roles),
-            core.counts if core else {},
-            len(core.admission) if core else 0,
+            [self._role(number) for number in numbers],
+            [number in self.core.members.up for number in numbers],
+            [worker.num_restarts for worker in self.workers] or [0] * len(numbers),
+            self.core.counts,
+            len(self.core.admission),
+            self.core.router.alarm,
         )
 
-    def _tell(self, worker: int, state: WorkerState, detail: str = "") -> None:
-        self.timeline.on_worker(worker, state, time.monotonic_ns(), role=self.fleet.roles[worker], detail=detail)
+    def _note_state(self, worker: int, state: WorkerState, detail: str = "") -> None:
+        self.timeline.on_worker(worker, state, time.monotonic_ns(), role=self._role(worker), detail=detail)
 
 
-def _event(end: wire.Finished, now: int) -> RequestFinished:
-    """A worker's last word on an attempt, as the control code knows it."""
-    message = end.error.message if end.error else ""
-    return RequestFinished(
-        now,
-        end.request_id,
-        end.reason,
-        end.num_prompt_tokens,
-        end.num_cached_tokens,
-        end.num_preemptions,
-        end.latency,
-        end.slo_met,
-        message,
+def _stopped_by_token(events: Iterable[Event]) -> frozenset[str]:
+    """Attempts whose newest token is a stop token."""
+    return frozenset(
+        event.request_id for event in events if isinstance(event, RequestFinished) and event.reason is FinishReason.STOP
+    )
+
+
+def joint_ready(roles: Sequence[Role], known: Mapping[int, Ready]) -> Ready:
+    """A fleet as one worker: what all can do, and what the largest decode worker can hold. Raises ConfigError when
+    their blocks differ in a way for which there is no plan."""
+    workers = [known[number] for number in range(len(roles))]
+    if len({ready.block_size for ready in workers}) > 1:
+        raise ConfigError("the workers' block sizes differ", param="block_size")
+    decoders = [ready for role, ready in zip(roles, workers, strict=True) if role != "prefill"]
+    prefillers = [ready for role, ready in zip(roles, workers, strict=True) if role != "decode"]
+    first, description = workers[0], " + ".join(f"{roles.count(role)} {role}" for role in ROLES if role in roles)
+    return Ready(
+        min(ready.vocab_size for ready in workers),
+        min(ready.max_model_len for ready in workers),
+        max(ready.kv_capacity_tokens for ready in decoders),
+        sum(ready.max_waiting for ready in prefillers),
+        sum(ready.max_num_seqs for ready in decoders),
+        first.eos_token_ids,
+        first.description if len(workers) == 1 else f"{description}; each: {first.description}",
+        num_blocks=sum(ready.num_blocks for ready in workers),
+        block_size=first.block_size,
     )

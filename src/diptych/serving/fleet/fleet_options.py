@@ -3,22 +3,19 @@
 Owns the refusal of settings that contradict each other or have no effect. Must never start anything.
 """
 
-import importlib.util
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, field
+from typing import get_args
 
+from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.errors import ConfigError
 from diptych.control.router.topology import Role
+from diptych.runtime.transfer import CONNECTORS
+from diptych.runtime.transfer.connector import CodecName
 from diptych.serving.link.engine_options import parse_cores
 
 logger = logging.getLogger(__name__)
-
-TransferName = Literal["auto", "shared_memory", "tcp", "nixl"]
-CodecName = Literal["auto", "none", "int8", "int4"]
-DisaggregateName = Literal["auto", "always", "never"]
-OnFailureName = Literal["retry", "local", "fail"]
 
 MAX_WORKERS = 1024
 
@@ -27,50 +24,37 @@ MAX_WORKERS = 1024
 class FleetOptions:
     """The workers of one front end.
 
-    both None: one when there is no other worker, else none. transfer: how KV goes from worker to worker (auto: one pool
-    of memory on CPUs, TCP otherwise). kv_codec: what it is packed with on a wire (int8 and int4 round, and auto may
-    choose them: answers can differ in places). disaggregate: whether two workers share a request. on_failure: what
-    becomes of a request whose worker dies: tried again, tried again on one worker alone, or failed.
-    heartbeat_timeout_s: silence after which a worker is killed and started again. cores_per_worker: a number, or lists
-    such as 0-3/4-7 in the order prefill, decode, both (None: the machine's cores are divided).
-    max_untouched_per_worker: requests without a first token per worker, beyond which others wait in the front end,
-    where service classes, API keys and deadlines count (0: none wait there).
+    both None: one when there is no other worker, else none. transfer: how KV goes from worker to worker, a name of
+    CONNECTORS (auto: the first that serves the device). kv_codec: what it is packed with on a wire (int8 and int4
+    round, and auto may choose them: answers can differ in places). heartbeat_timeout_s: silence after which a worker is
+    killed and started again. cores_per_worker: a number, or lists such as 0-3/4-7 in the order prefill, decode, both
+    (None: the machine's cores are divided). cluster: how requests are routed, let in and tried again.
     """
 
     prefill: int = 0
     decode: int = 0
     both: int | None = None
-    transfer: TransferName = "auto"
+    transfer: str = "auto"
     kv_codec: CodecName = "none"
-    disaggregate: DisaggregateName = "auto"
-    on_failure: OnFailureName = "retry"
     heartbeat_timeout_s: float = 10.0
     cores_per_worker: str | None = None
-    max_untouched_per_worker: int = 64
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     def __post_init__(self) -> None:
         for name in ("prefill", "decode", "both"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= MAX_WORKERS:
                 raise ConfigError(f"{name} is {value}; it must be in [0, {MAX_WORKERS}]", param=name)
-        for name, kind in (
-            ("transfer", TransferName),
-            ("kv_codec", CodecName),
-            ("disaggregate", DisaggregateName),
-            ("on_failure", OnFailureName),
+        for name, known in (
+            ("transfer", ("auto", *CONNECTORS)),
+            ("kv_codec", get_args(CodecName)),
         ):
-            if getattr(self, name) not in get_args(kind):
-                known = ", ".join(get_args(kind))
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; one of {known}", param=name)
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; one of {', '.join(known)}", param=name)
         if not self.heartbeat_timeout_s >= 0.5:
             raise ConfigError(
                 f"heartbeat_timeout_s is {self.heartbeat_timeout_s}; it must be at least 0.5",
                 param="heartbeat_timeout_s",
-            )
-        if self.max_untouched_per_worker < 0:
-            raise ConfigError(
-                f"max_untouched_per_worker is {self.max_untouched_per_worker}; it must be at least 0",
-                param="max_untouched_per_worker",
             )
         self._check_roles()
         self._check_effects()
@@ -94,23 +78,32 @@ class FleetOptions:
 
     def _check_effects(self) -> None:
         """What the fleet's size makes useless is refused, so that nobody believes in it."""
+        disaggregate = self.cluster.routing.disaggregate
         if len(self.roles) == 1:
             for name, default in (("transfer", "auto"), ("kv_codec", "none")):
                 if getattr(self, name) != default:
                     raise ConfigError(f"{name} has no effect with one worker", param=name)
-            if self.disaggregate == "always":
+            if disaggregate == "always":
                 raise ConfigError("disaggregate is always and there is only one worker", param="disaggregate")
-        if "both" not in self.roles and self.disaggregate == "never" and self.prefill:
+        if "both" not in self.roles and disaggregate == "never" and self.prefill:
             logger.warning("disaggregate is never: prefill workers only help when no decode worker is up")
-        if self.transfer == "shared_memory" and self.kv_codec not in ("auto", "none"):
-            raise ConfigError(
-                f"kv_codec is {self.kv_codec} and has no effect with shared memory, where nothing is packed",
-                param="kv_codec",
-            )
-        if self.transfer == "nixl" and importlib.util.find_spec("nixl_cu13") is None:
-            raise ConfigError(
-                "transfer is nixl, which is not installed (pip install 'diptych[nixl]')", param="transfer"
-            )
+        if self.transfer != "auto":
+            check_codec(self.transfer, self.kv_codec)
+            kind = CONNECTORS[self.transfer]
+            if not kind.is_installed:
+                raise ConfigError(
+                    f"transfer is {self.transfer}, which is not installed ({kind.cure})", param="transfer"
+                )
+
+
+def check_codec(transfer: str, kv_codec: CodecName) -> None:
+    """Raises ConfigError for a codec that would have no effect with this connector."""
+    if kv_codec not in ("auto", "none") and not CONNECTORS[transfer].packs:
+        packing = ", ".join(name for name, kind in CONNECTORS.items() if kind.packs)
+        raise ConfigError(
+            f"kv_codec is {kv_codec} and has no effect with transfer {transfer}, which packs nothing ({packing} does)",
+            param="kv_codec",
+        )
 
 
 def divide_cores(available: Sequence[int], num_workers: int, wish: str | None) -> tuple[str | None, ...]:

@@ -6,7 +6,7 @@ where there is some; must never start a process.
 
 import os
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -14,26 +14,25 @@ import msgspec
 from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.config import prefill_scheduler
 from diptych.control.errors import ConfigError
-from diptych.control.router.routing import PlacementConfig
 from diptych.control.router.topology import LinkCosts
 from diptych.runtime.kv_geometry import KVGeometry, read_kv_geometry
 from diptych.runtime.model_config import read_model_config
-from diptych.serving.fleet.fleet_options import FleetOptions, divide_cores
+from diptych.runtime.transfer import CONNECTORS
+from diptych.serving.fleet.fleet_options import FleetOptions, check_codec, divide_cores
 from diptych.serving.fleet.shared_memory import SharedMemory, create_shared_memory, default_num_blocks
-from diptych.serving.link.engine_options import EngineOptions, PoolShare, TransferName, WorkerPlace, parse_cores
+from diptych.serving.link.engine_options import EngineOptions, PoolShare, WorkerPlace, parse_cores
 
 SECRET_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """One entry of ``options`` per worker. memory: None when each has its own. kv_bytes_per_token: what a handoff
-    carries (0: there are none). The owner of the plan closes it."""
+    """One entry of ``options`` per worker. memory: None when each has its own. cluster: how the front end decides. The
+    owner of the plan closes it."""
 
     options: tuple[EngineOptions, ...]
-    transfer: TransferName
+    cluster: ClusterConfig
     memory: SharedMemory | None = None
-    kv_bytes_per_token: int = 0
 
     @property
     def pass_fds(self) -> tuple[int, ...]:
@@ -51,11 +50,13 @@ def plan_fleet(options: EngineOptions, fleet: FleetOptions) -> FleetPlan:
     roles = fleet.roles
     available = parse_cores(options.device.cores) if options.device.cores else sorted(os.sched_getaffinity(0))
     cores = divide_cores(available, len(roles), fleet.cores_per_worker)
+    cluster = replace(fleet.cluster, slo=options.slo)
     if len(roles) == 1:
-        return FleetPlan((_on_cores(options, cores[0]),), "shared_memory")
+        return FleetPlan((_on_cores(options, cores[0]),), cluster)
     transfer = _transfer(options, fleet)
+    kind = CONNECTORS[transfer]
     geometry = read_kv_geometry(options.model, options.device.dtype, options.memory.block_size)
-    memory = _shared_memory(options, geometry, len(roles)) if transfer == "shared_memory" else None
+    memory = _shared_memory(options, geometry, len(roles)) if kind.shares_pool else None
     secret = secrets.token_bytes(SECRET_BYTES)
     told = []
     for number, role in enumerate(roles):
@@ -65,34 +66,31 @@ def plan_fleet(options: EngineOptions, fleet: FleetOptions) -> FleetPlan:
             pool=_share(memory, number),
             weights_fd=memory.weights_fd if memory else None,
             transfer=transfer,
-            codec="none" if memory else fleet.kv_codec,
+            codec=fleet.kv_codec if kind.packs else "none",
             secret=secret,
         )
         record = None if options.record is None else _numbered(Path(options.record), number)
         scheduler = prefill_scheduler(options.scheduler, options.slo) if role == "prefill" else options.scheduler
         own = _on_cores(options, cores[number])
         told.append(msgspec.structs.replace(own, place=place, record=record, scheduler=scheduler))
-    return FleetPlan(tuple(told), transfer, memory, geometry.block_bytes // geometry.block_size)
+    links = LinkCosts(bytes_per_token=geometry.block_bytes // geometry.block_size)
+    cluster = replace(cluster, routing=replace(cluster.routing, links=links))
+    return FleetPlan(tuple(told), cluster, memory)
 
 
-def _transfer(options: EngineOptions, fleet: FleetOptions) -> TransferName:
-    """CPU workers of one host share a pool; whoever may have a GPU sends."""
-    if fleet.transfer != "auto":
-        if fleet.transfer == "shared_memory" and options.device.device == "cuda":
-            raise ConfigError("transfer is shared_memory; GPUs share no memory (tcp, nixl)", param="transfer")
-        return fleet.transfer
-    device = options.device.device
-    if device == "auto":
-        device = "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
-    if device == "cuda":
-        return "tcp"
-    if fleet.kv_codec not in ("auto", "none"):
-        raise ConfigError(
-            f"kv_codec is {fleet.kv_codec} and has no effect with shared memory, where nothing is packed "
-            "(transfer tcp packs)",
-            param="kv_codec",
-        )
-    return "shared_memory"
+def _transfer(options: EngineOptions, fleet: FleetOptions) -> str:
+    """The connector that was asked for, or the first that serves the device. Raises ConfigError when it does not, and
+    for a codec that it does not have."""
+    device, name = options.device.device, fleet.transfer
+    if name == "auto":
+        may_be_gpu = device == "cuda" or (device == "auto" and Path("/dev/nvidiactl").exists())
+        serving = (name for name, kind in CONNECTORS.items() if kind.serves_cuda or not may_be_gpu)
+        name = next(name for name in serving if CONNECTORS[name].is_installed)
+    if device == "cuda" and not CONNECTORS[name].serves_cuda:
+        others = ", ".join(name for name, kind in CONNECTORS.items() if kind.serves_cuda)
+        raise ConfigError(f"transfer is {name}, which does not serve GPUs ({others} do)", param="transfer")
+    check_codec(name, fleet.kv_codec)
+    return name
 
 
 def _shared_memory(options: EngineOptions, geometry: KVGeometry, num_workers: int) -> SharedMemory:
@@ -123,12 +121,3 @@ def _on_cores(options: EngineOptions, cores: str | None) -> EngineOptions:
 
 def _numbered(path: Path, number: int) -> str:
     return str(path.with_name(f"{path.stem}-{number}{path.suffix}"))
-
-
-def cluster_config(fleet: FleetOptions, plan: FleetPlan) -> ClusterConfig:
-    """How the cluster decides for this fleet."""
-    links = LinkCosts(bytes_per_token=plan.kv_bytes_per_token)
-    placement = PlacementConfig(disaggregate=fleet.disaggregate, links=links)
-    return ClusterConfig(
-        placement=placement, on_failure=fleet.on_failure, max_untouched_per_worker=fleet.max_untouched_per_worker
-    )

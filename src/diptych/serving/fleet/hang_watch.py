@@ -9,8 +9,8 @@ import time
 from collections.abc import Sequence
 
 from diptych.control.slo import NS_PER_S
-from diptych.serving.fleet.supervisor import Supervisor, WorkerState
-from diptych.serving.link.heartbeat import FILE_NAME, Pulse, read_pulse
+from diptych.serving.fleet.worker_port import WorkerPort, WorkerState
+from diptych.serving.link.heartbeat import Pulse
 
 OVERDUE_FACTOR, OVERDUE_S = 10, 60.0
 LOADING_S = 60.0  # the least silence that counts in a worker that loads: imports and copies may not let it stamp
@@ -28,7 +28,7 @@ def verdict(pulse: Pulse, now: int, timeout_s: float) -> str:
     return ""
 
 
-async def watch_pulses(supervisors: Sequence[Supervisor], timeout_s: float) -> None:
+async def watch_pulses(ports: Sequence[WorkerPort], timeout_s: float) -> None:
     """Look at every worker a few times per timeout, for ever, and kill those that hang. After a pause of this process
     itself (it was stopped, too) the workers get one more round."""
     limits = {WorkerState.READY: timeout_s, WorkerState.STARTING: max(timeout_s, LOADING_S)}
@@ -39,12 +39,7 @@ async def watch_pulses(supervisors: Sequence[Supervisor], timeout_s: float) -> N
         was_late, last = time.monotonic() - last > 2 * pause_s, time.monotonic()
         if was_late:
             continue
-        for supervisor in supervisors:
-            if supervisor.state not in limits or supervisor.directory is None:
-                continue
-            try:
-                pulse = read_pulse(supervisor.directory / FILE_NAME)
-            except OSError:  # no descriptor is free: nothing is known of the worker in this round
-                continue
-            if pulse is not None and (why := verdict(pulse, time.monotonic_ns(), limits[supervisor.state])):
-                supervisor.kill(why)
+        for port in ports:
+            pulse = port.pulse() if port.state in limits else None
+            if pulse is not None and (why := verdict(pulse, time.monotonic_ns(), limits[port.state])):
+                port.kill(why)

@@ -13,9 +13,8 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from enum import StrEnum
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -23,50 +22,39 @@ from diptych.control.errors import DiptychError, WorkerError
 from diptych.serving.fleet.descriptor_reserve import DescriptorReserve
 from diptych.serving.fleet.exit_status import Loss, count_oom_kills, in_words, is_crash
 from diptych.serving.fleet.private_directory import locked_directory
+from diptych.serving.fleet.worker_port import WorkerListener, WorkerState
 from diptych.serving.link.channel import Channel, accept, listen
 from diptych.serving.link.engine_options import EngineOptions
+from diptych.serving.link.heartbeat import FILE_NAME, Pulse, read_pulse
 from diptych.serving.link.messages import (
     Failed,
     FrontendMessage,
     Ready,
     Shutdown,
-    WorkerMessage,
     decode_from_worker,
     encode,
-    unpack_error,
 )
 
 logger = logging.getLogger(__name__)
 
-WORKER_COMMAND = (sys.executable, "-m", "diptych.serving.worker")
 FIRST_PAUSE_S, LONGEST_PAUSE_S, HEALTHY_S = 0.5, 30.0, 60.0
 RESERVED_DESCRIPTORS = 6  # what a start needs at once: lock, socket, and two pipes or pairs of sockets to the process
 WORKER_DESCRIPTORS = 4 + RESERVED_DESCRIPTORS  # while it runs: lock, socket, standard input and channel
 
 
-class WorkerState(StrEnum):
-    """Where a worker is in its life."""
+@dataclass(frozen=True, slots=True)
+class LocalLauncher:
+    """Workers are processes of this host, started with ``command``."""
 
-    STARTING = "starting"
-    READY = "ready"
-    LOST = "lost"  # will be restarted
-    STOPPED = "stopped"
+    command: tuple[str, ...] = (sys.executable, "-m", "diptych.serving.worker")
 
-
-class Listener(Protocol):
-    """Who hears of a worker: the fleet."""
-
-    def on_message(self, worker: int, message: WorkerMessage) -> None:
-        """It said something."""
-        ...
-
-    def on_lost(self, worker: int, loss: Loss) -> None:
-        """Its process has ended for certain; all that it said before has been handed over."""
-        ...
+    def launch(self, number: int, options: EngineOptions, pass_fds: Sequence[int]) -> "Supervisor":
+        """See Launcher."""
+        return Supervisor(number, options, self.command, pass_fds=pass_fds)
 
 
 class Supervisor:
-    """Worker ``number`` for the life of the front end, one process after the other.
+    """A WorkerPort: worker ``number`` as a child process, one after the other.
 
     The command gets one argument: the private directory, with options.json and the socket "worker" in it. The worker
     ends when its standard input does, so that it never outlives this process. pass_fds: file descriptors that it
@@ -77,7 +65,7 @@ class Supervisor:
         self,
         number: int,
         options: EngineOptions,
-        command: Sequence[str] = WORKER_COMMAND,
+        command: Sequence[str],
         *,
         pass_fds: Sequence[int] = (),
     ) -> None:
@@ -89,7 +77,7 @@ class Supervisor:
         self._options = options
         self._command = tuple(command)
         self._pass_fds = tuple(pass_fds)
-        self._listener: Listener | None = None
+        self._listener: WorkerListener | None = None
         self._channel: Channel | None = None  # from when it has connected
         self._process: asyncio.subprocess.Process | None = None
         self._life: asyncio.Task[None] | None = None
@@ -98,7 +86,7 @@ class Supervisor:
         self._ready_at = 0.0
         self._reserve = DescriptorReserve(RESERVED_DESCRIPTORS)
 
-    def start(self, listener: Listener) -> None:
+    def start(self, listener: WorkerListener) -> None:
         """Start the worker and keep it alive; returns at once. ``ready`` tells how the first start went."""
         assert self._life is None, "started twice"
         self._listener = listener
@@ -120,6 +108,12 @@ class Supervisor:
             channel.send(encode(message))
             if channel.has_unsent:
                 asyncio.get_running_loop().add_writer(channel.fileno(), self._flush, channel)
+
+    def pulse(self) -> Pulse | None:
+        """The newest sign of life in the heartbeat file of the present process."""
+        with contextlib.suppress(OSError):  # no descriptor is free: nothing is known now
+            return read_pulse(self.directory / FILE_NAME) if self.directory is not None else None
+        return None
 
     def kill(self, because: str) -> None:
         """End a worker that does not answer (even when it is stopped); its loss is reported as any other."""
@@ -281,7 +275,7 @@ class Supervisor:
             self.state = WorkerState.READY
             self._ready_at = asyncio.get_running_loop().time()
         elif isinstance(message, Failed):
-            self._failure = unpack_error(message.error)
+            self._failure = message.error.exception()
         try:
             self._listener.on_message(self.number, message)
         except Exception:  # one bad record must not leave those behind it unread

@@ -12,12 +12,11 @@ import diptych
 from diptych.control.config import SchedulerConfig
 from diptych.control.errors import ConfigError
 from diptych.control.slo import Slo
+from diptych.runtime.transfer.connector import CodecName
 
 DTypeName = Literal["auto", "bfloat16", "float32"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 RoleName = Literal["prefill", "decode", "both"]
-TransferName = Literal["shared_memory", "tcp", "nixl"]
-CodecName = Literal["none", "int8", "int4", "auto"]
 
 BUNDLED_MODEL = Path(diptych.__file__).parent / "bundled" / "stdlib-python"
 
@@ -53,18 +52,16 @@ class PoolShare(msgspec.Struct, frozen=True, kw_only=True):
 class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
     """Where a worker stands among the workers of a front end, and how KV moves between them.
 
-    pool: with shared_memory (None: its own memory, and KV is copied). weights_fd: of a memfd with prepared weights.
-    listen: where others reach its connector; "": a unix socket in the private directory for shared_memory, a free port
-    of 127.0.0.1 for the others. secret: shared by all workers; it is never on a command line. publishes_blocks: say
-    what enters and leaves the prefix cache, for a router.
+    transfer: a name of CONNECTORS. pool: with a connector that shares one (None: its own memory, and KV is copied).
+    weights_fd: of a memfd with prepared weights. secret: shared by all workers; it is never on a command line.
+    publishes_blocks: say what enters and leaves the prefix cache, for a router.
     """
 
+    transfer: str
     number: int = 0
     role: RoleName = "both"
     pool: PoolShare | None = None
     weights_fd: int | None = None
-    transfer: TransferName = "shared_memory"
-    listen: str = ""
     codec: CodecName = "none"
     secret: bytes = b""
     publishes_blocks: bool = True

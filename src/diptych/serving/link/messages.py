@@ -1,131 +1,48 @@
 """The messages between a front end and its worker, as msgspec structs in msgpack (never pickle).
 
-Owns the vocabulary and its encoding. Must never touch sockets or decide anything. A step's tokens travel as one
-record; the control code's events travel as [class name, fields], so that both sides speak one vocabulary.
+The control code's own commands, events and load reports travel as they are, as [class name, fields]: both sides speak
+one vocabulary, and what control adds to it needs no line here. Token ids travel beside them, packed.
 """
 
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
-from diptych.control import errors, events
-from diptych.control.engine.load_report import LoadReport
-from diptych.control.request import FinishReason, SamplingParams
-from diptych.control.slo import LatencyBreakdown, Slo
+from diptych.control.commands import WorkerCommand
+from diptych.control.engine.reports import EngineStats, LoadReport
+from diptych.control.errors import ErrorRecord
+from diptych.control.events import EVENT_CLASSES, Event
+from diptych.control.request import DEFAULT_OPTIONS, RequestOptions, SamplingParams
+from diptych.control.step import StepTokens, TokenLogprobs
 
-# Events that the timeline wants but no token record carries.
-_EVENT_CLASSES: dict[str, type] = {
-    cls.__name__: cls
-    for cls in (
-        events.RequestQueued,
-        events.RequestAdmitted,
-        events.RequestPreempted,
-        events.RequestResumed,
-        events.HandoffReserved,
-        events.HandoffDelivered,
-        events.HandoffReleased,
-        events.HandoffExpired,
-        events.FirstToken,
-        events.RequestFinished,
-        events.StepFinished,
-    )
-}
-_ERROR_CLASSES: dict[str, type[errors.DiptychError]] = {
-    cls.__name__: cls
-    for cls in (
-        errors.InvalidRequestError,
-        errors.ContextLengthError,
-        errors.OverloadedError,
-        errors.UnavailableError,
-        errors.ConfigError,
-        errors.UnsupportedModelError,
-        errors.WorkerError,
-    )
-}
+_COMMAND_CLASSES: dict[str, type[WorkerCommand]] = {cls.__name__: cls for cls in get_args(WorkerCommand)}
 
 
-class WireRequest(msgspec.Struct, frozen=True, array_like=True):
-    """One attempt of a sequence to generate. ``prompt``, ``output``: token ids as packed little-endian uint32; the
-    output is what other workers have sampled already (sampling.max_tokens counts it)."""
+class AttemptTokens(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker must know of an attempt besides control's counts. prompt, output: token ids as packed little-endian
+    uint32; the output is what earlier attempts have sampled (sampling.max_tokens counts it)."""
 
-    request_id: str
     prompt: bytes
     sampling: SamplingParams
-    priority: int = 0
-    slo: Slo | None = None
-    cache_salt: str | None = None
     output: bytes = b""
+    options: RequestOptions = DEFAULT_OPTIONS
 
 
-class WireError(msgspec.Struct, frozen=True, array_like=True):
-    """An error on its way to the client."""
+class Order(msgspec.Struct, frozen=True, array_like=True):
+    """One command, as [class name, fields]. tokens: of Serve, Reserve and Prefill. address: of the target's KV
+    connector, for Prefill."""
 
-    kind: str
-    message: str
-    param: str | None = None
-
-
-class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
-    """Take these requests."""
-
-    requests: list[WireRequest]
+    command: tuple[str, Any]
+    tokens: AttemptTokens | None = None
+    address: str = ""
 
 
-class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
-    """End these requests before the next step. reason stop: the front end found a stop string."""
+class Orders(msgspec.Struct, frozen=True, array_like=True, tag="orders"):
+    """Carry these out, in order, between two steps."""
 
-    request_ids: list[str]
-    reason: FinishReason = FinishReason.ABORT
-
-
-class ReserveAttempt(msgspec.Struct, frozen=True, array_like=True, tag="reserve"):
-    """Hold blocks for this attempt, which another worker prefills (control.commands.Reserve)."""
-
-    request: WireRequest
-    lease_ns: int
-    borrowed: bool
-
-
-class PrefillAttempt(msgspec.Struct, frozen=True, array_like=True, tag="prefill"):
-    """Prefill this attempt and hand it to the connector at ``address`` (control.commands.Prefill)."""
-
-    request: WireRequest
-    address: str
-    num_cached_tokens: int
-    block_ids: list[int]  # of the target, when they are borrowed
-    lease_ns: int
-    target: int = -1  # its number (see ForgetPeer)
-
-
-class ReleaseAttempts(msgspec.Struct, frozen=True, array_like=True, tag="release"):
-    """Forget these attempts: another worker has them."""
-
-    attempt_ids: list[str]
-
-
-class DropAttempts(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
-    """End these attempts wherever they are, and refuse them should they come later."""
-
-    attempt_ids: list[str]
-
-
-class RenewAttempts(msgspec.Struct, frozen=True, array_like=True, tag="renew"):
-    """These attempts are still wanted."""
-
-    attempt_ids: list[str]
-
-
-class AskBlocks(msgspec.Struct, frozen=True, array_like=True, tag="ask_blocks"):
-    """Say everything that the prefix cache holds (a Blocks record with ``is_snapshot``)."""
-
-
-class ForgetPeer(msgspec.Struct, frozen=True, array_like=True, tag="forget_peer"):
-    """The worker with this number is gone; answer with PeerForgotten once nothing here touches its memory (attempts
-    that are prefilled into its blocks are dropped first, and answered as such)."""
-
-    worker: int
+    orders: list[Order]
 
 
 class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
@@ -154,109 +71,26 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     block_size: int = 0
 
 
-class Happened(msgspec.Struct, frozen=True, array_like=True, tag="happened"):
-    """Events that the cluster's decisions need at once: RequestAdmitted, HandoffReserved, HandoffReleased,
-    HandoffExpired, and FirstToken of an attempt that is handed off. (RequestFinished comes in a Tokens record,
-    HandoffDelivered as Delivered.) The next Stats record has all of them once more, for the timeline."""
-
-    events: list[tuple[str, Any]]
-
-
-class Delivered(msgspec.Struct, frozen=True, array_like=True, tag="delivered"):
-    """The worker has taken over a handoff. first_token: what the prefill worker sampled (it has said so itself,
-    unless it died)."""
-
-    attempt_id: str
-    time_ns: int
-    first_token: int
-    logprobs: "TokenLogprobs | None" = None
-    num_bytes: int = 0  # that travelled
-    transfer_ns: int = 0  # from the first byte to the commit
-
-
-class TransferLost(msgspec.Struct, frozen=True, array_like=True, tag="transfer_lost"):
-    """KV of this attempt cannot be moved."""
-
-    attempt_id: str
-    is_sender: bool
-    message: str
-
-
-class Blocks(msgspec.Struct, frozen=True, array_like=True, tag="blocks"):
-    """What the prefix cache gained and lost since the last publication, or (is_snapshot) all that it holds."""
-
-    sequence: int
-    stored: list[bytes]
-    evicted: list[bytes]
-    is_snapshot: bool = False
-
-
-class PeerForgotten(msgspec.Struct, frozen=True, array_like=True, tag="peer_forgotten"):
-    """Nothing here touches that worker's memory any more."""
-
-    worker: int
-
-
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     """The worker cannot start; it exits after this."""
 
-    error: WireError
+    error: ErrorRecord
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probability of one token and of its best alternatives, best first, as (token id, log-probability)."""
+class StepReport(msgspec.Struct, frozen=True, array_like=True, tag="report"):
+    """What happened on the worker, in order: control's events as [class name, fields], each once. tokens: what a step
+    gave. first_tokens: of handoffs that this worker has taken over, the tokens that came with the commits (the prefill
+    worker has reported them, unless it died). load, stats: as of these events, when they are due."""
 
-    token_id: int
-    logprob: float
-    top: list[tuple[int, float]]
-
-
-class Finished(msgspec.Struct, frozen=True, array_like=True):
-    """The one end of a request, from the RequestFinished event. num_prompt_tokens counts what other workers had
-    sampled (WireRequest.output), and the latency begins with this attempt."""
-
-    request_id: str
-    reason: FinishReason
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_preemptions: int
-    latency: LatencyBreakdown
-    slo_met: bool | None
-    error: WireError | None = None
-
-
-class Tokens(msgspec.Struct, frozen=True, array_like=True, tag="tokens"):
-    """What one step gave: parallel lists of ids and tokens, then who ended with it."""
-
-    request_ids: list[str]
-    token_ids: list[int]
-    finished: list[Finished] = []
-    cached: dict[str, int] = {}  # cached prompt tokens of requests that were admitted since the last record
-    logprobs: dict[str, TokenLogprobs] = {}
-    prompt_logprobs: dict[str, tuple[int, list[TokenLogprobs]]] = {}  # position of the first, then one per position
-
-
-class Stats(msgspec.Struct, frozen=True, array_like=True, tag="stats"):
-    """A snapshot of the worker (EngineStats as a map) and the events since the last one."""
-
-    worker: dict[str, Any]
-    events: list[tuple[str, Any]] = []
+    events: list[tuple[str, Any]]
+    tokens: StepTokens | None = None
+    first_tokens: dict[str, tuple[int, TokenLogprobs | None]] = {}
     load: LoadReport | None = None
+    stats: EngineStats | None = None
 
 
-FrontendMessage = (
-    Submit
-    | Abort
-    | ReserveAttempt
-    | PrefillAttempt
-    | ReleaseAttempts
-    | DropAttempts
-    | RenewAttempts
-    | AskBlocks
-    | ForgetPeer
-    | Shutdown
-)
-WorkerMessage = Loading | Ready | Failed | Tokens | Stats | Happened | Delivered | TransferLost | Blocks | PeerForgotten
+FrontendMessage = Orders | Shutdown
+WorkerMessage = Loading | Ready | Failed | StepReport
 
 _encoder = msgspec.msgpack.Encoder()
 _from_frontend: msgspec.msgpack.Decoder[FrontendMessage] = msgspec.msgpack.Decoder(FrontendMessage)
@@ -278,53 +112,33 @@ def decode_from_worker(data: bytes) -> WorkerMessage:
     return _from_worker.decode(data)
 
 
-def pack_tokens(token_ids: Sequence[int]) -> bytes:
+def pack_token_ids(token_ids: Sequence[int]) -> bytes:
     """Token ids as packed uint32. The caller has checked that each fits."""
     return array("I", token_ids).tobytes()
 
 
-def unpack_tokens(data: bytes) -> list[int]:
-    """The token ids of ``pack_tokens``."""
+def unpack_token_ids(data: bytes) -> list[int]:
+    """The token ids of ``pack_token_ids``."""
     ids = array("I")
     ids.frombytes(data)
     return ids.tolist()
 
 
-def pack_events(happened: Iterable[events.Event]) -> list[tuple[str, Any]]:
-    """Events for a Stats record (block events stay on the worker until a router asks for them)."""
-    return [(type(event).__name__, event) for event in happened if type(event).__name__ in _EVENT_CLASSES]
+def pack_command(command: WorkerCommand) -> tuple[str, Any]:
+    """A command for an Order."""
+    return type(command).__name__, command
 
 
-def unpack_events(packed: Iterable[tuple[str, Any]]) -> list[Any]:
+def unpack_command(packed: tuple[str, Any]) -> WorkerCommand:
+    """The command of ``pack_command``. Raises msgspec.ValidationError, or KeyError for an unknown class."""
+    return msgspec.convert(packed[1], _COMMAND_CLASSES[packed[0]])
+
+
+def pack_events(events: Iterable[Event]) -> list[tuple[str, Any]]:
+    """Events for a report."""
+    return [(type(event).__name__, event) for event in events]
+
+
+def unpack_events(packed: Iterable[tuple[str, Any]]) -> list[Event]:
     """The events of ``pack_events``, as the control code's own classes."""
-    return [msgspec.convert(fields, _EVENT_CLASSES[name]) for name, fields in packed]
-
-
-def pack_error(error: errors.DiptychError) -> WireError:
-    """An error for the wire."""
-    return WireError(type(error).__name__, error.message, error.param)
-
-
-def pack_finished(event: events.RequestFinished, refusal: errors.RequestError | None = None) -> Finished:
-    """The terminal event for the wire; ``refusal``: the error behind it, where there was one."""
-    error = None
-    if event.reason is FinishReason.ERROR:
-        error = pack_error(refusal) if refusal else WireError(errors.WorkerError.__name__, event.message)
-    return Finished(
-        event.request_id,
-        event.reason,
-        event.num_prompt_tokens,
-        event.num_cached_tokens,
-        event.num_preemptions,
-        event.latency,
-        event.slo_met,
-        error,
-    )
-
-
-def unpack_error(error: WireError) -> errors.DiptychError:
-    """The exception that ``pack_error`` was given; an unknown kind becomes a WorkerError."""
-    cls = _ERROR_CLASSES.get(error.kind, errors.WorkerError)
-    if issubclass(cls, errors.OverloadedError | errors.UnavailableError):
-        return cls(error.message)
-    return cls(error.message, param=error.param)
+    return [msgspec.convert(fields, EVENT_CLASSES[name]) for name, fields in packed]

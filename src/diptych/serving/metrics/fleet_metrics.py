@@ -7,27 +7,30 @@ handoff: families are made when somebody asks for them.
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from diptych.control.engine.reports import EngineStats
 from diptych.control.slo import NS_PER_S
 from diptych.serving.metrics.histogram import Histogram
 
 _TRANSFER = (0.0001, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 _SUMMED = ("num_waiting", "num_prefilling", "num_decoding", "num_swapped")
 _GROWING = ("prefix_queried_tokens", "prefix_hit_tokens", "num_preemptions")
+_NOTHING = EngineStats()
 
 
 @dataclass(frozen=True, slots=True)
 class FleetView:
-    """The fleet at one moment. counts: ClusterCore's. num_queued: requests that no worker has been given yet."""
+    """The fleet at one moment. counts: ClusterCore's. num_queued: requests that no worker has been given yet. alarm:
+    what is wrong with the router's picture of the caches."""
 
     roles: Sequence[str] = ()
     is_up: Sequence[bool] = ()
     num_restarts: Sequence[int] = ()
     counts: Mapping[str, int] = field(default_factory=dict)
     num_queued: int = 0
+    alarm: str = ""
 
 
 class FleetMetrics:
@@ -35,7 +38,7 @@ class FleetMetrics:
 
     def __init__(self) -> None:
         self.view: Callable[[], FleetView] = FleetView
-        self.workers: dict[int, dict[str, Any]] = {}  # what each worker said last
+        self.workers: dict[int, EngineStats] = {}  # what each worker reported last
         self.losses: Counter[int] = Counter()
         self.num_transfers = 0
         self.transferred_bytes = 0
@@ -44,19 +47,24 @@ class FleetMetrics:
         self._lost_counts: Counter[str] = Counter()  # what workers that are gone had counted
 
     @property
-    def worker(self) -> dict[str, Any]:
+    def joint(self) -> EngineStats:
         """All workers as one: sums, the mean use of the KV cache, the largest model error."""
-        if not self.workers:
-            return {}
         known = list(self.workers.values())
-        joint: dict[str, Any] = {name: sum(one.get(name, 0) for one in known) for name in (*_SUMMED, *_GROWING)}
-        joint["kv_usage"] = sum(one.get("kv_usage", 0.0) for one in known) / len(known)
-        joint["step_time_error"] = max(one.get("step_time_error", 0.0) for one in known)
-        return joint
+        if not known:
+            return _NOTHING
+        return EngineStats(
+            **{name: sum(getattr(stats, name) for stats in known) for name in (*_SUMMED, *_GROWING)},
+            kv_usage=sum(stats.kv_usage for stats in known) / len(known),
+            step_time_error=max(stats.step_time_error for stats in known),
+        )
+
+    def stats_of(self, worker: int) -> EngineStats:
+        """What this worker reported last (zeros before it has)."""
+        return self.workers.get(worker, _NOTHING)
 
     def count(self, name: str) -> int:
         """A count of all workers, those that are gone included: it never falls."""
-        return self._lost_counts[name] + sum(int(one.get(name, 0)) for one in self.workers.values())
+        return self._lost_counts[name] + sum(int(getattr(stats, name)) for stats in self.workers.values())
 
     def on_transfer(self, num_bytes: int, transfer_ns: int) -> None:
         """A decode worker took over a request; so many bytes had to travel."""
@@ -67,9 +75,9 @@ class FleetMetrics:
     def on_worker_lost(self, worker: int) -> None:
         """Its own counts start from zero again; ours must never fall."""
         self.losses[worker] += 1
-        gone = self.workers.pop(worker, {})
+        gone = self.workers.pop(worker, _NOTHING)
         for name in _GROWING:
-            self._lost_counts[name] += int(gone.get(name, 0))
+            self._lost_counts[name] += getattr(gone, name)
 
     def families(self, model: str) -> Iterator[Metric]:
         """Every family with its present value."""
@@ -98,15 +106,19 @@ class FleetMetrics:
         queued = GaugeMetricFamily("diptych:num_requests_queued", "Requests that no worker has", labels=["model_name"])
         queued.add_metric([model], view.num_queued)
         yield queued
+        text = "1 while the router expects prefix cache hits that workers do not find (see the log)"
+        alarm = GaugeMetricFamily("diptych:router_cache_alarm", text, labels=["model_name"])
+        alarm.add_metric([model], int(bool(view.alarm)))
+        yield alarm
 
     def _per_worker(self, model: str, view: FleetView) -> Iterator[Metric]:
         labels = ["model_name", "worker", "role"]
         rows = (
             ("diptych:worker_up", "Whether the worker serves", lambda n: int(view.is_up[n])),
-            ("diptych:worker_requests_waiting", "Requests without blocks", lambda n: self._said(n, "num_waiting")),
-            ("diptych:worker_requests_prefilling", "Requests in prefill", lambda n: self._said(n, "num_prefilling")),
-            ("diptych:worker_requests_decoding", "Requests in decode", lambda n: self._said(n, "num_decoding")),
-            ("diptych:worker_kv_usage_ratio", "KV cache in use, 0 to 1", lambda n: self._said(n, "kv_usage")),
+            ("diptych:worker_requests_waiting", "Requests without blocks", lambda n: self.stats_of(n).num_waiting),
+            ("diptych:worker_requests_prefilling", "Requests in prefill", lambda n: self.stats_of(n).num_prefilling),
+            ("diptych:worker_requests_decoding", "Requests in decode", lambda n: self.stats_of(n).num_decoding),
+            ("diptych:worker_kv_usage_ratio", "KV cache in use, 0 to 1", lambda n: self.stats_of(n).kv_usage),
         )
         for name, text, value in rows:
             gauge = GaugeMetricFamily(name, text, labels=labels)
@@ -119,9 +131,6 @@ class FleetMetrics:
         for number, role in enumerate(view.roles):
             restarts.add_metric([model, str(number), role], view.num_restarts[number])
         yield restarts
-
-    def _said(self, worker: int, name: str) -> float:
-        return float(self.workers.get(worker, {}).get(name, 0))
 
 
 def _by_label(model: str, counts: Mapping[str, int]) -> Iterator[Metric]:

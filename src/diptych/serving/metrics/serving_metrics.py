@@ -5,15 +5,15 @@ most sequences share one value, and added in bulk; the text format is made when 
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from diptych.control.engine.reports import EngineStats
+from diptych.control.events import RequestFinished
 from diptych.control.request import FinishReason
 from diptych.control.slo import NS_PER_S
-from diptych.serving.link.messages import Delivered, Finished, Stats
 from diptych.serving.metrics.fleet_metrics import FleetMetrics
 from diptych.serving.metrics.histogram import Histogram
 
@@ -53,7 +53,7 @@ class ServingMetrics(Collector):
         for gap_s, count in gaps.items():
             self.inter_token_latency.observe(gap_s, count)
 
-    def on_finished(self, end: Finished, e2e_s: float) -> None:
+    def on_finished(self, end: RequestFinished, e2e_s: float) -> None:
         """A request ended."""
         self.num_ended[end.reason] += 1
         if end.slo_met is not None and end.reason is not FinishReason.ABORT:
@@ -83,22 +83,22 @@ class ServingMetrics(Collector):
         self.num_with_slo += had_slo
 
     @property
-    def worker(self) -> dict[str, Any]:
-        """What the workers say of themselves, added up."""
-        return self.fleet.worker
+    def worker(self) -> EngineStats:
+        """What the workers report of themselves, added up."""
+        return self.fleet.joint
 
     @property
     def num_worker_losses(self) -> int:
         """Times that a worker process was lost."""
         return self.fleet.losses.total()
 
-    def on_stats(self, worker: int, stats: Stats) -> None:
+    def on_stats(self, worker: int, stats: EngineStats) -> None:
         """A snapshot of a worker came."""
-        self.fleet.workers[worker] = stats.worker
+        self.fleet.workers[worker] = stats
 
-    def on_delivered(self, message: Delivered) -> None:
+    def on_transfer(self, num_bytes: int, transfer_ns: int) -> None:
         """A decode worker took over a request."""
-        self.fleet.on_transfer(message.num_bytes, message.transfer_ns)
+        self.fleet.on_transfer(num_bytes, transfer_ns)
 
     def text(self) -> bytes:
         """The exposition format."""
@@ -126,19 +126,19 @@ class ServingMetrics(Collector):
 
     def _gauges(self) -> Iterator[Metric]:
         worker = self.worker
-        waiting = worker.get("num_waiting", 0) + self.fleet.view().num_queued
-        running = worker.get("num_prefilling", 0) + worker.get("num_decoding", 0)
+        waiting = worker.num_waiting + self.fleet.view().num_queued
+        running = worker.num_prefilling + worker.num_decoding
         values = (
             ("vllm:num_requests_running", "Requests that hold blocks", running),
             ("vllm:num_requests_waiting", "Requests that hold no blocks yet", waiting),
-            ("vllm:num_requests_swapped", "Requests in the host tier", worker.get("num_swapped", 0)),
-            ("vllm:kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1", worker.get("kv_usage", 0.0)),
-            ("diptych:num_requests_prefilling", "Requests in their prefill", worker.get("num_prefilling", 0)),
-            ("diptych:num_requests_decoding", "Requests in the decode batch", worker.get("num_decoding", 0)),
+            ("vllm:num_requests_swapped", "Requests in the host tier", worker.num_swapped),
+            ("vllm:kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1", worker.kv_usage),
+            ("diptych:num_requests_prefilling", "Requests in their prefill", worker.num_prefilling),
+            ("diptych:num_requests_decoding", "Requests in the decode batch", worker.num_decoding),
             (
                 "diptych:step_time_model_error",
                 "Recent mean relative error of predicted step times",
-                worker.get("step_time_error", 0.0),
+                worker.step_time_error,
             ),
             (
                 "diptych:goodput_ratio",

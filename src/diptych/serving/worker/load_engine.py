@@ -4,29 +4,37 @@ Owns the order of loading. Imports torch when it is called, not before, so that 
 """
 
 import dataclasses
+import logging
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from diptych.control.engine.engine_core import EngineCore
+from diptych.control.engine.recording import RecordingEngineCore
 from diptych.control.errors import ConfigError
 from diptych.runtime.checkpoint import Checkpoint
 from diptych.runtime.kv_geometry import KVGeometry, read_kv_geometry
 from diptych.runtime.model_config import ModelConfig, read_model_config
 from diptych.runtime.safetensors_file import DTYPE_NAMES
-from diptych.runtime.transfer import make_connector
-from diptych.runtime.transfer.connector import KVConnector, KVFormat, TransferOptions
+from diptych.runtime.transfer import CONNECTORS, make_connector
+from diptych.runtime.transfer.connector import KVConnector, TransferOptions
+from diptych.runtime.transfer.kv_format import KVFormat
 from diptych.serving.fleet.shared_memory import default_num_blocks
-from diptych.serving.link.engine_options import EngineOptions, WorkerPlace, parse_cores
+from diptych.serving.link.engine_options import EngineOptions, parse_cores
 from diptych.serving.link.messages import Ready
-from diptych.serving.worker.recorder import make_core
+from diptych.serving.link.recorder import Recorder, record_engine
+from diptych.serving.worker.request_intake import Runner
 
 if TYPE_CHECKING:
     from diptych.runtime.model_runner import ModelRunner, RunnerConfig
 
+logger = logging.getLogger(__name__)
+
 Report = Callable[..., None]  # (stage, fraction=None)
+RunnerType = TypeVar("RunnerType", bound=Runner)
 
 FINGERPRINT_BYTES = 64  # of each tensor
 # A prefill worker on a CPU gives way to whatever needs its core for a moment (the front end, a client on this host), so
@@ -34,7 +42,17 @@ FINGERPRINT_BYTES = 64  # of each tensor
 PREFILL_NICENESS = 5
 
 
-def load_engine(options: EngineOptions, report: Report) -> tuple[EngineCore, "ModelRunner", Ready]:
+@dataclass(frozen=True, slots=True)
+class LoadedEngine(Generic[RunnerType]):
+    """What a worker process serves with. recorder: of the engine's recording; its owner closes it."""
+
+    engine: EngineCore
+    runner: RunnerType
+    ready: Ready
+    recorder: Recorder | None = None
+
+
+def load_engine(options: EngineOptions, report: Report) -> "LoadedEngine[ModelRunner]":
     """Load the checkpoint, size its cache, teach the step-time model. Raises ConfigError for what cannot be."""
     report("importing torch")
     from diptych.runtime.local_engine import engine_config
@@ -51,13 +69,16 @@ def load_engine(options: EngineOptions, report: Report) -> tuple[EngineCore, "Mo
     geometry = read_kv_geometry(options.model, options.device.dtype, memory.block_size)
     config = _runner_config(options, device, geometry)
     runner = load_runner(config, lambda done, total: report("loading weights", done / max(1, total)))
-    worker = engine_config(runner, options.scheduler, enable_prefix_cache=memory.prefix_cache, slo=options.slo)
-    core = make_core(worker, options.record)
+    settings = engine_config(runner, options.scheduler, enable_prefix_cache=memory.prefix_cache, slo=options.slo)
+    recorder = record_engine(Path(options.record), settings) if options.record else None
+    if recorder is not None:
+        logger.warning("recording to %s", recorder.path)
+    engine = RecordingEngineCore(settings, recorder.write) if recorder else EngineCore(settings)
     if options.warm_up:
         report("warming up")
         for features, duration_ns in warm_up(runner):
-            core.observe(features, duration_ns)
-    model, capacity = runner.model_config, core.kv.capacity_tokens
+            engine.observe(features, duration_ns)
+    model, capacity = runner.model_config, engine.kv.capacity_tokens
     where = f"{device}, {threads.num_threads} threads" if device == "cpu" else device
     kv_bytes = runner.num_blocks * geometry.block_bytes
     description = f"{model.architecture}, {where}, KV cache of {capacity:,} tokens ({kv_bytes / 2**30:.2f} GiB)"
@@ -70,7 +91,7 @@ def load_engine(options: EngineOptions, report: Report) -> tuple[EngineCore, "Mo
         list(model.eos_token_ids),
         f"{description}; {runner.note}" if runner.note else description,
     )
-    return core, runner, ready
+    return LoadedEngine(engine, runner, ready, recorder)
 
 
 def _choose_device(options: EngineOptions) -> str:
@@ -93,8 +114,8 @@ def _runner_config(options: EngineOptions, device: str, geometry: KVGeometry) ->
     from diptych.runtime.model_runner import RunnerConfig
     from diptych.runtime.shared_pool import SharedPool
 
-    memory, place = options.memory, options.place or WorkerPlace()
-    pool, share = None, place.pool
+    memory, place = options.memory, options.place
+    pool, share = None, place.pool if place else None
     if share is not None:
         num_blocks = share.num_blocks
         pool = SharedPool(share.fd, share.total_blocks, share.first_block)
@@ -119,24 +140,19 @@ def _runner_config(options: EngineOptions, device: str, geometry: KVGeometry) ->
         max_num_seqs=options.scheduler.max_num_seqs,
         max_model_len=options.max_model_len,
         shared_pool=pool,
-        shared_weights=place.weights_fd,
+        shared_weights=place.weights_fd if place else None,
     )
 
 
 def connect_peers(options: EngineOptions, runner: "ModelRunner", directory: Path) -> KVConnector | None:
-    """The connector of a worker that has a place among others (else None). Workers of one host without a common pool
-    send over unix sockets. Raises ConfigError for what cannot be."""
+    """The connector of a worker that has a place among others (else None). Raises ConfigError for what cannot be."""
     place = options.place
     if place is None:
         return None
-    in_pool = place.transfer == "shared_memory" and place.pool is not None
-    unpacked = in_pool or (place.transfer == "nixl" and place.codec == "auto")
-    listen = place.listen
-    if not listen:
-        listen = f"unix://{directory}/kv" if place.transfer == "shared_memory" else "tcp://127.0.0.1:0"
-    transfer = TransferOptions(secret=place.secret, listen=listen, codec="none" if unpacked else place.codec)
-    name = "tcp" if place.transfer == "shared_memory" and not in_pool else place.transfer
-    return make_connector(name, runner.kv.layers, kv_format(runner), transfer)
+    kind = CONNECTORS[place.transfer]
+    assert kind.shares_pool == (place.pool is not None), f"{place.transfer} and pool {place.pool}"
+    transfer = TransferOptions(place.secret, kind.listen_in(directory), place.codec)
+    return make_connector(place.transfer, runner.kv.layers, kv_format(runner), transfer)
 
 
 def kv_format(runner: "ModelRunner") -> KVFormat:

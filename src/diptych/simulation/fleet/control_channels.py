@@ -15,7 +15,7 @@ from diptych.simulation.faults import MESSAGE_FAULTS, Fault
 Deliver = Callable[[], None]
 
 
-class Wire:
+class ControlChannel:
     """One direction. Messages keep their order but for the fault that mixes them up."""
 
     def __init__(self, environment: Environment, faults: Sequence[Fault], seed: int) -> None:
@@ -67,21 +67,21 @@ class Wire:
             deliver()
 
 
-class Wires:
+class ControlChannels:
     """Both directions of every worker. Without faults in a scenario no message is late, and nothing is paid for it."""
 
     def __init__(self, environment: Environment, num_workers: int, faults: Sequence[Fault], seed: int) -> None:
         self._environment = environment
-        self._to: list[Wire] = []
-        self._from: list[Wire] = []
+        self._to: list[ControlChannel] = []
+        self._from: list[ControlChannel] = []
         self._begun: list[set[str]] = [set() for _ in range(num_workers)]  # attempts that each worker has heard of
         if not faults:
             return
         for worker in range(num_workers):
             mine = [fault for fault in faults if fault.worker == worker and fault.kind in MESSAGE_FAULTS]
             number = (seed * 1_000_003 + worker) * 2
-            self._to.append(Wire(environment, mine, number))
-            self._from.append(Wire(environment, mine, number + 1))
+            self._to.append(ControlChannel(environment, mine, number))
+            self._from.append(ControlChannel(environment, mine, number + 1))
 
     def post(self, worker: int, act: Deliver, later: bool) -> None:
         """A message to a worker. later: it leaves after this nanosecond (which worker ends its step first within it

@@ -1,39 +1,36 @@
 """The KV connectors of a simulated fleet: bytes and commits on their way from worker to worker.
 
 An attempt is expected by its receiver and sent by its sender; when the commit and all bytes have arrived, the receiver
-is told. What nobody expects any more is refused, and what stands still for too long is given up by both ends. Must
-decide nothing: who sends what when is diptych.control's business (cluster.py, outgoing.py).
+is told. What is not expected is refused, and what stands still for too long is given up by both ends. Which worker
+sends what when is decided by diptych.control.
 
 A chunk begins to travel when its step has ended, as it does from a GPU. CPU workers send its layers while others are
 computed: where their link keeps up with the prefill, what is left at its end is about one layer of the last chunk, and
 here the whole of it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from diptych.control.engine.outgoing import SendChunk
+from diptych.control.engine.worker_core import (
+    CancelTransfer,
+    ChunkArrived,
+    CommitTransfer,
+    ExpectTransfer,
+    ForgetTransfer,
+    OpenTransfer,
+    TransferAction,
+    TransferBroken,
+    TransferCommitted,
+    TransferEvent,
+)
+from diptych.control.router.topology import WorkerInfo
 from diptych.simulation.environment import MESSAGE, Environment
 from diptych.simulation.fleet.links import Link, Network
 
-Failed = Callable[[str], None]  # (why)
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """The end of a handoff: everything is computed, the first token is known."""
-
-    first_step_ns: int
-    first_token_ns: int
-
-
-@dataclass(eq=False, slots=True)
-class Receiver:
-    """What one attempt's decode worker waits for. on_commit: everything is here. on_chunk: a sign of life."""
-
-    on_commit: Callable[[Commit], None]
-    on_chunk: Callable[[], None]
-    on_failed: Failed
+Tell = Callable[[int, TransferEvent], None]  # (worker, what happened)
 
 
 @dataclass(eq=False, slots=True)
@@ -41,71 +38,67 @@ class _Sender:
     attempt_id: str
     source: int
     target: int
-    on_failed: Failed
     transfers: set[int] = field(default_factory=set)  # of the network, on their way
     num_pending: int = 0
-    commit: Commit | None = None
+    num_bytes: int = 0
+    first_ns: int = -1
+    commit: CommitTransfer | None = None
 
 
-class Transfers:
-    """All connectors. ``link``: of every worker, in each direction."""
+class KVTransfers:
+    """All connectors. ``link``: of every worker, in each direction. Workers of one memory domain only send commits."""
 
     def __init__(
-        self, environment: Environment, num_workers: int, link: str, kv_bytes_per_token: int, resume_ns: int
+        self,
+        environment: Environment,
+        infos: Sequence[WorkerInfo],
+        link: str,
+        kv_bytes_per_token: int,
+        resume_ns: int,
+        tell: Tell,
     ) -> None:
         self.num_bytes = 0
         self.on_arrival: Callable[[str, int, int], None] | None = None  # (attempt id, sender, receiver): for tests
         self._environment = environment
+        self._domains = [info.memory_domain for info in infos]
         self._bytes_per_token = kv_bytes_per_token
         self._resume_ns = resume_ns
+        self._tell = tell
         self._network = Network(environment)
-        self._out = [Link.named(link) for _ in range(num_workers)]
-        self._in = [Link.named(link) for _ in range(num_workers)]
-        self._outages = [0] * num_workers  # how many; odd while the link is down
-        self._expected: dict[tuple[int, str], Receiver] = {}
+        self._out = [Link.named(link) for _ in infos]
+        self._in = [Link.named(link) for _ in infos]
+        self._outages = [0] * len(infos)  # how many; odd while the link is down
+        self._expected: dict[tuple[int, str], None] = {}
         self._senders: dict[tuple[int, str], _Sender] = {}
 
     def __len__(self) -> int:
         """Ends of attempts that have not been settled."""
         return len(self._expected) + len(self._senders)
 
-    def expect(self, worker: int, attempt_id: str, receiver: Receiver) -> None:
-        """The receiver has a place for it."""
-        self._expected[worker, attempt_id] = receiver
+    @property
+    def num_travelling(self) -> int:
+        """Transfers that the network carries."""
+        return len(self._network)
 
-    def forget(self, worker: int, attempt_id: str) -> None:
-        """The receiver takes nothing of this attempt from now on."""
-        self._expected.pop((worker, attempt_id), None)
-
-    def open(self, worker: int, attempt_id: str, target: int, on_failed: Failed) -> None:
-        """A sender begins."""
-        self._senders[worker, attempt_id] = _Sender(attempt_id, worker, target, on_failed)
-
-    def send(self, worker: int, attempt_id: str, num_tokens: int, commit: Commit | None, *, is_near: bool) -> None:
-        """KV of so many more tokens, with ``commit`` the last of it. is_near: both ends see the same memory, and only
-        the commit travels, beside the links."""
-        sender = self._senders.get((worker, attempt_id))
-        if sender is None:
-            return
-        sender.commit = commit
-        sender.num_pending += 1
-        if is_near:
-            at_ns = self._environment.now + Link.named("shared_memory").latency_ns
-            self._environment.at(at_ns, MESSAGE, partial(self._arrive, sender, 0))
-            return
-        num_bytes = num_tokens * self._bytes_per_token
-        self.num_bytes += num_bytes
-        path = (self._out[worker], self._in[sender.target])
-        numbers: list[int] = []
-        number = self._network.send(num_bytes, path, lambda: self._arrive(sender, numbers[0]))
-        numbers.append(number)
-        sender.transfers.add(number)
-        self._watch(sender)
-
-    def cancel(self, worker: int, attempt_id: str) -> None:
-        """The sender stops."""
-        if sender := self._senders.pop((worker, attempt_id), None):
-            self._stop(sender)
+    def act(self, worker: int, action: TransferAction) -> None:
+        """What a worker wants of its connector."""
+        key = (worker, action.attempt_id)
+        match action:
+            case OpenTransfer():
+                self._senders[key] = _Sender(action.attempt_id, worker, action.target)
+            case ExpectTransfer():
+                self._expected[key] = None
+            case SendChunk():
+                if sender := self._senders.get(key):
+                    self._send(sender, action.num_tokens * self._bytes_per_token)
+            case CommitTransfer():
+                if sender := self._senders.get(key):
+                    self._commit(sender, action)
+            case CancelTransfer():
+                if sender := self._senders.pop(key, None):
+                    self._stop(sender)
+            case ForgetTransfer():
+                self._expected.pop(key, None)
 
     def set_link(self, worker: int, is_up: bool) -> None:
         """The links of a worker break, or work again."""
@@ -127,35 +120,63 @@ class Transfers:
             if sender.source == worker:
                 del self._senders[key]
                 self._stop(sender)
-                receiver = self._expected.get((sender.target, sender.attempt_id))
-                if receiver is not None:
-                    fail = partial(
-                        self._fail_receiver, sender.target, sender.attempt_id, receiver, "the sender is gone"
-                    )
+                if (sender.target, sender.attempt_id) in self._expected:
+                    fail = partial(self._fail_receiver, sender.target, sender.attempt_id, "the sender is gone")
                     self._environment.at(now + self._resume_ns, MESSAGE, fail)
             elif sender.target == worker:
                 self._stop(sender)
-                sender.num_pending = -1  # what is still sent finds nobody
+                sender.num_pending = -1  # what is still sent finds no process
                 fail = partial(self._fail_sender, sender, "the receiver is gone")
                 self._environment.at(now + self._resume_ns, MESSAGE, fail)
+
+    def _is_near(self, sender: _Sender) -> bool:
+        domain = self._domains[sender.source]
+        return domain is not None and domain == self._domains[sender.target]
+
+    def _send(self, sender: _Sender, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        sender.num_bytes += num_bytes
+        sender.num_pending += 1
+        if sender.first_ns < 0:
+            sender.first_ns = self._environment.now
+        path = (self._out[sender.source], self._in[sender.target])
+        numbers: list[int] = []
+        numbers.append(self._network.send(num_bytes, path, lambda: self._arrive(sender, numbers[0])))
+        sender.transfers.add(numbers[0])
+        self._watch(sender)
+
+    def _commit(self, sender: _Sender, commit: CommitTransfer) -> None:
+        """The commit travels with the last bytes, or alone; within one memory beside the links."""
+        sender.commit = commit
+        if sender.num_pending > 0:
+            return
+        if self._is_near(sender):
+            sender.num_pending += 1
+            at_ns = self._environment.now + Link.named("shared_memory").latency_ns
+            self._environment.at(at_ns, MESSAGE, partial(self._arrive, sender, 0))
+        else:
+            self._send(sender, 0)
 
     def _arrive(self, sender: _Sender, number: int) -> None:
         sender.transfers.discard(number)
         if self._senders.get((sender.source, sender.attempt_id)) is not sender or sender.num_pending < 0:
             return
-        receiver = self._expected.get((sender.target, sender.attempt_id))
-        if receiver is None:
+        key = (sender.target, sender.attempt_id)
+        if key not in self._expected:
             self._fail_sender(sender, "the receiver does not know the attempt")
             return
         if self.on_arrival is not None:
             self.on_arrival(sender.attempt_id, sender.source, sender.target)
         sender.num_pending -= 1
-        if sender.num_pending or sender.commit is None:
-            receiver.on_chunk()
+        commit = sender.commit
+        if sender.num_pending or commit is None:
+            self._tell(sender.target, ChunkArrived(sender.attempt_id))
             return
         del self._senders[sender.source, sender.attempt_id]
-        del self._expected[sender.target, sender.attempt_id]
-        receiver.on_commit(sender.commit)
+        del self._expected[key]
+        transfer_ns = 0 if sender.first_ns < 0 else self._environment.now - sender.first_ns
+        times = (commit.first_step_ns, commit.first_token_ns)
+        self._tell(sender.target, TransferCommitted(sender.attempt_id, *times, sender.num_bytes, transfer_ns))
 
     def _watch(self, sender: _Sender) -> None:
         """Something of this attempt is on its way: while a link is down, give it up in time."""
@@ -170,19 +191,18 @@ class Transfers:
         if not is_here or self._outages[worker] != outage or not sender.transfers:
             return
         message = f"the link of worker {worker} is broken"
-        receiver = self._expected.get((sender.target, sender.attempt_id))
         self._fail_sender(sender, message)
-        if receiver is not None:
-            self._fail_receiver(sender.target, sender.attempt_id, receiver, message)
+        self._fail_receiver(sender.target, sender.attempt_id, message)
 
     def _fail_sender(self, sender: _Sender, message: str) -> None:
         if self._senders.get((sender.source, sender.attempt_id)) is sender:
-            self.cancel(sender.source, sender.attempt_id)
-            sender.on_failed(message)
+            del self._senders[sender.source, sender.attempt_id]
+            self._stop(sender)
+            self._tell(sender.source, TransferBroken(sender.attempt_id, True, message))
 
-    def _fail_receiver(self, worker: int, attempt_id: str, receiver: Receiver, message: str) -> None:
-        if self._expected.get((worker, attempt_id)) is receiver:
-            receiver.on_failed(message)
+    def _fail_receiver(self, worker: int, attempt_id: str, message: str) -> None:
+        if (worker, attempt_id) in self._expected:
+            self._tell(worker, TransferBroken(attempt_id, False, message))
 
     def _stop(self, sender: _Sender) -> None:
         for number in sender.transfers:

@@ -29,7 +29,8 @@ LINKS: dict[str, tuple[int, int]] = {
     "nvlink3": (255 * GB, 1_500),  # A100: 300 GB/s a direction
     "nvlink4": (382 * GB, 1_500),  # H100: 450 GB/s
     "nvlink5": (765 * GB, 1_500),  # B200: 900 GB/s
-    "shared_memory": (8 * GB, 50_000),  # assumed: one core copies; where blocks are borrowed only the latency counts
+    # one core copies; where blocks are borrowed only the latency counts, which was measured (control's LinkCosts, too)
+    "shared_memory": (8 * GB, 1_000_000),
 }
 
 
@@ -75,6 +76,10 @@ class Network:
         self._transfers: dict[int, Transfer] = {}
         self._num_started = 0
         self._updated_ns = 0
+
+    def __len__(self) -> int:
+        """Transfers under way."""
+        return len(self._transfers)
 
     def send(self, num_bytes: int, path: tuple[Link, ...], on_done: Callable[[], None]) -> int:
         """Start a transfer; ``on_done`` is called when the last byte has arrived. Returns a number for ``cancel``.
@@ -132,9 +137,9 @@ class Network:
 
     def _share(self) -> None:
         """Max-min fair rates, and a timer for the end of each transfer whose rate changed."""
-        started = {number: one for number, one in self._transfers.items() if number in one.path[0].transfers}
-        unfixed = {number: one for number, one in started.items() if all(link.is_up for link in one.path)}
-        for transfer in [one for number, one in started.items() if number not in unfixed]:
+        started = {number: sent for number, sent in self._transfers.items() if number in sent.path[0].transfers}
+        unfixed = {number: sent for number, sent in started.items() if all(link.is_up for link in sent.path)}
+        for transfer in [sent for number, sent in started.items() if number not in unfixed]:
             self._stall(transfer)
         room = {link: link.bandwidth for transfer in unfixed.values() for link in transfer.path}
         crossing = dict.fromkeys(room, 0)

@@ -1,6 +1,6 @@
 """The workers of a fleet: as the front end knows them, and as they run.
 
-Owns which settings each has and which blocks of a shared pool are its own.
+Owns which settings each has and which blocks of a memory domain are its own.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from diptych.control.config import EngineConfig
 from diptych.control.router.topology import WorkerInfo
 from diptych.simulation.environment import Environment
 from diptych.simulation.fleet.pools import Pools
-from diptych.simulation.fleet.simulated_worker import Auditor, Listener, SimulatedWorker, WorkerModel
+from diptych.simulation.fleet.simulated_worker import Auditor, SimulatedWorker, Surroundings, WorkerModel
 from diptych.simulation.fleet.warmed_up_model import warmed_up_model
 from diptych.simulation.scenario import Scenario
 
@@ -35,15 +35,14 @@ def fleet(engine: EngineConfig, num_workers: int, pools: Pools | None) -> list[M
         role = pools.role(worker)
         config = pools.prefill if pools.prefill is not None and role == "prefill" else engine
         host = worker % pools.num_hosts if pools.num_hosts else worker
-        pool = host if pools.num_hosts else None
-        if pool is not None:
+        domain = host if pools.num_hosts else None
+        if domain is not None:
             first_block = ends.get(host, 0)
             ends[host] = first_block + config.cache.num_blocks
             config = replace(config, cache=replace(config.cache, first_block=first_block))
         cache = config.cache
-        members.append(
-            Member(WorkerInfo(worker, role, cache.num_blocks, cache.block_size, f"host{host}", pool), config)
-        )
+        info = WorkerInfo(worker, role, cache.num_blocks, cache.block_size, f"host{host}", domain)
+        members.append(Member(info, config))
     return members
 
 
@@ -51,33 +50,30 @@ def make_workers(
     scenario: Scenario,
     members: Sequence[Member],
     environment: Environment,
-    listener: Listener,
+    surroundings: Surroundings,
     auditor: Auditor | None,
 ) -> list[SimulatedWorker]:
     """The workers; equal ones share what warm-up taught them."""
     models: dict[int, WorkerModel] = {}
     workers = []
+    cluster = scenario.cluster_config
+    has_costs = cluster.routing.routing == "kv_aware"
     for member in members:
         base = scenario.engine
         if scenario.pools is not None and scenario.pools.prefill is not None and member.info.role == "prefill":
             base = scenario.pools.prefill
         if id(base) not in models:
-            model = warmed_up_model(base, scenario.cost, scenario.warm_up)
-            models[id(base)] = WorkerModel(base, scenario.cost, model, scenario.fast_forward, scenario.swap_block_ns)
+            models[id(base)] = WorkerModel(
+                base,
+                scenario.cost,
+                warmed_up_model(base, scenario.cost, scenario.warm_up),
+                scenario.fast_forward,
+                scenario.swap_block_ns,
+                reports_load=has_costs or bool(cluster.max_untouched_per_worker),
+                publishes_kv=has_costs,
+            )
         worker = models[id(base)]
         if member.config is not base:
-            worker = replace(worker, config=member.config)
-        workers.append(SimulatedWorker(member.info.number, worker, environment, listener, auditor))
+            worker = replace(worker, engine=member.config)
+        workers.append(SimulatedWorker(member.info.number, worker, environment, surroundings, auditor))
     return workers
-
-
-def peers_of(members: Sequence[Member]) -> list[list[int]]:
-    """For each worker, the others that share a pool of memory with it."""
-    pools: dict[int, list[int]] = {}
-    for member in members:
-        if member.info.pool is not None:
-            pools.setdefault(member.info.pool, []).append(member.info.number)
-    return [
-        [] if one.info.pool is None else [other for other in pools[one.info.pool] if other != one.info.number]
-        for one in members
-    ]

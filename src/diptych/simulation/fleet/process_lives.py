@@ -1,11 +1,9 @@
 """The lives of the simulated workers' processes: how they fail, when that is noticed, and when they are back.
 
 A process that has died is known to be dead after a while (Watch.detection_ns), and one that hangs for too long is
-killed. A new one takes its place when the fault is over and nobody writes into the old one's memory any more. Must
-decide nothing about requests.
+killed. A new one takes its place when the fault is over; whether it may be used yet is the cluster's business.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -15,11 +13,11 @@ from diptych.simulation.faults import MESSAGE_FAULTS, Fault, Watch
 from diptych.simulation.fleet.simulated_worker import SimulatedWorker
 
 
-class FrontEnd(Protocol):
-    """Who is told. ``tokens``: how many each attempt had been given by the worker that died."""
+class FrontEndOfWorkers(Protocol):
+    """What is told of the processes. ``tokens``: how many each attempt had been given by the worker that died."""
 
     def on_death(self, worker: int) -> None:
-        """The process is gone; nobody knows yet."""
+        """The process is gone; the front end does not know yet."""
         ...
 
     def on_down(self, worker: int, tokens: dict[str, int]) -> None:
@@ -28,10 +26,6 @@ class FrontEnd(Protocol):
 
     def on_up(self, worker: int) -> None:
         """A new process is ready, and empty."""
-        ...
-
-    def ask_to_forget(self, worker: int, peer: int, answer: Callable[[], None]) -> None:
-        """Ask a living worker to leave the memory of a dead one alone."""
         ...
 
     def set_link(self, worker: int, is_up: bool) -> None:
@@ -47,29 +41,22 @@ class _Process:
     back_ns: int = 0  # when the next process may begin
     num_outages: int = 0  # of its link, at this moment
     tokens: dict[str, int] = field(default_factory=dict)
-    writers: set[int] = field(default_factory=set)  # living workers that may still write into its memory
 
 
-class Supervisor:
-    """All processes. peers: for each worker, the others that share memory with it."""
+class ProcessLives:
+    """All processes."""
 
     def __init__(
-        self,
-        environment: Environment,
-        watch: Watch,
-        workers: list[SimulatedWorker],
-        peers: list[list[int]],
-        front_end: FrontEnd,
+        self, environment: Environment, watch: Watch, workers: list[SimulatedWorker], front_end: FrontEndOfWorkers
     ) -> None:
         self._environment = environment
         self._watch = watch
         self._workers = workers
-        self._peers = peers
         self._front_end = front_end
         self._processes = [_Process() for _ in workers]
 
     def schedule(self, faults: tuple[Fault, ...]) -> None:
-        """Have these happen (those of messages are the wires' business)."""
+        """Have these happen (those of messages are the channels' business)."""
         for fault in faults:
             if fault.kind not in MESSAGE_FAULTS and fault.worker < len(self._workers):
                 self._environment.at(fault.at_ns, MESSAGE, partial(self._strike, fault))
@@ -77,6 +64,10 @@ class Supervisor:
     def is_alive(self, worker: int) -> bool:
         """Whether its process lives."""
         return self._processes[worker].is_alive
+
+    def life(self, worker: int) -> int:
+        """How many processes of it have died."""
+        return self._processes[worker].life
 
     def _strike(self, fault: Fault) -> None:
         worker, environment = fault.worker, self._environment
@@ -118,32 +109,14 @@ class Supervisor:
         process.life += 1
         process.tokens = self._workers[worker].crash(until_ns)
         self._front_end.on_death(worker)
-        for other in self._peers[worker]:
-            self._forgotten(other, worker)
         detected_ns = self._environment.now + self._watch.detection_ns
         self._environment.at(detected_ns, MESSAGE, partial(self._detect, worker))
 
     def _detect(self, worker: int) -> None:
-        process = self._processes[worker]
+        process, now = self._processes[worker], self._environment.now
         process.is_known_dead = True
         self._front_end.on_down(worker, process.tokens)
         process.tokens = {}
-        process.writers = {other for other in self._peers[worker] if self._processes[other].is_alive}
-        for other in sorted(process.writers):
-            self._front_end.ask_to_forget(other, worker, partial(self._forgotten, worker, other))
-        self._try_to_begin(worker)
-
-    def _forgotten(self, dead: int, writer: int) -> None:
-        """That worker writes nothing into the dead one's memory any more."""
-        process = self._processes[dead]
-        if writer in process.writers:
-            process.writers.discard(writer)
-            self._try_to_begin(dead)
-
-    def _try_to_begin(self, worker: int) -> None:
-        process, now = self._processes[worker], self._environment.now
-        if process.is_alive or not process.is_known_dead or process.writers:
-            return
         at_ns = max(process.back_ns, now + 1)
         self._environment.at(at_ns, MESSAGE, partial(self._begin, worker, process.life))
 

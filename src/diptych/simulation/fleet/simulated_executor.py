@@ -7,7 +7,7 @@ diptych.control.step documents them and can take a repeated decode step many tim
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from diptych.control.request import FinishReason, Request
+from diptych.control.request import FinishReason, Request, RequestOptions
 from diptych.control.step import SchedulerOutput, StepResult
 from diptych.simulation.costs.cost_model import CostModel
 from diptych.workload.spec import RequestSpec
@@ -25,7 +25,7 @@ def block_hashes(spec: RequestSpec, num_tokens: int, block_size: int) -> list[by
     ]
 
 
-def make_request(request_id: str, spec: RequestSpec, block_size: int) -> Request:
+def make_request(request_id: str, spec: RequestSpec, block_size: int, options: RequestOptions) -> Request:
     """The request as the control code sees it."""
     hashes = tuple(block_hashes(spec, spec.prompt_tokens, block_size)) if spec.hash_ids else ()
     return Request(
@@ -33,8 +33,7 @@ def make_request(request_id: str, spec: RequestSpec, block_size: int) -> Request
         spec.prompt_tokens,
         spec.max_tokens or spec.output_tokens,
         block_hashes=hashes,
-        priority=spec.priority,
-        slo=spec.slo,
+        options=options,
     )
 
 

@@ -16,7 +16,7 @@ from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_MS, Slo
 from diptych.simulation.prepare import cache_config
 from diptych.simulation.scenario import Scenario
-from diptych.simulation.settings import prepare, scheduler_config, settings_from
+from diptych.simulation.settings import prepare, scheduler_of, settings_from
 from diptych.web.panels.machine import Machine
 from diptych.web.playback import STREAM, Playback, play
 from diptych.workload.spec import RequestSpec
@@ -113,7 +113,7 @@ def one_worker(
     """The scenario of one worker with these settings of its scheduler. (Quicker than ``scenario_of``: finding the cost
     model takes as long as a simulation.) Raises ConfigError."""
     settings = settings_from(_raw(chosen, {"shape": shape, "scheduler": dict(scheduler or {})}))
-    config = scheduler_config(settings)
+    config = scheduler_of(settings)
     base = scenario_of(chosen)
     slo = Slo(tpot_ns=None if tpot_ms is None else round(tpot_ms * NS_PER_MS))
     cache = cache_config(settings, config, chosen.choice)

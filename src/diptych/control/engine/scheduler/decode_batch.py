@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from diptych.control.request import Request, RequestStatus
+from diptych.control.request import Request
 
 UNLIMITED = 2**62
 
@@ -61,7 +61,6 @@ class DecodeBatch:
         self._num_entries += 1
         stay = _Stay(request, self._num_entries, self.ticks_scheduled, num_tokens, num_outputs)
         request.decode_entry = self._num_entries
-        request.status = RequestStatus.DECODING
         request.last_resume_tick = self.ticks_scheduled
         self._stays[request.request_id] = stay
         last_tick = stay.joined_tick + request.max_tokens - num_outputs - 1

@@ -3,7 +3,7 @@
 Owns these three places; the scheduler decides when somebody moves on.
 """
 
-from diptych.control.request import Request, RequestStatus
+from diptych.control.request import Request
 
 
 class Incoming:
@@ -27,7 +27,6 @@ class Incoming:
     def seat(self, request: Request) -> None:
         """The first in the queue got its blocks."""
         del self.waiting[request.request_id]
-        request.status = RequestStatus.RESERVED
         self.reserved[request.request_id] = request
 
     def deliver(self, request: Request) -> None:

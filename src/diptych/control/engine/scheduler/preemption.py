@@ -8,7 +8,7 @@ from diptych.control.engine.kvcache.kv_cache_manager import KVCacheManager
 from diptych.control.engine.scheduler.decode_batch import DecodeBatch
 from diptych.control.engine.scheduler.step_plan import StepPlan
 from diptych.control.events import RequestPreempted
-from diptych.control.request import Request, RequestStatus
+from diptych.control.request import Request
 
 
 def _rank(request: Request) -> tuple[int, int]:
@@ -56,9 +56,9 @@ class Preemption:
             freed += sum(self._kv.pool.references(block) == 1 for block in member.block_ids)
         return victims if freed >= blocks_needed and len(victims) >= seats_needed else []
 
-    def preempt(self, plan: StepPlan, victim: Request, *, by_priority: bool) -> None:
-        """Take the victim out of the batch: to the host tier if that is the policy and there is room, or back to the
-        start. Its status says which; the caller queues it."""
+    def preempt(self, plan: StepPlan, victim: Request, *, by_priority: bool) -> bool:
+        """Take the victim out of the batch: to the host tier (True) if that is the policy and there is room, or back
+        to the start (False). The caller queues it."""
         self._batch.leave(victim)
         victim.num_preemptions += 1
         self.num_preemptions += 1
@@ -70,9 +70,8 @@ class Preemption:
             copies = self._kv.swap_out(victim, victim.num_scheduled_tokens)
         if copies is not None:
             plan.swap_out.extend(copies)
-            victim.status = RequestStatus.SWAPPED
         else:
             self._kv.release(victim)
             victim.num_computed_tokens = victim.num_scheduled_tokens = 0
-            victim.status = RequestStatus.WAITING
         plan.events.append(RequestPreempted(plan.now, victim.request_id, copies is not None, by_priority))
+        return copies is not None

@@ -19,7 +19,7 @@ from diptych.control.engine.scheduler.step_plan import StepPlan
 from diptych.control.engine.scheduler.step_time import LEARN_EVERY, StepTimeModel
 from diptych.control.engine.scheduler.waiting_queue import WaitingQueue
 from diptych.control.events import Event, HandoffReserved, RequestAdmitted, RequestResumed
-from diptych.control.request import Request, RequestStatus
+from diptych.control.request import Request
 from diptych.control.step import ResumedDecode, SchedulerOutput, StepFeatures
 
 MAX_SKIPPED = 64  # waiting requests passed over in one step before the loop looks no further
@@ -65,7 +65,6 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """A new request, or one that lost its blocks, waits for admission."""
-        request.status = RequestStatus.WAITING
         request.cached_tokens_at_arrival = request.num_borrowed_tokens or self._kv.num_cached_tokens(request)
         request.is_long = self._caps.is_long(request.num_tokens - request.cached_tokens_at_arrival)
         request.order_key = self._order(request)
@@ -101,7 +100,6 @@ class Scheduler:
                 place.pop(request_id, None)
             self.incoming.remove(request_id)
         request.decode_entry = 0
-        request.status = RequestStatus.FINISHED
         return outputs
 
     def schedule(self, step_id: int, finished: tuple[str, ...], now: int) -> tuple[SchedulerOutput | None, list[Event]]:
@@ -163,7 +161,6 @@ class Scheduler:
             plan.resumed.append(ResumedDecode(request.request_id, request.num_prompt_tokens, blocks))
         for request in self.joining.values():
             if request.hands_off:
-                request.status = RequestStatus.HANDING_OFF
                 self.outgoing[request.request_id] = request
                 plan.paused.append(request.request_id)
                 continue
@@ -295,7 +292,6 @@ class Scheduler:
             request.first_step_ns = plan.now
             request.num_cached_tokens = start
         plan.events.append(RequestAdmitted(plan.now, request.request_id, start, is_first))
-        request.status = RequestStatus.PREFILLING
         self.prefilling[request.request_id] = request
         self._caps.started(is_long=request.is_long)
         self._run_chunk(plan, request, chunk)
@@ -362,8 +358,7 @@ class Scheduler:
 
     def _preempt(self, plan: StepPlan, victim: Request, *, by_priority: bool = False) -> None:
         self._num_departures += 1
-        self.preemption.preempt(plan, victim, by_priority=by_priority)
-        if victim.status is RequestStatus.SWAPPED:
+        if self.preemption.preempt(plan, victim, by_priority=by_priority):
             victim.order_key = self._order(victim)
             self.swapped[victim.request_id] = victim
         else:

@@ -1,7 +1,7 @@
 """The KV codec: blocks of the paged cache to bytes on a wire, and such bytes to blocks of perhaps another format.
 
-Single threaded and for a transport's thread: the kernels run without the interpreter's lock. Owns no memory and keeps
-no state between calls; never decides which codec is used (wire_format.py) and never talks.
+Made for a transport's thread: the kernels run without the interpreter's lock. Keeps no state between calls. Which codec
+is used is decided in wire_format.py.
 
 Bytes of an encoding other than RAW, for tokens [start, start + num_tokens) with start a multiple of 16:
 
@@ -41,7 +41,7 @@ from diptych.runtime.kv_tensors import LayerCache
 from diptych.runtime.native import load_native
 from diptych.runtime.transfer.codec.torch_codec import decode_rows, encode_rows
 from diptych.runtime.transfer.codec.wire_format import TILE_TOKENS, WireEncoding, check_tiles, tile_bytes, wire_bytes
-from diptych.runtime.transfer.connector import KVFormat
+from diptych.runtime.transfer.kv_format import KVFormat
 
 Buffer = bytes | bytearray | memoryview
 MAX_NATIVE_DIM = 256

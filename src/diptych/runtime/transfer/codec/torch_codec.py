@@ -1,7 +1,7 @@
-"""Tiles of KV to wire bytes and back in plain torch: what codec.py does without kernels, on any device.
+"""Tiles of KV to wire bytes and back in plain torch: what kv_codec.py does without kernels, on any device.
 
 The same bytes as kernels/codec.cpp writes, bit for bit, and the reference that it is tested against. Knows rows of
-tokens, [num_tokens, num_kv_heads, head_dim]; never blocks or layouts. The format is described in codec.py.
+tokens, [num_tokens, num_kv_heads, head_dim]; never blocks or layouts. The format is described in kv_codec.py.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """What KV looks like on a wire: encodings, their sizes, and which one two sides should use.
 
-Owns no bytes and knows no tensors (and no torch). codec.py does the work; the layout of the bytes is described there.
+Knows no tensors (and no torch): kv_codec.py does the work, and describes the layout of the bytes.
 """
 
 import enum
@@ -8,14 +8,14 @@ import math
 from collections.abc import Collection, Sequence
 
 from diptych.control.errors import ConfigError
-from diptych.runtime.transfer.connector import KVFormat
+from diptych.runtime.kv_geometry import ITEM_BYTES
+from diptych.runtime.transfer.kv_format import KVFormat
 
 TILE_TOKENS = 16
 V_GROUP = 32  # channels of V that share a scale
 CODECS = ("none", "int8", "int4")  # from exact to coarse
 PIECE_BYTES = 1 << 20  # of KV that the stages of a pipeline hand on at once
 MIN_SAVING = 0.1  # of the time, for which accuracy may be given up
-_ITEM_BYTES = {"bfloat16": 2, "float32": 4}
 
 
 class WireEncoding(enum.Enum):
@@ -38,15 +38,12 @@ def wire_encoding(codec: str, sender: KVFormat, receiver: KVFormat) -> WireEncod
 
     "none" never loses what the receiver could hold: whole blocks where both formats are the same, else tiles of the
     narrower dtype. Raises ConfigError for another codec, where the two hold different models, and where tiles are
-    needed and cannot be made (dtypes other than bfloat16 and float32, block sizes that 16 does not divide).
+    needed and cannot be made (block sizes that 16 does not divide, odd head_dims).
     """
     if codec not in CODECS:
         raise ConfigError(f"codec is {codec!r}; one of {', '.join(CODECS)}", param="codec")
-    for name in ("num_layers", "num_kv_heads", "head_dim"):
-        ours, theirs = getattr(sender, name), getattr(receiver, name)
-        if ours != theirs:
-            raise ConfigError(f"{name} is {ours} at the sender and {theirs} at the receiver", param=name)
-    if codec == "none" and sender.has_same_bytes(receiver) and sender.layout == "cpu":
+    sender.check_compatible(receiver)
+    if codec == "none" and sender == receiver and sender.layout == "cpu":
         return WireEncoding.RAW
     check_tiles(sender)
     check_tiles(receiver)
@@ -57,8 +54,6 @@ def wire_encoding(codec: str, sender: KVFormat, receiver: KVFormat) -> WireEncod
 
 def check_tiles(kv_format: KVFormat) -> None:
     """Raises ConfigError when blocks of this format cannot be made of tiles."""
-    if kv_format.dtype not in _ITEM_BYTES:
-        raise ConfigError(f"cache dtype is {kv_format.dtype}; the codec takes bfloat16 and float32", param="dtype")
     if kv_format.block_size % TILE_TOKENS:
         raise ConfigError(
             f"block_size is {kv_format.block_size}; the codec takes multiples of {TILE_TOKENS}", param="block_size"
@@ -91,7 +86,7 @@ def wire_share(codec: str, dtype: str = "bfloat16", head_dim: int = 64) -> float
         return 1.0
     encoding = WireEncoding[codec.upper()]
     per_pair = sum(tile_bytes(head_dim, is_k, encoding) for is_k in (True, False))
-    return per_pair / (2 * TILE_TOKENS * head_dim * _ITEM_BYTES[dtype])
+    return per_pair / (2 * TILE_TOKENS * head_dim * ITEM_BYTES[dtype])
 
 
 def transfer_seconds(

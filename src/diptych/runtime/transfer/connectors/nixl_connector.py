@@ -1,9 +1,9 @@
 """KV through NIXL (RDMA, NVLink, or the copy between processes that UCX finds): the receiver reads the sender's blocks.
 
-Needs the extra [nixl]. The protocol is that of stream.py, over TCP or a unix socket; but the body of a part says where
-its blocks lie, and the receiver has NIXL read them before it acknowledges the part. The reader is the one that may
-stop, so both fences are local: forget waits for the part that is being read, and what is read of a transfer that its
-sender has cancelled is never committed (its blocks may be read while cancel returns, to no effect).
+Needs the extra [nixl]. The protocol is that of stream/, over TCP or a unix socket; but the body of a part says where
+its blocks lie, and the receiver has NIXL read them before it acknowledges the part. The receiver does the copying, so
+both fences are local: forget waits for the part that is being read, and what is read of a transfer that its sender has
+cancelled is never committed (its blocks may still be read while cancel returns, to no effect).
 
 Blocks must have one format on both sides. Reads are authenticated and encrypted no better than the fabric below does
 it: the handshake keeps strangers from learning the addresses, it does not guard the fabric.
@@ -12,10 +12,8 @@ it: the handshake keeps strangers from learning the addresses, it does not guard
 import importlib
 import secrets
 import struct
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -24,10 +22,13 @@ import torch
 
 from diptych.control.errors import ConfigError
 from diptych.runtime.kv_tensors import LayerCache
-from diptych.runtime.transfer.connector import KVFormat, TransferOptions
-from diptych.runtime.transfer.stream.carriers import Carrier, Part
+from diptych.runtime.transfer.connector import TransferOptions
+from diptych.runtime.transfer.kv_format import KVFormat
+from diptych.runtime.transfer.stream.body_format import BodyFormat, Part
 from diptych.runtime.transfer.stream.frames import ProtocolError
 from diptych.runtime.transfer.stream.stream_connector import StreamConnector
+
+_nixl: Any = importlib.import_module("nixl_cu13._api")  # has no types, and is not installed everywhere
 
 READ = 16  # value of Frame.encoding: a body that says where to read
 PART_BYTES = 1 << 23  # read at once: long enough that posting it does not matter, short enough for others to wait
@@ -42,32 +43,29 @@ class NixlConnector(StreamConnector):
     """See KVConnector."""
 
     def __init__(self, layers: Sequence[LayerCache], kv_format: KVFormat, options: TransferOptions) -> None:
-        if options.codec != "none":
-            raise ConfigError(f"codec is {options.codec!r}; NIXL moves blocks as they lie: none", param="codec")
-        self._pull = Pull(layers, kv_format, options.resume_timeout_s)
-        super().__init__(self._pull, kv_format, options)
+        self._reads = NixlReads(layers, kv_format, options.resume_timeout_s)
+        super().__init__(self._reads, kv_format, options)
 
     def send(
         self, attempt_id: str, start: int, num_tokens: int, block_ids: Sequence[int], num_layers: int | None = None
     ) -> None:
         """See KVConnector. The blocks are read from outside of the GPU's queue: first, what is queued must be done."""
-        if self._pull.device >= 0:
-            torch.cuda.current_stream(self._pull.device).synchronize()
+        if self._reads.device >= 0:
+            torch.cuda.current_stream(self._reads.device).synchronize()
         super().send(attempt_id, start, num_tokens, block_ids, num_layers)
 
     def close(self) -> None:
         """See KVConnector."""
         super().close()
-        self._pull.close()
+        self._reads.close()
 
 
-class Pull:
-    """See Carrier and CarrierChoice: the only way that blocks travel here. Owns the NIXL agent."""
+class NixlReads:
+    """See BodyFormat and BodyFormats: the only one of this connector. Owns the NIXL agent."""
 
     encoding = READ
 
     def __init__(self, layers: Sequence[LayerCache], kv_format: KVFormat, timeout_s: float) -> None:
-        api = _load()
         caches = [cache for pair in layers for cache in pair]
         if not all(cache.is_contiguous() for cache in caches):
             raise ConfigError("the tensors of the KV cache must be contiguous to be transferred", param="layers")
@@ -77,27 +75,26 @@ class Pull:
         self._bases = np.array([cache.data_ptr() for cache in caches], dtype=np.int64)
         self._num_blocks = caches[0].shape[0]
         self.device: int = caches[0].device.index if caches[0].device.type == "cuda" else -1  # -1: host memory
-        self._agent: Any = api.nixl_agent(secrets.token_hex(8), api.nixl_agent_config(backends=["UCX"]))
+        self._agent: Any = _nixl.nixl_agent(secrets.token_hex(8), _nixl.nixl_agent_config(backends=["UCX"]))
         self._registered: Any = self._agent.register_memory(caches)
         self._metadata: bytes = self._agent.get_agent_metadata()
-        self._errors = tuple(getattr(api.nixlBind, f"nixl{name}Error") for name in _ERRORS)
+        self._errors = tuple(getattr(_nixl.nixlBind, f"nixl{name}Error") for name in _ERRORS)
         self._peers: dict[bytes, str] = {}  # names of agents, by their metadata
-        self._lock = threading.Lock()
 
-    def for_sending(self, receiver: KVFormat, num_tokens: int, link_bytes_per_s: float | None) -> Carrier:
-        """See CarrierChoice. Raises ConfigError when the formats differ."""
-        if not self._format.has_same_bytes(receiver):
+    def for_sending(self, receiver: KVFormat, num_tokens: int, link_bytes_per_s: float | None) -> BodyFormat:
+        """See BodyFormats. Raises ConfigError when the formats differ."""
+        if receiver != self._format:
             raise ConfigError(f"NIXL needs one format; here {self._format}, there {receiver}", param="kv_format")
         return self
 
-    def for_receiving(self, encoding: int, sender: KVFormat) -> Carrier:
-        """See CarrierChoice."""
-        if encoding != READ or not self._format.has_same_bytes(sender):
+    def for_receiving(self, encoding: int, sender: KVFormat) -> BodyFormat:
+        """See BodyFormats."""
+        if encoding != READ or sender != self._format:
             raise ProtocolError(f"encoding {encoding}, where only blocks of one format can be read")
         return self
 
     def parts(self, start: int, num_tokens: int) -> Iterator[Part]:
-        """See Carrier."""
+        """See BodyFormat."""
         form = self._format
         per_layer = 2 * form.bytes_per_layer_block * -(-num_tokens // form.block_size)
         height = min(form.num_layers, max(1, PART_BYTES // per_layer))
@@ -106,28 +103,28 @@ class Pull:
             yield Part(start, num_tokens, layer, rows, layer + rows == form.num_layers)
 
     def pack(self, block_ids: Sequence[int], part: Part) -> list[memoryview]:
-        """See Carrier: where the part lies."""
+        """See BodyFormat: where the part lies."""
         addresses = self._addresses(block_ids, part)
         head = _BODY.pack(len(self._metadata), len(addresses), self.device)
         return [memoryview(head), memoryview(self._metadata), memoryview(addresses.tobytes())]
 
     def num_bytes(self, part: Part) -> int:
-        """See Carrier."""
+        """See BodyFormat."""
         size = self._format.block_size
         blocks = -(-(part.start + part.num_tokens) // size) - part.start // size
         return 2 * part.num_layers * blocks * self._format.bytes_per_layer_block
 
     def accepts(self, part: Part, body_bytes: int) -> bool:
-        """See Carrier."""
+        """See BodyFormat."""
         addresses = 8 * (self.num_bytes(part) // self._format.bytes_per_layer_block)
         return 0 <= body_bytes - _BODY.size - addresses <= MAX_METADATA_BYTES
 
     def targets(self, block_ids: Sequence[int], part: Part) -> list[memoryview] | None:
-        """See Carrier."""
+        """See BodyFormat."""
         return None
 
     def unpack(self, block_ids: Sequence[int], part: Part, body: memoryview) -> None:
-        """See Carrier: read the blocks. Returns when they are here. Raises ProtocolError when they cannot be had."""
+        """See BodyFormat: read the blocks. Returns when they are here. Raises ProtocolError when they cannot be had."""
         metadata_bytes, count, device = _BODY.unpack_from(body)
         local = self._addresses(block_ids, part)
         if count != len(local) or len(body) != _BODY.size + metadata_bytes + 8 * count:
@@ -187,13 +184,3 @@ class Pull:
             self._agent.release_xfer_handle(handle)
         if state != "DONE":
             raise ProtocolError("NIXL could not read the sender's blocks")
-
-
-def _load() -> ModuleType:
-    """The package, when it is there. Raises ConfigError with the way to get it."""
-    try:
-        return importlib.import_module("nixl_cu13._api")
-    except ImportError as error:
-        raise ConfigError(
-            f"connector is nixl, and it cannot be imported ({error}): pip install 'diptych[nixl]'", param="connector"
-        ) from error

@@ -1,17 +1,21 @@
 """KV within one shared pool: the sender has computed straight into the receiver's blocks. No byte of KV moves.
 
 What travels is that a transfer begins, how far it is, its commit, and the acknowledgement: the protocol of TCP over a
-unix socket in a directory of our own. Written blocks are visible to the receiver before it hears of them: the sender's
-stores come before its system call, the receiver's loads after its own, on memory that both have mapped.
+unix socket in the worker's private directory. Written blocks are visible to the receiver before it learns of them: the
+sender's stores come before its system call, the receiver's loads after its own, on memory that both have mapped.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from diptych.control.errors import ConfigError
 from diptych.runtime.kv_tensors import LayerCache
-from diptych.runtime.transfer.connector import KVFormat, TransferOptions
-from diptych.runtime.transfer.stream.carriers import Carriers
+from diptych.runtime.transfer.connector import TransferOptions
+from diptych.runtime.transfer.kv_format import KVFormat
+from diptych.runtime.transfer.stream.body_format import BodyFormat, Part
+from diptych.runtime.transfer.stream.frames import ProtocolError
 from diptych.runtime.transfer.stream.stream_connector import StreamConnector
+
+EMPTY = 0  # value of Frame.encoding
 
 
 class SharedMemoryConnector(StreamConnector):
@@ -20,6 +24,46 @@ class SharedMemoryConnector(StreamConnector):
     def __init__(self, layers: Sequence[LayerCache], kv_format: KVFormat, options: TransferOptions) -> None:
         if not options.listen.startswith("unix:"):
             raise ConfigError(f"listen is {options.listen!r}; one shared pool needs unix:///path", param="listen")
-        if options.codec != "none":
-            raise ConfigError(f"codec is {options.codec!r}; nothing is coded within one shared pool", param="codec")
-        super().__init__(Carriers(layers, kv_format, "none", options.frame_bytes, moves=False), kv_format, options)
+        super().__init__(EmptyBody(kv_format.num_layers), kv_format, options)
+
+
+class EmptyBody:
+    """See BodyFormat and BodyFormats: the only one of this connector."""
+
+    encoding = EMPTY
+
+    def __init__(self, num_layers: int) -> None:
+        self._num_layers = num_layers
+
+    def for_sending(self, receiver: KVFormat, num_tokens: int, link_bytes_per_s: float | None) -> BodyFormat:
+        """See BodyFormats."""
+        return self
+
+    def for_receiving(self, encoding: int, sender: KVFormat) -> BodyFormat:
+        """See BodyFormats."""
+        if encoding != EMPTY:
+            raise ProtocolError(f"encoding {encoding}, where no KV is sent")
+        return self
+
+    def parts(self, start: int, num_tokens: int) -> Iterator[Part]:
+        """See BodyFormat."""
+        yield Part(start, num_tokens, 0, self._num_layers, True)
+
+    def pack(self, block_ids: Sequence[int], part: Part) -> list[memoryview]:
+        """See BodyFormat."""
+        return []
+
+    def num_bytes(self, part: Part) -> int:
+        """See BodyFormat."""
+        return 0
+
+    def accepts(self, part: Part, body_bytes: int) -> bool:
+        """See BodyFormat."""
+        return body_bytes == 0
+
+    def targets(self, block_ids: Sequence[int], part: Part) -> list[memoryview] | None:
+        """See BodyFormat."""
+        return []
+
+    def unpack(self, block_ids: Sequence[int], part: Part, body: memoryview) -> None:
+        """See BodyFormat."""

@@ -1,5 +1,6 @@
-"""Addresses of connectors: "tcp://127.0.0.1:41234", "tcp://[::1]:41234", "unix:///directory/name". Pure, but for
-listening. Names of hosts are not looked up: that would wait.
+"""Addresses of connectors: "tcp://127.0.0.1:41234", "tcp://[::1]:41234", "unix:///directory/name".
+
+Names of hosts are not looked up: a lookup would wait for a name server.
 """
 
 import ipaddress
@@ -74,9 +75,9 @@ def listen(where: SocketAddress) -> tuple[socket.socket, SocketAddress]:
 
 
 def _make_way(path: Path) -> None:
-    """Remove what a killed worker has left behind, in a directory that is ours alone."""
+    """Remove the socket that a killed worker has left behind, in a directory that is this user's alone."""
     info = path.parent.stat()
     if info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077:
-        raise ConfigError(f"the directory of {path} must belong to us alone (mode 0700)", param="listen")
+        raise ConfigError(f"the directory of {path} must be this user's alone (mode 0700)", param="listen")
     if path.is_socket():
         path.unlink()

@@ -1,20 +1,18 @@
-"""The frames on a connection between two connectors: their layout, their bounds, their seals. Pure.
+"""The frames on a connection between two connectors: their layout, their bounds, their seals. No I/O.
 
 A frame is a header of HEADER_BYTES and a body. Integers are little-endian; nothing is ever unpickled.
 
     kind        from      body                  meaning
-    OPEN        sender    transfer id                this number stands for this transfer; its first token is ``start``
-    DATA        sender    KV of a rectangle     layers x tokens, number ``sequence`` of its transfer
+    OPEN        sender    transfer id           this number stands for this transfer; its first token is ``start``
+    DATA        sender    KV of a rectangle     layers x tokens, number ``sequence`` of its transfer (body_format.py)
     COMMIT      sender    payload               the last of its transfer; numbered after the last DATA
     CANCEL      sender                          the sender gives the transfer up
     ACK         receiver                        everything below ``sequence`` of this transfer is here
     REFUSE      receiver  message               the receiver does not take this transfer, or no longer
 
-Threat model. Whoever does not know the secret is kept out by the handshake (handshake.py) and can inject nothing: every
-header carries a MAC under a key of this connection and direction, over the frame's place in the stream, the header and,
-for all kinds but DATA, the body. The body of DATA is covered by a CRC-32 that stands in the sealed header: it detects
-damage, not an attacker who sits on the path and rewrites packets. Nothing is encrypted: between hosts that do not trust
-their network, run it through a tunnel.
+The seal of a frame is a MAC under a key of this connection and direction, over the frame's place in the stream, the
+header and, for all kinds but DATA, the body. The body of DATA is covered by a CRC-32 that stands in the sealed header.
+What that protects against, and what not, is said in handshake.py.
 """
 
 import hashlib
@@ -27,6 +25,7 @@ from enum import IntEnum
 
 from diptych.control.errors import DiptychError
 from diptych.runtime.transfer.connector import MAX_ATTEMPT_ID_BYTES, MAX_PAYLOAD_BYTES
+from diptych.runtime.transfer.stream.fence import Fence
 
 _FIELDS = struct.Struct("<BBHIQQIIIHH")
 _PLACE = struct.Struct("<Q")
@@ -125,3 +124,33 @@ def parse_header(header: bytes | bytearray) -> Frame:
     if body_bytes > _MAX_BODY[known]:
         raise ProtocolError(f"a frame of kind {known.name} has {body_bytes} bytes; at most {_MAX_BODY[known]}")
     return Frame(known, number, sequence, start, tokens, first, layers, encoding, flags, body_bytes, crc)
+
+
+class OutgoingFrame:
+    """A frame on its way out: a header and pieces of a body that may lie in a transfer's blocks, behind ``fence``."""
+
+    def __init__(self, pieces: list[memoryview], fence: Fence | None = None) -> None:
+        self.pieces = pieces
+        self.at = 0  # pieces before this one have left
+        self.fence = fence
+
+    def detach(self) -> None:
+        """Copy what has not left yet: the frame no longer points into blocks. With the fence's lock held."""
+        self.pieces[self.at :] = [memoryview(bytes(piece)) for piece in self.pieces[self.at :]]
+
+    def advance(self, count: int) -> bool:
+        """``count`` bytes have left. Whether all have."""
+        self.at = skip_bytes(self.pieces, self.at, count)
+        return self.at == len(self.pieces)
+
+
+def skip_bytes(pieces: list[memoryview], at: int, count: int) -> int:
+    """Cut ``count`` bytes off the pieces from ``at`` on: where they begin now."""
+    while count:
+        size = len(pieces[at])
+        if size > count:
+            pieces[at] = pieces[at][count:]
+            return at
+        count -= size
+        at += 1
+    return at

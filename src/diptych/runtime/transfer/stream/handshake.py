@@ -1,14 +1,26 @@
-"""Who is there: both ends prove that they know the secret before either says anything about itself. Pure.
+"""The handshake of a connection: both ends prove that they know the secret, and derive its keys. No I/O.
 
     receiver -> sender    GREETING: magic, version, nonce
     sender -> receiver    HELLO: nonce, instance, line, dial number, KV format, HMAC-SHA256 over all so far
     receiver -> sender    WELCOME: instance, KV format, HMAC-SHA256 over all so far
 
-The label in each HMAC keeps one role's proof from being played back as the other's; the nonces keep old proofs from
-being played back at all. The keys of both directions come from the whole conversation. An *instance* is one life of a
-connector: a restarted worker has another one. A *line* is an instance and the address that it has dialled; the *dial
-number* grows with every connection on a line, so that a receiver can tell one that is late from the one that replaced
-it.
+An *instance* is one life of a connector: a restarted worker has another one. A *line* is an instance and the address
+that it has dialled; the *dial number* grows with every connection on a line, so that a receiver can tell a connection
+that is late from the one that replaced it.
+
+Security. The secret is 32 random bytes that the front end draws at its start and gives to its workers. The handshake
+proves that the other end knows it, in this role (the label in each HMAC keeps a proof from serving the other role) and
+now (each end's nonce keeps old proofs from being played back). Both traffic keys are HMACs of the secret over the whole
+conversation; the seals of frames.py under them prove that each header, and the body of each frame but DATA, was written
+by that end, for this connection, in this order: they cannot be forged, changed, repeated, left out or moved.
+
+It does not prove more than that. Nothing is confidential: KV, first tokens, names of requests and the KV formats travel
+in the clear, and prompts can be read out of their KV. The body of DATA has a CRC-32 alone, which detects damage; an
+attacker on the path who rewrites packets can change KV so that the CRC still fits. All workers share the secret, so it
+does not tell them apart: each of them can speak for any other. An attacker on the path can delay or cut connections,
+and one who only reaches the port can crowd out handshakes that are under way (receiver.py, MAX_UNPROVED). There is no
+forward secrecy, since there is no secrecy. Between hosts, use a network that only workers can reach, or a tunnel that
+encrypts (WireGuard, IPsec). The protocol was designed here and has had no review from outside.
 """
 
 import hashlib
@@ -17,7 +29,7 @@ import secrets
 import struct
 from dataclasses import dataclass
 
-from diptych.runtime.transfer.connector import PROTOCOL_VERSION, KVFormat
+from diptych.runtime.transfer.kv_format import PROTOCOL_VERSION, KVFormat
 from diptych.runtime.transfer.stream.frames import ProtocolError
 
 MAGIC = b"diptychkv" + PROTOCOL_VERSION.to_bytes(2, "little")
@@ -36,7 +48,7 @@ WELCOME_BYTES = _WELCOME.size
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a connector says about itself."""
+    """What a connector states about itself, and the secret that it never sends."""
 
     secret: bytes
     instance: bytes
@@ -45,7 +57,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Introduction:
-    """What the other side has proved and said, and the keys of the connection."""
+    """What the other side has stated with its proof, and the keys of the connection."""
 
     instance: bytes
     line: bytes  # with the instance in front; empty at the sender
@@ -80,8 +92,8 @@ def format_bytes_of(message: bytes | bytearray) -> int:
 
 
 def accept_hello(me: Identity, greeted: bytes, message: bytes) -> tuple[bytes, Introduction]:
-    """Receiver: the WELCOME and who is there. Raises ProtocolError when the proof is wrong, ConfigError for a format
-    that says nothing."""
+    """Receiver: the WELCOME and what the sender stated. Raises ProtocolError when the proof is wrong, ConfigError for a
+    KV format that is none."""
     nonce, instance, line, dial, proof, _ = _HELLO.unpack_from(message)
     theirs = message[HELLO_BYTES:]
     said = nonce + instance + line + struct.pack("<Q", dial)
@@ -95,7 +107,8 @@ def accept_hello(me: Identity, greeted: bytes, message: bytes) -> tuple[bytes, I
 
 
 def accept_welcome(me: Identity, greeted: bytes, said: bytes, message: bytes) -> Introduction:
-    """Sender: who answered. ``said``: our HELLO. Raises ProtocolError when the proof is wrong."""
+    """Sender: what the receiver stated. ``said``: the HELLO that it answers. Raises ProtocolError when the proof is
+    wrong."""
     instance, proof, _ = _WELCOME.unpack_from(message)
     theirs = message[WELCOME_BYTES:]
     if not hmac.compare_digest(proof, _proof(me.secret, b"receiver", greeted, said, instance, theirs)):

@@ -1,8 +1,8 @@
-"""The sending side: one connection to each receiver, kept alive as long as there is something to say.
+"""The sending side: one connection to each receiver, dialled again as long as there are transfers.
 
-Owns dialling, backing off, resuming, and whose frame is next. Openings and commits go before KV; the KV of different
+Owns dialling, backing off, resuming, and which frame is next. Openings and commits go before KV; the KV of different
 transfers takes turns, a frame each. A transfer whose next frame waits for layers is in no queue: the worker's thread
-says when they are there. Runs in the connector's thread.
+notifies this one when they are there. Runs in the connector's thread.
 """
 
 import errno
@@ -10,10 +10,13 @@ import socket
 import time
 from collections import deque
 
+from diptych.control.engine.worker_core import TransferBroken
 from diptych.control.errors import ConfigError
-from diptych.runtime.transfer.connector import Failed, KVFormat, Sent
+from diptych.runtime.transfer.connector import Sent
+from diptych.runtime.transfer.kv_format import KVFormat
 from diptych.runtime.transfer.stream.addresses import SocketAddress
-from diptych.runtime.transfer.stream.carriers import Carrier, CarrierChoice
+from diptych.runtime.transfer.stream.body_format import BodyFormat, BodyFormats
+from diptych.runtime.transfer.stream.event_queue import EventQueue
 from diptych.runtime.transfer.stream.frames import LAST_OF_CHUNK, Frame, Kind, ProtocolError, Seal, checksum
 from diptych.runtime.transfer.stream.handshake import (
     GREETING_BYTES,
@@ -24,8 +27,8 @@ from diptych.runtime.transfer.stream.handshake import (
     format_bytes_of,
     hello,
 )
-from diptych.runtime.transfer.stream.stream_connection import Connection, ConnectionLost
-from diptych.runtime.transfer.stream.transfer_table import EventQueue, SendTransfer
+from diptych.runtime.transfer.stream.stream_connection import ConnectionLost, StreamConnection
+from diptych.runtime.transfer.stream.transfer_state import SendTransfer
 
 FIRST_BACK_OFF_NS = 10_000_000
 LAST_BACK_OFF_NS = 1_000_000_000
@@ -33,24 +36,23 @@ MIN_SAMPLE_BYTES = 1 << 20  # written before the kernel's estimate of the link i
 _DELIVERY_RATE_AT, _APP_LIMITED_AT = 160, 7  # in struct tcp_info of linux/tcp.h
 
 
-class SenderConnection(Connection):
-    """Our connection to one receiver."""
+class SenderConnection(StreamConnection):
+    """This connector's connection to one receiver."""
 
     def __init__(self, sock: socket.socket, identity: Identity, peer: "Peer", dial: int) -> None:
         super().__init__(sock)
         self.is_connected = False
-        self.welcomed: Introduction | None = None
         self._identity = identity
         self.peer = peer
         self._dial = dial
         self._greeted = b""
         self._said = b""
         self._welcome = b""
-        self.expect(GREETING_BYTES)
+        self.expect_item(GREETING_BYTES)
 
     @property
     def is_introduced(self) -> bool:
-        """Whether we have said who we are."""
+        """Whether the HELLO was sent."""
         return bool(self._said)
 
     def connected(self) -> None:
@@ -60,34 +62,33 @@ class SenderConnection(Connection):
             raise ConnectionLost(errno.errorcode.get(code, str(code)))
         self.is_connected = True
 
-    def heard(self, message: bytes) -> None:
-        """See Connection: a greeting, the fixed part of a WELCOME, its format."""
+    def item_done(self, item: bytes) -> None:
+        """See StreamConnection: a greeting, the fixed part of a WELCOME, its format."""
         if not self._greeted:
-            self._greeted = message
-            self._said = hello(self._identity, message, str(self.peer.address), self._dial)
+            self._greeted = item
+            self._said = hello(self._identity, item, str(self.peer.address), self._dial)
             self.put(self._said)
-            self.expect(WELCOME_BYTES)
+            self.expect_item(WELCOME_BYTES)
         elif not self._welcome:
-            self._welcome = message
-            self.expect(format_bytes_of(message))
+            self._welcome = item
+            self.expect_item(format_bytes_of(item))
         else:
-            who = accept_welcome(self._identity, self._greeted, self._said, self._welcome + message)
+            who = accept_welcome(self._identity, self._greeted, self._said, self._welcome + item)
             self.seal_in, self.seal_out = Seal(who.key_to_sender), Seal(who.key_to_receiver)
             self.begin_frames()
-            self.welcomed = who
             self.peer.welcomed(who)
 
     def control_done(self, frame: Frame, body: bytes) -> None:
-        """See Connection."""
+        """See StreamConnection."""
         if frame.kind is Kind.ACK:
             self.peer.acknowledged(frame.number, frame.sequence)
         elif frame.kind is Kind.REFUSE:
             self.peer.refused(frame.number, body.decode(errors="replace"))
         else:
-            raise ProtocolError(f"a receiver does not say {frame.kind.name}")
+            raise ProtocolError(f"a receiver does not send {frame.kind.name}")
 
     def link_bytes_per_s(self) -> float | None:
-        """What the kernel thinks the path delivers; None when it does not know, or not from a full pipe."""
+        """The kernel's estimate of what the path delivers; None when it has none, or none from a full pipe."""
         if self.sock.family == socket.AF_UNIX or self.num_written < MIN_SAMPLE_BYTES:
             return None
         info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
@@ -99,13 +100,13 @@ class SenderConnection(Connection):
 class Peer:
     """One receiver, by its address: its transfers, its connection while there is one, and the way to the next."""
 
-    def __init__(self, address: SocketAddress, identity: Identity, carriers: CarrierChoice, events: EventQueue,
+    def __init__(self, address: SocketAddress, identity: Identity, bodies: BodyFormats, events: EventQueue,
                  resume_timeout_ns: int) -> None:  # fmt: skip
         self.address = address
         self.connection: SenderConnection | None = None
         self.transfers: dict[int, SendTransfer] = {}
         self._identity = identity
-        self._carriers = carriers
+        self._bodies = bodies
         self._events = events
         self._resume_timeout_ns = resume_timeout_ns
         self._urgent: deque[SendTransfer] = deque()
@@ -121,16 +122,12 @@ class Peer:
         self._trouble = "no connection yet"
         self._progress = (0, 0)  # when, bytes that have really left
 
-    # What the worker says
+    # Calls of the worker
 
     def news(self, transfer: SendTransfer) -> None:
         """Something was queued: the transfer gets in line when it is its turn to send."""
-        if (
-            self._receiver is None
-            or transfer.is_ready
-            or transfer.is_closed
-            or (transfer.is_announced and transfer.is_resuming)
-        ):
+        is_asking = transfer.is_announced and transfer.is_resuming
+        if self._receiver is None or transfer.is_ready or transfer.is_closed or is_asking:
             return
         if not transfer.is_announced or transfer.has_commit:
             transfer.is_ready = True
@@ -140,21 +137,18 @@ class Peer:
             self._ready.append(transfer)
 
     def cancelled(self, transfer: SendTransfer) -> None:
-        """The worker has given a transfer up; its blocks are fenced already."""
-        if (
-            self.transfers.pop(transfer.number, None) is not None
-            and transfer.is_announced
-            and self.connection is not None
-        ):
+        """The worker has given a transfer up, and its fence is closed."""
+        was_known = self.transfers.pop(transfer.number, None) is not None
+        if was_known and transfer.is_announced and self.connection is not None:
             self.connection.put_control(Frame(Kind.CANCEL, transfer.number))
 
-    # What the receiver says
+    # Answers of the receiver
 
     def welcomed(self, who: Introduction) -> None:
         """The connection is up. Raises ProtocolError, with all transfers failed, when the caches do not fit."""
         try:
             self._identity.kv_format.check_compatible(who.kv_format)
-            self._carriers.for_sending(who.kv_format, 1, None)
+            self._bodies.for_sending(who.kv_format, 1, None)
         except ConfigError as error:
             self.fail_all(error.message)
             raise ProtocolError(error.message) from error
@@ -180,13 +174,9 @@ class Peer:
             self.news(transfer)
             return
         del self.transfers[number]
-        with transfer.lock:
-            if transfer.is_closed:
-                return
-            transfer.shut()
-        now = time.monotonic_ns()
-        first = transfer.first_byte_ns or transfer.commit_ns
-        self._events.emit(transfer, Sent(transfer.attempt_id, transfer.num_bytes, first, transfer.commit_ns, now))
+        if transfer.close():
+            now, first = time.monotonic_ns(), transfer.first_byte_ns or transfer.commit_ns
+            self._events.emit(transfer, Sent(transfer.attempt_id, transfer.num_bytes, first, transfer.commit_ns, now))
 
     def refused(self, number: int, message: str) -> None:
         """The receiver does not take this transfer."""
@@ -231,7 +221,7 @@ class Peer:
         self._urgent.clear()
         self._ready.clear()
         for transfer in self.transfers.values():
-            with transfer.lock:
+            with transfer.fence.lock:
                 transfer.in_flight = None
             transfer.restart()
         if self.transfers:
@@ -298,11 +288,8 @@ class Peer:
 
     def _fail(self, transfer: SendTransfer, message: str) -> None:
         self.transfers.pop(transfer.number, None)
-        with transfer.lock:
-            if transfer.is_closed:
-                return
-            transfer.shut()
-        self._events.emit(transfer, Failed(transfer.attempt_id, True, message))
+        if transfer.close():
+            self._events.emit(transfer, TransferBroken(transfer.attempt_id, True, message))
 
     def _put_next(self, transfer: SendTransfer, connection: SenderConnection) -> bool:
         """Queue the transfer's next frame and let it get in line again. Whether that was KV."""
@@ -322,23 +309,23 @@ class Peer:
         return is_kv
 
     def _put_kv(self, transfer: SendTransfer, connection: SenderConnection) -> bool:
-        with transfer.lock:
+        with transfer.fence.lock:
             following = None if transfer.is_closed else transfer.next_part(self._choose)
             if following is None:
                 return False
-            sequence, part, carrier, blocks = following
-            pieces = carrier.pack(blocks, part)
+            sequence, part, body_format, blocks = following
+            pieces = body_format.pack(blocks, part)
             size = sum(map(len, pieces))
             frame = Frame(
                 Kind.DATA, transfer.number, sequence, part.start, part.num_tokens, part.first_layer, part.num_layers,
-                carrier.encoding, LAST_OF_CHUNK if part.is_last else 0, size, checksum(pieces),
+                body_format.encoding, LAST_OF_CHUNK if part.is_last else 0, size, checksum(pieces),
             )  # fmt: skip
-            transfer.in_flight = connection.put_data(frame, pieces, transfer.lock)
+            transfer.in_flight = connection.put_data(frame, pieces, transfer.fence)
             transfer.first_byte_ns = transfer.first_byte_ns or time.monotonic_ns()
-            transfer.num_bytes += carrier.num_bytes(part)
+            transfer.num_bytes += body_format.num_bytes(part)
         return True
 
-    def _choose(self, num_tokens: int) -> Carrier:
+    def _choose(self, num_tokens: int) -> BodyFormat:
         assert self._receiver is not None and self.connection is not None
         self._link_bytes_per_s = self.connection.link_bytes_per_s() or self._link_bytes_per_s
-        return self._carriers.for_sending(self._receiver, num_tokens, self._link_bytes_per_s)
+        return self._bodies.for_sending(self._receiver, num_tokens, self._link_bytes_per_s)

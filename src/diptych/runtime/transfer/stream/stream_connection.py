@@ -1,28 +1,33 @@
 """One socket between two connectors: bytes in, bytes out, never waiting. Used by the connector's thread only.
 
-Owns the socket, the frame that is being read and the frames that wait to be written. A body is received straight to
-where it belongs and sent straight from where it lies; while bytes of a transfer's blocks move, that transfer's lock is
-held, and for a closed transfer they go to a scratch buffer instead. Must never decide what a frame means: see
-sender.py, receiver.py.
+A body is received straight to where it belongs and sent straight from where it lies. While bytes move into or out of a
+transfer's blocks, the lock of its fence is held; behind a closed fence they go to a scratch buffer instead. What a
+frame means is the business of sender.py and receiver.py.
 """
 
 import contextlib
 import fcntl
 import socket
 import termios
-import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 
-from diptych.runtime.transfer.stream.frames import HEADER_BYTES, Frame, Kind, ProtocolError, Seal, parse_header
-from diptych.runtime.transfer.stream.transfer_table import Transfer
+from diptych.runtime.transfer.stream.fence import Fence
+from diptych.runtime.transfer.stream.frames import (
+    HEADER_BYTES,
+    Frame,
+    Kind,
+    OutgoingFrame,
+    ProtocolError,
+    Seal,
+    parse_header,
+    skip_bytes,
+)
 
 MAX_PIECES = 1000  # per system call; the kernel takes 1024
 READ_BUDGET = 1 << 21  # bytes from one connection before others have their turn
-NOT_SENT_LOW_WATER = (
-    1 << 17
-)  # bytes that may wait in the kernel: what a small frame of another transfer has to wait behind
+NOT_SENT_LOW_WATER = 1 << 17  # bytes that may wait in the kernel, with a small frame of another transfer behind them
 SCRATCH_BYTES = 1 << 16
 _TCP_OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
@@ -38,28 +43,9 @@ class ConnectionLost(Exception):
     """The connection has ended, from either side."""
 
 
-class Outgoing:
-    """A frame on its way out: a header and pieces of a body that may lie in a transfer's blocks."""
-
-    def __init__(self, pieces: list[memoryview], lock: "threading.Lock | None" = None) -> None:
-        self.pieces = pieces
-        self.at = 0
-        self.lock = lock
-
-    def detach(self) -> None:
-        """Copy what is not sent yet: the frame no longer points into anybody's blocks. With the transfer's lock
-        held."""
-        self.pieces[self.at :] = [memoryview(bytes(piece)) for piece in self.pieces[self.at :]]
-
-    def advance(self, count: int) -> bool:
-        """``count`` bytes have left. Whether all have."""
-        self.at = _advance(self.pieces, self.at, count)
-        return self.at == len(self.pieces)
-
-
-class Connection(ABC):
-    """Reads and writes. Subclasses say what to read first (``expect``) and what comes of it; a side that takes KV says
-    where its bodies go and what follows (``body_for``, ``data_done``): others refuse them."""
+class StreamConnection(ABC):
+    """Reads and writes. Subclasses say what to read first (``expect_item``) and what follows from it; a side that takes
+    KV says where its bodies go (``body_for``, ``data_done``): others refuse them."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -69,11 +55,11 @@ class Connection(ABC):
         self.sock = sock
         self.is_open = True
         self.num_written = 0
-        self._out: deque[Outgoing] = deque()
+        self._out: deque[OutgoingFrame] = deque()
         self._targets: list[memoryview] = []
         self._at = 0
         self._left = 0  # bytes of the current item (a body, before the next header) that are still to come
-        self._transfer: Transfer | None = None  # whose blocks the current item goes to
+        self._fence: Fence | None = None  # around the blocks that the current item goes to
         self._header = bytearray(HEADER_BYTES)
         self._sealed = b""  # the header of the frame whose body is read
         self._in_frames = False
@@ -104,17 +90,18 @@ class Connection(ABC):
 
     def put(self, data: bytes) -> None:
         """Queue plain bytes (of the handshake)."""
-        self._out.append(Outgoing([memoryview(data)]))
+        self._out.append(OutgoingFrame([memoryview(data)]))
 
     def put_control(self, frame: Frame, body: bytes = b"") -> None:
         """Queue a frame of a kind other than DATA."""
         assert self.seal_out is not None
-        self._out.append(Outgoing([memoryview(self.seal_out.seal(frame, body)), memoryview(body)][: 2 if body else 1]))
+        pieces = [memoryview(self.seal_out.seal(frame, body))]
+        self._out.append(OutgoingFrame([*pieces, memoryview(body)] if body else pieces))
 
-    def put_data(self, frame: Frame, pieces: list[memoryview], lock: threading.Lock) -> Outgoing:
+    def put_data(self, frame: Frame, pieces: list[memoryview], fence: Fence) -> OutgoingFrame:
         """Queue a frame of KV."""
         assert self.seal_out is not None
-        out = Outgoing([memoryview(self.seal_out.seal(frame)), *pieces], lock)
+        out = OutgoingFrame([memoryview(self.seal_out.seal(frame)), *pieces], fence)
         self._out.append(out)
         return out
 
@@ -122,7 +109,7 @@ class Connection(ABC):
         """Write until nothing is queued or the kernel takes no more. Raises ConnectionLost."""
         while self._out:
             out = self._out[0]
-            with out.lock or contextlib.nullcontext():
+            with out.fence.lock if out.fence is not None else contextlib.nullcontext():
                 try:
                     count = self.sock.sendmsg(out.pieces[out.at : out.at + MAX_PIECES])
                 except (BlockingIOError, InterruptedError):
@@ -136,8 +123,8 @@ class Connection(ABC):
 
     # Reading
 
-    def expect(self, count: int) -> None:
-        """Handshake: the next ``count`` bytes are one item, given to ``heard``."""
+    def expect_item(self, count: int) -> None:
+        """Handshake: the next ``count`` bytes are one item, given to ``item_done``."""
         self._control = bytearray(count)
         self._targets, self._at, self._left = [memoryview(self._control)], 0, count
 
@@ -158,16 +145,16 @@ class Connection(ABC):
                 count = self._take(count)
 
     @abstractmethod
-    def heard(self, message: bytes) -> None:
-        """A handshake item is here. Must call ``expect`` or ``begin_frames``, or raise."""
+    def item_done(self, item: bytes) -> None:
+        """An item of the handshake is here. Must call ``expect_item`` or ``begin_frames``, or raise."""
 
-    def body_for(self, frame: Frame) -> tuple[Sequence[memoryview], Transfer | None]:
-        """Where the body of this DATA frame goes, and whose blocks these are (None: a buffer). The seal is checked."""
+    def body_for(self, frame: Frame) -> tuple[Sequence[memoryview], Fence | None]:
+        """Where the body of this DATA frame goes, and the fence in front of it (None: a buffer). The seal is
+        checked."""
         raise ProtocolError("a receiver sends no KV")
 
     def data_done(self, frame: Frame) -> None:
-        """The body of a DATA frame is where ``body_for`` said, or in the scratch buffer when its transfer was
-        closed."""
+        """The body of a DATA frame is where ``body_for`` said, or in the scratch buffer when its fence was closed."""
         raise ProtocolError("a receiver sends no KV")
 
     @abstractmethod
@@ -175,14 +162,14 @@ class Connection(ABC):
         """A frame of another kind is here; its seal is checked."""
 
     def discard(self, count: int) -> list[memoryview]:
-        """``count`` bytes of nowhere."""
+        """A place for ``count`` bytes that are not wanted."""
         whole, rest = divmod(count, SCRATCH_BYTES)
         return [self._scratch] * whole + ([self._scratch[:rest]] if rest else [])
 
     def _receive(self) -> int | None:
-        with self._transfer.lock if self._transfer is not None else contextlib.nullcontext():
-            if self._transfer is not None and self._transfer.is_closed:
-                self._transfer = None
+        with self._fence.lock if self._fence is not None else contextlib.nullcontext():
+            if self._fence is not None and self._fence.is_closed:
+                self._fence = None
                 tail = self._targets[-1:]  # the next header
                 self._targets, self._at = [*self.discard(self._left), *tail], 0
             try:
@@ -199,14 +186,14 @@ class Connection(ABC):
         """``count`` bytes have come; take in what belongs to the current item. How many are left for the next."""
         if self._left > count:
             self._left -= count
-            self._at = _advance(self._targets, self._at, count)
+            self._at = skip_bytes(self._targets, self._at, count)
             return 0
         rest = count - self._left
-        self._at = _advance(self._targets, self._at, self._left)
+        self._at = skip_bytes(self._targets, self._at, self._left)
         self._left = 0
-        self._transfer = None
+        self._fence = None
         if not self._in_frames:
-            self.heard(bytes(self._control))
+            self.item_done(bytes(self._control))
         elif self._frame is None:
             self._header_done()
         else:
@@ -219,7 +206,7 @@ class Connection(ABC):
         self._sealed = bytes(self._header)
         if frame.kind is Kind.DATA:
             self.seal_in.check(self._sealed)
-            views, self._transfer = self.body_for(frame)
+            views, self._fence = self.body_for(frame)
             body = [view for view in views if len(view)]
         else:
             self._control = bytearray(frame.body_bytes)
@@ -228,7 +215,7 @@ class Connection(ABC):
         if frame.body_bytes:  # the next header is read along with the body
             self._targets, self._at, self._left = [*body, memoryview(self._header)], 0, frame.body_bytes
         else:
-            self._transfer = None
+            self._fence = None
             self._body_done(frame)
 
     def _body_done(self, frame: Frame) -> None:
@@ -244,15 +231,3 @@ class Connection(ABC):
 
     def _next_header(self) -> None:
         self._targets, self._at, self._left = [memoryview(self._header)], 0, HEADER_BYTES
-
-
-def _advance(pieces: list[memoryview], at: int, count: int) -> int:
-    """The pieces from ``at`` on without their first ``count`` bytes: where they begin now."""
-    while count:
-        size = len(pieces[at])
-        if size > count:
-            pieces[at] = pieces[at][count:]
-            return at
-        count -= size
-        at += 1
-    return at

@@ -1,8 +1,8 @@
 """A KVConnector over stream sockets: the worker's calls on one side, one thread for all sockets on the other.
 
-Owns the thread, the selector and the listening socket. The worker's thread only touches dictionaries, queues and the
-locks of single transfers; what there is to do travels to the connector's thread through a queue and an eventfd. The
-thread sleeps in the selector: without a time limit when nothing is pending.
+Owns that thread, the selector and the listening socket. The worker's thread only touches dictionaries, queues and the
+fences of single transfers; it notifies the connector's thread through a queue and an eventfd. That thread sleeps in the
+selector, without a time limit when nothing is pending.
 """
 
 import os
@@ -14,49 +14,49 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
+from diptych.control.engine.worker_core import ChunkArrived
 from diptych.control.errors import ConfigError, WorkerError
 from diptych.runtime.transfer.connector import (
     MAX_ATTEMPT_ID_BYTES,
     MAX_PAYLOAD_BYTES,
-    ChunkArrived,
-    KVFormat,
-    TransferEvent,
+    ConnectorEvent,
     TransferOptions,
 )
+from diptych.runtime.transfer.kv_format import KVFormat
 from diptych.runtime.transfer.stream.addresses import SocketAddress, listen, parse_address
-from diptych.runtime.transfer.stream.carriers import CarrierChoice
+from diptych.runtime.transfer.stream.body_format import BodyFormats
+from diptych.runtime.transfer.stream.event_queue import EventQueue
 from diptych.runtime.transfer.stream.frames import ProtocolError
 from diptych.runtime.transfer.stream.handshake import INSTANCE_BYTES, Identity
-from diptych.runtime.transfer.stream.receiver import Receiver, ReceiverConnection
+from diptych.runtime.transfer.stream.receiver import ReceiverConnection, StreamReceiver
 from diptych.runtime.transfer.stream.sender import Peer, SenderConnection
-from diptych.runtime.transfer.stream.stream_connection import Connection, ConnectionLost
-from diptych.runtime.transfer.stream.transfer_table import EventQueue, RecvTransfer, SendTransfer, Transfer
+from diptych.runtime.transfer.stream.stream_connection import ConnectionLost, StreamConnection
+from diptych.runtime.transfer.stream.transfer_state import RecvTransfer, SendTransfer
 
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 LISTENER_PAUSE_NS = 200_000_000  # after accepting has failed for lack of resources
 
 
 class StreamConnector:
-    """See KVConnector. One protocol over TCP and unix sockets; ``carriers`` say what travels."""
+    """See KVConnector. One protocol over TCP and unix sockets; ``bodies`` say how KV becomes bodies of frames."""
 
-    def __init__(self, carriers: CarrierChoice, kv_format: KVFormat, options: TransferOptions) -> None:
+    def __init__(self, bodies: BodyFormats, kv_format: KVFormat, options: TransferOptions) -> None:
         self._format = kv_format
         self._identity = Identity(options.secret, secrets.token_bytes(INSTANCE_BYTES), kv_format)
-        self._carriers = carriers
+        self._bodies = bodies
         self._timeout_ns = int(options.resume_timeout_s * 1e9)
         self._listener, self._bound = listen(parse_address(options.listen))
-        self.address = str(_advertised(self._bound, options.advertise))
+        self.address = str(self._bound)
         self._events = EventQueue()
-        self._receiver = Receiver(self._identity, carriers, self._events, self._timeout_ns, self._lost)
+        self._receiver = StreamReceiver(self._identity, bodies, self._events, self._timeout_ns, self._lost)
         self._sending: dict[str, SendTransfer] = {}
         self._next_number = 1
         self._peers: dict[SocketAddress, Peer] = {}
-        self._news: deque[Transfer] = deque()
+        self._news: deque[RecvTransfer | SendTransfer] = deque()  # transfers whose state the worker has changed
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector = selectors.DefaultSelector()
-        self._masks: dict[Connection, int] = {}
+        self._masks: dict[StreamConnection, int] = {}
         self._resume_listening_ns: int | None = None
-        self._is_closing = False
         self._is_closed = False
         self._fault: Exception | None = None
         self._selector.register(self._wake, READ, None)
@@ -80,9 +80,9 @@ class StreamConnector:
         """See KVConnector."""
         transfer = self._receiver.transfers.pop(attempt_id, None)
         if transfer is not None:
-            with transfer.lock:
-                transfer.is_closed = transfer.is_silent = True
-            self._tell(transfer)
+            transfer.is_silent = True
+            transfer.close()
+            self._notify(transfer)
 
     def open(self, attempt_id: str, address: str, start: int) -> None:
         """See KVConnector."""
@@ -93,7 +93,7 @@ class StreamConnector:
         transfer = SendTransfer(attempt_id, self._next_number, parse_address(address), start, self._format.num_layers)
         self._next_number += 1
         self._sending[attempt_id] = transfer
-        self._tell(transfer)
+        self._notify(transfer)
 
     def send(
         self, attempt_id: str, start: int, num_tokens: int, block_ids: Sequence[int], num_layers: int | None = None
@@ -107,7 +107,7 @@ class StreamConnector:
         if block_ids:
             self._check_blocks(attempt_id, block_ids, start + num_tokens)
         if transfer.queue_send(start, num_tokens, block_ids, num_layers or self._format.num_layers):
-            self._tell(transfer)
+            self._notify(transfer)
 
     def commit(self, attempt_id: str, payload: bytes) -> None:
         """See KVConnector."""
@@ -116,31 +116,28 @@ class StreamConnector:
         transfer = self._sending.get(attempt_id)
         if transfer is not None:
             transfer.queue_commit(payload)
-            self._tell(transfer)
+            self._notify(transfer)
 
     def cancel(self, attempt_id: str) -> None:
         """See KVConnector."""
         transfer = self._sending.pop(attempt_id, None)
         if transfer is not None:
-            with transfer.lock:
-                transfer.is_silent = True
-                transfer.shut()
-            self._tell(transfer)
+            transfer.is_silent = True
+            transfer.close()
+            self._notify(transfer)
 
-    def poll(self) -> list[TransferEvent]:
+    def poll(self) -> list[ConnectorEvent]:
         """See KVConnector. Raises WorkerError when the connector's thread has died of a bug."""
         if self._fault is not None:
             raise WorkerError(f"the KV connector has failed: {self._fault}") from self._fault
-        happened: list[TransferEvent] = []
+        happened: list[ConnectorEvent] = []
         if self._is_closed:
             return happened
         for transfer, event in self._events.drain():
             happened.append(event)
             if not isinstance(event, ChunkArrived):
-                if transfer.is_sender:
-                    self._sending.pop(transfer.attempt_id, None)
-                else:
-                    self._receiver.transfers.pop(transfer.attempt_id, None)
+                table = self._sending if isinstance(transfer, SendTransfer) else self._receiver.transfers
+                table.pop(transfer.attempt_id, None)
         return happened
 
     def fileno(self) -> int:
@@ -151,7 +148,7 @@ class StreamConnector:
         """See KVConnector."""
         if self._is_closed:
             return
-        self._is_closed = self._is_closing = True
+        self._is_closed = True
         os.eventfd_write(self._wake, 1)
         self._thread.join()
         os.close(self._wake)
@@ -159,7 +156,7 @@ class StreamConnector:
         if isinstance(self._bound.target, str):
             Path(self._bound.target).unlink(missing_ok=True)
 
-    def _tell(self, transfer: Transfer) -> None:
+    def _notify(self, transfer: RecvTransfer | SendTransfer) -> None:
         if self._is_closed:
             return
         self._news.append(transfer)
@@ -173,9 +170,9 @@ class StreamConnector:
 
     def _run(self) -> None:
         try:
-            while not self._is_closing:
+            while not self._is_closed:
                 ready = self._selector.select(self._tick())
-                self._hear_worker()
+                self._take_news()
                 for key, mask in ready:
                     if key.fileobj is self._listener:
                         self._accept()
@@ -183,15 +180,15 @@ class StreamConnector:
                         self._serve(key.data, mask)
         except Exception as error:
             self._fault = error
-            self._events.emit(Transfer("", 0), ChunkArrived("", 0))  # wakes the worker, which finds the fault
+            self._events.wake()  # the worker polls, and finds the fault
         finally:
             for connection in list(self._masks):
                 connection.close()
             self._selector.close()
             self._listener.close()
 
-    def _hear_worker(self) -> None:
-        """Take in what the worker has said since."""
+    def _take_news(self) -> None:
+        """Act on what the worker has changed since the last time."""
         try:
             os.eventfd_read(self._wake)
         except BlockingIOError:
@@ -199,21 +196,20 @@ class StreamConnector:
         for _ in range(len(self._news)):
             transfer = self._news.popleft()
             if isinstance(transfer, RecvTransfer):
-                connection = transfer.connection
-                self._receiver.forgotten(transfer)
+                connection = self._receiver.forgotten(transfer)
                 if connection is not None:
                     self._watch(connection)
-            elif isinstance(transfer, SendTransfer):
-                self._hear_of_sending(transfer)
+            else:
+                self._take_sending(transfer)
 
-    def _hear_of_sending(self, transfer: SendTransfer) -> None:
+    def _take_sending(self, transfer: SendTransfer) -> None:
         peer = self._peers.get(transfer.address)
         if transfer.is_silent:
             if peer is not None:
                 peer.cancelled(transfer)
         elif not transfer.is_closed:
             if peer is None:
-                peer = Peer(transfer.address, self._identity, self._carriers, self._events, self._timeout_ns)
+                peer = Peer(transfer.address, self._identity, self._bodies, self._events, self._timeout_ns)
                 self._peers[transfer.address] = peer
             peer.transfers[transfer.number] = transfer
             peer.news(transfer)
@@ -223,7 +219,7 @@ class StreamConnector:
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):  # it went away before we came
+        except (BlockingIOError, ConnectionAbortedError):  # it was gone before it was accepted
             return
         except OSError:  # no file descriptors, say: the others wait in the backlog
             self._selector.unregister(self._listener)
@@ -231,7 +227,7 @@ class StreamConnector:
             return
         self._watch(self._receiver.accept(sock, time.monotonic_ns()))
 
-    def _serve(self, connection: Connection, mask: int) -> None:
+    def _serve(self, connection: StreamConnection, mask: int) -> None:
         try:
             if mask & WRITE:
                 connection.peer.write() if isinstance(connection, SenderConnection) else connection.write()
@@ -244,7 +240,7 @@ class StreamConnector:
         else:
             self._watch(connection)
 
-    def _lost(self, connection: Connection, why: str) -> None:
+    def _lost(self, connection: StreamConnection, why: str) -> None:
         self._unwatch(connection)
         if isinstance(connection, ReceiverConnection):
             self._receiver.lost(connection)
@@ -252,7 +248,7 @@ class StreamConnector:
         elif isinstance(connection, SenderConnection):
             connection.peer.lost(why)
 
-    def _watch(self, connection: Connection) -> None:
+    def _watch(self, connection: StreamConnection) -> None:
         """Ask the selector for what this connection waits for."""
         if not connection.is_open:
             self._unwatch(connection)
@@ -266,7 +262,7 @@ class StreamConnector:
             self._selector.modify(connection.sock, mask, connection)
         self._masks[connection] = mask
 
-    def _unwatch(self, connection: Connection) -> None:
+    def _unwatch(self, connection: StreamConnection) -> None:
         if self._masks.pop(connection, None) is not None:
             self._selector.unregister(connection.sock)
 
@@ -295,10 +291,3 @@ class StreamConnector:
             if when is not None:
                 due.append(when)
         return max(0, min(due) - now) / 1e9 if due else None
-
-
-def _advertised(bound: SocketAddress, host: str | None) -> SocketAddress:
-    if host is None or isinstance(bound.target, str):
-        return bound
-    named = parse_address(f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0")
-    return SocketAddress(named.family, (named.target[0], bound.target[1]))

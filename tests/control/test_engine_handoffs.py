@@ -1,5 +1,4 @@
-"""The worker's side of an attempt: leases, drops that come too early, blocks that belong to somebody else, what to
-send."""
+"""The engine's side of a handoff: leases, drops that come too early, blocks of another worker, what to send."""
 
 import random
 
@@ -8,7 +7,7 @@ import pytest
 from diptych.control.config import CacheConfig, EngineConfig
 from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.leases import Leases
-from diptych.control.engine.outgoing import Chunk, Outgoing
+from diptych.control.engine.outgoing import Outgoing, SendChunk
 from diptych.control.events import (
     HandoffDelivered,
     HandoffExpired,
@@ -17,9 +16,10 @@ from diptych.control.events import (
     RequestFinished,
 )
 from diptych.control.request import Request
-from diptych.control.step import StepResult
+from diptych.control.step import ScheduledPrefill, StepResult
 
 BLOCK = 16
+BLOCKS = tuple(range(7))
 
 
 def core(first_block: int = 0, num_blocks: int = 32) -> EngineCore:
@@ -157,20 +157,25 @@ def test_leases_expire_exactly_when_nobody_has_renewed_them(seed: int) -> None:
         elif expiry:
             leases.end(chosen := rng.choice(list(expiry)))
             del expiry[chosen]
-        due = {one for one, when in expiry.items() if when <= now}
+        due = {name for name, when in expiry.items() if when <= now}
         assert set(leases.take_expired(now)) == due
-        for one in due:
-            del expiry[one]
+        for name in due:
+            del expiry[name]
         assert leases.next_expiry_ns == min(expiry.values(), default=None)
+
+
+def prefilled(request_id: str, start: int, num_tokens: int) -> ScheduledPrefill:
+    return ScheduledPrefill(request_id, start, num_tokens, BLOCKS, is_last=False)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 33, 100, 1000])
 @pytest.mark.parametrize("cached", [0, 32, 96])
 def test_whatever_the_chunks_each_token_is_sent_once_in_whole_blocks(chunk: int, cached: int) -> None:
-    outgoing, sent = Outgoing(BLOCK), list[Chunk]()
+    outgoing, sent = Outgoing(BLOCK), list[SendChunk]()
     outgoing.begin("a", cached, 107)
     for start in range(0, 107, chunk):
-        step = [("a", start, min(chunk, 107 - start)), ("stranger", 0, 5)]
+        count = min(chunk, 107 - start)
+        step = [prefilled("a", start, count), prefilled("stranger", 0, 5)]
         in_step = outgoing.in_step(step)
         assert in_step == outgoing.in_step(step), "a step that is not over changes nothing"
         sent += outgoing.on_step(step)
@@ -186,8 +191,8 @@ def test_whatever_the_chunks_each_token_is_sent_once_in_whole_blocks(chunk: int,
 def test_of_borrowed_blocks_only_the_commit_is_sent() -> None:
     outgoing = Outgoing(BLOCK)
     outgoing.begin("a", 0, 100, is_borrowed=True)
-    assert outgoing.in_step([("a", 0, 64)]) == outgoing.on_step([("a", 0, 64)]) == []
-    assert outgoing.on_step([("a", 64, 36)]) == [Chunk("a", 100, 0, True)]
+    assert outgoing.in_step([prefilled("a", 0, 64)]) == outgoing.on_step([prefilled("a", 0, 64)]) == []
+    assert outgoing.on_step([prefilled("a", 64, 36)]) == [SendChunk("a", 100, 0, BLOCKS, True)]
 
 
 def test_a_step_that_was_broken_off_teaches_nothing_and_leaves_nothing() -> None:

@@ -1,47 +1,46 @@
-"""The two ends of a transfer, and the fences around their blocks.
+"""The two ends of a transfer: what its receiver knows of it, and what its sender does.
 
-Owns what is known of a transfer on this side. The worker's thread and the connector's thread both hold it; ``lock`` is
-held by whoever reads or writes the transfer's blocks, and nobody does so once ``is_closed`` is set. That is the fence:
-forget and cancel set the flag under the lock, so a system call that was moving bytes has ended and none begins.
+The worker's thread and the connector's thread both hold a transfer. Its blocks are behind a fence (fence.py); any other
+field is written by one of the two threads, the connector's where nothing else is said.
 """
 
-import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from diptych.runtime.transfer.connector import TransferEvent
 from diptych.runtime.transfer.stream.addresses import SocketAddress
-from diptych.runtime.transfer.stream.carriers import Carrier, Part
-from diptych.runtime.transfer.stream.frames import LAST_OF_CHUNK, Frame, ProtocolError
-
-if TYPE_CHECKING:
-    from diptych.runtime.transfer.stream.receiver import ReceiverConnection
-    from diptych.runtime.transfer.stream.stream_connection import Outgoing
+from diptych.runtime.transfer.stream.body_format import BodyFormat, Part
+from diptych.runtime.transfer.stream.fence import Fence
+from diptych.runtime.transfer.stream.frames import LAST_OF_CHUNK, Frame, OutgoingFrame, ProtocolError
 
 
-class Transfer:
-    """What both ends have."""
-
-    is_sender: bool
+class KVTransfer:
+    """What both ends have. ``start``: the first token that travels."""
 
     def __init__(self, attempt_id: str, start: int) -> None:
         self.attempt_id = attempt_id
         self.start = start
-        self.lock = threading.Lock()
-        self.is_closed = False  # no block of it is read or written any more
-        self.is_silent = False  # no event of it is wanted any more
+        self.fence = Fence()
+        self.is_silent = False  # the worker has ended it: it wants no event of it any more
         self.num_bytes = 0
         self.first_byte_ns = 0
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether its blocks are read and written no more."""
+        return self.fence.is_closed
 
-class RecvTransfer(Transfer):
+    def close(self) -> bool:
+        """Either thread: its blocks are neither read nor written after this returns. False when it was closed
+        before."""
+        with self.fence.lock:
+            was_open, self.fence.is_closed = not self.fence.is_closed, True
+        return was_open
+
+
+class RecvTransfer(KVTransfer):
     """Receiver: what is expected, and how much of it is here."""
-
-    is_sender = False
 
     def __init__(self, attempt_id: str, block_ids: Sequence[int], start: int, num_tokens: int) -> None:
         super().__init__(attempt_id, start)
@@ -49,10 +48,9 @@ class RecvTransfer(Transfer):
         self.end = start + num_tokens
         self.next_sequence = 0
         self.sender: bytes | None = None  # the instance that has opened it
-        self.number = 0  # the sender's number for it
-        self.connection: ReceiverConnection | None = None
+        self.number = 0  # the sender's number for it; 0: it was not opened
         self.lost_ns: int | None = None  # since when its connection is broken
-        self.told_ns = 0  # when the worker last heard of its progress
+        self.reported_ns = 0  # when the worker was last told of its progress
         self.last_byte_ns = 0
         self.arrived = start  # tokens before this are here in all layers
         self._cells = 0  # layers x tokens that are here
@@ -60,7 +58,7 @@ class RecvTransfer(Transfer):
     def check(self, part: Part, num_layers: int) -> None:
         """Raises ProtocolError when a part lies outside of what is expected."""
         if self.end == self.start and not self.block_ids:
-            return  # borrowed: words only
+            return  # borrowed: no KV comes
         inside = self.start <= part.start and part.start + part.num_tokens <= self.end
         if not inside or not part.num_tokens or not 1 <= part.num_layers <= num_layers - part.first_layer:
             raise ProtocolError(
@@ -68,8 +66,8 @@ class RecvTransfer(Transfer):
                 f"{part.first_layer + part.num_layers} are not what transfer {self.attempt_id} expects"
             )
 
-    def took(self, frame: Frame, num_bytes: int) -> bool:
-        """Count a part that lies in its blocks. Whether a send is complete with it."""
+    def count(self, frame: Frame, num_bytes: int) -> bool:
+        """The part of this frame lies in its blocks. Whether a send is complete with it."""
         self.next_sequence = frame.sequence + 1
         self.num_bytes += num_bytes
         self.last_byte_ns = time.monotonic_ns()
@@ -90,27 +88,26 @@ class _Send:
     """Tokens that were queued together. They may be queued while they are computed, layer by layer.
 
     The worker's thread writes ``num_layers`` and then reads ``awaited``; the connector's does it the other way round.
-    So one of them sees what the other has written, and no part waits for a word that was never said.
+    So one of them sees what the other has written, and no part waits for a notice that was never given.
     """
 
     start: int
     num_tokens: int
     block_ids: tuple[int, ...]
     num_layers: int  # that are computed
-    awaited: int  # layers after which the connector's thread wants to hear of it
+    awaited: int  # layers after which the connector's thread wants to be notified
 
     def has(self, part: Part) -> bool:
         """Whether all layers of this part are computed."""
         return part.first_layer + part.num_layers <= self.num_layers
 
 
-class SendTransfer(Transfer):
+class SendTransfer(KVTransfer):
     """Sender: what is queued, what is on its way, what is acknowledged. ``num_layers``: of the model.
 
-    ``queue_*`` are for the worker's thread, the rest for the connector's; ``_sends``, ``_payload`` lie between.
+    ``queue_*`` are for the worker's thread, the rest for the connector's; ``_sends`` and ``_payload`` are how the first
+    hands over to the second.
     """
-
-    is_sender = True
 
     def __init__(self, attempt_id: str, number: int, address: SocketAddress, start: int, num_layers: int) -> None:
         super().__init__(attempt_id, start)
@@ -119,25 +116,25 @@ class SendTransfer(Transfer):
         self.opened_ns = time.monotonic_ns()
         self.commit_ns = 0
         self.queued_until = start
-        self.in_flight: Outgoing | None = None  # a frame that still points into the blocks
+        self.in_flight: OutgoingFrame | None = None  # a frame that still points into the blocks
         self.receiver: bytes | None = None  # the instance that it is bound to
         self.is_announced = False  # on this connection
-        self.is_resuming = False  # waits to hear what the receiver has
+        self.is_resuming = False  # waits for the receiver to say what it has
         self.is_ready = False  # stands in a queue of its peer
         self.acknowledged = 0
         self._num_layers = num_layers
-        self._unfinished: _Send | None = None  # the worker's: queued, and not computed in all layers
+        self._unfinished: _Send | None = None  # worker's thread: queued, and not computed in all layers
         self._sends: deque[_Send] = deque()
         self._payload: bytes | None = None
-        self._cutting: tuple[Iterator[Part], Carrier, _Send] | None = None
+        self._cutting: tuple[Iterator[Part], BodyFormat, _Send] | None = None
         self._next: Part | None = None  # of _cutting; it may have to wait for its layers
-        self._parts: deque[tuple[Part, Carrier, tuple[int, ...]]] = deque()  # from ``acknowledged`` on
+        self._parts: deque[tuple[Part, BodyFormat, tuple[int, ...]]] = deque()  # from ``acknowledged`` on
         self._cursor = 0  # next to be sent on this connection
         self._sent_until = 0  # on any connection
 
     def queue_send(self, start: int, num_tokens: int, block_ids: Sequence[int], num_layers: int) -> bool:
-        """Worker's thread. Whether the connector's should hear of it. Raises ValueError for a gap, for other tokens
-        while some lack layers, and after the commit."""
+        """Worker's thread. Whether the connector's thread has to be notified. Raises ValueError for a gap, for other
+        tokens while some lack layers, and after the commit."""
         if self._unfinished is not None:
             return self._queue_layers(self._unfinished, start + num_tokens, num_layers)
         skipped = max(0, self.queued_until - start)
@@ -165,8 +162,8 @@ class SendTransfer(Transfer):
         return send.num_layers >= send.awaited
 
     def queue_commit(self, payload: bytes) -> None:
-        """Worker's thread. Raises ValueError when repeated, or while tokens lack layers (of a transfer that has ended,
-        unheard of here, the last ones were not queued any more)."""
+        """Worker's thread. Raises ValueError when repeated, or while tokens lack layers (unless the transfer has ended
+        meanwhile: then the last layers were not queued any more)."""
         if self._payload is not None:
             raise ValueError(f"transfer {self.attempt_id} is committed already")
         if self._unfinished is not None and not self.is_closed:
@@ -182,7 +179,7 @@ class SendTransfer(Transfer):
         self.is_announced = self.is_ready = False
         self._cursor = self.acknowledged
 
-    def next_part(self, choose: Callable[[int], Carrier]) -> tuple[int, Part, Carrier, tuple[int, ...]] | None:
+    def next_part(self, choose: Callable[[int], BodyFormat]) -> tuple[int, Part, BodyFormat, tuple[int, ...]] | None:
         """The next part to be sent: its number, how it travels, its block table; None when there is none now.
 
         ``choose``: how so many tokens travel. A part that is sent again travels as it did the first time.
@@ -241,21 +238,23 @@ class SendTransfer(Transfer):
         self._cursor = max(self._cursor, self.acknowledged)
         return False
 
-    def shut(self) -> None:
-        """With the lock held: no block is read after this. What is half sent becomes a copy of what it was."""
-        self.is_closed = True
-        if self.in_flight is not None:
-            self.in_flight.detach()
-            self.in_flight = None
+    def close(self) -> bool:
+        """See KVTransfer. The rest of a frame that is half sent becomes a copy of what the blocks hold now."""
+        with self.fence.lock:
+            was_open, self.fence.is_closed = not self.fence.is_closed, True
+            if self.in_flight is not None:
+                self.in_flight.detach()
+                self.in_flight = None
+        return was_open
 
-    def _cut(self, choose: Callable[[int], Carrier]) -> tuple[Part, Carrier, tuple[int, ...]] | None:
+    def _cut(self, choose: Callable[[int], BodyFormat]) -> tuple[Part, BodyFormat, tuple[int, ...]] | None:
         if self._cutting is None:
             if not self._sends:
                 return None
             send = self._sends.popleft()
-            carrier = choose(send.num_tokens)
-            self._cutting = carrier.parts(send.start, send.num_tokens), carrier, send
-        parts, carrier, send = self._cutting
+            body_format = choose(send.num_tokens)
+            self._cutting = body_format.parts(send.start, send.num_tokens), body_format, send
+        parts, body_format, send = self._cutting
         part = self._next = self._next or next(parts)
         send.awaited = part.first_layer + part.num_layers
         if not send.has(part):
@@ -264,34 +263,4 @@ class SendTransfer(Transfer):
         self._next = None
         if part.is_last:
             self._cutting = None
-        return part, carrier, send.block_ids
-
-
-class EventQueue:
-    """What the connector's thread has to tell the worker's; an eventfd says when there is something."""
-
-    def __init__(self) -> None:
-        self._events: deque[tuple[Transfer, TransferEvent]] = deque()
-        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-
-    def fileno(self) -> int:
-        """Readable when there is something."""
-        return self._fd
-
-    def emit(self, transfer: Transfer, event: TransferEvent) -> None:
-        """Connector's thread."""
-        self._events.append((transfer, event))
-        os.eventfd_write(self._fd, 1)
-
-    def drain(self) -> list[tuple[Transfer, TransferEvent]]:
-        """Worker's thread: what there is, without what nobody wants to hear any more."""
-        try:
-            os.eventfd_read(self._fd)
-        except BlockingIOError:
-            return []
-        happened = [self._events.popleft() for _ in range(len(self._events))]
-        return [(transfer, event) for transfer, event in happened if not transfer.is_silent]
-
-    def close(self) -> None:
-        """No more events."""
-        os.close(self._fd)
+        return part, body_format, send.block_ids

@@ -1,0 +1,223 @@
+"""Attempts to serve requests, each on one worker or on two: which worker holds what of it, and what it must be told.
+
+              Reserve            HandoffReserved        FirstToken           HandoffDelivered
+    (begin) ----------> RESERVING ------------> PREFILLING -------> SENDING ----------------> DELIVERED --.
+       |                    |        Prefill         |  (KV streams)   |         Release           |      |
+       | Serve              |                        |                 |                           |      | the decode
+       '--> SERVING --------+------------------------+-----------------+---------------------------'      | worker
+                            |  cancelled, a worker lost, a lease expired, a transfer failed, the end      | finishes
+                            v                                                                             v
+                         CLOSING: a worker that may hold something is told to drop it --- acknowledged --> gone
+
+Reserve first: nothing is computed before there is a place for it. In DELIVERED the prefill worker matters no more.
+
+Two ways to hand over. *Copied*: the prefill worker has blocks of its own and sends their content; the decode worker
+fences by ignoring attempts that it has forgotten. *Borrowed* (one memory domain): the prefill worker computes into the
+decode worker's blocks, so these must not be given to another request while it may still write: a dropped attempt leaves
+the decode worker only after the prefill worker has reported that it forgot it, or is known to be dead.
+
+Why an attempt closes, and what follows for its request, is the cluster's business.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from diptych.control.commands import Command, Drop, Prefill, Release, Renew, Reserve, Serve
+from diptych.control.request import FinishReason
+
+
+class AttemptState(StrEnum):
+    """See the module's picture."""
+
+    SERVING = "serving"
+    RESERVING = "reserving"
+    PREFILLING = "prefilling"
+    SENDING = "sending"
+    DELIVERED = "delivered"
+    CLOSING = "closing"
+
+
+@dataclass(eq=False, slots=True)
+class Attempt:
+    """One attempt. prefill == decode: one worker does all of it. num_output_tokens: see commands.Serve. lease_ns: of
+    both sides, when copied."""
+
+    attempt_id: str
+    request_id: str
+    num_output_tokens: int
+    prefill: int
+    decode: int
+    is_borrowed: bool
+    lease_ns: int
+    state: AttemptState = AttemptState.RESERVING
+    is_at_prefill: bool = False  # that worker may hold something of this attempt
+    is_at_decode: bool = False
+    reason: FinishReason = FinishReason.ABORT  # why it closes
+
+    @property
+    def is_handoff(self) -> bool:
+        """Whether two workers share it."""
+        return self.prefill != self.decode
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether no worker holds anything of it."""
+        return not (self.is_at_prefill or self.is_at_decode)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the handoff is not over: leases must be renewed, and losing either worker loses the attempt."""
+        return self.state in (AttemptState.RESERVING, AttemptState.PREFILLING, AttemptState.SENDING)
+
+    def needs(self, worker: int) -> bool:
+        """Whether the attempt is lost when this worker is."""
+        return worker == self.decode or (worker == self.prefill and self.is_under_way)
+
+    def begin(self) -> list[Command]:
+        """The attempt starts."""
+        self.is_at_decode = True
+        names = (self.request_id, self.attempt_id, self.num_output_tokens)
+        if not self.is_handoff:
+            self.state = AttemptState.SERVING
+            return [Serve(self.decode, *names)]
+        return [Reserve(self.decode, *names, self._lease_ns, self.is_borrowed)]
+
+    def on_reserved(self, num_cached_tokens: int, block_ids: tuple[int, ...]) -> list[Command]:
+        """The decode worker has the blocks, and the KV of the leading ``num_cached_tokens`` already."""
+        if self.state is not AttemptState.RESERVING:
+            return []
+        self.state = AttemptState.PREFILLING
+        self.is_at_prefill = True
+        return [
+            Prefill(
+                self.prefill,
+                self.request_id,
+                self.attempt_id,
+                self.num_output_tokens,
+                self.decode,
+                num_cached_tokens,
+                block_ids if self.is_borrowed else (),
+                self._lease_ns,
+            )
+        ]
+
+    def on_first_token(self) -> None:
+        """The prefill worker has computed everything."""
+        if self.state is AttemptState.PREFILLING:
+            self.state = AttemptState.SENDING
+
+    def on_delivered(self) -> list[Command]:
+        """The decode worker goes on with it."""
+        if self.state not in (AttemptState.PREFILLING, AttemptState.SENDING):
+            return []
+        self.state = AttemptState.DELIVERED
+        return [Release(self.prefill, self.attempt_id)] if self.is_at_prefill else []
+
+    def on_forgotten(self, worker: int) -> list[Command]:
+        """This worker holds nothing of the attempt any more (it reported so, or it is dead)."""
+        was_at_prefill = self.is_at_prefill
+        if worker == self.prefill:
+            self.is_at_prefill = False
+        if worker == self.decode:
+            self.is_at_decode = False
+        is_released = was_at_prefill and not self.is_at_prefill
+        if self.state is AttemptState.CLOSING and self.is_borrowed and is_released:
+            return self._drop_decode()
+        return []
+
+    def close(self, reason: FinishReason) -> list[Command]:
+        """The attempt is over, whatever its state: tell each worker that may hold something of it."""
+        if self.state is AttemptState.CLOSING:
+            return []
+        self.state, self.reason = AttemptState.CLOSING, reason
+        commands: list[Command] = [Drop(self.prefill, self.attempt_id, reason)] if self.is_at_prefill else []
+        if not (self.is_borrowed and self.is_at_prefill):
+            commands += self._drop_decode()
+        return commands
+
+    def _drop_decode(self) -> list[Command]:
+        return [Drop(self.decode, self.attempt_id, self.reason)] if self.is_at_decode else []
+
+    @property
+    def _lease_ns(self) -> int:
+        return 0 if self.is_borrowed else self.lease_ns
+
+
+class AttemptTable:
+    """All attempts that some worker may still hold something of: by id and by worker; their leases are renewed here."""
+
+    def __init__(self, lease_ns: int) -> None:
+        self._lease_ns = lease_ns
+        self._attempts: dict[str, Attempt] = {}
+        self._attempts_of: dict[int, dict[str, Attempt]] = {}
+        self._leased: dict[str, Attempt] = {}  # copied handoffs under way
+        self._renew_at = 0
+
+    def __len__(self) -> int:
+        return len(self._attempts)
+
+    def get(self, attempt_id: str) -> Attempt | None:
+        """The attempt of this id, if a worker may hold something of it."""
+        return self._attempts.get(attempt_id)
+
+    def of_worker(self, worker: int) -> list[Attempt]:
+        """Attempts that this worker has a part in, oldest first."""
+        return list(self._attempts_of.get(worker, {}).values())
+
+    @property
+    def next_renewal_ns(self) -> int | None:
+        """When leases are to be renewed; None while there are none."""
+        return self._renew_at if self._leased else None
+
+    def begin(self, attempt: Attempt, now: int) -> list[Command]:
+        """A new attempt."""
+        self._attempts[attempt.attempt_id] = attempt
+        for worker in (attempt.prefill, attempt.decode):
+            self._attempts_of.setdefault(worker, {})[attempt.attempt_id] = attempt
+        if self._lease_ns and attempt.is_handoff and not attempt.is_borrowed:
+            if not self._leased:
+                self._renew_at = now + self._lease_ns // 3
+            self._leased[attempt.attempt_id] = attempt
+        return attempt.begin()
+
+    def delivered(self, attempt: Attempt) -> list[Command]:
+        """The decode worker goes on with it."""
+        self._leased.pop(attempt.attempt_id, None)
+        return attempt.on_delivered()
+
+    def forgotten(self, attempt: Attempt, worker: int) -> list[Command]:
+        """That worker holds nothing of the attempt any more."""
+        commands = attempt.on_forgotten(worker)
+        self._bury(attempt)
+        return commands
+
+    def close(self, attempt: Attempt, reason: FinishReason = FinishReason.ABORT) -> list[Command]:
+        """The attempt is over, whatever its state."""
+        self._leased.pop(attempt.attempt_id, None)
+        commands = attempt.close(reason)
+        self._bury(attempt)
+        return commands
+
+    def renew(self, now: int) -> list[Command]:
+        """What to tell the workers so that no lease of a handoff under way runs out."""
+        if not self._leased or now < self._renew_at:
+            return []
+        self._renew_at = now + self._lease_ns // 3
+        by_worker: dict[int, list[str]] = {}
+        for attempt in self._leased.values():
+            by_worker.setdefault(attempt.decode, []).append(attempt.attempt_id)
+            if attempt.is_at_prefill:
+                by_worker.setdefault(attempt.prefill, []).append(attempt.attempt_id)
+        return [Renew(worker, tuple(attempt_ids)) for worker, attempt_ids in by_worker.items()]
+
+    def check_idle(self) -> None:
+        """Assert that no attempt is left (for tests)."""
+        assert not self._attempts, f"attempts left behind: {list(self._attempts.values())[:5]}"
+        assert not self._leased and not any(self._attempts_of.values())
+
+    def _bury(self, attempt: Attempt) -> None:
+        """Forget an attempt that is over and that no worker holds."""
+        if attempt.is_gone and attempt.state is AttemptState.CLOSING and attempt.attempt_id in self._attempts:
+            del self._attempts[attempt.attempt_id]
+            for worker in (attempt.prefill, attempt.decode):
+                self._attempts_of[worker].pop(attempt.attempt_id, None)

@@ -1,0 +1,103 @@
+"""A ClusterCore that writes down what it is told and what it decides, so that a later run can be compared with it.
+
+    row = (now, event class, fields)                     an event that brought no commands
+    row = (now, event class, fields, digest, summary)    digest: of all commands so far; summary: of these, for people
+
+Rows hold counts, ids, times and block hashes, never tokens. Tenants are renamed and cache salts left out: who they are
+decides nothing.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from hashlib import blake2b
+from typing import Any
+
+from diptych.control.cluster.cluster_config import ClusterConfig
+from diptych.control.cluster.cluster_core import ClusterCore
+from diptych.control.cluster.cluster_events import Arrived, ClusterEvent, Reported
+from diptych.control.commands import Command, End
+from diptych.control.errors import ErrorRecord
+from diptych.control.request import Submission
+
+Row = tuple[Any, ...]
+
+CLUSTER_FORMAT, CLUSTER_VERSION = "diptych cluster recording", 1
+DIGEST_BYTES = 12
+
+
+class RecordingClusterCore(ClusterCore):
+    """A ClusterCore that hands (now, event, its commands) to ``write``, which must return at once and must not raise.
+    The objects are immutable and may be read later, on another thread."""
+
+    def __init__(self, config: ClusterConfig, write: Callable[[Row], None]) -> None:
+        super().__init__(config)
+        self._write = write
+
+    def on_event(self, event: ClusterEvent, now: int) -> list[Command]:
+        """See ClusterCore."""
+        commands = super().on_event(event, now)
+        self._write((now, event, tuple(commands)))
+        return commands
+
+
+class CommandChain:
+    """The digest of all commands so far: the last one stands for the whole run."""
+
+    def __init__(self) -> None:
+        self._digest = b""
+
+    def add(self, commands: Sequence[Command]) -> bytes:
+        """The digest after these."""
+        text = self._digest + repr([canonical_command(command) for command in commands]).encode()
+        self._digest = blake2b(text, digest_size=DIGEST_BYTES).digest()
+        return self._digest
+
+
+def canonical_command(command: Command) -> str:
+    """Every field of a command as text; equal if and only if the commands are."""
+    if isinstance(command, End) and command.error is not None:
+        return f"{replace(command, error=None)!r} {ErrorRecord.of(command.error)!r}"
+    return repr(command)
+
+
+def commands_summary(commands: Sequence[Command]) -> tuple[tuple[str, int, str], ...]:
+    """(class, worker or -1, attempt or request or "") of each."""
+    return tuple(
+        (
+            type(command).__name__,
+            getattr(command, "worker", -1),
+            getattr(command, "attempt_id", "") or getattr(command, "request_id", ""),
+        )
+        for command in commands
+    )
+
+
+class RowEncoder:
+    """Rows as they are written, in the order of their events."""
+
+    def __init__(self) -> None:
+        self._chain = CommandChain()
+        self._tenants: dict[str, str] = {"": ""}
+
+    def encode(self, row: Row) -> Row:
+        """What RecordingClusterCore wrote, as data."""
+        now, event, commands = row
+        fields: Any = event
+        if isinstance(event, Arrived):
+            fields = Arrived(self._anonymous(event.submission))
+        elif isinstance(event, Reported):
+            fields = (event.worker, [(type(happened).__name__, happened) for happened in event.events], event.load)
+        row = (now, type(event).__name__, fields)
+        return (*row, self._chain.add(commands), commands_summary(commands)) if commands else row
+
+    def _anonymous(self, submission: Submission) -> Submission:
+        options = submission.options
+        tenant = self._tenants.setdefault(options.tenant, f"tenant-{len(self._tenants)}")
+        return replace(submission, options=replace(options, tenant=tenant, cache_salt=None))
+
+
+def header(config: ClusterConfig) -> dict[str, Any]:
+    """The first line of a recording. Extra routing costs are code: only their names are written down."""
+    costs = [type(cost).__name__ for cost in config.routing.extra_costs]
+    config = replace(config, routing=replace(config.routing, extra_costs=()))
+    return {"format": CLUSTER_FORMAT, "version": CLUSTER_VERSION, "config": config, "extra_costs": costs}

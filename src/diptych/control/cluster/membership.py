@@ -1,0 +1,57 @@
+"""Which workers the cluster may use right now.
+
+A worker that died comes back into the same blocks of its memory domain (one memory that several workers map). It is
+used again only when every living worker of that domain has reported that it writes nothing for the old process any
+more.
+"""
+
+from dataclasses import replace
+
+from diptych.control.router.topology import Role, WorkerInfo
+
+
+class Membership:
+    """Workers by number: what each said of itself when it was last ready, and whether it is up."""
+
+    def __init__(self) -> None:
+        self.infos: dict[int, WorkerInfo] = {}
+        self.up: dict[int, None] = {}  # in the order of their coming
+        self._ready: dict[int, None] = {}
+        self._owed: dict[int, set[int]] = {}  # worker -> peers that may still write into its old memory
+
+    def on_ready(self, info: WorkerInfo) -> None:
+        """A new process of this worker serves."""
+        self.infos[info.number] = info
+        self._ready[info.number] = None
+
+    def change_role(self, worker: int, role: Role) -> None:
+        """This worker is meant for other work from now on."""
+        self.infos[worker] = replace(self.infos[worker], role=role)
+
+    def on_lost(self, worker: int) -> list[int]:
+        """Its process has ended. Returns the peers that must forget it (a process that was never up is known to
+        none)."""
+        was_up = worker in self.up
+        self.up.pop(worker, None)
+        self._ready.pop(worker, None)
+        for owed in self._owed.values():
+            owed.discard(worker)
+        domain = self.infos[worker].memory_domain if worker in self.infos else None
+        if not was_up or domain is None:
+            return []
+        peers = [peer for peer in sorted(self._ready) if self.infos[peer].memory_domain == domain]
+        self._owed.setdefault(worker, set()).update(peers)
+        return peers
+
+    def on_forgotten(self, peer: int, worker: int) -> None:
+        """``peer`` writes nothing into the memory of ``worker`` any more."""
+        self._owed.get(worker, set()).discard(peer)
+
+    def take_newcomers(self) -> list[WorkerInfo]:
+        """Workers that may be used from now on; they count as up."""
+        newcomers = [
+            self.infos[worker] for worker in self._ready if worker not in self.up and not self._owed.get(worker)
+        ]
+        for info in newcomers:
+            self.up[info.number] = None
+        return newcomers

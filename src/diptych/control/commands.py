@@ -1,0 +1,130 @@
+"""What ClusterCore wants done, as frozen records. Drivers (serving.fleet, simulation.fleet) carry them out.
+
+Every try to serve a request is an *attempt*: its id is the request's own for the first one and ``<id>~<epoch>`` later.
+Both workers of a handoff know it by the same attempt id; whatever names an older attempt is unknown to them and
+ignored. To an engine an attempt is a request: ``request_id`` in EngineCore and in its events is the attempt's id.
+"""
+
+from dataclasses import dataclass
+
+from diptych.control.errors import DiptychError
+from diptych.control.events import RequestFinished
+from diptych.control.request import FinishReason
+
+
+def attempt_id_of(request_id: str, epoch: int) -> str:
+    """The name of attempt number ``epoch`` (0: the first) of a request."""
+    return f"{request_id}~{epoch}" if epoch else request_id
+
+
+@dataclass(frozen=True, slots=True)
+class Serve:
+    """Prefill and decode the request on this worker. num_output_tokens: leading tokens of the answer that earlier
+    attempts have given to the client; they belong to the prompt now, and count against max_tokens."""
+
+    worker: int
+    request_id: str
+    attempt_id: str
+    num_output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Hold blocks on the decode worker. lease_ns: how long without a sign of life (0: for ever). borrowed: the prefill
+    worker will write into these very blocks."""
+
+    worker: int
+    request_id: str
+    attempt_id: str
+    num_output_tokens: int
+    lease_ns: int
+    borrowed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Prefill for another worker, then send KV and commit to ``target``.
+
+    num_cached_tokens: leading tokens that the target has already. block_ids: the target's blocks when they are
+    borrowed (the prefill computes straight into them), else (). lease_ns: as for Reserve, of the finished blocks.
+    """
+
+    worker: int
+    request_id: str
+    attempt_id: str
+    num_output_tokens: int
+    target: int
+    num_cached_tokens: int
+    block_ids: tuple[int, ...]
+    lease_ns: int
+
+    @property
+    def borrowed(self) -> bool:
+        """Whether the prefill computes into the target's blocks."""
+        return bool(self.block_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The prefill worker may forget the attempt. Answered by HandoffReleased."""
+
+    worker: int
+    attempt_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """End the attempt on this worker wherever it is, and refuse it should it come later. Answered by RequestFinished
+    (with this reason) or HandoffReleased."""
+
+    worker: int
+    attempt_id: str
+    reason: FinishReason = FinishReason.ABORT
+
+
+@dataclass(frozen=True, slots=True)
+class Renew:
+    """These attempts are still wanted."""
+
+    worker: int
+    attempt_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AskKVSnapshot:
+    """KV events of this worker were missed: it should report everything that its prefix cache holds."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetPeer:
+    """The process of worker ``peer`` has ended: write nothing into its memory from now on. Answered by
+    PeerForgotten."""
+
+    worker: int
+    peer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Restarted:
+    """The request begins another attempt after ``num_output_tokens`` of its answer: from now on its tokens come under
+    ``attempt_id``."""
+
+    request_id: str
+    attempt_id: str
+    num_output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The one end of a request: ``finished`` as its client sees it, over all attempts, or an error of the front end's
+    own."""
+
+    request_id: str
+    finished: RequestFinished | None = None
+    error: DiptychError | None = None
+
+
+WorkerCommand = Serve | Reserve | Prefill | Release | Drop | Renew | AskKVSnapshot | ForgetPeer
+Command = WorkerCommand | Restarted | End

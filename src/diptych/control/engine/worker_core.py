@@ -1,0 +1,327 @@
+"""WorkerCore: the worker's half of every protocol, around one EngineCore.
+
+What the front end commands, what the KV connector reports and what the executor returns come in; events to report and
+actions on transfers go out. The live worker (serving.worker) and the simulated one (simulation.fleet) drive the same
+object: the first carries bytes, the second virtual time.
+
+A turn of a worker is the same everywhere, and nothing else touches the core while a step runs:
+
+    end_step(result)                what the executor computed
+    on_transfer(event) ...          what the KV connector reports
+    serve, prefill, reserve, handle what the front end commands
+    end_turn()                      leases that have run out; the load, when a report of it is due
+    begin_step()                    the next plan
+
+After each of these the driver takes the outbox: it carries out ``before``, sends the report, carries out ``after``. So
+a place for KV exists before its reservation is reported, transfers of an attempt stop before its end is reported, and
+tokens leave before the KV that was computed with them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from diptych.control.commands import AskKVSnapshot, Drop, ForgetPeer, Prefill, Release, Renew, Reserve
+from diptych.control.engine.engine_core import EngineCore
+from diptych.control.engine.outgoing import Outgoing, SendChunk
+from diptych.control.engine.reports import LoadReport
+from diptych.control.events import (
+    Event,
+    HandoffDelivered,
+    HandoffExpired,
+    HandoffReleased,
+    HandoffReserved,
+    KVEvents,
+    KVSnapshot,
+    PeerForgotten,
+    RequestFinished,
+    StepFinished,
+    TransferFailed,
+)
+from diptych.control.request import Request
+from diptych.control.slo import NS_PER_MS
+from diptych.control.step import SchedulerOutput, StepResult
+
+REPORT_INTERVAL_NS = 200 * NS_PER_MS  # a worker reports its load at most this often
+_ENDS = (RequestFinished, HandoffReleased, HandoffExpired)
+_NOT_NEWS = (StepFinished, KVEvents, KVSnapshot)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTransfer:
+    """KV of an attempt will be sent to the worker ``target``, which has its first ``start`` tokens."""
+
+    attempt_id: str
+    target: int
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectTransfer:
+    """KV of tokens [start, start + num_tokens) will come into ``block_ids`` (no tokens: only a commit will)."""
+
+    attempt_id: str
+    block_ids: tuple[int, ...]
+    start: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class CommitTransfer:
+    """Everything is sent and the first token is known. The times are this worker's."""
+
+    attempt_id: str
+    first_step_ns: int
+    first_token_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class CancelTransfer:
+    """Send nothing more of this attempt."""
+
+    attempt_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetTransfer:
+    """Take nothing more of this attempt: its blocks are no longer its own."""
+
+    attempt_id: str
+
+
+TransferAction = OpenTransfer | ExpectTransfer | SendChunk | CommitTransfer | CancelTransfer | ForgetTransfer
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkArrived:
+    """KV of an expected attempt comes in. num_tokens: how many of its tokens are here in all layers, so far."""
+
+    attempt_id: str
+    num_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TransferCommitted:
+    """All KV of an expected attempt is here. The times are the sender's, on this worker's clock; num_bytes,
+    transfer_ns: see HandoffDelivered."""
+
+    attempt_id: str
+    first_step_ns: int
+    first_token_ns: int
+    num_bytes: int = 0
+    transfer_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TransferBroken:
+    """A transfer cannot be completed, says the connector of its sender or of its receiver. That side does not touch its
+    blocks any more; what came of it is of no use."""
+
+    attempt_id: str
+    is_sender: bool
+    message: str
+
+
+TransferEvent = ChunkArrived | TransferCommitted | TransferBroken
+
+
+@dataclass(slots=True)
+class Outbox:
+    """What the driver is to do: ``before``, then send ``events`` and ``load`` as one report, then ``after``."""
+
+    before: list[TransferAction] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    load: LoadReport | None = None
+    after: list[TransferAction] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self.before or self.events or self.after) and self.load is None
+
+
+class WorkerCore:
+    """One worker. publishes_kv: report the changes of the prefix cache, for a router. reports_load: report the load."""
+
+    def __init__(self, engine: EngineCore, *, publishes_kv: bool = True, reports_load: bool = True) -> None:
+        self.engine = engine
+        self._publishes_kv = publishes_kv
+        self._reports_load = reports_load
+        self._outgoing = Outgoing(engine.config.cache.block_size)
+        self._targets: dict[str, Prefill] = {}  # attempts that are prefilled here and not released yet
+        self._borrowed: dict[str, bool] = {}  # attempts to come -> whether another worker computes into our blocks
+        self._outbox = Outbox()
+        self._has_news = True  # since the last report of the load
+        self._next_report_ns = 0
+
+    # -- what the front end commands ----------------------------------------------------------------------------------
+
+    def serve(self, request: Request, now: int) -> None:
+        """Prefill and decode this request."""
+        self._note(self.engine.add_request(request, now))
+
+    def reserve(self, command: Reserve, request: Request, now: int) -> None:
+        """Hold blocks for an attempt that another worker prefills."""
+        self._borrowed[command.attempt_id] = command.borrowed
+        self._note(self.engine.reserve(request, now, command.lease_ns))
+
+    def prefill(self, command: Prefill, request: Request, now: int) -> None:
+        """Prefill an attempt for another worker."""
+        attempt_id = command.attempt_id
+        request.hands_off = True
+        request.lease_ns = command.lease_ns
+        if command.borrowed:
+            request.borrowed_block_ids = command.block_ids
+            request.num_borrowed_tokens = command.num_cached_tokens
+        self._note(self.engine.add_request(request, now))
+        if attempt_id in self.engine.requests:
+            num_tokens = request.num_prompt_tokens
+            start = num_tokens if command.borrowed else command.num_cached_tokens
+            self._targets[attempt_id] = command
+            self._outgoing.begin(attempt_id, start, num_tokens, is_borrowed=command.borrowed)
+            self._outbox.before.append(OpenTransfer(attempt_id, command.target, start))
+
+    def handle(self, command: Release | Drop | Renew | AskKVSnapshot | ForgetPeer, now: int) -> None:
+        """A command that needs no tokens."""
+        self._has_news = True
+        match command:
+            case Release():
+                self._note(self.engine.release(command.attempt_id, now))
+            case Drop():
+                self._note(self.engine.drop(command.attempt_id, now, command.reason))
+            case Renew():
+                self.engine.renew(command.attempt_ids, now)
+            case AskKVSnapshot():
+                self._note(self.engine.kv_snapshot(now))
+            case ForgetPeer():
+                self._forget_peer(command.peer, now)
+
+    def note(self, events: Sequence[Event]) -> None:
+        """What the driver made the engine do by itself (a request that the executor refused)."""
+        self._note(events)
+
+    # -- what the KV connector reports --------------------------------------------------------------------------------
+
+    def on_transfer(self, event: TransferEvent, now: int) -> bool:
+        """Something happened to a transfer. Returns whether an attempt was taken over with it."""
+        match event:
+            case ChunkArrived():
+                self.engine.renew((event.attempt_id,), now)
+            case TransferBroken():
+                self._outgoing.drop(event.attempt_id)
+                self._note([TransferFailed(now, event.attempt_id, event.is_sender, event.message)])
+            case TransferCommitted():
+                events = self.engine.deliver(
+                    event.attempt_id,
+                    now,
+                    first_step_ns=event.first_step_ns,
+                    first_token_ns=event.first_token_ns,
+                    num_bytes=event.num_bytes,
+                    transfer_ns=event.transfer_ns,
+                )
+                self._note(events)
+                return bool(events)
+        return False
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def begin_step(self, now: int) -> SchedulerOutput | None:
+        """The plan of the next step, or None."""
+        output = self.engine.begin_step(now)
+        if events := self.engine.take_events():
+            self._note(events)
+        return output
+
+    def chunks_of(self, output: SchedulerOutput) -> list[SendChunk]:
+        """What ``end_step`` will send of this step: its layers may be sent while the others are computed."""
+        return self._outgoing.in_step(output.prefills) if len(self._outgoing) else []
+
+    def end_step(
+        self,
+        output: SchedulerOutput,
+        result: StepResult,
+        now: int,
+        *,
+        num_steps: int = 1,
+        last_start_ns: int | None = None,
+    ) -> None:
+        """Take in what the executor computed (see EngineCore.end_step), and send its KV to where it is wanted."""
+        events = self.engine.end_step(result, now, num_steps=num_steps, last_start_ns=last_start_ns)
+        self._note(events)
+        if not len(self._outgoing) or not num_steps:
+            return
+        for chunk in self._outgoing.on_step(output.prefills):
+            if chunk.num_tokens:
+                self._outbox.after.append(chunk)
+            if chunk.is_last:
+                request = self.engine.requests[chunk.attempt_id]
+                assert request.first_step_ns is not None and request.first_token_ns is not None
+                commit = CommitTransfer(chunk.attempt_id, request.first_step_ns, request.first_token_ns)
+                self._outbox.after.append(commit)
+
+    def end_turn(self, now: int) -> None:
+        """Everything that came is dealt with: give up what nobody renewed, and report the load when that is due. The
+        report covers the events that go before it and with it."""
+        expiry_ns = self.engine.next_expiry_ns
+        if expiry_ns is not None and expiry_ns <= now:
+            self._note(self.engine.expire(now))
+        if self._reports_load and self._has_news and now >= self._next_report_ns:
+            self._outbox.load = self.engine.load(now)
+            self._has_news = False
+            self._next_report_ns = now + REPORT_INTERVAL_NS
+
+    @property
+    def next_wake_ns(self) -> int | None:
+        """When a turn is due if nothing comes: a lease runs out, or the load is to be reported. None: never."""
+        expiry_ns = self.engine.next_expiry_ns
+        if not (self._reports_load and self._has_news):
+            return expiry_ns
+        return self._next_report_ns if expiry_ns is None else min(expiry_ns, self._next_report_ns)
+
+    def take_outbox(self) -> Outbox:
+        """What is to be done since the last call."""
+        outbox, self._outbox = self._outbox, Outbox()
+        return outbox
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is left of any attempt (for tests)."""
+        return not (len(self._outgoing) or self._targets or self._borrowed or self.engine.has_work)
+
+    # -- what follows from events -------------------------------------------------------------------------------------
+
+    def _note(self, events: Sequence[Event]) -> None:
+        outbox = self._outbox
+        for event in events:
+            if isinstance(event, HandoffReserved):
+                self._expect(event)
+            elif isinstance(event, HandoffDelivered):
+                self._borrowed.pop(event.request_id, None)
+            elif isinstance(event, _ENDS):
+                self._let_go(event.request_id)
+            elif isinstance(event, KVEvents | KVSnapshot) and not self._publishes_kv:
+                continue
+            if not isinstance(event, _NOT_NEWS):
+                self._has_news = True
+            outbox.events.append(event)
+
+    def _expect(self, event: HandoffReserved) -> None:
+        attempt_id = event.request_id
+        num_tokens = self.engine.requests[attempt_id].num_prompt_tokens
+        if self._borrowed[attempt_id]:
+            self._outbox.before.append(ExpectTransfer(attempt_id, (), num_tokens, 0))
+        else:
+            start = event.num_cached_tokens
+            self._outbox.before.append(ExpectTransfer(attempt_id, event.block_ids, start, num_tokens - start))
+
+    def _let_go(self, attempt_id: str) -> None:
+        if self._targets.pop(attempt_id, None) is not None:
+            self._outgoing.drop(attempt_id)
+            self._outbox.before.append(CancelTransfer(attempt_id))
+        if self._borrowed.pop(attempt_id, None) is not None:
+            self._outbox.before.append(ForgetTransfer(attempt_id))
+
+    def _forget_peer(self, peer: int, now: int) -> None:
+        """End the attempts that are computed into that worker's blocks: afterwards nothing here touches them."""
+        for attempt_id in [at for at, prefill in self._targets.items() if prefill.borrowed and prefill.target == peer]:
+            self._note(self.engine.drop(attempt_id, now))
+        self._note([PeerForgotten(now, peer)])

@@ -1,0 +1,10 @@
+"""Which router a configuration means."""
+
+from diptych.control.router.cost_router import CostRouter
+from diptych.control.router.load_router import LoadRouter
+from diptych.control.router.routing import Router, RoutingConfig
+
+
+def make_router(config: RoutingConfig) -> Router:
+    """By cost, or by load alone."""
+    return CostRouter(config) if config.routing == "kv_aware" else LoadRouter(config)

@@ -1,0 +1,70 @@
+"""The format of a KV cache: what two workers compare before any KV moves. Knows no tensor."""
+
+import json
+from dataclasses import asdict, dataclass, fields
+
+from diptych.control.errors import ConfigError
+from diptych.runtime.kv_geometry import ITEM_BYTES
+
+PROTOCOL_VERSION = 1  # of the frames and of the codec's bytes
+MAX_DIMENSION = 1 << 20
+
+_CONVERTIBLE = frozenset({"block_size", "dtype", "layout"})  # the codec translates these; all else must be equal
+
+
+@dataclass(frozen=True, slots=True)
+class KVFormat:
+    """What the bytes of a KV cache mean. Equal formats: blocks can be copied as they are."""
+
+    model: str  # fingerprint of the weights' shapes and names: equal for workers that serve the same model
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str  # of the cache: "bfloat16" or "float32"
+    block_size: int  # tokens per block
+    layout: str  # of a block: "cpu" or "cuda" (see attention/attention_backend.py)
+    protocol_version: int = PROTOCOL_VERSION
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_kv_heads", "head_dim", "block_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or not 1 <= value <= MAX_DIMENSION:
+                raise ConfigError(f"{name} of the KV format is {value!r}; it must be 1 to {MAX_DIMENSION}", param=name)
+        if self.dtype not in ITEM_BYTES:
+            raise ConfigError(f"dtype of the KV cache is {self.dtype!r}, not one of {list(ITEM_BYTES)}", param="dtype")
+
+    @property
+    def bytes_per_layer_block(self) -> int:
+        """Bytes of one block of K (or of V) in one layer."""
+        return self.block_size * self.num_kv_heads * self.head_dim * ITEM_BYTES[self.dtype]
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block, K and V, all layers."""
+        return 2 * self.num_layers * self.bytes_per_layer_block
+
+    def check_compatible(self, other: "KVFormat") -> None:
+        """Raises ConfigError naming each field that no codec can translate, with the values of both sides."""
+        wrong = [
+            f"{field.name} is {getattr(self, field.name)!r} here and {getattr(other, field.name)!r} there"
+            for field in fields(self)
+            if field.name not in _CONVERTIBLE and getattr(self, field.name) != getattr(other, field.name)
+        ]
+        if wrong:
+            raise ConfigError(f"the two workers' KV caches do not fit: {', '.join(wrong)}", param="kv_format")
+
+    def to_bytes(self) -> bytes:
+        """As JSON, for the handshake."""
+        return json.dumps(asdict(self), sort_keys=True).encode()
+
+    @staticmethod
+    def from_bytes(data: bytes) -> "KVFormat":
+        """The format of ``to_bytes``. Raises ConfigError for anything else."""
+        try:
+            values = json.loads(data)
+            are_texts = all(isinstance(values[name], str) for name in ("model", "dtype", "layout"))
+            if not are_texts or not isinstance(values["protocol_version"], int):
+                raise TypeError("a field has the wrong type")
+            return KVFormat(**values)
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise ConfigError(f"not a description of a KV cache: {error}", param="kv_format") from error

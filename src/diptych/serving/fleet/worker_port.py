@@ -1,0 +1,73 @@
+"""A worker as the fleet sees it: something that takes messages, says things, and may be lost.
+
+The protocols on both sides, and who starts a worker. supervisor.py has the worker that is a process of this host.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Protocol
+
+from diptych.serving.fleet.exit_status import Loss
+from diptych.serving.link.engine_options import EngineOptions
+from diptych.serving.link.heartbeat import Pulse
+from diptych.serving.link.messages import FrontendMessage, Ready, WorkerMessage
+
+
+class WorkerState(StrEnum):
+    """Where a worker is in its life."""
+
+    STARTING = "starting"
+    READY = "ready"
+    LOST = "lost"  # will be started again
+    STOPPED = "stopped"
+
+
+class WorkerListener(Protocol):
+    """What a port calls: the fleet."""
+
+    def on_message(self, worker: int, message: WorkerMessage) -> None:
+        """The worker sent this."""
+        ...
+
+    def on_lost(self, worker: int, loss: Loss) -> None:
+        """The worker has ended for certain; everything that it sent before has been passed on."""
+        ...
+
+
+class WorkerPort(Protocol):
+    """Worker ``number`` for the life of the front end: one engine after the other, wherever it runs."""
+
+    number: int
+    state: WorkerState
+    num_restarts: int
+    ready: asyncio.Future[Ready] | None
+    """How the first start went: what the worker holds, or why it refuses."""
+
+    def start(self, listener: WorkerListener) -> None:
+        """Begin its life, and begin it again whenever it is lost; returns at once."""
+        ...
+
+    def send(self, message: FrontendMessage) -> None:
+        """Pass a message to the worker; nothing happens when it is lost (its loss is reported on its own)."""
+        ...
+
+    def pulse(self) -> Pulse | None:
+        """Its newest sign of life, on this host's clock; None where there is none to read."""
+        ...
+
+    def kill(self, because: str) -> None:
+        """End a worker that does not answer; its loss is reported like any other."""
+        ...
+
+    async def stop(self) -> None:
+        """End it for good."""
+        ...
+
+
+class Launcher(Protocol):
+    """Makes ports: how and where the workers of a fleet run."""
+
+    def launch(self, number: int, options: EngineOptions, pass_fds: Sequence[int]) -> WorkerPort:
+        """A worker that is not started yet. pass_fds: file descriptors that ``options`` names."""
+        ...

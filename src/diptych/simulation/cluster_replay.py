@@ -1,0 +1,80 @@
+"""Replay of a front end: a fresh ClusterCore gets the events that a live one got, and must give the same commands."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from diptych.control.cluster.cluster_config import ClusterConfig
+from diptych.control.cluster.cluster_core import ClusterCore
+from diptych.control.cluster.cluster_events import CLUSTER_EVENT_CLASSES, ClusterEvent, Reported
+from diptych.control.cluster.cluster_recording import CLUSTER_FORMAT, CLUSTER_VERSION, CommandChain, commands_summary
+from diptych.control.engine.reports import LoadReport
+from diptych.control.errors import ConfigError
+from diptych.control.events import EVENT_CLASSES
+from diptych.simulation.recordings import read_recording
+from diptych.simulation.replay import Difference
+
+
+@dataclass(slots=True)
+class ClusterReplayReport:
+    """What came out. num_events: of the recording; num_decisions: those that brought commands. is_complete: the
+    recording has its closing line."""
+
+    path: Path
+    diptych: str
+    config: ClusterConfig
+    num_events: int = 0
+    num_decisions: int = 0
+    is_complete: bool = False
+    difference: Difference | None = None
+
+    @property
+    def is_identical(self) -> bool:
+        """Whether every decision was the same."""
+        return self.difference is None
+
+
+def replay_cluster(path: str | Path) -> ClusterReplayReport:
+    """Give a fresh ClusterCore what the recording says, and compare all commands; ends at the first difference.
+
+    Raises ConfigError when the file is no recording, or when it was made with routing costs that are not ours.
+    """
+    recording = read_recording(Path(path), {CLUSTER_FORMAT: (CLUSTER_VERSION,)})
+    if costs := recording.header.get("extra_costs"):
+        raise ConfigError(f"{path} was recorded with the extra routing costs {', '.join(costs)}", param="path")
+    report = ClusterReplayReport(
+        recording.path, recording.diptych, msgspec.convert(recording.header["config"], ClusterConfig)
+    )
+    core, chain = ClusterCore(report.config), CommandChain()
+    for line, row in enumerate(recording.rows(), 2):
+        if row[0] == "closed":
+            report.is_complete = True
+            continue
+        now, name, fields, *decision = row
+        report.num_events += 1
+        commands = core.on_event(_event(name, fields), now)
+        actual = msgspec.to_builtins(chain.add(commands)) if commands else None
+        report.num_decisions += bool(commands)
+        expected, summary = decision or (None, ())
+        if actual != expected:
+            words, here = _words(summary), _words(commands_summary(commands))
+            text = "other commands" if words != here else "the same commands, with other details"
+            report.difference = Difference(line, now, words, here, f"after {name}: {text}")
+            break
+    return report
+
+
+def _event(name: str, fields: Any) -> ClusterEvent:
+    if name != Reported.__name__:
+        event: ClusterEvent = msgspec.convert(fields, CLUSTER_EVENT_CLASSES[name], str_keys=True)
+        return event
+    worker, events, load = fields
+    happened = [msgspec.convert(values, EVENT_CLASSES[kind]) for kind, values in events]
+    return Reported(worker, happened, None if load is None else msgspec.convert(load, LoadReport))
+
+
+def _words(summary: Any) -> str:
+    named = ", ".join(" ".join(str(part) for part in command if part not in (-1, "")) for command in summary)
+    return named or "no commands"

@@ -1,0 +1,62 @@
+"""Reading what ``diptych serve --record`` wrote: a header and one JSON row per line."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from diptych.control.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """One file. diptych: the version that wrote it."""
+
+    path: Path
+    format: str
+    diptych: str
+    header: Mapping[str, Any]
+    lines: Sequence[bytes]
+
+    def rows(self) -> Iterator[list[Any]]:
+        """The rows after the header; row n is line n + 2. A last line that was cut off (the process was killed) is left
+        out. Raises ConfigError for a line that is none."""
+        decoder = msgspec.json.Decoder(list[Any])
+        for number, line in enumerate(self.lines[1:-1], 2):  # behind the last newline: nothing, or half a row
+            try:
+                yield decoder.decode(line)
+            except msgspec.DecodeError as error:
+                raise ConfigError(f"line {number} of {self.path} is unreadable: {error}", param="path") from None
+
+
+def read_recording(path: Path, versions: Mapping[str, Sequence[int]]) -> Recording:
+    """A recording of one of these formats, in one of their versions. Raises ConfigError for any other file."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", param="path") from None
+    try:
+        header = msgspec.json.decode(lines[0], type=dict[str, Any])
+        readable = versions.get(header.get("format", ""))
+    except (msgspec.DecodeError, TypeError):
+        readable = None
+    if readable is None:
+        raise ConfigError(f"{path} is no recording of diptych serve --record", param="path")
+    if header.get("version") not in readable:
+        known = " and ".join(map(str, readable))
+        raise ConfigError(f"{path} is a recording of version {header.get('version')}; this reads {known}", param="path")
+    return Recording(path, header["format"], header["diptych"], header, lines)
+
+
+def recording_format(path: Path) -> str:
+    """What kind of recording a file is; "" for any other file. Raises ConfigError when it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            header = msgspec.json.decode(file.readline(), type=dict[str, Any])
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", param="path") from None
+    except msgspec.DecodeError:
+        return ""
+    return str(header.get("format", ""))

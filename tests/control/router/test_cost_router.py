@@ -1,0 +1,546 @@
+"""Which workers serve a request: the costs, the pairs, and what the front end remembers."""
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from diptych.control.engine.reports import LoadReport
+from diptych.control.errors import ConfigError
+from diptych.control.request import RequestOptions, Submission
+from diptych.control.router.cost_router import CostRouter
+from diptych.control.router.costs import (
+    LASTING,
+    LEAST_BUSY,
+    LEAST_STREAMS,
+    OTHERS_SHARE,
+    WINDOW_NS,
+    BusyShare,
+    WorkerPrices,
+    WorkerView,
+    kv_price_ns,
+    prompt_ns,
+    work_ns,
+)
+from diptych.control.router.hit_watch import MIN_ADMISSIONS, WINDOW, HitWatch
+from diptych.control.router.output_length import OutputLengthClasses
+from diptych.control.router.routing import ExtraCost, Route, RoutingConfig, RoutingRequest
+from diptych.control.router.topology import Level, LinkCost, LinkCosts, Role, WorkerInfo, level
+from diptych.control.slo import NS_PER_MS, NS_PER_S
+
+SIZE = 16
+# 10 us a prompt token; a step of 5 ms, and 1 ms for each stream
+REPORT = LoadReport(0, 0, 1000, 0, 10_000.0, 0.0, 5e6, 1e6, 0.0, tpot_ns=50 * NS_PER_MS)
+
+
+def blocks(*numbers: int) -> tuple[bytes, ...]:
+    return tuple(number.to_bytes(4, "little") for number in numbers)
+
+
+def router_of(*workers: Role | WorkerInfo, reports: dict[int, LoadReport] | None = None, **config: Any) -> CostRouter:
+    """Workers that are up and idle, in one memory unless they say otherwise."""
+    router = CostRouter(RoutingConfig(**config))
+    for number, worker in enumerate(workers):
+        info = worker if isinstance(worker, WorkerInfo) else WorkerInfo(number, worker, 1000, SIZE, memory_domain=0)
+        router.set_up(info)
+        router.on_load(info.number, (reports or {}).get(info.number, REPORT))
+    return router
+
+
+def ask(
+    request_id: str = "a",
+    tokens: int = 1000,
+    answer: int = 100,
+    *,
+    hashes: tuple[bytes, ...] = (),
+    hands_off: bool = True,
+    service_class: str = "standard",
+    **more: Any,
+) -> RoutingRequest:
+    options = RequestOptions(service_class=service_class)
+    return RoutingRequest(Submission(request_id, tokens, answer, hashes, options, hands_off), **more)
+
+
+def route(router: CostRouter, request: RoutingRequest, now: int = 0) -> Route:
+    found = router.route(request, now)
+    assert found is not None
+    return found
+
+
+def stream(router: CostRouter, worker: int, count: int, answer: int = 200) -> None:
+    """Streams that decode on a worker and have nothing left to prefill."""
+    others = frozenset(range(64)) - {worker}
+    for number in range(count):
+        name = f"stream{worker}.{number}"
+        assert route(router, ask(name, 1, answer, avoid=others, hands_off=False)).decode == worker
+        router.on_admitted(name, worker, 0)
+        router.on_first_token(name)
+
+
+# -- laws --------------------------------------------------------------------------------------------------------------
+
+
+def queue_ns(prices: WorkerPrices, now: int) -> float:
+    """What any prompt pays before it begins: work in front of it, and memory."""
+    return prices.standing + max(0, prices.idle_at - now) * prices.stretch
+
+
+def answer_ns(prices: WorkerPrices, num_tokens: int, answer: int) -> float:
+    """The expected steps after the first token, and what they cost the other streams."""
+    return (answer - 1) * (prices.step + (num_tokens + answer // 2) * prices.context)
+
+
+def brute_force(router: CostRouter, request: RoutingRequest, answer: int, now: int) -> float:
+    """The least cost of all ways to serve a request, each computed by itself."""
+    workers, views, links = router._workers, router._views, router._config.links
+    num_tokens = request.num_prompt_tokens
+    longest = (num_tokens - 1) // SIZE * SIZE
+    held = [min(matched * SIZE, longest) for matched in router.index.matches(request.submission.hashes, now)]
+
+    def fee_ns(worker: WorkerInfo) -> int:
+        return sum(extra.extra_ns(request, worker) for extra in router._config.extra_costs)
+
+    costs = []
+    for p, source in enumerate(workers):
+        prices, left = views[p].prices, num_tokens - held[p]
+        memory = prices.block * -(-(left + answer) // SIZE)
+        own = queue_ns(prices, now) + prompt_ns(prices, left, held[p])
+        costs.append(own + answer_ns(prices, num_tokens, answer) + memory + fee_ns(source))
+        for d, target in enumerate(workers):
+            if p == d or source.role == "decode" or target.role == "prefill" or source.role == target.role == "both":
+                continue
+            there = views[d].prices
+            cached = held[d] if level(source, target) is Level.MEMORY else held[p]
+            cost = queue_ns(prices, now) + prompt_ns(prices, num_tokens - cached, cached)
+            if level(source, target) is not Level.MEMORY:
+                cost += prices.block * -(-left // SIZE)
+            work = work_ns(prices, num_tokens - cached, cached)
+            cost += links.exposed_ns(level(source, target), num_tokens - held[d], int(work))
+            cost += there.memory + answer_ns(there, num_tokens, answer)
+            cost += fee_ns(source) + fee_ns(target)
+            costs.append(cost + there.block * -(-(num_tokens + answer - held[d]) // SIZE))
+    return min(costs)
+
+
+@dataclass(frozen=True)
+class HostFee:
+    """An ExtraCost of one file: some hosts cost more, and long prompts more of it."""
+
+    fees_ns: Mapping[str, int]
+
+    def extra_ns(self, request: RoutingRequest, worker: WorkerInfo) -> int:
+        return self.fees_ns.get(worker.host, 0) * (1 + request.num_prompt_tokens // 100)
+
+
+def random_fleet(rng: random.Random, *extra_costs: ExtraCost) -> CostRouter:
+    """Any roles, hosts, memory domains, prices, loads and caches."""
+    infos = []
+    for number in range(rng.randrange(2, 14)):
+        host = rng.randrange(3)
+        role: Role = rng.choice(("prefill", "decode", "both"))
+        infos.append(WorkerInfo(number, role, 1000, SIZE, f"h{host}", rng.choice((None, host))))
+    links = LinkCosts(bytes_per_token=rng.choice((0, 1000, 100_000)))
+    router = CostRouter(RoutingConfig(links=links, extra_costs=extra_costs))
+    for info in infos:
+        router.set_up(info)
+        report = LoadReport(
+            0, rng.randrange(50 * NS_PER_MS), 1000, rng.randrange(1000), rng.uniform(1e3, 2e4), rng.uniform(0, 5),
+            rng.uniform(0, 1e7), rng.uniform(0, 1e6), rng.uniform(0, 50), 10, rng.choice((0, 30 * NS_PER_MS)),
+        )  # fmt: skip
+        router.on_load(info.number, report)
+        router.on_kv_events(info.number, 1, stored=blocks(*range(rng.choice((0, 0, 3, 30)))))
+    return router
+
+
+@pytest.mark.parametrize("fees_ns", [{}, {"h0": 3 * NS_PER_MS, "h2": 40 * NS_PER_MS}], ids=["plain", "extra costs"])
+@pytest.mark.parametrize("seed", range(40))
+def test_no_way_to_serve_a_request_is_cheaper_than_the_one_chosen(seed: int, fees_ns: dict[str, int]) -> None:
+    rng = random.Random(seed)
+    router = random_fleet(rng, *([HostFee(fees_ns)] if fees_ns else []))
+    for number in range(15):
+        request = ask(str(number), rng.randrange(1, 600), rng.randrange(2, 200), hashes=blocks(*range(40)))
+        answer = router.lengths.expected(router.lengths.name("standard", request.num_prompt_tokens), request.max_tokens)
+        least_ns = brute_force(router, request, answer, number)
+        assert abs(route(router, request, number).cost_ns - least_ns) <= 1 + least_ns * 1e-9
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_nothing_is_left_when_all_have_ended(seed: int) -> None:
+    rng = random.Random(seed)
+    router = random_fleet(rng)
+    count = len(router._workers)
+    before = [view.prices for view in router._views]
+    running: list[tuple[str, Route]] = []
+    for number in range(60):
+        found = route(router, ask(str(number), rng.randrange(1, 600), 100, hashes=blocks(*range(40))), 1)
+        running.append((str(number), found))
+        name, one = rng.choice(running)
+        position = rng.randrange(count)
+        router.on_load(position, router._views[position].report or REPORT)
+        what = rng.randrange(3)
+        if what == 0:
+            router.on_queued(name, one.prefill)
+        elif what == 1:
+            router.on_admitted(name, rng.choice((one.prefill, one.decode)), 0)
+        else:
+            router.on_first_token(name)
+    for name, _ in running:
+        router.on_ended(name, None)
+    assert not router._sent
+    for view, old in zip(router._views, before, strict=True):
+        assert (view.streams, view.context, view.growth, view.work, view.memory) == (0, 0, 0, {}, {})
+        assert (view.work_sum_ns, view.memory_sum) == (0, 0)
+        assert view.prices.memory == old.memory
+
+
+def test_costs_grow_with_the_prompt_the_queue_the_answer_and_the_memory() -> None:
+    def cost(report: LoadReport = REPORT, tokens: int = 100, answer: int = 50, streams: int = 0) -> int:
+        router = router_of("both", reports={0: report})
+        stream(router, 0, streams)
+        return route(router, ask(tokens=tokens, answer=answer)).cost_ns
+
+    for costs in (
+        [cost(tokens=tokens) for tokens in (10, 100, 1000)],
+        [cost(replace(REPORT, backlog_ns=backlog)) for backlog in (0, 10**6, 10**8)],
+        [cost(answer=answer) for answer in (1, 2, 10, 100)],
+        [cost(replace(REPORT, used_blocks=used)) for used in (0, 500, 900, 990, 1000)],
+        [cost(streams=streams) for streams in (0, 1, 4, 16)],
+    ):
+        assert costs == sorted(set(costs))
+
+
+# -- the arithmetic ----------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_priced_by_used_over_free_up_to_999() -> None:
+    assert [kv_price_ns(used, 100, 1000) for used in (0, 50, 75, 99)] == [0, 1000, 3000, 99_000]
+    assert kv_price_ns(100, 100, 1000) == kv_price_ns(150, 100, 1000) == 999_000
+
+
+def test_a_prompt_costs_its_uncached_work_and_a_share_of_it_for_those_who_come_later() -> None:
+    view = WorkerView()
+    view.on_report(replace(REPORT, pair_ns=2.0))
+    view.reprice(0)
+    assert work_ns(view.prices, 10, 30) == 10 * 10_000 + 2 * (10 * 30 + 55)
+    assert prompt_ns(view.prices, 10, 30) == work_ns(view.prices, 10, 30) * (1 + 1 / OTHERS_SHARE)
+
+
+def test_a_prompt_next_to_streams_gets_what_their_objective_leaves_and_costs_them_time() -> None:
+    view = WorkerView(role="decode")
+    view.on_report(REPORT)
+    view.reprice(0)
+    assert view.prices.token == 10_000 * (1 + 1 / OTHERS_SHARE + LEAST_STREAMS)
+    for _ in range(5):
+        view.join(1, 100, 100)
+    view.reprice(0)  # a step takes 10 of 50 ms
+    assert view.prices.stretch == 1 / (1 - 0.2)
+    assert view.prices.token == pytest.approx(10_000 * (1.25 + 1 / OTHERS_SHARE + 0.2 * 5))
+
+
+def test_a_step_of_an_answer_costs_itself_and_what_the_others_steps_grow_by() -> None:
+    own_ns, others_ns = 5e6 + 4 * 1e6 + 10 * 300, 3 * 1e6
+    for role, lasting in (("decode", 1), ("both", LASTING)):
+        view = WorkerView(role=role)
+        view.on_report(replace(REPORT, context_ns=10.0))
+        for _ in range(3):
+            view.join(1, 80, 40)
+        view.reprice(0)
+        assert view.prices.step == 6e6 + lasting * (own_ns + others_ns - 6e6)
+        assert view.prices.context == 10 * (1 + lasting * 3)
+    prefill = WorkerView(role="prefill")
+    prefill.on_report(REPORT)
+    prefill.reprice(0)
+    slower, waiting = 1 / (1 - LEAST_BUSY), LEAST_BUSY / (1 - LEAST_BUSY)
+    assert prefill.prices.step == 6e6 * slower + 1e6 * waiting
+
+
+def test_expected_growth_fills_memory_until_it_is_there() -> None:
+    view = WorkerView()
+    view.on_report(replace(REPORT, used_blocks=400))
+    view.join(1, 100, 1600)
+    view.reprice(900, 0, SIZE)
+    assert view.prices.memory == 900 * 500 // 500
+    view.on_report(replace(REPORT, used_blocks=450, output_tokens=800))
+    view.reprice(900, 0, SIZE)
+    assert view.prices.memory == 900 * 500 // 500
+
+
+def test_the_share_of_busy_time_forgets_in_two_windows() -> None:
+    busy = BusyShare()
+    busy.add(1, WINDOW_NS // 2)
+    assert busy.share(2) == 0.5
+    assert busy.share(WINDOW_NS + WINDOW_NS // 2) == 0.25
+    assert busy.share(3 * WINDOW_NS) == 0
+
+
+def test_a_transfer_shows_its_last_piece_and_what_the_prefill_did_not_cover() -> None:
+    links = LinkCosts(bytes_per_token=1000, chunk_tokens=100, host=LinkCost(10**9, 5), memory_latency_ns=7)
+    assert links.exposed_ns(Level.MEMORY, 5000, 0) == 7
+    assert links.exposed_ns(Level.HOST, 1000, 10**9) == 5 + 10**5
+    assert links.exposed_ns(Level.HOST, 1000, 400_000) == 5 + 600_000
+    assert links.exposed_ns(Level.HOST, 0, 0) == 5
+
+
+def test_workers_are_as_near_as_the_nearest_thing_they_share() -> None:
+    worker = WorkerInfo(0, "both", 1, 1, "a", 3)
+    assert level(worker, replace(worker, number=1)) is Level.MEMORY
+    assert level(worker, replace(worker, memory_domain=4)) is Level.HOST
+    assert level(replace(worker, memory_domain=None), replace(worker, memory_domain=None)) is Level.HOST
+    assert level(worker, replace(worker, memory_domain=None, host="b")) is Level.NETWORK
+
+
+# -- one or two workers ------------------------------------------------------------------------------------------------
+
+
+def test_streams_are_protected_from_a_long_prompt() -> None:
+    router = router_of("prefill", "decode")
+    stream(router, 1, 4)
+    found = route(router, ask(tokens=4000))
+    assert (found.prefill, found.decode, found.reason) == (0, 1, "remote")
+
+
+def test_an_idle_decode_worker_computes_prompts_when_prefill_workers_are_busy_or_they_are_short() -> None:
+    router = router_of("prefill", "decode")
+    assert route(router, ask(tokens=4000)).reason == "remote"
+    assert route(router_of("prefill", "decode"), ask(tokens=40)).reason == "local_idle_decode"
+    busy = router_of("prefill", "decode", reports={0: replace(REPORT, backlog_ns=NS_PER_S)})
+    assert route(busy, ask(tokens=4000)).reason == "local_idle_decode"
+
+
+def test_a_short_or_cached_rest_is_computed_where_the_streams_are() -> None:
+    router = router_of("prefill", "decode")
+    stream(router, 1, 2)
+    assert route(router, ask("short", 20)).reason == "local_short"
+    router = router_of("prefill", "decode", links=LinkCosts(memory_latency_ns=10 * NS_PER_MS))
+    stream(router, 1, 2)
+    router.on_kv_events(1, 1, stored=blocks(*range(100)))
+    turn = route(router, ask("turn", 1650, hashes=blocks(*range(100))))
+    assert (turn.reason, turn.num_cached_tokens) == ("local_cached", 1600)
+    for limit, reason in (
+        (0, "local_backlog"),
+        (256, "remote"),
+    ):  # the limit protects the streams from a busy neighbour
+        late = {0: replace(REPORT, backlog_ns=NS_PER_S)}
+        swamped = router_of("prefill", "decode", reports=late, max_local_tokens=limit)
+        stream(swamped, 1, 2)
+        assert route(swamped, ask("late", 1000)).reason == reason
+
+
+def test_one_token_needs_no_decode_worker_and_few_stay_with_their_prefill_worker() -> None:
+    router = router_of("prefill", "decode")
+    stream(router, 1, 4)
+    assert route(router, ask("one", answer=1)).reason == "one_token"
+    far = LinkCosts(memory_latency_ns=60 * NS_PER_MS)
+    router = router_of("prefill", "decode", links=far)
+    stream(router, 1, 4)
+    assert route(router, ask("two", 12_000, 2)).reason == "prefill_keeps"
+    router.on_ended("two", 2)
+    assert route(router, ask("many", 12_000, 200)).reason == "remote"
+
+
+def test_settings_and_requests_overrule_the_costs() -> None:
+    assert route(router_of("prefill", "decode", disaggregate="always"), ask(tokens=40)).reason == "remote"
+    never = router_of("prefill", "decode", disaggregate="never")
+    stream(never, 1, 4)
+    assert route(never, ask(tokens=4000)).reason == "never"
+    router = router_of("prefill", "decode")
+    stream(router, 1, 4)
+    assert route(router, ask(tokens=4000, hands_off=False)).reason == "whole"
+    capped = router_of("prefill", "decode", max_local_tokens=10)
+    stream(capped, 1, 1)
+    assert route(capped, ask(tokens=20)).reason == "remote"
+
+
+def test_without_a_partner_one_worker_does_it_all() -> None:
+    router = router_of("prefill", "decode", disaggregate="always")
+    router.set_down(0)
+    found = route(router, ask())
+    assert (found.prefill, found.decode, found.reason) == (1, 1, "only_worker")
+    router.set_down(1)
+    assert router.route(ask(), 0) is None
+
+
+def test_a_worker_to_avoid_gets_it_only_if_nobody_else_can() -> None:
+    router = router_of("both", "both")
+    assert route(router, ask(avoid=frozenset({0}))).decode == 1
+    router.set_down(1)
+    assert route(router, ask(avoid=frozenset({0}))).decode == 0
+
+
+def test_a_pair_in_one_pool_beats_a_pair_across_hosts() -> None:
+    near = [WorkerInfo(0, "prefill", 1000, SIZE, "a", 1), WorkerInfo(1, "decode", 1000, SIZE, "a", 1)]
+    far = [WorkerInfo(2, "prefill", 1000, SIZE, "b", 2), WorkerInfo(3, "decode", 1000, SIZE, "b", 2)]
+    router = router_of(*near, *far, disaggregate="always", links=LinkCosts(bytes_per_token=100_000))
+    pairs = {(one.prefill, one.decode) for one in (route(router, ask(str(number))) for number in range(10))}
+    assert pairs == {(0, 1), (2, 3)}
+
+
+def test_the_conversation_goes_back_to_the_decode_worker_that_holds_it() -> None:
+    router = router_of("prefill", "decode", "decode", disaggregate="always")
+    router.on_kv_events(2, 1, stored=blocks(*range(50)))
+    found = route(router, ask(tokens=900, hashes=blocks(*range(56))))
+    assert (found.decode, found.num_cached_tokens) == (2, 800)
+
+
+def test_expected_answers_count_against_decode_memory() -> None:
+    full = replace(REPORT, used_blocks=0, num_blocks=100)
+    infos = [WorkerInfo(number, "both", 100, SIZE, memory_domain=0) for number in range(2)]
+    router = router_of(*infos, reports={0: full, 1: full}, kv_price_ns=NS_PER_S)
+    for _ in range(32):
+        router.lengths.observe(router.lengths.name("batch", 16), 1000)
+        router.lengths.observe(router.lengths.name("interactive", 16), 2)
+    first = route(router, ask("essay", 16, 1200, service_class="batch"))
+    assert route(router, ask("next", 16, 1200, service_class="interactive")).decode != first.decode
+    router.on_ended("essay", 1000)
+    assert router._views[first.decode].growth == 0
+
+
+def test_prompts_that_do_not_fit_go_where_they_do() -> None:
+    router = router_of(WorkerInfo(0, "both", 10, SIZE), WorkerInfo(1, "both", 1000, SIZE))
+    router.on_load(1, replace(REPORT, backlog_ns=NS_PER_S))
+    assert route(router, ask(tokens=300)).decode == 1
+
+
+def test_a_worker_whose_role_has_changed_gets_the_requests_of_its_new_role() -> None:
+    router = router_of("prefill", "decode", "decode", disaggregate="always")
+    assert {route(router, ask(str(number))).prefill for number in range(4)} == {0}
+    router.set_role(1, "prefill")
+    assert {route(router, ask(f"more{number}")).prefill for number in range(8)} == {0, 1}
+    assert {route(router, ask(f"again{number}")).decode for number in range(4)} == {2}
+    router.set_down(1)
+    router.set_up(WorkerInfo(1, "decode", 1000, SIZE, memory_domain=0))
+    assert {route(router, ask(f"back{number}")).prefill for number in range(4)} == {0}
+
+
+# -- the picture -------------------------------------------------------------------------------------------------------
+
+
+def test_the_shorter_queue_wins_and_a_queue_melts_with_time() -> None:
+    reports = {0: replace(REPORT, backlog_ns=50 * NS_PER_MS), 1: replace(REPORT, backlog_ns=40 * NS_PER_MS)}
+    assert route(router_of("both", "both", reports=reports), ask()).decode == 1
+    router = router_of("both", "both", reports=reports)
+    router.on_load(1, replace(reports[1], time_ns=100 * NS_PER_MS))
+    assert route(router, ask(), 100 * NS_PER_MS).decode == 0
+
+
+def test_a_cached_prompt_goes_where_it_is_cached_unless_the_queue_there_costs_more() -> None:
+    for backlog_ms, worker in ((5, 0), (30, 1)):  # it saves 16 ms of prefill
+        router = router_of("both", "both", reports={0: replace(REPORT, backlog_ns=backlog_ms * NS_PER_MS)})
+        router.on_kv_events(0, 1, stored=blocks(*range(100)))
+        assert route(router, ask(tokens=1601, hashes=blocks(*range(100)))).decode == worker
+
+
+def test_an_equal_prompt_follows_the_first_before_anybody_has_published_its_blocks() -> None:
+    router = router_of("both", "both")
+    first = route(router, ask("first", 1601, 2, hashes=blocks(*range(100))))
+    router.on_first_token("first")
+    second = route(router, ask("second", 1601, 2, hashes=blocks(*range(100))))
+    assert (second.decode, second.num_cached_tokens) == (first.decode, 1600)
+
+
+def test_full_memory_is_dear() -> None:
+    reports = {0: replace(REPORT, used_blocks=950), 1: replace(REPORT, used_blocks=100, backlog_ns=100 * NS_PER_MS)}
+    assert route(router_of("both", "both", reports=reports), ask()).decode == 1
+
+
+def test_its_own_dispatches_count_until_a_report_covers_them() -> None:
+    router = router_of("both", "both", "both")
+    assert [route(router, ask(str(number))).decode for number in range(3)] == [0, 1, 2]
+    queue = router._views[1].work_sum_ns
+    router.on_load(1, REPORT)  # which it wrote before it heard of the request
+    assert router._views[1].work_sum_ns == queue > 0
+    router.on_queued("1", 1)
+    router.on_load(1, REPORT)
+    assert (router._views[1].work_sum_ns, router._views[1].memory_sum) == (0, 63)
+    router.on_admitted("1", 1, 0)
+    router.on_load(1, REPORT)
+    assert router._views[1].memory_sum == 0
+    assert route(router, ask("next")).decode == 1
+
+
+def test_a_prefill_worker_is_free_after_the_first_token_and_the_decode_worker_after_the_end() -> None:
+    router = router_of("prefill", "decode", disaggregate="always")
+    route(router, ask())
+    assert router._views[0].work and router._views[1].memory and router._views[1].streams == 1
+    router.on_first_token("a")
+    assert not router._views[0].work and router._views[1].streams == 1
+    router.on_ended("a", 7)
+    assert not router._views[1].memory and router._views[1].streams == 0
+
+
+def test_a_worker_that_comes_back_knows_nothing_of_what_it_was_given() -> None:
+    router = router_of("both")
+    route(router, ask())
+    router.set_down(0)
+    router.set_up(WorkerInfo(0, "both", 1000, SIZE, memory_domain=0))
+    router.on_ended("a", 3)
+    assert router._views[0].streams == 0
+    assert router._views[0].prices.standing == 0
+
+
+def test_a_request_that_is_routed_again_is_counted_once() -> None:
+    router = router_of("both", "both")
+    route(router, ask())
+    route(router, ask(avoid=frozenset({0})))
+    assert [view.streams for view in router._views] == [0, 1]
+
+
+def test_missing_publications_are_noticed_and_a_snapshot_heals() -> None:
+    router = router_of("both", "both")
+    assert router.on_kv_events(1, 1, stored=blocks(0))
+    assert not router.on_kv_events(1, 3, stored=blocks(1))
+    router.on_kv_snapshot(1, 3, blocks(0, 1, 2))
+    assert route(router, ask(tokens=64, hashes=blocks(0, 1, 2))).num_cached_tokens == 48
+
+
+def test_wrong_predictions_raise_an_alarm_that_ends_when_they_are_right_again() -> None:
+    router = router_of("both")
+    router.on_kv_events(0, 1, stored=blocks(*range(50)))
+    for number in range(MIN_ADMISSIONS):
+        assert not router.alarm
+        route(router, ask(str(number), hashes=blocks(*range(50))))
+        router.on_admitted(str(number), 0, 0)
+    assert "25600 tokens were expected in a prefix cache and 0 were found; 80 %" in router.alarm
+    assert router.hit_error == 0.8
+    watch = router.watch
+    for _ in range(WINDOW - MIN_ADMISSIONS + 28):  # 4 of them are left in the window: 1.25 %
+        assert watch.alarm or watch.error <= 0.1
+        watch.observe(800, 800, 1000)
+    assert not watch.alarm
+
+
+def test_the_alarm_has_hysteresis() -> None:
+    watch = HitWatch()
+    for _ in range(WINDOW):
+        watch.observe(150, 0, 1000)
+    assert not watch.alarm
+    for _ in range(WINDOW):
+        watch.observe(300, 0, 1000)
+    assert watch.alarm
+    for _ in range(WINDOW):
+        watch.observe(150, 0, 1000)
+    assert watch.alarm
+
+
+def test_answers_are_expected_by_band_and_by_size_of_prompt() -> None:
+    lengths = OutputLengthClasses()
+    for _ in range(20):
+        lengths.observe(lengths.name("batch", 10), 500)
+        lengths.observe(lengths.name("standard", 10), 5)
+    assert lengths.expected(lengths.name("batch", 10), 1000) == 500
+    assert lengths.expected(lengths.name("batch", 10), 100) == 100
+    assert lengths.expected(lengths.name("standard", 12), 1000) == 5
+    assert lengths.expected(lengths.name("standard", 5000), 1000) == 500  # a young class: the quantile of all
+
+
+def test_impossible_fleets_and_settings_are_refused() -> None:
+    with pytest.raises(ConfigError, match="role"):
+        WorkerInfo(0, "planner", 1, 1)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="disaggregate is 'maybe'"):
+        RoutingConfig(disaggregate="maybe")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="routing is 'nearest'"):
+        RoutingConfig(routing="nearest")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="kv_price_ns"):
+        RoutingConfig(kv_price_ns=-1)

@@ -1,0 +1,89 @@
+"""Routing by load alone: who is picked, and prefill kept from decode where that is possible."""
+
+import pytest
+
+from diptych.control.errors import ConfigError
+from diptych.control.request import Submission
+from diptych.control.router.load_router import LOAD_ROUTINGS, LoadRouter, Picker
+from diptych.control.router.routers import make_router
+from diptych.control.router.routing import Route, RoutingConfig, RoutingName, RoutingRequest
+from diptych.control.router.topology import Role, WorkerInfo
+
+
+def router_of(*roles: Role, routing: RoutingName = "round_robin", seed: int = 5) -> LoadRouter:
+    router = make_router(RoutingConfig(routing=routing, seed=seed))
+    assert isinstance(router, LoadRouter)
+    for number, role in enumerate(roles):
+        router.set_up(WorkerInfo(number, role, 1000, 16))
+    return router
+
+
+def route(
+    router: LoadRouter,
+    request_id: str,
+    answer: int = 100,
+    *,
+    avoid: frozenset[int] = frozenset(),
+    hands_off: bool = True,
+) -> Route:
+    submission = Submission(request_id, 1000, answer, hands_off=hands_off)
+    found = router.route(RoutingRequest(submission, avoid=avoid), 0)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("routing", LOAD_ROUTINGS)
+def test_a_picker_uses_all_that_are_up_and_none_that_is_not(routing: RoutingName) -> None:
+    picker = Picker(routing, seed=3)
+    for worker in range(4):
+        picker.set_up(worker)
+    picker.set_down(2)
+    picks = [picker.pick() for _ in range(60)]
+    assert set(picks) == {0, 1, 3}
+    for pick in picks:
+        assert pick is not None
+        picker.ended(pick)
+    picker.set_up(2)
+    assert 2 in [picker.pick() for _ in range(20)]
+    for worker in range(4):
+        picker.set_down(worker)
+    assert picker.pick() is None
+
+
+def test_an_unknown_way_of_picking_is_refused() -> None:
+    with pytest.raises(ConfigError, match="round_robin"):
+        Picker("nearest")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("routing", LOAD_ROUTINGS)
+def test_prefill_and_decode_are_separated_whenever_that_is_possible(routing: RoutingName) -> None:
+    router = router_of("prefill", "decode", "prefill", "decode", routing=routing)
+    routes = [route(router, str(number)) for number in range(40)]
+    assert {found.reason for found in routes} == {"remote"}
+    assert {found.prefill for found in routes} == {0, 2} and {found.decode for found in routes} == {1, 3}
+    assert route(router, "one", 1).reason == "one_token"
+    assert route(router, "whole", hands_off=False).reason == "whole"
+    assert route(router, "elsewhere", avoid=frozenset({0, 1})) == Route(2, 3, 0, 0, "remote")
+    router.set_down(1)
+    router.set_down(3)
+    assert route(router, "alone").reason == "only_worker"
+
+
+@pytest.mark.parametrize("roles", [("both", "both", "both"), ("prefill", "decode", "prefill", "decode")], ids=str)
+def test_the_least_loaded_worker_is_the_one_with_the_fewest_requests_that_have_not_ended(
+    roles: tuple[Role, ...],
+) -> None:
+    router = router_of(*roles, routing="least_loaded")
+    count = roles.count("both") or roles.count("decode")
+    first = [route(router, str(number)).decode for number in range(count)]
+    assert len(set(first)) == count
+    router.on_ended("1", 10)
+    assert route(router, "next").decode == first[1]
+
+
+def test_a_worker_whose_role_has_changed_gets_the_requests_of_its_new_role() -> None:
+    router = router_of("prefill", "decode", "decode")
+    assert {route(router, str(number)).prefill for number in range(4)} == {0}
+    router.set_role(1, "prefill")
+    assert {route(router, f"more{number}").prefill for number in range(4)} == {0, 1}
+    assert {route(router, f"again{number}").decode for number in range(4)} == {2}
