@@ -41,9 +41,9 @@ from diptych.runtime.kv_tensors import LayerCache
 from diptych.runtime.transfer import CONNECTORS, make_connector
 from diptych.runtime.transfer.connector import (
     Committed,
+    ConnectorEvent,
     KVConnector,
     Sent,
-    ConnectorEvent,
     TransferOptions,
 )
 from diptych.runtime.transfer.kv_format import KVFormat

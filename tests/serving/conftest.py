@@ -1,5 +1,6 @@
 """One real server with the bundled model, and one with the make-believe model, for the whole session."""
 
+import resource
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,3 +32,12 @@ def client(server: RunningServer) -> Iterator[openai.OpenAI]:
     """The official client, against the real server."""
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as one:
         yield one
+
+
+@pytest.fixture
+def limited() -> Iterator[None]:
+    """This process may open 200 files: a number that a test can use up."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

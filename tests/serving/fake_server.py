@@ -28,7 +28,7 @@ from diptych.serving.link.engine_options import EngineOptions
 
 def main() -> None:
     """Serve until SIGTERM."""
-    logging.basicConfig(level=logging.ERROR)
+    logging.basicConfig(level=logging.WARNING)
     settings = json.loads(sys.argv[1])
     scheduler = msgspec.convert(settings.pop("scheduler", {}), SchedulerConfig)
     server = replace(ServerOptions(port=0, served_model_name="fake"), **settings.pop("serve", {}))

@@ -7,10 +7,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 from urllib.request import urlopen
 
 from diptych.serving.fleet.fleet import Fleet
@@ -26,6 +27,14 @@ class RunningServer:
 
     process: "subprocess.Popen[str]"
     url: str
+    log: Path | None = None
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where it listens."""
+        parts = urlsplit(self.url)
+        assert parts.hostname and parts.port
+        return parts.hostname, parts.port
 
     def metrics(self) -> dict[str, float]:
         """Metrics by name with labels (without model_name)."""
@@ -54,9 +63,11 @@ def wait_until(condition: Any, timeout_s: float = 10.0) -> None:
 
 
 @contextmanager
-def running(command: Sequence[str]) -> Iterator[RunningServer]:
-    """Start a server and read its output until it says where it serves."""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+def running(command: Sequence[str], log: Path | None = None) -> Iterator[RunningServer]:
+    """Start a server and read its output until it says where it serves. log: gets its standard error."""
+    with ExitStack() as stack:
+        stderr = stack.enter_context(log.open("w")) if log else None
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
     try:
         assert process.stdout is not None
         url = None
@@ -67,7 +78,7 @@ def running(command: Sequence[str]) -> Iterator[RunningServer]:
                 url = match[1]
                 break
         assert url, f"the server ended before it was ready: {seen}"
-        yield RunningServer(process, url)
+        yield RunningServer(process, url, log)
     finally:
         if process.poll() is None:
             process.terminate()
@@ -80,9 +91,9 @@ def running(command: Sequence[str]) -> Iterator[RunningServer]:
         process.stdout.close()
 
 
-def fake_server(**settings: Any) -> Any:
+def fake_server(log: Path | None = None, **settings: Any) -> Any:
     """A server with the make-believe model; see fake_server.py."""
-    return running((sys.executable, str(FAKE_SERVER), json.dumps(settings)))
+    return running((sys.executable, str(FAKE_SERVER), json.dumps(settings)), log)
 
 
 def process_of(fleet: Fleet, worker: int) -> int:

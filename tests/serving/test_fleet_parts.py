@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from diptych.serving.fleet.membership import Membership
 
 from diptych.control.cluster.cluster_config import ClusterConfig, cluster_config
 from diptych.control.errors import ConfigError

@@ -151,6 +151,15 @@ async def test_what_cannot_be_served_is_refused_by_name(
         assert (await last(llm)).finished
 
 
+async def test_a_text_that_the_tokenizer_panics_on_is_refused_and_others_go_on() -> None:
+    async with serving(step_ms=2) as llm:
+        other = asyncio.create_task(last(llm, sampling=SamplingParams(max_tokens=300, ignore_eos=True)))
+        await asyncio.sleep(0)
+        with pytest.raises(InvalidRequestError, match="retry-limit"):
+            await last(llm, "x" + " " * 10_100_000 + "x")
+        assert (await other).outputs[0].token_ids == list(range(64, 364))
+
+
 async def test_a_cache_that_is_too_small_is_named() -> None:
     async with serving(num_blocks=16) as llm:
         with pytest.raises(ContextLengthError, match="KV cache holds"):

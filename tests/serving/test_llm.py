@@ -85,3 +85,13 @@ def test_a_bad_prompt_is_refused_before_anything_runs_and_leaves_nothing(llm: LL
 def test_a_wrong_directory_is_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match="nowhere"):
         LLM("/nowhere")
+
+
+def test_a_text_that_the_tokenizer_panics_on_is_refused_and_leaves_nothing_behind(llm: LLM) -> None:
+    expected = llm.generate(PROMPTS[0], GREEDY)[0].outputs[0].token_ids
+    endless = "x" + " " * 10_100_000 + "x"
+    with pytest.raises(InvalidRequestError, match="retry-limit"):
+        llm.generate([PROMPTS[0], endless], GREEDY)
+    with pytest.raises(InvalidRequestError, match="retry-limit"):
+        llm.chat([{"role": "user", "content": endless}], GREEDY)
+    assert llm.generate(PROMPTS[0], GREEDY)[0].outputs[0].token_ids == expected

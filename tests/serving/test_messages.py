@@ -97,7 +97,6 @@ def test_a_report_arrives_with_its_tokens_and_numbers() -> None:
     load = LoadReport(1, 2, 3, 4, 5.0, 6.0)
     step = StepFinished(1, 2, 3, (("a", 0, 5),), 4, 5, 6)
     first_tokens = {"c": (5, row), "d": (6, None)}
-    stats = EngineStats(1)
     report = reported(
         step, FirstToken(9, "a"), tokens=tokens, first_tokens=first_tokens, load=load, stats=EngineStats(1)
     )

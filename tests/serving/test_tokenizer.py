@@ -6,11 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as FastTokenizer
 
 from diptych.control.errors import ConfigError, InvalidRequestError
 from diptych.serving.answers.tokenizer import Tokenizer, flatten_content
 from diptych.serving.link.engine_options import BUNDLED_MODEL
 
+RUNAWAY = r"(x+x+)+y"  # takes a regular expression engine 2**n steps to refuse n times x
+WORDS = r"\S+|\s*[\r\n]+|\s+(?!\S)|\s+"  # treats spaces as the tokenizers of Llama 3 and Qwen do
 HELLO = [{"role": "user", "content": "hi"}]
 
 
@@ -96,3 +100,105 @@ def test_content_parts_become_text_and_images_are_refused() -> None:
     with pytest.raises(InvalidRequestError, match="image_url") as caught:
         flatten_content([{"type": "image_url", "image_url": {"url": "x"}}], "messages.0.content")
     assert caught.value.param == "messages.0.content.0"
+
+
+def letters(directory: Path, **parts: Any) -> Tokenizer:
+    """A tokenizer of single letters (and of 40 x), with these parts of the tokenizers library."""
+    vocabulary = {letter: number for number, letter in enumerate(["x", "y", "?", "x" * 40])}
+    fast = FastTokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    fast.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    for name, part in parts.items():
+        setattr(fast, name, part)
+    fast.save(str(directory / "tokenizer.json"))
+    return Tokenizer(directory)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"pre_tokenizer": pre_tokenizers.Split(Regex(RUNAWAY), "isolated")},
+        {"normalizer": normalizers.Replace(Regex(RUNAWAY), "")},
+    ],
+    ids=["pre-tokenizer", "normalizer"],
+)
+def test_a_text_that_the_tokenizer_panics_on_is_refused_and_the_next_is_read(
+    tmp_path: Path, parts: dict[str, Any]
+) -> None:
+    tokenizer = letters(tmp_path, **parts)
+    for _ in range(3):
+        with pytest.raises(InvalidRequestError, match="retry-limit") as caught:
+            tokenizer.encode("x" * 40, param="text")
+        assert caught.value.param == "text"
+        assert tokenizer.encode("x") == [0]
+
+
+@pytest.mark.parametrize("pattern", [WORDS, None], ids=["like Llama 3", "bundled"])
+def test_ten_million_spaces_are_refused_and_a_thousand_are_read(tmp_path: Path, pattern: str | None) -> None:
+    tokenizer = Tokenizer(BUNDLED_MODEL)
+    if pattern:
+        split = pre_tokenizers.Split(Regex(pattern), "isolated")
+        tokenizer = letters(tmp_path, pre_tokenizer=split)
+    with pytest.raises(InvalidRequestError, match="retry-limit"):
+        tokenizer.encode(" " * 10_100_000)
+    assert tokenizer.encode(" " * 1000)
+
+
+def test_tokens_that_the_decoder_panics_on_are_refused(tmp_path: Path) -> None:
+    runaway = decoders.Sequence([decoders.Fuse(), decoders.Replace(Regex(RUNAWAY), "")])
+    tokenizer = letters(tmp_path, decoder=runaway)
+    for _ in range(2):
+        with pytest.raises(InvalidRequestError, match="retry-limit") as caught:
+            tokenizer.decode([0] * 40, param="tokens")
+        assert caught.value.param == "tokens"
+        with pytest.raises(InvalidRequestError, match="retry-limit"):
+            tokenizer.token_text(3)
+        assert tokenizer.decode([0, 0]) == "xx"
+
+
+def test_an_answer_goes_on_behind_tokens_that_the_decoder_panics_on(tmp_path: Path) -> None:
+    runaway = decoders.Sequence([decoders.Fuse(), decoders.Replace(Regex(RUNAWAY), "")])
+    detokenizer = letters(tmp_path, decoder=runaway).detokenizer([3, 3])
+    assert detokenizer is not None
+    said = [detokenizer.push(token_id) for token_id in (0, 3, 0, 1)]
+    assert "".join([*said, detokenizer.flush()]) == "x\ufffdxy"
+
+
+def test_a_vocabulary_without_the_text_is_a_refusal(tmp_path: Path) -> None:
+    fast = FastTokenizer(models.WordLevel({"x": 0}, unk_token="?"))
+    fast.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(InvalidRequestError, match="UNK"):
+        Tokenizer(tmp_path).encode("nothing")
+
+
+def test_long_texts_encode_as_the_library_encodes_them_one_by_one() -> None:
+    fast = FastTokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json"))
+    text = Path(__file__).read_text() * 3
+    assert Tokenizer(BUNDLED_MODEL).encode(text) == fast.encode(text).ids
+
+
+@pytest.mark.parametrize(
+    ("template", "arguments"),
+    [
+        ("{{ 1 / 0 }}", {}),
+        ("{{ messages[0]['content'] + 1 }}", {}),
+        ("{% for i in range(10**9) %}x{% endfor %}", {}),
+        ("{{ deep | tojson }}", {"deep": "nested"}),
+        ("{{ messages | tojson }}", {"self": 1}),
+        ("{{ strftime_now(mood) }}", {"mood": 5}),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", {}),
+        ("{{ [1, 2].pop(7) }}", {}),
+        ("{{ (mood | list)[0].no.such.thing }}", {"mood": "x"}),
+    ],
+)
+def test_a_template_that_fails_on_what_it_is_given_is_a_refusal(
+    directory: Path, template: str, arguments: dict[str, Any]
+) -> None:
+    if arguments.get("deep"):
+        deep: Any = 1
+        for _ in range(100_000):
+            deep = [deep]
+        arguments = {"deep": deep}
+    write_config(directory, chat_template=template)
+    with pytest.raises(InvalidRequestError, match="chat template") as caught:
+        Tokenizer(directory).render_chat(HELLO, template_arguments=arguments)
+    assert caught.value.param == "messages"

@@ -8,11 +8,11 @@ import asyncio
 import hashlib
 import random
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.errors import ContextLengthError, InvalidRequestError, OverloadedError, UnavailableError
@@ -27,7 +27,9 @@ from diptych.serving.output_builder import OutputBuilder
 from diptych.serving.outputs import RequestOutput
 
 Prompt = str | Sequence[int]
-LONG_TEXT = 16_384  # characters that are encoded in a thread
+Result = TypeVar("Result")
+LONG_TEXT = 16_384  # characters (or token ids) that are encoded (or decoded) in a thread
+MAX_LONG_TEXTS = 2  # at a time
 
 
 class AsyncLLM:
@@ -44,6 +46,7 @@ class AsyncLLM:
         self.metrics = self.fleet.metrics
         self.timeline = self.fleet.timeline
         self.is_draining = False
+        self._long_texts = asyncio.Semaphore(MAX_LONG_TEXTS)
         self._streams = self.fleet.streams
         self._needs_hashes = len(self.fleet.fleet.roles) > 1 and self.options.memory.prefix_cache
 
@@ -150,10 +153,13 @@ class AsyncLLM:
             self.abort(generation)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, off the event loop when it is long."""
-        if len(text) < LONG_TEXT:
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        """Token ids of a text, off the event loop when it is long. Raises InvalidRequestError when it has none."""
+        return (await self.encode_all([text], add_special_tokens=add_special_tokens))[0]
+
+    async def encode_all(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """The same for several texts."""
+        encode = partial(self.tokenizer.encode, add_special_tokens=add_special_tokens)
+        return await self._compute(lambda: [encode(text) for text in texts], sum(map(len, texts)))
 
     async def encode_chat(
         self,
@@ -169,8 +175,23 @@ class AsyncLLM:
             add_generation_prompt=add_generation_prompt,
             template_arguments=template_arguments,
         )
-        is_long = sum(len(message["content"]) for message in messages) >= LONG_TEXT
-        return await asyncio.to_thread(encode) if is_long else encode()
+        fields = (*messages, template_arguments or {})
+        return await self._compute(encode, sum(_size(value) for part in fields for value in part.values()))
+
+    async def decode_all(
+        self, prompts: Sequence[Sequence[int]], *, skip_special_tokens: bool = True, param: str = "prompt"
+    ) -> list[str]:
+        """Texts of lists of token ids, off the event loop when they are long."""
+        decode = partial(self.tokenizer.decode, skip_special_tokens=skip_special_tokens, param=param)
+        return await self._compute(lambda: [decode(prompt) for prompt in prompts], sum(map(len, prompts)))
+
+    async def _compute(self, work: Callable[[], Result], size: int) -> Result:
+        """The result of ``work``, which runs in a thread when its input is long. Few at a time: the encoding of ten
+        megabytes of text takes a gigabyte of memory."""
+        if size < LONG_TEXT:
+            return work()
+        async with self._long_texts:
+            return await asyncio.to_thread(work)
 
     def submit(
         self,
@@ -181,13 +202,12 @@ class AsyncLLM:
     ) -> Generation:
         """Send every prompt n times; sequence number i is answer ``i % n`` of prompt ``i // n``."""
         ready = self.require_ready()
+        count, limit = len(prompts) * sampling.n, ready.max_waiting + ready.max_num_seqs
+        check_count(count, ready)
         for prompt in prompts:
             check_prompt(prompt, sampling, ready)
         if sampling.stop and not self.tokenizer.has_text:
             raise InvalidRequestError("stop needs text, and this model has no tokenizer.json", param="stop")
-        count, limit = len(prompts) * sampling.n, ready.max_waiting + ready.max_num_seqs
-        if not 0 < count <= limit:
-            raise InvalidRequestError(f"{count} answers in one request; between 1 and {limit}", param="prompt")
         untouched = self._streams.num_untouched
         if untouched + count > limit:
             raise OverloadedError(f"{untouched} requests are waiting for their first token already")
@@ -256,6 +276,20 @@ def check_prompt(prompt: Sequence[int], sampling: SamplingParams, ready: Ready) 
             raise InvalidRequestError(
                 f"{name} holds a token id outside the vocabulary of {ready.vocab_size} tokens", param=name
             )
+
+
+def check_count(count: int, ready: Ready) -> None:
+    """Raise InvalidRequestError for a request that asks for no answer, or for more than may wait and run."""
+    limit = ready.max_waiting + ready.max_num_seqs
+    if not 0 < count <= limit:
+        raise InvalidRequestError(f"{count} answers in one request; between 1 and {limit}", param="prompt")
+
+
+def _size(value: Any) -> int:
+    """Characters of a value that a chat template is given. A list or an object counts as long without a look inside."""
+    if isinstance(value, list | dict):
+        return LONG_TEXT
+    return len(value) if isinstance(value, str) else 1
 
 
 def derive_seed(seed: int, number: int) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePosixPath
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
@@ -47,9 +48,12 @@ def asset(name: str) -> Asset | None:
     """The file of this path under ``static/``; None when there is none (nothing outside of it is ever read)."""
     parts = PurePosixPath(name).parts
     path = PALETTE if name == "common/palette.css" else STATIC.joinpath(*parts)
-    if not parts or name.startswith("/") or ".." in parts or path.suffix not in MEDIA_TYPES or not path.is_file():
+    if not parts or name.startswith("/") or ".." in parts or path.suffix not in MEDIA_TYPES:
         return None
-    return _read(path, path.stat().st_mtime_ns)
+    try:
+        return _read(path, path.stat().st_mtime_ns) if path.is_file() else None
+    except OSError:  # a name that is too long for the file system
+        return None
 
 
 @cache
@@ -64,10 +68,11 @@ def packed(body: bytes, media_type: str) -> Asset:
 
 
 def respond(request: Request, name: str) -> Response:
-    """The file as a reply: 304 when the browser has this version, 404 when there is none; compressed if it may be."""
+    """The file as a reply: 304 when the browser has this version; compressed if it may be. Raises HTTPException (404)
+    when there is none, which the application answers in its own format."""
     found = asset(name)
     if found is None:
-        return Response("no such file", 404, media_type="text/plain")
+        raise HTTPException(404)
     return send(request, found)
 
 

@@ -54,7 +54,10 @@ class PanelHost:
             self._process = None
 
     def _exchange(self, call: Call) -> Reply:
-        stdin, stdout = self._pipes()
+        try:
+            stdin, stdout = self._pipes()
+        except OSError as error:  # no descriptors, or no memory
+            return _unavailable(f"The process that computes panels cannot be started ({error.strerror}). Try again.")
         process = self._process
         assert process is not None
         killing = threading.Timer(LIMIT_S, process.kill)

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import ByteLevel, DecodeStream
 
+from diptych.serving.answers.native_panic import is_failure
+
 _CONTEXT_TOKENS = 6  # prompt tokens that a decoder needs to see to know about a leading space
 _MAX_PENDING = 8  # a character has at most 4 bytes; more tokens without one are bytes that never become text
 _KEEP_PENDING = 3
@@ -23,7 +25,7 @@ class WholeTexts(dict[int, str | None]):
         self._fast = fast
 
     def __missing__(self, token_id: int) -> str | None:
-        text = self._fast.decode([token_id])
+        text = _decode(self._fast, [token_id])
         self[token_id] = known = None if _REPLACEMENT in text else text
         return known
 
@@ -34,7 +36,8 @@ def whole_texts(fast: FastTokenizer) -> WholeTexts | None:
 
 
 class Detokenizer:
-    """Text of one sequence. Text comes out only as whole characters; ``flush`` gives what can never be completed."""
+    """Text of one sequence. Text comes out only as whole characters; ``flush`` gives what can never be completed.
+    Tokens that the tokenizer's decoder fails on become U+FFFD: they cost the answer nothing else."""
 
     __slots__ = ("_fast", "_pending", "_stream", "_texts")
 
@@ -43,7 +46,7 @@ class Detokenizer:
         self._pending: list[int] = []
         self._texts = texts
         context = list(prompt_token_ids[-_CONTEXT_TOKENS:]) if texts is None else []
-        if context and fast.decode(context).endswith(_REPLACEMENT):
+        if context and _decode(fast, context).endswith(_REPLACEMENT):
             context = []
         self._stream = DecodeStream(ids=context, skip_special_tokens=True)  # with ``texts``: of what is pending
 
@@ -57,7 +60,9 @@ class Detokenizer:
         pending.append(token_id)
         try:
             text = self._stream.step(self._fast, token_id)
-        except Exception:  # the stream refuses some sequences that decode() accepts; start over from here
+        except BaseException as error:  # the stream refuses some sequences that decode() accepts
+            if not is_failure(error):
+                raise
             return self._restart(0)
         if text is not None:
             pending.clear()
@@ -68,7 +73,7 @@ class Detokenizer:
 
     def flush(self) -> str:
         """The rest at the end of the sequence, bytes that are no character as U+FFFD."""
-        rest = self._fast.decode(self._pending) if self._pending else ""
+        rest = _decode(self._fast, self._pending) if self._pending else ""
         self._pending.clear()
         return rest
 
@@ -76,8 +81,18 @@ class Detokenizer:
         done, kept = self._pending[: len(self._pending) - keep], self._pending[len(self._pending) - keep :]
         self._pending = []
         self._stream = DecodeStream(ids=[], skip_special_tokens=True)
-        text = self._fast.decode(done)
+        text = _decode(self._fast, done)
         return text + "".join(self.push(token_id) for token_id in kept)
+
+
+def _decode(fast: FastTokenizer, token_ids: list[int]) -> str:
+    """Text without special tokens; U+FFFD for tokens that the decoder fails on."""
+    try:
+        return fast.decode(token_ids)
+    except BaseException as error:
+        if not is_failure(error):
+            raise
+        return _REPLACEMENT
 
 
 class StopStrings:

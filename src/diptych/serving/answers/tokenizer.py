@@ -17,6 +17,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from diptych.control.errors import ConfigError, InvalidRequestError
 from diptych.serving.answers.detokenizer import Detokenizer, whole_texts
+from diptych.serving.answers.native_panic import is_failure
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -56,16 +57,28 @@ class Tokenizer:
         return self._fast.get_vocab_size(with_added_tokens=True) if self._fast else 0
 
     def encode(self, text: str, *, add_special_tokens: bool = True, param: str = "prompt") -> list[int]:
-        """Token ids of a text."""
+        """Token ids of a text. Raises InvalidRequestError for a text that the tokenizer cannot take: one with a lone
+        surrogate, or one that drives its regular expression over its limit of retries."""
         try:
             text.encode()
         except UnicodeEncodeError:
             raise InvalidRequestError(f"{param} is no valid Unicode text (lone surrogate)", param=param) from None
-        return self.fast.encode(text, add_special_tokens=add_special_tokens).ids
+        fast = self.fast
+        try:  # of a batch: ``encode`` itself would hold the GIL all the time, seconds for some megabytes
+            [encoding] = fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        except BaseException as error:
+            raise _refusal(error, f"{param}: the tokenizer cannot encode this text", param) from None
+        return encoding.ids
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of token ids; ids that the tokenizer does not know give no text."""
-        return self.fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, param: str = "prompt") -> str:
+        """Text of token ids; ids that the tokenizer does not know give no text. Raises InvalidRequestError when it
+        cannot decode them."""
+        fast = self.fast
+        try:  # of a batch, for the GIL
+            [text] = fast.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
+        except BaseException as error:
+            raise _refusal(error, f"{param}: the tokenizer cannot decode these tokens", param) from None
+        return text
 
     def detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer | None:
         """A fresh detokenizer for a sequence after this prompt; None without a tokenizer."""
@@ -73,7 +86,7 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         """One token by itself, special tokens included, incomplete characters as U+FFFD."""
-        return self.fast.decode([token_id], skip_special_tokens=False) if self._fast else f"token_id:{token_id}"
+        return self.decode([token_id], skip_special_tokens=False) if self._fast else f"token_id:{token_id}"
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token, also when they are only a part of a character."""
@@ -102,8 +115,9 @@ class Tokenizer:
             )
         except jinja2.TemplateError as error:
             raise InvalidRequestError(f"the chat template refused: {error}", param="messages") from None
-        except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
-            raise InvalidRequestError(f"the chat template failed: {error}", param="messages") from None
+        except Exception as error:  # the template's own code, given what the client wrote
+            said = f"{type(error).__name__}: {error}"
+            raise InvalidRequestError(f"the chat template failed: {said[:500]}", param="messages") from None
 
     def encode_chat(
         self,
@@ -150,6 +164,11 @@ def flatten_content(content: Any, param: str) -> str:
     return "\n".join(texts)
 
 
+def _refusal(error: BaseException, message: str, param: str) -> BaseException:
+    """What to raise for a failed call of the tokenizers library, which raises bare Exceptions and panics."""
+    return InvalidRequestError(f"{message} ({error})", param=param) if is_failure(error) else error
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.filters["tojson"] = _to_json
@@ -187,7 +206,9 @@ def _load_fast(path: Path) -> FastTokenizer | None:
         return None
     try:
         fast = FastTokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises bare Exception
+    except BaseException as error:
+        if not is_failure(error):
+            raise
         raise ConfigError(f"{path} cannot be read: {error}") from None
     fast.no_padding()
     fast.no_truncation()

@@ -20,11 +20,11 @@ from diptych.serving.api import error_responses as errors
 from diptych.serving.api import protocol
 from diptych.serving.api.chat import ChatWriter
 from diptych.serving.api.completions import CompletionWriter
-from diptych.serving.api.middleware import ApiKey, BodyLimit
+from diptych.serving.api.middleware import ApiKey, BodyLimit, NativePanics
 from diptych.serving.api.parameters import (
     check_model,
-    completion_prompts,
     conversation,
+    given_prompts,
     max_tokens_of,
     options_of,
     refuse_unsupported,
@@ -34,7 +34,7 @@ from diptych.serving.api.reply import ReplyContext, encode_json
 from diptych.serving.api.responses import GenerationResponse
 from diptych.serving.api.timeline_routes import add_timeline_routes
 from diptych.serving.api.ui_routes import add_ui_routes
-from diptych.serving.async_llm import AsyncLLM, check_prompt
+from diptych.serving.async_llm import AsyncLLM, check_count, check_prompt
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -68,15 +68,17 @@ class Service:
         llm = self.llm
         self._check(body)
         ready = llm.require_ready()
-        prompts = await completion_prompts(body, llm)
+        texts, prompts = given_prompts(body)
+        check_count(max(len(texts), len(prompts)) * (body.n or 1), ready)  # before they are encoded
+        if texts:
+            prompts = await llm.encode_all(texts, add_special_tokens=body.add_special_tokens is not False)
         max_tokens = max_tokens_of(body, max(map(len, prompts)), ready)
         scored = body.logprobs if body.echo and body.logprobs is not None else None
         sampling = sampling_of(body, max_tokens, body.logprobs, scored)
-        texts = [body.prompt] if isinstance(body.prompt, str) else []
         if body.echo and not texts:
             for prompt in prompts:
                 check_prompt(prompt, sampling, ready)
-            texts = [llm.tokenizer.decode(prompt) for prompt in prompts]
+            texts = await llm.decode_all(prompts)
         generation = llm.submit(
             prompts,
             sampling,
@@ -123,13 +125,14 @@ class Service:
         length = self.llm.require_ready().max_model_len
         return _json({"count": len(tokens), "max_model_len": length, "tokens": tokens})
 
-    def detokenize(self, body: protocol.DetokenizeBody) -> Response:
+    async def detokenize(self, body: protocol.DetokenizeBody) -> Response:
         """The text of token ids."""
         check_model(body.model, self.model_name)
         known = self.llm.require_ready().vocab_size
-        if any(token >= known for token in body.tokens):
+        if max(body.tokens, default=0) >= known:
             raise InvalidRequestError(f"a token id is outside the vocabulary of {known} tokens", param="tokens")
-        return _json({"prompt": self.llm.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+        [text] = await self.llm.decode_all([body.tokens], skip_special_tokens=False, param="tokens")
+        return _json({"prompt": text})
 
     def card(self) -> dict[str, Any]:
         """The served model."""
@@ -159,6 +162,7 @@ def build_app(
     _add_information_routes(app, service)
     add_timeline_routes(app, llm.timeline, _ERRORS)
     add_ui_routes(app, llm, model_name, _ERRORS)
+    app.add_middleware(NativePanics)
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
     if api_keys:
         app.add_middleware(ApiKey, keys=api_keys)
@@ -204,7 +208,7 @@ def _add_generation_routes(app: FastAPI, service: Service) -> None:
     )
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
-        return service.detokenize(await _body(request, protocol.DetokenizeBody))
+        return await service.detokenize(await _body(request, protocol.DetokenizeBody))
 
 
 def _add_information_routes(app: FastAPI, service: Service) -> None:

@@ -54,10 +54,10 @@ class ChatWriter:
             **self._context.head("chat.completion"),
             "choices": [
                 {
-                    **self._choice(one, is_first=True),
-                    "message": {"role": "assistant", "content": one.text, "refusal": None},
+                    **self._choice(delta, is_first=True),
+                    "message": {"role": "assistant", "content": delta.text, "refusal": None},
                 }
-                for one in whole
+                for delta in whole
             ],
             "usage": self._context.usage(),
         }

@@ -59,15 +59,15 @@ class CompletionWriter:
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
         index, context = delta.index, self._context
-        one = context.generation.streams[index]
+        stream = context.generation.streams[index]
         is_first, self._started[index] = not self._started[index], True
         text = delta.text
         entries: list[Any] = list(delta.logprobs)
         token_ids = list(delta.token_ids)
         if is_first and self._echo is not None:
             text = self._echo[index // context.n] + text
-            entries = [*(one.prompt_logprobs or [None] * len(one.prompt_token_ids)), *entries]
-            token_ids = [*one.prompt_token_ids, *token_ids]
+            entries = [*(stream.prompt_logprobs or [None] * len(stream.prompt_token_ids)), *entries]
+            token_ids = [*stream.prompt_token_ids, *token_ids]
         choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": delta.finish_reason}
         choice.update(context.token_ids(delta, is_first=is_first))
         if self._logprobs is not None:
@@ -75,7 +75,7 @@ class CompletionWriter:
             choice["logprobs"] = completion_logprobs(entries, token_ids, offset, self._logprobs, context.tokenizer)
             self._offsets[index] += sum(len(token) for token in choice["logprobs"]["tokens"])
         if delta.finish_reason is not None:
-            choice["stop_reason"] = one.stop_reason
+            choice["stop_reason"] = stream.stop_reason
         if is_first and self._wants_prompt_logprobs:
-            choice["prompt_logprobs"] = prompt_logprobs(one.prompt_logprobs, context.tokenizer)
+            choice["prompt_logprobs"] = prompt_logprobs(stream.prompt_logprobs, context.tokenizer)
         return choice

@@ -1,10 +1,10 @@
-"""HTTP connections: uvicorn's, and a way to write to a streamed reply at once, outside of the task that sends it.
+"""A way to write to a streamed reply at once, outside of the task that sends it: the ASGI extension DIRECT_BODY.
 
-Owns the ASGI extension DIRECT_BODY. Must never write more than the client reads: whoever writes asks first whether the
-connection takes it, and else waits in ``send`` as always.
+It must not write more than the client reads: its user asks first whether the connection takes more, and otherwise waits
+in ``send`` as always.
 """
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 DIRECT_BODY = "diptych.direct_body"  # in scope["extensions"]: {"body": DirectBody}
 
@@ -26,13 +26,3 @@ class DirectBody:
     def write(self, body: bytes) -> None:
         """Send a part of the body (not empty)."""
         self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
-
-
-class Connection(HttpToolsProtocol):
-    """uvicorn's protocol, which offers a DirectBody with every request."""
-
-    def on_headers_complete(self) -> None:
-        """A request begins: its task runs later, and finds the extension."""
-        super().on_headers_complete()
-        if self.cycle.scope is self.scope:
-            self.scope["extensions"] = {DIRECT_BODY: {"body": DirectBody(self.cycle)}}

@@ -1,6 +1,5 @@
-"""Errors as OpenAI's clients expect them: {"error": {message, type, param, code}} with the right status.
-
-Owns the translation of exceptions into replies. Must never hide a fault of ours as a fault of the client.
+"""From exceptions to replies: every failure of the application in the format of error_format.py. A fault of ours must
+not look like a fault of the client.
 """
 
 import logging
@@ -12,26 +11,17 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from diptych.control.errors import DiptychError, InvalidRequestError, NotFoundError, RequestError
+from diptych.serving.api.error_format import error_body, error_headers, http_error
 
 logger = logging.getLogger(__name__)
 
 
-def error_body(error: DiptychError) -> bytes:
-    """The JSON of one error."""
-    detail = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
-    return msgspec.json.encode({"error": detail})
-
-
 def error_response(error: DiptychError) -> Response:
-    """A whole reply, with Retry-After where the error says when to come back."""
-    headers = {}
-    if isinstance(error, RequestError) and error.retry_after_s is not None:
-        headers["retry-after"] = str(max(1, round(error.retry_after_s)))
-    if error.status == 401:
-        headers["www-authenticate"] = "Bearer"
-    return Response(error_body(error), error.status, headers, "application/json")
+    """A whole reply."""
+    return Response(error_body(error), error.status, error_headers(error), "application/json")
 
 
 def invalid_body(error: ValidationError) -> InvalidRequestError:
@@ -40,7 +30,7 @@ def invalid_body(error: ValidationError) -> InvalidRequestError:
     field = ".".join(_path(found[0]["loc"]))
     top = field.split(".")[0]
     related = {entry["msg"] for entry in found if entry["loc"] and str(entry["loc"][0]) == top}
-    message = found[0]["msg"] if len(related) == 1 else "; or ".join(sorted(related)[:4])
+    message = found[0]["msg"] if len(related) <= 1 else "; or ".join(sorted(related)[:4])
     if found[0]["type"] == "missing":
         message = "this field is required"
     return InvalidRequestError(f"{field or 'body'}: {message}", param=(top if len(related) > 1 else field) or None)
@@ -66,19 +56,21 @@ def install(app: FastAPI) -> None:
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         if error.status_code == 404:
-            return error_response(NotFoundError(f"there is no path {request.url.path}", code="unknown_path"))
-        plain = InvalidRequestError(str(error.detail), code="http_error")
-        plain.status = error.status_code
-        response = error_response(plain)
+            return error_response(NotFoundError(f"there is no path {request.scope['path']}", code="unknown_path"))
+        response = error_response(http_error(error.status_code, str(error.detail), "http_error"))
         response.headers.update(error.headers or {})
         return response
 
+    async def on_disconnect(_: Request, error: Exception) -> Response:
+        return Response(status_code=499)  # the client is gone: the server sends nothing, and there is nothing to log
+
     async def on_bug(request: Request, error: Exception) -> Response:
-        logger.error("unexpected failure at %s", request.url.path, exc_info=error)
+        logger.error("unexpected failure at %s", request.scope["path"], exc_info=error)
         return error_response(DiptychError("internal error; the server's log has the details"))
 
     app.add_exception_handler(DiptychError, on_diptych_error)
     app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(ClientDisconnect, on_disconnect)
     app.add_exception_handler(Exception, on_bug)
 
 

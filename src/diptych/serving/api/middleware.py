@@ -1,17 +1,20 @@
-"""What stands in front of every route, as plain ASGI: the body limit and the API key.
-
-Must never buffer a reply: streams pass through untouched.
+"""What stands in front of every route, as plain ASGI: the body limit, the API key, and what catches panics of native
+libraries. Replies are not buffered: streams pass through untouched.
 """
 
 import hmac
+import logging
 from collections.abc import Sequence
 from hashlib import blake2b
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from diptych.control.errors import AuthenticationError, BodyTooLargeError
+from diptych.control.errors import AuthenticationError, BodyTooLargeError, InvalidRequestError
+from diptych.serving.answers.native_panic import is_panic
 from diptych.serving.api.error_responses import error_response
+
+logger = logging.getLogger(__name__)
 
 OPEN_PATHS = ("/health", "/ready", "/ui", "/ui/", "/guide", "/compare", "/compare/")
 OPEN_PREFIXES = ("/static/", "/guide/")
@@ -31,7 +34,7 @@ class BodyLimit:
             return
         error = BodyTooLargeError(f"the body is larger than {self._max_bytes} bytes")
         length = Headers(scope=scope).get("content-length", "")
-        if length.isdigit() and int(length) > self._max_bytes:
+        if length.isdecimal() and int(length) > self._max_bytes:
             await error_response(error)(scope, receive, send)
             return
         num_bytes = 0
@@ -45,6 +48,33 @@ class BodyLimit:
             return message
 
         await self._app(scope, counted, send)
+
+
+class NativePanics:
+    """Refuses a request that a native library panics on (see native_panic.py). Callers that know which field it was
+    catch the panic themselves; this is for the rest, such as a parser."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_started = False
+
+        async def noted(message: Message) -> None:
+            nonlocal has_started
+            has_started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        except BaseException as error:
+            if not is_panic(error) or scope["type"] != "http":
+                raise
+            logger.error("a native library panicked at %s: %s", scope["path"], error)
+            if has_started:
+                raise RuntimeError("a native library panicked in the middle of a reply") from error
+            refusal = InvalidRequestError(f"a native library failed on this request: {error}", code="native_panic")
+            await error_response(refusal)(scope, receive, send)
 
 
 class ApiKey:

@@ -12,7 +12,6 @@ from diptych.control.request import RequestOptions, SamplingParams
 from diptych.control.slo import NS_PER_MS, Slo
 from diptych.serving.answers.tokenizer import flatten_content
 from diptych.serving.api.protocol import ChatBody, CompletionBody, GenerationBody, Message
-from diptych.serving.async_llm import AsyncLLM
 from diptych.serving.link.messages import Ready
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -132,21 +131,16 @@ def max_tokens_of(body: GenerationBody, longest_prompt: int, ready: Ready) -> in
     return wish
 
 
-async def completion_prompts(body: CompletionBody, llm: AsyncLLM) -> list[list[int]]:
-    """The prompts of a completion request, as token ids."""
+def given_prompts(body: CompletionBody) -> tuple[list[str], list[list[int]]]:
+    """The prompts of a completion request: as texts or as lists of token ids; the other list is empty."""
     prompt = body.prompt
     if isinstance(prompt, str):
-        texts = [prompt]
-    elif not prompt:
+        return [prompt], []
+    if not prompt:
         raise InvalidRequestError("prompt is an empty list", param="prompt")
-    elif isinstance(prompt[0], str):
-        texts = prompt
-    elif isinstance(prompt[0], int):
-        return [prompt]
-    else:
-        return prompt
-    add_special_tokens = body.add_special_tokens is not False
-    return [await llm.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+    if isinstance(prompt[0], str):
+        return prompt, []
+    return [], [prompt] if isinstance(prompt[0], int) else prompt
 
 
 def conversation(messages: list[Message]) -> list[dict[str, Any]]:
@@ -166,7 +160,7 @@ def _nanoseconds(milliseconds: float | None) -> int | None:
 
 
 def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:
-    try:
-        return {int(token_id): bias for token_id, bias in given.items()}
-    except ValueError:
-        raise InvalidRequestError("the keys of logit_bias are token ids", param="logit_bias") from None
+    for key in given:
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            raise InvalidRequestError(f"logit_bias has the key {key[:40]!r}; keys are token ids", param="logit_bias")
+    return {int(key): bias for key, bias in given.items()}

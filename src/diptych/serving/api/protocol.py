@@ -1,11 +1,12 @@
 """The bodies of requests and replies, as OpenAI defines them, with vLLM's additions. FastAPI publishes them as OpenAPI.
 
-Owns field names, types and ranges. Must never interpret them: parameters.py does.
+Owns field names, types and ranges. Must never interpret them: parameters.py does. Lists have a limit and fail at their
+first wrong element: an account of each of millions of wrong elements would hold up the event loop for minutes.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -16,6 +17,24 @@ Metadata = Annotated[
     Field(max_length=16),
 ]
 Finite = ConfigDict(strict=True, allow_inf_nan=False, extra="allow")
+
+Element = TypeVar("Element")
+MAX_ITEMS = 65_536  # prompts of a request, messages, parts of a message, biased tokens
+MAX_TOKENS = 2**22  # of one list of token ids
+Items: TypeAlias = Annotated[list[Element], Field(fail_fast=True, max_length=MAX_ITEMS)]
+Tokens: TypeAlias = Annotated[list[Element], Field(fail_fast=True, max_length=MAX_TOKENS)]
+
+
+def _is_small(value: Any) -> Any:
+    """Pydantic would measure a dict only when it has looked at every item."""
+    if isinstance(value, dict) and len(value) > MAX_ITEMS:
+        raise ValueError(f"at most {MAX_ITEMS} items, not {len(value)}")
+    return value
+
+
+Biases: TypeAlias = Annotated[
+    dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_ITEMS), BeforeValidator(_is_small)
+]
 
 
 class StreamOptions(BaseModel):
@@ -45,9 +64,7 @@ class GenerationBody(BaseModel):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
-        None, description="Token id (as a string) to bias."
-    )
+    logit_bias: Biases | None = Field(None, description="Token id (as a string) to bias.")
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: (
         Annotated[str, Field(min_length=1)]
@@ -77,7 +94,7 @@ class GenerationBody(BaseModel):
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]] = Field(
+    prompt: str | Items[str] | Tokens[int] | Items[Tokens[int]] = Field(
         description="A text, a list of texts, a list of token ids, or a list of those."
     )
     echo: bool | None = None
@@ -91,13 +108,13 @@ class Message(BaseModel):
     model_config = Finite
 
     role: Annotated[str, Field(min_length=1)]
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Items[dict[str, Any]] | None = None
 
 
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[Items[Message], Field(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -112,7 +129,7 @@ class TokenizeBody(BaseModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Items[Message] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
 
@@ -123,7 +140,7 @@ class DetokenizeBody(BaseModel):
     model_config = Finite
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Tokens[TokenId]
 
 
 class ErrorDetail(BaseModel):

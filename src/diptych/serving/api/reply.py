@@ -45,7 +45,8 @@ class ReplyContext:
         return b"data: " + encode_json(self.head(kind))[:-1] + b',"choices":['
 
     def plain_event(self, kind: str, choice: bytes) -> bytes:
-        """A format string for a whole event with this choice (itself one): its values, then the ``usage_suffix``."""
+        """A format string for a whole event. choice: a format string, too; its values come first, then those of the
+        ``usage_suffix``."""
         return self.event_prefix(kind).replace(b"%", b"%%") + choice + b"%b"
 
     def token_ids(self, delta: Delta, *, is_first: bool) -> dict[str, Any]:
@@ -59,13 +60,13 @@ class ReplyContext:
         """Tokens so far, and with ``return_latency`` at the end the latency breakdown of the slowest answer."""
         sequences = self.generation.streams
         prompts = sequences[:: self.n]
-        num_prompt = sum(len(one.prompt_token_ids) for one in prompts)
-        num_output = sum(one.num_tokens for one in sequences)
+        num_prompt = sum(len(sequence.prompt_token_ids) for sequence in prompts)
+        num_output = sum(sequence.num_tokens for sequence in sequences)
         usage: dict[str, Any] = {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_output,
             "total_tokens": num_prompt + num_output,
-            "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in prompts)},
+            "prompt_tokens_details": {"cached_tokens": sum(sequence.cached_tokens for sequence in prompts)},
         }
         if self.wants_latency and is_final and (metrics := request_metrics(sequences)):
             latency = metrics.latency
@@ -89,11 +90,11 @@ def gather(deltas: Iterable[Delta], count: int) -> list[Delta]:
     """All deltas of each of ``count`` sequences as one."""
     whole = [Delta(index, "", [], []) for index in range(count)]
     for delta in deltas:
-        one = whole[delta.index]
-        one.text += delta.text
-        one.token_ids += delta.token_ids
-        one.logprobs += delta.logprobs
-        one.finish_reason = delta.finish_reason or one.finish_reason
+        answer = whole[delta.index]
+        answer.text += delta.text
+        answer.token_ids += delta.token_ids
+        answer.logprobs += delta.logprobs
+        answer.finish_reason = delta.finish_reason or answer.finish_reason
     return whole
 
 
@@ -118,12 +119,12 @@ def completion_logprobs(
 def chat_logprobs(entries: Iterable[TokenLogprobs], count: int, tokenizer: Tokenizer) -> dict[str, Any]:
     """The logprobs object of chat completions."""
 
-    def one(token_id: int, logprob: float) -> dict[str, Any]:
+    def token(token_id: int, logprob: float) -> dict[str, Any]:
         text, raw = tokenizer.token_text(token_id), tokenizer.token_bytes(token_id)
         return {"token": text, "logprob": logprob, "bytes": list(raw)}
 
     content = [
-        {**one(entry.token_id, entry.logprob), "top_logprobs": [one(*top) for top in entry.top[:count]]}
+        {**token(entry.token_id, entry.logprob), "top_logprobs": [token(*top) for top in entry.top[:count]]}
         for entry in entries
     ]
     return {"content": content, "refusal": None}

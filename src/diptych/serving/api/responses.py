@@ -17,7 +17,8 @@ from starlette.types import Receive, Scope, Send
 from diptych.control.errors import DiptychError
 from diptych.serving.answers.answer_stream import Delta, Generation
 from diptych.serving.api.direct_body import DIRECT_BODY, DirectBody
-from diptych.serving.api.error_responses import error_body, error_response
+from diptych.serving.api.error_format import error_body
+from diptych.serving.api.error_responses import error_response
 from diptych.serving.async_llm import AsyncLLM
 
 logger = logging.getLogger(__name__)

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import uvicorn
 import uvloop
 
-from diptych.control.errors import ConfigError, DiptychError
+from diptych.control.errors import DiptychError
+from diptych.serving.api.listener import Listener, bind, raise_descriptor_limit
 from diptych.serving.async_llm import AsyncLLM
 from diptych.serving.link.messages import Loading, Ready
 
 logger = logging.getLogger(__name__)
 
-LISTEN_BACKLOG = 2048
 DATE_INTERVAL_S = 1.0
 
 
@@ -39,16 +39,30 @@ class ServerOptions:
 
 
 class _QuietServer(uvicorn.Server):
-    """uvicorn without its own signal handling (we drain first), and without its ten wake-ups a second."""
+    """uvicorn with our listener, without its own signal handling (we drain first) and its ten wake-ups a second."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, listener: Listener) -> None:
         super().__init__(config)
+        self._listener = listener
         self._stopping = asyncio.Event()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Leave the signals alone."""
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take connections from now on."""
+        await super().startup(sockets=[])
+        self._listener.start(self._connect)
+
+    def _connect(self) -> asyncio.Protocol:
+        return self.config.http_protocol_class(self.config, self.server_state, self.lifespan.state)  # type: ignore[call-arg]
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take no more, and wait for those that are open."""
+        self._listener.stop()
+        await super().shutdown(sockets)
 
     async def main_loop(self) -> None:
         """Renew the date header once a second until ``stop``."""
@@ -62,25 +76,6 @@ class _QuietServer(uvicorn.Server):
         self._stopping.set()
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ConfigError in words when the port is taken or the host is not ours."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(LISTEN_BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another one with --port", param="port"
-        ) from None
-    except OverflowError:
-        listener.close()
-        raise ConfigError(f"port is {port}; it must be in [0, 65535]", param="port") from None
-    return listener
-
-
 def run_server(
     llm: AsyncLLM,
     options: ServerOptions,
@@ -88,18 +83,19 @@ def run_server(
     on_ready: Callable[[Ready, str], None] = lambda ready, url: None,
 ) -> None:
     """Serve until SIGTERM or SIGINT. Raises what a worker refused to start with."""
-    listener = bind(options.host, options.port)
+    limit = raise_descriptor_limit(len(llm.fleet.fleet.roles))
+    listening = bind(options.host, options.port)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(llm, options, listener, on_loading, on_ready))
+            runner.run(_serve(llm, options, Listener(listening, limit), on_loading, on_ready))
     finally:
-        listener.close()
+        listening.close()
 
 
 async def _serve(
     llm: AsyncLLM,
     options: ServerOptions,
-    listener: socket.socket,
+    listener: Listener,
     on_loading: Callable[[Loading], None],
     on_ready: Callable[[Ready, str], None],
 ) -> None:
@@ -113,9 +109,9 @@ async def _serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     await llm.start(wait=False)  # the worker imports torch while we import the web framework
-    server = _make_server(llm, options)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    starting = asyncio.create_task(_report_start(llm, listener, on_loading, on_ready))
+    server = _make_server(llm, options, listener)
+    serving = asyncio.create_task(server.serve())
+    starting = asyncio.create_task(_report_start(llm, listener.url, on_loading, on_ready))
     stopping = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait((serving, stopping, starting), return_when=asyncio.FIRST_COMPLETED)
@@ -131,9 +127,9 @@ async def _serve(
         stopping.cancel()
 
 
-def _make_server(llm: AsyncLLM, options: ServerOptions) -> _QuietServer:
+def _make_server(llm: AsyncLLM, options: ServerOptions, listener: Listener) -> _QuietServer:
     from diptych.serving.api.app import build_app
-    from diptych.serving.api.direct_body import Connection
+    from diptych.serving.api.connection import Connection
 
     app = build_app(llm, options.served_model_name, api_keys=options.api_keys, max_body_bytes=options.max_body_bytes)
     config = uvicorn.Config(
@@ -147,12 +143,12 @@ def _make_server(llm: AsyncLLM, options: ServerOptions) -> _QuietServer:
         timeout_graceful_shutdown=5,
         server_header=False,
     )
-    return _QuietServer(config)
+    return _QuietServer(config, listener)
 
 
 async def _report_start(
     llm: AsyncLLM,
-    listener: socket.socket,
+    url: str,
     on_loading: Callable[[Loading], None],
     on_ready: Callable[[Ready, str], None],
 ) -> None:
@@ -165,10 +161,7 @@ async def _report_start(
             last = llm.loading
             on_loading(last)
         await asyncio.wait((starting,), timeout=0.05)
-    ready = starting.result()
-    host, port = listener.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    on_ready(ready, f"http://{shown}:{port}")
+    on_ready(starting.result(), url)
 
 
 async def _drain(llm: AsyncLLM, timeout_s: float, stop_now: asyncio.Event) -> None:

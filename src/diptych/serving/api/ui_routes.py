@@ -158,7 +158,7 @@ def _state(llm: AsyncLLM, model_name: str, recent: Recent) -> UiState:
     view, ready, slo = llm.metrics.fleet.view(), llm.ready, llm.options.slo
     workers = [_worker(llm, number, role) for number, role in enumerate(view.roles)]
     budget = llm.options.scheduler.budget.kind
-    roles = {role: sum(one == role for one in view.roles) for role in _ROLES}
+    roles = {role: view.roles.count(role) for role in _ROLES}
     return UiState(
         version=__version__,
         state=llm.state,
@@ -174,7 +174,7 @@ def _state(llm: AsyncLLM, model_name: str, recent: Recent) -> UiState:
         shape=" + ".join(f"{count} {role}" for role, count in roles.items() if count),
         scheduling="unified" if budget == "whole" else "chunked",
         workers=workers,
-        phases=[_phase(role, [one for one in workers if one.role == role]) for role in _ROLES if roles[role]],
+        phases=[_phase(role, [worker for worker in workers if worker.role == role]) for role in _ROLES if roles[role]],
         queued=view.num_queued,
         open_requests=llm.num_open,
         window=_window(recent),
@@ -203,15 +203,15 @@ def _worker(llm: AsyncLLM, number: int, role: str) -> WorkerView:
 
 
 def _phase(role: str, workers: list[WorkerView]) -> PhaseView:
-    known = [one.cache_hits for one in workers if one.cache_hits is not None]
+    known = [worker.cache_hits for worker in workers if worker.cache_hits is not None]
     return PhaseView(
         role=role,
         workers=len(workers),
-        up=sum(one.is_up for one in workers),
-        waiting=sum(one.waiting for one in workers),
-        prefilling=sum(one.prefilling for one in workers),
-        decoding=sum(one.decoding for one in workers),
-        kv_usage=sum(one.kv_usage for one in workers) / len(workers),
+        up=sum(worker.is_up for worker in workers),
+        waiting=sum(worker.waiting for worker in workers),
+        prefilling=sum(worker.prefilling for worker in workers),
+        decoding=sum(worker.decoding for worker in workers),
+        kv_usage=sum(worker.kv_usage for worker in workers) / len(workers),
         cache_hits=sum(known) / len(known) if known else None,
     )
 

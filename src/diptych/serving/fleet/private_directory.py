@@ -33,6 +33,16 @@ def lock_directory(directory: Path) -> int:
     return descriptor
 
 
+def locked_directory() -> tuple[Path, int]:
+    """A fresh private directory and the descriptor of its lock. Raises OSError, and then leaves nothing behind."""
+    directory = private_directory()
+    try:
+        return directory, lock_directory(directory)
+    except OSError:
+        directory.rmdir()
+        raise
+
+
 def remove_orphans(parent: Path) -> None:
     """Remove private directories that a front end left behind because it was killed together with its workers: those
     of this user, older than a minute, on which nobody holds the lock."""

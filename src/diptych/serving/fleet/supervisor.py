@@ -19,8 +19,9 @@ from pathlib import Path
 import msgspec
 
 from diptych.control.errors import DiptychError, WorkerError
+from diptych.serving.fleet.descriptor_reserve import DescriptorReserve
 from diptych.serving.fleet.exit_status import Loss, count_oom_kills, in_words, is_crash
-from diptych.serving.fleet.private_directory import lock_directory, private_directory
+from diptych.serving.fleet.private_directory import locked_directory
 from diptych.serving.fleet.worker_port import WorkerListener, WorkerState
 from diptych.serving.link.channel import Channel, accept, listen
 from diptych.serving.link.engine_options import EngineOptions
@@ -37,6 +38,8 @@ from diptych.serving.link.messages import (
 logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S, HEALTHY_S = 0.5, 30.0, 60.0
+RESERVED_DESCRIPTORS = 6  # what a start needs at once: lock, socket, and two pipes or pairs of sockets to the process
+WORKER_DESCRIPTORS = 4 + RESERVED_DESCRIPTORS  # while it runs: lock, socket, standard input and channel
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,7 @@ class Supervisor:
         self._failure: DiptychError | None = None
         self._killed_because = ""
         self._ready_at = 0.0
+        self._reserve = DescriptorReserve(RESERVED_DESCRIPTORS)
 
     def start(self, listener: WorkerListener) -> None:
         """Start the worker and keep it alive; returns at once. ``ready`` tells how the first start went."""
@@ -89,6 +93,7 @@ class Supervisor:
         self.ready = asyncio.get_running_loop().create_future()
         self.ready.add_done_callback(lambda future: future.cancelled() or future.exception())
         self.state = WorkerState.STARTING
+        self._reserve.fill()
         self._life = asyncio.create_task(self._live(), name=f"supervisor-{self.number}")
 
     @property
@@ -106,7 +111,9 @@ class Supervisor:
 
     def pulse(self) -> Pulse | None:
         """The newest sign of life in the heartbeat file of the present process."""
-        return read_pulse(self.directory / FILE_NAME) if self.directory is not None else None
+        with contextlib.suppress(OSError):  # no descriptor is free: nothing is known now
+            return read_pulse(self.directory / FILE_NAME) if self.directory is not None else None
+        return None
 
     def kill(self, because: str) -> None:
         """End a worker that does not answer (even when it is stopped); its loss is reported as any other."""
@@ -138,25 +145,28 @@ class Supervisor:
         with contextlib.suppress(asyncio.CancelledError):
             await self._life
         self._life = None
+        self._reserve.release()
         if self.ready and not self.ready.done():
             self.ready.set_exception(WorkerError("stopped before the worker was ready"))
 
     async def _live(self) -> None:
-        pause_s = FIRST_PAUSE_S
+        pause_s, shortage = FIRST_PAUSE_S, False
         loop = asyncio.get_running_loop()
         assert self._listener is not None
         while self.state is not WorkerState.STOPPED:
             self.state = WorkerState.STARTING
-            self._failure = None
+            self._failure = self._process = None
             self._killed_because = ""
+            self._reserve.release()
             oom_kills = count_oom_kills()
             try:
                 status = await self._run_once()
             except OSError as cause:
-                status, self._failure = 0, WorkerError(f"the worker process cannot be started: {cause}")
+                status, self._failure = 0, WorkerError(f"worker process {self.number} cannot be run: {cause}")
             if self.state is WorkerState.STOPPED:
                 return
             loss = self._loss(status, count_oom_kills() - oom_kills)
+            self._reserve.fill()
             if self.ready and not self.ready.done():
                 self.state = WorkerState.STOPPED
                 self.ready.set_exception(loss.error)
@@ -165,6 +175,13 @@ class Supervisor:
                 pause_s = FIRST_PAUSE_S
             self._ready_at = 0.0
             self.state = WorkerState.LOST
+            if self._process is None:  # no process ran: nothing more is lost, and a longer pause would not help
+                if not shortage:
+                    logger.error("%s; trying again until it can", loss.error.message)
+                shortage = True
+                await asyncio.sleep(FIRST_PAUSE_S)
+                continue
+            shortage = False
             logger.error("%s; starting it again in %.1f s", loss.error.message, pause_s)
             self._listener.on_lost(self.number, loss)
             await asyncio.sleep(pause_s)
@@ -179,12 +196,12 @@ class Supervisor:
 
     async def _run_once(self) -> int:
         """One life of the process, from start to exit status."""
-        directory = private_directory()
-        lock = lock_directory(directory)
+        directory, lock = locked_directory()
         loop = asyncio.get_running_loop()
-        listener = listen(directory / "worker")
+        listener: socket.socket | None = None
         try:
             (directory / "options.json").write_bytes(msgspec.json.encode(self._options))
+            listener = listen(directory / "worker")
             self.directory = directory
             loop.add_reader(listener.fileno(), self._accept, listener)
             self._process = await asyncio.create_subprocess_exec(
@@ -194,6 +211,7 @@ class Supervisor:
                 start_new_session=True,
                 pass_fds=self._pass_fds,
             )
+            self._reserve.fill()
             status = await self._process.wait()
             self._accept(listener)  # one that was quick
             self._receive()  # its last words
@@ -202,8 +220,9 @@ class Supervisor:
             if self._process is not None and self._process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     self._process.send_signal(signal.SIGKILL)
-            loop.remove_reader(listener.fileno())
-            listener.close()
+            if listener is not None:
+                loop.remove_reader(listener.fileno())
+                listener.close()
             self._hang_up()
             self.directory = None
             shutil.rmtree(directory, ignore_errors=True)
@@ -211,7 +230,12 @@ class Supervisor:
 
     def _accept(self, listener: socket.socket) -> None:
         """The worker connects, once."""
-        if self._channel is None and (channel := accept(listener)):
+        self._reserve.release()
+        try:
+            channel = accept(listener) if self._channel is None else None
+        finally:
+            self._reserve.fill()
+        if channel is not None:
             loop = asyncio.get_running_loop()
             loop.remove_reader(listener.fileno())
             loop.add_reader(channel.fileno(), self._receive)

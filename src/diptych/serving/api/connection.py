@@ -1,0 +1,162 @@
+"""One HTTP connection: uvicorn's, with limits, with errors in our format, and with a DirectBody for every request.
+
+What is no HTTP, has too long a head, or stops in the middle is refused without a line in the log: any stranger can send
+it. A request to change the protocol (WebSocket, HTTP/2) is served as the plain request that it is without that.
+"""
+
+import asyncio
+
+from httptools import HttpParserError, HttpParserUpgrade
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from diptych.control.errors import DiptychError
+from diptych.serving.api.direct_body import DIRECT_BODY, DirectBody
+from diptych.serving.api.error_format import error_bytes, http_error
+
+MAX_HEAD_BYTES = 65_536  # of the request line and the headers, and of anything else that is not the body
+SILENCE_S = 60.0  # how long a connection may say nothing while its request is awaited or half read
+LINGER_S = 1.0  # for the client to read a refusal: closing at once would take it away from one that still sends
+PROTOCOL_HEADERS = (b"connection", b"upgrade", b"http2-settings")
+HEAD_TOO_LONG = http_error(431, f"the head of the request is longer than {MAX_HEAD_BYTES} bytes", "head_too_long")
+
+
+class _HeadTooLongError(Exception):
+    """Raised inside of the parser, to stop it."""
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's protocol for one client."""
+
+    _silence: asyncio.TimerHandle | None = None
+    _num_other_bytes = 0  # that arrived since the last byte of a body, or the end of a head
+    _is_reading = False  # a request is half read ...
+    _is_in_head = False  # ... and its head is
+    _has_ignored = False  # a request for another protocol
+    _is_refused = False
+    _cycles: tuple[RequestResponseCycle, ...] = ()  # of requests without a whole reply
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client has connected."""
+        super().connection_made(transport)
+        self._watch_silence()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection is gone: for every request of it, where uvicorn itself tells only the last."""
+        self._is_refused = True
+        self._watch_silence()
+        for cycle in self._cycles:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """The client says more."""
+        if self._is_refused or self._num_other_bytes > MAX_HEAD_BYTES:
+            return
+        self._unset_keepalive_if_required()
+        self._num_other_bytes += len(data)
+        try:
+            self.parser.feed_data(data)
+        except HttpParserUpgrade as upgrade:
+            self._ignore_upgrade(data[upgrade.args[0] :])
+        except HttpParserError as error:
+            if isinstance(error.__context__, _HeadTooLongError):
+                self._refuse(HEAD_TOO_LONG)
+            else:
+                self._refuse(http_error(400, "this is no HTTP/1.1 request", "invalid_http"))
+        if self._num_other_bytes > MAX_HEAD_BYTES:
+            self._refuse(HEAD_TOO_LONG)
+        self._watch_silence()
+
+    # What the parser calls.
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        self._is_reading = self._is_in_head = True
+        self._num_other_bytes = 0
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header, or behind the body a trailer, which has no meaning here."""
+        if self._is_in_head:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """The head is read: its task runs later, and finds the extension."""
+        self._is_in_head = False
+        self._num_other_bytes = 0
+        if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEAD_BYTES:
+            raise _HeadTooLongError
+        if not self.parser.should_upgrade():
+            super().on_headers_complete()
+            self._cycles = (*(cycle for cycle in self._cycles if not cycle.response_complete), self.cycle)
+            self.scope["extensions"] = {DIRECT_BODY: {"body": DirectBody(self.cycle)}}
+
+    def on_body(self, body: bytes) -> None:
+        """A part of the body."""
+        self._num_other_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The request is read."""
+        self._is_reading = False
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+
+    # What is no request that can be served.
+
+    def _ignore_upgrade(self, rest: bytes) -> None:
+        """Serve a request for another protocol without that. The parser takes what follows its head for that protocol,
+        so it gets the head again, without the headers that say so. ``rest``: what followed in the same read."""
+        method = self.parser.get_method()
+        if method == b"CONNECT":
+            self._refuse(http_error(405, "CONNECT is for proxies, and this is none", "http_error"))
+            return
+        if self._has_ignored:  # the reply to the first one ends the connection
+            self._refuse(http_error(400, "this connection ends with the request before", "invalid_http"))
+            return
+        self._has_ignored = True
+        lines = [b"%b %b HTTP/1.1" % (method, self.url), b"connection: close"]
+        lines += [b"%b: %b" % header for header in self.headers if header[0] not in PROTOCOL_HEADERS]
+        self.data_received(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
+
+    @property
+    def _is_replying(self) -> bool:
+        """Whether the reply to the last request that was read is due or under way."""
+        cycle = self.cycle
+        return cycle is not None and not cycle.response_complete and (cycle.response_started or not cycle.more_body)
+
+    def _refuse(self, error: DiptychError) -> None:
+        """End the connection: behind the reply that is under way, else with this error."""
+        if self._is_replying:
+            self.cycle.keep_alive = False
+            return
+        self._is_refused = True
+        if self.pipeline:  # replies to earlier requests are under way
+            self.transport.close()
+            return
+        if self.cycle is not None and not self.cycle.response_complete:  # its task waits for the rest of its body
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.transport.write(error_bytes(error))
+        self.transport.write_eof()
+        self.loop.call_later(LINGER_S, self.transport.close)
+
+    def _watch_silence(self) -> None:
+        """Start the clock anew, if the client is to say something."""
+        if self._silence is not None:
+            self._silence.cancel()
+            self._silence = None
+        is_idle = self.cycle is None or self.cycle.response_complete
+        if not self._is_refused and (self._is_reading or is_idle):
+            self._silence = self.loop.call_later(SILENCE_S, self._on_silence)
+
+    def _on_silence(self) -> None:
+        if self.transport.is_closing():
+            return
+        if self._is_replying or self.pipeline:
+            self._watch_silence()
+        elif self._is_reading:
+            self._refuse(http_error(408, f"the rest of the request did not come within {SILENCE_S:.0f} s", "timeout"))
+        else:
+            self.transport.close()

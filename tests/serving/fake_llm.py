@@ -1,0 +1,124 @@
+"""An AsyncLLM without workers, for tests of the HTTP side in one process: token i after p prompt tokens is p + i."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from diptych.control.events import RequestFinished
+from diptych.control.request import FinishReason, RequestOptions, SamplingParams
+from diptych.control.slo import LatencyBreakdown
+from diptych.control.step import TokenLogprobs
+from diptych.serving.answers.answer_stream import AnswerStream, Generation
+from diptych.serving.answers.tokenizer import Tokenizer
+from diptych.serving.link.engine_options import BUNDLED_MODEL, EngineOptions
+from diptych.serving.link.messages import Loading, Ready
+from diptych.serving.metrics.serving_metrics import ServingMetrics
+from diptych.timeline.ring import Timeline
+
+TOKENIZER = Tokenizer(BUNDLED_MODEL)
+LATENCY = LatencyBreakdown(queue_ns=1_000_000, prefill_ns=2_000_000, decode_ns=3_000_000, num_output_tokens=3)
+
+
+@dataclass
+class Submitted:
+    """One call of ``submit``."""
+
+    prompts: Sequence[list[int]]
+    sampling: SamplingParams
+    options: RequestOptions
+    generation: Generation
+    is_aborted: bool = False
+
+
+class FakeLLM:
+    """What the routes need of an AsyncLLM. error: every request fails with it, after ``fail_after`` tokens.
+    pause_after: tokens after which an answer waits for ``go_on``. refusal: what a text to encode raises."""
+
+    def __init__(
+        self,
+        *,
+        error: Exception | None = None,
+        fail_after: int = 0,
+        pause_after: int | None = None,
+        refusal: BaseException | None = None,
+    ) -> None:
+        self.options = EngineOptions()
+        self.tokenizer = TOKENIZER
+        self.metrics = ServingMetrics()
+        self.timeline = Timeline()
+        self.ready: Ready | None = Ready(4096, 8192, 100_000, 64, 16, [0], "a fake model")
+        self.loading = Loading("pretending")
+        self.state = "ready"
+        self.is_routable = True
+        self.num_open = 0
+        self.submitted: list[Submitted] = []
+        self.go_on = asyncio.Event()
+        self._refusal = refusal
+        self._error, self._fail_after, self._pause_after = error, fail_after, pause_after
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def require_ready(self) -> Ready:
+        assert self.ready is not None
+        return self.ready
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return (await self.encode_all([text], add_special_tokens=add_special_tokens))[0]
+
+    async def encode_all(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        if self._refusal is not None:
+            raise self._refusal
+        return [self.tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+
+    async def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        return self.tokenizer.encode_chat(messages, **options)
+
+    async def decode_all(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[str]:
+        return [self.tokenizer.decode(prompt, **options) for prompt in prompts]
+
+    def submit(
+        self, prompts: Sequence[list[int]], sampling: SamplingParams, request_id: str, options: RequestOptions
+    ) -> Generation:
+        streams = [
+            AnswerStream(f"{request_id}-{number}", number, prompts[number // sampling.n], sampling, self.tokenizer)
+            for number in range(len(prompts) * sampling.n)
+        ]
+        generation = Generation(request_id, streams)
+        self.submitted.append(Submitted(prompts, sampling, options, generation))
+        task = asyncio.get_running_loop().create_task(self._answer(generation, sampling))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return generation
+
+    def abort(self, generation: Generation) -> None:
+        for submitted in self.submitted:
+            if submitted.generation is generation and not generation.is_exhausted:
+                submitted.is_aborted = True
+
+    async def _answer(self, generation: Generation, sampling: SamplingParams) -> None:
+        for stream in generation.streams:
+            if sampling.prompt_logprobs is not None:
+                stream.add_prompt_logprobs(1, [_logprobs(token, 1) for token in stream.prompt_token_ids[1:]])
+        for step in range(sampling.max_tokens):
+            if self._error is not None and step == self._fail_after:
+                generation.fail(self._error)
+                return
+            if step == self._pause_after:
+                await self.go_on.wait()
+            await asyncio.sleep(0)
+            for stream in generation.streams:
+                token_id = len(stream.prompt_token_ids) + step
+                logprobs = None if sampling.logprobs is None else _logprobs(token_id, sampling.logprobs)
+                stream.push(token_id, logprobs=logprobs)
+                stream.mark()
+                if step == sampling.max_tokens - 1:
+                    num_prompt = len(stream.prompt_token_ids)
+                    stream.end(
+                        RequestFinished(0, stream.request_id, FinishReason.LENGTH, num_prompt, 1, 0, LATENCY, None)
+                    )
+            generation.deliver()
+
+
+def _logprobs(token_id: int, count: int) -> TokenLogprobs:
+    """The token itself is the best; its successors follow."""
+    return TokenLogprobs(token_id, -0.5, [(token_id + rank, -0.5 - rank) for rank in range(count)])
