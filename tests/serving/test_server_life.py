@@ -147,8 +147,8 @@ def test_each_of_several_keys_is_let_in_and_another_is_not() -> None:
 
 
 def test_a_fleet_behind_http_serves_counts_and_survives_a_killed_worker() -> None:
-    fleet = {"prefill": 1, "decode": 1, "disaggregate": "always"}
-    with fake_server(step_ms=3, fleet=fleet) as server:
+    fleet = {"prefill": 1, "decode": 1}
+    with fake_server(step_ms=3, fleet=fleet, cluster={"disaggregate": "always"}) as server:
         body = {"prompt": list(range(50, 100)), "max_tokens": 150, "ignore_eos": True, "return_token_ids": True}
         with stream(server.url, **body) as reply:
             first, rest = first_event(reply)

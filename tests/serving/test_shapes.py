@@ -20,8 +20,8 @@ from diptych.control.request import SamplingParams
 from diptych.serving.async_llm import AsyncLLM
 from diptych.serving.fleet.fleet import Fleet
 from diptych.serving.fleet.fleet_options import FleetOptions
-from diptych.serving.link import messages as wire
 from diptych.serving.link.engine_options import DeviceOptions, EngineOptions, MemoryOptions
+from diptych.serving.link.messages import StepReport, WorkerMessage, unpack_events
 from diptych.serving.llm import LLM
 from diptych.serving.outputs import RequestOutput
 
@@ -165,10 +165,10 @@ class WatchedFleet(Fleet):
         super().__init__(*arguments)
         self.cached: list[int] = []
 
-    def on_message(self, worker: int, message: wire.WorkerMessage) -> None:
-        if isinstance(message, wire.Happened):
-            reserved = [one for one in wire.unpack_events(message.events) if isinstance(one, HandoffReserved)]
-            self.cached += [one.num_cached_tokens for one in reserved]
+    def on_message(self, worker: int, message: WorkerMessage) -> None:
+        if isinstance(message, StepReport):
+            events = unpack_events(message.events)
+            self.cached += [event.num_cached_tokens for event in events if isinstance(event, HandoffReserved)]
         super().on_message(worker, message)
 
 

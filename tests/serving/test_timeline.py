@@ -52,9 +52,9 @@ def step(number: int, decodes: int = 0, *prefills: tuple[str, int, int]) -> Step
     return StepFinished(number, number * MS, (number + 1) * MS, prefills, decodes, 10 * decodes, MS)
 
 
-def finished(request_id: str, time_ns: int, message: str = "") -> RequestFinished:
+def finished(request_id: str, time_ns: int, error: str | None = None) -> RequestFinished:
     latency = LatencyBreakdown(1, 2, 3, 4)
-    return RequestFinished(time_ns, request_id, FinishReason.LENGTH, 8, 0, 0, latency, None, message)
+    return RequestFinished(time_ns, request_id, FinishReason.LENGTH, 8, 0, 0, latency, None, error)
 
 
 def begun(request_id: str, number: int) -> list[Event]:

@@ -10,7 +10,12 @@ import pytest
 from servers import CLI, RunningServer, fake_server, running, wait_until
 from watching import PHONE, chromium, overflow, serious_findings, watched
 
-SPLIT = {"fleet": {"prefill": 1, "decode": 1, "disaggregate": "always"}, "step_ms": 4, "tokens_per_s": 20_000}
+SPLIT = {
+    "fleet": {"prefill": 1, "decode": 1},
+    "cluster": {"disaggregate": "always"},
+    "step_ms": 4,
+    "tokens_per_s": 20_000,
+}
 SHAPE = ("--prefill", "1", "--decode", "1", "--disaggregate", "always", "--threads", "1")
 REAL = ("serve", "--port", "0", "--kv-cache-memory", "64MiB", *SHAPE)
 KEY = "correct horse"

@@ -17,7 +17,12 @@ from diptych.web.panel_host import MAX_WAITING, PanelHost
 from diptych.web.panel_wire import Call
 
 pytestmark = pytest.mark.system
-SPLIT = {"fleet": {"prefill": 1, "decode": 1, "disaggregate": "always"}, "step_ms": 4, "tokens_per_s": 20_000}
+SPLIT = {
+    "fleet": {"prefill": 1, "decode": 1},
+    "cluster": {"disaggregate": "always"},
+    "step_ms": 4,
+    "tokens_per_s": 20_000,
+}
 KEY = "correct horse"
 
 
