@@ -110,7 +110,7 @@ class CostRouter:
         sent = self._acknowledge(request_id, worker, holds_blocks=True)
         if sent is not None:
             expected = sent.expected.pop(self._position[worker], None)
-            if expected is not None:
+            if expected is not None and len(self._workers) > 1:  # one worker need not say what its cache holds
                 self.watch.observe(expected, num_cached_tokens, sent.num_prompt_tokens)
 
     def on_first_token(self, request_id: str) -> None:
