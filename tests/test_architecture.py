@@ -2,6 +2,7 @@
 
 import ast
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -131,3 +132,26 @@ def test_nothing_unpickles() -> None:
     for _, path in modules():
         for name in imports(path):
             assert name.split(".")[0] not in ("pickle", "marshal", "shelve", "dill", "cloudpickle"), path
+
+
+def test_no_file_and_no_class_has_the_name_of_another() -> None:
+    files, classes = Counter[str](), Counter[str]()
+    for _, path in modules():
+        files[path.name] += path.name != "__init__.py"
+        classes.update(node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef))
+    assert [name for name, count in files.items() if count > 1] == []
+    assert [name for name, count in classes.items() if count > 1] == []
+
+
+def test_no_variable_is_called_one() -> None:
+    for _, path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = node.id if isinstance(node, ast.Name) else node.arg if isinstance(node, ast.arg) else ""
+            assert name != "one", f"{path}:{getattr(node, 'lineno', 0)}"
+
+
+def test_a_worker_knows_nothing_of_the_fleet() -> None:
+    for path in sorted((SOURCE / "control" / "engine").rglob("*.py")):
+        for name in imports(path):
+            for room in ("cluster", "router", "admission"):
+                assert not name.startswith(f"diptych.control.{room}"), f"{path.name} imports {name}"

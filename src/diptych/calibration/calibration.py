@@ -54,7 +54,7 @@ class Measurements:
 
 
 @dataclass(slots=True)
-class _Answer:
+class _TimedAnswer:
     """One streamed answer as its client saw it, times in nanoseconds."""
 
     sent_ns: int = 0
@@ -132,9 +132,9 @@ class _Load:
         self._report = report
         self._seconds = live_s
         self._rng = random.Random(0)
-        self._step_ns = {one.decode_seqs: duration_ns for one, duration_ns in steps if not one.prefill_tokens}
-        prompts = [(one.prefill_tokens, ns) for one, ns in steps if one.prefill_tokens]
-        large = [one for one in prompts if one[0] >= 64] or prompts
+        self._step_ns = {step.decode_seqs: duration_ns for step, duration_ns in steps if not step.prefill_tokens}
+        prompts = [(step.prefill_tokens, ns) for step, ns in steps if step.prefill_tokens]
+        large = [prompt for prompt in prompts if prompt[0] >= 64] or prompts
         if not large or not self._step_ns:
             raise ConfigError("seconds is too little for a single step of a prompt here", param="seconds")
         self._prompt_ns = statistics.median([ns / num_tokens for num_tokens, ns in large])
@@ -189,9 +189,9 @@ class _Load:
         nearest = min(self._step_ns, key=lambda known: (abs(known - count), known))
         return max(32 + count, min(600, round(seconds * 1e9 / (2 * self._step_ns[nearest]))))
 
-    async def _stream(self, prompt: int, tokens: int, first: asyncio.Event | None = None) -> _Answer:
+    async def _stream(self, prompt: int, tokens: int, first: asyncio.Event | None = None) -> _TimedAnswer:
         """One streamed completion of random tokens. Raises WorkerError when the server does not answer it."""
-        answer = _Answer()
+        answer = _TimedAnswer()
         token_ids = [self._rng.randrange(self._vocab_size // 2, self._vocab_size) for _ in range(prompt)]
         body = {
             "prompt": token_ids, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True,

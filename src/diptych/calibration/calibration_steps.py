@@ -57,11 +57,11 @@ def design(max_num_seqs: int, room_tokens: int, max_model_len: int) -> list[Desi
     mixed = [DesignPoint(chunk, 256, count, 256) for count in MIXED_BATCHES for chunk in MIXED_CHUNKS]
     points = [*chunks, *decodes, *mixed]
     return [
-        one
-        for one in sorted(points, key=lambda one: (one.chunk + 4 * one.num_seqs, one.start, one.context))
-        if one.num_seqs <= max_num_seqs
-        and one.start + one.chunk + one.num_seqs * (one.context + DECODE_STEPS + 2) <= room_tokens
-        and max(one.start + one.chunk, one.context) < max_model_len - DECODE_STEPS - 2
+        point
+        for point in sorted(points, key=lambda point: (point.chunk + 4 * point.num_seqs, point.start, point.context))
+        if point.num_seqs <= max_num_seqs
+        and point.start + point.chunk + point.num_seqs * (point.context + DECODE_STEPS + 2) <= room_tokens
+        and max(point.start + point.chunk, point.context) < max_model_len - DECODE_STEPS - 2
     ]
 
 

@@ -152,8 +152,8 @@ def command_line(given: Mapping[str, Any]) -> str:
         else:
             words += [
                 word
-                for one in (value if isinstance(value, list) else [value])
-                for word in (option, str(one).removesuffix(".0"))
+                for item in (value if isinstance(value, list) else [value])
+                for word in (option, str(item).removesuffix(".0"))
             ]
     return shlex.join(words)
 

@@ -100,11 +100,11 @@ def class_table(classes: Mapping[str, Mapping[str, Any]]) -> Table:
     rows = tuple(
         (
             name or "(none)",
-            f"{one['num_requests']:,}",
-            *(milliseconds(one[key][which]) for key, which in shown),
-            percent(one["attainment"]),
+            f"{measured['num_requests']:,}",
+            *(milliseconds(measured[key][which]) for key, which in shown),
+            percent(measured["attainment"]),
         )
-        for name, one in classes.items()
+        for name, measured in classes.items()
     )
     return Table("By class, ms", columns, rows)
 

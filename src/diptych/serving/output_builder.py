@@ -18,8 +18,8 @@ class OutputBuilder:
         self._prompt = prompt
         self._tokenizer = tokenizer
         self._outputs = [
-            CompletionOutput(one.index, logprobs=None if one.sampling.logprobs is None else [])
-            for one in generation.streams
+            CompletionOutput(stream.index, logprobs=None if stream.sampling.logprobs is None else [])
+            for stream in generation.streams
         ]
 
     def add(self, deltas: Iterable[Delta]) -> None:
@@ -68,7 +68,7 @@ class OutputBuilder:
 
 def request_metrics(sequences: Sequence[AnswerStream]) -> RequestMetrics | None:
     """The metrics of the sequence that ended last."""
-    ends = [one.finished for one in sequences if one.finished is not None]
+    ends = [sequence.finished for sequence in sequences if sequence.finished is not None]
     if not ends:
         return None
     slowest = max(ends, key=lambda end: end.latency.total_ns)

@@ -72,7 +72,11 @@ class Collector:
 
     def _step(self, streams: _Streams, step: StepFinished, output: SchedulerOutput | None) -> None:
         if output is not None and output.resumed and self._handoffs:
-            taken = [self._handoffs.pop(one.request_id) for one in output.resumed if one.request_id in self._handoffs]
+            taken = [
+                self._handoffs.pop(request.request_id)
+                for request in output.resumed
+                if request.request_id in self._handoffs
+            ]
             streams.resumed.extend(taken)
         if step.num_decodes:
             self._decode(streams, step)

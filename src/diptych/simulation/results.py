@@ -202,15 +202,15 @@ def utilization(result: SimulationResult) -> dict[str, float]:
     span = max(1, result.duration_ns) * max(1, len(result.workers))
     usage = result.workers
     busy = {
-        "prefill": sum(one.busy_prefill_ns for one in usage) / span,
-        "decode": sum(one.busy_decode_ns for one in usage) / span,
-        "mixed": sum(one.busy_mixed_ns for one in usage) / span,
-        "down": sum(one.down_ns for one in usage) / span,
+        "prefill": sum(worker.busy_prefill_ns for worker in usage) / span,
+        "decode": sum(worker.busy_decode_ns for worker in usage) / span,
+        "mixed": sum(worker.busy_mixed_ns for worker in usage) / span,
+        "down": sum(worker.down_ns for worker in usage) / span,
     }
-    blocks = sum(one.num_blocks for one in usage) * max(1, result.duration_ns)
+    blocks = sum(worker.num_blocks for worker in usage) * max(1, result.duration_ns)
     return {
         **busy,
         "idle": max(0.0, 1.0 - sum(busy.values())),
-        "kv_mean": sum(one.kv_block_ns for one in usage) / max(1, blocks),
-        "kv_peak": max((one.kv_peak_blocks / one.num_blocks for one in usage), default=0.0),
+        "kv_mean": sum(worker.kv_block_ns for worker in usage) / max(1, blocks),
+        "kv_peak": max((worker.kv_peak_blocks / worker.num_blocks for worker in usage), default=0.0),
     }

@@ -44,11 +44,11 @@ NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 
-class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class _SettingsTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """A table of the file."""
 
 
-class SchedulerSettings(_Part, frozen=True, kw_only=True):
+class SchedulerSettings(_SettingsTable, frozen=True, kw_only=True):
     """Details on top of the shape's preset; the names of ``diptych serve``. None: as the preset has it."""
 
     order: OrderName | None = None
@@ -64,7 +64,7 @@ class SchedulerSettings(_Part, frozen=True, kw_only=True):
     preempt_for_priority: bool = False
 
 
-class MemorySettings(_Part, frozen=True, kw_only=True):
+class MemorySettings(_SettingsTable, frozen=True, kw_only=True):
     """The KV cache of one worker. kv_cache_tokens or kv_cache_bytes (of each GPU) replace what fits beside the
     weights in ``gpu_memory_utilization`` of the memory; swap_bytes: host memory for swapped requests, which
     travel over ``swap_link`` (one of simulation/fleet/links.py)."""
@@ -78,14 +78,14 @@ class MemorySettings(_Part, frozen=True, kw_only=True):
     prefix_cache: bool = True
 
 
-class SloSettings(_Part, frozen=True, kw_only=True):
+class SloSettings(_SettingsTable, frozen=True, kw_only=True):
     """Objectives of requests that name none."""
 
     ttft_ms: Positive | None = None
     tpot_ms: Positive | None = None
 
 
-class PoolSettings(_Part, frozen=True, kw_only=True):
+class PoolSettings(_SettingsTable, frozen=True, kw_only=True):
     """Prefill and decode on separate workers, and workers that do both (0 of all: together, on ``replicas`` of them).
     link: the name of one of fleet/links.py; every worker has one of its own in each direction. hosts: workers
     are dealt out to so many hosts, and those of one host borrow blocks of each other instead of sending them (0: each
@@ -98,7 +98,7 @@ class PoolSettings(_Part, frozen=True, kw_only=True):
     hosts: AtLeastZero = 0
 
 
-class WatchSettings(_Part, frozen=True, kw_only=True):
+class WatchSettings(_SettingsTable, frozen=True, kw_only=True):
     """How failures are noticed; see faults.Watch."""
 
     detection_ms: Positive = 10.0
@@ -106,7 +106,7 @@ class WatchSettings(_Part, frozen=True, kw_only=True):
     resume_s: Positive = 2.0
 
 
-class FaultSettings(_Part, frozen=True, kw_only=True):
+class FaultSettings(_SettingsTable, frozen=True, kw_only=True):
     """One scripted fault; see faults.py."""
 
     kind: FaultKind
@@ -116,7 +116,7 @@ class FaultSettings(_Part, frozen=True, kw_only=True):
     factor: float = 1.0
 
 
-class RandomFaultSettings(_Part, frozen=True, kw_only=True):
+class RandomFaultSettings(_SettingsTable, frozen=True, kw_only=True):
     """``count`` faults at random times of random workers before ``until_s``, from the run's seed."""
 
     count: AtLeastZero
@@ -124,7 +124,7 @@ class RandomFaultSettings(_Part, frozen=True, kw_only=True):
     mean_duration_s: Positive = 5.0
 
 
-class Settings(_Part, frozen=True, kw_only=True):
+class Settings(_SettingsTable, frozen=True, kw_only=True):
     """One simulation. ``model`` and ``hardware``: names of the catalogue (or a config.json); not needed when ``cost``
     is a file of ``diptych calibrate``, which knows both. routing to max_queued: as for ``diptych serve`` (None: its
     defaults). admit_all: refuse no request, however long it would wait."""
@@ -273,8 +273,14 @@ def _cluster(settings: Settings) -> ClusterConfig:
 
 def _faults(settings: Settings) -> tuple[Fault, ...]:
     scripted = tuple(
-        Fault(one.kind, one.replica, round(one.at_s * NS_PER_S), max(1, round(one.duration_s * NS_PER_S)), one.factor)
-        for one in settings.faults
+        Fault(
+            fault.kind,
+            fault.replica,
+            round(fault.at_s * NS_PER_S),
+            max(1, round(fault.duration_s * NS_PER_S)),
+            fault.factor,
+        )
+        for fault in settings.faults
     )
     for index, fault in enumerate(scripted):
         if fault.worker >= settings.num_workers:

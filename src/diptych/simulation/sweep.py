@@ -205,7 +205,7 @@ def _range(text: str, listed: str) -> tuple[Value, ...]:
         numbers = [Decimal(part) for part in parts]
     except InvalidOperation:
         numbers = []
-    if len(numbers) not in (2, 3) or not all(one.is_finite() for one in numbers):
+    if len(numbers) not in (2, 3) or not all(number.is_finite() for number in numbers):
         raise ConfigError(f"sweep is {text!r}; a range is from:to or from:to:step, in numbers", param="sweep")
     first, last, step = (*numbers, Decimal(1))[:3]
     if step <= 0 or last < first:
@@ -214,7 +214,7 @@ def _range(text: str, listed: str) -> tuple[Value, ...]:
     if count > MAX_POINTS:
         raise ConfigError(f"sweep is {text!r}: {count:,} points; at most {MAX_POINTS:,}", param="sweep")
     steps = (first + index * step for index in range(count))
-    return tuple(int(one) if one == one.to_integral_value() else float(one) for one in steps)
+    return tuple(int(number) if number == number.to_integral_value() else float(number) for number in steps)
 
 
 def _paths(struct: type, prefix: str = "") -> Iterator[str]:
@@ -223,7 +223,7 @@ def _paths(struct: type, prefix: str = "") -> Iterator[str]:
         kinds = getattr(field.type, "types", (field.type,))
         inner = [kind.cls for kind in kinds if hasattr(kind, "cls") and hasattr(kind, "fields")]
         if inner:
-            for one in inner:
-                yield from _paths(one, f"{prefix}{field.name}.")
+            for inner_struct in inner:
+                yield from _paths(inner_struct, f"{prefix}{field.name}.")
         else:
             yield f"{prefix}{field.name}"

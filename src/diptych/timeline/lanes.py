@@ -41,7 +41,7 @@ class Window:
 
 
 @dataclass(slots=True)
-class _Stay:
+class _WorkerStay:
     """A request on its worker: the slice that is open and since when."""
 
     name: str
@@ -87,7 +87,7 @@ class Lane:
     joins_runs: bool = True
     out: list[TraceEvent] = field(default_factory=list)
     crashes: list[int] = field(default_factory=list)  # times to come, ascending
-    _stays: dict[str, _Stay] = field(default_factory=dict)
+    _stays: dict[str, _WorkerStay] = field(default_factory=dict)
     _num_waiting: int = 0
     _prompts: dict[str, int] = field(default_factory=dict)
     _run: StepFinished | None = None  # decode steps in a row, drawn as one slice
@@ -99,7 +99,7 @@ class Lane:
     def begin(self, request_id: str, name: str, now: int) -> None:
         """A request is here, in the part of its life called ``name``: queue, reserved, or (when nothing is known of
         what was before) decode."""
-        self._stays[request_id] = _Stay(name, now, now)
+        self._stays[request_id] = _WorkerStay(name, now, now)
 
     def mark(self, name: str, start_ns: int, end_ns: int, details: dict[str, Any]) -> None:
         """Draw something that befell the whole worker."""

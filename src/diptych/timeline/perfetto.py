@@ -12,8 +12,8 @@ from diptych.timeline.lanes import FAULTS_LANE, STEPS_LANE, WHOLE, TraceEvent
 def document(drawn: Iterable[TraceEvent], names: Mapping[int, str], about: Mapping[str, Any]) -> TraceEvent:
     """The whole trace as plain data. drawn: in order (see ``place_of``); names: of workers, by their numbers."""
     events = list(drawn)
-    shown = {one["pid"] - 1 for one in events}
-    with_faults = {one["pid"] - 1 for one in events if one.get("tid") == FAULTS_LANE}
+    shown = {event["pid"] - 1 for event in events}
+    with_faults = {event["pid"] - 1 for event in events if event.get("tid") == FAULTS_LANE}
     heads = titles({worker: names[worker] for worker in shown}, with_faults)
     return {"traceEvents": heads + events, **frame(about)}
 

@@ -132,7 +132,9 @@ class Timeline:
         Walks what is held up to it, but takes no time for the newest.
         """
         if sequence >= self.next_sequence - 1:
-            return {worker: list(requests_of(tuple(one.members))) for worker, one in sorted(self._rosters.items())}
+            return {
+                worker: list(requests_of(tuple(roster.members))) for worker, roster in sorted(self._rosters.items())
+            }
         batches = {worker: dict(members) for worker, members in self._before.items()}
         for record in self.since(0, max(0, sequence + 1 - self.first_sequence)):
             _apply(batches, record)
@@ -147,7 +149,7 @@ class Timeline:
             now,
             self.first_sequence,
             self.next_sequence,
-            {number: {"state": one.state, "role": one.role} for number, one in sorted(self.workers.items())},
+            {number: {"state": worker.state, "role": worker.role} for number, worker in sorted(self.workers.items())},
             self.decoding_after(sequence),
         )
 
@@ -160,9 +162,9 @@ class Timeline:
             raise OverloadedError(
                 f"{self.max_subscribers} clients read the timeline already (max_subscribers)", code="too_many_readers"
             )
-        one = Subscription(self, self.next_sequence - 1 if sequence is None else sequence)
-        self._subscriptions.add(one)
-        return one
+        subscription = Subscription(self, self.next_sequence - 1 if sequence is None else sequence)
+        self._subscriptions.add(subscription)
+        return subscription
 
     def close(self) -> None:
         """Nothing more comes: readers end when they have read what there is."""
@@ -222,7 +224,7 @@ class Subscription:
         records = timeline.since(self.sequence, limit)
         self.sequence += len(records)
         workers = self.workers
-        taken += records if workers is None else [one for one in records if _concerns(one, workers)]
+        taken += records if workers is None else [record for record in records if _concerns(record, workers)]
         return taken
 
     @property

@@ -98,7 +98,11 @@ class Roster:
         before this step and none in it, as long as more decode than are known to."""
         chunks = {request_id for request_id, _, _ in step.prefills}
         missing = step.num_decodes - len(self.members)
-        ended = [one for one, end_ns in self._recomputed.items() if 0 < end_ns <= step.start_ns and one not in chunks]
+        ended = [
+            attempt_id
+            for attempt_id, end_ns in self._recomputed.items()
+            if 0 < end_ns <= step.start_ns and attempt_id not in chunks
+        ]
         back = ended[: max(0, missing)]
         for request_id in back:
             del self._recomputed[request_id]

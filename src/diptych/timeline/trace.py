@@ -76,7 +76,7 @@ class _Track:
 def hold(timeline: Timeline, now: int) -> Holding:
     """What the timeline holds at ``now``."""
     about = {"tool": "diptych serve", "run_id": timeline.run_id, "unix_ns_at_zero": timeline.unix_ns_at_zero}
-    roles = {number: one.role for number, one in timeline.workers.items()}
+    roles = {number: worker.role for number, worker in timeline.workers.items()}
     return Holding(timeline.since(0), timeline.decoding_after(timeline.first_sequence - 1), roles, now, about)
 
 

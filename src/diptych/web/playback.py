@@ -44,7 +44,7 @@ Names = Mapping[str, str]  # request id of the simulation -> what the reader see
 
 
 @dataclass(slots=True)
-class Line:
+class RequestPlayback:
     """One request's life as spans (phase, start, end, worker, steps), in order of time, in nanoseconds. phase:
     queued, prefill, transfer, decode, mixed or stalled. stamps: when its tokens came."""
 
@@ -99,7 +99,7 @@ class Playback:
     scenario: Scenario
     table: RequestTable
     records: list[Record]
-    lines: dict[str, Line]
+    lines: dict[str, RequestPlayback]
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for a page: ``header``, ``lanes``, ``records`` and ``requests``, times in nanoseconds."""
@@ -187,7 +187,7 @@ def play(scenario: Scenario, names: Sequence[str], arrivals_ns: Sequence[int]) -
     cluster = SimulatedCluster(replace(scenario, record_events=False, fast_forward=False))
     log = cluster.log = StepLog()
     cluster.run()
-    lines = {name: Line(name, arrival) for name, arrival in zip(names, arrivals_ns, strict=True)}
+    lines = {name: RequestPlayback(name, arrival) for name, arrival in zip(names, arrivals_ns, strict=True)}
     writer = _Writer({str(number): name for number, name in enumerate(names)}, lines, scenario)
     return Playback(scenario, cluster.collector.requests, writer.write(list(log)), lines)
 
@@ -200,7 +200,7 @@ def _specs(workload: Workload | ClosedLoop) -> list[RequestSpec]:
 def label(roles: Sequence[str], number: int) -> str:
     """What a worker is called on a page: "worker 1", "prefill 2"."""
     role = roles[number]
-    place = sum(one == role for one in roles[: number + 1])
+    place = sum(other == role for other in roles[: number + 1])
     return f"worker {place}" if role == "both" else f"{role} {place}"
 
 
@@ -214,7 +214,7 @@ def _roles(scenario: Scenario) -> list[str]:
 class _Writer:
     """Walks a log once."""
 
-    def __init__(self, names: Names, lines: dict[str, Line], scenario: Scenario) -> None:
+    def __init__(self, names: Names, lines: dict[str, RequestPlayback], scenario: Scenario) -> None:
         self._names = names
         self._lines = lines
         self._scenario = scenario
@@ -244,7 +244,7 @@ class _Writer:
         own, _ = split_attempt_id(attempt_id)
         return self._names[own] + attempt_id[len(own) :]
 
-    def _line(self, attempt_id: str) -> Line:
+    def _line(self, attempt_id: str) -> RequestPlayback:
         return self._lines[split_attempt_id(attempt_id)[0]]
 
     def _roster(self, worker: int) -> Roster:

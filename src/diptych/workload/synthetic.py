@@ -40,8 +40,8 @@ class RequestSource:
     def __init__(self, config: WorkloadConfig, seed: int, tables: LengthTables) -> None:
         self._config = config
         mix = config.classes or (ClassConfig(kind=""),)
-        self._classes = [self._class(index, one, seed, tables) for index, one in enumerate(mix)]
-        self._limits = list(accumulate(one.share for one in mix))
+        self._classes = [self._class(index, class_config, seed, tables) for index, class_config in enumerate(mix)]
+        self._limits = list(accumulate(class_config.share for class_config in mix))
         self._uniform = Stream(seed, "classes").uniform
 
     def pick(self) -> RequestClass:
@@ -51,15 +51,15 @@ class RequestSource:
         index = bisect_right(self._limits, self._uniform() * self._limits[-1])
         return self._classes[min(index, len(self._classes) - 1)]
 
-    def _class(self, index: int, one: ClassConfig, seed: int, tables: LengthTables) -> RequestClass:
+    def _class(self, index: int, class_config: ClassConfig, seed: int, tables: LengthTables) -> RequestClass:
         config = self._config
-        prefix = one.prefix or config.prefix
+        prefix = class_config.prefix or config.prefix
         return RequestClass(
-            one.kind,
-            one.priority,
-            (one.slo or config.slo).to_slo(),
-            None if one.patience_s is None else round(one.patience_s * NS_PER_S),
-            pair_sampler(one.lengths or config.lengths, tables, Stream(seed, f"lengths/{index}")),
+            class_config.kind,
+            class_config.priority,
+            (class_config.slo or config.slo).to_slo(),
+            None if class_config.patience_s is None else round(class_config.patience_s * NS_PER_S),
+            pair_sampler(class_config.lengths or config.lengths, tables, Stream(seed, f"lengths/{index}")),
             prefix_chooser(prefix, index, config.hash_block_tokens, Stream(seed, f"prefixes/{index}")),
             prefix.tokens if prefix.prompts else 0,
         )

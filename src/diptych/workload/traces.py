@@ -229,7 +229,7 @@ class _Columns:
 
 def _hash_ids(row: Row) -> tuple[int, ...]:
     value = row.fields.get("hash_ids", ())
-    if not isinstance(value, list | tuple) or not all(type(one) is int and 0 <= one < 2**62 for one in value):
+    if not isinstance(value, list | tuple) or not all(type(item) is int and 0 <= item < 2**62 for item in value):
         raise row.error("hash_ids", str(value)[:60], "it must be a list of whole numbers")
     return tuple(value)
 

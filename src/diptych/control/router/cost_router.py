@@ -19,7 +19,7 @@ from diptych.control.router.topology import Role, WorkerInfo
 
 
 @dataclass(slots=True)
-class _Sent:
+class _Routed:
     """A request that was routed and has not ended. The views are those of then: a worker that died has a new one."""
 
     prefill: WorkerView
@@ -42,7 +42,7 @@ class CostRouter:
         self.index = PrefixIndex()
         self.watch = HitWatch()
         self.lengths = OutputLengthClasses()
-        self._sent: dict[str, _Sent] = {}
+        self._sent: dict[str, _Routed] = {}
         self._search = CandidateSearch(self._workers, self._views, self.index, config)
         self._now = 0
 
@@ -169,7 +169,7 @@ class CostRouter:
         self._reprice(prefill)
         self._reprice(decode)
         positions = (found.source, found.target)
-        self._sent[request_id] = _Sent(prefill, decode, num_tokens, num_output_tokens, name, positions, expected)
+        self._sent[request_id] = _Routed(prefill, decode, num_tokens, num_output_tokens, name, positions, expected)
         hashes = request.submission.hashes
         self.index.predict(found.target, hashes[found.target_cached // size :], self._now)
         if found.source != found.target and not found.is_borrowed:
@@ -181,7 +181,7 @@ class CostRouter:
         self._views[position] = view
         self._search.set_up()
 
-    def _acknowledge(self, request_id: str, worker: int, *, holds_blocks: bool) -> _Sent | None:
+    def _acknowledge(self, request_id: str, worker: int, *, holds_blocks: bool) -> _Routed | None:
         sent = self._sent.get(request_id)
         if sent is None:
             return None

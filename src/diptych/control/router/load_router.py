@@ -108,7 +108,7 @@ class Picker:
 
 
 @dataclass(slots=True)
-class _Sent:
+class _Counted:
     """Where a request counts: with the worker that computes its prompt (None: done there), and with the one that
     decodes it (None: no worker has a role of its own, and one count is enough)."""
 
@@ -137,7 +137,7 @@ class LoadRouter:
         self._decodes = Picker(config.routing, config.seed + 1)  # of the one that decodes
         self._role_of: dict[int, Role] = {}
         self._roles = _Roles()
-        self._sent: dict[str, _Sent] = {}
+        self._sent: dict[str, _Counted] = {}
 
     def set_up(self, info: WorkerInfo) -> None:
         """See Router."""
@@ -197,7 +197,7 @@ class LoadRouter:
         if chosen is None:
             return None
         prefill, decode, reason = chosen
-        self._sent[request.request_id] = _Sent(prefill, decode if self._roles else None)
+        self._sent[request.request_id] = _Counted(prefill, decode if self._roles else None)
         return Route(prefill, decode, 0, 0, reason)
 
     def _workers_of(self, role: Role) -> frozenset[int]:

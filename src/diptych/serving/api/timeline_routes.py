@@ -39,7 +39,7 @@ class TimelinePage(BaseModel):
     next: str
 
 
-class Trace(BaseModel):
+class TraceReply(BaseModel):
     """The reply of /timeline/perfetto: a trace in the JSON Object Format, with its own names."""
 
     traceEvents: list[dict[str, Any]]
@@ -72,7 +72,7 @@ def add_timeline_routes(app: FastAPI, timeline: Timeline, errors: dict[int | str
         count = DEFAULT_PAGE if limit is None else round(_number("limit", limit, MAX_PAGE))
         return Response(_page(timeline, reader, count), media_type="application/json")
 
-    @app.get("/timeline/perfetto", responses={**refusals, 200: {"model": Trace}})
+    @app.get("/timeline/perfetto", responses={**refusals, 200: {"model": TraceReply}})
     async def perfetto(last_s: Last = None) -> Response:
         """What is held as a trace for https://ui.perfetto.dev and chrome://tracing."""
         last_ns = None if last_s is None else round(_number("last_s", last_s, MAX_LAST_S) * NS_PER_S)

@@ -21,7 +21,7 @@ from diptych.web.panel_host import PanelHost
 _ROLES = ("prefill", "decode", "both")
 
 
-class Percentiles(BaseModel):
+class PercentilesReply(BaseModel):
     """Milliseconds, over the window; count: of the values."""
 
     count: int
@@ -31,7 +31,7 @@ class Percentiles(BaseModel):
     max_ms: float
 
 
-class WorkerView(BaseModel):
+class WorkerReply(BaseModel):
     """One worker, as it reported last. cache_hits: share of the prompt tokens looked up that were found, 0 to 1 (null:
     none was looked up)."""
 
@@ -81,7 +81,7 @@ class Model(BaseModel):
     has_text: bool
 
 
-class Window(BaseModel):
+class WindowReply(BaseModel):
     """The last seconds. Rates are per second; goodput and attainment count requests that have an objective.
     transfer: first byte to commit of the KV of handoffs; handoff: how long streams stood still for it."""
 
@@ -92,11 +92,11 @@ class Window(BaseModel):
     attainment: float | None
     output_tokens_per_s: float | None
     prompt_tokens_per_s: float | None
-    ttft: Percentiles | None
-    tpot: Percentiles | None
-    itl: Percentiles | None
-    transfer: Percentiles | None
-    handoff: Percentiles | None
+    ttft: PercentilesReply | None
+    tpot: PercentilesReply | None
+    itl: PercentilesReply | None
+    transfer: PercentilesReply | None
+    handoff: PercentilesReply | None
     handoffs: int
     kv_bytes_per_s: float | None
 
@@ -110,11 +110,11 @@ class UiState(BaseModel):
     objectives: Objectives
     shape: str
     scheduling: str
-    workers: list[WorkerView]
+    workers: list[WorkerReply]
     phases: list[PhaseView]
     queued: int
     open_requests: int
-    window: Window
+    window: WindowReply
 
 
 def add_ui_routes(app: FastAPI, llm: AsyncLLM, model_name: str, errors: dict[int | str, dict[str, Any]]) -> None:
@@ -181,11 +181,11 @@ def _state(llm: AsyncLLM, model_name: str, recent: Recent) -> UiState:
     )
 
 
-def _worker(llm: AsyncLLM, number: int, role: str) -> WorkerView:
+def _worker(llm: AsyncLLM, number: int, role: str) -> WorkerReply:
     fleet = llm.metrics.fleet
     view, stats = fleet.view(), fleet.stats_of(number)
     known = llm.timeline.workers.get(number)
-    return WorkerView(
+    return WorkerReply(
         worker=number,
         role=role,
         state=known.state if known else "starting",
@@ -202,7 +202,7 @@ def _worker(llm: AsyncLLM, number: int, role: str) -> WorkerView:
     )
 
 
-def _phase(role: str, workers: list[WorkerView]) -> PhaseView:
+def _phase(role: str, workers: list[WorkerReply]) -> PhaseView:
     known = [worker.cache_hits for worker in workers if worker.cache_hits is not None]
     return PhaseView(
         role=role,
@@ -216,8 +216,8 @@ def _phase(role: str, workers: list[WorkerView]) -> PhaseView:
     )
 
 
-def _window(recent: Recent) -> Window:
-    return Window(
+def _window(recent: Recent) -> WindowReply:
+    return WindowReply(
         span_s=recent.span_s,
         limit_s=WINDOW_S,
         requests_per_s=recent.per_second("ended"),
@@ -235,12 +235,12 @@ def _window(recent: Recent) -> Window:
     )
 
 
-def _percentiles(recent: Recent, name: str) -> Percentiles | None:
+def _percentiles(recent: Recent, name: str) -> PercentilesReply | None:
     found = recent.percentiles(name)
     if found is None:
         return None
     p50_ms, p90_ms, p99_ms, max_ms = (value * 1000 for value in (found.p50_s, found.p90_s, found.p99_s, found.max_s))
-    return Percentiles(count=found.count, p50_ms=p50_ms, p90_ms=p90_ms, p99_ms=p99_ms, max_ms=max_ms)
+    return PercentilesReply(count=found.count, p50_ms=p50_ms, p90_ms=p90_ms, p99_ms=p99_ms, max_ms=max_ms)
 
 
 def _ms(value_ns: int | None) -> float | None:

@@ -142,4 +142,4 @@ def _listed_cores(wish: str, num_workers: int) -> tuple[str, ...]:
         raise ConfigError(
             f"cores_per_worker is {wish!r}: {len(lists)} lists for {num_workers} workers", param="cores_per_worker"
         )
-    return tuple(",".join(map(str, parse_cores(one))) for one in lists)
+    return tuple(",".join(map(str, parse_cores(cores))) for cores in lists)

@@ -76,18 +76,18 @@ class Channel:
 
 def connect(path: Path) -> Channel:
     """The end of the process that was started. Raises OSError when nobody listens there."""
-    one = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    one.connect(str(path))
-    return Channel(one)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.connect(str(path))
+    return Channel(sock)
 
 
 def listen(path: Path) -> socket.socket:
     """Where the other process connects; ``accept`` gives this end. The directory must be this user's own."""
-    one = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    one.setblocking(False)
-    one.bind(str(path))
-    one.listen(_BACKLOG)
-    return one
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    sock.bind(str(path))
+    sock.listen(_BACKLOG)
+    return sock
 
 
 def accept(listener: socket.socket) -> Channel | None:

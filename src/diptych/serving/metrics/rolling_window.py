@@ -47,7 +47,7 @@ class Recent:
     """A sliding window over histograms (followed from here on) and over counters that only grow."""
 
     def __init__(self, histograms: Mapping[str, Histogram], counters: Callable[[], Counts]) -> None:
-        self._observed = {name: one.follow(CAPACITY) for name, one in histograms.items()}
+        self._observed = {name: histogram.follow(CAPACITY) for name, histogram in histograms.items()}
         self._counters = counters
         self._known: Counts = {}
         self._asked_s = -math.inf
@@ -66,12 +66,12 @@ class Recent:
         counters = self._counters()
         if silence_s <= MAX_SILENCE_S:
             grown = Counter({name: value - self._known.get(name, 0) for name, value in counters.items()})
-            one = Slice(self._asked_s, now_s, grown)
+            part = Slice(self._asked_s, now_s, grown)
             for name, observed in self._observed.items():
-                buckets = one.buckets[name] = Counter()
+                buckets = part.buckets[name] = Counter()
                 for value, count in observed:
                     buckets[_bucket(value)] += count
-            self._slices.append(one)
+            self._slices.append(part)
         else:
             self._slices.clear()
         for observed in self._observed.values():
@@ -82,7 +82,7 @@ class Recent:
 
     def count(self, name: str) -> int:
         """How much a counter grew within the window."""
-        return sum(one.counts[name] for one in self._slices)
+        return sum(part.counts[name] for part in self._slices)
 
     def per_second(self, name: str) -> float | None:
         """The same per second; None before there is a window."""
@@ -91,8 +91,8 @@ class Recent:
     def percentiles(self, name: str) -> Percentiles | None:
         """Of the values of a histogram; None when there were none."""
         buckets: Counter[int] = Counter()
-        for one in self._slices:
-            buckets.update(one.buckets[name])
+        for part in self._slices:
+            buckets.update(part.buckets[name])
         total = buckets.total()
         if not total:
             return None

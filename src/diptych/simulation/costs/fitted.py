@@ -120,7 +120,7 @@ def write_calibration(path: Path, calibration: Calibration) -> None:
     lists = {name: record.pop(name) for name in ("warm_up", "points", "steps")}
     text = msgspec.json.format(msgspec.json.encode(record), indent=1).decode().rstrip().removesuffix("}").rstrip()
     for name, content in lists.items():  # one measurement a line
-        lines = ",\n".join("  " + msgspec.json.encode(one).decode() for one in content)
+        lines = ",\n".join("  " + msgspec.json.encode(entry).decode() for entry in content)
         text += f',\n "{name}": [\n{lines}\n ]'
     try:
         path.write_text(text + "\n}\n")
@@ -189,11 +189,11 @@ def fit_table(
     start.append(belief.pair_ns)
     rows = []
     for point in points:
-        one = point.features
-        seq_shares = _shares(seqs, one.decode_seqs)
-        token_shares = _shares(tokens, one.prefill_tokens) if one.prefill_tokens else [0.0] * len(tokens)
-        context_shares = [share * one.decode_context for share in seq_shares]
-        rows.append((*seq_shares, *context_shares, *token_shares, float(one.prefill_attention)))
+        features = point.features
+        seq_shares = _shares(seqs, features.decode_seqs)
+        token_shares = _shares(tokens, features.prefill_tokens) if features.prefill_tokens else [0.0] * len(tokens)
+        context_shares = [share * features.decode_context for share in seq_shares]
+        rows.append((*seq_shares, *context_shares, *token_shares, float(features.prefill_attention)))
     found = _solve(rows, points, start, weight)
     count = len(seqs)
     return FittedCost(
@@ -294,7 +294,7 @@ def fit_front_end(samples: Iterable[tuple[int, int]]) -> FrontEnd:
 
 def relative_errors(cost: FittedCost, points: Sequence[MeasuredPoint]) -> dict[str, float]:
     """Median and 95th percentile of |predicted - measured| / measured."""
-    errors = sorted(abs(cost.features_ns(one.features) - one.duration_ns) / one.duration_ns for one in points)
+    errors = sorted(abs(cost.features_ns(point.features) - point.duration_ns) / point.duration_ns for point in points)
     if not errors:
         return {"median": 0.0, "p95": 0.0}
     return {"median": errors[len(errors) // 2], "p95": errors[min(len(errors) - 1, int(0.95 * len(errors)))]}

@@ -41,7 +41,7 @@ class Link:
     bandwidth: int
     latency_ns: int = 0
     name: str = ""
-    transfers: dict[int, "Transfer"] = field(default_factory=dict)
+    transfers: dict[int, "LinkTransfer"] = field(default_factory=dict)
     busy_ns: int = 0  # time with at least one transfer
     num_bytes: int = 0  # carried to the end
     is_up: bool = True
@@ -56,7 +56,7 @@ class Link:
 
 
 @dataclass(eq=False, slots=True)
-class Transfer:
+class LinkTransfer:
     """Bytes on their way. ``left``: in bytes times 1e9, so that rate (bytes/s) times time (ns) subtracts exactly."""
 
     number: int
@@ -73,7 +73,7 @@ class Network:
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
-        self._transfers: dict[int, Transfer] = {}
+        self._transfers: dict[int, LinkTransfer] = {}
         self._num_started = 0
         self._updated_ns = 0
 
@@ -89,7 +89,7 @@ class Network:
         if num_bytes < 0 or not path:
             raise ConfigError(f"transfer of {num_bytes} bytes over {len(path)} links; at least 0 and 1", param="path")
         self._num_started += 1
-        transfer = Transfer(self._num_started, num_bytes, path, on_done, left=num_bytes * NS_PER_S)
+        transfer = LinkTransfer(self._num_started, num_bytes, path, on_done, left=num_bytes * NS_PER_S)
         latency_ns = sum(link.latency_ns for link in path)
         self._transfers[transfer.number] = transfer
         start_ns = self._environment.now + latency_ns
@@ -113,7 +113,7 @@ class Network:
         link.is_up = is_up
         self._share()
 
-    def _start(self, transfer: Transfer) -> None:
+    def _start(self, transfer: LinkTransfer) -> None:
         self._advance()
         transfer.timer = 0
         for link in transfer.path:
@@ -156,12 +156,12 @@ class Network:
                     crossing[link] -= 1
                 self._retime(transfer, rate)
 
-    def _stall(self, transfer: Transfer) -> None:
+    def _stall(self, transfer: LinkTransfer) -> None:
         if transfer.timer:
             self._environment.cancel(transfer.timer)
         transfer.rate = transfer.timer = 0
 
-    def _retime(self, transfer: Transfer, rate: int) -> None:
+    def _retime(self, transfer: LinkTransfer, rate: int) -> None:
         if transfer.timer and transfer.rate == rate:
             return
         if transfer.timer:
@@ -170,7 +170,7 @@ class Network:
         end_ns = self._environment.now + -(-transfer.left // rate)
         transfer.timer = self._environment.at(end_ns, MESSAGE, lambda: self._finish(transfer))
 
-    def _finish(self, transfer: Transfer) -> None:
+    def _finish(self, transfer: LinkTransfer) -> None:
         self._advance()
         del self._transfers[transfer.number]
         for link in transfer.path:

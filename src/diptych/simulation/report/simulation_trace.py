@@ -37,14 +37,14 @@ def trace(
         )
         chosen = Window(chosen.start_ns, end_ns)
         drawn = _draw(log, faults, chosen)
-    names = {one["pid"] - 1: f"worker {one['pid'] - 1}" for one in drawn}
+    names = {event["pid"] - 1: f"worker {event['pid'] - 1}" for event in drawn}
     return document(drawn, names, {"tool": "diptych simulate", "note": note}), note
 
 
 def _draw(log: Sequence[LoggedEvent], faults: Sequence[Fault], window: Window) -> list[TraceEvent]:
     lanes: dict[int, Lane] = {}
     receivers: dict[str, int] = {}
-    for fault in sorted(faults, key=lambda one: one.at_ns):
+    for fault in sorted(faults, key=lambda fault: fault.at_ns):
         lane = lanes.setdefault(fault.worker, Lane(fault.worker, window, receivers))
         lane.mark(fault.kind, fault.at_ns, fault.at_ns + fault.duration_ns, {"factor": fault.factor})
         if fault.kind == "crash":
@@ -54,4 +54,4 @@ def _draw(log: Sequence[LoggedEvent], faults: Sequence[Fault], window: Window) -
             lanes.setdefault(worker, Lane(worker, window, receivers)).event(event)
     for lane in lanes.values():
         lane.close()
-    return sorted((one for lane in lanes.values() for one in lane.out), key=place_of)
+    return sorted((event for lane in lanes.values() for event in lane.out), key=place_of)

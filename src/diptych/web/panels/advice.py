@@ -19,7 +19,7 @@ SIMPLER = ("chunked", "unified", "disaggregated")  # the first of these that is 
 TARGET = 0.9  # the share of the requests that must meet their objectives
 
 
-class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+class AdvisedShape(msgspec.Struct, frozen=True, kw_only=True):
     """One shape at the asked rate. capacity_rps: the highest rate found at which 90 % of the requests meet their
     objectives (0: none was found). late_share, slow_share: of the answers, those that missed TTFT, and TPOT."""
 
@@ -43,13 +43,13 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def recommend(
-    found: Sequence[Candidate], rate: float, gpus: int, chosen: Machine, asked: Mapping[str, Any]
+    found: Sequence[AdvisedShape], rate: float, gpus: int, chosen: Machine, asked: Mapping[str, Any]
 ) -> dict[str, Any]:
     """``shape``, ``title``, ``reasons``, ``serve`` (the launch command) and ``simulate`` (to check it further)."""
     best = best_of(found, rate)
     reasons = [_why(best, found)]
-    reasons += [_against(one, best, asked) for one in found if one is not best]
-    if best.shape != "disaggregated" and all(one.shape != "disaggregated" for one in found):
+    reasons += [_against(shape, best, asked) for shape in found if shape is not best]
+    if best.shape != "disaggregated" and all(shape.shape != "disaggregated" for shape in found):
         reasons.append(
             f"Two pools need two workers at least, and here is room for one: a worker of {chosen.model.name} takes "
             f"{chosen.num_gpus} of {gpus}."
@@ -82,26 +82,26 @@ def recommend(
     }
 
 
-def best_of(found: Sequence[Candidate], rate: float) -> Candidate:
+def best_of(found: Sequence[AdvisedShape], rate: float) -> AdvisedShape:
     """The simplest of those that hold the asked rate with room to spare; or else of those whose highest rate and
     attainment nobody beats by more than TIE."""
-    close = [one for one in found if one.capacity_rps >= ROOM * rate]
+    close = [shape for shape in found if shape.capacity_rps >= ROOM * rate]
     if not close:
-        most = max(one.capacity_rps for one in found)
-        close = [one for one in found if one.capacity_rps >= most * (1 - TIE)]
-        share = max(one.attainment for one in close)
-        close = [one for one in close if one.attainment >= share - TIE]
-    return min(close, key=lambda one: SIMPLER.index(one.shape))
+        most = max(shape.capacity_rps for shape in found)
+        close = [shape for shape in found if shape.capacity_rps >= most * (1 - TIE)]
+        share = max(shape.attainment for shape in close)
+        close = [shape for shape in close if shape.attainment >= share - TIE]
+    return min(close, key=lambda shape: SIMPLER.index(shape.shape))
 
 
-def _why(best: Candidate, found: Sequence[Candidate]) -> str:
-    others = [one for one in found if one is not best]
+def _why(best: AdvisedShape, found: Sequence[AdvisedShape]) -> str:
+    others = [shape for shape in found if shape is not best]
     text = (
         f"At the asked rate {percent(best.attainment)} of the requests meet both objectives: TTFT p90 "
         f"{milliseconds(best.ttft_ms['p90'])}, TPOT p90 {milliseconds(best.tpot_ms['p90'])}."
     )
     if best.capacity_rps and others:
-        second = max(others, key=lambda one: one.capacity_rps)
+        second = max(others, key=lambda shape: shape.capacity_rps)
         if best.holds_more:
             text += f" It holds more than {_rate(best)}, far above what is asked."
         elif second.capacity_rps > best.capacity_rps:
@@ -116,36 +116,38 @@ def _why(best: Candidate, found: Sequence[Candidate]) -> str:
     return text
 
 
-def _rate(one: Candidate) -> str:
-    return f"{significant(one.capacity_rps)} requests/s"
+def _rate(shape: AdvisedShape) -> str:
+    return f"{significant(shape.capacity_rps)} requests/s"
 
 
-def _against(one: Candidate, best: Candidate, asked: Mapping[str, Any]) -> str:
+def _against(shape: AdvisedShape, best: AdvisedShape, asked: Mapping[str, Any]) -> str:
     missed = []
-    if one.late_share > 0.02:
-        missed.append(f"{percent(one.late_share)} of the first tokens are later than {milliseconds(asked['ttft_ms'])}")
-    if one.slow_share > 0.02:
+    if shape.late_share > 0.02:
         missed.append(
-            f"{percent(one.slow_share)} of the answers are slower than {milliseconds(asked['tpot_ms'])} a token"
+            f"{percent(shape.late_share)} of the first tokens are later than {milliseconds(asked['ttft_ms'])}"
         )
-    name = one.words[0].upper() + one.words[1:]
+    if shape.slow_share > 0.02:
+        missed.append(
+            f"{percent(shape.slow_share)} of the answers are slower than {milliseconds(asked['tpot_ms'])} a token"
+        )
+    name = shape.words[0].upper() + shape.words[1:]
     if not missed:
         return (
-            f"{name}: {percent(one.attainment)} of the requests meet their objectives; it holds "
-            f"{'more than' if one.holds_more else 'up to'} {_rate(one)}."
+            f"{name}: {percent(shape.attainment)} of the requests meet their objectives; it holds "
+            f"{'more than' if shape.holds_more else 'up to'} {_rate(shape)}."
         )
-    if one.shape == "disaggregated":
-        pool = "prefill" if one.late_share > one.slow_share else "decode"
+    if shape.shape == "disaggregated":
+        pool = "prefill" if shape.late_share > shape.slow_share else "decode"
         cause = f"its {pool} workers have too much to do"
-    elif one.shape == "unified":
+    elif shape.shape == "unified":
         cause = "prompts run whole, and running streams wait for them"
     else:
         cause = "prompts and streams share each step, so one of them gives way"
-    holds = f"it holds up to {_rate(one)}" if one.capacity_rps else "no rate was found that it holds"
+    holds = f"it holds up to {_rate(shape)}" if shape.capacity_rps else "no rate was found that it holds"
     return f"{name}: {' and '.join(missed)} ({cause}); {holds}."
 
 
-def serve_command(best: Candidate, chosen: Machine, asked: Mapping[str, Any]) -> str:
+def serve_command(best: AdvisedShape, chosen: Machine, asked: Mapping[str, Any]) -> str:
     """How to start that shape, with these objectives for requests that name none."""
     command = ["diptych", "serve", "--model", f"./{chosen.model.name}"]
     if best.shape == "disaggregated":
@@ -175,7 +177,7 @@ def _serve_note(chosen: Machine) -> str:
     return note
 
 
-def simulate_command(best: Candidate, chosen: Machine, asked: Mapping[str, Any]) -> str:
+def simulate_command(best: AdvisedShape, chosen: Machine, asked: Mapping[str, Any]) -> str:
     """The same with more requests, and with a report."""
     command = ["diptych", "simulate", "--model", chosen.model.name, "--hardware", chosen.hardware.name]
     if chosen.num_gpus > 1:

@@ -97,8 +97,8 @@ def cast(streams: int, stream_tokens: int, prompts: Sequence[Prompt]) -> Cast:
             kind=kind,
         )
         named.append((spec.arrival_ns, len(named), f"{kind} {counts[kind]}", spec))
-    named.sort(key=lambda one: one[:2])
-    return Cast(tuple(one[2] for one in named), tuple(one[3] for one in named))
+    named.sort(key=lambda request: request[:2])
+    return Cast(tuple(request[2] for request in named), tuple(request[3] for request in named))
 
 
 def scenario_of(chosen: Machine, **settings: Any) -> Scenario:
@@ -138,7 +138,7 @@ def _scenario(settings: bytes) -> Scenario:
 
 def requests_of_kind(data: dict[str, Any], *kinds: str) -> list[dict[str, Any]]:
     """Of a Playback's JSON."""
-    return [one for one in data["requests"] if one["kind"] in kinds]
+    return [request for request in data["requests"] if request["kind"] in kinds]
 
 
 def worst(values: Sequence[float | None]) -> float | None:

@@ -17,7 +17,7 @@ from diptych.simulation.costs.cost_model import CostModel
 from diptych.simulation.results import SimulationResult, summarize
 from diptych.simulation.run import simulate
 from diptych.simulation.settings import Settings, prepare, settings_from
-from diptych.web.panels.advice import TARGET, Candidate, recommend
+from diptych.web.panels.advice import TARGET, AdvisedShape, recommend
 from diptych.web.panels.machine import Machine, about, machine, step_ns
 from diptych.web.panels.query import Query
 
@@ -79,7 +79,7 @@ def steps(query: ChooseQuery) -> Iterator[dict[str, Any]]:
     total = sum(len(group) + SEARCH_STEPS for group in groups if group)
     done = 0
     yield {"kind": "progress", "done": 0, "total": total, "text": "starting"}
-    found: list[Candidate] = []
+    found: list[AdvisedShape] = []
     for group in groups:
         tried = []
         for plan in group:
@@ -88,7 +88,7 @@ def steps(query: ChooseQuery) -> Iterator[dict[str, Any]]:
             yield {"kind": "progress", "done": done, "total": total, "text": words(plan)}
         if not tried:
             continue
-        best = max(tried, key=lambda one: (one.attainment, one.goodput_rps))
+        best = max(tried, key=lambda shape: (shape.attainment, shape.goodput_rps))
         search = _search(chosen, query, _plan(best), best.attainment >= TARGET)
         for index, capacity in enumerate(search):
             more = capacity >= MOST_FACTOR * query.rate
@@ -106,7 +106,7 @@ def steps(query: ChooseQuery) -> Iterator[dict[str, Any]]:
         "machine": about(chosen),
         "target": TARGET,
         "requests": num_requests(query.rate),
-        "shapes": [msgspec.to_builtins(one) for one in found],
+        "shapes": [msgspec.to_builtins(shape) for shape in found],
         "recommendation": recommend(found, query.rate, query.gpus, chosen, _asked(query)),
     }
 
@@ -171,7 +171,7 @@ def _simulated(settings: bytes) -> SimulationResult:
     return simulate(prepare(settings_from(msgspec.json.decode(settings))).scenario)
 
 
-def candidate(chosen: Machine, query: ChooseQuery, plan: Plan, rate: float) -> Candidate:
+def candidate(chosen: Machine, query: ChooseQuery, plan: Plan, rate: float) -> AdvisedShape:
     """What a plan does at this rate."""
     result = _simulated(msgspec.json.encode(settings_of(chosen, query, plan, rate)))
     summary, table = summarize(result), result.requests
@@ -181,7 +181,7 @@ def candidate(chosen: Machine, query: ChooseQuery, plan: Plan, rate: float) -> C
     usd_per_hour = (chosen.choice.usd_per_hour or 0.0) * plan.workers * chosen.num_gpus
     attainment = summary["attainment"] or 0.0
     good = rate * attainment  # of a fleet that runs on; the last answers of a short run would count against it
-    return Candidate(
+    return AdvisedShape(
         shape=plan.shape,
         words=words(plan),
         workers=plan.workers,
@@ -215,8 +215,8 @@ def _search(chosen: Machine, query: ChooseQuery, plan: Plan, holds: bool) -> Ite
         yield low
 
 
-def _plan(one: Candidate) -> Plan:
-    return Plan(one.shape, one.workers, one.prefill, one.decode)
+def _plan(shape: AdvisedShape) -> Plan:
+    return Plan(shape.shape, shape.workers, shape.prefill, shape.decode)
 
 
 def _prefill_seconds(cost: CostModel, query: ChooseQuery) -> float:

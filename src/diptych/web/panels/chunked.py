@@ -70,11 +70,11 @@ def measure(data: dict[str, Any]) -> dict[str, Any]:
     """What streams and prompts felt."""
     streams = requests_of_kind(data, "stream")
     return {
-        "gap_ms": worst([one["longest_gap_ms"] for one in streams]),
-        "stalled_ms": worst([one["stalled_ms"] for one in streams]),
-        "tpot_ms": worst([one["tpot_ms"] for one in streams]),
-        "ttft_short_ms": worst([one["ttft_ms"] for one in requests_of_kind(data, "short")]),
-        "ttft_long_ms": worst([one["ttft_ms"] for one in requests_of_kind(data, "long")]),
+        "gap_ms": worst([request["longest_gap_ms"] for request in streams]),
+        "stalled_ms": worst([request["stalled_ms"] for request in streams]),
+        "tpot_ms": worst([request["tpot_ms"] for request in streams]),
+        "ttft_short_ms": worst([request["ttft_ms"] for request in requests_of_kind(data, "short")]),
+        "ttft_long_ms": worst([request["ttft_ms"] for request in requests_of_kind(data, "long")]),
         "end_ms": data["end_ns"] / 1e6,
     }
 
@@ -118,7 +118,7 @@ def _curve_of(query: ChunkedQuery) -> tuple[dict[str, Any], ...]:
 
 
 def _formulas(chosen: Machine, query: ChunkedQuery, play: dict[str, Any]) -> list[Formula]:
-    longest = max((one["prompt_tokens"] for one in requests_of_kind(play, "short", "long")), default=0)
+    longest = max((request["prompt_tokens"] for request in requests_of_kind(play, "short", "long")), default=0)
     if not longest:
         return []
     cost, context = chosen.choice.cost, query.streams * 250

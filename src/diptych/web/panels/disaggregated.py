@@ -115,22 +115,22 @@ def _scenario(chosen: Machine, query: DisaggregatedQuery, pools: dict[str, Any],
 def measure(data: dict[str, Any]) -> dict[str, Any]:
     """What the clients felt."""
     requests = data["requests"]
-    done = [one for one in requests if one["completed"]]
-    met = sum(one["slo_met"] is True for one in requests)
-    ttfts = sorted(one["ttft_ms"] for one in done)
+    done = [request for request in requests if request["completed"]]
+    met = sum(request["slo_met"] is True for request in requests)
+    ttfts = sorted(request["ttft_ms"] for request in done)
     return {
         "attainment": met / len(requests) if requests else 0.0,
         "met": met,
         "requests": len(requests),
         "completed": len(done),
         "goodput_rps": met / data["end_ns"] * NS_PER_S if data["end_ns"] else 0.0,
-        "gap_ms": worst([one["longest_gap_ms"] for one in done]),
-        "stalled_ms": worst([one["stalled_ms"] for one in done]),
-        "tpot_ms": worst([one["tpot_ms"] for one in done]),
+        "gap_ms": worst([request["longest_gap_ms"] for request in done]),
+        "stalled_ms": worst([request["stalled_ms"] for request in done]),
+        "tpot_ms": worst([request["tpot_ms"] for request in done]),
         "ttft_median_ms": ttfts[len(ttfts) // 2] if ttfts else None,
         "ttft_ms": worst(ttfts),
-        "ttft_chat_ms": worst([one["ttft_ms"] for one in requests_of_kind(data, "chat")]),
-        "ttft_document_ms": worst([one["ttft_ms"] for one in requests_of_kind(data, "document")]),
+        "ttft_chat_ms": worst([request["ttft_ms"] for request in requests_of_kind(data, "chat")]),
+        "ttft_document_ms": worst([request["ttft_ms"] for request in requests_of_kind(data, "document")]),
     }
 
 
@@ -157,7 +157,11 @@ def _formulas(chosen: Machine, query: DisaggregatedQuery, data: dict[str, Any]) 
                 milliseconds(exposed_ns / 1e6),
             )
         )
-    slowest = max((one for one in data["requests"] if one["completed"]), key=lambda one: one["ttft_ms"], default=None)
+    slowest = max(
+        (request for request in data["requests"] if request["completed"]),
+        key=lambda request: request["ttft_ms"],
+        default=None,
+    )
     if slowest:
         lines.append(
             formula(

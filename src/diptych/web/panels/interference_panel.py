@@ -44,17 +44,17 @@ def panel(query: InterferenceQuery) -> dict[str, Any]:
 def _measures(data: dict[str, Any], alone: dict[str, Any] | None) -> dict[str, Any]:
     streams = requests_of_kind(data, "stream")
     prompts = requests_of_kind(data, "short", "long")
-    gap = worst([one["longest_gap_ms"] for one in streams])
-    quiet = worst([one["longest_gap_ms"] for one in alone["requests"]]) if alone else None
-    slowest = max(prompts, key=lambda one: one["prefill_ms"], default=None)
+    gap = worst([request["longest_gap_ms"] for request in streams])
+    quiet = worst([request["longest_gap_ms"] for request in alone["requests"]]) if alone else None
+    slowest = max(prompts, key=lambda request: request["prefill_ms"], default=None)
     return {
         "gap_ms": gap,
         "gap_alone_ms": quiet,
         "factor": gap / quiet if gap and quiet else None,
-        "stalled_ms": worst([one["stalled_ms"] for one in streams]),
-        "tpot_ms": worst([one["tpot_ms"] for one in streams]),
-        "ttft_short_ms": worst([one["ttft_ms"] for one in prompts if one["kind"] == "short"]),
-        "ttft_long_ms": worst([one["ttft_ms"] for one in prompts if one["kind"] == "long"]),
+        "stalled_ms": worst([request["stalled_ms"] for request in streams]),
+        "tpot_ms": worst([request["tpot_ms"] for request in streams]),
+        "ttft_short_ms": worst([request["ttft_ms"] for request in prompts if request["kind"] == "short"]),
+        "ttft_long_ms": worst([request["ttft_ms"] for request in prompts if request["kind"] == "long"]),
         "slowest": slowest and {"name": slowest["name"], "prefill_ms": slowest["prefill_ms"]},
     }
 
@@ -71,13 +71,13 @@ def _formulas(data: dict[str, Any], measures: dict[str, Any]) -> list[Formula]:
                 f"{significant(measures['factor'])} ×",
             )
         )
-    for one in requests_of_kind(data, "short", "long")[:4]:
+    for request in requests_of_kind(data, "short", "long")[:4]:
         lines.append(
             formula(
-                f"time to first token of {one['name']}",
+                f"time to first token of {request['name']}",
                 "queue + prefill",
-                f"{milliseconds(one['queue_ms'])} + {milliseconds(one['prefill_ms'])}",
-                milliseconds(one["ttft_ms"]),
+                f"{milliseconds(request['queue_ms'])} + {milliseconds(request['prefill_ms'])}",
+                milliseconds(request["ttft_ms"]),
             )
         )
     return lines
@@ -100,11 +100,11 @@ def _notes(data: dict[str, Any], measures: dict[str, Any], num_prompts: int) -> 
         )
     else:
         notes.append("The prompts came when no stream was running, so nobody had to wait for them.")
-    waiting = [one for one in requests_of_kind(data, "short") if one["queue_ms"] > one["prefill_ms"]]
+    waiting = [request for request in requests_of_kind(data, "short") if request["queue_ms"] > request["prefill_ms"]]
     if waiting:
-        one = max(waiting, key=lambda each: each["queue_ms"])
+        request = max(waiting, key=lambda each: each["queue_ms"])
         notes.append(
-            f"A short prompt suffers too: {one['name']} waited {milliseconds(one['queue_ms'])} for its turn, to be "
-            f"computed in {milliseconds(one['prefill_ms'])}."
+            f"A short prompt suffers too: {request['name']} waited {milliseconds(request['queue_ms'])} for its turn, "
+            f"to be computed in {milliseconds(request['prefill_ms'])}."
         )
     return notes

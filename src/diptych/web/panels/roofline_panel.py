@@ -165,7 +165,7 @@ def _roof(points: list[dict[str, Any]], peak: float, bandwidth: float) -> dict[s
     """line: from the left of all points to the right of them, with its corner."""
     ridge, reach = peak / bandwidth, [point["intensity"] for point in points]
     low, high = min(0.5, *reach) / 2, max(20 * ridge, *reach) * 1.5
-    line = [(one, attainable(one, peak, bandwidth)) for one in (low, ridge, high)]
+    line = [(intensity, attainable(intensity, peak, bandwidth)) for intensity in (low, ridge, high)]
     return {"peak": peak, "bandwidth": bandwidth, "ridge": ridge, "line": line}
 
 

@@ -79,11 +79,13 @@ class Scheduler:
         """Prompt work of all that wait here or are half done, as the step-time model sees it."""
         work = self._model.prefill_work_ns
         waiting = sum(
-            work(one.cached_tokens_at_arrival, one.num_tokens - one.cached_tokens_at_arrival) for one in self.waiting
+            work(request.cached_tokens_at_arrival, request.num_tokens - request.cached_tokens_at_arrival)
+            for request in self.waiting
         )
         admitted = self.prefilling.values()
         return waiting + sum(
-            work(one.num_scheduled_tokens, one.num_tokens - one.num_scheduled_tokens) for one in admitted
+            work(request.num_scheduled_tokens, request.num_tokens - request.num_scheduled_tokens)
+            for request in admitted
         )
 
     def remove(self, request: Request) -> int:
