@@ -496,11 +496,11 @@ def test_missing_publications_are_noticed_and_a_snapshot_heals() -> None:
 
 
 def test_wrong_predictions_raise_an_alarm_that_ends_when_they_are_right_again() -> None:
-    router = router_of("both")
+    router = router_of("both", "both")
     router.on_kv_events(0, 1, stored=blocks(*range(50)))
     for number in range(MIN_ADMISSIONS):
         assert not router.alarm
-        route(router, ask(str(number), hashes=blocks(*range(50))))
+        route(router, ask(str(number), hashes=blocks(*range(50)), avoid=frozenset({1})))
         router.on_admitted(str(number), 0, 0)
     assert "25600 tokens were expected in a prefix cache and 0 were found; 80 %" in router.alarm
     assert router.hit_error == 0.8
@@ -509,6 +509,14 @@ def test_wrong_predictions_raise_an_alarm_that_ends_when_they_are_right_again() 
         assert watch.alarm or watch.error <= 0.1
         watch.observe(800, 800, 1000)
     assert not watch.alarm
+
+
+def test_one_worker_alone_need_not_say_what_it_holds() -> None:
+    router = router_of("both")
+    for number in range(MIN_ADMISSIONS):
+        route(router, ask(str(number)))
+        router.on_admitted(str(number), 0, 1000)
+    assert not router.alarm
 
 
 def test_the_alarm_has_hysteresis() -> None:
