@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from diptych.control.cluster.cluster_core import ClusterCore
@@ -63,7 +63,8 @@ FirstTokens = Mapping[str, tuple[int, TokenLogprobs | None]]  # of attempts that
 class Fleet:
     """The workers. ``start`` it in the loop that will use it; submit only while ``is_routable``.
 
-    ``timeline`` is fed with everything that the workers report, in their order.
+    ``timeline`` is fed with everything that the workers report, in their order. clock: nanoseconds, the clock of the
+    workers' events and of the loop's timers.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Fleet:
         fleet: FleetOptions | None = None,
         launcher: Launcher | None = None,
         metrics: ServingMetrics | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.options = options
         self.fleet = fleet or FleetOptions()
@@ -85,6 +87,7 @@ class Fleet:
         self.timeline = Timeline()
         self.core = ClusterCore()
         self._launcher = launcher or LocalLauncher()
+        self._clock = clock
         self._plan: FleetPlan | None = None
         self._known: dict[int, Ready] = {}  # what each worker last said of itself
         self._happened: deque[ClusterEvent] = deque()
@@ -175,7 +178,7 @@ class Fleet:
         """From now on this worker is meant for other work; what runs there goes on."""
         self._tell(RoleChanged(worker, role))
         known = self.timeline.workers[worker]
-        self.timeline.on_worker(worker, known.state, time.monotonic_ns(), role=role, detail=known.detail)
+        self.timeline.on_worker(worker, known.state, self._clock(), role=role, detail=known.detail)
 
     def _cancel(self, streams: Iterable[AnswerStream], reason: FinishReason) -> None:
         self._tell(*(Cancelled(stream.request_id, stream.num_tokens, reason) for stream in streams))
@@ -279,7 +282,7 @@ class Fleet:
         self._is_busy = True
         try:
             while self._happened:
-                for command in self.core.on_event(self._happened.popleft(), time.monotonic_ns()):
+                for command in self.core.on_event(self._happened.popleft(), self._clock()):
                     self._carry_out(command)
         finally:
             self._is_busy = False
@@ -325,7 +328,7 @@ class Fleet:
             self._timer.cancel()
             self._timer = None
         if due_ns is not None:
-            delay_s = max(0.0, (due_ns - time.monotonic_ns()) / NS_PER_S)
+            delay_s = max(0.0, (due_ns - self._clock()) / NS_PER_S)
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer)
 
     def _on_timer(self) -> None:
@@ -357,7 +360,7 @@ class Fleet:
         )
 
     def _note_state(self, worker: int, state: WorkerState, detail: str = "") -> None:
-        self.timeline.on_worker(worker, state, time.monotonic_ns(), role=self._role(worker), detail=detail)
+        self.timeline.on_worker(worker, state, self._clock(), role=self._role(worker), detail=detail)
 
 
 def _stopped_by_token(events: Iterable[Event]) -> frozenset[str]:
