@@ -70,7 +70,7 @@ def make_workers(
                 scenario.fast_forward,
                 scenario.swap_block_ns,
                 reports_load=has_costs or bool(cluster.max_untouched_per_worker),
-                publishes_kv=has_costs,
+                publishes_kv=has_costs and len(members) > 1,
             )
         worker = models[id(base)]
         if member.config is not base:

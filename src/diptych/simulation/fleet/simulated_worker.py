@@ -7,7 +7,7 @@ where a worker that takes step after step would read it.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +29,7 @@ from diptych.simulation.results import WorkerUsage
 from diptych.workload.spec import RequestSpec
 
 Auditor = Callable[[int, SchedulerOutput], None]  # (worker, a plan that begins or ends)
-Message = Callable[[int], None]  # what the front end sent, to be acted on at a time
+Order = Callable[[int], None]  # of the front end, to be carried out at a time
 
 
 class Surroundings(Protocol):
@@ -95,7 +95,7 @@ class SimulatedWorker:
         self._down_until = 0
         self._last_end_ns = 0
         self._slowness = 1000  # per mille
-        self._inbox: deque[Message] = deque()
+        self._inbox: deque[Order] = deque()
         self._transfers: deque[TransferEvent] = deque()
         self._run: _Run | None = None
         self._wake_ns: int | None = None  # when a turn is asked for
@@ -121,9 +121,9 @@ class SimulatedWorker:
 
     # -- what comes ---------------------------------------------------------------------------------------------------
 
-    def post(self, message: Message) -> None:
-        """The front end sent a message."""
-        self._inbox.append(message)
+    def post(self, orders: Sequence[Order]) -> None:
+        """The front end sent a message: these orders."""
+        self._inbox.extend(orders)
         self._wake()
 
     def on_transfer(self, event: TransferEvent) -> None:
