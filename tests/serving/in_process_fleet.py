@@ -37,6 +37,8 @@ class Client:
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
         self.generations: dict[str, Generation] = {}
+        settings = fleet.fleet
+        self._needs_hashes = settings.cluster.routing.routing == "kv_aware" and len(settings.roles) > 1
 
     def submit(
         self,
@@ -50,7 +52,7 @@ class Client:
         stream = AnswerStream(request_id, 0, list(prompt), params, TOKENIZER, options)
         generation = self.generations[request_id] = Generation(request_id, [stream])
         self.fleet.streams.add([stream])
-        hashes = hash_blocks(list(prompt), BLOCK_SIZE)
+        hashes = hash_blocks(list(prompt), BLOCK_SIZE) if self._needs_hashes else ()
         self.fleet.submit([Submission(request_id, len(prompt), params.max_tokens, hashes, options)])
         return generation.streams[0]
 

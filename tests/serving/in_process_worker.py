@@ -8,7 +8,7 @@ simulator: which of two workers ends its step first within a nanosecond does not
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -59,14 +59,15 @@ DETECTION_NS, RESTART_NS = 10 * NS_PER_MS, 50 * NS_PER_MS
 @dataclass
 class Host:
     """What the workers of a test share. num_blocks: of each, where the options give it no share of a pool. model: what
-    warm-up would have taught them. refusal: an error with which a worker refuses to start, by number. commit_ns: how
-    long KV and its commit travel."""
+    warm-up would have taught them. refusal: an error with which a worker refuses to start, by number. bytes_per_token,
+    travel_ns: of KV, and how long so many bytes travel."""
 
     time: VirtualTime
     cost: CostModel = COST
     num_blocks: int = 256
     model: StepTimeModel = field(default_factory=StepTimeModel)
-    commit_ns: int = NS_PER_MS
+    bytes_per_token: int = 0
+    travel_ns: Callable[[int], int] = lambda num_bytes: NS_PER_MS
     refusal: dict[int, DiptychError] = field(default_factory=dict)
     is_reporting: bool = False
     workers: "list[InProcessWorker]" = field(default_factory=list)
@@ -100,16 +101,12 @@ class InProcessWorker:
         self._host.time.at(self._host.time.now, MESSAGE, self._begin)
 
     def send(self, message: FrontendMessage) -> None:
-        """See WorkerPort. Messages keep their order."""
+        """See WorkerPort. Messages keep their order, and never arrive within the call."""
         if self.engine is None:
             return
         time, data = self._host.time, encode(message)
-        at_ns = max(time.now + int(self._host.is_reporting), self._last_ns)
-        if at_ns == time.now and self._last_ns < at_ns:
-            self._arrive(self._life, data)
-        else:
-            self._last_ns = at_ns
-            time.at(at_ns, MESSAGE, partial(self._arrive, self._life, data))
+        self._last_ns = max(time.now + int(self._host.is_reporting), self._last_ns)
+        time.at(self._last_ns, MESSAGE, partial(self._arrive, self._life, data))
 
     def pulse(self) -> Pulse | None:
         """See WorkerPort."""
@@ -161,7 +158,7 @@ class InProcessWorker:
         if not self.ready.done():
             self.ready.set_result(ready)
         self._listener.on_message(self.number, ready)
-        engine.turn()
+        self._host.time.at(self._host.time.now, MESSAGE, engine.turn)  # behind the orders that it was sent at once
 
     def _arrive(self, life: int, data: bytes) -> None:
         if life == self._life and self.engine is not None:
@@ -172,6 +169,7 @@ class InProcessWorker:
     def _end_engine(self) -> None:
         if self.engine is not None:
             self.engine.is_over = True
+            self.engine.connector.close()
         self.engine = None
         self._life += 1
         self._last_ns = -1
@@ -301,6 +299,12 @@ class _Receiving:
     first_ns: int = -1
 
 
+@dataclass
+class _Sending:
+    target: int
+    last_ns: int = 0  # when the newest arrives
+
+
 class InProcessConnector:
     """See KVConnector: no bytes, only the news of them. Its peers are found by their numbers."""
 
@@ -309,7 +313,7 @@ class InProcessConnector:
         self._number = number
         self._host = host
         self._receiving: dict[str, _Receiving] = {}
-        self._sending: dict[str, int] = {}  # attempt -> the worker it goes to
+        self._sending: dict[str, _Sending] = {}
         self._events: list[ConnectorEvent] = []
 
     def expect(self, attempt_id: str, block_ids: Sequence[int], start: int, num_tokens: int) -> None:
@@ -326,18 +330,17 @@ class InProcessConnector:
     def open(self, attempt_id: str, address: str, start: int) -> None:
         """See KVConnector."""
         assert attempt_id not in self._sending, attempt_id
-        self._sending[attempt_id] = int(address.removeprefix("worker:"))
+        self._sending[attempt_id] = _Sending(int(address.removeprefix("worker:")))
 
     def send(
         self, attempt_id: str, start: int, num_tokens: int, block_ids: Sequence[int], num_layers: int | None = None
     ) -> None:
         """See KVConnector."""
-        self._post(attempt_id, start + num_tokens, None)
+        self._post(attempt_id, start + num_tokens, num_tokens * self._host.bytes_per_token)
 
     def commit(self, attempt_id: str, payload: bytes) -> None:
         """See KVConnector."""
-        self._post(attempt_id, 0, payload)
-        self._sending.pop(attempt_id, None)
+        self._post(attempt_id, 0, 0, payload)
 
     def cancel(self, attempt_id: str) -> None:
         """See KVConnector."""
@@ -358,16 +361,20 @@ class InProcessConnector:
         return -1
 
     def close(self) -> None:
-        """See KVConnector."""
+        """See KVConnector. What is on its way is lost."""
+        self._sending.clear()
 
-    def _post(self, attempt_id: str, end: int, payload: bytes | None) -> None:
-        if (target := self._sending.get(attempt_id)) is not None:
-            at_ns = self._host.time.now + self._host.commit_ns
-            self._host.time.at(at_ns, MESSAGE, partial(self._deliver, target, attempt_id, end, payload))
+    def _post(self, attempt_id: str, end: int, num_bytes: int, payload: bytes | None = None) -> None:
+        if (sending := self._sending.get(attempt_id)) is not None:
+            at_ns = self._host.time.now + self._host.travel_ns(num_bytes)
+            sending.last_ns = max(sending.last_ns, at_ns)  # a commit does not pass the KV
+            self._host.time.at(sending.last_ns, MESSAGE, partial(self._deliver, sending, attempt_id, end, payload))
 
-    def _deliver(self, target: int, attempt_id: str, end: int, payload: bytes | None) -> None:
-        engine = self._host.workers[target].engine
-        if engine is not None:
+    def _deliver(self, sending: _Sending, attempt_id: str, end: int, payload: bytes | None) -> None:
+        engine = self._host.workers[sending.target].engine
+        if engine is not None and self._sending.get(attempt_id) is sending:  # else it was cancelled on its way
+            if payload is not None:
+                del self._sending[attempt_id]
             engine.connector.receive(attempt_id, end, payload)
 
     def receive(self, attempt_id: str, end: int, payload: bytes | None) -> None:

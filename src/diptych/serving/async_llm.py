@@ -48,7 +48,9 @@ class AsyncLLM:
         self.is_draining = False
         self._long_texts = asyncio.Semaphore(MAX_LONG_TEXTS)
         self._streams = self.fleet.streams
-        self._needs_hashes = len(self.fleet.fleet.roles) > 1 and self.options.memory.prefix_cache
+        fleet_options = self.fleet.fleet
+        reads_hashes = fleet_options.cluster.routing.routing == "kv_aware" and len(fleet_options.roles) > 1
+        self._needs_hashes = reads_hashes and self.options.memory.prefix_cache
 
     async def start(self, *, wait: bool = True) -> None:
         """Start the workers; with ``wait`` until all are ready. Raises what one of them refused to start with."""

@@ -68,6 +68,7 @@ def plan_fleet(options: EngineOptions, fleet: FleetOptions) -> FleetPlan:
             transfer=transfer,
             codec=fleet.kv_codec if kind.packs else "none",
             secret=secret,
+            publishes_blocks=cluster.routing.routing == "kv_aware",
         )
         record = None if options.record is None else _numbered(Path(options.record), number)
         scheduler = prefill_scheduler(options.scheduler, options.slo) if role == "prefill" else options.scheduler
