@@ -31,6 +31,7 @@ class Driver:
         self.rng = random.Random(self.seed)
         self.in_flight: deque[StepResult] = deque()
         self.prompts: dict[str, list[int]] = {}
+        self.wanted: dict[str, tuple[int, int | None]] = {}  # max_tokens, and after how many the model stops
 
     def cost(self, output: SchedulerOutput) -> int:
         """A machine with 5 ms a step, 50 us a prompt token and 100 us a sequence."""
@@ -59,6 +60,7 @@ class Driver:
         events = self.core.add_request(request, self.now)
         self.log += events
         self.prompts[request_id] = prompt
+        self.wanted[request_id] = (max_tokens, stop_after)
         if not isinstance(events[0], RequestFinished):
             self.executor.add(request, prompt, stop_after)
         return request
