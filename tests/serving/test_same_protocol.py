@@ -161,6 +161,9 @@ SCRIPTS: dict[str, Script] = {
     "all workers lost": Script(SERVED, both=2, losses=((45 * MS, 0, 200 * MS), (46 * MS, 1, 250 * MS))),
     "a lost prefill worker": Script(SERVED, prefill=1, decode=1, cluster=ALWAYS, losses=((35 * MS, 0, 100 * MS),)),
     "a lost decode worker": Script(SERVED, prefill=1, decode=1, cluster=ALWAYS, losses=((35 * MS, 1, 100 * MS),)),
+    "a decode worker lost before the prefill begins": Script(
+        (request(1, 1000, 3), request(5, 40, 20)), prefill=1, decode=1, cluster=ALWAYS, losses=((15 * MS, 1, 100 * MS),)
+    ),
     "copied KV, whose leases are renewed": Script(
         SERVED[3:],
         prefill=1,
