@@ -81,7 +81,7 @@ class Driver:
 
     def check_step(self, output: SchedulerOutput) -> None:
         """The laws of one plan: caps, budget, seats, and blocks that belong to one request unless cached."""
-        core, settings = self.core, self.config.scheduler
+        core, settings = self.core, self.core.config.scheduler
         scheduler, caps = core.scheduler, settings.caps
         if caps.max_partial_prefills:
             assert len(scheduler.prefilling) <= caps.max_partial_prefills

@@ -7,7 +7,7 @@ driver's whole job is to call ``begin_step``, let an executor run the plan, and 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from diptych.control.config import EngineConfig
+from diptych.control.config import EngineConfig, SchedulerConfig
 from diptych.control.engine.kvcache.kv_cache_manager import KVCacheManager
 from diptych.control.engine.leases import Leases
 from diptych.control.engine.reports import EngineStats, LoadReport, engine_stats, load_report
@@ -65,6 +65,7 @@ class EngineCore:
         self._last_end_ns = 0
         self._pending_events: list[Event] = []
         self._num_kv_events = 0
+        self._max_num_seqs = config.scheduler.max_num_seqs  # what the executor was made for
 
     def add_request(self, request: Request, now: int) -> list[Event]:
         """Queue a request, or refuse it with its terminal event (the executor then never hears of it).
@@ -235,6 +236,17 @@ class EngineCore:
         """Events that planning caused since the last call."""
         events, self._pending_events = self._pending_events, []
         return events
+
+    def configure(self, scheduler: SchedulerConfig) -> None:
+        """Schedule by these settings from the next plan on; what runs keeps its place. Raises ConfigError for more
+        sequences at once than the worker was started for: the executor has no rows for them."""
+        limit = self._max_num_seqs
+        if scheduler.max_num_seqs > limit:
+            raise ConfigError(
+                f"max_num_seqs is {scheduler.max_num_seqs}; this worker was started for {limit}", param="max_num_seqs"
+            )
+        self.config = self.config.with_(scheduler=scheduler)
+        self.scheduler.configure(scheduler)
 
     def observe(self, features: StepFeatures, duration_ns: int) -> None:
         """Teach the step-time model a step that was measured outside of the loop (warm-up, calibration)."""
