@@ -18,13 +18,13 @@ from diptych.control.router.routing import RoutingConfig
 from diptych.control.router.topology import ROLES, Role
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 from diptych.control.step import SchedulerOutput
-from diptych.simulation.costs.linear import LinearCost
 from diptych.simulation.faults import FAULTS, Watch, random_faults
 from diptych.simulation.fleet.pools import Pools
 from diptych.simulation.fleet.simulated_cluster import SimulatedCluster
 from diptych.simulation.results import REASONS
 from diptych.simulation.scenario import Scenario, WorkerChange
 from diptych.workload.spec import RequestSpec
+from tests.simulation.linear_cost import LinearCost
 from tests.simulation.scenarios import check_is_empty, check_row, random_engine_config, random_spec
 
 LIMIT_NS = 4000 * NS_PER_S  # of virtual time: whatever is not over by then never will be
