@@ -1,7 +1,6 @@
 """A driver under virtual time for tests: an EngineCore, the checking executor, and the laws that hold at every step."""
 
 import random
-from collections import deque
 from dataclasses import dataclass, field
 
 from diptych.control.config import EngineConfig
@@ -10,7 +9,7 @@ from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.events import Event, FirstToken, RequestFinished, StepFinished
 from diptych.control.request import Request, RequestOptions
 from diptych.control.slo import Slo
-from diptych.control.step import SchedulerOutput, StepResult
+from diptych.control.step import SchedulerOutput
 from tests.control.checking_executor import CheckingExecutor
 
 
@@ -29,7 +28,6 @@ class Driver:
         self.core = EngineCore(self.config)
         self.executor = CheckingExecutor(cache.num_blocks, cache.block_size, cache.num_host_blocks)
         self.rng = random.Random(self.seed)
-        self.in_flight: deque[StepResult] = deque()
         self.prompts: dict[str, list[int]] = {}
 
     def cost(self, output: SchedulerOutput) -> int:
@@ -68,18 +66,14 @@ class Driver:
         self.log += self.core.abort(request_id, self.now)
 
     def step(self) -> SchedulerOutput | None:
-        """Fill the pipeline, then end the oldest step. None when nothing is left to do."""
-        output = None
-        while new := self.core.begin_step(self.now):
-            output = new
-            self.outputs.append(new)
-            self.check_step(new)
-            self.in_flight.append(self.executor.execute(new))
+        """One step. None when nothing is left to do."""
+        output = self.core.begin_step(self.now)
         self.log += self.core.take_events()
-        if not self.in_flight:
+        if output is None:
             return None
-        result = self.in_flight.popleft()
-        output = self.outputs[result.step_id]
+        self.outputs.append(output)
+        self.check_step(output)
+        result = self.executor.execute(output)
         self.now += self.cost(output)
         self.log += self.core.end_step(result, self.now)
         self.core.kv.check()
@@ -87,7 +81,7 @@ class Driver:
 
     def check_step(self, output: SchedulerOutput) -> None:
         """The laws of one plan: caps, budget, seats, and blocks that belong to one request unless cached."""
-        core, settings = self.core, self.config.scheduler
+        core, settings = self.core, self.core.config.scheduler
         scheduler, caps = core.scheduler, settings.caps
         if caps.max_partial_prefills:
             assert len(scheduler.prefilling) <= caps.max_partial_prefills

@@ -52,7 +52,6 @@ def random_config(rng: random.Random) -> EngineConfig:
         scheduler=SchedulerConfig(order, budget, caps, preemption, max_num_seqs=rng.choice([1, 3, 12])),
         slo=rng.choice([Slo(), Slo(100 * NS_PER_MS, 12 * NS_PER_MS)]),
         max_model_len=rng.choice([50, 96]),
-        max_steps_in_flight=rng.choice([1, 1, 2, 3]),
     )
 
 

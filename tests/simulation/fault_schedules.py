@@ -15,6 +15,7 @@ from diptych.control.engine.reports import LoadReport
 from diptych.control.events import Event, HandoffReserved, RequestFinished
 from diptych.control.request import FinishReason
 from diptych.control.router.routing import RoutingConfig
+from diptych.control.router.topology import ROLES, Role
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 from diptych.control.step import SchedulerOutput
 from diptych.simulation.costs.linear import LinearCost
@@ -22,7 +23,7 @@ from diptych.simulation.faults import FAULTS, Watch, random_faults
 from diptych.simulation.fleet.pools import Pools
 from diptych.simulation.fleet.simulated_cluster import SimulatedCluster
 from diptych.simulation.results import REASONS
-from diptych.simulation.scenario import Scenario
+from diptych.simulation.scenario import Scenario, WorkerChange
 from diptych.workload.spec import RequestSpec
 from tests.simulation.scenarios import check_is_empty, check_row, random_engine_config, random_spec
 
@@ -95,6 +96,26 @@ def fitting_spec(rng: random.Random, arrival_ns: int, worker: EngineConfig) -> R
     return spec
 
 
+def random_changes(
+    rng: random.Random, worker: EngineConfig, pools: Pools | None, num_workers: int, until_ns: int
+) -> tuple[WorkerChange, ...]:
+    """Other roles and other scheduler settings while everything runs, on one day of three."""
+    if rng.random() < 0.7:
+        return ()
+    changes = []
+    for _ in range(rng.randint(1, 6)):
+        number = rng.randrange(num_workers)
+        scheduler = random_engine_config(rng).scheduler if rng.random() < 0.5 else None
+        if scheduler is not None:
+            is_prefill = pools is not None and pools.role(number) == "prefill"
+            engine = (pools and is_prefill and pools.prefill) or worker  # what it was started with
+            most = min(engine.scheduler.max_num_seqs, scheduler.max_num_seqs)
+            scheduler = replace(scheduler, max_num_seqs=most, max_waiting=4096)
+        role: Role | None = rng.choice(ROLES) if pools and (scheduler is None or rng.random() < 0.5) else None
+        changes.append(WorkerChange(rng.randrange(1, until_ns), number, role, scheduler))
+    return tuple(sorted(changes, key=lambda change: change.at_ns))
+
+
 def random_schedule(seed: int, *, fast_forward: bool = True) -> Scenario:
     """One fleet on a bad day."""
     rng = random.Random(seed)
@@ -137,6 +158,7 @@ def random_schedule(seed: int, *, fast_forward: bool = True) -> Scenario:
             max_lost_tokens=rng.choice([0, 3]),
         ),
         faults=faults,
+        worker_changes=random_changes(random.Random(-seed), worker, pools, num_workers, arrival_ns + 100 * NS_PER_MS),
         seed=seed,
         record_events=True,
         fast_forward=fast_forward,

@@ -69,7 +69,7 @@ def test_any_scenario_replays_to_the_same_decisions(seed: int, tmp_path: Path) -
 
 
 def test_both_ends_of_a_handoff_replay_to_the_same_decisions(tmp_path: Path) -> None:
-    config = random_config(random.Random(3)).with_(max_steps_in_flight=1)
+    config = random_config(random.Random(3))
     recorders = [record_engine(tmp_path / f"{side}.jsonl", config) for side in ("prefill", "decode")]
     prefill, decode = (RecordingEngineCore(config, recorder.write) for recorder in recorders)
     now = 0

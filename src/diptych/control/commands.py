@@ -7,6 +7,7 @@ ignored. To an engine an attempt is a request: ``request_id`` in EngineCore and 
 
 from dataclasses import dataclass
 
+from diptych.control.config import SchedulerConfig
 from diptych.control.errors import DiptychError
 from diptych.control.events import RequestFinished
 from diptych.control.request import FinishReason
@@ -107,6 +108,14 @@ class ForgetPeer:
 
 
 @dataclass(frozen=True, slots=True)
+class Configure:
+    """Schedule by these settings from the next step on (see EngineCore.configure)."""
+
+    worker: int
+    scheduler: SchedulerConfig
+
+
+@dataclass(frozen=True, slots=True)
 class Restarted:
     """The request begins another attempt after ``num_output_tokens`` of its answer: from now on its tokens come under
     ``attempt_id``."""
@@ -126,5 +135,5 @@ class End:
     error: DiptychError | None = None
 
 
-WorkerCommand = Serve | Reserve | Prefill | Release | Drop | Renew | AskKVSnapshot | ForgetPeer
+WorkerCommand = Serve | Reserve | Prefill | Release | Drop | Renew | AskKVSnapshot | ForgetPeer | Configure
 Command = WorkerCommand | Restarted | End

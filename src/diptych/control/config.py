@@ -1,7 +1,7 @@
 """Frozen settings of the control code, one class per owner. Every class checks itself on construction."""
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args
 
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_MS, Slo
@@ -165,7 +165,7 @@ class SchedulerConfig:
     aging: float = 0.25
 
     def __post_init__(self) -> None:
-        orders = ("fcfs", "priority", "shortest", "deadline")
+        orders = get_args(OrderName)
         _require(self.order in orders, f"order is {self.order!r}; one of {', '.join(orders)}", "order")
         _require(self.max_num_seqs >= 1, f"max_num_seqs is {self.max_num_seqs}; at least 1", "max_num_seqs")
         _require(self.max_waiting >= 1, f"max_waiting is {self.max_waiting}; at least 1", "max_waiting")
@@ -203,15 +203,9 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     slo: Slo = field(default_factory=Slo)
     max_model_len: int = 8192
-    max_steps_in_flight: int = 1
 
     def __post_init__(self) -> None:
         _require(self.max_model_len >= 2, f"max_model_len is {self.max_model_len}; at least 2", "max_model_len")
-        _require(
-            self.max_steps_in_flight >= 1,
-            f"max_steps_in_flight is {self.max_steps_in_flight}; at least 1",
-            "max_steps_in_flight",
-        )
 
     def with_(self, **changes: Any) -> Self:
         """A copy with some fields replaced."""

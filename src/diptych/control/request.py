@@ -137,7 +137,7 @@ class Submission:
 class Request:
     """One request on one worker: the mutable record that the scheduler owns.
 
-    Two counts move apart while steps are in flight: ``num_scheduled_tokens`` (handed to the executor) and
+    Two counts move apart while a step runs: ``num_scheduled_tokens`` (handed to the executor) and
     ``num_computed_tokens`` (confirmed by ``end_step``). While a request decodes, both are derived from the decode
     batch's counters, so that a steady step touches no request at all (see scheduler/decode_batch.py).
     """
@@ -148,7 +148,6 @@ class Request:
         "block_ids",
         "borrowed_block_ids",
         "cached_tokens_at_arrival",
-        "decode_entry",
         "first_step_ns",
         "first_token_ns",
         "handoff_end_ns",
@@ -215,7 +214,6 @@ class Request:
         self.cached_tokens_at_arrival = 0
         self.num_preemptions = 0
         self.last_resume_tick = 0
-        self.decode_entry = 0  # the current stay in the decode batch; 0: none; negative: its last step is in flight
         self.is_long = False  # by the caps' threshold, decided when it is queued and again when it is admitted
 
     @classmethod

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 
 from diptych.control.admission.admission_queue import AdmissionConfig, ServiceClassConfig
 from diptych.control.cluster.cluster_config import ClusterConfig
-from diptych.control.config import EngineConfig
+from diptych.control.config import EngineConfig, SchedulerConfig
 from diptych.control.errors import ConfigError
 from diptych.control.router.routing import RoutingConfig, RoutingName
 from diptych.control.router.topology import LinkCost, LinkCosts, Role
@@ -28,12 +28,13 @@ def load_balancer(routing: RoutingName = "least_loaded") -> ClusterConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class RoleChange:
-    """A worker is meant for other work from ``at_ns`` on."""
+class WorkerChange:
+    """From ``at_ns`` on a worker is meant for other work, or schedules by other settings (None: as before)."""
 
     at_ns: int
     worker: int
-    role: Role
+    role: Role | None = None
+    scheduler: SchedulerConfig | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,7 @@ class Scenario:
     num_workers: int = 1
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     faults: tuple[Fault, ...] = ()
-    role_changes: tuple[RoleChange, ...] = ()
+    worker_changes: tuple[WorkerChange, ...] = ()
     seed: int = 0
     record_events: bool = False
     fast_forward: bool = True
@@ -66,6 +67,8 @@ class Scenario:
     watch: Watch = field(default_factory=Watch)
 
     def __post_init__(self) -> None:
+        if self.pools is None and any(change.role is not None for change in self.worker_changes):
+            raise ConfigError("a worker can change its role only in a fleet with pools", param="worker_changes")
         if self.pools is not None:
             object.__setattr__(self, "num_workers", self.pools.num_workers)
         if self.num_workers < 1:

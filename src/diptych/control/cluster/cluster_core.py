@@ -12,6 +12,7 @@ given up while another worker may write into them. Attempts without progress are
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
@@ -24,13 +25,14 @@ from diptych.control.cluster.cluster_events import (
     ClusterEvent,
     Reported,
     RoleChanged,
+    SchedulerChanged,
     Tick,
     WorkerDown,
     WorkerUp,
 )
 from diptych.control.cluster.membership import Membership
 from diptych.control.cluster.open_request import OpenRequest
-from diptych.control.commands import AskKVSnapshot, Command, End, ForgetPeer, Restarted, attempt_id_of
+from diptych.control.commands import AskKVSnapshot, Command, Configure, End, ForgetPeer, Restarted, attempt_id_of
 from diptych.control.engine.reports import LoadReport
 from diptych.control.errors import ConfigError, DiptychError, UnavailableError
 from diptych.control.events import (
@@ -75,6 +77,7 @@ class ClusterCore:
             WorkerUp: self._on_up,
             WorkerDown: self._on_down,
             RoleChanged: self._on_role_changed,
+            SchedulerChanged: self._on_scheduler_changed,
             Reported: self._on_reported,
             Tick: self._on_tick,
         }
@@ -172,7 +175,10 @@ class ClusterCore:
         """Begin the next attempt, or wait for a worker."""
         submission = entry.submission
         request_id = submission.request_id
-        route = self.router.route(RoutingRequest(submission, entry.num_tokens, entry.avoid, entry.must_stay_whole), now)
+        asked = RoutingRequest(submission, entry.num_tokens, entry.avoid, entry.must_stay_whole)
+        route = self.router.route(asked, now)
+        if route is not None and self._attempts.closes_circle(route.prefill, route.decode):
+            route = self.router.route(replace(asked, must_stay_whole=True), now)
         if route is None:
             self._parked.setdefault(request_id, now + self.config.park_ns)
             return []
@@ -267,8 +273,11 @@ class ClusterCore:
     # -- workers ------------------------------------------------------------------------------------------------------
 
     def _on_up(self, event: WorkerUp, now: int) -> list[Command]:
+        worker = event.info.number
         self.members.on_ready(event.info)
-        return self._admit_workers(now)
+        scheduler = self.members.schedulers.get(worker)
+        configure: list[Command] = [] if scheduler is None else [Configure(worker, scheduler)]
+        return configure + self._admit_workers(now)
 
     def _admit_workers(self, now: int) -> list[Command]:
         """Use the workers that may be used from now on."""
@@ -311,6 +320,10 @@ class ClusterCore:
             self.router.set_role(event.worker, event.role)
             self._tell_admission()
         return self._dispatch(now)
+
+    def _on_scheduler_changed(self, event: SchedulerChanged, now: int) -> list[Command]:
+        self.members.schedulers[event.worker] = event.scheduler
+        return [Configure(event.worker, event.scheduler)] if self.members.is_ready(event.worker) else []
 
     def _on_tick(self, event: Tick, now: int) -> list[Command]:
         commands: list[Command] = []
@@ -383,7 +396,7 @@ class ClusterCore:
         entry = self._current(attempt)
         if attempt is None or entry is None:
             return []
-        attempt.on_first_token()
+        self._attempts.computed(attempt)
         return self._got_token(entry, now)
 
     def _take_delivered(self, worker: int, event: HandoffDelivered, now: int) -> list[Command]:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
+from diptych.control.config import SchedulerConfig
 from diptych.control.engine.reports import LoadReport
 from diptych.control.events import Event
 from diptych.control.request import FinishReason, Submission
@@ -53,6 +54,14 @@ class RoleChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class SchedulerChanged:
+    """From now on a worker schedules by these settings, also when it is started again."""
+
+    worker: int
+    scheduler: SchedulerConfig
+
+
+@dataclass(frozen=True, slots=True)
 class Reported:
     """What happened on a worker, in order, and its load after that."""
 
@@ -66,6 +75,6 @@ class Tick:
     """Time has passed: see ClusterCore.next_time."""
 
 
-ClusterEvent = Arrived | Cancelled | WorkerUp | WorkerDown | RoleChanged | Reported | Tick
+ClusterEvent = Arrived | Cancelled | WorkerUp | WorkerDown | RoleChanged | SchedulerChanged | Reported | Tick
 
 CLUSTER_EVENT_CLASSES: dict[str, type[ClusterEvent]] = {cls.__name__: cls for cls in get_args(ClusterEvent)}

@@ -20,7 +20,7 @@ tokens leave before the KV that was computed with them.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from diptych.control.commands import AskKVSnapshot, Drop, ForgetPeer, Prefill, Release, Renew, Reserve
+from diptych.control.commands import AskKVSnapshot, Configure, Drop, ForgetPeer, Prefill, Release, Renew, Reserve
 from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.outgoing import Outgoing, SendChunk
 from diptych.control.engine.reports import LoadReport
@@ -180,7 +180,7 @@ class WorkerCore:
             self._outgoing.begin(attempt_id, start, num_tokens, is_borrowed=command.borrowed)
             self._outbox.before.append(OpenTransfer(attempt_id, command.target, start))
 
-    def handle(self, command: Release | Drop | Renew | AskKVSnapshot | ForgetPeer, now: int) -> None:
+    def handle(self, command: Release | Drop | Renew | AskKVSnapshot | ForgetPeer | Configure, now: int) -> None:
         """A command that needs no tokens."""
         self._has_news = True
         match command:
@@ -194,6 +194,8 @@ class WorkerCore:
                 self._note(self.engine.kv_snapshot(now))
             case ForgetPeer():
                 self._forget_peer(command.peer, now)
+            case Configure():
+                self.engine.configure(command.scheduler)
 
     def note(self, events: Sequence[Event]) -> None:
         """What the driver made the engine do by itself (a request that the executor refused)."""

@@ -18,12 +18,14 @@ from diptych.control.cluster.cluster_events import (
     ClusterEvent,
     Reported,
     RoleChanged,
+    SchedulerChanged,
     Tick,
     WorkerDown,
     WorkerUp,
 )
 from diptych.control.cluster.cluster_recording import RecordingClusterCore
 from diptych.control.commands import Command, End, Prefill, Reserve, Restarted, Serve, WorkerCommand
+from diptych.control.config import SchedulerConfig
 from diptych.control.errors import ConfigError, DiptychError, WorkerError
 from diptych.control.events import Event, HandoffDelivered, RequestFinished, TransferFailed
 from diptych.control.request import FinishReason, Submission
@@ -176,6 +178,15 @@ class Fleet:
         self._tell(RoleChanged(worker, role))
         known = self.timeline.workers[worker]
         self.timeline.on_worker(worker, known.state, time.monotonic_ns(), role=role, detail=known.detail)
+
+    def change_scheduler(self, worker: int, scheduler: SchedulerConfig) -> None:
+        """From its next step on this worker schedules by these settings, also when it is started again. Raises
+        ConfigError for more sequences at once than the workers were started for."""
+        limit = self.options.scheduler.max_num_seqs
+        if scheduler.max_num_seqs > limit:
+            words = f"max_num_seqs is {scheduler.max_num_seqs}; the workers were started for {limit}"
+            raise ConfigError(words, param="max_num_seqs")
+        self._tell(SchedulerChanged(worker, scheduler))
 
     def _cancel(self, streams: Iterable[AnswerStream], reason: FinishReason) -> None:
         self._tell(*(Cancelled(stream.request_id, stream.num_tokens, reason) for stream in streams))

@@ -16,6 +16,7 @@ from diptych.control.cluster.cluster_events import (
     ClusterEvent,
     Reported,
     RoleChanged,
+    SchedulerChanged,
     Tick,
     WorkerDown,
     WorkerUp,
@@ -27,7 +28,6 @@ from diptych.control.errors import ErrorRecord
 from diptych.control.events import Event, FirstToken, HandoffDelivered, RequestFinished
 from diptych.control.request import RequestOptions, Submission
 from diptych.control.router.cost_router import CostRouter
-from diptych.control.router.topology import Role
 from diptych.control.step import SchedulerOutput
 from diptych.simulation.collector import Collector
 from diptych.simulation.environment import MESSAGE, Environment
@@ -39,7 +39,7 @@ from diptych.simulation.fleet.members import fleet, make_workers
 from diptych.simulation.fleet.process_lives import ProcessLives
 from diptych.simulation.fleet.simulated_executor import block_hashes, make_request
 from diptych.simulation.fleet.simulated_worker import Auditor
-from diptych.simulation.scenario import Scenario
+from diptych.simulation.scenario import Scenario, WorkerChange
 from diptych.workload.spec import ClosedLoop, RequestSpec
 
 FRONT_END = -1  # in the log: who reports when it is no worker
@@ -95,8 +95,8 @@ class SimulatedCluster:
         for info in self.infos:
             self._tell(WorkerUp(info))
         self.lives.schedule(self._scenario.faults)
-        for change in self._scenario.role_changes:
-            self.environment.at(change.at_ns, MESSAGE, partial(self._change_role, change.worker, change.role))
+        for change in self._scenario.worker_changes:
+            self.environment.at(change.at_ns, MESSAGE, partial(self._change, change))
         workload = self._scenario.workload
         if isinstance(workload, ClosedLoop):
             for client in range(workload.concurrency):
@@ -158,8 +158,11 @@ class SimulatedCluster:
 
     # -- the core -----------------------------------------------------------------------------------------------------
 
-    def _change_role(self, worker: int, role: Role) -> None:
-        self._tell(RoleChanged(worker, role))
+    def _change(self, change: WorkerChange) -> None:
+        if change.role is not None:
+            self._tell(RoleChanged(change.worker, change.role))
+        if change.scheduler is not None:
+            self._tell(SchedulerChanged(change.worker, change.scheduler))
 
     def _tell(self, event: ClusterEvent, *, later: bool = False) -> None:
         """Tell the core and carry out what it says. later: what it says to workers leaves after this nanosecond (which

@@ -14,7 +14,6 @@ class Incoming:
         self.waiting: dict[str, Request] = {}
         self.reserved: dict[str, Request] = {}
         self.delivered: dict[str, Request] = {}
-        self.refused_until = 0  # the tick before which the first in ``waiting`` need not be asked again
 
     def __len__(self) -> int:
         """Requests that hold blocks."""
