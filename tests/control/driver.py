@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass, field
 
-from diptych.control.config import EngineConfig
+from diptych.control.config import EngineConfig, SchedulerConfig
 from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.events import Event, FirstToken, RequestFinished, StepFinished
@@ -29,6 +29,7 @@ class Driver:
         self.executor = CheckingExecutor(cache.num_blocks, cache.block_size, cache.num_host_blocks)
         self.rng = random.Random(self.seed)
         self.prompts: dict[str, list[int]] = {}
+        self.is_configured = False
 
     def cost(self, output: SchedulerOutput) -> int:
         """A machine with 5 ms a step, 50 us a prompt token and 100 us a sequence."""
@@ -61,6 +62,11 @@ class Driver:
             self.executor.add(request, prompt, stop_after)
         return request
 
+    def configure(self, scheduler: SchedulerConfig) -> None:
+        """Other settings from now on. What was seated under the old ones may be more than the new ones allow."""
+        self.core.configure(scheduler)
+        self.is_configured = True
+
     def abort(self, request_id: str) -> None:
         """The client goes away now."""
         self.log += self.core.abort(request_id, self.now)
@@ -83,16 +89,16 @@ class Driver:
         """The laws of one plan: caps, budget, seats, and blocks that belong to one request unless cached."""
         core, settings = self.core, self.core.config.scheduler
         scheduler, caps = core.scheduler, settings.caps
-        if caps.max_partial_prefills:
+        if caps.max_partial_prefills and not self.is_configured:
             assert len(scheduler.prefilling) <= caps.max_partial_prefills
-        if caps.max_long_partial_prefills:
+        if caps.max_long_partial_prefills and not self.is_configured:
             in_step = {chunk.request_id for chunk in output.prefills} | set(scheduler.prefilling)
             longs = [r for r in in_step if core.requests[r].is_long]
             assert len(longs) <= caps.max_long_partial_prefills
-        assert scheduler.num_running <= settings.max_num_seqs
+        assert scheduler.num_running <= self.config.scheduler.max_num_seqs
         tokens = output.features.prefill_tokens + output.num_decodes
         if settings.budget.kind != "whole":
-            assert tokens <= settings.budget.max_batched_tokens
+            assert self.is_configured or tokens <= settings.budget.max_batched_tokens
         else:
             assert not (output.prefills and output.num_decodes)
         holders: dict[int, int] = {}

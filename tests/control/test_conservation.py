@@ -1,6 +1,7 @@
 """Laws that hold for any sequence of arrivals, aborts and preemptions, under any combination of policies."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -78,6 +79,10 @@ def run_scenario(seed: int) -> Driver:
         alive.append(f"r{number}")
         if rng.random() < 0.15:
             driver.abort(rng.choice(alive))
+        if rng.random() < 0.03:
+            other = random_config(rng).scheduler
+            most = min(driver.config.scheduler.max_num_seqs, other.max_num_seqs)
+            driver.configure(replace(other, max_num_seqs=most))
     driver.run()
     return driver
 

@@ -18,13 +18,13 @@ from diptych.control.router.routing import RoutingConfig
 from diptych.control.router.topology import ROLES, Role
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 from diptych.control.step import SchedulerOutput
-from diptych.simulation.costs.linear import LinearCost
 from diptych.simulation.faults import FAULTS, Watch, random_faults
 from diptych.simulation.fleet.pools import Pools
 from diptych.simulation.fleet.simulated_cluster import SimulatedCluster
 from diptych.simulation.results import REASONS
 from diptych.simulation.scenario import Scenario, WorkerChange
 from diptych.workload.spec import RequestSpec
+from tests.simulation.linear_cost import LinearCost
 from tests.simulation.scenarios import check_is_empty, check_row, random_engine_config, random_spec
 
 LIMIT_NS = 4000 * NS_PER_S  # of virtual time: whatever is not over by then never will be
@@ -175,6 +175,9 @@ class AuditedCluster(SimulatedCluster):
         self._lives: dict[tuple[int, str], tuple[int, int, tuple[int, ...]]] = {}  # attempt -> owner, its life, blocks
         self._reserved: dict[str, int] = {}  # attempt -> the life of its decode worker in which it got its blocks
         self._fruitless: dict[str, int] = {}
+        self._preempted: dict[
+            int, set[str]
+        ] = {}  # worker -> streams that wait there for new blocks, as of its last report
         self._ready: set[int] = set()  # as the core was told
         self._owner_of: dict[str, int] = {}  # attempt that is computed into borrowed blocks -> whose they are
         if self.transfers is not None:
@@ -206,9 +209,17 @@ class AuditedCluster(SimulatedCluster):
     def on_report(
         self, worker: int, events: list[Event], load: LoadReport | None, ended: SchedulerOutput | None
     ) -> None:
+        scheduler = self.workers[worker].engine.scheduler
+        preempted = {request.request_id: request for request in scheduler.waiting if request.num_preemptions}
+        still = [request for name, request in preempted.items() if name in self._preempted.get(worker, ())]
+        self._preempted[worker] = set(preempted)
         for event in events:
             if isinstance(event, HandoffReserved):
                 self._reserved[event.request_id] = self.lives.life(worker)
+                newcomer = self.workers[worker].engine.requests[event.request_id]
+                assert all(request.order_key > newcomer.order_key for request in still), (
+                    f"{event.request_id} got blocks while a stream that was preempted waits for its own"
+                )
         super().on_report(worker, events, load, ended)
 
     def _audit_arrival(self, attempt_id: str, source: int, target: int) -> None:

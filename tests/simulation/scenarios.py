@@ -18,13 +18,13 @@ from diptych.control.events import FirstToken, RequestFinished, StepFinished
 from diptych.control.request import FinishReason
 from diptych.control.router.routing import Disaggregate, RoutingName
 from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo
-from diptych.simulation.costs.linear import LinearCost
 from diptych.simulation.event_log import EventLog
 from diptych.simulation.faults import random_faults
 from diptych.simulation.fleet.simulated_cluster import FRONT_END, SimulatedCluster
 from diptych.simulation.results import REASONS, RequestTable
 from diptych.simulation.scenario import Scenario, load_balancer
 from diptych.workload.spec import RequestSpec
+from tests.simulation.linear_cost import LinearCost
 
 
 def random_engine_config(rng: random.Random) -> EngineConfig:

@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,9 @@ def record_scenario(seed: int, path: Path) -> Driver:
         driver.add(f"r{number}", prompt, rng.choice([1, 7, 30]), stop_after=stop, priority=rng.randrange(3), slo=slo)
         if rng.random() < 0.15:
             driver.abort(f"r{rng.randrange(number + 1)}")
+        if rng.random() < 0.05:
+            most = min(driver.config.scheduler.max_num_seqs, (other := random_config(rng).scheduler).max_num_seqs)
+            driver.configure(replace(other, max_num_seqs=most))
     driver.run()
     recorder.close()
     return driver

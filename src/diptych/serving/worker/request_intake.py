@@ -13,13 +13,13 @@ from diptych.control.engine.worker_core import TransferCommitted, WorkerCore
 from diptych.control.errors import ErrorRecord, RequestError
 from diptych.control.events import Event, HandoffExpired, HandoffReleased, RequestFinished
 from diptych.control.request import FinishReason, Request, SamplingParams
-from diptych.control.step import SchedulerOutput, StepResult
+from diptych.control.step import Executor
 from diptych.serving.link.messages import AttemptTokens, unpack_token_ids
 
 _ENDS = (RequestFinished, HandoffReleased, HandoffExpired)
 
 
-class Runner(Protocol):
+class Runner(Executor, Protocol):
     """The executor of a worker: ModelRunner, or a test double."""
 
     def add_request(
@@ -42,10 +42,6 @@ class Runner(Protocol):
     on_layer: Callable[[int], None] | None
     """Called in the middle of steps, before each layer, with the number of layers whose KV is written; what it raises
     (StepBrokenOff) ends the step."""
-
-    def execute(self, output: SchedulerOutput) -> StepResult:
-        """Run one step (see diptych.control.step.Executor)."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

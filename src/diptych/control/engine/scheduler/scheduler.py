@@ -44,6 +44,7 @@ class Scheduler:
         self.joining: dict[str, Request] = {}  # prefilled, or last chunk handed out; they decode from the next step on
         self.batch = DecodeBatch(kv.block_size)
         self.swapped: dict[str, Request] = {}
+        self.recomputing: dict[str, Request] = {}  # those in ``waiting`` that decoded and lost their blocks
         self.incoming = Incoming()  # prefilled elsewhere
         self.outgoing: dict[str, Request] = {}  # prefilled here, to be decoded elsewhere
         self.lengths = OutputLengths()
@@ -109,6 +110,7 @@ class Scheduler:
             self.batch.leave(request)
         elif request_id in self.waiting:
             self.waiting.remove(request)
+            self.recomputing.pop(request_id, None)
         else:
             for place in (self.prefilling, self.joining, self.swapped, self.outgoing):
                 place.pop(request_id, None)
@@ -171,12 +173,16 @@ class Scheduler:
         self.joining.clear()
 
     def _seat_incoming(self, plan: StepPlan) -> None:
-        """Blocks for requests that are prefilled elsewhere, first come, first served."""
+        """Blocks for requests that are prefilled elsewhere, first come, first served; after the streams that were
+        preempted here, whose clients wait in the middle of an answer."""
         incoming = self.incoming
         while incoming.waiting:
             request = next(iter(incoming.waiting.values()))
             cached = self._kv.cached_blocks(request)
             self._refused_incoming.clear()
+            if any(stream.order_key <= request.order_key for stream in self.recomputing.values()):
+                self._refused_incoming.stand_until_departure()  # or until that stream is admitted: that is a prefill
+                return
             if not self._has_room(request, cached, self._refused_incoming):
                 return
             self._kv.admit(request, cached, self._expected(request))
@@ -283,6 +289,7 @@ class Scheduler:
         if not self._seat(plan, request, cached):
             return _Verdict.STOP
         self.waiting.remove(request)
+        self.recomputing.pop(request.request_id, None)
         is_first = request.first_step_ns is None
         self._kv.admit(request, cached, self._expected(request))
         if is_first:
@@ -355,3 +362,4 @@ class Scheduler:
             self.swapped[victim.request_id] = victim
         else:
             self.add(victim)
+            self.recomputing[victim.request_id] = victim
