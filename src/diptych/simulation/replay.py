@@ -1,6 +1,6 @@
 """Replay of a worker: a fresh engine gets what a live one got, at the same times, and must decide the same.
 
-Only its public methods are called, and only with what the recording says.
+Only its public methods are called, and only with inputs of the recording.
 """
 
 from collections.abc import Callable, Sequence
@@ -88,7 +88,7 @@ def recorded_steps(path: Path) -> RecordedSteps:
 
 
 def replay(path: str | Path) -> ReplayReport:
-    """Tell a fresh worker what the recording says and compare every plan; ends at the first difference.
+    """Give a fresh engine the inputs of the recording and compare every plan; ends at the first difference.
 
     Raises ConfigError when the file is no recording.
     """

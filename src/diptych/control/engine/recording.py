@@ -1,9 +1,9 @@
-"""A core that tells everything its decisions depend on, so that a later run can make the same ones.
+"""An EngineCore that records everything its decisions depend on, so that a replay can compare them.
 
 The vocabulary of a worker's recording: which inputs there are, in which form, and the digest of a decision. A recording
 holds counts, ids, times and block hashes, never tokens. Rows go to a callable, which does the I/O.
 
-    row = (kind, ...)           what the engine was told, in order
+    row = (kind, ...)           the inputs of the engine, in order
     observe                     step features (4 numbers), nanoseconds: teaches the step-time model
     add                         now, request (see request_row)
     reserve                     now, request: blocks for a prompt that another worker computes

@@ -29,11 +29,11 @@ MAX_SKIPPED = 64  # waiting requests passed over in one step before the loop loo
 class _Verdict(Enum):
     ADMITTED = 0
     SKIP = 1  # not this one, but perhaps those behind it
-    STOP = 2  # nobody else in this step
+    STOP = 2  # no other waiting request in this step
 
 
 class Scheduler:
-    """Owner of who waits, who prefills, who decodes and who is swapped out."""
+    """Owner of the requests that wait, prefill, decode and are swapped out."""
 
     def __init__(self, config: EngineConfig, kv: KVCacheManager, model: StepTimeModel) -> None:
         self._slo = config.slo
@@ -302,7 +302,7 @@ class Scheduler:
         return _Verdict.ADMITTED
 
     def _seat(self, plan: StepPlan, request: Request, cached: list[int]) -> bool:
-        """Whether there is a seat and memory, if need be after displacing somebody less important."""
+        """Whether there is a seat and memory, if need be after displacing less important requests."""
         if self._has_room(request, cached, self._refused):
             return True
         blocks = self._kv.num_blocks_for(request.num_tokens) - len(cached) + self._kv.config.watermark_blocks
@@ -343,7 +343,7 @@ class Scheduler:
         return self.lengths.expected_remaining(request.num_output_tokens, request.max_tokens)
 
     def _demands(self) -> list[tuple[int, int]]:
-        """(blocks held alone, tokens to come) of everybody who holds blocks."""
+        """(blocks held alone, tokens to come) of every request that holds blocks."""
         expected = self.lengths.expected_remaining
         demands = []
         for request in self.batch:
