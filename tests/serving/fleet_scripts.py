@@ -11,14 +11,13 @@ from in_process_worker import COST, MAX_MODEL_LEN, Host
 from diptych.control.cluster.cluster_config import ClusterConfig, cluster_config
 from diptych.control.config import CacheConfig, EngineConfig, prefill_scheduler
 from diptych.control.request import RequestOptions
-from diptych.control.router.topology import Role
 from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo
 from diptych.serving.fleet.fleet import Fleet
 from diptych.serving.fleet.fleet_options import FleetOptions
 from diptych.simulation.environment import MESSAGE
 from diptych.simulation.faults import Fault
 from diptych.simulation.fleet.pools import Pools
-from diptych.simulation.scenario import RoleChange, Scenario
+from diptych.simulation.scenario import Scenario, WorkerChange
 from diptych.workload.spec import RequestSpec
 
 MS = NS_PER_MS
@@ -37,7 +36,7 @@ class Script:
     link: str = "shared_memory"  # of workers with a role of their own
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     losses: tuple[tuple[int, int, int], ...] = ()
-    role_changes: tuple[tuple[int, int, Role], ...] = ()
+    changes: tuple[WorkerChange, ...] = ()
     slo: Slo = field(default_factory=Slo)
 
     @property
@@ -76,7 +75,7 @@ class Script:
             cluster=self.cluster,
             pools=pools,
             faults=tuple(Fault("crash", worker, at_ns, back_ns) for at_ns, worker, back_ns in self.losses),
-            role_changes=tuple(RoleChange(at_ns, worker, role) for at_ns, worker, role in self.role_changes),
+            worker_changes=self.changes,
             fast_forward=fast_forward,
         )
 
@@ -142,8 +141,11 @@ async def play(script: Script, fleet: Fleet, host: Host) -> None:
             time.at(spec.arrival_ns + spec.abort_after_ns, MESSAGE, partial(client.leave, str(number)))
     for at_ns, worker, back_ns in script.losses:
         time.at(at_ns, MESSAGE, partial(lose, worker, back_ns))
-    for at_ns, worker, role in script.role_changes:
-        time.at(at_ns, MESSAGE, partial(fleet.change_role, worker, role))
+    for change in script.changes:
+        if change.role is not None:
+            time.at(change.at_ns, MESSAGE, partial(fleet.change_role, change.worker, change.role))
+        if change.scheduler is not None:
+            time.at(change.at_ns, MESSAGE, partial(fleet.change_scheduler, change.worker, change.scheduler))
     await time.until(max(spec.arrival_ns for spec in script.requests))
     while len(fleet.streams) or len(fleet.core.members.up) < len(host.workers):
         await time.until(time.now + 100 * MS)

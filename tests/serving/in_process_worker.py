@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from fake_worker import EOS_TOKEN, VOCAB_SIZE, FakeRunner
+from tests.simulation.linear_cost import LinearCost
 from virtual_time import VirtualTime
 
 from diptych.control.commands import Prefill, Reserve, Serve
@@ -48,7 +49,6 @@ from diptych.serving.link.messages import (
 from diptych.serving.worker.connector_driver import ConnectorDriver
 from diptych.serving.worker.request_intake import RequestIntake
 from diptych.simulation.costs.cost_model import CostModel
-from diptych.simulation.costs.linear import LinearCost
 from diptych.simulation.environment import MESSAGE, STEP_END
 
 COST = LinearCost(base_ns=5e6, prefill_token_ns=1e4, decode_seq_ns=1e5, decode_token_ns=10)

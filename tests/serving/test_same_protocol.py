@@ -17,6 +17,7 @@ from diptych.control.cluster.cluster_config import ClusterConfig, cluster_config
 from diptych.control.cluster.cluster_events import CLUSTER_EVENT_CLASSES, Cancelled, Reported, WorkerDown, WorkerUp
 from diptych.control.cluster.cluster_recording import RecordingClusterCore, Row, canonical_command
 from diptych.control.commands import End, Restarted
+from diptych.control.config import BudgetConfig, SchedulerConfig
 from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.slo import NS_PER_S
 from diptych.serving.fleet.fleet import Fleet
@@ -24,6 +25,7 @@ from diptych.simulation.fleet.links import LINKS
 from diptych.simulation.fleet.simulated_cluster import SimulatedCluster
 from diptych.simulation.fleet.simulated_executor import block_hashes
 from diptych.simulation.fleet.warmed_up_model import warmed_up_model
+from diptych.simulation.scenario import WorkerChange
 
 # -- the two drivers --------------------------------------------------------------------------------------------------
 
@@ -150,6 +152,7 @@ SERVED = (
     request(300, 900, 1, stem=2, shared_blocks=4),
     request(301, 5, 20, abort_after_ns=500),
 )
+SMALL_STEPS = SchedulerConfig(budget=BudgetConfig(max_batched_tokens=128), max_num_seqs=2)
 SCRIPTS: dict[str, Script] = {
     "one worker": Script(SERVED, both=1),
     "two workers": Script(SERVED, both=2),
@@ -179,7 +182,17 @@ SCRIPTS: dict[str, Script] = {
         losses=((80 * MS, 0, 200 * MS),),
     ),
     "roles that change": Script(
-        SERVED, prefill=1, decode=2, cluster=ALWAYS, role_changes=((20 * MS, 1, "prefill"), (95 * MS, 0, "decode"))
+        SERVED,
+        prefill=1,
+        decode=2,
+        cluster=ALWAYS,
+        changes=(WorkerChange(20 * MS, 1, "prefill"), WorkerChange(95 * MS, 0, "decode")),
+    ),
+    "schedulers that change": Script(
+        SERVED,
+        both=2,
+        losses=((95 * MS, 0, 50 * MS),),
+        changes=(WorkerChange(5 * MS, 0, scheduler=SMALL_STEPS), WorkerChange(92 * MS, 1, scheduler=SMALL_STEPS)),
     ),
 }
 
