@@ -41,6 +41,17 @@ def test_the_least_recently_released_block_is_evicted_first_and_tails_before_pre
     pool.check()
 
 
+def test_free_blocks_are_given_out_in_order_and_those_released_last_come_first() -> None:
+    pool = BlockPool(6, first_block=7)
+    first = pool.allocate(3)
+    assert first == [7, 8, 9]
+    pool.release(first)
+    assert pool.allocate(2) == [7, 8]
+    assert [pool.take_one() for _ in range(4)] == [9, 10, 11, 12]
+    assert pool.take_one() is None and pool.num_available == 0
+    pool.check()
+
+
 def test_a_shared_block_lives_until_its_last_holder_lets_go() -> None:
     pool = BlockPool(2)
     block = pool.allocate(1)

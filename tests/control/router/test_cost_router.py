@@ -480,6 +480,22 @@ def test_a_worker_that_comes_back_knows_nothing_of_what_it_was_given() -> None:
     assert router._views[0].prices.standing == 0
 
 
+def test_a_worker_that_comes_back_elsewhere_is_as_far_as_it_is_now() -> None:
+    pool, network = NS_PER_MS, 5 * NS_PER_MS
+    links = LinkCosts(memory_latency_ns=pool, network=LinkCost(1, network))
+    router = router_of("prefill", "decode", disaggregate="always", links=links)
+    near = route(router, ask()).cost_ns
+    router.on_ended("a", None)
+    moved = WorkerInfo(1, "decode", 1000, SIZE, host="other", memory_domain=None)
+    for info, further_ns in ((moved, network - pool), (replace(moved, host="local", memory_domain=0), 0)):
+        router.set_down(1)
+        router.set_up(info)
+        router.on_load(1, REPORT)
+        copy_ns = 50 * NS_PER_MS * -(-1000 // SIZE) // 1000 if further_ns else 0  # blocks that the sender fills too
+        assert route(router, ask()).cost_ns == pytest.approx(near + further_ns + copy_ns, abs=10_000)
+        router.on_ended("a", None)
+
+
 def test_a_request_that_is_routed_again_is_counted_once() -> None:
     router = router_of("both", "both")
     route(router, ask())
