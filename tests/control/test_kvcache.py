@@ -68,8 +68,10 @@ def test_equal_content_is_registered_once() -> None:
     pool = BlockPool(2)
     first, second = pool.allocate(2)
     pool.remember(b"h" * 16, first)
+    assert pool.drain_changes() == ((b"h" * 16,), ())
     pool.remember(b"h" * 16, second)
     assert pool.prefix_cache.get(b"h" * 16) == first
+    assert pool.drain_changes() == ((), ())
     pool.release([second])
     pool.check()
 
