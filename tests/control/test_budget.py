@@ -83,6 +83,13 @@ def test_chunks_that_do_not_end_a_prompt_are_whole_tiles() -> None:
     assert others and all(size % 16 == 0 for size in others) and sum(others) + last == 3001
 
 
+def test_a_chunk_of_less_than_two_tiles_is_as_large_as_it_can_be() -> None:
+    driver = make(BudgetConfig(max_batched_tokens=4096, target_ns=7_100_000))
+    driver.add("a", 100, 1)
+    driver.run()
+    assert chunk_sizes(driver, "a")[0] == 27  # 50 us each, and 1.39 ms are left of the step
+
+
 def test_a_step_with_no_time_for_prompts_still_moves_the_first_of_them_by_the_smallest_chunk() -> None:
     driver = make(BudgetConfig(max_batched_tokens=4096, min_chunk_tokens=24), slo=Slo(tpot_ns=6_200_000))
     driver.add("stream", 16, 200)

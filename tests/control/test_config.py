@@ -238,6 +238,21 @@ def test_a_sampling_parameter_is_taken_within_its_limits_and_refused_by_name_bey
         assert caught.value.param == name
 
 
+def test_sampling_that_is_not_asked_for_is_that_of_the_openai_api() -> None:
+    assert SamplingParams() == SamplingParams(
+        max_tokens=16,
+        min_tokens=0,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        min_p=0.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        repetition_penalty=1.0,
+        n=1,
+    )
+
+
 def test_a_sampling_parameter_that_is_no_number_is_refused() -> None:
     for value in (math.nan, math.inf, -math.inf):
         with pytest.raises(InvalidRequestError, match="temperature is"):

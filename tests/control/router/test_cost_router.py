@@ -496,6 +496,23 @@ def test_a_worker_that_comes_back_elsewhere_is_as_far_as_it_is_now() -> None:
         router.on_ended("a", None)
 
 
+def test_prompts_of_long_ago_make_an_answer_no_dearer() -> None:
+    router = router_of("both")
+
+    def cost_ns(name: str, tokens: int, now: int) -> int:
+        cost = route(router, ask(name, tokens), now).cost_ns
+        router.on_first_token(name)
+        router.on_ended(name, None)
+        return cost
+
+    idle_ns = cost_ns("idle", 1000, 0)
+    for number in range(5):  # a second each
+        cost_ns(f"before{number}", 100_000, 0)
+    assert cost_ns("busy", 1000, 0) > 1.2 * idle_ns
+    cost_ns("later", 1000, 3 * WINDOW_NS)
+    assert cost_ns("much later", 1000, 3 * WINDOW_NS) == pytest.approx(idle_ns, rel=0.01)
+
+
 def test_a_request_that_is_routed_again_is_counted_once() -> None:
     router = router_of("both", "both")
     route(router, ask())
@@ -542,7 +559,7 @@ def test_the_alarm_has_hysteresis() -> None:
     assert not watch.alarm
     for _ in range(WINDOW):
         watch.observe(300, 0, 1000)
-    assert watch.alarm
+    assert f"of the last {WINDOW} prompts ({WINDOW}000 tokens) {300 * WINDOW} tokens were expected" in watch.alarm
     for _ in range(WINDOW):
         watch.observe(150, 0, 1000)
     assert watch.alarm
