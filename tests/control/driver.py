@@ -1,16 +1,15 @@
 """A driver under virtual time for tests: an EngineCore, the checking executor, and the laws that hold at every step."""
 
 import random
-from collections import deque
 from dataclasses import dataclass, field
 
-from diptych.control.config import EngineConfig
+from diptych.control.config import EngineConfig, SchedulerConfig
 from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.events import Event, FirstToken, RequestFinished, StepFinished
 from diptych.control.request import Request, RequestOptions
 from diptych.control.slo import Slo
-from diptych.control.step import SchedulerOutput, StepResult
+from diptych.control.step import SchedulerOutput
 from tests.control.checking_executor import CheckingExecutor
 
 
@@ -29,8 +28,8 @@ class Driver:
         self.core = EngineCore(self.config)
         self.executor = CheckingExecutor(cache.num_blocks, cache.block_size, cache.num_host_blocks)
         self.rng = random.Random(self.seed)
-        self.in_flight: deque[StepResult] = deque()
         self.prompts: dict[str, list[int]] = {}
+        self.is_configured = False
 
     def cost(self, output: SchedulerOutput) -> int:
         """A machine with 5 ms a step, 50 us a prompt token and 100 us a sequence."""
@@ -63,23 +62,24 @@ class Driver:
             self.executor.add(request, prompt, stop_after)
         return request
 
+    def configure(self, scheduler: SchedulerConfig) -> None:
+        """Other settings from now on. What was seated under the old ones may be more than the new ones allow."""
+        self.core.configure(scheduler)
+        self.is_configured = True
+
     def abort(self, request_id: str) -> None:
         """The client goes away now."""
         self.log += self.core.abort(request_id, self.now)
 
     def step(self) -> SchedulerOutput | None:
-        """Fill the pipeline, then end the oldest step. None when nothing is left to do."""
-        output = None
-        while new := self.core.begin_step(self.now):
-            output = new
-            self.outputs.append(new)
-            self.check_step(new)
-            self.in_flight.append(self.executor.execute(new))
+        """One step. None when nothing is left to do."""
+        output = self.core.begin_step(self.now)
         self.log += self.core.take_events()
-        if not self.in_flight:
+        if output is None:
             return None
-        result = self.in_flight.popleft()
-        output = self.outputs[result.step_id]
+        self.outputs.append(output)
+        self.check_step(output)
+        result = self.executor.execute(output)
         self.now += self.cost(output)
         self.log += self.core.end_step(result, self.now)
         self.core.kv.check()
@@ -87,18 +87,18 @@ class Driver:
 
     def check_step(self, output: SchedulerOutput) -> None:
         """The laws of one plan: caps, budget, seats, and blocks that belong to one request unless cached."""
-        core, settings = self.core, self.config.scheduler
+        core, settings = self.core, self.core.config.scheduler
         scheduler, caps = core.scheduler, settings.caps
-        if caps.max_partial_prefills:
+        if caps.max_partial_prefills and not self.is_configured:
             assert len(scheduler.prefilling) <= caps.max_partial_prefills
-        if caps.max_long_partial_prefills:
+        if caps.max_long_partial_prefills and not self.is_configured:
             in_step = {chunk.request_id for chunk in output.prefills} | set(scheduler.prefilling)
             longs = [r for r in in_step if core.requests[r].is_long]
             assert len(longs) <= caps.max_long_partial_prefills
-        assert scheduler.num_running <= settings.max_num_seqs
+        assert scheduler.num_running <= self.config.scheduler.max_num_seqs
         tokens = output.features.prefill_tokens + output.num_decodes
         if settings.budget.kind != "whole":
-            assert tokens <= settings.budget.max_batched_tokens
+            assert self.is_configured or tokens <= settings.budget.max_batched_tokens
         else:
             assert not (output.prefills and output.num_decodes)
         holders: dict[int, int] = {}

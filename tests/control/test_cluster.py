@@ -14,6 +14,7 @@ from diptych.control.cluster.cluster_events import (
     ClusterEvent,
     Reported,
     RoleChanged,
+    SchedulerChanged,
     Tick,
     WorkerDown,
     WorkerUp,
@@ -21,6 +22,7 @@ from diptych.control.cluster.cluster_events import (
 from diptych.control.commands import (
     AskKVSnapshot,
     Command,
+    Configure,
     Drop,
     End,
     ForgetPeer,
@@ -31,6 +33,7 @@ from diptych.control.commands import (
     Restarted,
     Serve,
 )
+from diptych.control.config import shape_preset
 from diptych.control.errors import WorkerError
 from diptych.control.events import (
     Event,
@@ -382,6 +385,31 @@ def test_missed_kv_events_are_asked_for() -> None:
     assert fleet.report(0, KVEvents(0, 3, (b"z",))) == [AskKVSnapshot(0)]
     assert fleet.report(0, KVSnapshot(0, 3, (b"x", b"y", b"z"))) == []
     assert fleet.report(0, KVEvents(0, 4, (b"w",))) == []
+
+
+def test_changed_settings_reach_a_worker_that_is_up_and_every_later_process_of_it() -> None:
+    fleet = Fleet("prefill", "decode")
+    settings = shape_preset("unified")
+    assert fleet.tell(SchedulerChanged(D, settings)) == [Configure(D, settings)]
+    fleet.tell(WorkerDown(D))
+    assert fleet.up(D) == [Configure(D, settings)]
+    fleet.tell(WorkerDown(P))
+    assert fleet.tell(SchedulerChanged(P, settings)) == []
+    assert fleet.up(P) == [Configure(P, settings)]
+
+
+def test_workers_never_await_one_another_in_a_circle() -> None:
+    """Each would hold the blocks for which the other's prompt waits, for ever."""
+    fleet = Fleet("prefill", "decode")
+    fleet.submit("a")
+    fleet.tell(RoleChanged(P, "decode"))
+    fleet.tell(RoleChanged(D, "prefill"))
+    (whole,) = fleet.submit("b")
+    assert isinstance(whole, Serve)
+    fleet.reserved("a")
+    fleet.prefilled("a")
+    (reserve,) = fleet.submit("c")
+    assert isinstance(reserve, Reserve) and reserve.worker == P
 
 
 # -- what is counted --------------------------------------------------------------------------------------------------

@@ -67,7 +67,6 @@ LEAST: list[tuple[Build, str, int]] = [
     (SchedulerConfig, "max_num_seqs", 1),
     (SchedulerConfig, "max_waiting", 1),
     (engine, "max_model_len", 2),
-    (engine, "max_steps_in_flight", 1),
     (service_class, "max_wait_ns", 1),
     (service_class, "max_queue_ns", 1),
     (service_class, "queue_percent", 1),

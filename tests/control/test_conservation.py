@@ -1,6 +1,7 @@
 """Laws that hold for any sequence of arrivals, aborts and preemptions, under any combination of policies."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -52,7 +53,6 @@ def random_config(rng: random.Random) -> EngineConfig:
         scheduler=SchedulerConfig(order, budget, caps, preemption, max_num_seqs=rng.choice([1, 3, 12])),
         slo=rng.choice([Slo(), Slo(100 * NS_PER_MS, 12 * NS_PER_MS)]),
         max_model_len=rng.choice([50, 96]),
-        max_steps_in_flight=rng.choice([1, 1, 2, 3]),
     )
 
 
@@ -79,6 +79,10 @@ def run_scenario(seed: int) -> Driver:
         alive.append(f"r{number}")
         if rng.random() < 0.15:
             driver.abort(rng.choice(alive))
+        if rng.random() < 0.03:
+            other = random_config(rng).scheduler
+            most = min(driver.config.scheduler.max_num_seqs, other.max_num_seqs)
+            driver.configure(replace(other, max_num_seqs=most))
     driver.run()
     return driver
 

@@ -137,15 +137,14 @@ def test_a_request_that_stops_fails_or_is_aborted_ends_once_with_the_reason() ->
     assert not core.has_work and core.kv.pool.num_used == 0
 
 
-def test_a_step_is_measured_from_its_begin_or_from_the_end_of_the_one_before_it() -> None:
-    core = core_of(max_steps_in_flight=2)
+def test_a_step_is_measured_from_its_begin_to_its_end() -> None:
+    core = core_of()
     core.add_request(Request("a", 100, 4), 0)
-    first, second = core.begin_step(5), core.begin_step(6)
-    assert first is not None and second is not None and core.begin_step(7) is None
-    (one,) = [event for event in core.end_step(StepResult(0), 50) if isinstance(event, StepFinished)]
-    (two,) = [event for event in core.end_step(StepResult(1), 80) if isinstance(event, StepFinished)]
-    assert (one.start_ns, one.end_ns, one.prefills) == (5, 50, (("a", 0, 64),))
-    assert (two.start_ns, two.end_ns, two.prefills) == (50, 80, (("a", 64, 36),))
+    for begin_ns, end_ns, prefills in ((5, 50, (("a", 0, 64),)), (60, 80, (("a", 64, 36),))):
+        output = core.begin_step(begin_ns)
+        assert output is not None
+        (event,) = [event for event in core.end_step(StepResult(output.step_id), end_ns) if type(event) is StepFinished]
+        assert (event.start_ns, event.end_ns, event.prefills) == (begin_ns, end_ns, prefills)
 
 
 def test_the_model_learns_from_steps_what_they_computed_and_how_long_that_took() -> None:
@@ -183,16 +182,16 @@ def test_changes_of_the_cache_are_numbered_from_one_and_a_snapshot_says_which_it
 
 @pytest.mark.parametrize("gone", ["a", "b", "c"])
 def test_an_abort_while_a_step_runs_changes_nothing_for_the_others_in_it(gone: str) -> None:
-    core = core_of(max_steps_in_flight=2, scheduler=SchedulerConfig("fcfs", BudgetConfig("fixed", 64), max_num_seqs=9))
+    settings = SchedulerConfig("fcfs", BudgetConfig("fixed", 64), max_num_seqs=9)
+    core = core_of(scheduler=settings)
     for name in "abc":
-        core.add_request(Request(name, 10, 5), 0)
-    for _ in range(2):
-        assert core.begin_step(0) is not None
+        core.add_request(Request(name, 10, 3), 0)
+    assert core.begin_step(0) is not None
     core.abort(gone, 5)
-    events = core.end_step(StepResult(0), 10)
     others = [name for name in "abc" if name != gone]
+    events = core.end_step(StepResult(0), 10)
     assert [event.request_id for event in events if isinstance(event, FirstToken)] == others
-    core.end_step(StepResult(1), 20)
-    for now in (30, 40, 50):
-        step(core, now)
+    step(core, 20)
+    ended = [event.request_id for event in step(core, 30) if isinstance(event, RequestFinished)]
+    assert ended == others
     assert not core.requests and core.kv.pool.num_used == 0

@@ -9,11 +9,14 @@ from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.leases import Leases
 from diptych.control.engine.outgoing import Outgoing, SendChunk
 from diptych.control.events import (
+    Event,
     HandoffDelivered,
     HandoffExpired,
     HandoffReleased,
     HandoffReserved,
+    RequestAdmitted,
     RequestFinished,
+    RequestPreempted,
 )
 from diptych.control.request import Request
 from diptych.control.step import ScheduledPrefill, StepResult
@@ -206,3 +209,25 @@ def test_a_step_that_was_broken_off_teaches_nothing_and_leaves_nothing() -> None
     assert worker.model.coefficients == core().model.coefficients
     assert worker.kv.pool.num_used == 0
     worker.kv.check()
+
+
+def test_a_preempted_stream_gets_blocks_before_a_prompt_that_another_worker_prefills() -> None:
+    worker = core(num_blocks=24)
+    for _ in range(20):
+        worker.scheduler.lengths.observe(1)  # it expects short answers, admits too much, and must preempt
+    now = 0
+
+    def step() -> list[Event]:
+        nonlocal now
+        now += 1
+        output = worker.begin_step(now)
+        return worker.take_events() if output is None else worker.end_step(StepResult(output.step_id), now)
+
+    for name in ("first", "second"):
+        worker.add_request(Request(name, 140, 100), now)
+    assert any(isinstance(event, RequestPreempted) for _ in range(99) for event in step())
+    worker.reserve(Request("newcomer", 16, 8), now)
+    seen: list[str] = []
+    while worker.requests and "newcomer" not in seen:
+        seen += [e.request_id for e in step() if isinstance(e, RequestAdmitted | HandoffReserved | RequestFinished)]
+    assert seen == ["first", "second", "newcomer"]

@@ -14,32 +14,28 @@ from diptych.control.request import Request
 from diptych.control.step import SchedulerOutput, StepFeatures, StepResult
 
 
-def record(calls: list[tuple[str, int]]) -> tuple[list[Any], list[StepFeatures]]:
-    """Run two requests, with two steps in flight at most: the rows as they are in a file, and what each step
+def record(times: list[tuple[int, int]]) -> tuple[list[Any], list[StepFeatures]]:
+    """Run two requests, steps beginning and ending at these times: the rows as they are in a file, and what each step
     computed."""
     rows: list[Any] = []
     settings = SchedulerConfig("fcfs", BudgetConfig("fixed", 64), max_num_seqs=8)
-    core = RecordingEngineCore(EngineConfig(CacheConfig(100, 16), settings, max_steps_in_flight=2), rows.append)
+    core = RecordingEngineCore(EngineConfig(CacheConfig(100, 16), settings), rows.append)
     core.add_request(Request("a", 100, 3), 0)
     core.add_request(Request("b", 20, 3), 0)
     outputs: list[SchedulerOutput] = []
-    num_ended = 0
-    for call, now in calls:
-        if call == "begin":
-            output = core.begin_step(now)
-            assert output is not None
-            outputs.append(output)
-        else:
-            core.end_step(StepResult(num_ended), now)
-            num_ended += 1
+    for begin_ns, end_ns in times:
+        output = core.begin_step(begin_ns)
+        assert output is not None
+        outputs.append(output)
+        core.end_step(StepResult(output.step_id), end_ns)
     chain = DecisionChain()
     in_file = [(*row[:2], chain.add(row[2]), plan_summary(row[2])) if row[0] == "begin" else row for row in rows]
     return in_file, [output.features for output in outputs]
 
 
-def test_a_step_takes_as_long_as_the_loop_around_it_but_not_the_time_that_the_worker_was_idle() -> None:
-    rows, computed = record([("begin", 10), ("begin", 90), ("end", 100), ("end", 180), ("begin", 200), ("end", 270)])
-    assert list(measured_steps(rows)) == list(zip(computed, [90, 80, 70], strict=True))
+def test_what_each_step_computed_and_how_long_it_took_follows_from_the_rows() -> None:
+    rows, computed = record([(10, 100), (110, 180), (200, 270)])
+    assert list(measured_steps(rows)) == list(zip(computed, [90, 70, 70], strict=True))
     assert computed[0] == StepFeatures(64, 64 * 65 // 2)
     assert computed[1] == StepFeatures(36 + 20, 36 * 64 + 36 * 37 // 2 + 20 * 21 // 2)
     assert computed[2] == StepFeatures(0, 0, 2, 101 + 21)

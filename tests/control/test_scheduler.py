@@ -1,7 +1,7 @@
 """What the scheduler promises, one sentence a test."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -16,10 +16,11 @@ from diptych.control.config import (
     SchedulerConfig,
     shape_preset,
 )
+from diptych.control.engine.scheduler.order import ORDERS, Order, OrderKey
 from diptych.control.engine.scheduler.step_time import LEARN_EVERY
 from diptych.control.errors import ConfigError
 from diptych.control.events import RequestPreempted, RequestResumed, StepFinished
-from diptych.control.request import FinishReason
+from diptych.control.request import FinishReason, Request
 from diptych.control.slo import NS_PER_MS, Slo
 from diptych.control.step import StepFeatures, StepResult
 from tests.control.driver import Driver
@@ -412,3 +413,49 @@ def test_a_worker_where_nothing_streams_may_be_given_longer_steps() -> None:
                 pass
         longest[idle_ns] = max(chunk.num_tokens for output in driver.outputs[before:] for chunk in output.prefills)
     assert longest[200 * NS_PER_MS] > 2 * longest[None]
+
+
+def test_changed_settings_count_from_the_next_step_on_and_nobody_loses_a_place() -> None:
+    driver = make("fcfs", BudgetConfig("fixed", 64))
+    driver.add("runs", 20, 30)
+    driver.add("long", 1000)
+    driver.step()
+    driver.add("short", 30)
+    driver.step()
+    assert "short" not in driver.core.scheduler.prefilling
+    chunked = SchedulerConfig(order="shortest", budget=BudgetConfig("fixed", 200), max_num_seqs=16)
+    driver.core.configure(chunked)
+    output = driver.step()
+    assert output is not None and output.num_decodes == 1
+    assert [chunk.request_id for chunk in output.prefills] == ["short", "long"]
+    assert driver.core.config.scheduler == chunked
+    driver.run()
+    assert driver.core.scheduler.preemption.num_preemptions == 0
+
+
+def test_settings_for_more_sequences_than_the_worker_was_started_for_are_refused() -> None:
+    driver = make(max_num_seqs=4)
+    with pytest.raises(ConfigError, match="max_num_seqs is 5; this worker was started for 4"):
+        driver.core.configure(SchedulerConfig(max_num_seqs=5))
+    driver.core.configure(SchedulerConfig(max_num_seqs=2))
+    driver.core.configure(SchedulerConfig(max_num_seqs=4))
+
+
+class LongestFirst(Order):
+    """An order that a stranger adds."""
+
+    def key(self, request: Request) -> OrderKey:
+        return (-request.num_prompt_tokens, request.number)
+
+
+def test_a_new_order_is_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ORDERS, "fcfs", LongestFirst)
+    driver = make("fcfs", max_num_seqs=1)
+    for name, prompt in (("first", 10), ("short", 20), ("long", 60)):
+        driver.add(name, prompt)
+    driver.run()
+    assert driver.first_token_ns("long") < driver.first_token_ns("short") < driver.first_token_ns("first")
+
+
+def test_every_order_that_can_be_named_exists() -> None:
+    assert set(ORDERS) == set(get_args(OrderName))

@@ -4,7 +4,6 @@ import copy
 import json
 import math
 import shutil
-from collections import deque
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,11 +12,10 @@ import pytest
 import torch
 
 from diptych.control.config import BudgetConfig, PreemptionConfig, SchedulerConfig
-from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.errors import InvalidRequestError
-from diptych.control.events import RequestAdmitted, RequestFinished, RequestPreempted
-from diptych.control.request import FinishReason, Request, SamplingParams
+from diptych.control.events import RequestAdmitted, RequestPreempted
+from diptych.control.request import FinishReason, SamplingParams
 from diptych.control.step import ScheduledPrefill, SchedulerOutput, TokenLogprobs
 from diptych.runtime.instruction_set import TORCH
 from diptych.runtime.local_engine import engine_config
@@ -361,42 +359,6 @@ def test_blocks_left_by_a_broken_request_do_no_harm(instruction_set: str) -> Non
         engine.add(request_id, prompt, greedy(20))
     for request_id, generation in engine.run().items():
         reference("qwen3").check_greedy(prompts[request_id], generation.token_ids)
-
-
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
-def test_two_steps_in_flight_give_the_same_tokens(preemption: str) -> None:
-    """The result of a step is handed back only after the next one was planned and run."""
-    shared = runner("llama")
-    alone, _ = generate(shared, prompt_of(40), [40], greedy(60))
-    stop = alone[20]
-    config = crowded_engine(shared, preemption, num_blocks=8).core.config.with_(max_steps_in_flight=2)
-    core, in_flight = EngineCore(config), deque()
-    for _ in range(64):
-        core.scheduler.lengths.observe(2)
-    prompts = {f"r{i}": prompt_of(40 + 7 * i) for i in range(5)}
-    tokens: dict[str, list[int]] = {name: [] for name in prompts}
-    reasons: dict[str, FinishReason] = {}
-    preempted = 0
-    for name, prompt in prompts.items():
-        shared.add_request(name, prompt, greedy(60, stop_token_ids=(stop,)))
-        core.add_request(Request(name, len(prompt), 60, block_hashes=hash_blocks(prompt, 32)), 0)
-    while core.has_work:
-        while output := core.begin_step(0):
-            in_flight.append(shared.execute(output))
-        result = in_flight.popleft()
-        for name, token in zip(result.payload.request_ids, result.payload.token_ids, strict=True):
-            assert name not in reasons
-            tokens[name].append(token)
-        for event in core.end_step(result, 0):
-            preempted += isinstance(event, RequestPreempted)
-            if isinstance(event, RequestFinished):
-                reasons[event.request_id] = event.reason
-    assert preempted and shared.num_requests == 0
-    assert tokens["r0"] == alone[: alone.index(stop) + 1] and reasons["r0"] is FinishReason.STOP
-    for name, prompt in prompts.items():
-        reference("llama").check_greedy(prompt, tokens[name])
-        assert (tokens[name][-1] == stop) == (reasons[name] is FinishReason.STOP)
-        assert stop not in tokens[name][:-1] and len(tokens[name]) <= 60
 
 
 def test_token_ids_outside_of_the_vocabulary_are_refused() -> None:

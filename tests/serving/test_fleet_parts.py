@@ -34,8 +34,8 @@ def test_the_default_fleet_is_one_worker_that_does_both() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"prefill": 1}, "nobody can decode"),
-        ({"decode": 2}, "nobody can prefill"),
+        ({"prefill": 1}, "no worker can decode"),
+        ({"decode": 2}, "no worker can prefill"),
         ({"both": 0}, "at least one must serve"),
         ({"prefill": -1}, "prefill is -1"),
         ({"transfer": "tcp"}, "no effect with one worker"),

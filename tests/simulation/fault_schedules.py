@@ -15,15 +15,16 @@ from diptych.control.engine.reports import LoadReport
 from diptych.control.events import Event, HandoffReserved, RequestFinished
 from diptych.control.request import FinishReason
 from diptych.control.router.routing import RoutingConfig
+from diptych.control.router.topology import ROLES, Role
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 from diptych.control.step import SchedulerOutput
-from diptych.simulation.costs.linear import LinearCost
 from diptych.simulation.faults import FAULTS, Watch, random_faults
 from diptych.simulation.fleet.pools import Pools
 from diptych.simulation.fleet.simulated_cluster import SimulatedCluster
 from diptych.simulation.results import REASONS
-from diptych.simulation.scenario import Scenario
+from diptych.simulation.scenario import Scenario, WorkerChange
 from diptych.workload.spec import RequestSpec
+from tests.simulation.linear_cost import LinearCost
 from tests.simulation.scenarios import check_is_empty, check_row, random_engine_config, random_spec
 
 LIMIT_NS = 4000 * NS_PER_S  # of virtual time: whatever is not over by then never will be
@@ -95,6 +96,26 @@ def fitting_spec(rng: random.Random, arrival_ns: int, worker: EngineConfig) -> R
     return spec
 
 
+def random_changes(
+    rng: random.Random, worker: EngineConfig, pools: Pools | None, num_workers: int, until_ns: int
+) -> tuple[WorkerChange, ...]:
+    """Other roles and other scheduler settings while everything runs, on one day of three."""
+    if rng.random() < 0.7:
+        return ()
+    changes = []
+    for _ in range(rng.randint(1, 6)):
+        number = rng.randrange(num_workers)
+        scheduler = random_engine_config(rng).scheduler if rng.random() < 0.5 else None
+        if scheduler is not None:
+            is_prefill = pools is not None and pools.role(number) == "prefill"
+            engine = (pools and is_prefill and pools.prefill) or worker  # what it was started with
+            most = min(engine.scheduler.max_num_seqs, scheduler.max_num_seqs)
+            scheduler = replace(scheduler, max_num_seqs=most, max_waiting=4096)
+        role: Role | None = rng.choice(ROLES) if pools and (scheduler is None or rng.random() < 0.5) else None
+        changes.append(WorkerChange(rng.randrange(1, until_ns), number, role, scheduler))
+    return tuple(sorted(changes, key=lambda change: change.at_ns))
+
+
 def random_schedule(seed: int, *, fast_forward: bool = True) -> Scenario:
     """One fleet on a bad day."""
     rng = random.Random(seed)
@@ -137,6 +158,7 @@ def random_schedule(seed: int, *, fast_forward: bool = True) -> Scenario:
             max_lost_tokens=rng.choice([0, 3]),
         ),
         faults=faults,
+        worker_changes=random_changes(random.Random(-seed), worker, pools, num_workers, arrival_ns + 100 * NS_PER_MS),
         seed=seed,
         record_events=True,
         fast_forward=fast_forward,
@@ -153,6 +175,9 @@ class AuditedCluster(SimulatedCluster):
         self._lives: dict[tuple[int, str], tuple[int, int, tuple[int, ...]]] = {}  # attempt -> owner, its life, blocks
         self._reserved: dict[str, int] = {}  # attempt -> the life of its decode worker in which it got its blocks
         self._fruitless: dict[str, int] = {}
+        self._preempted: dict[
+            int, set[str]
+        ] = {}  # worker -> streams that wait there for new blocks, as of its last report
         self._ready: set[int] = set()  # as the core was told
         self._owner_of: dict[str, int] = {}  # attempt that is computed into borrowed blocks -> whose they are
         if self.transfers is not None:
@@ -184,9 +209,17 @@ class AuditedCluster(SimulatedCluster):
     def on_report(
         self, worker: int, events: list[Event], load: LoadReport | None, ended: SchedulerOutput | None
     ) -> None:
+        scheduler = self.workers[worker].engine.scheduler
+        preempted = {request.request_id: request for request in scheduler.waiting if request.num_preemptions}
+        still = [request for name, request in preempted.items() if name in self._preempted.get(worker, ())]
+        self._preempted[worker] = set(preempted)
         for event in events:
             if isinstance(event, HandoffReserved):
                 self._reserved[event.request_id] = self.lives.life(worker)
+                newcomer = self.workers[worker].engine.requests[event.request_id]
+                assert all(request.order_key > newcomer.order_key for request in still), (
+                    f"{event.request_id} got blocks while a stream that was preempted waits for its own"
+                )
         super().on_report(worker, events, load, ended)
 
     def _audit_arrival(self, attempt_id: str, source: int, target: int) -> None:

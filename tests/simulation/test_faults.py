@@ -7,12 +7,12 @@ import pytest
 
 from diptych.control.config import CacheConfig, EngineConfig, shape_preset
 from diptych.control.slo import NS_PER_MS, NS_PER_S
-from diptych.simulation.costs.linear import LinearCost
 from diptych.simulation.faults import Fault, FaultKind, Watch
 from diptych.simulation.fleet.pools import Pools
 from diptych.simulation.scenario import Scenario
 from diptych.workload.spec import RequestSpec
 from tests.simulation.fault_schedules import AuditedCluster, check_strides, random_schedule, run_schedule
+from tests.simulation.linear_cost import LinearCost
 from tests.simulation.scenarios import front_end
 
 # Seeds of random_schedule that found something once stay here. All these: with two steps in flight, a worker that died

@@ -9,7 +9,6 @@ import pytest
 from diptych.control.config import CacheConfig, EngineConfig, shape_preset
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_MS, NS_PER_S
-from diptych.simulation.costs.linear import LinearCost
 from diptych.simulation.faults import Fault, random_faults
 from diptych.simulation.fleet.members import fleet
 from diptych.simulation.fleet.pools import Pools
@@ -17,6 +16,7 @@ from diptych.simulation.fleet.simulated_cluster import SimulatedCluster
 from diptych.simulation.scenario import Scenario
 from diptych.workload.spec import RequestSpec
 from tests.simulation.fault_schedules import check_nothing_is_left
+from tests.simulation.linear_cost import LinearCost
 from tests.simulation.scenarios import check_row, front_end, random_engine_config, random_spec, run
 
 # Seeds that found something once stay here.

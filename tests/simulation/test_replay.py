@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,9 @@ def record_scenario(seed: int, path: Path) -> Driver:
         driver.add(f"r{number}", prompt, rng.choice([1, 7, 30]), stop_after=stop, priority=rng.randrange(3), slo=slo)
         if rng.random() < 0.15:
             driver.abort(f"r{rng.randrange(number + 1)}")
+        if rng.random() < 0.05:
+            most = min(driver.config.scheduler.max_num_seqs, (other := random_config(rng).scheduler).max_num_seqs)
+            driver.configure(replace(other, max_num_seqs=most))
     driver.run()
     recorder.close()
     return driver
@@ -69,7 +73,7 @@ def test_any_scenario_replays_to_the_same_decisions(seed: int, tmp_path: Path) -
 
 
 def test_both_ends_of_a_handoff_replay_to_the_same_decisions(tmp_path: Path) -> None:
-    config = random_config(random.Random(3)).with_(max_steps_in_flight=1)
+    config = random_config(random.Random(3))
     recorders = [record_engine(tmp_path / f"{side}.jsonl", config) for side in ("prefill", "decode")]
     prefill, decode = (RecordingEngineCore(config, recorder.write) for recorder in recorders)
     now = 0

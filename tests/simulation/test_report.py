@@ -13,7 +13,6 @@ from diptych.control.events import StepFinished
 from diptych.control.slo import NS_PER_S, Slo
 from diptych.report.plots import linear_scale, linear_ticks, log_scale, log_ticks
 from diptych.report.text import class_table, latency_table, resource_table, service_table, sweep_table
-from diptych.simulation.costs.linear import LinearCost
 from diptych.simulation.event_log import EventLog
 from diptych.simulation.faults import Fault
 from diptych.simulation.report.economy import FleetPrice, economy
@@ -26,6 +25,7 @@ from diptych.simulation.run import simulate_with_log
 from diptych.simulation.scenario import Scenario
 from diptych.timeline.lanes import Window
 from diptych.workload.spec import RequestSpec
+from tests.simulation.linear_cost import LinearCost
 from tests.simulation.scenarios import random_scenario
 
 VOID = {"meta", "br"}

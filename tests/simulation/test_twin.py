@@ -21,11 +21,11 @@ from diptych.control.config import (
 from diptych.control.events import StepFinished
 from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo
 from diptych.simulation.costs.cost_model import FRACTION_BITS, DecodeLine, floor_sum
-from diptych.simulation.costs.linear import LinearCost
 from diptych.simulation.front_end import FrontEnd
 from diptych.simulation.run import simulate, simulate_with_log
 from diptych.simulation.scenario import Scenario, load_balancer
 from diptych.workload.spec import RequestSpec
+from tests.simulation.linear_cost import LinearCost
 from tests.simulation.scenarios import check_laws, random_scenario, run
 
 # Seeds that found something once stay here. 1178: aborted with its last chunk in flight, a request was said to have a

@@ -76,25 +76,25 @@ def bench(
     send_slo: Annotated[bool, _option("Send the objectives (Diptych reads them).", SERVER)] = False,
     running_usage: Annotated[bool, _option("Ask for token counts in every event.", SERVER)] = False,
     extra: Annotated[Text, _option("JSON object of further fields for every body.", SERVER)] = None,
-    timeout: Annotated[str, _option("For a whole answer.", SERVER)] = "600s",
-    workload: Annotated[Text, _option("TOML file as of simulate, a trace's name or its file.", WORKLOAD)] = None,
+    timeout: Annotated[str, _option("Longest time for a whole answer.", SERVER)] = "600s",
+    workload: Annotated[Text, _option("TOML file as for diptych simulate, a trace's name or file.", WORKLOAD)] = None,
     rate: Annotated[Number, _option("Requests per second.", WORKLOAD)] = None,
     num_requests: Annotated[Whole, _option("Requests in all.", WORKLOAD)] = None,
     arrivals: Annotated[Text, _option("poisson, gamma, constant, on_off or closed.", WORKLOAD)] = None,
     concurrency: Annotated[Whole, _option("Clients of a closed loop.", WORKLOAD)] = None,
     prompt_tokens: Annotated[Number, _option("Mean length of a prompt.", WORKLOAD)] = None,
     output_tokens: Annotated[Number, _option("Mean length of an answer.", WORKLOAD)] = None,
-    time_scale: Annotated[Number, _option("A trace comes so many times as fast.", WORKLOAD)] = None,
+    time_scale: Annotated[Number, _option("Replay a trace this many times as fast.", WORKLOAD)] = None,
     ramp: Annotated[Text, _option("Rate that rises: FROM:TO:TIME, such as 1:20:60s.", WORKLOAD)] = None,
-    duration: Annotated[Text, _option("Nothing is sent after that.", WORKLOAD)] = None,
+    duration: Annotated[Text, _option("Send no request after this time.", WORKLOAD)] = None,
     warmup: Annotated[int, _option("Requests before the first that counts.", WORKLOAD)] = 4,
-    seed: Annotated[Whole, _option("Of arrivals, lengths and sharing.", WORKLOAD)] = None,
-    salt: Annotated[Text, _option("Of the texts. Default: new ones in every run.", WORKLOAD)] = None,
+    seed: Annotated[Whole, _option("Seed of arrivals, lengths and sharing.", WORKLOAD)] = None,
+    salt: Annotated[Text, _option("Salt of the texts. Default: a new one in every run.", WORKLOAD)] = None,
     assign: Annotated[list[str] | None, _option("Any setting: PATH=VALUE. Repeatable.", WORKLOAD, "--set")] = None,
     slo: Annotated[Text, _option("Any of ttft, tpot, itl, e2e: ttft=2s,itl=60ms.", OBJECTIVES)] = None,
     find_goodput: Annotated[bool, _option("Search the highest rate that meets them.", OBJECTIVES)] = False,
     attainment: Annotated[Number, _option("Share of requests that must meet them. Default: 0.9.", OBJECTIVES)] = None,
-    tolerance: Annotated[Number, _option("The search ends at rates so close. Default: 0.05.", OBJECTIVES)] = None,
+    tolerance: Annotated[Number, _option("The search ends at two rates this close. Default: 0.05.", OBJECTIVES)] = None,
     probe: Annotated[Text, _option("Length of a run of a search or series. Default: 30s.", OBJECTIVES)] = None,
     rates: Annotated[Text, _option("A run at each rate: 1,2,4.", OBJECTIVES)] = None,
     interference: Annotated[bool, _option("What a long prompt does to streams.", STREAMS)] = False,
@@ -106,7 +106,7 @@ def bench(
     ahead_tokens: Annotated[Whole, _option("The long prompt on the idle server. Default: the same.", STREAMS)] = None,
     behind: Annotated[Text, _option("From the long prompt to the short. Default: 100ms.", STREAMS)] = None,
     quiet: Annotated[Text, _option("Measured before the long prompt. Default: 4s.", STREAMS)] = None,
-    repetitions: Annotated[Whole, _option("Of the scenario. Default: 3.", STREAMS)] = None,
+    repetitions: Annotated[Whole, _option("How often the scenario runs. Default: 3.", STREAMS)] = None,
     as_json: Annotated[bool, _option("One JSON object on standard output.", OUTPUT, "--json")] = False,
     output: Annotated[Path | None, _option("Write that object to a file.", OUTPUT)] = None,
     records: Annotated[Path | None, _option("Write a JSON line per request.", OUTPUT)] = None,
@@ -225,7 +225,7 @@ async def _measure(config: "BenchConfig", mode: str, measure: Measure, given: Ma
 
 
 def _broken(session: "Session", data: Mapping[str, Any]) -> str | None:
-    """Why the measurement says less than was asked, though what it says is shown."""
+    """Why the measurement is incomplete; what was measured is shown all the same."""
     if session.broken is not None:
         return f"it ended early: {session.broken}"
     summary = data.get("summary")
@@ -340,10 +340,10 @@ def _write_files(data: Mapping[str, Any], results: "Sequence[LoadResult]", given
 
 
 def _check(given: Mapping[str, Any], modes: Sequence[str]) -> None:
-    """What would be known only after the measurement is known before it."""
+    """Check before the measurement what would otherwise fail after it."""
     check_folders({name: given[name] for name in ("output", "records", "report")})
     if given["records"] is not None and modes:
-        raise ConfigError(f"records is of a single run and has no effect with {modes[0]}", param="records")
+        raise ConfigError(f"records is for a single run and has no effect with {modes[0]}", param="records")
     for name, wanted in ONLY_WITH.items():
         if given[name] is not None and not any(mode in wanted for mode in modes):
             options = " or ".join(f"--{mode.replace('_', '-')}" for mode in wanted)

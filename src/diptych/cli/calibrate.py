@@ -1,6 +1,6 @@
 """``diptych calibrate | replay``: measure this machine for the simulator; check a recording of a live run.
 
-Owns the options and what people see. Must never hold logic: measuring is diptych.calibration.calibration, fitting is
+Owns the options and the output. Measuring is diptych.calibration.calibration, fitting is
 diptych.simulation.costs.fitted, comparing is diptych.simulation.replay.
 """
 
@@ -51,7 +51,7 @@ def calibrate(
     with errors_in_words():
         directory = Path(model or BUNDLED_MODEL).resolve()
         if not (directory / "config.json").exists():
-            raise ConfigError(f"{directory} is no model directory: it has no config.json", param="model")
+            raise ConfigError(f"{directory} is not a model directory: it has no config.json", param="model")
         check_folders({"out": out})
         memory = None if kv_cache_memory is None else parse_bytes(kv_cache_memory, "kv_cache_memory")
         options = EngineOptions(
@@ -61,7 +61,7 @@ def calibrate(
             max_model_len=max_model_len,
         )
         if hasattr(os, "getloadavg") and (load := os.getloadavg()[0]) > BUSY:
-            print(f"warning: the machine is busy (load {load:.1f}), and so will its calibration be", file=sys.stderr)
+            print(f"warning: the machine is busy (load {load:.1f}), so the figures will be too high", file=sys.stderr)
         from diptych.simulation.costs.fitted import write_calibration
 
         calibration = _measure_and_fit(options, seconds, directory.name)
@@ -136,9 +136,9 @@ def _show_calibration(calibration: "Calibration", out: Path) -> None:
 
 
 def replay(
-    file: Annotated[Path, typer.Argument(help="What diptych serve --record wrote.")],
+    file: Annotated[Path, typer.Argument(help="A file that diptych serve --record wrote.")],
 ) -> None:
-    """Check that a recorded run makes the same decisions again, and show what it was like.
+    """Check that the decisions of a recorded run are made again, and show its latencies.
 
     Ends with status 1 at the first decision that differs.
     """

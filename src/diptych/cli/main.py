@@ -1,7 +1,7 @@
 """``diptych serve | generate | calibrate | replay | version``: the command line.
 
-Owns option names, their help and what people see in the terminal. Must never hold logic that a library user would
-miss: every command ends in a call of the serving package.
+Owns option names, their help and the output in the terminal. Holds no logic that a library user would miss: every
+command ends in a call of another package.
 """
 
 import logging
@@ -49,8 +49,8 @@ app = typer.Typer(
 TRANSFERS = "|".join(("auto", *CONNECTORS))  # FleetOptions refuses other names
 MODEL, SERVER, OBJECTIVES, WORKERS = "Model", "Server", "Objectives", "Workers"
 UNTOUCHED_NAMES = ("--max-untouched-per-worker", "--edge-depth")  # the second is the old name
-UNTOUCHED_HELP = "Requests without a token; more wait by class and key (0: none wait). Default: 64."
-API_KEY_HELP = "Ask for this key (Authorization: Bearer KEY). Several: each is a tenant, and they share fairly."
+UNTOUCHED_HELP = "Requests per worker without a first token; more wait in the queue (0: none wait). Default: 64."
+API_KEY_HELP = "Accept this key (Authorization: Bearer KEY). Repeatable; each key is a tenant, tenants share fairly."
 SCHEDULER, MEMORY, MACHINE = "Scheduler (details; --shape presets them)", "Memory", "Machine"
 
 
@@ -78,43 +78,43 @@ def serve(
     host: Annotated[str, _option("Address to listen on. 0.0.0.0: reachable from everywhere.", SERVER)] = "127.0.0.1",
     port: Annotated[int, _option("Port; 0 picks a free one.", SERVER)] = 8000,
     api_key: Annotated[Strings, _option(API_KEY_HELP, SERVER, envvar="DIPTYCH_API_KEY")] = None,
-    max_waiting: Annotated[Whole, _option("Requests that may wait per worker; more get 429.", SERVER)] = None,
+    max_waiting: Annotated[Whole, _option("Requests that may wait on each worker; more get 429.", SERVER)] = None,
     max_body: Annotated[str, _option("Largest request body; more gets 413.", SERVER)] = "16MiB",
     drain_timeout: Annotated[float, _option("Seconds for running requests after SIGTERM.", SERVER)] = 30.0,
     log_level: Annotated[LogLevel, _option("How much the server logs.", SERVER)] = "warning",
-    record: Annotated[Path | None, _option("Record what decisions depend on, for diptych replay.", SERVER)] = None,
+    record: Annotated[Path | None, _option("Record all decisions to this file, for diptych replay.", SERVER)] = None,
     prefill: Annotated[int, _option("Workers that prefill.", WORKERS)] = 0,
     decode: Annotated[int, _option("Workers that decode.", WORKERS)] = 0,
     both: Annotated[Whole, _option("Workers that do both. Default: 1 if there is no other.", WORKERS)] = None,
     routing: Annotated[RoutingName | None, _option("How workers are chosen.", WORKERS)] = None,
-    disaggregate: Annotated[Disaggregate | None, _option("Two workers share a request.", WORKERS)] = None,
+    disaggregate: Annotated[Disaggregate | None, _option("Whether two workers share a request.", WORKERS)] = None,
     transfer: Annotated[
-        str, _option("Of KV; auto: a shared pool on CPUs, else TCP.", WORKERS, metavar=f"<{TRANSFERS}>")
+        str, _option("KV between workers; auto: shared memory on CPUs, else TCP.", WORKERS, metavar=f"<{TRANSFERS}>")
     ] = "auto",
-    kv_codec: Annotated[CodecName, _option("Packs (and rounds) KV; auto: if it saves time.", WORKERS)] = "none",
-    on_failure: Annotated[OnFailure | None, _option("When a worker dies with requests.", WORKERS)] = None,
-    heartbeat_timeout: Annotated[float, _option("Seconds until a silent worker is killed.", WORKERS)] = 10.0,
-    cores_per_worker: Annotated[Text, _option("A number, or lists: 0-3/4-7. Default: shares.", WORKERS)] = None,
+    kv_codec: Annotated[CodecName, _option("Compress (and round) KV; auto: if it saves time.", WORKERS)] = "none",
+    on_failure: Annotated[OnFailure | None, _option("What becomes of the requests of a lost worker.", WORKERS)] = None,
+    heartbeat_timeout: Annotated[float, _option("Seconds without heartbeat until a worker is killed.", WORKERS)] = 10.0,
+    cores_per_worker: Annotated[Text, _option("Cores per worker: a number, or lists 0-3/4-7.", WORKERS)] = None,
     max_untouched_per_worker: Annotated[Whole, _option(UNTOUCHED_HELP, WORKERS, *UNTOUCHED_NAMES)] = None,
     max_queued: Annotated[
-        Whole, _option("Requests that may wait in all; more get 429. Default: 4096.", WORKERS)
+        Whole, _option("Requests that may wait in the queue; more get 429. Default: 4096.", WORKERS)
     ] = None,
-    max_queued_per_key: Annotated[Whole, _option("Of these, of one API key (0: no limit).", WORKERS)] = None,
+    max_queued_per_key: Annotated[Whole, _option("Of these, requests of one API key (0: no limit).", WORKERS)] = None,
     ttft_slo_ms: Annotated[Number, _option("Time to first token, for requests that name none.", OBJECTIVES)] = None,
-    tpot_slo_ms: Annotated[Number, _option("Mean time per later token, likewise.", OBJECTIVES)] = None,
+    tpot_slo_ms: Annotated[Number, _option("Time per later token, for requests that name none.", OBJECTIVES)] = None,
     shape: Annotated[ShapeName, _option("unified: prompts first. chunked: between decodes.", OBJECTIVES)] = "chunked",
-    order: Annotated[OrderName | None, _option("Which request is next.", SCHEDULER)] = None,
+    order: Annotated[OrderName | None, _option("Which waiting request goes first.", SCHEDULER)] = None,
     budget: Annotated[BudgetName | None, _option("What limits a step: prompts, tokens or time.", SCHEDULER)] = None,
     max_batched_tokens: Annotated[Whole, _option("Tokens of one step at most.", SCHEDULER)] = None,
-    step_target_ms: Annotated[Number, _option("Of a step with --budget slo without TPOTs.", SCHEDULER)] = None,
+    step_target_ms: Annotated[Number, _option("Step time of --budget slo, without TPOT objectives.", SCHEDULER)] = None,
     max_num_seqs: Annotated[Whole, _option("Requests running at once per worker.", SCHEDULER)] = None,
-    max_partial_prefills: Annotated[Whole, _option("Prompts half done at once (0: no limit).", SCHEDULER)] = None,
+    max_partial_prefills: Annotated[Whole, _option("Prompts partly computed at once (0: no limit).", SCHEDULER)] = None,
     max_long_partial_prefills: Annotated[Whole, _option("Of these, long ones (0: no limit).", SCHEDULER)] = None,
-    long_prefill_threshold: Annotated[Whole, _option("Uncached tokens of a long prompt.", SCHEDULER)] = None,
-    preemption: Annotated[PreemptionName | None, _option("Of a decode that loses its blocks.", SCHEDULER)] = None,
-    preempt_for_priority: Annotated[bool, _option("Waiting may displace running, by priority.", SCHEDULER)] = False,
+    long_prefill_threshold: Annotated[Whole, _option("A prompt with more uncached tokens is long.", SCHEDULER)] = None,
+    preemption: Annotated[PreemptionName | None, _option("When a decode loses its blocks.", SCHEDULER)] = None,
+    preempt_for_priority: Annotated[bool, _option("Displace running requests of lower priority.", SCHEDULER)] = False,
     block_size: Annotated[int, _option("Tokens per KV block.", MEMORY)] = 32,
-    kv_cache_memory: Annotated[Text, _option("Of each worker, such as 2GiB. Default: a share.", MEMORY)] = None,
+    kv_cache_memory: Annotated[Text, _option("KV cache per worker, such as 2GiB. Default: a share.", MEMORY)] = None,
     swap_memory: Annotated[str, _option("Host memory for swapped requests.", MEMORY)] = "0",
     prefix_cache: Annotated[bool, _option("Reuse the KV of equal prompt beginnings.", MEMORY)] = True,
     device: Annotated[DeviceName, _option("Where to compute.", MACHINE)] = "auto",
@@ -132,7 +132,7 @@ def engine_options(given: dict[str, Any]) -> EngineOptions:
     """The engine's settings from the values of the options of ``serve``. Raises ConfigError."""
     directory = Path(given["model"] or BUNDLED_MODEL)
     if not (directory / "config.json").exists():
-        raise ConfigError(f"{directory} is no model directory: it has no config.json", param="model")
+        raise ConfigError(f"{directory} is not a model directory: it has no config.json", param="model")
     if given["cores"]:
         parse_cores(given["cores"])
     memory = given["kv_cache_memory"]

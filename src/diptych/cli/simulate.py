@@ -1,7 +1,7 @@
 """``diptych simulate``: the command line of the simulator.
 
-Owns option names, their help and what people see in the terminal. Must never hold logic that a library user would
-miss: settings come from simulation/settings.py, figures from simulation/report/.
+Owns option names, their help and the output in the terminal. Holds no logic that a library user would miss: settings
+come from simulation/settings.py, figures from simulation/report/.
 """
 
 import os
@@ -73,15 +73,15 @@ def simulate(
     weight_bits: Annotated[Whole, _option("Bits of a weight: 16, 8 or 4.", FLEET)] = None,
     kv_bits: Annotated[Whole, _option("Bits of a cached number: 16 or 8.", FLEET)] = None,
     cost: Annotated[Text, _option("Step durations: auto, tables, operators, roofline, or a file.", FLEET)] = None,
-    replicas: Annotated[Whole, _option("Workers, each with the model.", FLEET)] = None,
-    prefill: Annotated[Whole, _option("Replicas that only prefill (with --decode).", FLEET)] = None,
-    decode: Annotated[Whole, _option("Replicas that decode what those hand over.", FLEET)] = None,
-    both: Annotated[Whole, _option("Replicas that do both, beside those.", FLEET)] = None,
-    link: Annotated[Text, _option("Between them: ib400, eth100, nvlink4, shared_memory, ...", FLEET)] = None,
-    hosts: Annotated[Whole, _option("Hosts whose workers share memory (0: each has its own).", FLEET)] = None,
+    replicas: Annotated[Whole, _option("Workers that prefill and decode (without --prefill, --decode).", FLEET)] = None,
+    prefill: Annotated[Whole, _option("Workers that only prefill (with --decode).", FLEET)] = None,
+    decode: Annotated[Whole, _option("Workers that decode prompts of the prefill workers.", FLEET)] = None,
+    both: Annotated[Whole, _option("Workers that do both, beside those.", FLEET)] = None,
+    link: Annotated[Text, _option("Link between workers: ib400, eth100, nvlink4, shared_memory, ...", FLEET)] = None,
+    hosts: Annotated[Whole, _option("Hosts whose workers share memory (0: each worker has its own).", FLEET)] = None,
     routing: Annotated[Text, _option("kv_aware, least_loaded, power_of_two or round_robin.", FLEET)] = None,
     disaggregate: Annotated[Text, _option("Separate prefill from decode: auto, always or never.", FLEET)] = None,
-    on_failure: Annotated[Text, _option("A lost request is tried again: retry, local or fail.", FLEET)] = None,
+    on_failure: Annotated[Text, _option("Requests of a lost worker: retry, local or fail.", FLEET)] = None,
     max_model_len: Annotated[Whole, _option("Context length. Default: the model's own.", FLEET)] = None,
     rate: Annotated[Number, _option("Requests per second.", WORKLOAD)] = None,
     num_requests: Annotated[Whole, _option("Requests in all.", WORKLOAD)] = None,
@@ -89,7 +89,7 @@ def simulate(
     prompt_tokens: Annotated[Number, _option("Mean length of a prompt.", WORKLOAD)] = None,
     output_tokens: Annotated[Number, _option("Mean length of an answer.", WORKLOAD)] = None,
     trace: Annotated[Text, _option("azure-conv, mooncake-conversation, or a file.", WORKLOAD)] = None,
-    seed: Annotated[Whole, _option("Of everything random; equal seeds give equal runs.", WORKLOAD)] = None,
+    seed: Annotated[Whole, _option("Seed of everything random; equal seeds give equal runs.", WORKLOAD)] = None,
     ttft_slo_ms: Annotated[Number, _option("Time to first token, for requests that name none.", OBJECTIVES)] = None,
     tpot_slo_ms: Annotated[Number, _option("Time per later token, for requests that name none.", OBJECTIVES)] = None,
     shape: Annotated[Text, _option("unified: prompts first. chunked: between decodes.", OBJECTIVES)] = None,
@@ -99,11 +99,11 @@ def simulate(
     step_target_ms: Annotated[Number, _option("Time of one step with --budget slo.", SCHEDULER)] = None,
     max_num_seqs: Annotated[Whole, _option("Requests running at once.", SCHEDULER)] = None,
     max_waiting: Annotated[Whole, _option("Requests that may wait per worker.", SCHEDULER)] = None,
-    max_partial_prefills: Annotated[Whole, _option("Prompts half done (0: no limit).", SCHEDULER)] = None,
+    max_partial_prefills: Annotated[Whole, _option("Prompts partly computed at once (0: no limit).", SCHEDULER)] = None,
     max_long_partial_prefills: Annotated[Whole, _option("Of these, long ones (0: no limit).", SCHEDULER)] = None,
-    long_prefill_threshold: Annotated[Whole, _option("Uncached tokens of a long prompt.", SCHEDULER)] = None,
-    preemption: Annotated[Text, _option("recompute or swap.", SCHEDULER)] = None,
-    preempt_for_priority: Annotated[Switch, _option("Displace lower priorities.", SCHEDULER)] = None,
+    long_prefill_threshold: Annotated[Whole, _option("A prompt with more uncached tokens is long.", SCHEDULER)] = None,
+    preemption: Annotated[Text, _option("When a decode loses its blocks: recompute or swap.", SCHEDULER)] = None,
+    preempt_for_priority: Annotated[Switch, _option("Displace running requests of lower priority.", SCHEDULER)] = None,
     block_size: Annotated[Whole, _option("Tokens per KV block.", MEMORY)] = None,
     kv_cache_tokens: Annotated[Whole, _option("KV cache in tokens. Default: what fits.", MEMORY)] = None,
     kv_cache_memory: Annotated[Text, _option("KV cache of each GPU, such as 20GiB.", MEMORY)] = None,
@@ -200,7 +200,7 @@ def _simulate_sweep(given: Mapping[str, Any]) -> None:
 
     for name in ("timeline", "timeline_window", "records"):
         if name in given:
-            raise ConfigError(f"{name} is of one run and has no effect with --sweep", param=name)
+            raise ConfigError(f"{name} is for a single run and has no effect with --sweep", param=name)
     workers = given.get("workers", os.cpu_count() or 1)
     if workers < 1:
         raise ConfigError(f"workers is {workers}; it must be at least 1", param="workers")

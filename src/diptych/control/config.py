@@ -1,7 +1,7 @@
 """Frozen settings of the control code, one class per owner. Every class checks itself on construction."""
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args
 
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_MS, Slo
@@ -70,8 +70,8 @@ class BudgetConfig:
     slo: like fixed, and the step must end within the time that the objectives of running streams leave
     (``target_ns`` applies when a stream has no TPOT objective of its own, and also when nothing is running, so that
     a newcomer never waits longer than that for the step in front of it). idle_target_ns: how long a step may take
-    while nothing streams, if that is to be something else: workers that prefill for others read their weights for
-    more tokens at once, and leave the memory to those that decode.
+    while nothing streams, where that differs: workers that prefill for others read their weights for more tokens at
+    once, and leave the memory bandwidth to those that decode.
     """
 
     kind: BudgetName = "slo"
@@ -129,7 +129,7 @@ class CapsConfig:
 
 @dataclass(frozen=True, slots=True)
 class PreemptionConfig:
-    """What happens when a decode needs a block and none is free, or somebody more important waits.
+    """What happens when a decode needs a block and none is free, or a more important request waits.
 
     from_waiting: a waiting request whose priority is better by at least ``priority_gap`` may displace a running
     decode that has taken at least ``min_steps`` steps since it (re)started and was displaced fewer than
@@ -165,7 +165,7 @@ class SchedulerConfig:
     aging: float = 0.25
 
     def __post_init__(self) -> None:
-        orders = ("fcfs", "priority", "shortest", "deadline")
+        orders = get_args(OrderName)
         _require(self.order in orders, f"order is {self.order!r}; one of {', '.join(orders)}", "order")
         _require(self.max_num_seqs >= 1, f"max_num_seqs is {self.max_num_seqs}; at least 1", "max_num_seqs")
         _require(self.max_waiting >= 1, f"max_waiting is {self.max_waiting}; at least 1", "max_waiting")
@@ -203,15 +203,9 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     slo: Slo = field(default_factory=Slo)
     max_model_len: int = 8192
-    max_steps_in_flight: int = 1
 
     def __post_init__(self) -> None:
         _require(self.max_model_len >= 2, f"max_model_len is {self.max_model_len}; at least 2", "max_model_len")
-        _require(
-            self.max_steps_in_flight >= 1,
-            f"max_steps_in_flight is {self.max_steps_in_flight}; at least 1",
-            "max_steps_in_flight",
-        )
 
     def with_(self, **changes: Any) -> Self:
         """A copy with some fields replaced."""

@@ -1,7 +1,7 @@
 """A request as the control code sees it: counts, times and block hashes, never token ids.
 
 SamplingParams   how its tokens are picked
-RequestOptions   what else it asks for: one record, handed on whole
+RequestOptions   what else it asks for: one record, passed on whole
 Submission       the request as the fleet knows it (cluster, admission queue, router)
 Request          one attempt at it, on one worker (engine)
 """
@@ -30,7 +30,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How to pick tokens. The names and defaults people know from the OpenAI API and from vLLM.
+    """How to pick tokens. The names and defaults are those of the OpenAI API and of vLLM.
 
     temperature 0 is greedy. top_k 0 or -1 keeps all. logprobs/prompt_logprobs: number of alternatives per position
     (0: only the chosen token). seed None: one is drawn per request by the front end. Raises InvalidRequestError
@@ -94,9 +94,9 @@ def _check_range(name: str, value: float, low: float, high: float, *, open_low: 
 class RequestOptions:
     """What a request asks for besides its tokens and how they are sampled.
 
-    One record, handed on whole: from the HTTP body to the admission queue, the router, the scheduler, the recording and
-    the timeline. priority: smaller goes first. service_class: interactive, standard or batch. tenant: whose it is, for
-    fairness ("": no tenant). deadline_ns: from its arrival until its first token is of no more use. cache_salt:
+    One record that is passed on whole: from the HTTP body to the admission queue, the router, the scheduler, the
+    recording and the timeline. priority: smaller goes first. service_class: interactive, standard or batch. tenant: the
+    owner, for fairness ("": none). deadline_ns: from its arrival until its first token is of no more use. cache_salt:
     requests of different salts share no prefix. metadata: the client's own labels, which decide nothing.
     """
 
@@ -137,7 +137,7 @@ class Submission:
 class Request:
     """One request on one worker: the mutable record that the scheduler owns.
 
-    Two counts move apart while steps are in flight: ``num_scheduled_tokens`` (handed to the executor) and
+    Two counts move apart while a step runs: ``num_scheduled_tokens`` (handed to the executor) and
     ``num_computed_tokens`` (confirmed by ``end_step``). While a request decodes, both are derived from the decode
     batch's counters, so that a steady step touches no request at all (see scheduler/decode_batch.py).
     """
@@ -148,7 +148,6 @@ class Request:
         "block_ids",
         "borrowed_block_ids",
         "cached_tokens_at_arrival",
-        "decode_entry",
         "first_step_ns",
         "first_token_ns",
         "handoff_end_ns",
@@ -201,7 +200,7 @@ class Request:
         self.hands_off = False  # after the first token another worker decodes it
         self.borrowed_block_ids: tuple[int, ...] = ()  # of the worker that will decode it: computed into directly
         self.num_borrowed_tokens = 0  # leading tokens whose KV these blocks hold already
-        self.lease_ns = 0  # with hands_off: how long its blocks are kept without a sign of the other side (0: for ever)
+        self.lease_ns = 0  # with hands_off: how long its blocks are kept without a renewal (0: without limit)
         self.handoff_end_ns: int | None = None  # when this worker took it over from the one that prefilled it
         self.block_ids: list[int] = []
         self.host_block_ids: list[int] = []
@@ -215,7 +214,6 @@ class Request:
         self.cached_tokens_at_arrival = 0
         self.num_preemptions = 0
         self.last_resume_tick = 0
-        self.decode_entry = 0  # the current stay in the decode batch; 0: none; negative: its last step is in flight
         self.is_long = False  # by the caps' threshold, decided when it is queued and again when it is admitted
 
     @classmethod

@@ -1,7 +1,7 @@
 """The executor's decode batch: one slot per member in arrays that a step treats as wholes.
 
-Members fill the slots from 0 without gaps; who leaves is replaced by the last member. The slots behind the members
-are scratch room for the prefills of a step. Never computes and never decides who is a member.
+Members fill the slots from 0 without gaps; the last member takes the slot of one that leaves. The slots behind the
+members are scratch room for the prefills of a step. The plan decides which requests are members.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,6 @@ class DecodeRows:
         self.is_plain = np.zeros(capacity, dtype=np.bool_)  # [slots] greedy and nothing else
         self.ignores_eos = np.zeros(capacity, dtype=np.bool_)  # [slots]
         self.has_stop_ids = np.zeros(capacity, dtype=np.bool_)  # [slots] stop token ids besides end-of-sequence
-        self.is_ended = np.zeros(capacity, dtype=np.bool_)  # [slots] stopped or failed; will leave with a coming plan
 
     def __len__(self) -> int:
         return len(self.states)
@@ -39,7 +38,7 @@ class DecodeRows:
         return request_id in self._slot_of
 
     def reserve(self, num_slots: int) -> None:
-        """Make room for so many members and scratch slots together."""
+        """Make room for ``num_slots`` members and scratch slots together."""
         if num_slots <= len(self.inputs):
             return
         capacity = max(num_slots, 2 * len(self.inputs))
@@ -64,7 +63,6 @@ class DecodeRows:
         self.is_plain[slot] = state.is_plain
         self.ignores_eos[slot] = state.params.ignore_eos
         self.has_stop_ids[slot] = state.has_stop_ids
-        self.is_ended[slot] = False
 
     def leave(self, request_id: str, *, keep_tokens: bool) -> None:
         """Take a member out; the last member moves into its slot. Ids that are not members are ignored."""
@@ -82,7 +80,7 @@ class DecodeRows:
         length, blocks = self.positions[last] + 1, self.num_blocks[last]
         self.token_ids[slot, :length] = self.token_ids[last, :length]
         self.block_tables[slot, :blocks] = self.block_tables[last, :blocks]
-        flags = (self.is_plain, self.ignores_eos, self.has_stop_ids, self.is_ended)
+        flags = (self.is_plain, self.ignores_eos, self.has_stop_ids)
         for array in (self.inputs, self.positions, self.num_blocks, *flags):
             array[slot] = array[last]
 

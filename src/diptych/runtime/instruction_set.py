@@ -1,4 +1,4 @@
-"""Which instructions the native kernels compute with: the one place that decides it.
+"""Which instructions the native kernels compute with; decided only here.
 
 A set of kernels is named after the instructions that it needs; ``torch`` stands for no native kernel at all. Two sets
 may differ in the last bits of a result, so a worker uses one of them from its start to its end.

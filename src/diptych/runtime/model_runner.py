@@ -231,12 +231,11 @@ class ModelRunner:
         return tuple(full)
 
     def _sample(self, layout: StepLayout, logits: torch.Tensor) -> _Sampled:
-        """One token per sampling slot. Members that ended in an earlier step, and only wait for the plan that says so
-        (steps in flight), are computed like the others but never reported."""
+        """One token per sampling slot."""
         batch, first, last = self._batch, layout.first_slot, layout.last_slot
         token_ids, is_finite = sample_greedy(logits)
-        sampled = _Sampled(token_ids, batch.is_ended[first:last] | ~is_finite)
-        for row in np.flatnonzero(~is_finite & ~batch.is_ended[first:last]).tolist():
+        sampled = _Sampled(token_ids, ~is_finite)
+        for row in np.flatnonzero(~is_finite).tolist():
             sampled.failed.append((batch.request_ids[first + row], NOT_A_NUMBER))
         rows = np.flatnonzero(~batch.is_plain[first:last] & ~sampled.is_silent)
         seeds = np.array([batch.states[first + row].sampling_seed for row in rows], dtype=np.int64)
@@ -270,7 +269,6 @@ class ModelRunner:
             stops[row] |= int(token_ids[row]) in batch.states[first + row].stop_ids
         request_ids, tokens = batch.request_ids[first:last], token_ids.tolist()
         stopped = tuple((request_ids[row], FinishReason.STOP) for row in np.flatnonzero(stops & ~is_silent))
-        batch.is_ended[first:last] |= stops | is_silent
         if is_silent.any():
             reported = np.flatnonzero(~is_silent)
             request_ids, tokens = [request_ids[row] for row in reported], [tokens[row] for row in reported]

@@ -1,6 +1,6 @@
 """Replay of a worker: a fresh engine gets what a live one got, at the same times, and must decide the same.
 
-Only its public methods are called, and only with what the recording says.
+Only its public methods are called, and only with inputs of the recording.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from diptych.control.config import EngineConfig
+from diptych.control.config import EngineConfig, SchedulerConfig
 from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.recording import FORMAT, VERSION, DecisionChain, measured_steps, plan_summary
 from diptych.control.errors import ConfigError, RequestError
@@ -88,7 +88,7 @@ def recorded_steps(path: Path) -> RecordedSteps:
 
 
 def replay(path: str | Path) -> ReplayReport:
-    """Tell a fresh worker what the recording says and compare every plan; ends at the first difference.
+    """Give a fresh engine the inputs of the recording and compare every plan; ends at the first difference.
 
     Raises ConfigError when the file is no recording.
     """
@@ -120,14 +120,15 @@ class _ReplayedEngine:
         self._report = report
         self._chain = DecisionChain()
         self._start_ns: int | None = None
-        self._in_flight: list[SchedulerOutput] = []
-        self._begun_ns: list[int] = []
+        self._output = SchedulerOutput(0)  # of the newest step
+        self._begun_ns = 0
         self._last_end_ns = 0
         self._usage = WorkerUsage(report.config.cache.num_blocks)
         self._numbers: dict[str, tuple[int, int]] = {}  # of requests in the worker: place of arrival, time of it
         self._num_arrivals = 0
         self._collector = Collector(1)
         self._takers: dict[str, Callable[[list[Any], int], Difference | None]] = {
+            "configure": self._configure,
             "observe": self._observe,
             "add": self._add,
             "reserve": self._reserve,
@@ -150,6 +151,9 @@ class _ReplayedEngine:
         if take is None:
             raise ConfigError(f"line {line} of the recording has the unknown kind {kind!r}", param="path")
         return take(fields, line)
+
+    def _configure(self, fields: list[Any], line: int) -> None:
+        self.core.configure(msgspec.convert(fields[0], SchedulerConfig))
 
     def _observe(self, fields: list[Any], line: int) -> None:
         features, duration_ns = fields
@@ -254,8 +258,7 @@ class _ReplayedEngine:
         self._tick(now)
         output = self.core.begin_step(now)
         if output is not None:
-            self._in_flight.append(output)
-            self._begun_ns.append(now)
+            self._output, self._begun_ns = output, now
         expected = fields[2] if len(fields) > 1 else None
         if expected is None and output is None:
             return None
@@ -278,9 +281,9 @@ class _ReplayedEngine:
             full_blocks=tuple((request_id, block_hash.encode()) for request_id, block_hash in full_blocks),
             failed=tuple((request_id, message) for request_id, message in failed),
         )
-        output, begun_ns = self._in_flight.pop(0), self._begun_ns.pop(0)
+        output = self._output
         if output.is_compute and num_steps:
-            start_ns = max(begun_ns, self._last_end_ns)
+            start_ns = max(self._begun_ns, self._last_end_ns)
             self._last_end_ns = now
             self._report.steps.append(MeasuredStep(output.features, now - start_ns))
         events = self.core.end_step(result, now, num_steps=num_steps, last_start_ns=last_start_ns)

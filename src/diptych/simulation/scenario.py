@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 
 from diptych.control.admission.admission_queue import AdmissionConfig, ServiceClassConfig
 from diptych.control.cluster.cluster_config import ClusterConfig
-from diptych.control.config import EngineConfig
+from diptych.control.config import EngineConfig, SchedulerConfig
 from diptych.control.errors import ConfigError
 from diptych.control.router.routing import RoutingConfig, RoutingName
 from diptych.control.router.topology import LinkCost, LinkCosts, Role
@@ -28,19 +28,20 @@ def load_balancer(routing: RoutingName = "least_loaded") -> ClusterConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class RoleChange:
-    """A worker is meant for other work from ``at_ns`` on."""
+class WorkerChange:
+    """From ``at_ns`` on a worker is meant for other work, or schedules by other settings (None: as before)."""
 
     at_ns: int
     worker: int
-    role: Role
+    role: Role | None = None
+    scheduler: SchedulerConfig | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
     """``simulate(Scenario(...))`` runs it.
 
-    cluster: what the front end's ClusterCore is told (default: as ``diptych serve``; links, objectives and seed are
+    cluster: the settings of the front end's ClusterCore (default: as ``diptych serve``; links, objectives and seed are
     filled in). record_events: keep the whole event log (memory grows with the run). fast_forward: take decode steps in
     which nothing can change all at once; the log is the same either way. pools: prefill and decode on separate workers
     (then they say how many there are). warm_up: measured steps that the step-time model begins with, as a live worker's
@@ -55,7 +56,7 @@ class Scenario:
     num_workers: int = 1
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     faults: tuple[Fault, ...] = ()
-    role_changes: tuple[RoleChange, ...] = ()
+    worker_changes: tuple[WorkerChange, ...] = ()
     seed: int = 0
     record_events: bool = False
     fast_forward: bool = True
@@ -66,6 +67,8 @@ class Scenario:
     watch: Watch = field(default_factory=Watch)
 
     def __post_init__(self) -> None:
+        if self.pools is None and any(change.role is not None for change in self.worker_changes):
+            raise ConfigError("a worker can change its role only in a fleet with pools", param="worker_changes")
         if self.pools is not None:
             object.__setattr__(self, "num_workers", self.pools.num_workers)
         if self.num_workers < 1:

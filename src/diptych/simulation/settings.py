@@ -1,7 +1,7 @@
-"""Everything that ``diptych simulate`` can be told, as one TOML file or as flags, and the scenario that it means.
+"""The settings of ``diptych simulate``, as one TOML file or as flags, and the scenario that they describe.
 
-Owns the names, types and limits of the settings and how flags override a file. Must never print, and never decide
-what a policy means (control/config.py) or what a workload is (workload/).
+Owns the names, types and limits of the settings and how flags override a file. control/config.py defines the policies,
+workload/ the workloads.
 """
 
 import re
@@ -180,7 +180,7 @@ def read_settings(path: Path | None = None, overrides: Mapping[str, Any] | None 
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror}", param="config") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} is no TOML file: {error}", param="config") from None
+            raise ConfigError(f"{path} is not a TOML file: {error}", param="config") from None
     for name, value in (overrides or {}).items():
         raw = with_value(raw, name, value)
     return settings_from(raw)
@@ -260,7 +260,7 @@ def scheduler_of(settings: Settings) -> SchedulerConfig:
 
 
 def _cluster(settings: Settings) -> ClusterConfig:
-    """What ``diptych serve`` would be told with the same options."""
+    """What ``diptych serve`` would make of the same options."""
     config = cluster_config(
         routing=settings.routing,
         disaggregate=settings.disaggregate,
@@ -314,7 +314,7 @@ def _nanoseconds(milliseconds: float | None) -> int | None:
 
 
 def _in_words(raw: Mapping[str, Any], path: str, message: str) -> str:
-    """What is wrong with the value at a path. "Expected int >= 1, got str" is msgspec's way to say it."""
+    """What is wrong with the value at a path: msgspec writes "Expected int >= 1, got str"."""
     value = _value_at(raw, path)
     if message.startswith("Invalid enum value"):
         return f"{path} is {value!r}; one of {', '.join(map(str, choices(path)))}"

@@ -78,7 +78,7 @@ def setting_path(name: str) -> str:
         last = {path.split(".")[-1]: path for path in paths}
         near = get_close_matches(name, paths) or [last[key] for key in get_close_matches(name.split(".")[-1], last)]
         hint = f"; did you mean {' or '.join(near)}?" if near else "; docs/simulation.md lists them"
-        raise ConfigError(f"{name} is no setting{hint}", param=name)
+        raise ConfigError(f"{name} is not a setting{hint}", param=name)
     return matches[0]
 
 
@@ -157,7 +157,7 @@ def run_points(
 ) -> list[dict[str, Any]]:
     """The outcome of every point, in their order, from ``num_workers`` processes. Raises ConfigError.
 
-    on_done: told how many points are done.
+    on_done: called with the number of points that are done.
     """
     tasks = [msgspec.json.encode((values, plain(settings))) for values, settings in points]
     num_workers = min(num_workers, len(tasks))

@@ -496,6 +496,26 @@ def test_a_worker_that_comes_back_elsewhere_is_as_far_as_it_is_now() -> None:
         router.on_ended("a", None)
 
 
+def test_before_any_report_requests_go_where_the_fewest_prompt_tokens_were_sent() -> None:
+    router = CostRouter(RoutingConfig())
+    for number in range(2):
+        router.set_up(WorkerInfo(number, "both", 1000, SIZE))
+    assert [route(router, ask(name, tokens)).decode for name, tokens in (("a", 900), ("b", 300), ("c", 300))] == [
+        0,
+        1,
+        1,
+    ]
+    router.on_first_token("a")
+    assert route(router, ask("d", 100)).decode == 0
+
+
+def test_a_worker_gets_what_just_fits_its_memory_and_nothing_larger() -> None:
+    small = WorkerInfo(1, "both", 100, SIZE, memory_domain=0)
+    for tokens, worker in ((1500, 1), (1501, 0)):
+        router = router_of("both", small, reports={0: replace(REPORT, backlog_ns=NS_PER_S)})
+        assert route(router, ask(tokens=tokens, answer=100)).decode == worker
+
+
 def test_prompts_of_long_ago_make_an_answer_no_dearer() -> None:
     router = router_of("both")
 

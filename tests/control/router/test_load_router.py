@@ -83,9 +83,10 @@ def test_the_least_loaded_worker_is_the_one_with_the_fewest_requests_that_have_n
 
 def test_a_request_that_one_worker_serves_whole_counts_where_answers_are_written() -> None:
     router = router_of("decode", "decode", "prefill", routing="least_loaded")
-    assert [route(router, name, hands_off=False).decode for name in "abc"] == [0, 1, 2]
-    router.on_ended("b", 10)
+    assert [route(router, name, hands_off=False).decode for name in "abcd"] == [0, 1, 2, 0]
     assert route(router, "shared").decode == 1
+    router.on_ended("b", 10)
+    router.on_ended("d", 10)
     router.on_ended("a", 10)
     assert [route(router, f"more{number}").decode for number in range(3)] == [0, 0, 1]
 

@@ -1,4 +1,4 @@
-"""Attempts to serve requests, each on one worker or on two: which worker holds what of it, and what it must be told.
+"""Attempts to serve requests, each on one worker or on two: which worker holds what of it, and which commands it gets.
 
               Reserve            HandoffReserved        FirstToken           HandoffDelivered
     (begin) ----------> RESERVING ------------> PREFILLING -------> SENDING ----------------> DELIVERED --.
@@ -9,16 +9,22 @@
                             v                                                                             v
                          CLOSING: a worker that may hold something is told to drop it --- acknowledged --> gone
 
-Reserve first: nothing is computed before there is a place for it. In DELIVERED the prefill worker matters no more.
+Reserve first: nothing is computed before there is a place for it. In DELIVERED the prefill worker is not needed any
+more.
 
 Two ways to hand over. *Copied*: the prefill worker has blocks of its own and sends their content; the decode worker
 fences by ignoring attempts that it has forgotten. *Borrowed* (one memory domain): the prefill worker computes into the
 decode worker's blocks, so these must not be given to another request while it may still write: a dropped attempt leaves
 the decode worker only after the prefill worker has reported that it forgot it, or is known to be dead.
 
-Why an attempt closes, and what follows for its request, is the cluster's business.
+A reservation holds blocks of its decode worker until the prefill worker has computed the prompt, and a prompt may wait
+there for blocks that other reservations hold. Workers that wait for one another in a circle would wait for ever: no
+attempt begins that closes such a circle (``closes_circle``).
+
+ClusterCore decides why an attempt closes and what follows for its request.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -52,6 +58,7 @@ class Attempt:
     state: AttemptState = AttemptState.RESERVING
     is_at_prefill: bool = False  # that worker may hold something of this attempt
     is_at_decode: bool = False
+    awaits_prefill: bool = False  # blocks of the decode worker are, or will be, held until the prompt is computed
     reason: FinishReason = FinishReason.ABORT  # why it closes
 
     @property
@@ -126,7 +133,7 @@ class Attempt:
         return []
 
     def close(self, reason: FinishReason) -> list[Command]:
-        """The attempt is over, whatever its state: tell each worker that may hold something of it."""
+        """The attempt is over, whatever its state: each worker that may hold something of it is to drop it."""
         if self.state is AttemptState.CLOSING:
             return []
         self.state, self.reason = AttemptState.CLOSING, reason
@@ -152,6 +159,7 @@ class AttemptTable:
         self._attempts_of: dict[int, dict[str, Attempt]] = {}
         self._leased: dict[str, Attempt] = {}  # copied handoffs under way
         self._renew_at = 0
+        self._awaited: dict[int, Counter[int]] = {}  # decode worker -> prefill workers whose prompts it awaits
 
     def __len__(self) -> int:
         return len(self._attempts)
@@ -169,8 +177,25 @@ class AttemptTable:
         """When leases are to be renewed; None while there are none."""
         return self._renew_at if self._leased else None
 
+    def closes_circle(self, prefill: int, decode: int) -> bool:
+        """Whether an attempt on these would make workers wait for one another in a circle."""
+        if prefill == decode:
+            return False
+        seen, reached = {prefill}, [prefill]
+        while reached:
+            for worker in self._awaited.get(reached.pop(), ()):
+                if worker == decode:
+                    return True
+                if worker not in seen:
+                    seen.add(worker)
+                    reached.append(worker)
+        return False
+
     def begin(self, attempt: Attempt, now: int) -> list[Command]:
         """A new attempt."""
+        if attempt.is_handoff:
+            attempt.awaits_prefill = True
+            self._awaited.setdefault(attempt.decode, Counter())[attempt.prefill] += 1
         self._attempts[attempt.attempt_id] = attempt
         for worker in (attempt.prefill, attempt.decode):
             self._attempts_of.setdefault(worker, {})[attempt.attempt_id] = attempt
@@ -180,8 +205,14 @@ class AttemptTable:
             self._leased[attempt.attempt_id] = attempt
         return attempt.begin()
 
+    def computed(self, attempt: Attempt) -> None:
+        """Its prompt is computed."""
+        self._stop_awaiting(attempt)
+        attempt.on_first_token()
+
     def delivered(self, attempt: Attempt) -> list[Command]:
         """The decode worker goes on with it."""
+        self._stop_awaiting(attempt)
         self._leased.pop(attempt.attempt_id, None)
         return attempt.on_delivered()
 
@@ -193,13 +224,14 @@ class AttemptTable:
 
     def close(self, attempt: Attempt, reason: FinishReason = FinishReason.ABORT) -> list[Command]:
         """The attempt is over, whatever its state."""
+        self._stop_awaiting(attempt)
         self._leased.pop(attempt.attempt_id, None)
         commands = attempt.close(reason)
         self._bury(attempt)
         return commands
 
     def renew(self, now: int) -> list[Command]:
-        """What to tell the workers so that no lease of a handoff under way runs out."""
+        """The renewals that keep the leases of handoffs under way."""
         if not self._leased or now < self._renew_at:
             return []
         self._renew_at = now + self._lease_ns // 3
@@ -213,7 +245,18 @@ class AttemptTable:
     def check_idle(self) -> None:
         """Assert that no attempt is left (for tests)."""
         assert not self._attempts, f"attempts left behind: {list(self._attempts.values())[:5]}"
-        assert not self._leased and not any(self._attempts_of.values())
+        assert not self._leased and not any(self._attempts_of.values()) and not self._awaited
+
+    def _stop_awaiting(self, attempt: Attempt) -> None:
+        if not attempt.awaits_prefill:
+            return
+        attempt.awaits_prefill = False
+        awaited = self._awaited[attempt.decode]
+        awaited[attempt.prefill] -= 1
+        if not awaited[attempt.prefill]:
+            del awaited[attempt.prefill]
+        if not awaited:
+            del self._awaited[attempt.decode]
 
     def _bury(self, attempt: Attempt) -> None:
         """Forget an attempt that is over and that no worker holds."""

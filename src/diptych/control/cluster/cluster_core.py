@@ -12,6 +12,7 @@ given up while another worker may write into them. Attempts without progress are
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
@@ -24,13 +25,14 @@ from diptych.control.cluster.cluster_events import (
     ClusterEvent,
     Reported,
     RoleChanged,
+    SchedulerChanged,
     Tick,
     WorkerDown,
     WorkerUp,
 )
 from diptych.control.cluster.membership import Membership
 from diptych.control.cluster.open_request import OpenRequest
-from diptych.control.commands import AskKVSnapshot, Command, End, ForgetPeer, Restarted, attempt_id_of
+from diptych.control.commands import AskKVSnapshot, Command, Configure, End, ForgetPeer, Restarted, attempt_id_of
 from diptych.control.engine.reports import LoadReport
 from diptych.control.errors import ConfigError, DiptychError, UnavailableError
 from diptych.control.events import (
@@ -75,6 +77,7 @@ class ClusterCore:
             WorkerUp: self._on_up,
             WorkerDown: self._on_down,
             RoleChanged: self._on_role_changed,
+            SchedulerChanged: self._on_scheduler_changed,
             Reported: self._on_reported,
             Tick: self._on_tick,
         }
@@ -156,7 +159,7 @@ class ClusterCore:
         return commands + self._dispatch(now)
 
     def _dispatch(self, now: int) -> list[Command]:
-        """Send as many as may go now."""
+        """Dispatch as many waiting requests as may go now."""
         commands: list[Command] = []
         while len(self.admission):
             headroom = UNLIMITED
@@ -172,7 +175,10 @@ class ClusterCore:
         """Begin the next attempt, or wait for a worker."""
         submission = entry.submission
         request_id = submission.request_id
-        route = self.router.route(RoutingRequest(submission, entry.num_tokens, entry.avoid, entry.must_stay_whole), now)
+        asked = RoutingRequest(submission, entry.num_tokens, entry.avoid, entry.must_stay_whole)
+        route = self.router.route(asked, now)
+        if route is not None and self._attempts.closes_circle(route.prefill, route.decode):
+            route = self.router.route(replace(asked, must_stay_whole=True), now)
         if route is None:
             self._parked.setdefault(request_id, now + self.config.park_ns)
             return []
@@ -206,11 +212,11 @@ class ClusterCore:
         return End(entry.submission.request_id, finished, error)
 
     def _end_stopped(self, entry: OpenRequest, now: int) -> End:
-        """The client had all that it wanted, and no worker gives an account of the request."""
+        """The client has a complete answer, and no worker reports the end of the request."""
         return self._end(entry, finished=entry.complete(FinishReason.STOP, now, self.config.slo))
 
     def _settle(self, entry: OpenRequest, num_tokens: int) -> None:
-        """Take the request, which has got so many tokens, out of the books."""
+        """Forget the request, of whose answer the client has ``num_tokens``."""
         submission = entry.submission
         self._touch(entry)
         self._parked.pop(submission.request_id, None)
@@ -219,7 +225,7 @@ class ClusterCore:
         del self._open[submission.request_id]
 
     def _touch(self, entry: OpenRequest) -> None:
-        """It got a token of this attempt, or left."""
+        """The request got a token of this attempt, or ends."""
         if entry.is_untouched:
             entry.is_untouched = False
             self._num_untouched -= 1
@@ -236,7 +242,7 @@ class ClusterCore:
         return None if attempt is None or attempt.state is AttemptState.CLOSING else self._holder(attempt)
 
     def _forgotten(self, attempt: Attempt, worker: int, now: int) -> list[Command]:
-        """That worker holds nothing of the attempt any more; a request that waited only for that ends."""
+        """The worker holds nothing of the attempt any more; a request that waited only for this ends."""
         commands = self._attempts.forgotten(attempt, worker)
         entry = self._holder(attempt)
         if entry is not None and entry.is_stopping and attempt.is_gone:
@@ -255,11 +261,11 @@ class ClusterCore:
         if error := entry.verdict(why, self.config.on_failure, self.config.max_attempts):
             self.counts["poison"] += entry.is_poison
             return [*commands, self._end(entry, error=error)]
-        if entry.num_tokens >= entry.submission.max_tokens:  # its last token came, although the word of its end did not
+        if entry.num_tokens >= entry.submission.max_tokens:  # its last token came, the event of its end did not
             finished = entry.complete(FinishReason.LENGTH, now, self.config.slo)
             return [*commands, self._end(entry, finished=finished)]
         entry.must_stay_whole |= self.config.on_failure == "local"
-        if why != "worker":  # a dead one is out anyway; of two that cannot hand over, either may be at fault
+        if why != "worker":  # a lost worker is not up anyway; of two that cannot hand over, either may be at fault
             entry.avoid = frozenset((attempt.prefill, attempt.decode))
         self.counts["retried"] += 1
         return commands + self._place(entry, now)
@@ -267,8 +273,11 @@ class ClusterCore:
     # -- workers ------------------------------------------------------------------------------------------------------
 
     def _on_up(self, event: WorkerUp, now: int) -> list[Command]:
+        worker = event.info.number
         self.members.on_ready(event.info)
-        return self._admit_workers(now)
+        scheduler = self.members.schedulers.get(worker)
+        configure: list[Command] = [] if scheduler is None else [Configure(worker, scheduler)]
+        return configure + self._admit_workers(now)
 
     def _admit_workers(self, now: int) -> list[Command]:
         """Use the workers that may be used from now on."""
@@ -303,7 +312,7 @@ class ClusterCore:
                 num_tokens = event.progress.get(attempt.request_id, entry.num_tokens)
                 commands += self._lose(entry, "worker", now, num_tokens=num_tokens)
         commands += [ForgetPeer(peer, worker) for peer in peers]
-        return commands + self._admit_workers(now)  # one that waited only for this worker's word
+        return commands + self._admit_workers(now)  # a worker may have waited only for the report of this one
 
     def _on_role_changed(self, event: RoleChanged, now: int) -> list[Command]:
         self.members.change_role(event.worker, event.role)
@@ -311,6 +320,10 @@ class ClusterCore:
             self.router.set_role(event.worker, event.role)
             self._tell_admission()
         return self._dispatch(now)
+
+    def _on_scheduler_changed(self, event: SchedulerChanged, now: int) -> list[Command]:
+        self.members.schedulers[event.worker] = event.scheduler
+        return [Configure(event.worker, event.scheduler)] if self.members.is_ready(event.worker) else []
 
     def _on_tick(self, event: Tick, now: int) -> list[Command]:
         commands: list[Command] = []
@@ -342,8 +355,8 @@ class ClusterCore:
         self._tell_admission()
 
     def _tell_admission(self) -> None:
-        """What a waiting token costs those behind it: all workers that compute prompts share them. The workers' own
-        backlog does not count: there, a short prompt passes the long ones."""
+        """What a waiting prompt token costs the requests behind it: all workers that compute prompts share the queue.
+        The backlog of the workers does not count: there, a short prompt passes the long ones."""
         if not self.config.max_untouched_per_worker:
             return
         infos = self.members.infos
@@ -383,7 +396,7 @@ class ClusterCore:
         entry = self._current(attempt)
         if attempt is None or entry is None:
             return []
-        attempt.on_first_token()
+        self._attempts.computed(attempt)
         return self._got_token(entry, now)
 
     def _take_delivered(self, worker: int, event: HandoffDelivered, now: int) -> list[Command]:

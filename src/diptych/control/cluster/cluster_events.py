@@ -1,9 +1,10 @@
-"""What ClusterCore is told, as frozen records. The drivers (serving.fleet, simulation.fleet) make them."""
+"""The inputs of ClusterCore, as frozen records. The drivers (serving.fleet, simulation.fleet) make them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
+from diptych.control.config import SchedulerConfig
 from diptych.control.engine.reports import LoadReport
 from diptych.control.events import Event
 from diptych.control.request import FinishReason, Submission
@@ -19,8 +20,8 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """The client wants no more of a request, of which it has ``num_tokens``. reason abort: it went away; the request is
-    over, and no End follows. reason stop: it has all that it asked for (a stop string); an End follows."""
+    """The client wants no more tokens of a request; it has ``num_tokens``. reason abort: the client disconnected; the
+    request is over, and no End follows. reason stop: the answer is complete (a stop string); an End follows."""
 
     request_id: str
     num_tokens: int = 0
@@ -36,7 +37,7 @@ class WorkerUp:
 
 @dataclass(frozen=True, slots=True)
 class WorkerDown:
-    """A worker is gone for certain (its process has ended). progress: for each of its requests, how many tokens the
+    """A worker is lost for certain (its process has ended). progress: for each of its requests, how many tokens the
     client has got in all. crashed: it may have died of what it was computing."""
 
     worker: int
@@ -46,10 +47,18 @@ class WorkerDown:
 
 @dataclass(frozen=True, slots=True)
 class RoleChanged:
-    """From now on a worker is meant for other work. What runs there goes on."""
+    """From now on a worker has another role. The requests that run there stay."""
 
     worker: int
     role: Role
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerChanged:
+    """From now on a worker schedules by these settings, also when it is started again."""
+
+    worker: int
+    scheduler: SchedulerConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +75,6 @@ class Tick:
     """Time has passed: see ClusterCore.next_time."""
 
 
-ClusterEvent = Arrived | Cancelled | WorkerUp | WorkerDown | RoleChanged | Reported | Tick
+ClusterEvent = Arrived | Cancelled | WorkerUp | WorkerDown | RoleChanged | SchedulerChanged | Reported | Tick
 
 CLUSTER_EVENT_CLASSES: dict[str, type[ClusterEvent]] = {cls.__name__: cls for cls in get_args(ClusterEvent)}

@@ -7,6 +7,7 @@ more.
 
 from dataclasses import replace
 
+from diptych.control.config import SchedulerConfig
 from diptych.control.router.topology import Role, WorkerInfo
 
 
@@ -16,6 +17,7 @@ class Membership:
     def __init__(self) -> None:
         self.infos: dict[int, WorkerInfo] = {}
         self.up: dict[int, None] = {}  # in the order of their coming
+        self.schedulers: dict[int, SchedulerConfig] = {}  # of workers whose settings were changed since the start
         self._ready: dict[int, None] = {}
         self._owed: dict[int, set[int]] = {}  # worker -> peers that may still write into its old memory
 
@@ -25,12 +27,15 @@ class Membership:
         self._ready[info.number] = None
 
     def change_role(self, worker: int, role: Role) -> None:
-        """This worker is meant for other work from now on."""
+        """This worker has another role from now on."""
         self.infos[worker] = replace(self.infos[worker], role=role)
 
+    def is_ready(self, worker: int) -> bool:
+        """Whether a process of this worker serves."""
+        return worker in self._ready
+
     def on_lost(self, worker: int) -> list[int]:
-        """Its process has ended. Returns the peers that must forget it (a process that was never up is known to
-        none)."""
+        """Its process has ended. Returns the peers that must forget it (none know a process that was never up)."""
         was_up = worker in self.up
         self.up.pop(worker, None)
         self._ready.pop(worker, None)

@@ -1,14 +1,13 @@
 """EngineCore: one worker's decisions, from the arrival of a request to its one terminal event.
 
-A state machine without a clock: every call is told the time and returns what happened or what should be done. The
+A state machine without a clock: every call takes the time and returns what happened or what is to be done. The
 driver's whole job is to call ``begin_step``, let an executor run the plan, and hand the result to ``end_step``.
 """
 
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from diptych.control.config import EngineConfig
+from diptych.control.config import EngineConfig, SchedulerConfig
 from diptych.control.engine.kvcache.kv_cache_manager import KVCacheManager
 from diptych.control.engine.leases import Leases
 from diptych.control.engine.reports import EngineStats, LoadReport, engine_stats, load_report
@@ -43,10 +42,9 @@ NUM_DROPPED = 4096  # dropped attempts that are remembered, lest they come later
 
 
 @dataclass(frozen=True, slots=True)
-class _StepInFlight:
+class _RunningStep:
     output: SchedulerOutput
     begun_ns: int
-    lives: tuple[int, ...]  # how often each prefill's request had been preempted when the step was planned
 
 
 class EngineCore:
@@ -60,16 +58,17 @@ class EngineCore:
         self.requests: dict[str, Request] = {}
         self.leases = Leases()
         self._dropped: dict[str, None] = {}  # oldest first
-        self._in_flight: deque[_StepInFlight] = deque()
-        self._finished_ids: list[str] = []  # ended since the last plan: the executor is told with the next one
+        self._step: _RunningStep | None = None  # between begin_step and end_step
+        self._finished_ids: list[str] = []  # ended since the last plan: the next one says so to the executor
         self._num_arrivals = 0
         self._num_steps = 0
         self._last_end_ns = 0
         self._pending_events: list[Event] = []
         self._num_kv_events = 0
+        self._max_num_seqs = config.scheduler.max_num_seqs  # what the executor was made for
 
     def add_request(self, request: Request, now: int) -> list[Event]:
-        """Queue a request, or refuse it with its terminal event (the executor then never hears of it).
+        """Queue a request, or refuse it with its terminal event (the executor then never gets it).
 
         Raises ConfigError for an id that is in use: that is the caller's mistake. One that was dropped before it came
         is answered with HandoffReleased."""
@@ -100,8 +99,8 @@ class EngineCore:
     def reserve(self, request: Request, now: int, lease_ns: int = 0) -> list[Event]:
         """Hold blocks for a prompt that another worker will compute; HandoffReserved says when they are there.
 
-        Refused like ``add_request``; ``drop`` and ``abort`` give them back, and so does ``expire`` when nobody renews
-        them for ``lease_ns`` (0: never). ``deliver`` starts the decode.
+        Refused like ``add_request``; ``drop`` and ``abort`` give them back, and so does ``expire`` when they are not
+        renewed for ``lease_ns`` (0: never). ``deliver`` starts the decode.
         """
         if request.request_id in self._dropped:
             return [HandoffReleased(now, request.request_id)]
@@ -112,7 +111,7 @@ class EngineCore:
         return []
 
     def renew(self, attempt_ids: Iterable[str], now: int) -> None:
-        """Somebody still wants these attempts."""
+        """These attempts are still wanted: their leases begin again."""
         self.leases.renew(attempt_ids, now)
 
     def deliver(
@@ -164,8 +163,8 @@ class EngineCore:
         return [*self._kv_events(now), snapshot]
 
     def expire(self, now: int) -> list[Event]:
-        """Give up the attempts whose leases have run out: reservations whose KV never came, and blocks that nobody
-        took."""
+        """Give up the attempts whose leases have run out: reservations whose KV never came, and blocks that no
+        worker took over."""
         expired = [self.requests[attempt_id] for attempt_id in self.leases.take_expired(now)]
         for request in expired:
             self._forget(request)
@@ -178,13 +177,14 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step may be needed: somebody is here, or the executor has yet to hear who left."""
+        """Whether a step may be needed: there are requests, or the executor does not know yet which ended."""
         return bool(self.requests or self._finished_ids)
 
     def begin_step(self, now: int) -> SchedulerOutput | None:
-        """The plan of the next step, or None when there is nothing to do or enough is in flight. Events that planning
-        causes are returned by the next ``end_step`` or ``take_events``."""
-        if len(self._in_flight) >= self.config.max_steps_in_flight or not self.has_work:
+        """The plan of the next step, or None when there is nothing to do. Events that planning causes are returned by
+        ``end_step`` or ``take_events``."""
+        assert self._step is None, "the step before has not ended"
+        if not self.has_work:
             return None
         output, events = self.scheduler.schedule(self._num_steps, tuple(self._finished_ids), now)
         self._pending_events.extend(events)
@@ -192,19 +192,19 @@ class EngineCore:
             return None
         self._num_steps += 1
         self._finished_ids.clear()
-        lives = tuple(self.requests[chunk.request_id].num_preemptions for chunk in output.prefills)
-        self._in_flight.append(_StepInFlight(output, now, lives))
+        self._step = _RunningStep(output, now)
         return output
 
     def end_step(
         self, result: StepResult, now: int, *, num_steps: int = 1, last_start_ns: int | None = None
     ) -> list[Event]:
-        """Take in the result of the oldest step in flight: the only place where computed-token counts grow.
+        """Take in the result of the step that was begun: the only place where computed-token counts grow.
 
         num_steps: the plan was taken so many times in a row (at most its max_repeats), the last time from
         ``last_start_ns`` on; ``result`` is that of the last. 0: it was broken off, after the end of all its requests.
         """
-        step = self._in_flight.popleft()
+        step, self._step = self._step, None
+        assert step is not None, "no step has begun"
         output = step.output
         assert result.step_id == output.step_id, f"result of step {result.step_id}, expected {output.step_id}"
         if num_steps > 1:
@@ -212,7 +212,7 @@ class EngineCore:
             self.scheduler.repeat(num_steps - 1)
             self._num_steps += num_steps - 1
         events = self.take_events()
-        reached_limit = self._end_prefills(step, now, events) if output.prefills else []
+        reached_limit = self._end_prefills(output, now, events) if output.prefills else []
         if output.num_decodes:
             reached_limit += self.scheduler.batch.advance_completed()
         for request_id, block_hash in result.full_blocks:
@@ -232,31 +232,21 @@ class EngineCore:
         events += self._kv_events(now)
         return events
 
-    def end_repeats(self, num_steps: int, now: int) -> tuple[SchedulerOutput, list[Event]]:
-        """Of a plan that is taken many times in a row, ``num_steps`` are over and one more is under way since ``now``.
-
-        Returns the plan of that one, and what ``end_step`` would have. For drivers under virtual time, when a message
-        comes whose effect depends on how far the requests are.
-        """
-        step = self._in_flight.popleft()
-        assert num_steps < step.output.max_repeats, f"{num_steps} + 1 steps of a plan for {step.output.max_repeats}"
-        events = self.take_events()
-        self.scheduler.repeat(num_steps)
-        self._num_steps += num_steps
-        events.append(self._measure(step, now, num_steps, None))
-        seqs = step.output.num_decodes
-        features = StepFeatures(0, 0, seqs, step.output.features.decode_context + num_steps * seqs)
-        step_id = step.output.step_id + num_steps
-        output = SchedulerOutput(
-            step_id, num_decodes=seqs, features=features, predicted_ns=self.model.predict_ns(features)
-        )
-        self._in_flight.appendleft(_StepInFlight(output, now, ()))
-        return output, events
-
     def take_events(self) -> list[Event]:
         """Events that planning caused since the last call."""
         events, self._pending_events = self._pending_events, []
         return events
+
+    def configure(self, scheduler: SchedulerConfig) -> None:
+        """Schedule by these settings from the next plan on; what runs keeps its place. Raises ConfigError for more
+        sequences at once than the worker was started for: the executor has no rows for them."""
+        limit = self._max_num_seqs
+        if scheduler.max_num_seqs > limit:
+            raise ConfigError(
+                f"max_num_seqs is {scheduler.max_num_seqs}; this worker was started for {limit}", param="max_num_seqs"
+            )
+        self.config = self.config.with_(scheduler=scheduler)
+        self.scheduler.configure(scheduler)
 
     def observe(self, features: StepFeatures, duration_ns: int) -> None:
         """Teach the step-time model a step that was measured outside of the loop (warm-up, calibration)."""
@@ -291,23 +281,21 @@ class EngineCore:
     def _refusal(self, request: Request) -> RequestError | None:
         return refusal(request, self.config, self.kv.capacity_tokens, len(self.scheduler.waiting))
 
-    def _end_prefills(self, step: _StepInFlight, now: int, events: list[Event]) -> list[Request]:
+    def _end_prefills(self, output: SchedulerOutput, now: int, events: list[Event]) -> list[Request]:
         """Confirm the step's chunks. Returns requests whose first token was also their last."""
         reached_limit = []
-        for chunk, life in zip(step.output.prefills, step.lives, strict=True):
+        for chunk in output.prefills:
             request = self.requests.get(chunk.request_id)
             if request is None:  # aborted while the step ran
                 continue
             if chunk.is_last and request.first_token_ns is None:
                 request.first_token_ns = now
                 events.append(FirstToken(now, request.request_id))
-            if request.num_preemptions != life:  # it decoded already and lost these blocks while the step ran
-                continue
-            request.num_computed_tokens = max(request.num_computed_tokens, chunk.start + chunk.num_tokens)
+            request.num_computed_tokens = chunk.start + chunk.num_tokens
             self.kv.remember_computed(request, request.num_computed_tokens)
-            if chunk.is_last and request.hands_off:
-                self.leases.grant(request.request_id, request.lease_ns, now)
-            if chunk.is_last and request.decode_entry == 0:  # else the decode batch counts its first token
+            if chunk.is_last:
+                if request.hands_off:
+                    self.leases.grant(request.request_id, request.lease_ns, now)
                 request.num_output_tokens += 1
                 if request.num_output_tokens >= request.max_tokens:
                     reached_limit.append(request)
@@ -324,7 +312,7 @@ class EngineCore:
                 computed = self.scheduler.batch.num_computed(request)
             self.kv.remember_computed(request, computed)
 
-    def _measure(self, step: _StepInFlight, now: int, num_steps: int, last_start_ns: int | None) -> StepFinished:
+    def _measure(self, step: _RunningStep, now: int, num_steps: int, last_start_ns: int | None) -> StepFinished:
         start_ns = max(step.begun_ns, self._last_end_ns)
         self._last_end_ns = now
         output = step.output

@@ -1,9 +1,9 @@
-"""A core that tells everything its decisions depend on, so that a later run can make the same ones.
+"""An EngineCore that records everything its decisions depend on, so that a replay can compare them.
 
 The vocabulary of a worker's recording: which inputs there are, in which form, and the digest of a decision. A recording
 holds counts, ids, times and block hashes, never tokens. Rows go to a callable, which does the I/O.
 
-    row = (kind, ...)           what the engine was told, in order
+    row = (kind, ...)           the inputs of the engine, in order
     observe                     step features (4 numbers), nanoseconds: teaches the step-time model
     add                         now, request (see request_row)
     reserve                     now, request: blocks for a prompt that another worker computes
@@ -19,13 +19,12 @@ holds counts, ids, times and block hashes, never tokens. Rows go to a callable, 
                                 where end_step was told them, else ()
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
-from diptych.control.config import EngineConfig
+from diptych.control.config import EngineConfig, SchedulerConfig
 from diptych.control.engine.engine_core import EngineCore
 from diptych.control.errors import ErrorRecord
 from diptych.control.events import Event
@@ -129,6 +128,11 @@ class RecordingEngineCore(EngineCore):
         self._write(("end", now, result.step_id, result.stopped, result.full_blocks, result.failed, repeats))
         return super().end_step(result, now, num_steps=num_steps, last_start_ns=last_start_ns)
 
+    def configure(self, scheduler: SchedulerConfig) -> None:
+        """See EngineCore."""
+        self._write(("configure", scheduler))
+        super().configure(scheduler)
+
     def observe(self, features: StepFeatures, duration_ns: int) -> None:
         """See EngineCore."""
         self._write(("observe", feature_row(features), duration_ns))
@@ -155,19 +159,17 @@ def request_row(request: Request) -> Row:
 def measured_steps(rows: Iterable[Sequence[Any]]) -> Iterator[tuple[StepFeatures, int]]:
     """What each step of a recording computed and how many nanoseconds it took, the loop around it included: from the
     end of the step before it, or from its own begin where the worker was idle. Plans as in ``plan_summary``."""
-    in_flight: deque[tuple[int, StepFeatures]] = deque()
+    begun_ns, features = 0, StepFeatures()
     last_end_ns = 0
     for row in rows:
         if row[0] == "begin" and len(row) > 2:
             _, chunks, num_decodes, context, *_ = row[3]
             tokens = sum(chunk[2] for chunk in chunks)
             pairs = sum(chunk_attention(chunk[1], chunk[2]) for chunk in chunks)
-            in_flight.append((row[1], StepFeatures(tokens, pairs, num_decodes, context)))
-        elif row[0] == "end":
-            begun_ns, features = in_flight.popleft()
-            if features != StepFeatures() and not row[6]:
-                yield features, row[1] - max(begun_ns, last_end_ns)
-                last_end_ns = row[1]
+            begun_ns, features = row[1], StepFeatures(tokens, pairs, num_decodes, context)
+        elif row[0] == "end" and features != StepFeatures() and not row[6]:
+            yield features, row[1] - max(begun_ns, last_end_ns)
+            last_end_ns = row[1]
 
 
 class DecisionChain:

@@ -2,7 +2,7 @@
 
 What the front end commands, what the KV connector reports and what the executor returns come in; events to report and
 actions on transfers go out. The live worker (serving.worker) and the simulated one (simulation.fleet) drive the same
-object: the first carries bytes, the second virtual time.
+class: the first moves bytes, the second virtual time.
 
 A turn of a worker is the same everywhere, and nothing else touches the core while a step runs:
 
@@ -20,7 +20,7 @@ tokens leave before the KV that was computed with them.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from diptych.control.commands import AskKVSnapshot, Drop, ForgetPeer, Prefill, Release, Renew, Reserve
+from diptych.control.commands import AskKVSnapshot, Configure, Drop, ForgetPeer, Prefill, Release, Renew, Reserve
 from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.outgoing import Outgoing, SendChunk
 from diptych.control.engine.reports import LoadReport
@@ -180,7 +180,7 @@ class WorkerCore:
             self._outgoing.begin(attempt_id, start, num_tokens, is_borrowed=command.borrowed)
             self._outbox.before.append(OpenTransfer(attempt_id, command.target, start))
 
-    def handle(self, command: Release | Drop | Renew | AskKVSnapshot | ForgetPeer, now: int) -> None:
+    def handle(self, command: Release | Drop | Renew | AskKVSnapshot | ForgetPeer | Configure, now: int) -> None:
         """A command that needs no tokens."""
         self._has_news = True
         match command:
@@ -194,9 +194,11 @@ class WorkerCore:
                 self._note(self.engine.kv_snapshot(now))
             case ForgetPeer():
                 self._forget_peer(command.peer, now)
+            case Configure():
+                self.engine.configure(command.scheduler)
 
     def note(self, events: Sequence[Event]) -> None:
-        """What the driver made the engine do by itself (a request that the executor refused)."""
+        """Events of a call that the driver made to the engine itself (a request that the executor refused)."""
         self._note(events)
 
     # -- what the KV connector reports --------------------------------------------------------------------------------
@@ -259,8 +261,8 @@ class WorkerCore:
                 self._outbox.after.append(commit)
 
     def end_turn(self, now: int) -> None:
-        """Everything that came is dealt with: give up what nobody renewed, and report the load when that is due. The
-        report covers the events that go before it and with it."""
+        """The turn's inputs are handled: give up leases that were not renewed, and report the load when that is due.
+        The load covers all events up to this report."""
         expiry_ns = self.engine.next_expiry_ns
         if expiry_ns is not None and expiry_ns <= now:
             self._note(self.engine.expire(now))

@@ -18,12 +18,14 @@ from diptych.control.cluster.cluster_events import (
     ClusterEvent,
     Reported,
     RoleChanged,
+    SchedulerChanged,
     Tick,
     WorkerDown,
     WorkerUp,
 )
 from diptych.control.cluster.cluster_recording import RecordingClusterCore
 from diptych.control.commands import Command, End, Prefill, Reserve, Restarted, Serve, WorkerCommand
+from diptych.control.config import SchedulerConfig
 from diptych.control.errors import ConfigError, DiptychError, WorkerError
 from diptych.control.events import Event, HandoffDelivered, RequestFinished, TransferFailed
 from diptych.control.request import FinishReason, Submission
@@ -86,7 +88,7 @@ class Fleet:
         self.core = ClusterCore()
         self._launcher = launcher or LocalLauncher()
         self._plan: FleetPlan | None = None
-        self._known: dict[int, Ready] = {}  # what each worker last said of itself
+        self._known: dict[int, Ready] = {}  # each worker's last Ready
         self._happened: deque[ClusterEvent] = deque()
         self._is_busy = False
         self._orders: dict[int, list[Order]] = {}  # not sent yet
@@ -168,22 +170,32 @@ class Fleet:
         self._tell(*(Arrived(submission) for submission in submissions))
 
     def abort(self, generation: Generation) -> None:
-        """Its client wants no more of it, wherever it is."""
+        """Its client wants no more of it: cancel it wherever it is."""
         self._cancel(self.streams.abandon(generation), FinishReason.ABORT)
 
     def change_role(self, worker: int, role: Role) -> None:
-        """From now on this worker is meant for other work; what runs there goes on."""
+        """From now on this worker has another role; the requests that run there stay."""
         self._tell(RoleChanged(worker, role))
         known = self.timeline.workers[worker]
         self.timeline.on_worker(worker, known.state, time.monotonic_ns(), role=role, detail=known.detail)
 
+    def change_scheduler(self, worker: int, scheduler: SchedulerConfig) -> None:
+        """From its next step on this worker schedules by these settings, also when it is started again. Raises
+        ConfigError for more sequences at once than the workers were started for."""
+        limit = self.options.scheduler.max_num_seqs
+        if scheduler.max_num_seqs > limit:
+            words = f"max_num_seqs is {scheduler.max_num_seqs}; the workers were started for {limit}"
+            raise ConfigError(words, param="max_num_seqs")
+        self._tell(SchedulerChanged(worker, scheduler))
+
     def _cancel(self, streams: Iterable[AnswerStream], reason: FinishReason) -> None:
         self._tell(*(Cancelled(stream.request_id, stream.num_tokens, reason) for stream in streams))
 
-    # -- what workers say (see WorkerListener) ------------------------------------------------------------------------
+    # -- what workers report (see WorkerListener)
+    # ------------------------------------------------------------------------
 
     def on_message(self, worker: int, message: WorkerMessage) -> None:
-        """A worker said something."""
+        """A message of a worker."""
         match message:
             case StepReport():
                 self._on_report(worker, message)
@@ -202,7 +214,7 @@ class Fleet:
         self.streams.deliver()
 
     def _on_report(self, worker: int, report: StepReport) -> None:
-        """First the tokens, then what became of their requests; the readers wake last."""
+        """First the tokens, then the events of their requests; the readers wake last."""
         events = unpack_events(report.events)
         streams, stopped = self.streams, []
         for event in events:
@@ -226,7 +238,7 @@ class Fleet:
         streams.deliver()
 
     def _take_over(self, worker: int, events: Sequence[Event], first_tokens: FirstTokens) -> list[AnswerStream]:
-        """A decode worker goes on with these. Returns those that have all that they were asked for."""
+        """A decode worker has taken these over. Returns those that are complete."""
         stopped = []
         for event in events:
             if not isinstance(event, HandoffDelivered):
@@ -244,7 +256,7 @@ class Fleet:
         return stopped
 
     def _stop(self, streams: Iterable[AnswerStream]) -> None:
-        """These have all that they were asked for, or cannot go on; some have ended by themselves just now."""
+        """These are complete or cannot continue; some have ended in the same report."""
         still_open = [stream for stream in streams if stream.request_id in self.streams]
         self._cancel((stream for stream in still_open if not stream.generation.has_failed), FinishReason.STOP)
         for stream in still_open:

@@ -1,4 +1,4 @@
-"""Which cost model prices a model on a device: the one asked for, or the best there is, and in words which one it was.
+"""Which cost model prices a model on a device: the one asked for, or the best there is, and a description of it.
 
 Owns the order of preference of ``auto``: measured layers of this very model and device, then tables of measured
 operators, then the roofline. Must never mix two of them.

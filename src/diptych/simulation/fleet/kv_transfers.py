@@ -1,7 +1,8 @@
 """The KV connectors of a simulated fleet: bytes and commits on their way from worker to worker.
 
 An attempt is expected by its receiver and sent by its sender; when the commit and all bytes have arrived, the receiver
-is told. What is not expected is refused, and what stands still for too long is given up by both ends. Which worker
+gets TransferCommitted. A transfer that is not expected is refused, and one that stands still for too long is given up
+by both ends. Which worker
 sends what when is decided by diptych.control.
 
 A chunk begins to travel when its step has ended, as it does from a GPU. CPU workers send its layers while others are
@@ -179,7 +180,7 @@ class KVTransfers:
         self._tell(sender.target, TransferCommitted(sender.attempt_id, *times, sender.num_bytes, transfer_ns))
 
     def _watch(self, sender: _Sender) -> None:
-        """Something of this attempt is on its way: while a link is down, give it up in time."""
+        """This attempt sends something: while a link is down, give it up in time."""
         for worker in (sender.source, sender.target):
             outage = self._outages[worker]
             if outage % 2 and sender.transfers:

@@ -53,7 +53,7 @@ def make_workers(
     surroundings: Surroundings,
     auditor: Auditor | None,
 ) -> list[SimulatedWorker]:
-    """The workers; equal ones share what warm-up taught them."""
+    """The workers; equal ones share the step-time model of their warm-up."""
     models: dict[int, WorkerModel] = {}
     workers = []
     cluster = scenario.cluster_config

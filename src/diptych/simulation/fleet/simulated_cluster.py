@@ -1,7 +1,7 @@
-"""A fleet under virtual time: ClusterCore decides, as it does for the live server; this carries out what it says.
+"""A fleet under virtual time: ClusterCore decides, as it does for the live server; this file carries out its commands.
 
-Owns the requests that have not ended as their clients see them, the messages between front end and workers, and the
-books. It decides nothing: which worker, when, and what becomes of a failure is diptych.control's business.
+Owns the open requests as their clients see them, the messages between front end and workers, and the results. It
+decides nothing: which worker serves a request, when, and what follows from a failure is decided in diptych.control.
 """
 
 import random
@@ -16,6 +16,7 @@ from diptych.control.cluster.cluster_events import (
     ClusterEvent,
     Reported,
     RoleChanged,
+    SchedulerChanged,
     Tick,
     WorkerDown,
     WorkerUp,
@@ -27,7 +28,6 @@ from diptych.control.errors import ErrorRecord
 from diptych.control.events import Event, FirstToken, HandoffDelivered, RequestFinished
 from diptych.control.request import RequestOptions, Submission
 from diptych.control.router.cost_router import CostRouter
-from diptych.control.router.topology import Role
 from diptych.control.step import SchedulerOutput
 from diptych.simulation.collector import Collector
 from diptych.simulation.environment import MESSAGE, Environment
@@ -39,10 +39,10 @@ from diptych.simulation.fleet.members import fleet, make_workers
 from diptych.simulation.fleet.process_lives import ProcessLives
 from diptych.simulation.fleet.simulated_executor import block_hashes, make_request
 from diptych.simulation.fleet.simulated_worker import Auditor
-from diptych.simulation.scenario import Scenario
+from diptych.simulation.scenario import Scenario, WorkerChange
 from diptych.workload.spec import ClosedLoop, RequestSpec
 
-FRONT_END = -1  # in the log: who reports when it is no worker
+FRONT_END = -1  # in the log: the front end instead of a worker
 Progress = Callable[[int], None]  # how many requests have ended
 
 
@@ -87,7 +87,7 @@ class SimulatedCluster:
 
     @property
     def hit_error(self) -> float | None:
-        """How wrong the picture of the caches was; None where the router has none."""
+        """How wrong the router's index of the caches was; None where the router has none."""
         return self.core.router.hit_error if isinstance(self.core.router, CostRouter) else None
 
     def run(self, until_ns: int | None = None) -> None:
@@ -95,8 +95,8 @@ class SimulatedCluster:
         for info in self.infos:
             self._tell(WorkerUp(info))
         self.lives.schedule(self._scenario.faults)
-        for change in self._scenario.role_changes:
-            self.environment.at(change.at_ns, MESSAGE, partial(self._change_role, change.worker, change.role))
+        for change in self._scenario.worker_changes:
+            self.environment.at(change.at_ns, MESSAGE, partial(self._change, change))
         workload = self._scenario.workload
         if isinstance(workload, ClosedLoop):
             for client in range(workload.concurrency):
@@ -123,7 +123,7 @@ class SimulatedCluster:
             self.environment.at(spec.arrival_ns, MESSAGE, partial(self._accept, spec, client))
 
     def _accept(self, spec: RequestSpec, client: int = -1) -> None:
-        """A request comes to the front end, which takes its time with it."""
+        """A request comes to the front end, which needs some time for it."""
         number = self._num_arrived
         self._num_arrived += 1
         delay_ns = self._scenario.front_end.delay_ns(spec.prompt_tokens)
@@ -158,12 +158,15 @@ class SimulatedCluster:
 
     # -- the core -----------------------------------------------------------------------------------------------------
 
-    def _change_role(self, worker: int, role: Role) -> None:
-        self._tell(RoleChanged(worker, role))
+    def _change(self, change: WorkerChange) -> None:
+        if change.role is not None:
+            self._tell(RoleChanged(change.worker, change.role))
+        if change.scheduler is not None:
+            self._tell(SchedulerChanged(change.worker, change.scheduler))
 
     def _tell(self, event: ClusterEvent, *, later: bool = False) -> None:
-        """Tell the core and carry out what it says. later: what it says to workers leaves after this nanosecond (which
-        worker ends its step first within it must not matter)."""
+        """Give the core an event and carry out its commands. later: commands to workers leave after this nanosecond
+        (which worker ends its step first within it must not matter)."""
         commands = self.core.on_event(event, self.environment.now)
         self._watch_time()
         if not commands:
@@ -224,7 +227,7 @@ class SimulatedCluster:
     def _begin_attempt(
         self, command: Serve | Reserve | Prefill, spec: RequestSpec, options: RequestOptions, now: int
     ) -> None:
-        """The worker learns of an attempt (of one that it has heard of before, nothing comes)."""
+        """The worker gets an attempt (one that it has got before is ignored)."""
         worker = self.workers[command.worker]
         if not self._channels.is_news(command.worker, command.attempt_id):
             return

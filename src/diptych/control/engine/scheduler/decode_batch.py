@@ -19,7 +19,6 @@ class _Stay:
     """One stay of a request in the batch."""
 
     request: Request
-    entry: int
     joined_tick: int
     tokens_at_join: int  # KV length before its first step here
     outputs_at_join: int
@@ -36,7 +35,6 @@ class DecodeBatch:
         self._block_ticks: list[int] = []  # heaps of the calendars' ticks
         self._end_ticks: list[int] = []
         self._tpot_counts: dict[int, int] = {}
-        self._num_entries = 0
         self.ticks_scheduled = 0
         self.ticks_completed = 0
         self.context = 0  # tokens that the members attend to in the next step
@@ -58,9 +56,7 @@ class DecodeBatch:
         """Add a request whose KV holds ``num_tokens`` and which has ``num_outputs`` sampled tokens (one of them not
         in the KV yet: the input of its first step here)."""
         assert num_outputs < request.max_tokens
-        self._num_entries += 1
-        stay = _Stay(request, self._num_entries, self.ticks_scheduled, num_tokens, num_outputs)
-        request.decode_entry = self._num_entries
+        stay = _Stay(request, self.ticks_scheduled, num_tokens, num_outputs)
         request.last_resume_tick = self.ticks_scheduled
         self._stays[request.request_id] = stay
         last_tick = stay.joined_tick + request.max_tokens - num_outputs - 1
@@ -70,20 +66,13 @@ class DecodeBatch:
         self._tpot_counts[tpot] = self._tpot_counts.get(tpot, 0) + 1
         self.context += num_tokens + 1
 
-    def end(self, request: Request) -> None:
-        """Like ``leave`` for a member that only waits for the result of its last step."""
-        entry = request.decode_entry
-        self.leave(request)
-        request.decode_entry = -entry
-
     def leave(self, request: Request) -> None:
-        """Take a member out. Its counts become what they will be when the steps in flight are done."""
+        """Take a member out. Its counts become what they are when the step under way, if there is one, is done."""
         stay = self._stays.pop(request.request_id)
         ticks = self.ticks_scheduled - stay.joined_tick
         self.context -= stay.tokens_at_join + ticks + 1
         request.num_computed_tokens = request.num_scheduled_tokens = stay.tokens_at_join + ticks
         request.num_output_tokens = stay.outputs_at_join + ticks
-        request.decode_entry = 0
         tpot = (request.slo.tpot_ns if request.slo else None) or 0
         self._tpot_counts[tpot] -= 1
         if not self._tpot_counts[tpot]:
@@ -94,7 +83,7 @@ class DecodeBatch:
         due = self._block_due.pop(self.ticks_scheduled, None)
         if not due:
             return []
-        return [stay.request for stay in due if stay.request.decode_entry == stay.entry]
+        return [stay.request for stay in due if self._is_current(stay)]
 
     def block_added(self, request: Request) -> None:
         """The member got its block: note when it will need the one after it."""
@@ -105,31 +94,27 @@ class DecodeBatch:
         self.ticks_scheduled += 1
         self.context += len(self._stays)
 
-    def take_ended(self) -> list[Request]:
-        """Members that have been handed their last step and are still here (steps in flight), to be taken out."""
-        last = self._end_due.get(self.ticks_scheduled - 1)
-        return [stay.request for stay in last if stay.request.decode_entry == stay.entry] if last else []
-
     def advance_completed(self) -> list[Request]:
-        """A decode step is done. Returns the requests whose last step it was, if they still are where they were."""
+        """A decode step is done. Returns the members whose last step it was."""
         last = self._end_due.pop(self.ticks_completed, ())
         self.ticks_completed += 1
-        return [stay.request for stay in last if stay.request.decode_entry in (stay.entry, -stay.entry)]
+        return [stay.request for stay in last if self._is_current(stay)]
 
     def steps_until_end(self) -> int:
-        """Steps, counted from the one just handed out, up to and with the first that is somebody's last."""
+        """Steps, counted from the one just handed out, up to and with the first that is a member's last."""
         while self._end_ticks and self._end_ticks[0] < self.ticks_scheduled - 1:
             heappop(self._end_ticks)
         return 2 + self._end_ticks[0] - self.ticks_scheduled if self._end_ticks else 1
 
     def steps_until_block(self) -> int:
-        """Steps, counted from the one just handed out, before somebody needs a block."""
+        """Steps, counted from the one just handed out, before a member needs a block."""
         while self._block_ticks and self._block_ticks[0] < self.ticks_scheduled:
             heappop(self._block_ticks)
         return 1 + self._block_ticks[0] - self.ticks_scheduled if self._block_ticks else UNLIMITED
 
     def skip(self, num_steps: int, grow: Callable[[Request], int | None]) -> None:
-        """Hand out ``num_steps`` more steps, in which nobody joins or leaves; ``grow`` gives blocks and cannot fail."""
+        """Hand out ``num_steps`` more steps, in which no member joins or leaves; ``grow`` gives blocks and cannot
+        fail."""
         last = self.ticks_scheduled + num_steps
         self.context += len(self._stays) * num_steps
         self.ticks_completed += num_steps
@@ -143,17 +128,16 @@ class DecodeBatch:
 
     def num_outputs(self, request: Request) -> int:
         """Sampled tokens of a member, confirmed steps only."""
-        return self._outputs(self._stays[request.request_id])
+        stay = self._stays[request.request_id]
+        return stay.outputs_at_join + self.ticks_completed - stay.joined_tick
 
     def num_computed(self, request: Request) -> int:
         """Tokens of a member in the KV cache, confirmed steps only."""
         stay = self._stays[request.request_id]
-        return stay.tokens_at_join + max(0, self.ticks_completed - stay.joined_tick)
+        return stay.tokens_at_join + self.ticks_completed - stay.joined_tick
 
-    def _outputs(self, stay: _Stay) -> int:
-        if stay.request.num_computed_tokens < stay.tokens_at_join:  # its last chunk is still in flight
-            return stay.outputs_at_join - 1
-        return stay.outputs_at_join + max(0, self.ticks_completed - stay.joined_tick)
+    def _is_current(self, stay: _Stay) -> bool:
+        return self._stays.get(stay.request.request_id) is stay
 
     def _schedule_block(self, stay: _Stay) -> None:
         room = len(stay.request.block_ids) * self._block_size - stay.tokens_at_join

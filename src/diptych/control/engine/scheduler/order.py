@@ -1,53 +1,104 @@
-"""Who goes first. Every order is a key that does not change while a request waits, so that queues can be heaps.
+"""Which request goes first. An order gives each request a key; lower keys go first, so that queues can be heaps.
 
 Aging is linear, and linear aging needs no clock: "work minus a share of the time waited" orders requests exactly as
-"work plus that share of the arrival time" does.
+"work plus that share of the arrival time" does. To add an order: a class here, its line in ORDERS, its name in
+config.OrderName.
 """
 
-from collections.abc import Callable
-
-from diptych.control.config import SchedulerConfig
+from diptych.control.config import OrderName, SchedulerConfig
 from diptych.control.engine.scheduler.step_time import StepTimeModel
 from diptych.control.request import Request
 from diptych.control.slo import Slo
 
 OrderKey = tuple[int, ...]
-Order = Callable[[Request], OrderKey]
 
 DEFAULT_TTFT_NS = 10_000_000_000  # the deadline of a request without a TTFT objective in order "deadline"
+HOPELESS_DEFERRAL = 8  # a deadline that cannot be met any more moves back by this many objectives
 _RESUMED, _FRESH = 0, 1  # requests that lost their place come back before new ones of their priority
+
+
+class Order:
+    """The base of all orders. changes_with_time: whether the first in the queue may change although no request arrives
+    or ends (then a refusal of the first does not stand)."""
+
+    changes_with_time = False
+
+    def __init__(self, config: SchedulerConfig, slo: Slo, model: StepTimeModel) -> None:
+        self._config = config
+        self._slo = slo
+        self._model = model
+
+    def key(self, request: Request) -> OrderKey:
+        """The key of a request; the arrival number breaks ties."""
+        raise NotImplementedError
+
+    def defer(self, request: Request, now: int) -> bool:
+        """Asked before a request is admitted: whether it moves back in the queue instead, under a new
+        ``order_key``."""
+        return False
+
+    def _work_ns(self, request: Request) -> int:
+        start = max(request.num_scheduled_tokens, request.cached_tokens_at_arrival)
+        return self._model.prefill_work_ns(start, request.num_tokens - start)
+
+
+class FirstComeFirstServed(Order):
+    """By arrival."""
+
+    def key(self, request: Request) -> OrderKey:
+        """See Order."""
+        return (_tier(request), request.arrival_ns, request.number)
+
+
+class PriorityFirst(Order):
+    """By priority, then by arrival."""
+
+    def key(self, request: Request) -> OrderKey:
+        """See Order."""
+        return (request.priority, _tier(request), request.arrival_ns, request.number)
+
+
+class ShortestFirst(Order):
+    """By priority, then by the work that is left, with aging."""
+
+    def key(self, request: Request) -> OrderKey:
+        """See Order."""
+        aged = self._work_ns(request) + int(self._config.aging * request.arrival_ns)
+        return (request.priority, _tier(request), aged, request.number)
+
+
+class DeadlineFirst(Order):
+    """By priority, then by the latest time at which the prefill can begin and still meet the TTFT objective. A request
+    that cannot meet it any more moves back once, so that it does not make others late as well."""
+
+    changes_with_time = True
+
+    def key(self, request: Request) -> OrderKey:
+        """See Order."""
+        latest_ns = request.arrival_ns + self._ttft_ns(request) - self._work_ns(request)
+        return (request.priority, _tier(request), latest_ns, request.number)
+
+    def defer(self, request: Request, now: int) -> bool:
+        """See Order."""
+        priority, tier, latest_ns, number = request.order_key
+        deferred_ns = request.arrival_ns + HOPELESS_DEFERRAL * self._ttft_ns(request)
+        if request.num_preemptions or latest_ns > now or now >= deferred_ns or latest_ns == deferred_ns:
+            return False
+        request.order_key = (priority, tier, deferred_ns, number)
+        return True
+
+    def _ttft_ns(self, request: Request) -> int:
+        own = request.slo.ttft_ns if request.slo else None
+        return own or self._slo.ttft_ns or DEFAULT_TTFT_NS
+
+
+ORDERS: dict[OrderName, type[Order]] = {
+    "fcfs": FirstComeFirstServed,
+    "priority": PriorityFirst,
+    "shortest": ShortestFirst,
+    "deadline": DeadlineFirst,
+}
 
 
 def _tier(request: Request) -> int:
     return _RESUMED if request.num_preemptions else _FRESH
-
-
-def make_order(config: SchedulerConfig, slo: Slo, model: StepTimeModel) -> Order:
-    """The key function of ``config.order``; lower keys go first, the arrival number breaks ties."""
-
-    def work_ns(request: Request) -> int:
-        start = max(request.num_scheduled_tokens, request.cached_tokens_at_arrival)
-        return model.prefill_work_ns(start, request.num_tokens - start)
-
-    def fcfs(request: Request) -> OrderKey:
-        return (_tier(request), request.arrival_ns, request.number)
-
-    def priority(request: Request) -> OrderKey:
-        return (request.priority, _tier(request), request.arrival_ns, request.number)
-
-    def shortest(request: Request) -> OrderKey:
-        aged = work_ns(request) + int(config.aging * request.arrival_ns)
-        return (request.priority, _tier(request), aged, request.number)
-
-    def deadline(request: Request) -> OrderKey:
-        slack_end = request.arrival_ns + ttft_ns(request, slo) - work_ns(request)
-        return (request.priority, _tier(request), slack_end, request.number)
-
-    orders: dict[str, Order] = {"fcfs": fcfs, "priority": priority, "shortest": shortest, "deadline": deadline}
-    return orders[config.order]
-
-
-def ttft_ns(request: Request, slo: Slo) -> int:
-    """The request's TTFT objective, or the worker's, or a default."""
-    own = request.slo.ttft_ns if request.slo else None
-    return own or slo.ttft_ns or DEFAULT_TTFT_NS

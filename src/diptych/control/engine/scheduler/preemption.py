@@ -19,8 +19,8 @@ def _rank(request: Request) -> tuple[int, int]:
 class Preemption:
     """Chooses victims and moves them out of the decode batch."""
 
-    def __init__(self, config: PreemptionConfig, kv: KVCacheManager, batch: DecodeBatch) -> None:
-        self._config = config
+    def __init__(self, kv: KVCacheManager, batch: DecodeBatch) -> None:
+        self.config = PreemptionConfig()
         self._kv = kv
         self._batch = batch
         self.num_preemptions = 0
@@ -34,15 +34,15 @@ class Preemption:
 
         Hysteresis: a victim has run for a while since it (re)started and has not been displaced too often.
         """
-        if not self._config.from_waiting:
+        if not self.config.from_waiting:
             return []
         candidates = sorted(
             (
                 member
                 for member in self._batch
-                if member.priority >= request.priority + self._config.priority_gap
-                and self._batch.ticks_scheduled - member.last_resume_tick >= self._config.min_steps
-                and member.num_preemptions < self._config.max_per_request
+                if member.priority >= request.priority + self.config.priority_gap
+                and self._batch.ticks_scheduled - member.last_resume_tick >= self.config.min_steps
+                and member.num_preemptions < self.config.max_per_request
             ),
             key=_rank,
             reverse=True,
@@ -66,7 +66,7 @@ class Preemption:
         # a block added in this very plan goes with the others
         plan.new_blocks = [entry for entry in plan.new_blocks if entry[0] != victim.request_id]
         copies = None
-        if self._config.kind == "swap":
+        if self.config.kind == "swap":
             copies = self._kv.swap_out(victim, victim.num_scheduled_tokens)
         if copies is not None:
             plan.swap_out.extend(copies)

@@ -6,57 +6,67 @@ scheduler sees counts and block ids, never token ids, and never waits.
 
 from enum import Enum
 
-from diptych.control.config import EngineConfig
+from diptych.control.config import EngineConfig, SchedulerConfig
 from diptych.control.engine.kvcache.demand import OutputLengths
 from diptych.control.engine.kvcache.kv_cache_manager import KVCacheManager
 from diptych.control.engine.scheduler.budget import make_budget
 from diptych.control.engine.scheduler.caps import Caps
-from diptych.control.engine.scheduler.decode_batch import UNLIMITED, DecodeBatch
+from diptych.control.engine.scheduler.decode_batch import DecodeBatch
 from diptych.control.engine.scheduler.incoming import Incoming
-from diptych.control.engine.scheduler.order import make_order, ttft_ns
+from diptych.control.engine.scheduler.order import ORDERS
 from diptych.control.engine.scheduler.preemption import Preemption
 from diptych.control.engine.scheduler.step_plan import StepPlan
-from diptych.control.engine.scheduler.step_time import LEARN_EVERY, StepTimeModel
+from diptych.control.engine.scheduler.step_time import StepTimeModel
+from diptych.control.engine.scheduler.stride import Refusal, steps_that_stand
 from diptych.control.engine.scheduler.waiting_queue import WaitingQueue
 from diptych.control.events import Event, HandoffReserved, RequestAdmitted, RequestResumed
 from diptych.control.request import Request
 from diptych.control.step import ResumedDecode, SchedulerOutput, StepFeatures
 
 MAX_SKIPPED = 64  # waiting requests passed over in one step before the loop looks no further
-REFUSAL_STEPS = 8  # decode steps for which a refusal for lack of memory to come stands
-HOPELESS_DEFERRAL = 8  # a deadline that cannot be met any more moves back by this many objectives
 
 
 class _Verdict(Enum):
     ADMITTED = 0
     SKIP = 1  # not this one, but perhaps those behind it
-    STOP = 2  # nobody else in this step
+    STOP = 2  # no other waiting request in this step
 
 
 class Scheduler:
-    """Owner of who waits, who prefills, who decodes and who is swapped out."""
+    """Owner of the requests that wait, prefill, decode and are swapped out."""
 
     def __init__(self, config: EngineConfig, kv: KVCacheManager, model: StepTimeModel) -> None:
-        settings = config.scheduler
-        self._config = config
+        self._slo = config.slo
         self._kv = kv
         self._model = model
-        self._order = make_order(settings, config.slo, model)
-        self._budget = make_budget(settings.budget, config.slo, model)
-        self._caps = Caps(settings.caps)
         self.waiting = WaitingQueue()
         self.prefilling: dict[str, Request] = {}
-        self.joining: dict[str, Request] = {}  # last chunk handed out; in the decode batch from the next step on
+        self.joining: dict[str, Request] = {}  # prefilled, or last chunk handed out; they decode from the next step on
         self.batch = DecodeBatch(kv.block_size)
         self.swapped: dict[str, Request] = {}
+        self.recomputing: dict[str, Request] = {}  # those in ``waiting`` that decoded and lost their blocks
         self.incoming = Incoming()  # prefilled elsewhere
         self.outgoing: dict[str, Request] = {}  # prefilled here, to be decoded elsewhere
         self.lengths = OutputLengths()
-        self.preemption = Preemption(settings.preemption, kv, self.batch)
+        self.preemption = Preemption(kv, self.batch)
         self._num_departures = 0
-        # Of the heads of both queues, for lack of memory to come: (request number, departures so far, until this tick).
-        self._refusals = dict.fromkeys((False, True), (-1, 0, 0))
-        self._refused_until = 0  # the tick before which the waiting queue need not be asked again (0: no promise)
+        self._refused = Refusal()  # the first in ``waiting``
+        self._refused_incoming = Refusal()
+        self.configure(config.scheduler)
+
+    def configure(self, settings: SchedulerConfig) -> None:
+        """Decide by these settings from the next plan on. Requests that hold blocks keep them."""
+        self._settings = settings
+        self._order = ORDERS[settings.order](settings, self._slo, self._model)
+        self._budget = make_budget(settings.budget, self._slo, self._model)
+        self._caps = Caps(settings.caps)
+        self.preemption.config = settings.preemption
+        waiting = self.waiting.requests()
+        self.waiting = WaitingQueue()
+        for request in waiting:
+            self._queue(request)
+        for request in (*self.incoming.waiting.values(), *self.swapped.values()):
+            request.order_key = self._order.key(request)
 
     @property
     def num_running(self) -> int:
@@ -66,13 +76,16 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """A new request, or one that lost its blocks, waits for admission."""
         request.cached_tokens_at_arrival = request.num_borrowed_tokens or self._kv.num_cached_tokens(request)
+        self._queue(request)
+
+    def _queue(self, request: Request) -> None:
         request.is_long = self._caps.is_long(request.num_tokens - request.cached_tokens_at_arrival)
-        request.order_key = self._order(request)
+        request.order_key = self._order.key(request)
         self.waiting.push(request, is_long=request.is_long)
 
     def reserve(self, request: Request) -> None:
         """A request that another worker prefills waits for its blocks here, behind those that came before it."""
-        request.order_key = self._order(request)
+        request.order_key = self._order.key(request)
         self.incoming.waiting[request.request_id] = request
 
     def backlog_ns(self) -> int:
@@ -97,11 +110,11 @@ class Scheduler:
             self.batch.leave(request)
         elif request_id in self.waiting:
             self.waiting.remove(request)
+            self.recomputing.pop(request_id, None)
         else:
             for place in (self.prefilling, self.joining, self.swapped, self.outgoing):
                 place.pop(request_id, None)
             self.incoming.remove(request_id)
-        request.decode_entry = 0
         return outputs
 
     def schedule(self, step_id: int, finished: tuple[str, ...], now: int) -> tuple[SchedulerOutput | None, list[Event]]:
@@ -139,23 +152,13 @@ class Scheduler:
             or self.swapped
             or self._kv.pool.has_changes
         )
-        if not plan.num_decodes or others or self._config.max_steps_in_flight > 1 or not self._model.is_trusted:
+        if not plan.num_decodes or others or not self._model.is_trusted:
             return 1
-        steps = LEARN_EVERY - self.batch.ticks_completed % LEARN_EVERY
-        if self.waiting:
-            steps = min(steps, self._refused_until + 1 - self.batch.ticks_scheduled)
-        if self.incoming.waiting:
-            steps = min(steps, self.incoming.refused_until + 1 - self.batch.ticks_scheduled)
-        steps = min(steps, self.batch.steps_until_end())
-        if steps > 1 and len(self.batch) * (steps // self._kv.block_size + 1) > self._kv.pool.num_free:
-            steps = min(steps, self.batch.steps_until_block())
-        return max(1, steps)
+        queues = ((self.waiting, self._refused), (self.incoming.waiting, self._refused_incoming))
+        return steps_that_stand(self.batch, self._kv, [refusal for queue, refusal in queues if queue])
 
     def _settle(self, plan: StepPlan) -> None:
-        """Bring membership of the decode batch up to date with the steps handed out."""
-        for request in self.batch.take_ended():  # its last step is in flight: it must not be in another one
-            self.batch.end(request)
-            plan.paused.append(request.request_id)
+        """Those whose prompts are computed, here or elsewhere, join the decode batch, or wait to be handed off."""
         for request in self.incoming.take_delivered():
             request.handoff_end_ns = plan.now
             self.batch.join(request, request.num_prompt_tokens, 1)
@@ -165,24 +168,22 @@ class Scheduler:
             if request.hands_off:
                 self.outgoing[request.request_id] = request
                 plan.paused.append(request.request_id)
-                continue
-            in_flight = request.num_computed_tokens < request.num_scheduled_tokens
-            outputs = request.num_output_tokens + in_flight
-            if outputs < request.max_tokens:
-                self.batch.join(request, request.num_scheduled_tokens, outputs)
             else:
-                plan.paused.append(request.request_id)
+                self.batch.join(request, request.num_computed_tokens, request.num_output_tokens)
         self.joining.clear()
 
     def _seat_incoming(self, plan: StepPlan) -> None:
-        """Blocks for requests that are prefilled elsewhere, first come, first served."""
+        """Blocks for requests that are prefilled elsewhere, first come, first served; after the streams that were
+        preempted here, whose clients wait in the middle of an answer."""
         incoming = self.incoming
         while incoming.waiting:
             request = next(iter(incoming.waiting.values()))
             cached = self._kv.cached_blocks(request)
-            self._refused_until = 0
-            if not self._has_room(request, cached):
-                incoming.refused_until = self._refused_until
+            self._refused_incoming.clear()
+            if any(stream.order_key <= request.order_key for stream in self.recomputing.values()):
+                self._refused_incoming.stand_until_departure()  # or until that stream is admitted: that is a prefill
+                return
+            if not self._has_room(request, cached, self._refused_incoming):
                 return
             self._kv.admit(request, cached, self._expected(request))
             request.num_cached_tokens = len(cached) * self._kv.block_size
@@ -195,9 +196,9 @@ class Scheduler:
     def _plan_decodes(self, plan: StepPlan) -> None:
         """Every member of the decode batch takes a token; those at the end of a block get a new one first."""
         for request in self.batch.take_block_due():
-            while request.decode_entry > 0 and (block_id := self._kv.grow(request)) is None:
+            while request.request_id in self.batch and (block_id := self._kv.grow(request)) is None:
                 self._preempt(plan, self.preemption.victim_for_growth())
-            if request.decode_entry > 0:
+            if request.request_id in self.batch:
                 assert block_id is not None
                 plan.new_blocks.append((request.request_id, block_id))
                 self.batch.block_added(request)
@@ -209,7 +210,7 @@ class Scheduler:
         if not self.swapped:
             return
         for request in sorted(self.swapped.values(), key=lambda swapped: swapped.order_key):
-            if request.request_id in plan.paused or self.num_running >= self._config.scheduler.max_num_seqs:
+            if request.request_id in plan.paused or self.num_running >= self._settings.max_num_seqs:
                 continue
             if not self._kv.can_swap_in(request, alone=self.num_running == 0):
                 break
@@ -226,13 +227,13 @@ class Scheduler:
 
     def _plan_prefills(self, plan: StepPlan) -> None:
         """Admitted and waiting prompts in one order, each as far as budget, caps and memory allow."""
-        self._refused_until = 0
+        self._refused.clear()
         if not self.waiting and not self.prefilling:
             return
         self._budget.open(StepFeatures(0, 0, plan.num_decodes, plan.decode_context), self.batch)
         self._caps.open(self.prefilling.values())
         for request in self.prefilling.values():
-            request.order_key = self._order(request)
+            request.order_key = self._order.key(request)
         admitted = sorted(self.prefilling.values(), key=lambda request: request.order_key, reverse=True)
         skipped: list[Request] = []
         open_to_new = True
@@ -249,8 +250,8 @@ class Scheduler:
                 open_to_new = verdict is not _Verdict.STOP and len(skipped) < MAX_SKIPPED
             else:
                 break
-        if skipped or self._config.scheduler.order == "deadline" or self._config.scheduler.preemption.from_waiting:
-            self._refused_until = 0  # who is first may change with time
+        if skipped or self._order.changes_with_time or self._settings.preemption.from_waiting:
+            self._refused.clear()  # the first in the queue may change with time
         for request in skipped:
             self.waiting.push(request, is_long=request.is_long)
 
@@ -272,7 +273,7 @@ class Scheduler:
             self.joining[request.request_id] = request
 
     def _try_admit(self, plan: StepPlan, request: Request) -> _Verdict:
-        if self._is_hopeless(request, plan.now):
+        if self._order.defer(request, plan.now):
             return _Verdict.SKIP
         cached = self._kv.cached_blocks(request)
         start = request.num_borrowed_tokens or len(cached) * self._kv.block_size
@@ -288,6 +289,7 @@ class Scheduler:
         if not self._seat(plan, request, cached):
             return _Verdict.STOP
         self.waiting.remove(request)
+        self.recomputing.pop(request.request_id, None)
         is_first = request.first_step_ns is None
         self._kv.admit(request, cached, self._expected(request))
         if is_first:
@@ -300,44 +302,39 @@ class Scheduler:
         return _Verdict.ADMITTED
 
     def _seat(self, plan: StepPlan, request: Request, cached: list[int]) -> bool:
-        """Whether there is a seat and memory, if need be after displacing somebody less important."""
-        if self._has_room(request, cached):
+        """Whether there is a seat and memory, if need be after displacing less important requests."""
+        if self._has_room(request, cached, self._refused):
             return True
         blocks = self._kv.num_blocks_for(request.num_tokens) - len(cached) + self._kv.config.watermark_blocks
         blocks += self._kv.pool.num_idle(cached) - self._kv.pool.num_available
-        seats = self.num_running + 1 - self._config.scheduler.max_num_seqs
+        seats = self.num_running + 1 - self._settings.max_num_seqs
         victims = self.preemption.victims_for(request, blocks, seats)
         for victim in victims:
             self._preempt(plan, victim, by_priority=True)
         if victims and plan.num_decodes:
             plan.num_decodes = len(self.batch)
             plan.decode_context = self.batch.context
-        return bool(victims) and self._has_room(request, cached)
+        return bool(victims) and self._has_room(request, cached, self._refused)
 
-    def _has_room(self, request: Request, cached: list[int]) -> bool:
-        if self.num_running >= self._config.scheduler.max_num_seqs:
-            self._refused_until = UNLIMITED  # until somebody ends
+    def _has_room(self, request: Request, cached: list[int], refusal: Refusal) -> bool:
+        """Whether there is a seat and memory for the first of a queue; else ``refusal`` says for how long not."""
+        if self.num_running >= self._settings.max_num_seqs:
+            refusal.stand_until_departure()
             return False
         if self.swapped and min(swapped.order_key for swapped in self.swapped.values()) <= request.order_key:
             return False  # those who were here before come back first
         is_alone = self.num_running == 0
         if not self._kv.fits_now(request, cached, alone=is_alone):
-            self._refused_until = UNLIMITED
+            refusal.stand_until_departure()
             return False
-        return is_alone or self._fits_later(request, cached)
-
-    def _fits_later(self, request: Request, cached: list[int]) -> bool:
-        """Ask for the expected peak. A refusal stands until somebody leaves, or for a few steps: the answer costs a
-        look at every running request and changes slowly."""
-        is_incoming = request.request_id in self.incoming.waiting  # the head of either queue has a refusal of its own
-        number, departures, until = self._refusals[is_incoming]
-        if number == request.number and departures == self._num_departures and self.batch.ticks_scheduled < until:
-            self._refused_until = until
+        tick = self.batch.ticks_scheduled
+        if is_alone:
+            return True
+        if refusal.repeat(request, self._num_departures, tick):
             return False
         if self._kv.fits_later(request, cached, self._expected(request), self._demands):
             return True
-        self._refused_until = self.batch.ticks_scheduled + REFUSAL_STEPS
-        self._refusals[is_incoming] = (request.number, self._num_departures, self._refused_until)
+        refusal.stand(request, self._num_departures, tick)
         return False
 
     def _expected(self, request: Request) -> int:
@@ -346,7 +343,7 @@ class Scheduler:
         return self.lengths.expected_remaining(request.num_output_tokens, request.max_tokens)
 
     def _demands(self) -> list[tuple[int, int]]:
-        """(blocks held alone, tokens to come) of everybody who holds blocks."""
+        """(blocks held alone, tokens to come) of every request that holds blocks."""
         expected = self.lengths.expected_remaining
         demands = []
         for request in self.batch:
@@ -361,20 +358,8 @@ class Scheduler:
     def _preempt(self, plan: StepPlan, victim: Request, *, by_priority: bool = False) -> None:
         self._num_departures += 1
         if self.preemption.preempt(plan, victim, by_priority=by_priority):
-            victim.order_key = self._order(victim)
+            victim.order_key = self._order.key(victim)
             self.swapped[victim.request_id] = victim
         else:
             self.add(victim)
-
-    def _is_hopeless(self, request: Request, now: int) -> bool:
-        """In order "deadline": whether the objective cannot be met any more; such a request steps back once."""
-        if self._config.scheduler.order != "deadline" or request.num_preemptions:
-            return False
-        objective = ttft_ns(request, self._config.slo)
-        if request.order_key[2] > now or now >= request.arrival_ns + HOPELESS_DEFERRAL * objective:
-            return False
-        deferred = request.arrival_ns + HOPELESS_DEFERRAL * objective
-        if request.order_key[2] == deferred:
-            return False
-        request.order_key = (*request.order_key[:2], deferred, request.order_key[3])
-        return True
+            self.recomputing[victim.request_id] = victim

@@ -48,6 +48,16 @@ class WaitingQueue:
                 if entry_of.get(request.request_id, (0, False))[0] == entry:
                     yield request
 
+    def requests(self) -> list[Request]:
+        """All that wait, in order (for reports and tests; O(n log n))."""
+        live = [
+            item
+            for heap in self._heaps
+            for item in heap
+            if self._entry_of.get(item[2].request_id, (0, False))[0] == item[1]
+        ]
+        return [request for _, _, request in sorted(live, key=lambda item: item[:2])]
+
     def _first(self, which: int) -> tuple[OrderKey, int, Request] | None:
         heap = self._heaps[which]
         while heap:
