@@ -17,7 +17,7 @@ from diptych.control.engine.scheduler.order import ORDERS
 from diptych.control.engine.scheduler.preemption import Preemption
 from diptych.control.engine.scheduler.step_plan import StepPlan
 from diptych.control.engine.scheduler.step_time import StepTimeModel
-from diptych.control.engine.scheduler.stride import Refusal, steps_that_stand
+from diptych.control.engine.scheduler.stride import StandingRefusal, steps_that_stand
 from diptych.control.engine.scheduler.waiting_queue import WaitingQueue
 from diptych.control.events import Event, HandoffReserved, RequestAdmitted, RequestResumed
 from diptych.control.request import Request
@@ -50,8 +50,8 @@ class Scheduler:
         self.lengths = OutputLengths()
         self.preemption = Preemption(kv, self.batch)
         self._num_departures = 0
-        self._refused = Refusal()  # the first in ``waiting``
-        self._refused_incoming = Refusal()
+        self._refused = StandingRefusal()  # the first in ``waiting``
+        self._refused_incoming = StandingRefusal()
         self.configure(config.scheduler)
 
     def configure(self, settings: SchedulerConfig) -> None:
@@ -316,7 +316,7 @@ class Scheduler:
             plan.decode_context = self.batch.context
         return bool(victims) and self._has_room(request, cached, self._refused)
 
-    def _has_room(self, request: Request, cached: list[int], refusal: Refusal) -> bool:
+    def _has_room(self, request: Request, cached: list[int], refusal: StandingRefusal) -> bool:
         """Whether there is a seat and memory for the first of a queue; else ``refusal`` says for how long not."""
         if self.num_running >= self._settings.max_num_seqs:
             refusal.stand_until_departure()
