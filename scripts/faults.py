@@ -76,7 +76,7 @@ def is_program(fault: Fault) -> bool:
         return False
 
 
-class Places(ast.NodeVisitor):
+class Places:
     """The places of one file: for each, the faults of which one may be made there."""
 
     def __init__(self, path: Path) -> None:

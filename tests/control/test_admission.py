@@ -312,6 +312,17 @@ def test_a_refusal_says_when_to_come_back() -> None:
         assert refusal.error.code == "overloaded"
 
 
+@pytest.mark.parametrize(("queue_s", "after_s"), [(0.0, 1), (0.4, 1), (1.0, 1), (1.2, 2), (59.5, 60)])
+def test_a_full_queue_asks_for_whole_seconds_until_it_has_passed_and_for_one_at_least(
+    queue_s: float, after_s: int
+) -> None:
+    queue = queue_of(entry("first", tokens=1000), max_queued=2)
+    queue.on_load(queue_s * NS_PER_S / 1000)
+    refusal = queue.offer(entry("a"), 0)
+    assert refusal is not None and refusal.reason == "queue_full"
+    assert refusal.retry_after_s == after_s
+
+
 def test_wrong_settings_and_double_ids_are_refused() -> None:
     with pytest.raises(ConfigError, match="max_queued is 0"):
         AdmissionConfig(max_queued=0)

@@ -50,6 +50,7 @@ from diptych.control.events import (
     TransferFailed,
 )
 from diptych.control.request import FinishReason, RequestOptions, Submission
+from diptych.control.router.hit_watch import MIN_ADMISSIONS
 from diptych.control.router.routing import RoutingConfig
 from diptych.control.router.topology import Role, WorkerInfo
 from diptych.control.slo import NS_PER_S, LatencyBreakdown, Slo
@@ -463,3 +464,12 @@ def test_an_end_that_no_worker_gives_an_account_of_says_what_the_cluster_knows()
     assert finished == RequestFinished(
         arrived_ns + 72, "a", FinishReason.LENGTH, 100, 32, 0, LatencyBreakdown(1, 1, 70, 8), True
     )
+
+
+def test_what_a_reservation_finds_in_a_cache_is_compared_with_what_was_expected_there() -> None:
+    fleet = Fleet("prefill", "decode")
+    for number in range(MIN_ADMISSIONS):
+        assert not fleet.core.router.alarm
+        fleet.submit(str(number))
+        fleet.report(D, HandoffReserved(fleet.now, str(number), 64, (1,)))
+    assert f"of the last {MIN_ADMISSIONS} prompts" in fleet.core.router.alarm
