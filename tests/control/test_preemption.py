@@ -108,3 +108,22 @@ def test_a_displaced_request_gives_all_its_tokens_and_its_first_one_once(kind: P
     assert len([event for event in driver.log if isinstance(event, RequestResumed)]) == (kind == "swap")
     assert driver.steps()[0].start_ns == latency.queue_ns
     assert driver.core.stats().num_preemptions == 1
+
+
+def test_a_small_request_does_not_pass_a_more_important_one_that_waits_for_its_blocks_on_the_host() -> None:
+    driver = make("priority", PreemptionConfig("swap", from_waiting=True, min_steps=1), num_blocks=18)
+    driver.add("large", 160, 20, priority=1)
+    driver.add("least", 20, 20, priority=3)
+    for _ in range(6):
+        driver.step()
+    driver.add("high", 200, 30, priority=0)
+    driver.step()
+    assert preempted(driver) == ["least", "large"]
+    driver.add("small", 10, 5, priority=2)
+    driver.run()
+    returned = [
+        event.request_id
+        for event in driver.log
+        if isinstance(event, RequestAdmitted | RequestResumed) and event.request_id in ("large", "small")
+    ]
+    assert returned == ["large", "large", "small"]  # admitted, resumed; admitted

@@ -45,6 +45,7 @@ def test_a_step_that_stands_for_many_measures_nothing() -> None:
     rows = [
         ("begin", 5, b"", (0, (), 3, 60, 0, ())),
         ("end", 50, 0, (), (), (), (4, 40)),
+        ("begin", 55),  # nothing to do
         ("begin", 60, b"", (1, (), 3, 72, 0, ())),
         ("end", 70, 1, (), (), (), ()),
     ]
