@@ -496,17 +496,27 @@ def test_a_worker_that_comes_back_elsewhere_is_as_far_as_it_is_now() -> None:
         router.on_ended("a", None)
 
 
-def test_before_any_report_requests_go_where_the_fewest_prompt_tokens_were_sent() -> None:
+def test_before_any_report_a_prompt_token_costs_the_same_everywhere_and_what_was_sent_is_in_front() -> None:
     router = CostRouter(RoutingConfig())
     for number in range(2):
         router.set_up(WorkerInfo(number, "both", 1000, SIZE))
-    assert [route(router, ask(name, tokens)).decode for name, tokens in (("a", 900), ("b", 300), ("c", 300))] == [
-        0,
-        1,
-        1,
-    ]
+    routes = [route(router, ask(name, tokens)) for name, tokens in (("a", 800), ("b", 320), ("c", 320))]
+    assert [found.decode for found in routes] == [0, 1, 1]
+    later = 1 + 1 / OTHERS_SHARE
+    assert [found.cost_ns for found in routes] == [800 * later, 320 * later, 320 + 320 * later]
     router.on_first_token("a")
     assert route(router, ask("d", 100)).decode == 0
+
+
+def test_an_equal_prompt_goes_back_to_the_prefill_worker_that_has_a_copy_of_its_own() -> None:
+    apart = [WorkerInfo(number, role, 1000, SIZE) for number, role in enumerate(("prefill", "prefill", "decode"))]
+    router = router_of(*apart, disaggregate="always")
+    hashes = blocks(*range(100))
+    first = route(router, ask("first", 1601, hashes=hashes))
+    router.on_first_token("first")
+    second = route(router, ask("second", 1601, hashes=hashes))
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 1600)
+    assert second.prefill == first.prefill
 
 
 def test_a_worker_gets_what_just_fits_its_memory_and_nothing_larger() -> None:
