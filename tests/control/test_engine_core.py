@@ -195,3 +195,26 @@ def test_an_abort_while_a_step_runs_changes_nothing_for_the_others_in_it(gone: s
     ended = [event.request_id for event in step(core, 30) if isinstance(event, RequestFinished)]
     assert ended == others
     assert not core.requests and core.kv.pool.num_used == 0
+
+
+@pytest.mark.parametrize("reason", list(FinishReason))
+def test_answers_that_ended_by_themselves_teach_how_long_others_will_be(reason: FinishReason) -> None:
+    core = core_of(num_blocks=42)
+    for number in range(20):  # 20 answers of two tokens
+        core.add_request(Request(str(number), 10, 2 if reason is FinishReason.LENGTH else 100), 0)
+        step(core, 0)
+        if reason is FinishReason.LENGTH:
+            step(core, 0)
+        elif reason is FinishReason.ABORT:
+            step(core, 0)
+            core.abort(str(number), 0)
+        elif reason is FinishReason.STOP:
+            step(core, 0, stopped=((str(number), reason),))
+        else:
+            step(core, 0, failed=((str(number), "no"),))
+    core.add_request(Request("a", 250, 250), 0)  # both would fill 64 blocks with all their tokens
+    core.add_request(Request("b", 250, 250), 0)
+    for _ in range(9):
+        step(core, 0)
+    at_once = core.stats().num_decoding + core.stats().num_prefilling
+    assert at_once == (2 if reason in (FinishReason.LENGTH, FinishReason.STOP) else 1)

@@ -5,14 +5,14 @@ import random
 import pytest
 
 from diptych.control.engine.kvcache.block_pool import BlockPool
-from diptych.control.engine.kvcache.demand import OutputLengths, future_peak_blocks
+from diptych.control.engine.kvcache.demand import MIN_HISTORY, OutputLengths, future_peak_blocks
 from diptych.control.engine.kvcache.prefix_cache import hash_block, hash_blocks, root_hash
 
 
 def test_a_hash_covers_everything_before_it_and_the_tenant() -> None:
     first = hash_blocks(list(range(64)), 16)
     second = hash_blocks([999, *range(1, 64)], 16)
-    assert len(first) == 4
+    assert [len(block_hash) for block_hash in first] == [16] * 4
     assert not set(first) & set(second)
     assert not set(first) & set(hash_blocks(list(range(64)), 16, salt="tenant"))
     assert root_hash("") != root_hash(None)
@@ -121,3 +121,12 @@ def test_a_block_that_came_and_went_between_two_publications_is_never_heard_of()
     assert pool.drain_changes() == ((), ())
     pool.allocate(1)
     assert pool.drain_changes() == ((), (b"a",))
+
+
+def test_lengths_count_when_there_are_enough_of_them() -> None:
+    lengths = OutputLengths()
+    for _ in range(MIN_HISTORY - 1):
+        lengths.observe(1)
+    assert (MIN_HISTORY, lengths.expected_remaining(0, 1000)) == (16, 256)
+    lengths.observe(1)
+    assert lengths.expected_remaining(0, 1000) == 1
