@@ -109,6 +109,14 @@ def test_a_request_that_is_routed_again_is_counted_once() -> None:
     assert [route(router, name).decode for name in "cde"] == [0, 0, 1]
 
 
+def test_a_worker_that_comes_back_has_no_more_to_do_than_before() -> None:
+    router = router_of("both", "both", routing="least_loaded")
+    for _ in range(3):
+        router.set_down(1)
+        router.set_up(WorkerInfo(1, "both", 1000, 16))
+    assert [route(router, name).decode for name in "abcd"] == [0, 1, 0, 1]
+
+
 def test_taking_turns_goes_by_number_and_skips_those_that_are_down() -> None:
     router = router_of("both", "both", "both", "both")
     assert [route(router, str(number)).decode for number in range(5)] == [0, 1, 2, 3, 0]
