@@ -65,8 +65,8 @@ def unknown_prices(standing: float = 0) -> WorkerPrices:
 
 @dataclass(slots=True)
 class RequestDemand:
-    """One request, as costs need it. held: leading tokens that each worker holds. extra_ns: further costs of each
-    worker (None: there are none)."""
+    """One request, as costs need it. num_output_tokens: expected, at least 1. held: leading tokens that each worker
+    holds. extra_ns: further costs of each worker (None: there are none)."""
 
     num_tokens: int
     num_output_tokens: int
@@ -78,7 +78,7 @@ class RequestDemand:
     @property
     def num_steps(self) -> int:
         """Decode steps that are expected."""
-        return max(0, self.num_output_tokens - 1)
+        return self.num_output_tokens - 1
 
     @property
     def middle(self) -> int:
