@@ -357,6 +357,7 @@ class Scheduler:
 
     def _preempt(self, plan: StepPlan, victim: Request, *, by_priority: bool = False) -> None:
         self._num_departures += 1
+        self._refused_incoming.clear()  # asked before this, in the same plan
         if self.preemption.preempt(plan, victim, by_priority=by_priority):
             victim.order_key = self._order.key(victim)
             self.swapped[victim.request_id] = victim
