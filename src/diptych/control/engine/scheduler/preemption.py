@@ -62,7 +62,7 @@ class Preemption:
         self._batch.leave(victim)
         victim.num_preemptions += 1
         self.num_preemptions += 1
-        # What this very plan gave it goes, too: a block, or its place in the batch, of which the executor knows nothing.
+        # What this very plan gave it goes, too: a block, or a place in the batch, which the executor has not heard of.
         plan.new_blocks = [entry for entry in plan.new_blocks if entry[0] != victim.request_id]
         resumed = [member for member in plan.resumed if member.request_id != victim.request_id]
         if len(resumed) == len(plan.resumed):
