@@ -41,7 +41,7 @@ from diptych.control.step import ScheduledPrefill, SchedulerOutput, StepFeatures
 from diptych.report.statistics import percentile
 from diptych.simulation.costs.interpolation import Curve, Surface
 from diptych.simulation.costs.layer_tables import LayerTables
-from diptych.simulation.costs.operator_tables import OperatorTableCost, layer_tables
+from diptych.simulation.costs.operator_tables import layer_tables, operator_table_cost
 from diptych.simulation.costs.operators import (
     AttentionTable,
     LinearTable,
@@ -311,7 +311,7 @@ def speed() -> dict[str, float]:
     """Seconds of making a cost model, microseconds of its answers (Llama-3.1-8B on an H100)."""
     model, hardware = load_model("llama-3.1-8b"), load_hardware("h100-sxm")
     begun = time.perf_counter()
-    cost = OperatorTableCost(model, hardware)
+    cost = operator_table_cost(model, hardware)
     made_s = time.perf_counter() - begun
     chunk = ScheduledPrefill("a", 0, 512, (), True)
     mixed = SchedulerOutput(

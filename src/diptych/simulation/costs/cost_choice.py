@@ -13,7 +13,7 @@ from diptych.simulation.costs.aiconfigurator import AIConfiguratorCost
 from diptych.simulation.costs.cost_model import CostModel
 from diptych.simulation.costs.fitted import Calibration, read_calibration
 from diptych.simulation.costs.layer_tables import LayerTableCost, TableInfo, layer_table_names, load_layer_table
-from diptych.simulation.costs.operator_tables import OperatorTableCost
+from diptych.simulation.costs.operator_tables import operator_table_cost
 from diptych.simulation.costs.profiled import ProfileInfo, load_profile, profile_names
 from diptych.simulation.costs.roofline import RooflineCost
 from diptych.simulation.hardware import Hardware, load_hardware
@@ -108,7 +108,7 @@ def _priced(name: str, wanted: Wanted) -> tuple[CostModel, str]:
     weight_bits, kv_bits = wanted.weight_bits, wanted.kv_bits
     if name in ("auto", "operators"):
         try:
-            operators = OperatorTableCost(model, hardware, devices, weight_bits=weight_bits, kv_bits=kv_bits)
+            operators = operator_table_cost(model, hardware, devices, weight_bits=weight_bits, kv_bits=kv_bits)
             return operators, f"measured operators, summed over the layers of {wanted} ({operators.info.engine})"
         except ConfigError:
             if name != "auto":

@@ -9,6 +9,7 @@ E * (1 - (1 - k/E)^n), each token choosing k of E at random.
 """
 
 from dataclasses import dataclass
+from functools import cache, lru_cache
 
 from diptych.control.step import SchedulerOutput, chunk_attention
 from diptych.simulation.costs.cost_model import UNBOUNDED, DecodeLine
@@ -97,15 +98,13 @@ class RooflineCost:
         self._step_ns = NS * (overhead + kernels * achieved.elementwise_launch_s + reduces * latency)
         self._step_ns += self._attention.launch_ns
         self._token_ns = NS * (elementwise_bytes(model, tensor_parallel) / rate + reduces * message)
-        self._linear_cache: dict[int, float] = {}
-        self._lines: dict[int, tuple[DecodeLine, int, DecodeLine]] = {}
+        self._tokens_ns = lru_cache(CACHE_LIMIT)(self._price_tokens)
+        self._lines = cache(self._decode_lines)
 
     def decode_line(self, num_seqs: int, context: int) -> DecodeLine:
         """See CostModel."""
-        entry = self._lines.get(num_seqs)
-        if entry is None:
-            entry = self._lines[num_seqs] = self._decode_lines(num_seqs)
-        return entry[0] if context < entry[1] else entry[2]
+        line, switch, later = self._lines(num_seqs)
+        return line if context < switch else later
 
     def step_ns(self, output: SchedulerOutput) -> int:
         """See CostModel."""
@@ -153,17 +152,11 @@ class RooflineCost:
     def _sampling_ns(self, num_sampled: int) -> float:
         return self._head.total_ns(num_sampled) + self._sampled_ns * num_sampled if num_sampled else 0.0
 
-    def _tokens_ns(self, num_tokens: int) -> float:
+    def _price_tokens(self, num_tokens: int) -> float:
         """Everything but attention over the context and the sampling, for a step of so many tokens."""
-        known = self._linear_cache.get(num_tokens)
-        if known is not None:
-            return known
         total = self._step_ns + self._token_ns * num_tokens + sum(op.total_ns(num_tokens) for op in self._ops)
         if self._moe:
             total += sum(expert_ns(op, self._moe, num_tokens) for op in self._experts)
-        if len(self._linear_cache) >= CACHE_LIMIT:
-            self._linear_cache.clear()
-        self._linear_cache[num_tokens] = total
         return total
 
 
