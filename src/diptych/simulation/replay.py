@@ -37,15 +37,6 @@ class Difference:
     explanation: str
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredStep:
-    """What a step computed and how long it took on the live machine, loop included (from the end of the step before
-    it, or from its own begin where the worker was idle)."""
-
-    features: StepFeatures
-    duration_ns: int
-
-
 @dataclass(slots=True)
 class ReplayReport:
     """What came out of a replay. ``result`` describes the requests and steps up to the first difference, with the
@@ -61,7 +52,6 @@ class ReplayReport:
     is_complete: bool = False
     difference: Difference | None = None
     result: SimulationResult = field(default_factory=lambda: SimulationResult(RequestTable(), GapHistogram(), [], 0))
-    steps: list[MeasuredStep] = field(default_factory=list)
 
     @property
     def is_identical(self) -> bool:
@@ -121,8 +111,6 @@ class _ReplayedEngine:
         self._chain = DecisionChain()
         self._start_ns: int | None = None
         self._output = SchedulerOutput(0)  # of the newest step
-        self._begun_ns = 0
-        self._last_end_ns = 0
         self._usage = WorkerUsage(report.config.cache.num_blocks)
         self._numbers: dict[str, tuple[int, int]] = {}  # of requests in the worker: place of arrival, time of it
         self._num_arrivals = 0
@@ -258,7 +246,7 @@ class _ReplayedEngine:
         self._tick(now)
         output = self.core.begin_step(now)
         if output is not None:
-            self._output, self._begun_ns = output, now
+            self._output = output
         expected = fields[2] if len(fields) > 1 else None
         if expected is None and output is None:
             return None
@@ -282,10 +270,6 @@ class _ReplayedEngine:
             failed=tuple((request_id, message) for request_id, message in failed),
         )
         output = self._output
-        if output.is_compute and num_steps:
-            start_ns = max(self._begun_ns, self._last_end_ns)
-            self._last_end_ns = now
-            self._report.steps.append(MeasuredStep(output.features, now - start_ns))
         events = self.core.end_step(result, now, num_steps=num_steps, last_start_ns=last_start_ns)
         self._take(events, output)
 
