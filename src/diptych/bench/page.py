@@ -13,7 +13,7 @@ from diptych.bench.stalls import Stall
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 from diptych.report import pages
 from diptych.report.pages import Report, Section
-from diptych.report.text import milliseconds, number, percent
+from diptych.report.text import latency_table, milliseconds, number, percent
 
 FOOT = (
     "Latencies count from when a request should have been sent. Intervals: Wilson's for shares, the circular block "
@@ -41,7 +41,7 @@ def render(data: Mapping[str, Any], records: Sequence[Sequence[ClientRecord]]) -
 
 def _run(data: Mapping[str, Any], records: Sequence[Sequence[ClientRecord]]) -> list[Section]:
     summary = data["summary"]
-    shown = [tables.latency_table(summary), tables.service_table(summary), tables.client_table(summary)]
+    shown = [latency_table(summary, tables.STATISTICS), tables.service_table(summary), tables.client_table(summary)]
     if data["classes"]:
         shown.insert(1, tables.class_table(data["classes"]))
     if summary["errors"]:

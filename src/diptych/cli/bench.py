@@ -225,11 +225,12 @@ def _run(given: Mapping[str, Any]) -> Measure:
     async def measure(session: "Session", live: "LiveLine") -> Measured:
         from diptych.bench import measurement, tables
         from diptych.bench.stalls import longest_gaps
+        from diptych.report.text import latency_table
 
         result = await session.run(watch=live.show)
         data = measurement.single_run(result)
         summary = data["summary"]
-        shown = [tables.latency_table(summary)]
+        shown = [latency_table(summary, tables.STATISTICS)]
         if data["classes"]:
             shown.append(tables.class_table(data["classes"]))
         shown += [tables.service_table(summary), tables.client_table(summary)]
