@@ -8,7 +8,7 @@ else running, the short prompt alone, the long prompt alone, and the short behin
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -270,7 +270,7 @@ def outcome(kept: Sequence[Repetition], config: InterferenceConfig) -> dict[str,
         "ttft_factor": median(behind),
         "ttft_factors": behind,
         "streams_ended": any(repetition.streams_ended for repetition in kept),
-        "config": {name: getattr(config, name) for name in config.__dataclass_fields__},
+        "config": asdict(config),
         "repetitions": len(kept),
     }
 
