@@ -4,7 +4,7 @@ Owns captions and the choice of scales; report/plots.py draws.
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import Any
 
 from diptych.bench.option_grammar import time as in_words
@@ -153,9 +153,8 @@ def _output(records: Sequence[ClientRecord], duration_ns: int) -> LineChart:
     width = max(1, -(-duration_ns // NUM_BINS))
     counts = [0] * NUM_BINS
     for record in records:
-        sizes = record.sizes if len(record.sizes) == len(record.stamps) else None
-        for place, stamp in enumerate(record.stamps):
-            counts[min(NUM_BINS - 1, max(0, stamp // width))] += sizes[place] if sizes else 1
+        for stamp, size in zip(record.stamps, record.sizes or repeat(1), strict=False):
+            counts[min(NUM_BINS - 1, max(0, stamp // width))] += size
     points = [((index + 0.5) * width / NS_PER_S, count * NS_PER_S / width) for index, count in enumerate(counts)]
     most = max(height for _, height in points)
     lines = [Line("tokens", points, "s-decode-solid")]

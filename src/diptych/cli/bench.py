@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from diptych.cli.error_messages import errors_in_words
-from diptych.cli.options import Number, Strings, Text, Whole, option
+from diptych.cli.options import Number, Strings, Text, Whole, option, picked
 from diptych.cli.output import check_folders, print_tables, write_file
 from diptych.control.errors import ConfigError
 
@@ -127,8 +127,7 @@ def bench_config(given: Mapping[str, Any]) -> "BenchConfig":
     from diptych.bench.target import TargetConfig
     from diptych.simulation.settings import read_settings
 
-    api: Any = given["api"]
-    prompts: Any = given["prompts"] or ("text" if api == "chat" else "ids")
+    prompts: Any = given["prompts"] or ("text" if given["api"] == "chat" else "ids")
     file, overrides = workload_settings(given)
     settings = read_settings(file, overrides)
     objectives = option_grammar.slo(given["slo"])
@@ -137,15 +136,9 @@ def bench_config(given: Mapping[str, Any]) -> "BenchConfig":
     if given["send_slo"] and asked.has_any and asked.ttft_ns is None and asked.tpot_ns is None:
         raise ConfigError("send_slo sends ttft and tpot; slo has neither", param="send_slo")
     target = TargetConfig(
-        url=given["url"],
-        api=api,
-        model=given["model"],
-        api_key=given["api_key"],
+        **picked(given, "url", "api", "model", "api_key", "exact_length", "send_slo", "running_usage"),
         prompts=prompts,
         token_ids=option_grammar.id_range(given["token_ids"]),
-        exact_length=given["exact_length"],
-        send_slo=given["send_slo"],
-        running_usage=given["running_usage"],
         timeout_s=option_grammar.duration_s(given["timeout"], "timeout"),
         extra=_extra(given["extra"]),
     )

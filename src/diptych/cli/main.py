@@ -17,7 +17,7 @@ from diptych.cli.bench import bench
 from diptych.cli.calibrate import calibrate, replay
 from diptych.cli.error_messages import errors_in_words
 from diptych.cli.guide import guide
-from diptych.cli.options import Number, Strings, Text, Whole, model_directory, option
+from diptych.cli.options import Number, Strings, Text, Whole, model_directory, option, picked
 from diptych.cli.simulate import simulate
 from diptych.control.cluster.cluster_config import OnFailure, cluster_config
 from diptych.control.config import BudgetName, OrderName, PreemptionName, ShapeName, scheduler_config
@@ -124,19 +124,14 @@ def engine_options(given: dict[str, Any]) -> EngineOptions:
     slo = Slo(_nanoseconds(given["ttft_slo_ms"]), _nanoseconds(given["tpot_slo_ms"]))
     return EngineOptions(
         model=str(directory),
-        device=DeviceOptions(
-            device=given["device"],
-            dtype=given["dtype"],
-            threads=given["threads"],
-            cores=given["cores"],
-        ),
+        device=DeviceOptions(**picked(given, "device", "dtype", "threads", "cores")),
         memory=MemoryOptions(
             block_size=given["block_size"],
             kv_cache_bytes=None if memory is None else parse_bytes(memory, "kv_cache_memory"),
             swap_bytes=parse_bytes(given["swap_memory"], "swap_memory"),
             prefix_cache=given["prefix_cache"],
         ),
-        scheduler=scheduler_config(given["shape"], **{name: given[name] for name in SCHEDULER_OPTIONS}),
+        scheduler=scheduler_config(given["shape"], **picked(given, *SCHEDULER_OPTIONS)),
         slo=slo,
         max_model_len=given["max_model_len"],
         record=None if given["record"] is None else str(given["record"].resolve()),
@@ -146,14 +141,9 @@ def engine_options(given: dict[str, Any]) -> EngineOptions:
 def fleet_options(given: dict[str, Any]) -> FleetOptions:
     """The workers from the values of the options of ``serve``. Raises ConfigError."""
     return FleetOptions(
-        prefill=given["prefill"],
-        decode=given["decode"],
-        both=given["both"],
-        transfer=given["transfer"],
-        kv_codec=given["kv_codec"],
+        **picked(given, "prefill", "decode", "both", "transfer", "kv_codec", "cores_per_worker"),
         heartbeat_timeout_s=given["heartbeat_timeout"],
-        cores_per_worker=given["cores_per_worker"],
-        cluster=cluster_config(**{name: given[name] for name in CLUSTER_OPTIONS}),
+        cluster=cluster_config(**picked(given, *CLUSTER_OPTIONS)),
     )
 
 
@@ -169,13 +159,11 @@ def _serve(options: EngineOptions, workers: FleetOptions, name: str, given: dict
     from diptych.serving.fleet.fleet import Fleet
 
     server = ServerOptions(
-        host=given["host"],
-        port=given["port"],
+        **picked(given, "host", "port", "log_level"),
         served_model_name=name,
         api_keys=tuple(given["api_key"] or ()),
         max_body_bytes=parse_bytes(given["max_body"], "max_body"),
         drain_timeout_s=given["drain_timeout"],
-        log_level=given["log_level"],
     )
     with StartScreen(name, has_key=bool(server.api_keys)) as screen:
         run_server(AsyncLLM(options, Fleet(options, workers)), server, screen.on_loading, screen.on_ready)

@@ -1,5 +1,6 @@
 """What the commands declare their options with."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -18,6 +19,11 @@ Strings: TypeAlias = list[str] | None
 def option(help_text: str, panel: str, *names: str, **settings: Any) -> Any:
     """An option in one panel of a command's help."""
     return typer.Option(*names, help=help_text, rich_help_panel=panel, **settings)
+
+
+def picked(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """The values of these options, for a record that has fields of the same names."""
+    return {name: given[name] for name in names}
 
 
 def model_directory(model: Path | None) -> Path:

@@ -45,7 +45,6 @@ class ReplayReport:
     path: Path
     diptych: str  # version that wrote it
     config: EngineConfig
-    num_rows: int = 0
     num_steps: int = 0  # plans compared
     num_refused: int = 0
     num_aborted: int = 0
@@ -86,7 +85,6 @@ def replay(path: str | Path) -> ReplayReport:
     report = ReplayReport(recording.path, recording.diptych, msgspec.convert(recording.header["config"], EngineConfig))
     worker = _ReplayedEngine(report)
     for line, row in enumerate(recording.rows(), 2):
-        report.num_rows += 1
         try:
             difference = worker.apply(row, line)
         except ConfigError:
@@ -163,9 +161,7 @@ class _ReplayedEngine:
             case ["closed", *_]:
                 report.is_complete = True
             case _:
-                raise ConfigError(
-                    f"line {line} of the recording is none that this reads: {str(row)[:60]}", param="path"
-                )
+                raise ConfigError(f"line {line} of the recording is no known row: {str(row)[:60]}", param="path")
         return None
 
     def conclude(self) -> None:

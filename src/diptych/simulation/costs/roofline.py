@@ -11,7 +11,7 @@ E * (1 - (1 - k/E)^n), each token choosing k of E at random.
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
-from diptych.control.step import SchedulerOutput, chunk_attention
+from diptych.control.step import SchedulerOutput
 from diptych.simulation.costs.cost_model import UNBOUNDED, DecodeLine
 from diptych.simulation.hardware import Hardware
 from diptych.simulation.models import ModelSpec, MoESpec, check_tensor_parallel
@@ -122,13 +122,6 @@ class RooflineCost:
         total += attention.start_ns * starts
         if num_seqs:
             total += self._decode_attention_ns(num_seqs, context)
-        return max(1, int(total))
-
-    def prefill_ns(self, num_tokens: int, start: int = 0) -> int:
-        """Duration of a step that computes one last chunk and nothing else (for planning)."""
-        attention = self._attention
-        total = self._tokens_ns(num_tokens) + self._sampling_ns(1) + attention.token_ns * num_tokens
-        total += attention.pair_ns * chunk_attention(start, num_tokens) + attention.start_ns * start
         return max(1, int(total))
 
     def _decode_lines(self, num_seqs: int) -> tuple[DecodeLine, int, DecodeLine]:
