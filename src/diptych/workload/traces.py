@@ -23,6 +23,7 @@ from diptych.workload.spec import RequestSpec
 
 MOONCAKE_BLOCK_TOKENS = 512
 MARKS = {"azure": "ContextTokens", "mooncake": "input_length", "own": "prompt_tokens"}  # each format's sign
+COLUMNS = ("arrival_ns", "prompt_tokens", "output_tokens", "hash_ids", "labels", "sessions")
 LENGTHS = {"azure": "GeneratedTokens", "mooncake": "output_length", "own": "output_tokens"}
 
 
@@ -73,15 +74,7 @@ class Trace:
 
     def rows(self, start: int, end: int) -> "Trace":
         """Only these rows."""
-        return replace(
-            self,
-            arrival_ns=self.arrival_ns[start:end],
-            prompt_tokens=self.prompt_tokens[start:end],
-            output_tokens=self.output_tokens[start:end],
-            hash_ids=self.hash_ids[start:end],
-            labels=self.labels[start:end],
-            sessions=self.sessions[start:end],
-        )
+        return replace(self, **{name: getattr(self, name)[start:end] for name in COLUMNS})
 
     def window(self, start_s: float, end_s: float | None) -> "Trace":
         """Rows that arrive in [start_s, end_s), with start_s as time 0. Raises ConfigError when there are none."""
