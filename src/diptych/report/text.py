@@ -62,6 +62,17 @@ def latency_table(summary: Mapping[str, Any], statistics: Sequence[str] = STATIS
     return Table("Latency, ms", ("", *statistics), rows)
 
 
+def headline(summary: Mapping[str, Any], *latencies: str) -> list[tuple[str, str]]:
+    """(name, value) of the figures to read first; of these latencies the 99th percentile."""
+    names = dict(LATENCIES)
+    figures = []
+    if summary["attainment"] is not None:
+        figures.append(("Attainment", percent(summary["attainment"])))
+        figures.append(("Goodput, requests/s", number(summary["goodput_rps"], 2)))
+    figures += [(f"{names[key]} p99, ms", milliseconds(summary[key]["p99"])) for key in latencies]
+    return [*figures, ("Output, tokens/s", number(summary["output_tokens_per_s"], 0))]
+
+
 def service_table(summary: Mapping[str, Any], economy: Mapping[str, float | None]) -> Table:
     """What the fleet gave, and what it cost."""
     failed = summary["num_failed"]

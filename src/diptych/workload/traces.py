@@ -10,6 +10,7 @@ arrival; rows of the same time keep the file's order. Must never draw a random n
 """
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -81,8 +82,8 @@ class Trace:
         start_ns = round(start_s * NS_PER_S)
         end_ns = None if end_s is None else round(end_s * NS_PER_S)
         times = self.arrival_ns
-        first = sum(time < start_ns for time in times)
-        last = len(times) if end_ns is None else sum(time < end_ns for time in times)
+        first = bisect_left(times, start_ns)
+        last = len(times) if end_ns is None else bisect_left(times, end_ns)
         if first >= last:
             message = f"{self.name} has no requests in [{start_s}, {end_s}) s; it lasts {times[-1] / NS_PER_S:.1f} s"
             raise ConfigError(message, param="start_s")

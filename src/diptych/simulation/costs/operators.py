@@ -245,16 +245,7 @@ def load_operator_tables(hardware: Hardware) -> OperatorTables:
         raise ConfigError(
             f"hardware is {hardware.name!r}; operators were measured on {', '.join(names)}", param="hardware"
         )
-    return parse_operator_tables(operator_data(hardware.name), hardware)
-
-
-def operator_data(name: str) -> dict[str, Any]:
-    """The shipped file of a GPU as plain data (what scripts/derive_operator_tables.py writes)."""
-    return packed_table("operators", name)
-
-
-def parse_operator_tables(data: Mapping[str, Any], hardware: Hardware) -> OperatorTables:
-    """The operators in plain data."""
+    data = operator_data(hardware.name)
     return OperatorTables(
         hardware=hardware,
         engine=data["engine"],
@@ -269,6 +260,11 @@ def parse_operator_tables(data: Mapping[str, Any], hardware: Hardware) -> Operat
         experts=ExpertTable({_expert_key(row): curve_of(row) for row in data["experts"]}),
         all_reduce={row["devices"]: curve_of(row) for row in reversed(data["all_reduce"])},  # vLLM's kernel wins
     )
+
+
+def operator_data(name: str) -> dict[str, Any]:
+    """The shipped file of a GPU as plain data (what scripts/derive_operator_tables.py writes)."""
+    return packed_table("operators", name)
 
 
 def curve_of(row: Mapping[str, Any]) -> Curve:
