@@ -123,7 +123,7 @@ def thin_shapes(table: LinearTable, keep: Keep) -> LinearTable:
         curves = {pair: curve for pair, curve in table.curves.items() if pair[0] in ns and pair[1] in ks}
     else:
         curves = {pair: curve for pair, curve in table.curves.items() if keep(1, 3)}
-    return LinearTable.of(table.hardware, table.weight_bits, curves)
+    return LinearTable(table.hardware, table.weight_bits, curves)
 
 
 def shape_errors(table: LinearTable, keep: Keep) -> Iterator[float]:
@@ -200,7 +200,7 @@ def products_without(tables: OperatorTables, tokens: float) -> dict[int, LinearT
     """The matrix products without a token count and its neighbours."""
     gone = {tokens - 1, tokens, tokens + 1}
     return {
-        bits: LinearTable.of(t.hardware, bits, {pair: without(curve, gone) for pair, curve in t.curves.items()})
+        bits: LinearTable(t.hardware, bits, {pair: without(curve, gone) for pair, curve in t.curves.items()})
         for bits, t in tables.linear.items()
     }
 

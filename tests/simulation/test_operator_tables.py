@@ -53,7 +53,7 @@ def test_an_unmeasured_product_lies_between_its_neighbours_and_a_larger_one_grow
 def test_a_hole_in_the_grid_of_products_is_filled_from_its_neighbours():
     whole = load_operator_tables(A100).linear[16]
     curves = {pair: curve for pair, curve in whole.curves.items() if pair != (4096, 4096)}
-    holed = LinearTable.of(A100, 16, curves)
+    holed = LinearTable(A100, 16, curves)
     assert holed.us(4096, 4096, 4096) == pytest.approx(whole.us(4096, 4096, 4096), rel=0.1)
 
 

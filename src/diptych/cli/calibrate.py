@@ -8,7 +8,7 @@ import os
 import platform
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -61,6 +61,7 @@ def calibrate(
 
 
 def _measure_and_fit(options: EngineOptions, seconds: float, name: str) -> "Calibration":
+    from diptych.bench.measurement import machine
     from diptych.calibration.calibration import measure
     from diptych.simulation.costs.fitted import Calibration, MeasuredPoint, fit, fit_front_end, fit_live
 
@@ -79,24 +80,9 @@ def _measure_and_fit(options: EngineOptions, seconds: float, name: str) -> "Cali
         points=points,
         steps=tuple(steps),
         errors={f"single steps, {law}": error for law, error in step_errors.items()} | live_errors,
-        machine=describe_machine(),
+        machine={**machine(), "system": platform.system(), "diptych": __version__},
         settings={"engine": measured.description, "threads": options.device.threads, "cores": options.device.cores},
     )
-
-
-def describe_machine() -> dict[str, Any]:
-    """What the figures belong to."""
-    lines: list[str] = []
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        lines = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-    return {
-        "cpu": lines[0] if lines else platform.processor(),
-        "cores": os.cpu_count(),
-        "system": platform.system(),
-        "python": platform.python_version(),
-        "diptych": __version__,
-    }
 
 
 def _show_calibration(calibration: "Calibration", out: Path) -> None:

@@ -29,21 +29,15 @@ from diptych.simulation.packed_tables import packed_names, packed_table
 US = 1e6
 
 
-@dataclass(frozen=True, slots=True)
 class LinearTable:
     """Matrix products [m, k] x [k, n] of one precision: microseconds by m, for each measured (n, k)."""
 
-    hardware: Hardware
-    weight_bits: int
-    curves: Mapping[tuple[int, int], Curve]
-    ns: tuple[int, ...]
-    ks: tuple[int, ...]
-
-    @classmethod
-    def of(cls, hardware: Hardware, weight_bits: int, curves: Mapping[tuple[int, int], Curve]) -> "LinearTable":
-        """The table of these curves."""
-        return cls(hardware, weight_bits, curves, tuple(sorted({n for n, _ in curves})),
-                   tuple(sorted({k for _, k in curves})))  # fmt: skip
+    def __init__(self, hardware: Hardware, weight_bits: int, curves: Mapping[tuple[int, int], Curve]) -> None:
+        self.hardware = hardware
+        self.weight_bits = weight_bits
+        self.curves = curves
+        self.ns = sorted({n for n, _ in curves})
+        self.ks = sorted({k for _, k in curves})
 
     def us(self, m: int, n: int, k: int) -> float:
         """Microseconds of one product (n, k >= 1)."""
@@ -251,7 +245,7 @@ def load_operator_tables(hardware: Hardware) -> OperatorTables:
         engine=data["engine"],
         sources=msgspec.convert(data["sources"], tuple[TableSource, ...]),
         linear={
-            int(bits): LinearTable.of(hardware, int(bits), {(row["n"], row["k"]): curve_of(row) for row in rows})
+            int(bits): LinearTable(hardware, int(bits), {(row["n"], row["k"]): curve_of(row) for row in rows})
             for bits, rows in data["gemm"].items()
             if rows
         },
