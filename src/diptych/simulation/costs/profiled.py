@@ -7,6 +7,7 @@ step mixes both phases: the law used there is named below. Layers and operators 
 
 import json
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
 from typing import Any, Protocol
@@ -125,23 +126,19 @@ class PowerProfile:
     mean: Curve
 
 
-@dataclass(frozen=True, slots=True)
 class ProfiledCost:
-    """The CostModel of one profile."""
+    """The CostModel of one profile. Lines are made when they are first asked for, and kept."""
 
-    info: ProfileInfo
-    law: StepLaw
-    power: PowerProfile | None = None
-
-    @property
-    def name(self) -> str:
-        """The profile's name."""
-        return self.info.name
+    def __init__(self, info: ProfileInfo, law: StepLaw, power: PowerProfile | None = None) -> None:
+        self.name = info.name
+        self.info = info
+        self.law = law
+        self.power = power
+        self._line = cache(self._make_line)
 
     def decode_line(self, num_seqs: int, context: int) -> DecodeLine:
         """See CostModel; one line holds for every context."""
-        intercept, slope = self.law.decode_line(num_seqs)
-        return DecodeLine(max(ONE, intercept), max(0, slope), UNBOUNDED)
+        return self._line(num_seqs)
 
     def step_ns(self, output: SchedulerOutput) -> int:
         """See CostModel."""
@@ -149,6 +146,10 @@ class ProfiledCost:
         if not features.prefill_tokens:
             return self.decode_line(features.decode_seqs, 0).step_ns(features.decode_context)
         return max(1, self.law.with_prefill(features) >> FRACTION_BITS)
+
+    def _make_line(self, num_seqs: int) -> DecodeLine:
+        intercept, slope = self.law.decode_line(num_seqs)
+        return DecodeLine(max(ONE, intercept), max(0, slope), UNBOUNDED)
 
 
 def profile_names() -> tuple[str, ...]:
