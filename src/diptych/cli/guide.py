@@ -11,11 +11,6 @@ from diptych.cli.error_messages import errors_in_words
 from diptych.control.errors import ConfigError
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(guide)
-
-
 def guide(
     host: Annotated[str, typer.Option(help="Address to listen on. 0.0.0.0: reachable from everywhere.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 picks a free one.")] = 8765,

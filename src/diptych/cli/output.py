@@ -4,7 +4,8 @@ Owns the look of tables in a terminal and the message for a file that cannot be 
 """
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,3 +66,32 @@ def print_tables(
         console.print(f"NOT RELIABLE: {warning}", style="bold red", soft_wrap=True, markup=False)
     for note in notes:
         console.print(note, style="dim", soft_wrap=True, markup=False)
+
+
+@contextmanager
+def progress_bar(*, quiet: bool = False) -> Iterator[Callable[[str, float], None]]:
+    """A bar on standard error, unless that is no terminal; set by (what is being done, the share that is done)."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=quiet or not console.is_terminal,
+    )
+    with bar:
+        task = bar.add_task("starting", total=1.0)
+        yield lambda stage, share: bar.update(task, description=stage, completed=share)

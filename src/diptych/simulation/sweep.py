@@ -20,7 +20,6 @@ import msgspec
 
 from diptych.control.errors import ConfigError, DiptychError
 from diptych.simulation.event_log import EventLog
-from diptych.simulation.report.economy import FleetPrice
 from diptych.simulation.report.outcome import outcome
 from diptych.simulation.results import SimulationResult
 from diptych.simulation.run import Progress, simulate_with_log
@@ -139,13 +138,14 @@ def run_here(
     prepared = prepare(settings, record_events=record_events, most_recorded=most_recorded)
     result, log = simulate_with_log(prepared.scenario, progress)
     choice = prepared.cost
-    price = FleetPrice(
+    point = outcome(
+        result,
+        settings=plain(settings),
+        cost_model=choice.words,
         num_gpus=settings.num_workers * settings.tensor_parallel,
-        usd_per_hour=choice.usd_per_hour,
-        watts_busy=choice.watts_busy,
-        watts_idle=choice.watts_idle,
+        hardware=choice.hardware,
+        values=values,
     )
-    point = outcome(result, settings=plain(settings), cost_model=choice.words, price=price, values=values)
     return Run(point, result, log, prepared)
 
 

@@ -36,7 +36,6 @@ class FrontEndOfWorkers(Protocol):
 @dataclass(slots=True)
 class _Process:
     is_alive: bool = True
-    is_known_dead: bool = False
     life: int = 0
     back_ns: int = 0  # when the next process may begin
     num_outages: int = 0  # of its link, at this moment
@@ -105,7 +104,7 @@ class ProcessLives:
         process.back_ns = max(process.back_ns, until_ns)
         if not process.is_alive:
             return
-        process.is_alive, process.is_known_dead = False, False
+        process.is_alive = False
         process.life += 1
         process.tokens = self._workers[worker].crash(until_ns)
         self._front_end.on_death(worker)
@@ -114,7 +113,6 @@ class ProcessLives:
 
     def _detect(self, worker: int) -> None:
         process, now = self._processes[worker], self._environment.now
-        process.is_known_dead = True
         self._front_end.on_down(worker, process.tokens)
         process.tokens = {}
         at_ns = max(process.back_ns, now + 1)
