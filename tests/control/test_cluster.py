@@ -478,10 +478,10 @@ def test_what_a_reservation_finds_in_a_cache_is_compared_with_what_was_expected_
 
 def test_a_waiting_token_is_priced_by_the_workers_that_compute_prompts_now() -> None:
     fleet = Fleet("prefill", "prefill", max_untouched_per_worker=1)
-    for worker, token_ns in ((0, 10.0), (1, 30.0)):
+    for worker, token_ns in ((0, 10.0), (1, 50.0)):
         fleet.tell(Reported(worker, (), LoadReport(0, 0, 100, 0, token_ns, 0.0)))
     for name in "abc":  # the third waits
         fleet.submit(name)
-    assert fleet.core.admission.queue_ns("standard") == 100 * 40 // 4
+    assert fleet.core.admission.queue_ns("standard") == 100 * 60 // 4
     fleet.tell(RoleChanged(1, "decode"))
     assert fleet.core.admission.queue_ns("standard") == 100 * 10
