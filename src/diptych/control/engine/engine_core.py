@@ -62,7 +62,6 @@ class EngineCore:
         self._finished_ids: list[str] = []  # ended since the last plan: the next one says so to the executor
         self._num_arrivals = 0
         self._num_steps = 0
-        self._last_end_ns = 0
         self._pending_events: list[Event] = []
         self._num_kv_events = 0
         self._max_num_seqs = config.scheduler.max_num_seqs  # what the executor was made for
@@ -313,18 +312,16 @@ class EngineCore:
             self.kv.remember_computed(request, computed)
 
     def _measure(self, step: _RunningStep, now: int, num_steps: int, last_start_ns: int | None) -> StepFinished:
-        start_ns = max(step.begun_ns, self._last_end_ns)
-        self._last_end_ns = now
         output = step.output
         features = output.features
         if num_steps and self.model.wants(features, self.scheduler.batch.ticks_completed):
             if num_steps > 1:
                 context = features.decode_context + (num_steps - 1) * features.decode_seqs
                 features = StepFeatures(0, 0, features.decode_seqs, context)
-            self.model.observe(features, now - (start_ns if last_start_ns is None else last_start_ns))
+            self.model.observe(features, now - (step.begun_ns if last_start_ns is None else last_start_ns))
         return StepFinished(
             step_id=output.step_id,
-            start_ns=start_ns,
+            start_ns=step.begun_ns,
             end_ns=now,
             prefills=tuple((chunk.request_id, chunk.start, chunk.num_tokens) for chunk in output.prefills),
             num_decodes=output.num_decodes,
