@@ -5,6 +5,8 @@ Aging is linear, and linear aging needs no clock: "work minus a share of the tim
 config.OrderName.
 """
 
+from abc import ABC, abstractmethod
+
 from diptych.control.config import OrderName, SchedulerConfig
 from diptych.control.engine.scheduler.step_time import StepTimeModel
 from diptych.control.request import Request
@@ -17,7 +19,7 @@ HOPELESS_DEFERRAL = 8  # a deadline that cannot be met any more moves back by th
 _RESUMED, _FRESH = 0, 1  # requests that lost their place come back before new ones of their priority
 
 
-class RequestOrder:
+class RequestOrder(ABC):
     """The base of all orders. changes_with_time: whether the first in the queue may change although no request arrives
     or ends (then a refusal of the first does not stand)."""
 
@@ -28,9 +30,9 @@ class RequestOrder:
         self._slo = slo
         self._model = model
 
+    @abstractmethod
     def key(self, request: Request) -> OrderKey:
         """The key of a request; the arrival number breaks ties."""
-        raise NotImplementedError
 
     def defer(self, request: Request, now: int) -> bool:
         """Asked before a request is admitted: whether it moves back in the queue instead, under a new
