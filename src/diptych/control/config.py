@@ -194,6 +194,13 @@ class SchedulerConfig:
             "preemption",
         )
 
+    def check_change_to(self, changed: "SchedulerConfig") -> None:
+        """Raise ConfigError when a worker that was started with these settings cannot take the changed ones: its
+        executor has rows for ``max_num_seqs`` sequences."""
+        most = self.max_num_seqs
+        words = f"max_num_seqs is {changed.max_num_seqs}; this worker was started for {most}"
+        _require(changed.max_num_seqs <= most, words, "max_num_seqs")
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:

@@ -58,7 +58,6 @@ class Attempt:
     state: AttemptState = AttemptState.RESERVING
     is_at_prefill: bool = False  # that worker may hold something of this attempt
     is_at_decode: bool = False
-    awaits_prefill: bool = False  # blocks of the decode worker are, or will be, held until the prompt is computed
     reason: FinishReason = FinishReason.ABORT  # why it closes
 
     @property
@@ -75,6 +74,11 @@ class Attempt:
     def is_under_way(self) -> bool:
         """Whether the handoff is not over: leases must be renewed, and losing either worker loses the attempt."""
         return self.state in (AttemptState.RESERVING, AttemptState.PREFILLING, AttemptState.SENDING)
+
+    @property
+    def awaits_prefill(self) -> bool:
+        """Whether blocks of the decode worker are, or will be, held until the other worker has computed the prompt."""
+        return self.is_handoff and self.state in (AttemptState.RESERVING, AttemptState.PREFILLING)
 
     def needs(self, worker: int) -> bool:
         """Whether the attempt is lost when this worker is."""
@@ -194,7 +198,6 @@ class AttemptTable:
     def begin(self, attempt: Attempt, now: int) -> list[Command]:
         """A new attempt."""
         if attempt.is_handoff:
-            attempt.awaits_prefill = True
             self._awaited.setdefault(attempt.decode, Counter())[attempt.prefill] += 1
         self._attempts[attempt.attempt_id] = attempt
         for worker in (attempt.prefill, attempt.decode):
@@ -248,9 +251,9 @@ class AttemptTable:
         assert not self._leased and not any(self._attempts_of.values()) and not self._awaited
 
     def _stop_awaiting(self, attempt: Attempt) -> None:
+        """Called before its state says so."""
         if not attempt.awaits_prefill:
             return
-        attempt.awaits_prefill = False
         awaited = self._awaited[attempt.decode]
         awaited[attempt.prefill] -= 1
         if not awaited[attempt.prefill]:

@@ -64,7 +64,7 @@ class EngineCore:
         self._num_steps = 0
         self._pending_events: list[Event] = []
         self._num_kv_events = 0
-        self._max_num_seqs = config.scheduler.max_num_seqs  # what the executor was made for
+        self._first_scheduler = config.scheduler  # what the executor was made for
 
     def add_request(self, request: Request, now: int) -> list[Event]:
         """Queue a request, or refuse it with its terminal event (the executor then never gets it).
@@ -239,11 +239,7 @@ class EngineCore:
     def configure(self, scheduler: SchedulerConfig) -> None:
         """Schedule by these settings from the next plan on; what runs keeps its place. Raises ConfigError for more
         sequences at once than the worker was started for: the executor has no rows for them."""
-        limit = self._max_num_seqs
-        if scheduler.max_num_seqs > limit:
-            raise ConfigError(
-                f"max_num_seqs is {scheduler.max_num_seqs}; this worker was started for {limit}", param="max_num_seqs"
-            )
+        self._first_scheduler.check_change_to(scheduler)
         self.config = self.config.with_(scheduler=scheduler)
         self.scheduler.configure(scheduler)
 

@@ -185,10 +185,7 @@ class Fleet:
     def change_scheduler(self, worker: int, scheduler: SchedulerConfig) -> None:
         """From its next step on this worker schedules by these settings, also when it is started again. Raises
         ConfigError for more sequences at once than the workers were started for."""
-        limit = self.options.scheduler.max_num_seqs
-        if scheduler.max_num_seqs > limit:
-            words = f"max_num_seqs is {scheduler.max_num_seqs}; the workers were started for {limit}"
-            raise ConfigError(words, param="max_num_seqs")
+        self.options.scheduler.check_change_to(scheduler)
         self._tell(SchedulerChanged(worker, scheduler))
 
     def _cancel(self, streams: Iterable[AnswerStream], reason: FinishReason) -> None:
