@@ -32,6 +32,7 @@ from diptych.serving.link.engine_options import (
     DeviceOptions,
     DTypeName,
     EngineOptions,
+    InstructionSetName,
     MemoryOptions,
     parse_bytes,
     parse_cores,
@@ -48,6 +49,7 @@ app = typer.Typer(
 
 TRANSFERS = "|".join(("auto", *CONNECTORS))  # FleetOptions refuses other names
 MODEL, SERVER, OBJECTIVES, WORKERS = "Model", "Server", "Objectives", "Workers"
+ISA_HELP = "Instructions of the CPU kernels; auto: the fastest set of this machine."
 UNTOUCHED_NAMES = ("--max-untouched-per-worker", "--edge-depth")  # the second is the old name
 UNTOUCHED_HELP = "Requests without a token; more wait by class and key (0: none wait). Default: 64."
 API_KEY_HELP = "Ask for this key (Authorization: Bearer KEY). Several: each is a tenant, and they share fairly."
@@ -120,6 +122,7 @@ def serve(
     device: Annotated[DeviceName, _option("Where to compute.", MACHINE)] = "auto",
     threads: Annotated[Whole, _option("Compute threads per worker. Default: one per core.", MACHINE)] = None,
     cores: Annotated[Text, _option("Cores to compute on, such as 0-3.", MACHINE)] = None,
+    instruction_set: Annotated[InstructionSetName, _option(ISA_HELP, MACHINE, "--isa")] = "auto",
 ) -> None:
     """Serve a model over an OpenAI-compatible API."""
     given = dict(locals())
@@ -144,6 +147,7 @@ def engine_options(given: dict[str, Any]) -> EngineOptions:
             dtype=given["dtype"],
             threads=given["threads"],
             cores=given["cores"],
+            instruction_set=given["instruction_set"],
         ),
         memory=MemoryOptions(
             block_size=given["block_size"],
@@ -206,6 +210,7 @@ def generate(
     seed: Annotated[int | None, _option("Repeatable output.", MODEL)] = None,
     threads: Annotated[int | None, _option("Compute threads. Default: one per core.", MACHINE)] = None,
     dtype: Annotated[DTypeName, _option("Arithmetic; auto: the checkpoint's own.", MODEL)] = "auto",
+    instruction_set: Annotated[InstructionSetName, _option(ISA_HELP, MACHINE, "--isa")] = "auto",
 ) -> None:
     """Continue one text in this process, without a server; the text appears as it is made."""
     from diptych.control.request import SamplingParams
@@ -214,7 +219,7 @@ def generate(
     with errors_in_words():
         from diptych.serving.llm import LLM
 
-        llm = LLM(model, dtype=dtype, threads=threads)
+        llm = LLM(model, dtype=dtype, threads=threads, instruction_set=instruction_set)
         sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
         sys.stdout.write(text)
         for piece in llm.stream(text, sampling):

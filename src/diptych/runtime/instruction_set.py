@@ -9,6 +9,7 @@ import torch
 from diptych.control.errors import ConfigError
 from diptych.runtime.native import NativeLibrary, load_native
 
+AUTO = "auto"
 TORCH = "torch"
 
 
@@ -18,10 +19,10 @@ def available(dtype: torch.dtype) -> tuple[str, ...]:
     return (*(_native_sets(library, dtype) if library else ()), TORCH)
 
 
-def choose(dtype: torch.dtype, wish: str | None = None) -> str:
-    """The set to compute with. wish None: the fastest. Raises ConfigError for a set that is not available."""
+def choose(dtype: torch.dtype, wish: str = AUTO) -> str:
+    """The set to compute with: ``wish``, or the fastest. Raises ConfigError for a set that is not available."""
     names = available(dtype)
-    if wish is None:
+    if wish == AUTO:
         return names[0]
     if wish not in names:
         raise ConfigError(
