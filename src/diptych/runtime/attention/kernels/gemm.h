@@ -26,20 +26,31 @@ static char *staging(int64_t bytes) {
     return memory;
 }
 
-// the results of a row and a panel: 32 columns, or 16 of gates and the 16 they belong to
-template <typename T, bool GATED>
-INLINE void put(const Linear &p, int64_t row, int64_t panel, Vec left, Vec right) {
-    const int64_t column = panel * (GATED ? 16 : 32), count = (GATED ? p.n / 2 : p.n) - column;
-    T *y = (T *)p.y + row * p.y_stride + column;
-    if (GATED) return store(y, silu(left) * right, count);
-    if (p.bias) {
-        const T *bias = (const T *)p.bias + column;
-        left = left + load(bias, count);
-        if (count > 16) right = right + load(bias + 16, count - 16);
+// where the results of a panel go: 32 columns, or 16 of gates and the 16 they belong to
+template <typename T, bool GATED> class Columns {
+  public:
+    ALWAYS_INLINE Columns(const Linear &p, int64_t panel) {
+        const int64_t column = panel * (GATED ? 16 : 32);
+        count_ = (GATED ? p.n / 2 : p.n) - column;
+        y_ = (T *)p.y + column;
+        stride_ = p.y_stride;
+        left_bias_ = right_bias_ = zeros();
+        if (GATED || !p.bias) return;
+        left_bias_ = load((const T *)p.bias + column, count_);
+        if (count_ > 16) right_bias_ = load((const T *)p.bias + column + 16, count_ - 16);
     }
-    store(y, left, count);
-    if (count > 16) store(y + 16, right, count - 16);
-}
+    ALWAYS_INLINE void put(int64_t row, Vec left, Vec right) const {
+        T *y = y_ + row * stride_;
+        if (GATED) return store(y, silu(left) * right, count_);
+        store(y, left + left_bias_, count_);
+        if (count_ > 16) store(y + 16, right + right_bias_, count_ - 16);
+    }
+
+  private:
+    T *y_;
+    int64_t stride_, count_;
+    Vec left_bias_, right_bias_;
+};
 
 template <class S> struct Rows {
     const typename S::Factor *x;
@@ -83,8 +94,9 @@ INLINE void tile(const Linear &p, const typename S::Factor *x, int64_t stride, i
         for (int i = 0; i < R; i++)
             for (int c = 0; c < HALVES; c++) results[i][half + c] = sum[i][c];
     }
+    const Columns<typename S::T, GATED> columns(p, panel);
 #pragma GCC unroll 12
-    for (int i = 0; i < R; i++) put<typename S::T, GATED>(p, row + i, panel, results[i][0], results[i][1]);
+    for (int i = 0; i < R; i++) columns.put(row + i, results[i][0], results[i][1]);
 }
 
 template <class S, bool GATED>
@@ -109,7 +121,8 @@ INLINE void tile_rows(const Linear &p, Tiles &tiles, const char *x, int64_t stri
     });
     alignas(64) float sum[32][32];
     store_tiles<TWO>(tiles, sum[0], 32);
-    for (int i = 0; i < count; i++) put<bf16, GATED>(p, row + i, panel, load(sum[i]), load(sum[i] + 16));
+    const Columns<bf16, GATED> columns(p, panel);
+    for (int i = 0; i < count; i++) columns.put(row + i, load(sum[i]), load(sum[i] + 16));
 }
 
 // rest: the last rows of the call that do not fill a tile, with room behind them
