@@ -3,8 +3,9 @@
     python benchmarks/instruction_sets.py MODEL_DIR [--isa avx512 --isa avx2] [--json instruction_sets.json]
 
 For each set there are two engines in bf16: one with the native kernels of the set, and one with torch alone (--isa
-torch), which is kept to the same instructions: ATEN_CPU_CAPABILITY for torch's own kernels, ONEDNN_MAX_CPU_ISA for the
-matrix products. They take turns. Reported: medians, spreads, and the ratio of the medians.
+torch), which is kept to the same instructions: ATEN_CPU_CAPABILITY for torch's own kernels, ONEDNN_MAX_CPU_ISA for
+the matrix products (with AVX2 alone, oneDNN has no fast product in bf16: torch would be faster in fp32). They take
+turns. Reported: medians, spreads, and the ratio of the medians.
 """
 
 import argparse
