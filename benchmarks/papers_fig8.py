@@ -23,7 +23,7 @@ from typing import Any
 from diptych.control.config import BudgetConfig, CacheConfig, EngineConfig, SchedulerConfig
 from diptych.control.slo import NS_PER_S, Slo
 from diptych.control.step import SchedulerOutput
-from diptych.report.plots import Line, Scale, line_chart
+from diptych.report.plots import Line, LineChart, Scale
 from diptych.simulation.costs.cost_model import DecodeLine
 from diptych.simulation.costs.profiled import FittedLaw, ProfiledCost, ProfileInfo, load_profile
 from diptych.simulation.results import RequestTable
@@ -362,7 +362,7 @@ def figure(curves: dict[tuple[str, str, str], Curve]) -> str:
             lines.append(Line(f"{system}, published", curves[setting.model, system, "published"], f"{style} p", True))
         x = Scale(0.0, setting.rates[-1], "requests/s per GPU")
         y = Scale(0.0, 100.0, f"{setting.model}: % of requests within both objectives", ticks=(0, 25, 50, 75, 90, 100))
-        chart = line_chart(setting.model, "Attainment by rate.", lines, x, y)
+        chart = LineChart(setting.model, "", "Attainment by rate.", lines, x, y).svg()
         panels.append(chart.replace("<svg ", f'<svg x="{440 * index}" width="440" height="264" ', 1))
     keys = (
         ("v", "vLLM, simulated"),

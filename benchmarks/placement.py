@@ -4,9 +4,9 @@
 
 placement: 64 workers (32 prefill and 32 decode; 64 of both roles; 8 hosts of 4 + 4) whose caches hold 100,000 blocks in
 all, prompts of 256 blocks of which a random part is known, 16 streams on each worker that decodes: the time of
-Placer.place with all that it does (match, score, pair, pick, remember), of the messages of one request's life, and of
-taking in a publication of 16 blocks.
-edge: 10,000 requests of 200 tenants wait; the time of one arrival, of one dispatch, of one removal.
+CostRouter.route with all that it does (match, price, pair, pick, remember), of the messages of one request's life, and
+of taking in KV events of 16 blocks.
+admission queue: 10,000 requests of 200 tenants wait; the time of one arrival, of one dispatch, of one removal.
 Times are the thread's CPU time, so that other programs count only by the caches they take.
 """
 
@@ -27,7 +27,9 @@ from diptych.control.admission.admission_queue import (
     ServiceClassConfig,
 )
 from diptych.control.engine.reports import LoadReport
-from diptych.control.router.cost_router import PlacementConfig, PlacementRequest, Placer
+from diptych.control.request import RequestOptions, Submission
+from diptych.control.router.cost_router import CostRouter
+from diptych.control.router.routing import RoutingConfig, RoutingRequest
 from diptych.control.router.topology import LinkCosts, Role, WorkerInfo
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 
@@ -40,68 +42,73 @@ def fleet(kind: str) -> list[WorkerInfo]:
     for number in range(WORKERS):
         role: Role = "both" if kind == "64 both" else ("prefill" if number % 2 == 0 else "decode")
         host = number // 8 if kind == "32P + 32D, 8 hosts" else 0
-        pool = None if kind == "64 both" else host
-        workers.append(WorkerInfo(number, role, 10_000, BLOCK_SIZE, host=f"host{host}", pool=pool))
+        domain = None if kind == "64 both" else host
+        workers.append(WorkerInfo(number, role, 10_000, BLOCK_SIZE, host=f"host{host}", memory_domain=domain))
     return workers
 
 
 def placements(kind: str, count: int = 3000) -> list[dict[str, Any]]:
     """Microseconds of one decision and of all that follows it."""
     rng = random.Random(1)
-    placer = Placer(fleet(kind), PlacementConfig(links=LinkCosts(bytes_per_token=131_072)))
+    router = CostRouter(RoutingConfig(links=LinkCosts(bytes_per_token=131_072)))
     chains = [[rng.randbytes(16) for _ in range(PROMPT_BLOCKS)] for _ in range(BLOCKS // PROMPT_BLOCKS)]
-    for worker in range(WORKERS):
-        placer.set_up(worker, True)
+    for info in fleet(kind):
+        router.set_up(info)
     for number, chain in enumerate(chains):
-        assert placer.on_blocks(number % WORKERS, number // WORKERS + 1, stored=chain)
+        assert router.on_kv_events(number % WORKERS, number // WORKERS + 1, stored=chain)
     for worker in range(WORKERS):
         prices = [rng.uniform(0.9, 1.1) * price for price in (1e4, 0.3, 5e6, 1e5, 50.0)]
         load = LoadReport(
             0, rng.randrange(10**8), 10_000, rng.randrange(9000), *prices, output_tokens=900, tpot_ns=50 * NS_PER_MS
         )
-        placer.on_report(worker, load)
+        router.on_load(worker, load)
     decided, followed, heard, words = [], [], [], set()
     for number in range(count):
         chain = rng.choice(chains)[: rng.randrange(PROMPT_BLOCKS)]
         prompt = (*chain, *(rng.randbytes(16) for _ in range(PROMPT_BLOCKS - len(chain))))
-        request = PlacementRequest(str(number), PROMPT_BLOCKS * BLOCK_SIZE, 512, prompt)
+        request = RoutingRequest(Submission(str(number), PROMPT_BLOCKS * BLOCK_SIZE, 512, prompt))
         now = number * NS_PER_MS
         begun = time.thread_time()
-        placement = placer.place(request, now)
+        route = router.route(request, now)
         decided.append(time.thread_time() - begun)
-        assert placement is not None
-        words.add(placement.reason)
+        assert route is not None
+        words.add(route.reason)
         begun = time.thread_time()
-        for worker in {placement.prefill, placement.decode}:
-            placer.on_queued(str(number), worker)
-            placer.on_admitted(str(number), worker, placement.num_cached_tokens)
-        placer.on_first_token(str(number))
+        for worker in {route.prefill, route.decode}:
+            router.on_queued(str(number), worker)
+            router.on_admitted(str(number), worker, route.num_cached_tokens)
+        router.on_first_token(str(number))
         if number >= STREAMS * WORKERS // 2:
-            placer.on_ended(str(number - STREAMS * WORKERS // 2), rng.randrange(1, 512))
+            router.on_ended(str(number - STREAMS * WORKERS // 2), rng.randrange(1, 512))
         followed.append(time.thread_time() - begun)
         worker = number % WORKERS
         sequence = len(chains[worker::WORKERS]) + number // WORKERS + 1
         begun = time.thread_time()
-        assert placer.on_blocks(worker, sequence, stored=prompt[-16:])
+        assert router.on_kv_events(worker, sequence, stored=prompt[-16:])
         heard.append(time.thread_time() - begun)
     print(f"{kind}: {', '.join(sorted(words))}")
     return [
-        row(f"placement, {kind}", decided),
+        row(f"routing, {kind}", decided),
         row(f"its messages, {kind}", followed),
-        row(f"a publication of 16 blocks, {kind}", heard),
+        row(f"KV events of 16 blocks, {kind}", heard),
     ]
 
 
-def edge(count: int = 10_000, tenants: int = 200) -> list[dict[str, Any]]:
+def admission(count: int = 10_000, tenants: int = 200) -> list[dict[str, Any]]:
     """Microseconds in the admission queue while ``count`` requests wait."""
     rng = random.Random(2)
     service_class = ServiceClassConfig(3600 * NS_PER_S, 3600 * NS_PER_S)
     made = AdmissionQueue(AdmissionConfig(service_class, service_class, service_class, max_queued=4 * count))
     entries = [
         QueuedRequest(
-            str(number), rng.randrange(1, 8000), 100, number, f"key{rng.randrange(tenants)}", 
-            rng.choice(SERVICE_CLASSES),
-            deadline_ns=rng.choice((None, 3000 * NS_PER_S)),
+            Submission(
+                str(number), rng.randrange(1, 8000), 100,
+                options=RequestOptions(
+                    tenant=f"key{rng.randrange(tenants)}", service_class=rng.choice(SERVICE_CLASSES),
+                    deadline_ns=rng.choice((None, 3000 * NS_PER_S)),
+                ),
+            ),
+            number,
         )
         for number in range(4 * count)
     ]  # fmt: skip
@@ -114,15 +121,16 @@ def edge(count: int = 10_000, tenants: int = 200) -> list[dict[str, Any]]:
         name = made.next(number, 100)
         assert name is not None
         entry = entries[int(name)]
-        made.on_service(entry.tenant, 0, 50, entry.service_class)
+        options = entry.submission.options
+        made.on_service(options.tenant, 50, options.service_class)
         made.expired(number)
 
     dispatched = timed(step, range(len(made)))
     what = f"{count} wait"
     return [
-        row(f"edge: an arrival, {what}", offered),
-        row(f"edge: a removal, {what}", removed),
-        row(f"edge: a dispatch with its service and expiry, {what}", dispatched),
+        row(f"admission queue: an arrival, {what}", offered),
+        row(f"admission queue: a removal, {what}", removed),
+        row(f"admission queue: a dispatch with its service and expiry, {what}", dispatched),
     ]
 
 
@@ -150,7 +158,7 @@ def main() -> None:
     rows = []
     for kind in ("32P + 32D", "64 both", "32P + 32D, 8 hosts"):
         rows += placements(kind)
-    report("placement", rows + edge(), options.json)
+    report("placement", rows + admission(), options.json)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ from diptych.control.config import BudgetConfig, BudgetName, CacheConfig, Engine
 from diptych.report.statistics import percentile
 from diptych.simulation.costs.interpolation import Curve
 from diptych.simulation.costs.layer_tables import LayerTableCost
-from diptych.simulation.costs.operator_tables import OperatorTableCost
+from diptych.simulation.costs.operator_tables import operator_table_cost
 from diptych.simulation.hardware import load_hardware
 from diptych.simulation.models import kv_capacity_tokens, load_model
 from diptych.simulation.run import simulate
@@ -163,9 +163,9 @@ def read_points(path: Path) -> list[Point]:
 
 
 @cache
-def cost_of(model: str, hardware: str, devices: int, weight_bits: int) -> OperatorTableCost:
+def cost_of(model: str, hardware: str, devices: int, weight_bits: int) -> LayerTableCost:
     """The operator tables of a worker, without the host."""
-    return OperatorTableCost(
+    return operator_table_cost(
         load_model(MODELS[model]), load_hardware(hardware), devices, weight_bits=weight_bits, step_overhead_s=0.0
     )
 

@@ -41,7 +41,7 @@ from diptych.control.step import ScheduledPrefill, SchedulerOutput, StepFeatures
 from diptych.report.statistics import percentile
 from diptych.simulation.costs.interpolation import Curve, Surface
 from diptych.simulation.costs.layer_tables import LayerTables
-from diptych.simulation.costs.operator_tables import OperatorTableCost, layer_tables
+from diptych.simulation.costs.operator_tables import layer_tables, operator_table_cost
 from diptych.simulation.costs.operators import (
     AttentionTable,
     LinearTable,
@@ -123,7 +123,7 @@ def thin_shapes(table: LinearTable, keep: Keep) -> LinearTable:
         curves = {pair: curve for pair, curve in table.curves.items() if pair[0] in ns and pair[1] in ks}
     else:
         curves = {pair: curve for pair, curve in table.curves.items() if keep(1, 3)}
-    return LinearTable.of(table.hardware, table.weight_bits, curves)
+    return LinearTable(table.hardware, table.weight_bits, curves)
 
 
 def shape_errors(table: LinearTable, keep: Keep) -> Iterator[float]:
@@ -200,7 +200,7 @@ def products_without(tables: OperatorTables, tokens: float) -> dict[int, LinearT
     """The matrix products without a token count and its neighbours."""
     gone = {tokens - 1, tokens, tokens + 1}
     return {
-        bits: LinearTable.of(t.hardware, bits, {pair: without(curve, gone) for pair, curve in t.curves.items()})
+        bits: LinearTable(t.hardware, bits, {pair: without(curve, gone) for pair, curve in t.curves.items()})
         for bits, t in tables.linear.items()
     }
 
@@ -311,7 +311,7 @@ def speed() -> dict[str, float]:
     """Seconds of making a cost model, microseconds of its answers (Llama-3.1-8B on an H100)."""
     model, hardware = load_model("llama-3.1-8b"), load_hardware("h100-sxm")
     begun = time.perf_counter()
-    cost = OperatorTableCost(model, hardware)
+    cost = operator_table_cost(model, hardware)
     made_s = time.perf_counter() - begun
     chunk = ScheduledPrefill("a", 0, 512, (), True)
     mixed = SchedulerOutput(

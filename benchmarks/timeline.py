@@ -18,7 +18,7 @@ from common import report
 from diptych.control.events import Event, FirstToken, RequestAdmitted, RequestFinished, RequestQueued, StepFinished
 from diptych.control.request import FinishReason
 from diptych.control.slo import NS_PER_MS, LatencyBreakdown
-from diptych.serving.link.messages import Stats, decode_from_worker, encode, pack_events, unpack_events
+from diptych.serving.link.messages import StepReport, decode_from_worker, encode, pack_events, unpack_events
 from diptych.timeline.ring import CAPACITY, Timeline
 from diptych.timeline.trace import hold, trace
 
@@ -84,7 +84,7 @@ def draw(timeline: Timeline) -> int:
 def decoded(packed: bytes) -> list[Event]:
     """The events of an encoded report."""
     message = decode_from_worker(packed)
-    assert isinstance(message, Stats)
+    assert isinstance(message, StepReport)
     return unpack_events(message.events)
 
 
@@ -99,14 +99,14 @@ def main() -> None:
     tracemalloc.start()
     small = Timeline(CAPACITY)
     for worker, stream in enumerate(streams):
-        for one in stream:
-            small.on_events(worker, decoded(encode(Stats({}, pack_events(one)))))
+        for events in stream:
+            small.on_events(worker, decoded(encode(StepReport(pack_events(events)))))
     held_bytes = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     del small
     timeline = Timeline(CAPACITY)
     fill(timeline, streams)
-    packed = [encode(Stats({}, pack_events(one))) for one in streams[0]]
+    packed = [encode(StepReport(pack_events(events))) for events in streams[0]]
 
     rows = [
         {
@@ -115,13 +115,13 @@ def main() -> None:
         },
         {
             "what": "decode the events of a report, us a step",
-            "value": cpu_us(lambda: [decoded(one) for one in packed], num_reports * STEPS_PER_REPORT),
+            "value": cpu_us(lambda: [decoded(report) for report in packed], num_reports * STEPS_PER_REPORT),
         },
         {
             "what": "take and encode records, us a record",
             "value": cpu_us(lambda: msgspec.json.encode(timeline.since(0)), len(timeline.since(0))),
         },
-        {"what": "units held", "value": sum(1 + len(getattr(one, "prefills", ())) for one in timeline.since(0))},
+        {"what": "units held", "value": sum(1 + len(getattr(record, "prefills", ())) for record in timeline.since(0))},
         {"what": "memory, MB", "value": held_bytes / 1e6},
         {"what": "copy the ring for a trace, ms", "value": cpu_us(lambda: hold(timeline, 0), 1000)},
         {"what": "draw and encode a trace of all, s", "value": cpu_us(lambda: draw(timeline), 1_000_000)},

@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from diptych import __version__
@@ -22,14 +23,15 @@ def given(**changes: Any) -> dict[str, Any]:
     return {**defaults, **changes}
 
 
-COMMANDS = ["serve", "generate", "version", "bench", "calibrate", "replay", "simulate", "guide"]
+COMMANDS = get_command(cli.app).commands  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help(command: str) -> None:
-    result = CliRunner().invoke(cli.app, [command, "--help"])
-    assert result.exit_code == 0
-    assert "Usage" in result.output
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_every_command_and_each_of_its_options_says_what_it_does(name: str) -> None:
+    result = CliRunner().invoke(cli.app, [name, "--help"])
+    assert result.exit_code == 0 and "Usage" in result.output
+    assert COMMANDS[name].help
+    assert [option.name for option in COMMANDS[name].params if not getattr(option, "help", None)] == []
 
 
 def test_version() -> None:

@@ -210,12 +210,6 @@ def test_some_answers_have_no_body(first: bytes) -> None:
     assert is_over and response.keeps
 
 
-def test_how_long_to_wait_before_trying_again_is_read() -> None:
-    busy = b"HTTP/1.1 429 Busy\r\nRetry-After: %b\r\nContent-Length: 0\r\n\r\n"
-    assert received(busy % b"1.5").retry_after_s == 1.5
-    assert received(busy % b"Wed, 21 Oct 2015 07:28:00 GMT").retry_after_s is None
-
-
 def test_the_protocol_and_the_server_say_whether_a_connection_is_kept() -> None:
     for first, option, keeps in ((b"1.1", b"", True), (b"1.1", b"close", False), (b"1.0", b"", False),
                                  (b"1.0", b"Keep-Alive", True), (b"1.1", b"upgrade, Close", False)):  # fmt: skip

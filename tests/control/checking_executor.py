@@ -55,6 +55,7 @@ class CheckingExecutor:
             sequence.blocks, sequence.computed = list(resumed.block_ids), resumed.num_tokens
             self.batch[resumed.request_id] = None
         for request_id, block in output.new_blocks:
+            assert request_id in self.batch, "a block for a request that does not decode"
             self.sequences[request_id].blocks.append(block)
         assert output.num_decodes in (0, len(self.batch))
         stopped: list[tuple[str, FinishReason]] = []

@@ -29,6 +29,7 @@ class Driver:
         self.executor = CheckingExecutor(cache.num_blocks, cache.block_size, cache.num_host_blocks)
         self.rng = random.Random(self.seed)
         self.prompts: dict[str, list[int]] = {}
+        self.wanted: dict[str, tuple[int, int | None]] = {}  # max_tokens, and after how many the model stops
         self.is_configured = False
 
     def cost(self, output: SchedulerOutput) -> int:
@@ -58,6 +59,7 @@ class Driver:
         events = self.core.add_request(request, self.now)
         self.log += events
         self.prompts[request_id] = prompt
+        self.wanted[request_id] = (max_tokens, stop_after)
         if not isinstance(events[0], RequestFinished):
             self.executor.add(request, prompt, stop_after)
         return request

@@ -312,6 +312,17 @@ def test_a_refusal_says_when_to_come_back() -> None:
         assert refusal.error.code == "overloaded"
 
 
+@pytest.mark.parametrize(("queue_s", "after_s"), [(0.0, 1), (0.4, 1), (1.0, 1), (1.2, 2), (59.5, 60)])
+def test_a_full_queue_asks_for_whole_seconds_until_it_has_passed_and_for_one_at_least(
+    queue_s: float, after_s: int
+) -> None:
+    queue = queue_of(entry("first", tokens=1000), max_queued=2)
+    queue.on_load(queue_s * NS_PER_S / 1000)
+    refusal = queue.offer(entry("a"), 0)
+    assert refusal is not None and refusal.reason == "queue_full"
+    assert refusal.retry_after_s == after_s
+
+
 def test_wrong_settings_and_double_ids_are_refused() -> None:
     with pytest.raises(ConfigError, match="max_queued is 0"):
         AdmissionConfig(max_queued=0)
@@ -339,3 +350,42 @@ def test_passing_by_an_empty_queue_charges_what_waiting_there_would() -> None:
             queue.on_service(tenant, tokens)
         tenants = [f"tenant {other}" for other in range(5)]
         assert [waited.service(other) for other in tenants] == [passed.service(other) for other in tenants]
+
+
+def test_equal_requests_go_in_the_order_in_which_they_came_whatever_their_names() -> None:
+    names = ["m", "z", "a", "q"]
+    assert drain(queue_of(*(entry(name) for name in names))) == names
+
+
+def test_a_request_that_left_and_came_again_waits_from_its_second_arrival() -> None:
+    queue = queue_of(entry("a", priority=-5), entry("b"), standard=ServiceClassConfig(NS_PER_S, 5 * NS_PER_S))
+    queue.remove("a")
+    assert queue.offer(entry("a", arrival_ns=NS_PER_S), NS_PER_S) is None
+    assert reasons(queue, 5 * NS_PER_S) == {"b": "queue_timeout"}
+    assert reasons(queue, 6 * NS_PER_S - 1) == {}
+    assert reasons(queue, 6 * NS_PER_S) == {"a": "queue_timeout"}
+    queue = queue_of(entry("a", priority=-5), entry("b"))
+    queue.remove("a")
+    assert queue.offer(entry("a"), 0) is None
+    assert drain(queue) == ["b", "a"]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_requests_expire_exactly_when_their_time_is_up_whatever_left_before_them(seed: int) -> None:
+    rng = random.Random(seed)
+    queue = AdmissionQueue(AdmissionConfig(standard=OPEN))
+    due = {str(number): rng.randrange(1, 1000) * NS_PER_S for number in range(300)}
+    for name, deadline_ns in due.items():
+        assert queue.offer(entry(name, deadline_ns=deadline_ns), 0) is None
+    for name in rng.sample(sorted(due), 260):
+        queue.remove(name)
+        del due[name]
+    while due:
+        now = queue.next_time()
+        assert now == min(due.values())
+        assert set(reasons(queue, now - 1)) == set()
+        expired = set(reasons(queue, now))
+        assert expired == {name for name, deadline_ns in due.items() if deadline_ns == now}
+        for name in expired:
+            del due[name]
+    assert queue.next_time() is None

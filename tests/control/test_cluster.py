@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from diptych.control.admission.admission_queue import AdmissionConfig
 from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.cluster.cluster_core import ClusterCore
 from diptych.control.cluster.cluster_events import (
@@ -33,6 +34,7 @@ from diptych.control.commands import (
     Serve,
 )
 from diptych.control.config import shape_preset
+from diptych.control.engine.reports import LoadReport
 from diptych.control.errors import WorkerError
 from diptych.control.events import (
     Event,
@@ -49,6 +51,7 @@ from diptych.control.events import (
     TransferFailed,
 )
 from diptych.control.request import FinishReason, RequestOptions, Submission
+from diptych.control.router.hit_watch import MIN_ADMISSIONS
 from diptych.control.router.routing import RoutingConfig
 from diptych.control.router.topology import Role, WorkerInfo
 from diptych.control.slo import NS_PER_S, LatencyBreakdown, Slo
@@ -409,3 +412,76 @@ def test_workers_never_await_one_another_in_a_circle() -> None:
     fleet.prefilled("a")
     (reserve,) = fleet.submit("c")
     assert isinstance(reserve, Reserve) and reserve.worker == P
+
+
+# -- what is counted --------------------------------------------------------------------------------------------------
+
+
+def test_every_placement_loss_and_retry_is_counted_once_by_its_reason() -> None:
+    fleet = Fleet("prefill", "decode")
+    fleet.submit()
+    fleet.reserved()
+    fleet.report(P, TransferFailed(fleet.now, "a", True, "the link is gone"))
+    fleet.reserved("a~1")
+    fleet.report(D, HandoffExpired(0, "a~1", False))
+    fleet.reserved("a~2")
+    fleet.prefilled("a~2")
+    fleet.delivered("a~2")
+    fleet.tell(WorkerDown(D, {"a": 3}))
+    assert dict(fleet.core.counts) == {
+        "placed_remote": 3,
+        "placed_only_worker": 1,
+        "handoffs": 1,
+        "leases_expired": 1,
+        "lost_transfer": 1,
+        "lost_attempt": 1,
+        "lost_worker": 1,
+        "retried": 3,
+    }
+
+
+def test_what_is_refused_is_counted_by_its_reason_and_is_not_open() -> None:
+    fleet = Fleet("both", max_untouched_per_worker=1, admission=AdmissionConfig(max_queued_per_tenant=1))
+    fleet.submit("a", tenant="t")
+    assert fleet.submit("b", tenant="t") == []
+    (end,) = fleet.submit("c", tenant="t")
+    assert isinstance(end, End) and end.error is not None and end.error.code == "tenant_queue_full"
+    assert dict(fleet.core.counts) == {"placed_both": 1, "refused_tenant_queue_full": 1}
+    assert fleet.core.num_open == 2
+    fleet.now += 300 * NS_PER_S
+    end = the_end(fleet.tell(Tick()))
+    assert end.request_id == "b" and end.error is not None and end.error.code == "queue_timeout"
+    assert fleet.core.counts["expired_queue_timeout"] == 1
+
+
+def test_an_end_that_no_worker_gives_an_account_of_says_what_the_cluster_knows() -> None:
+    fleet = Fleet("both", "both", slo=Slo(tpot_ns=10))
+    (serve,) = [command for command in fleet.submit(slo=Slo(ttft_ns=2)) if isinstance(command, Serve)]
+    arrived_ns = fleet.now
+    fleet.report(serve.worker, RequestAdmitted(0, "a", 32, True))
+    fleet.report(serve.worker, FirstToken(0, "a"))
+    fleet.now = arrived_ns + 71
+    finished = the_end(fleet.tell(WorkerDown(serve.worker, {"a": 8}))).finished
+    assert finished == RequestFinished(
+        arrived_ns + 72, "a", FinishReason.LENGTH, 100, 32, 0, LatencyBreakdown(1, 1, 70, 8), True
+    )
+
+
+def test_what_a_reservation_finds_in_a_cache_is_compared_with_what_was_expected_there() -> None:
+    fleet = Fleet("prefill", "decode")
+    for number in range(MIN_ADMISSIONS):
+        assert not fleet.core.router.alarm
+        fleet.submit(str(number))
+        fleet.report(D, HandoffReserved(fleet.now, str(number), 64, (1,)))
+    assert f"of the last {MIN_ADMISSIONS} prompts" in fleet.core.router.alarm
+
+
+def test_a_waiting_token_is_priced_by_the_workers_that_compute_prompts_now() -> None:
+    fleet = Fleet("prefill", "prefill", max_untouched_per_worker=1)
+    for worker, token_ns in ((0, 10.0), (1, 50.0)):
+        fleet.tell(Reported(worker, (), LoadReport(0, 0, 100, 0, token_ns, 0.0)))
+    for name in "abc":  # the third waits
+        fleet.submit(name)
+    assert fleet.core.admission.queue_ns("standard") == 100 * 60 // 4
+    fleet.tell(RoleChanged(1, "decode"))
+    assert fleet.core.admission.queue_ns("standard") == 100 * 10

@@ -231,3 +231,24 @@ def test_a_preempted_stream_gets_blocks_before_a_prompt_that_another_worker_pref
     while worker.requests and "newcomer" not in seen:
         seen += [e.request_id for e in step() if isinstance(e, RequestAdmitted | HandoffReserved | RequestFinished)]
     assert seen == ["first", "second", "newcomer"]
+
+
+def test_a_stream_that_loses_its_blocks_in_the_plan_in_which_it_is_taken_over_was_never_in_the_batch() -> None:
+    """The executor applies ``paused`` before ``resumed``: it would decode a request that has no blocks."""
+    worker = core(num_blocks=16)
+    for _ in range(20):
+        worker.scheduler.lengths.observe(1)
+    assert worker.reserve(Request("a", 6 * BLOCK, 20), 0) == []
+    assert worker.begin_step(0) is None
+    blocks = worker.kv.pool.allocate(worker.kv.pool.num_available)
+    worker.deliver("a", 1, first_step_ns=0, first_token_ns=1)
+    output = worker.begin_step(2)
+    assert output is None or not (output.resumed or output.paused or output.num_decodes)
+    (preempted,) = [event for event in worker.take_events() if isinstance(event, RequestPreempted)]
+    assert preempted.request_id == "a"
+    if output is not None:
+        worker.end_step(StepResult(output.step_id), 3)
+    worker.kv.pool.release(blocks)
+    output = worker.begin_step(4)
+    assert output is not None
+    assert [(chunk.start, chunk.num_tokens, chunk.is_last) for chunk in output.prefills] == [(0, 97, True)]

@@ -5,14 +5,14 @@ import random
 import pytest
 
 from diptych.control.engine.kvcache.block_pool import BlockPool
-from diptych.control.engine.kvcache.demand import OutputLengths, future_peak_blocks
+from diptych.control.engine.kvcache.demand import MIN_HISTORY, OutputLengths, future_peak_blocks
 from diptych.control.engine.kvcache.prefix_cache import hash_block, hash_blocks, root_hash
 
 
 def test_a_hash_covers_everything_before_it_and_the_tenant() -> None:
     first = hash_blocks(list(range(64)), 16)
     second = hash_blocks([999, *range(1, 64)], 16)
-    assert len(first) == 4
+    assert [len(block_hash) for block_hash in first] == [16] * 4
     assert not set(first) & set(second)
     assert not set(first) & set(hash_blocks(list(range(64)), 16, salt="tenant"))
     assert root_hash("") != root_hash(None)
@@ -41,6 +41,17 @@ def test_the_least_recently_released_block_is_evicted_first_and_tails_before_pre
     pool.check()
 
 
+def test_free_blocks_are_given_out_in_order_and_those_released_last_come_first() -> None:
+    pool = BlockPool(6, first_block=7)
+    first = pool.allocate(3)
+    assert first == [7, 8, 9]
+    pool.release(first)
+    assert pool.allocate(2) == [7, 8]
+    assert [pool.take_one() for _ in range(4)] == [9, 10, 11, 12]
+    assert pool.take_one() is None and pool.num_available == 0
+    pool.check()
+
+
 def test_a_shared_block_lives_until_its_last_holder_lets_go() -> None:
     pool = BlockPool(2)
     block = pool.allocate(1)
@@ -57,8 +68,10 @@ def test_equal_content_is_registered_once() -> None:
     pool = BlockPool(2)
     first, second = pool.allocate(2)
     pool.remember(b"h" * 16, first)
+    assert pool.drain_changes() == ((b"h" * 16,), ())
     pool.remember(b"h" * 16, second)
     assert pool.prefix_cache.get(b"h" * 16) == first
+    assert pool.drain_changes() == ((), ())
     pool.release([second])
     pool.check()
 
@@ -108,3 +121,12 @@ def test_a_block_that_came_and_went_between_two_publications_is_never_heard_of()
     assert pool.drain_changes() == ((), ())
     pool.allocate(1)
     assert pool.drain_changes() == ((), (b"a",))
+
+
+def test_lengths_count_when_there_are_enough_of_them() -> None:
+    lengths = OutputLengths()
+    for _ in range(MIN_HISTORY - 1):
+        lengths.observe(1)
+    assert (MIN_HISTORY, lengths.expected_remaining(0, 1000)) == (16, 256)
+    lengths.observe(1)
+    assert lengths.expected_remaining(0, 1000) == 1

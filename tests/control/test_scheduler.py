@@ -16,7 +16,7 @@ from diptych.control.config import (
     SchedulerConfig,
     shape_preset,
 )
-from diptych.control.engine.scheduler.order import ORDERS, Order, OrderKey
+from diptych.control.engine.scheduler.order import ORDERS, OrderKey, RequestOrder
 from diptych.control.engine.scheduler.step_time import LEARN_EVERY
 from diptych.control.errors import ConfigError
 from diptych.control.events import RequestPreempted, RequestResumed, StepFinished
@@ -441,7 +441,7 @@ def test_settings_for_more_sequences_than_the_worker_was_started_for_are_refused
     driver.core.configure(SchedulerConfig(max_num_seqs=4))
 
 
-class LongestFirst(Order):
+class LongestFirst(RequestOrder):
     """An order that a stranger adds."""
 
     def key(self, request: Request) -> OrderKey:

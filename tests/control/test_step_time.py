@@ -4,7 +4,12 @@ import random
 
 import pytest
 
-from diptych.control.engine.scheduler.step_time import StepTimeModel, nonnegative_least_squares
+from diptych.control.engine.scheduler.step_time import (
+    OUTLIERS_BELIEVED,
+    REFIT_EVERY,
+    StepTimeModel,
+    nonnegative_least_squares,
+)
 from diptych.control.step import StepFeatures, chunk_attention
 
 TRUTH = (4e6, 80_000.0, 6.0, 150_000.0, 40.0)
@@ -85,3 +90,39 @@ def test_the_fit_is_not_negative_and_optimal() -> None:
     assert solution == pytest.approx([0.5, 0.0])
     solution = nonnegative_least_squares([[2.0, 1.0], [1.0, 2.0]], [3.0, 3.0])
     assert solution == pytest.approx([1.0, 1.0])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_so_many_outliers_in_a_row_are_the_new_truth_and_fewer_are_not(seed: int) -> None:
+    rng, model = random.Random(seed), StepTimeModel()
+    for _ in range(100):
+        features = random_features(rng)
+        model.observe(features, duration(features))
+    for count in (OUTLIERS_BELIEVED, OUTLIERS_BELIEVED - 1):
+        seen = model.num_observed
+        for _ in range(count):
+            features = random_features(rng)
+            model.observe(features, 50 * duration(features))
+        assert model.num_observed == seen
+        if count == OUTLIERS_BELIEVED:
+            model.observe(features, 50 * duration(features))
+            assert model.num_observed == seen + 1
+        else:
+            model.observe(features, duration(features))
+            assert model.num_observed == seen + 1
+
+
+def test_a_grown_model_is_fitted_again_once_in_so_many_steps() -> None:
+    rng, model = random.Random(6), StepTimeModel()
+    fits = []
+    for _ in range(32 * REFIT_EVERY + 10 * 4 * REFIT_EVERY):
+        before = model.coefficients
+        features = random_features(rng)
+        model.observe(features, duration(features, rng))
+        if model.coefficients != before:
+            fits.append(model.num_observed)
+    assert fits[: REFIT_EVERY + 1] == [*range(1, REFIT_EVERY + 1), 2 * REFIT_EVERY]
+    young = [count for count in fits if count < 32 * REFIT_EVERY]
+    assert young[REFIT_EVERY:] == list(range(2 * REFIT_EVERY, 32 * REFIT_EVERY, REFIT_EVERY))
+    grown = [count for count in fits if count >= 32 * REFIT_EVERY]
+    assert grown == list(range(32 * REFIT_EVERY, model.num_observed + 1, 4 * REFIT_EVERY))

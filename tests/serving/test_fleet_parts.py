@@ -9,6 +9,7 @@ import pytest
 
 from diptych.control.cluster.cluster_config import ClusterConfig, cluster_config
 from diptych.control.errors import ConfigError
+from diptych.control.router.routing import RoutingName
 from diptych.serving.fleet.exit_status import count_oom_kills, in_words, is_crash
 from diptych.serving.fleet.fleet import joint_ready
 from diptych.serving.fleet.fleet_options import FleetOptions, divide_cores
@@ -34,8 +35,8 @@ def test_the_default_fleet_is_one_worker_that_does_both() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"prefill": 1}, "nobody can decode"),
-        ({"decode": 2}, "nobody can prefill"),
+        ({"prefill": 1}, "no worker can decode"),
+        ({"decode": 2}, "no worker can prefill"),
         ({"both": 0}, "at least one must serve"),
         ({"prefill": -1}, "prefill is -1"),
         ({"transfer": "tcp"}, "no effect with one worker"),
@@ -94,6 +95,13 @@ def test_each_worker_is_told_its_place() -> None:
             EngineOptions(device=DeviceOptions(device="cuda")),
             FleetOptions(prefill=1, decode=1, transfer="shared_memory"),
         )
+
+
+@pytest.mark.parametrize(("routing", "publishes"), [("kv_aware", True), ("least_loaded", False)])
+def test_workers_say_what_they_cache_only_where_the_router_reads_it(routing: RoutingName, publishes: bool) -> None:
+    fleet = FleetOptions(both=2, transfer="tcp", cluster=cluster_config(routing=routing))
+    plan = plan_fleet(EngineOptions(device=DeviceOptions(device="cpu")), fleet)
+    assert [options.place and options.place.publishes_blocks for options in plan.options] == [publishes, publishes]
 
 
 def test_the_fleet_can_do_what_all_can_and_holds_what_the_largest_decoder_holds() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from diptych.control import errors
 from diptych.control.commands import Prefill, Serve, WorkerCommand
+from diptych.control.config import SchedulerConfig, shape_preset
 from diptych.control.engine.reports import EngineStats, LoadReport
 from diptych.control.events import EVENT_CLASSES, Event, FirstToken, StepFinished
 from diptych.control.request import FinishReason, RequestOptions, SamplingParams
@@ -49,6 +50,8 @@ def made(kind: Any, rng: random.Random) -> Any:
     hints = get_type_hints(kind)
     if kind is RequestOptions:
         return OPTIONS
+    if kind is SchedulerConfig:
+        return shape_preset(rng.choice(["unified", "chunked"]), max_num_seqs=rng.randrange(1, 256))
     return kind(**{field.name: value_of(hints[field.name], rng) for field in fields(kind)})
 
 

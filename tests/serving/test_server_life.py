@@ -70,14 +70,16 @@ def test_a_slow_reader_gets_everything_and_holds_nobody_up(fake: RunningServer) 
     assert [token for event in events for token in event["choices"][0]["token_ids"]] == list(range(100, 1600))
 
 
-def test_a_client_of_http_1_0_gets_its_stream_without_chunks(fake: RunningServer) -> None:
-    data = json.dumps({**BODY, "max_tokens": 20}).encode()
+def test_a_client_of_http_1_0_gets_its_stream_to_the_end(fake: RunningServer) -> None:
+    data = json.dumps({**BODY, "max_tokens": 20, "return_token_ids": True}).encode()
     head = ("POST /v1/completions HTTP/1.0", f"Content-Length: {len(data)}", "", "")
     address = urlsplit(fake.url)
     with socket.create_connection((address.hostname, address.port)) as client:
         client.sendall("\r\n".join(head).encode() + data)
         said = b"".join(iter(lambda: client.recv(65536), b""))
-    assert said.count(b"data: {") == 20
+    events = [json.loads(line[6:]) for line in said.split(b"\n") if line.startswith(b"data: {")]
+    assert sum(len(event["choices"][0]["token_ids"]) for event in events) == 20
+    assert b"data: [DONE]" in said
 
 
 @pytest.mark.parametrize("streaming", [True, False])

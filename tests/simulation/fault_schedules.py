@@ -236,14 +236,14 @@ class AuditedCluster(SimulatedCluster):
             self._ready.discard(event.worker)
         super()._tell(event, later=later)
 
-    def _carry_out(self, command: Command, later: bool) -> None:
+    def _carry_out(self, command: Command) -> None:
         if not isinstance(command, Release | Drop | Renew | End | Restarted):
             assert command.worker in self._ready, "a command for a worker that is down"
         if isinstance(command, Serve | Reserve | Prefill):
             assert command.worker in self.core.members.up, "a request for a worker that may not be used"
         if isinstance(command, Prefill) and command.borrowed:
             self._owner_of[command.attempt_id] = command.target
-        super()._carry_out(command, later)
+        super()._carry_out(command)
 
     def _restart(self, command: Restarted) -> None:
         request = self._open.get(command.request_id)

@@ -5,7 +5,7 @@ import pytest
 from diptych.control.errors import ConfigError
 from diptych.control.step import ScheduledPrefill, SchedulerOutput, StepFeatures, chunk_attention
 from diptych.simulation.costs.interpolation import Curve, Surface
-from diptych.simulation.costs.operator_tables import OperatorTableCost, chunked, linear_shapes
+from diptych.simulation.costs.operator_tables import chunked, linear_shapes, operator_table_cost
 from diptych.simulation.costs.operators import (
     AttentionHeads,
     AttentionTable,
@@ -53,7 +53,7 @@ def test_an_unmeasured_product_lies_between_its_neighbours_and_a_larger_one_grow
 def test_a_hole_in_the_grid_of_products_is_filled_from_its_neighbours():
     whole = load_operator_tables(A100).linear[16]
     curves = {pair: curve for pair, curve in whole.curves.items() if pair != (4096, 4096)}
-    holed = LinearTable.of(A100, 16, curves)
+    holed = LinearTable(A100, 16, curves)
     assert holed.us(4096, 4096, 4096) == pytest.approx(whole.us(4096, 4096, 4096), rel=0.1)
 
 
@@ -65,7 +65,7 @@ def test_as_many_bytes_of_kv_take_as_long_when_only_the_heads_differ():
 
 
 def test_a_chunk_after_other_tokens_takes_longer_and_the_chunks_of_a_prompt_no_less_than_the_whole():
-    tables = OperatorTableCost(load_model("llama-3.1-8b"), A100).tables
+    tables = operator_table_cost(load_model("llama-3.1-8b"), A100).tables
     chunks = tables.prefill_attention
     assert chunks(512, 0) < chunks(512, 4096) < chunks(512, 100_000)
     assert sum(chunks(1024, start) for start in range(0, 8192, 1024)) > 0.8 * chunks(8192, 0)
@@ -75,7 +75,7 @@ def test_a_chunk_after_other_tokens_takes_longer_and_the_chunks_of_a_prompt_no_l
 
 @pytest.mark.parametrize(("model", "devices"), [("llama-3.1-8b", 1), ("qwen3-30b-a3b", 2), ("opt-13b", 4)])
 def test_a_pure_decode_step_follows_its_line_and_larger_batches_and_contexts_do_not_get_cheaper(model, devices):
-    cost = OperatorTableCost(load_model(model), A100, devices)
+    cost = operator_table_cost(load_model(model), A100, devices)
     for num_seqs in (1, 3, 40, 300):
         for context in (num_seqs, 900 * num_seqs, 3000 * num_seqs):
             line = cost.decode_line(num_seqs, context)
@@ -97,13 +97,13 @@ def test_the_products_of_a_layer_hold_all_parameters_that_the_model_counts():
 
 def test_tensor_parallel_devices_share_the_work_and_pay_for_the_sums():
     model = load_model("llama-3.1-70b")
-    two, eight = (OperatorTableCost(model, A100, devices) for devices in (2, 8))
+    two, eight = (operator_table_cost(model, A100, devices) for devices in (2, 8))
     assert 1 < two.step_ns(prefill(4096)) / eight.step_ns(prefill(4096)) < 4
 
 
 def test_the_time_of_the_host_is_added_to_every_step():
     model = load_model("llama-3.1-8b")
-    free, slow = (OperatorTableCost(model, A100, step_overhead_s=seconds) for seconds in (0.0, 0.002))
+    free, slow = (operator_table_cost(model, A100, step_overhead_s=seconds) for seconds in (0.0, 0.002))
     assert slow.step_ns(decode(8, 800)) - free.step_ns(decode(8, 800)) == pytest.approx(2_000_000, abs=2)
     assert slow.step_ns(prefill(100)) - free.step_ns(prefill(100)) == pytest.approx(2_000_000, abs=2)
 
@@ -120,5 +120,5 @@ def test_the_time_of_the_host_is_added_to_every_step():
 )
 def test_what_was_not_measured_is_refused_by_name(model, hardware, options, param):
     with pytest.raises(ConfigError) as caught:
-        OperatorTableCost(load_model(model), load_hardware(hardware), **options)
+        operator_table_cost(load_model(model), load_hardware(hardware), **options)
     assert caught.value.param == param

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 
@@ -15,7 +16,8 @@ from diptych.report.plots import linear_scale, linear_ticks, log_scale, log_tick
 from diptych.report.text import class_table, latency_table, resource_table, service_table, sweep_table
 from diptych.simulation.event_log import EventLog
 from diptych.simulation.faults import Fault
-from diptych.simulation.report.economy import FleetPrice, economy
+from diptych.simulation.hardware import Hardware, load_hardware
+from diptych.simulation.report.economy import economy
 from diptych.simulation.report.outcome import outcome, records
 from diptych.simulation.report.series import in_system, phase_series
 from diptych.simulation.report.simulation_page import Page, render
@@ -72,10 +74,16 @@ def run(
     return result, log
 
 
+def hardware(price_per_hour: float, power_w: float) -> Hardware:
+    """A device at this price that idles at 100 W."""
+    h100 = load_hardware("h100-sxm")
+    return replace(h100, price_per_hour=price_per_hour, power_w=power_w, idle_power_w=100.0)
+
+
 def point(result: SimulationResult, **changes: Any) -> dict[str, Any]:
     """The record of a run."""
     given = {"settings": {"model": "<script>alert(1)</script>"}, "cost_model": "linear & plain", **changes}
-    return outcome(result, price=FleetPrice(num_gpus=2, usd_per_hour=3.0, watts_busy=700, watts_idle=100), **given)
+    return outcome(result, num_gpus=2, hardware=hardware(3.0, 700.0), **given)
 
 
 class Checker(HTMLParser):
@@ -170,11 +178,11 @@ def test_money_and_energy_follow_the_gpu_hours() -> None:
         "output_tokens_per_s": 1000.0,
         "utilization": {"prefill": 0.1, "mixed": 0.2, "decode": 0.2},
     }
-    spent = economy(summary, FleetPrice(num_gpus=4, usd_per_hour=2.0, watts_busy=500.0, watts_idle=100.0))
+    spent = economy(summary, 4, hardware(2.0, 500.0))
     assert spent["usd"] == 4.0  # two GPU hours
     assert spent["usd_per_million_output_tokens"] == pytest.approx(4.0 / 1.8)
     assert spent["kwh"] == pytest.approx(2 * 0.3)
-    unknown = economy(summary, FleetPrice(num_gpus=4))
+    unknown = economy(summary, 4, None)
     assert unknown["usd"] is None and unknown["kwh_per_million_output_tokens"] is None
 
 

@@ -46,9 +46,9 @@ def test_a_pure_decode_step_costs_what_its_line_says(cost: RooflineCost) -> None
 def test_more_work_never_takes_less_time(cost: RooflineCost) -> None:
     steps = [cost.step_ns(plan(num_decodes=n, context=1000 * n)) for n in (1, 2, 8, 33, 128, 129, 512)]
     assert all(fewer <= more for fewer, more in pairwise(steps))
-    chunks = [cost.prefill_ns(n) for n in (1, 16, 100, 512, 513, 4096)]
+    chunks = [cost.step_ns(plan(((0, n),))) for n in (1, 16, 100, 512, 513, 4096)]
     assert all(fewer <= more for fewer, more in pairwise(chunks))
-    assert cost.prefill_ns(512) < cost.prefill_ns(512, start=4096)
+    assert cost.step_ns(plan(((0, 512),))) < cost.step_ns(plan(((4096, 512),)))
     alone, decodes = cost.step_ns(plan(((0, 512),))), cost.step_ns(plan(num_decodes=16, context=16000))
     assert max(alone, decodes) < cost.step_ns(plan(((0, 512),), 16, 16000)) < alone + decodes
 
@@ -92,9 +92,9 @@ def test_measured_steps_are_near() -> None:
     prefill times): 366 ms for 2,048 tokens and 1,863 ms for 8,192."""
     small, large = roofline("llama-3-8b", "h100"), roofline("yi-34b", "a100", 2)
     assert small.decode_line(1, 500).step_ns(500) / 1e6 == pytest.approx(6, rel=0.25)
-    assert small.prefill_ns(4096) / 1e6 == pytest.approx(116, rel=0.25)
-    assert large.prefill_ns(2048) / 1e6 == pytest.approx(366, rel=0.15)
-    assert large.prefill_ns(8192) / 1e6 == pytest.approx(1863, rel=0.15)
+    assert small.step_ns(plan(((0, 4096),))) / 1e6 == pytest.approx(116, rel=0.25)
+    assert large.step_ns(plan(((0, 2048),))) / 1e6 == pytest.approx(366, rel=0.15)
+    assert large.step_ns(plan(((0, 8192),))) / 1e6 == pytest.approx(1863, rel=0.15)
 
 
 def test_impossible_splits_are_refused() -> None:

@@ -4,24 +4,15 @@ Owns captions and the choice of scales; report/plots.py draws.
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import Any
 
 from diptych.bench.option_grammar import time as in_words
 from diptych.bench.request_records import ClientRecord
 from diptych.control.slo import NS_PER_MS, NS_PER_S
-from diptych.report.plots import (
-    SHARES,
-    Chart,
-    Line,
-    LineChart,
-    Rule,
-    Scale,
-    distribution_chart,
-    linear_scale,
-    log_scale,
-)
-from diptych.report.statistics import count_over_time, cumulative, median_and_longest
+from diptych.report.charts import distribution_chart, in_system_chart, time_scale, waits_chart
+from diptych.report.plots import SHARES, Chart, Line, LineChart, Rule, Scale, linear_scale, log_scale
+from diptych.report.statistics import count_over_time, cumulative
 from diptych.report.text import milliseconds, percent
 
 NUM_BINS = 80
@@ -55,16 +46,19 @@ def latency_charts(records: Sequence[ClientRecord], slo_ms: Mapping[str, float])
 
 def time_charts(records: Sequence[ClientRecord], duration_ns: int) -> list[Chart]:
     """Gaps and waits by the time at which they happened, and how many requests were there."""
-    x = Scale(0.0, max(duration_ns / NS_PER_S, 1e-9), "seconds")
     gaps: list[tuple[int, int]] = []
     for record in records:
         gaps += [(later, later - earlier) for earlier, later in pairwise(record.stamps)]
     waits = [(record.intended_ns, ttft) for record in records if (ttft := record.ttft_ns) is not None]
+    starts, ends = [record.intended_ns for record in records], [record.end_ns for record in records]
+    each = f"Median and longest of each {NUM_BINS}th of the run."
+    gap_caption = f"By the time at which a gap ended. {each}"
+    wait_caption = f"By the time at which the request should have left. {each}"
     return [
-        _over_time("Gaps between tokens", "By the time at which a gap ended.", gaps, duration_ns, x),
-        _over_time("Time to first token", "By the time at which the request should have left.", waits, duration_ns, x),
-        _in_system(records, duration_ns, x),
-        _output(records, duration_ns, x),
+        waits_chart("Gaps between tokens", gap_caption, gaps, duration_ns, NUM_BINS),
+        waits_chart("Time to first token", wait_caption, waits, duration_ns, NUM_BINS),
+        in_system_chart("Due and not yet answered.", count_over_time(starts, ends, duration_ns), duration_ns),
+        _output(records, duration_ns),
     ]
 
 
@@ -155,37 +149,14 @@ def _rules(slo_ms: Mapping[str, float], styles: Mapping[str, str]) -> list[Rule]
     return rules
 
 
-def _over_time(title: str, caption: str, values: Sequence[tuple[int, int]], duration_ns: int, x: Scale) -> LineChart:
-    middle, longest = median_and_longest(values, duration_ns, NUM_BINS)
-    most = max((height for _, height in longest), default=0.0)
-    return LineChart(
-        title,
-        f"{caption} Median and longest of each {NUM_BINS}th of the run.",
-        f"The longest is {milliseconds(most)} ms.",
-        [Line("median", middle, "s-prefill"), Line("longest", longest, "s-mixed")],
-        x,
-        linear_scale([most], "milliseconds"),
-    )
-
-
-def _in_system(records: Sequence[ClientRecord], duration_ns: int, x: Scale) -> LineChart:
-    starts, ends = [record.intended_ns for record in records], [record.end_ns for record in records]
-    points = count_over_time(starts, ends, duration_ns)
-    most = max(count for _, count in points)
-    lines = [Line("requests", points, "s-whole-solid")]
-    caption = "Due and not yet answered."
-    return LineChart("Requests in the system", caption, f"At most {most:,}.", lines, x, linear_scale([most], ""))
-
-
-def _output(records: Sequence[ClientRecord], duration_ns: int, x: Scale) -> LineChart:
+def _output(records: Sequence[ClientRecord], duration_ns: int) -> LineChart:
     width = max(1, -(-duration_ns // NUM_BINS))
     counts = [0] * NUM_BINS
     for record in records:
-        sizes = record.sizes if len(record.sizes) == len(record.stamps) else None
-        for place, stamp in enumerate(record.stamps):
-            counts[min(NUM_BINS - 1, max(0, stamp // width))] += sizes[place] if sizes else 1
+        for stamp, size in zip(record.stamps, record.sizes or repeat(1), strict=False):
+            counts[min(NUM_BINS - 1, max(0, stamp // width))] += size
     points = [((index + 0.5) * width / NS_PER_S, count * NS_PER_S / width) for index, count in enumerate(counts)]
     most = max(height for _, height in points)
     lines = [Line("tokens", points, "s-decode-solid")]
-    caption = f"Tokens received per second, in each {NUM_BINS}th of the run."
-    return LineChart("Output", caption, f"At most {most:,.0f} a second.", lines, x, linear_scale([most], ""))
+    caption, facts = f"Tokens received per second, in each {NUM_BINS}th of the run.", f"At most {most:,.0f} a second."
+    return LineChart("Output", caption, facts, lines, time_scale(duration_ns), linear_scale([most], ""))

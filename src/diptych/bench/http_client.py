@@ -90,10 +90,10 @@ class HttpClient:
             connection.abort()
         self._send_on_new(request, stream)
 
-    async def fetch(self, method: str, path: str, body: bytes = b"") -> TokenStream:
+    async def fetch(self, method: str, path: str) -> TokenStream:
         """A request whose response is no stream: status and body."""
         stream = TokenStream(now_ns())
-        self.post(self.head(method, path), body, stream)
+        self.post(self.head(method, path), b"", stream)
         await stream.done
         return stream
 

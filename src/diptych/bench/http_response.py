@@ -5,15 +5,12 @@ with the time at which it was received, whether the connection can be used again
 that cannot be read. No socket, no clock.
 """
 
-import re
-
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
 from diptych.bench.token_stream import TokenStream
 
 HEAD_LIMIT = 1 << 16  # bytes
 BODY_LIMIT = 1 << 26  # bytes of a body that is no stream of events
-_SECONDS = re.compile(rb"\d+(\.\d+)?\Z")
 
 
 class UnreadableResponseError(Exception):
@@ -93,8 +90,6 @@ class HttpResponse:
             raise UnreadableResponseError(f"the answer is compressed ({coding}), which the request did not allow")
         elif name == b"location":
             self.stream.location = value.decode("latin-1")
-        elif name == b"retry-after" and _SECONDS.match(value):
-            self.stream.retry_after_s = float(value)
 
     def on_headers_complete(self) -> None:
         """Called by the parser, for an interim response (1xx) too."""

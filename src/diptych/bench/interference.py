@@ -8,8 +8,8 @@ else running, the short prompt alone, the long prompt alone, and the short behin
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise, repeat
 from statistics import median
 from typing import Any
 
@@ -100,7 +100,7 @@ async def interference(session: Session, config: InterferenceConfig, say: Say = 
             break
         maker = session.target.prompt_maker(f"{session.salt}/interference/{index}")
         try:
-            repetition = await _repetition(session, _Scene(session, config, maker))
+            repetition = await _Scene(session, config, maker).play()
         except ConfigError as error:
             if not kept:
                 raise
@@ -116,16 +116,6 @@ async def interference(session: Session, config: InterferenceConfig, say: Say = 
     return {**outcome(kept, config), "client": client}
 
 
-async def _repetition(session: Session, scene: "_Scene") -> Repetition:
-    repetition = Repetition()
-    await scene.with_streams(repetition)
-    await session.settle()
-    await scene.control(repetition)
-    await session.settle()
-    await scene.alone(repetition)
-    return repetition
-
-
 class _Scene:
     """The requests of a repetition."""
 
@@ -135,7 +125,17 @@ class _Scene:
         self._config = config
         self._maker = maker
 
-    async def with_streams(self, repetition: Repetition) -> None:
+    async def play(self) -> Repetition:
+        """All of them once."""
+        repetition = Repetition()
+        await self._with_streams(repetition)
+        await self._session.settle()
+        await self._control(repetition)
+        await self._session.settle()
+        await self._alone(repetition)
+        return repetition
+
+    async def _with_streams(self, repetition: Repetition) -> None:
         """Streams, a long prompt, a short prompt behind it."""
         config = self._config
         streams = await self._start_streams("with")
@@ -157,7 +157,7 @@ class _Scene:
         repetition.rate_before = _tokens_per_s(streams, quiet, long.sent_ns)
         repetition.rate_during = _tokens_per_s(streams, long.sent_ns, long.stamps[0])
 
-    async def control(self, repetition: Repetition) -> None:
+    async def _control(self, repetition: Repetition) -> None:
         """Streams and nothing else, for as long."""
         streams = await self._start_streams("control")
         await self._pause(self._config.quiet_s)
@@ -166,7 +166,7 @@ class _Scene:
         repetition.control = _gaps(streams, start, now_ns(), whole=False)
         self._hang_up(streams)
 
-    async def alone(self, repetition: Repetition) -> None:
+    async def _alone(self, repetition: Repetition) -> None:
         """The short prompt alone, the long prompt alone, and the short behind the long."""
         config = self._config
         short = self._send("short/alone", config.short_tokens, 4)
@@ -178,11 +178,8 @@ class _Scene:
         behind = self._send("short/behind", config.short_tokens, 4)
         await self._wait(first, behind)
         if not self._session.stop.is_set():
-            repetition.idle_short, repetition.idle_long, repetition.behind_short = (
-                _ttft(short),
-                _ttft(long),
-                _ttft(behind),
-            )
+            repetition.idle_short, repetition.idle_long = _ttft(short), _ttft(long)
+            repetition.behind_short = _ttft(behind)
 
     async def _start_streams(self, name: str) -> list[TokenStream]:
         config = self._config
@@ -246,15 +243,17 @@ def outcome(kept: Sequence[Repetition], config: InterferenceConfig) -> dict[str,
     def middle(name: str) -> float:
         return float(median(getattr(repetition, name) for repetition in kept)) / NS_PER_MS
 
+    gaps = {
+        name: [gap for repetition in kept for gap in getattr(repetition, name)]
+        for name in ("before", "during", "control")
+    }
     return {
-        "before_ms": distribution_ms(gap for repetition in kept for gap in repetition.before),
-        "during_ms": distribution_ms(gap for repetition in kept for gap in repetition.during),
-        "control_ms": distribution_ms(gap for repetition in kept for gap in repetition.control),
+        **{f"{name}_ms": distribution_ms(values) for name, values in gaps.items()},
         "factor": median(factors),
         "factors": factors,
         "control_factor": median(controls),
         "control_factors": controls,
-        "gaps_ms": {name: _all_ms(kept, name) for name in ("before", "during", "control")},
+        "gaps_ms": {name: [round(gap / NS_PER_MS, 3) for gap in values] for name, values in gaps.items()},
         "around": {"gaps": kept[0].around, "long_ttft_s": kept[0].long_ttft / NS_PER_S},
         "stream_tokens_per_s": {
             "before": median(repetition.rate_before for repetition in kept),
@@ -270,7 +269,7 @@ def outcome(kept: Sequence[Repetition], config: InterferenceConfig) -> dict[str,
         "ttft_factor": median(behind),
         "ttft_factors": behind,
         "streams_ended": any(repetition.streams_ended for repetition in kept),
-        "config": {name: getattr(config, name) for name in config.__dataclass_fields__},
+        "config": asdict(config),
         "repetitions": len(kept),
     }
 
@@ -341,10 +340,8 @@ def _gaps(streams: Sequence[TokenStream], start: int, end: int, *, whole: bool) 
 def _tokens_per_s(streams: Sequence[TokenStream], start: int, end: int) -> float:
     count = 0
     for stream in streams:
-        sizes = stream.sizes if len(stream.sizes) == len(stream.stamps) else None
-        for place, stamp in enumerate(stream.stamps):
-            if start <= stamp < end:
-                count += sizes[place] if sizes else 1
+        sizes = stream.sizes if len(stream.sizes) == len(stream.stamps) else repeat(1)
+        count += sum(size for stamp, size in zip(stream.stamps, sizes, strict=False) if start <= stamp < end)
     return count * NS_PER_S / max(1, end - start)
 
 
@@ -353,11 +350,6 @@ def _around(streams: Sequence[TokenStream], start: int, middle: int) -> list[tup
     pairs = (pair for stream in streams for pair in pairwise(stream.stamps))
     found = ((later - middle, later - earlier) for earlier, later in pairs if later >= start)
     return [(round(at / NS_PER_S, 4), round(gap / NS_PER_MS, 3)) for at, gap in found]
-
-
-def _all_ms(kept: Sequence[Repetition], name: str) -> list[float]:
-    """Gaps of all repetitions, to the microsecond."""
-    return [round(gap / NS_PER_MS, 3) for repetition in kept for gap in getattr(repetition, name)]
 
 
 def _ttft(stream: TokenStream) -> int:

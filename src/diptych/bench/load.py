@@ -173,9 +173,7 @@ class Load:
 
     async def _wait_until(self, due: int, clock: Pacer, prepared: PreparedRequests) -> bool:
         """False when the run is over before that. Meanwhile bodies of later requests are made."""
-        duration_s = self._options.duration_s
-        if duration_s is not None and due - self._start_ns > duration_s * NS_PER_S:
-            self._ended = "duration"
+        if self._is_too_late(due):
             return False
         while (left := due - now_ns()) > FINE_NS:
             now = now_ns() - self._start_ns
@@ -196,11 +194,15 @@ class Load:
         return True
 
     def _is_over(self) -> bool:
+        return self._is_too_late(now_ns()) or self._stop.is_set()
+
+    def _is_too_late(self, at_ns: int) -> bool:
+        """Whether nothing is sent any more at that time; then that is why the run ended."""
         duration_s = self._options.duration_s
-        if duration_s is not None and now_ns() - self._start_ns > duration_s * NS_PER_S:
-            self._ended = "duration"
-            return True
-        return self._stop.is_set()
+        if duration_s is None or at_ns - self._start_ns <= duration_s * NS_PER_S:
+            return False
+        self._ended = "duration"
+        return True
 
     def _slo(self, spec: RequestSpec) -> LatencyObjectives:
         return self._options.slo.for_request(spec.slo)

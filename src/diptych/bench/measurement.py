@@ -15,7 +15,7 @@ from diptych.bench.goodput import GoodputResult, SearchConfig
 from diptych.bench.intervals import wilson
 from diptych.bench.load import LoadResult
 from diptych.bench.option_grammar import in_words
-from diptych.bench.session import BenchConfig, Probe, Session
+from diptych.bench.session import Probe, Session
 from diptych.bench.stalls import longest_gaps
 from diptych.bench.summary import classes, summarize
 
@@ -33,7 +33,16 @@ def context(session: Session, command: str) -> dict[str, Any]:
         "when": datetime.now(UTC).strftime("%Y-%m-%dT%H:%MZ"),
         "machine": machine(),
         "server": asdict(facts),
-        "settings": {**_settings(config), "target": target, "salt": session.salt},
+        "settings": {
+            "workload": msgspec.to_builtins(config.workload),
+            "slo": in_words(config.slo),
+            "seed": config.seed,
+            "duration_s": config.duration_s,
+            "ramp": None if config.ramp is None else asdict(config.ramp),
+            "warm_up": config.warm_up,
+            "target": target,
+            "salt": session.salt,
+        },
     }
 
 
@@ -86,15 +95,4 @@ def machine() -> dict[str, Any]:
         "kernel": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "versions": versions,
-    }
-
-
-def _settings(config: BenchConfig) -> dict[str, Any]:
-    return {
-        "workload": msgspec.to_builtins(config.workload),
-        "slo": in_words(config.slo),
-        "seed": config.seed,
-        "duration_s": config.duration_s,
-        "ramp": None if config.ramp is None else asdict(config.ramp),
-        "warm_up": config.warm_up,
     }

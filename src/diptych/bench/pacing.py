@@ -10,28 +10,11 @@ import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import TypeAlias
 
 from diptych.control.slo import NS_PER_S
 
 _CLOCK_MONOTONIC, _FLAGS = 1, os.O_NONBLOCK | os.O_CLOEXEC
-
-
-class Pacer(Protocol):
-    """Sleeps precisely, for a single waiter at a time."""
-
-    async def sleep(self, ns: int) -> None:
-        """Return ``ns`` nanoseconds from now."""
-        ...
-
-    def close(self) -> None:
-        """Release the timer."""
-        ...
-
-
-def pacer() -> Pacer:
-    """The most precise of this system."""
-    return TimerPacer() if sys.platform == "linux" else ThreadPacer()
 
 
 class _Timer(ctypes.Structure):
@@ -46,7 +29,7 @@ class _Timer(ctypes.Structure):
 
 
 class TimerPacer:
-    """A timer of the kernel that is a file: it becomes readable when it ends."""
+    """A timer of the kernel that is a file: it becomes readable when it ends. For a single waiter at a time."""
 
     def __init__(self) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
@@ -93,3 +76,11 @@ class ThreadPacer:
     def close(self) -> None:
         """Release the timer."""
         self._thread.shutdown()
+
+
+Pacer: TypeAlias = TimerPacer | ThreadPacer
+
+
+def pacer() -> Pacer:
+    """The most precise of this system."""
+    return TimerPacer() if sys.platform == "linux" else ThreadPacer()

@@ -13,7 +13,7 @@ from diptych.bench.stalls import Stall
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 from diptych.report import pages
 from diptych.report.pages import Report, Section
-from diptych.report.text import milliseconds, number, percent
+from diptych.report.text import headline, latency_table, milliseconds, number, percent
 
 FOOT = (
     "Latencies count from when a request should have been sent. Intervals: Wilson's for shares, the circular block "
@@ -41,7 +41,7 @@ def render(data: Mapping[str, Any], records: Sequence[Sequence[ClientRecord]]) -
 
 def _run(data: Mapping[str, Any], records: Sequence[Sequence[ClientRecord]]) -> list[Section]:
     summary = data["summary"]
-    shown = [tables.latency_table(summary), tables.service_table(summary), tables.client_table(summary)]
+    shown = [latency_table(summary, tables.STATISTICS), tables.service_table(summary), tables.client_table(summary)]
     if data["classes"]:
         shown.insert(1, tables.class_table(data["classes"]))
     if summary["errors"]:
@@ -98,32 +98,22 @@ def _warnings(data: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _cards(data: Mapping[str, Any]) -> list[tuple[str, str]]:
-    cards: list[tuple[str, str]] = []
     if data["mode"] == "run":
-        summary = data["summary"]
-        if summary["attainment"] is not None:
-            cards.append(("Attainment", percent(summary["attainment"])))
-            cards.append(("Goodput, requests/s", number(summary["goodput_rps"], 2)))
-        cards += [
-            ("TTFT p99, ms", milliseconds(summary["ttft_ms"]["p99"])),
-            ("TPOT p99, ms", milliseconds(summary["tpot_ms"]["p99"])),
-            ("ITL p99, ms", milliseconds(summary["itl_ms"]["p99"])),
-            ("Output, tokens/s", number(summary["output_tokens_per_s"], 0)),
-        ]
-    elif data["mode"] == "find_goodput":
+        return headline(data["summary"], "ttft_ms", "tpot_ms", "itl_ms")
+    if data["mode"] == "find_goodput":
         found = data["goodput"]
-        cards += [
+        return [
             ("Goodput, requests/s", number(found["estimate"], 2)),
             ("Surely above", number(found["low"], 2)),
             ("Surely below", number(found["high"], 2)),
             ("Asked for", percent(found["config"]["attainment"])),
         ]
-    elif data["mode"] == "interference":
+    if data["mode"] == "interference":
         found = data["interference"]
-        cards += [
+        return [
             ("Gaps p99, during / before", number(found["factor"], 2)),
             ("Without the long prompt", number(found["control_factor"], 2)),
             ("Short TTFT, behind / alone", number(found["ttft_factor"], 2)),
             ("Long TTFT, ms", milliseconds(found["ttft_ms"]["long"])),
         ]
-    return cards
+    return []

@@ -1,6 +1,7 @@
 """The figures of measurements (summary.py) as tables of text, for the terminal and for the page."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from diptych.bench.goodput import GoodputResult, GoodputSearch
@@ -8,35 +9,18 @@ from diptych.bench.health import worst_problems
 from diptych.bench.objectives import NO_ANSWER
 from diptych.bench.session import Probe
 from diptych.bench.stalls import Stall
+from diptych.report import text
 from diptych.report.text import Table, milliseconds, number, percent
 
-LATENCIES = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "itl_ms": "ITL", "e2e_ms": "E2E", "normalized_ms": "E2E per token"}
 STATISTICS = ("p50", "p90", "p95", "p99", "max", "mean")
 
 
-def latency_table(summary: Mapping[str, Any], title: str = "Latency, ms") -> Table:
-    """One row per latency."""
-    rows = [(name, *(milliseconds(summary[key][column]) for column in STATISTICS)) for key, name in LATENCIES.items()]
-    return Table(title, ("", *STATISTICS), tuple(rows))
-
-
 def class_table(classes: Mapping[str, Mapping[str, Any]]) -> Table:
-    """One row per class of requests."""
-    shown = (("ttft_ms", "p50"), ("ttft_ms", "p99"), ("tpot_ms", "p99"), ("itl_ms", "p99"), ("e2e_ms", "p99"))
-    rows = [
-        (
-            name or "(none)",
-            f"{figures['num_requests']:,}",
-            *(milliseconds(figures[key][which]) for key, which in shown),
-            percent(figures["attainment"]),
-            missed_words(figures["missed"]),
-        )
-        for name, figures in classes.items()
-    ]
-    columns = (
-        "class", "requests", "TTFT p50", "TTFT p99", "TPOT p99", "ITL p99", "E2E p99", "attainment", "missed"
-    )  # fmt: skip
-    return Table("By class, ms", columns, tuple(rows))
+    """One row per class of requests, with the objectives that it missed."""
+    table = text.class_table(classes)
+    missed = [missed_words(figures["missed"]) for figures in classes.values()]
+    rows = tuple((*row, words) for row, words in zip(table.rows, missed, strict=True))
+    return replace(table, columns=(*table.columns, "missed"), rows=rows)
 
 
 def service_table(summary: Mapping[str, Any]) -> Table:

@@ -74,7 +74,6 @@ class TokenStream:
         self.usage: ReportedUsage | None = None
         self.status = 0
         self.error: str | None = None
-        self.retry_after_s: float | None = None
         self.finish_reason: str | None = None
         self.location = ""
         self.has_ended = False
@@ -145,11 +144,6 @@ class TokenStream:
         if self.usage is not None and self.usage.completion_tokens:
             return self.usage.completion_tokens
         return sum(self.sizes) if self.sizes else len(self.stamps)
-
-    @property
-    def num_events(self) -> int:
-        """Events that carried tokens."""
-        return len(self.stamps)
 
     def _on_event(self, event: bytes, now_ns: int) -> None:
         data = event[5:]

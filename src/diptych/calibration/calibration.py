@@ -69,21 +69,17 @@ def measure(options: EngineOptions, report: Report, *, steps_s: float = 45.0, li
     with tempfile.TemporaryDirectory(prefix="diptych-") as directory:
         path = Path(directory) / "live.jsonl"
         recorded = msgspec.structs.replace(options, record=str(path))
-        process = subprocess.Popen(SERVER_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        try:
-            description, url, vocab_size = _start(process, recorded)
-            load = _Load(url, vocab_size, options, steps, live_s, report)
-            front_end = asyncio.run(load.run())
-        finally:
-            process.terminate()
+        with subprocess.Popen(SERVER_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            for pipe in (process.stdin, process.stdout):
-                if pipe:
-                    pipe.close()
+                description, url, vocab_size = _start(process, recorded)
+                load = _Load(url, vocab_size, options, steps, live_s, report)
+                front_end = asyncio.run(load.run())
+            finally:
+                process.terminate()
+                try:
+                    process.wait(30)
+                except subprocess.TimeoutExpired:
+                    process.kill()
         live = recorded_steps(path)
     return Measurements(steps, live.steps, front_end, live.config, tuple(live.warm_up), description)
 

@@ -11,9 +11,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
-import typer
-
 from diptych.cli.error_messages import errors_in_words
+from diptych.cli.options import Number, Text, Whole, option, picked
 from diptych.cli.output import check_folders, print_tables, write_file
 from diptych.control.errors import ConfigError
 
@@ -50,68 +49,56 @@ ONLY_WITH = {
     ),
 }  # fmt: skip
 
-Text: TypeAlias = str | None
-Whole: TypeAlias = int | None
-Number: TypeAlias = float | None
 KEY = "DIPTYCH_API_KEY"
 
 
-def _option(help_text: str, panel: str, *names: str, **settings: Any) -> Any:
-    return typer.Option(*names, help=help_text, rich_help_panel=panel, **settings)
-
-
-def register(app: typer.Typer) -> None:
-    """Make the command known."""
-    app.command()(bench)
-
-
 def bench(
-    url: Annotated[str, _option("Address of an OpenAI-compatible server, such as http://127.0.0.1:8000.", SERVER)],
-    api: Annotated[str, _option("completions or chat.", SERVER)] = "completions",
-    model: Annotated[Text, _option("Served model. Default: the server's first.", SERVER)] = None,
-    api_key: Annotated[Text, _option("Sent as a bearer token.", SERVER, envvar=KEY, show_envvar=True)] = None,
-    prompts: Annotated[Text, _option("ids (token ids) or text. Default: ids, with chat text.", SERVER)] = None,
-    token_ids: Annotated[str, _option("Prompts are made of the ids LOW:HIGH.", SERVER)] = "100:1000",
-    exact_length: Annotated[bool, _option("Send ignore_eos and min_tokens.", SERVER)] = True,
-    send_slo: Annotated[bool, _option("Send the objectives (Diptych reads them).", SERVER)] = False,
-    running_usage: Annotated[bool, _option("Ask for token counts in every event.", SERVER)] = False,
-    extra: Annotated[Text, _option("JSON object of further fields for every body.", SERVER)] = None,
-    timeout: Annotated[str, _option("For a whole answer.", SERVER)] = "600s",
-    workload: Annotated[Text, _option("TOML file as of simulate, a trace's name or its file.", WORKLOAD)] = None,
-    rate: Annotated[Number, _option("Requests per second.", WORKLOAD)] = None,
-    num_requests: Annotated[Whole, _option("Requests in all.", WORKLOAD)] = None,
-    arrivals: Annotated[Text, _option("poisson, gamma, constant, on_off or closed.", WORKLOAD)] = None,
-    concurrency: Annotated[Whole, _option("Clients of a closed loop.", WORKLOAD)] = None,
-    prompt_tokens: Annotated[Number, _option("Mean length of a prompt.", WORKLOAD)] = None,
-    output_tokens: Annotated[Number, _option("Mean length of an answer.", WORKLOAD)] = None,
-    time_scale: Annotated[Number, _option("A trace comes so many times as fast.", WORKLOAD)] = None,
-    ramp: Annotated[Text, _option("Rate that rises: FROM:TO:TIME, such as 1:20:60s.", WORKLOAD)] = None,
-    duration: Annotated[Text, _option("Nothing is sent after that.", WORKLOAD)] = None,
-    warmup: Annotated[int, _option("Requests before the first that counts.", WORKLOAD)] = 4,
-    seed: Annotated[Whole, _option("Of arrivals, lengths and sharing.", WORKLOAD)] = None,
-    salt: Annotated[Text, _option("Of the texts. Default: new ones in every run.", WORKLOAD)] = None,
-    assign: Annotated[list[str] | None, _option("Any setting: PATH=VALUE. Repeatable.", WORKLOAD, "--set")] = None,
-    slo: Annotated[Text, _option("Any of ttft, tpot, itl, e2e: ttft=2s,itl=60ms.", OBJECTIVES)] = None,
-    find_goodput: Annotated[bool, _option("Search the highest rate that meets them.", OBJECTIVES)] = False,
-    attainment: Annotated[Number, _option("Share of requests that must meet them. Default: 0.9.", OBJECTIVES)] = None,
-    tolerance: Annotated[Number, _option("The search ends at rates so close. Default: 0.05.", OBJECTIVES)] = None,
-    probe: Annotated[Text, _option("Length of a run of a search or series. Default: 30s.", OBJECTIVES)] = None,
-    rates: Annotated[Text, _option("A run at each rate: 1,2,4.", OBJECTIVES)] = None,
-    interference: Annotated[bool, _option("What a long prompt does to streams.", STREAMS)] = False,
-    streams: Annotated[Whole, _option("Streams that run meanwhile. Default: 4.", STREAMS)] = None,
-    stream_tokens: Annotated[Whole, _option("Prompt of each stream. Default: 512.", STREAMS)] = None,
-    stream_limit: Annotated[Whole, _option("Longest answer of a stream. Default: 3000.", STREAMS)] = None,
-    long_tokens: Annotated[Whole, _option("The long prompt. Default: 4096.", STREAMS)] = None,
-    short_tokens: Annotated[Whole, _option("The short prompt behind it. Default: 32.", STREAMS)] = None,
-    ahead_tokens: Annotated[Whole, _option("The long prompt on the idle server. Default: the same.", STREAMS)] = None,
-    behind: Annotated[Text, _option("From the long prompt to the short. Default: 100ms.", STREAMS)] = None,
-    quiet: Annotated[Text, _option("Measured before the long prompt. Default: 4s.", STREAMS)] = None,
-    repetitions: Annotated[Whole, _option("Of the scenario. Default: 3.", STREAMS)] = None,
-    as_json: Annotated[bool, _option("One JSON object on standard output.", OUTPUT, "--json")] = False,
-    output: Annotated[Path | None, _option("Write that object to a file.", OUTPUT)] = None,
-    records: Annotated[Path | None, _option("Write a JSON line per request.", OUTPUT)] = None,
-    gaps: Annotated[bool, _option("Records hold every gap.", OUTPUT)] = False,
-    report: Annotated[Path | None, _option("Write a page with charts (HTML).", OUTPUT)] = None,
+    url: Annotated[str, option("Address of an OpenAI-compatible server, such as http://127.0.0.1:8000.", SERVER)],
+    api: Annotated[str, option("completions or chat.", SERVER)] = "completions",
+    model: Annotated[Text, option("Served model. Default: the server's first.", SERVER)] = None,
+    api_key: Annotated[Text, option("Sent as a bearer token.", SERVER, envvar=KEY, show_envvar=True)] = None,
+    prompts: Annotated[Text, option("ids (token ids) or text. Default: ids, with chat text.", SERVER)] = None,
+    token_ids: Annotated[str, option("Prompts are made of the ids LOW:HIGH.", SERVER)] = "100:1000",
+    exact_length: Annotated[bool, option("Send ignore_eos and min_tokens.", SERVER)] = True,
+    send_slo: Annotated[bool, option("Send the objectives (Diptych reads them).", SERVER)] = False,
+    running_usage: Annotated[bool, option("Ask for token counts in every event.", SERVER)] = False,
+    extra: Annotated[Text, option("JSON object of further fields for every body.", SERVER)] = None,
+    timeout: Annotated[str, option("Longest time for a whole answer.", SERVER)] = "600s",
+    workload: Annotated[Text, option("TOML file as for diptych simulate, a trace's name or file.", WORKLOAD)] = None,
+    rate: Annotated[Number, option("Requests per second.", WORKLOAD)] = None,
+    num_requests: Annotated[Whole, option("Requests in all.", WORKLOAD)] = None,
+    arrivals: Annotated[Text, option("poisson, gamma, constant, on_off or closed.", WORKLOAD)] = None,
+    concurrency: Annotated[Whole, option("Clients of a closed loop.", WORKLOAD)] = None,
+    prompt_tokens: Annotated[Number, option("Mean length of a prompt.", WORKLOAD)] = None,
+    output_tokens: Annotated[Number, option("Mean length of an answer.", WORKLOAD)] = None,
+    time_scale: Annotated[Number, option("Replay a trace this many times as fast.", WORKLOAD)] = None,
+    ramp: Annotated[Text, option("Rate that rises: FROM:TO:TIME, such as 1:20:60s.", WORKLOAD)] = None,
+    duration: Annotated[Text, option("Send no request after this time.", WORKLOAD)] = None,
+    warmup: Annotated[int, option("Requests before the first that counts.", WORKLOAD)] = 4,
+    seed: Annotated[Whole, option("Seed of arrivals, lengths and sharing.", WORKLOAD)] = None,
+    salt: Annotated[Text, option("Salt of the texts. Default: a new one in every run.", WORKLOAD)] = None,
+    assign: Annotated[list[str] | None, option("Any setting: PATH=VALUE. Repeatable.", WORKLOAD, "--set")] = None,
+    slo: Annotated[Text, option("Any of ttft, tpot, itl, e2e: ttft=2s,itl=60ms.", OBJECTIVES)] = None,
+    find_goodput: Annotated[bool, option("Search the highest rate that meets them.", OBJECTIVES)] = False,
+    attainment: Annotated[Number, option("Share of requests that must meet them. Default: 0.9.", OBJECTIVES)] = None,
+    tolerance: Annotated[Number, option("The search ends at two rates this close. Default: 0.05.", OBJECTIVES)] = None,
+    probe: Annotated[Text, option("Length of a run of a search or series. Default: 30s.", OBJECTIVES)] = None,
+    rates: Annotated[Text, option("A run at each rate: 1,2,4.", OBJECTIVES)] = None,
+    interference: Annotated[bool, option("What a long prompt does to streams.", STREAMS)] = False,
+    streams: Annotated[Whole, option("Streams that run meanwhile. Default: 4.", STREAMS)] = None,
+    stream_tokens: Annotated[Whole, option("Prompt of each stream. Default: 512.", STREAMS)] = None,
+    stream_limit: Annotated[Whole, option("Longest answer of a stream. Default: 3000.", STREAMS)] = None,
+    long_tokens: Annotated[Whole, option("The long prompt. Default: 4096.", STREAMS)] = None,
+    short_tokens: Annotated[Whole, option("The short prompt behind it. Default: 32.", STREAMS)] = None,
+    ahead_tokens: Annotated[Whole, option("The long prompt on the idle server. Default: the same.", STREAMS)] = None,
+    behind: Annotated[Text, option("From the long prompt to the short. Default: 100ms.", STREAMS)] = None,
+    quiet: Annotated[Text, option("Measured before the long prompt. Default: 4s.", STREAMS)] = None,
+    repetitions: Annotated[Whole, option("How often the scenario runs. Default: 3.", STREAMS)] = None,
+    as_json: Annotated[bool, option("One JSON object on standard output.", OUTPUT, "--json")] = False,
+    output: Annotated[Path | None, option("Write that object to a file.", OUTPUT)] = None,
+    records: Annotated[Path | None, option("Write a JSON line per request.", OUTPUT)] = None,
+    gaps: Annotated[bool, option("Records hold every gap.", OUTPUT)] = False,
+    report: Annotated[Path | None, option("Write a page with charts (HTML).", OUTPUT)] = None,
 ) -> None:
     """Measure any OpenAI-compatible server: latencies, goodput, stalls, interference."""
     given = dict(locals())
@@ -140,8 +127,7 @@ def bench_config(given: Mapping[str, Any]) -> "BenchConfig":
     from diptych.bench.target import TargetConfig
     from diptych.simulation.settings import read_settings
 
-    api: Any = given["api"]
-    prompts: Any = given["prompts"] or ("text" if api == "chat" else "ids")
+    prompts: Any = given["prompts"] or ("text" if given["api"] == "chat" else "ids")
     file, overrides = workload_settings(given)
     settings = read_settings(file, overrides)
     objectives = option_grammar.slo(given["slo"])
@@ -150,15 +136,9 @@ def bench_config(given: Mapping[str, Any]) -> "BenchConfig":
     if given["send_slo"] and asked.has_any and asked.ttft_ns is None and asked.tpot_ns is None:
         raise ConfigError("send_slo sends ttft and tpot; slo has neither", param="send_slo")
     target = TargetConfig(
-        url=given["url"],
-        api=api,
-        model=given["model"],
-        api_key=given["api_key"],
+        **picked(given, "url", "api", "model", "api_key", "exact_length", "send_slo", "running_usage"),
         prompts=prompts,
         token_ids=option_grammar.id_range(given["token_ids"]),
-        exact_length=given["exact_length"],
-        send_slo=given["send_slo"],
-        running_usage=given["running_usage"],
         timeout_s=option_grammar.duration_s(given["timeout"], "timeout"),
         extra=_extra(given["extra"]),
     )
@@ -225,7 +205,7 @@ async def _measure(config: "BenchConfig", mode: str, measure: Measure, given: Ma
 
 
 def _broken(session: "Session", data: Mapping[str, Any]) -> str | None:
-    """Why the measurement says less than was asked, though what it says is shown."""
+    """Why the measurement is incomplete; what was measured is shown all the same."""
     if session.broken is not None:
         return f"it ended early: {session.broken}"
     summary = data.get("summary")
@@ -238,11 +218,12 @@ def _run(given: Mapping[str, Any]) -> Measure:
     async def measure(session: "Session", live: "LiveLine") -> Measured:
         from diptych.bench import measurement, tables
         from diptych.bench.stalls import longest_gaps
+        from diptych.report.text import latency_table
 
         result = await session.run(watch=live.show)
         data = measurement.single_run(result)
         summary = data["summary"]
-        shown = [tables.latency_table(summary)]
+        shown = [latency_table(summary, tables.STATISTICS)]
         if data["classes"]:
             shown.append(tables.class_table(data["classes"]))
         shown += [tables.service_table(summary), tables.client_table(summary)]
@@ -340,10 +321,10 @@ def _write_files(data: Mapping[str, Any], results: "Sequence[LoadResult]", given
 
 
 def _check(given: Mapping[str, Any], modes: Sequence[str]) -> None:
-    """What would be known only after the measurement is known before it."""
+    """Check before the measurement what would otherwise fail after it."""
     check_folders({name: given[name] for name in ("output", "records", "report")})
     if given["records"] is not None and modes:
-        raise ConfigError(f"records is of a single run and has no effect with {modes[0]}", param="records")
+        raise ConfigError(f"records is for a single run and has no effect with {modes[0]}", param="records")
     for name, wanted in ONLY_WITH.items():
         if given[name] is not None and not any(mode in wanted for mode in modes):
             options = " or ".join(f"--{mode.replace('_', '-')}" for mode in wanted)

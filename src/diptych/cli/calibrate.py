@@ -1,6 +1,6 @@
 """``diptych calibrate | replay``: measure this machine for the simulator; check a recording of a live run.
 
-Owns the options and what people see. Must never hold logic: measuring is diptych.calibration.calibration, fitting is
+Owns the options and the output. Measuring is diptych.calibration.calibration, fitting is
 diptych.simulation.costs.fitted, comparing is diptych.simulation.replay.
 """
 
@@ -8,18 +8,16 @@ import os
 import platform
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from diptych import __version__
 from diptych.cli.error_messages import errors_in_words
-from diptych.cli.output import check_folders, drawn
-from diptych.control.errors import ConfigError
+from diptych.cli.options import model_directory
+from diptych.cli.output import check_folders, drawn, progress_bar
 from diptych.serving.link.engine_options import (
-    BUNDLED_MODEL,
     DeviceOptions,
     EngineOptions,
     InstructionSetName,
@@ -33,12 +31,6 @@ if TYPE_CHECKING:
     from diptych.simulation.replay import Difference, ReplayReport
 
 BUSY = 0.5  # load average from which a measurement is doubtful
-
-
-def register(app: typer.Typer) -> None:
-    """Add both commands."""
-    app.command()(calibrate)
-    app.command()(replay)
 
 
 def calibrate(
@@ -57,9 +49,7 @@ def calibrate(
     The machine should do nothing else meanwhile.
     """
     with errors_in_words():
-        directory = Path(model or BUNDLED_MODEL).resolve()
-        if not (directory / "config.json").exists():
-            raise ConfigError(f"{directory} is no model directory: it has no config.json", param="model")
+        directory = model_directory(model)
         check_folders({"out": out})
         memory = None if kv_cache_memory is None else parse_bytes(kv_cache_memory, "kv_cache_memory")
         options = EngineOptions(
@@ -69,7 +59,7 @@ def calibrate(
             max_model_len=max_model_len,
         )
         if hasattr(os, "getloadavg") and (load := os.getloadavg()[0]) > BUSY:
-            print(f"warning: the machine is busy (load {load:.1f}), and so will its calibration be", file=sys.stderr)
+            print(f"warning: the machine is busy (load {load:.1f}), so the figures will be too high", file=sys.stderr)
         from diptych.simulation.costs.fitted import write_calibration
 
         calibration = _measure_and_fit(options, seconds, directory.name)
@@ -78,19 +68,12 @@ def calibrate(
 
 
 def _measure_and_fit(options: EngineOptions, seconds: float, name: str) -> "Calibration":
+    from diptych.bench.measurement import machine
     from diptych.calibration.calibration import measure
     from diptych.simulation.costs.fitted import Calibration, MeasuredPoint, fit, fit_front_end, fit_live
 
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("starting", total=1.0)
-        measured = measure(
-            options,
-            lambda stage, share: bar.update(task, description=stage, completed=share),
-            steps_s=seconds / 2,
-            live_s=seconds / 2,
-        )
+    with progress_bar() as show:
+        measured = measure(options, show, steps_s=seconds / 2, live_s=seconds / 2)
     steps = [MeasuredPoint(features, duration_ns) for features, duration_ns in measured.steps]
     forward, step_errors = fit(steps)
     cost, points, live_errors = fit_live(forward, measured.live_steps)
@@ -104,24 +87,9 @@ def _measure_and_fit(options: EngineOptions, seconds: float, name: str) -> "Cali
         points=points,
         steps=tuple(steps),
         errors={f"single steps, {law}": error for law, error in step_errors.items()} | live_errors,
-        machine=describe_machine(),
+        machine={**machine(), "system": platform.system(), "diptych": __version__},
         settings={"engine": measured.description, "threads": options.device.threads, "cores": options.device.cores},
     )
-
-
-def describe_machine() -> dict[str, Any]:
-    """What the figures belong to."""
-    lines: list[str] = []
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        lines = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-    return {
-        "cpu": lines[0] if lines else platform.processor(),
-        "cores": os.cpu_count(),
-        "system": platform.system(),
-        "python": platform.python_version(),
-        "diptych": __version__,
-    }
 
 
 def _show_calibration(calibration: "Calibration", out: Path) -> None:
@@ -144,9 +112,9 @@ def _show_calibration(calibration: "Calibration", out: Path) -> None:
 
 
 def replay(
-    file: Annotated[Path, typer.Argument(help="What diptych serve --record wrote.")],
+    file: Annotated[Path, typer.Argument(help="A file that diptych serve --record wrote.")],
 ) -> None:
-    """Check that a recorded run makes the same decisions again, and show what it was like.
+    """Check that the decisions of a recorded run are made again, and show its latencies.
 
     Ends with status 1 at the first decision that differs.
     """

@@ -1,4 +1,4 @@
-"""How every command says what went wrong on purpose."""
+"""How every command reports the errors that Diptych raises on purpose."""
 
 import sys
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from diptych.control.errors import DiptychError
 
 @contextmanager
 def errors_in_words() -> Iterator[None]:
-    """What was raised on purpose is one line on standard error and status 1, not a traceback."""
+    """A DiptychError becomes one line on standard error and status 1, not a traceback."""
     try:
         yield
     except DiptychError as error:

@@ -1,6 +1,6 @@
 """``diptych guide``: the interactive guide, served from this machine to its own browser.
 
-Owns the options and what people see in the terminal; the pages are diptych.web's.
+Owns the options and the output in the terminal; the pages are in diptych.web.
 """
 
 from typing import Annotated
@@ -9,11 +9,6 @@ import typer
 
 from diptych.cli.error_messages import errors_in_words
 from diptych.control.errors import ConfigError
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(guide)
 
 
 def guide(

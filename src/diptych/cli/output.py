@@ -1,10 +1,11 @@
-"""What every command does with its results: tables in the terminal, files that were asked for.
+"""The results of every command: tables in the terminal, files that were asked for.
 
-Owns how a table looks in a terminal and how a file that cannot be written is said. Must never compute a figure.
+Owns the look of tables in a terminal and the message for a file that cannot be written. Computes no figure.
 """
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def check_folders(paths: Mapping[str, Path | None]) -> None:
-    """Option -> file to be written (None: none is): a folder that does not exist is known before the work, not after
-    it. Raises ConfigError."""
+    """Raise ConfigError before the work when a file cannot be written after it, because its folder does not exist.
+    Option -> file (None: no file)."""
     for name, path in paths.items():
         if path is not None and not path.parent.is_dir():
             raise ConfigError(f"{name} is {path}; there is no folder {path.parent}", param=name)
@@ -50,7 +51,7 @@ def drawn(table: "Table") -> "RichTable":
 def print_tables(
     tables: "Sequence[Table]", notes: Iterable[str], warnings: Iterable[str] = (), *, num_narrow: int = 0
 ) -> None:
-    """Tables and sentences on standard output. num_narrow: so many of the last tables stand side by side."""
+    """Tables and sentences on standard output. num_narrow: how many of the last tables stand side by side."""
     from rich.columns import Columns
     from rich.console import Console
 
@@ -65,3 +66,32 @@ def print_tables(
         console.print(f"NOT RELIABLE: {warning}", style="bold red", soft_wrap=True, markup=False)
     for note in notes:
         console.print(note, style="dim", soft_wrap=True, markup=False)
+
+
+@contextmanager
+def progress_bar(*, quiet: bool = False) -> Iterator[Callable[[str, float], None]]:
+    """A bar on standard error, unless that is no terminal; set by (what is being done, the share that is done)."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=quiet or not console.is_terminal,
+    )
+    with bar:
+        task = bar.add_task("starting", total=1.0)
+        yield lambda stage, share: bar.update(task, description=stage, completed=share)

@@ -1,20 +1,21 @@
 """``diptych simulate``: the command line of the simulator.
 
-Owns option names, their help and what people see in the terminal. Must never hold logic that a library user would
-miss: settings come from simulation/settings.py, figures from simulation/report/.
+Owns option names, their help and the output in the terminal. Holds no logic that a library user would miss: settings
+come from simulation/settings.py, figures from simulation/report/.
 """
 
 import os
 import shlex
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from diptych.cli.error_messages import errors_in_words
-from diptych.cli.output import check_folders, print_tables, write_file
+from diptych.cli.options import Number, Switch, Text, Whole, option
+from diptych.cli.output import check_folders, print_tables, progress_bar, write_file
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_S
 
@@ -50,73 +51,58 @@ PATHS = {
 }
 
 
-def _option(help_text: str, panel: str, *names: str, **settings: Any) -> Any:
-    return typer.Option(*names, help=help_text, rich_help_panel=panel, **settings)
-
-
-Text: TypeAlias = str | None
-Whole: TypeAlias = int | None
-Number: TypeAlias = float | None
-Switch: TypeAlias = bool | None
-
-
-def register(app: typer.Typer) -> None:
-    """Make the command known."""
-    app.command()(simulate)
-
-
 def simulate(
     config: Annotated[Path | None, typer.Argument(help="TOML file of settings; options override it.")] = None,
-    model: Annotated[Text, _option("Model of the catalogue, or a config.json.", FLEET)] = None,
-    hardware: Annotated[Text, _option("Device of the catalogue.", FLEET)] = None,
-    tensor_parallel: Annotated[Whole, _option("Devices per worker.", FLEET)] = None,
-    weight_bits: Annotated[Whole, _option("Bits of a weight: 16, 8 or 4.", FLEET)] = None,
-    kv_bits: Annotated[Whole, _option("Bits of a cached number: 16 or 8.", FLEET)] = None,
-    cost: Annotated[Text, _option("Step durations: auto, tables, operators, roofline, or a file.", FLEET)] = None,
-    replicas: Annotated[Whole, _option("Workers, each with the model.", FLEET)] = None,
-    prefill: Annotated[Whole, _option("Replicas that only prefill (with --decode).", FLEET)] = None,
-    decode: Annotated[Whole, _option("Replicas that decode what those hand over.", FLEET)] = None,
-    both: Annotated[Whole, _option("Replicas that do both, beside those.", FLEET)] = None,
-    link: Annotated[Text, _option("Between them: ib400, eth100, nvlink4, shared_memory, ...", FLEET)] = None,
-    hosts: Annotated[Whole, _option("Hosts whose workers share memory (0: each has its own).", FLEET)] = None,
-    routing: Annotated[Text, _option("kv_aware, least_loaded, power_of_two or round_robin.", FLEET)] = None,
-    disaggregate: Annotated[Text, _option("Separate prefill from decode: auto, always or never.", FLEET)] = None,
-    on_failure: Annotated[Text, _option("A lost request is tried again: retry, local or fail.", FLEET)] = None,
-    max_model_len: Annotated[Whole, _option("Context length. Default: the model's own.", FLEET)] = None,
-    rate: Annotated[Number, _option("Requests per second.", WORKLOAD)] = None,
-    num_requests: Annotated[Whole, _option("Requests in all.", WORKLOAD)] = None,
-    arrivals: Annotated[Text, _option("poisson, gamma, constant, on_off or closed.", WORKLOAD)] = None,
-    prompt_tokens: Annotated[Number, _option("Mean length of a prompt.", WORKLOAD)] = None,
-    output_tokens: Annotated[Number, _option("Mean length of an answer.", WORKLOAD)] = None,
-    trace: Annotated[Text, _option("azure-conv, mooncake-conversation, or a file.", WORKLOAD)] = None,
-    seed: Annotated[Whole, _option("Of everything random; equal seeds give equal runs.", WORKLOAD)] = None,
-    ttft_slo_ms: Annotated[Number, _option("Time to first token, for requests that name none.", OBJECTIVES)] = None,
-    tpot_slo_ms: Annotated[Number, _option("Time per later token, for requests that name none.", OBJECTIVES)] = None,
-    shape: Annotated[Text, _option("unified: prompts first. chunked: between decodes.", OBJECTIVES)] = None,
-    order: Annotated[Text, _option("fcfs, priority, shortest or deadline.", SCHEDULER)] = None,
-    budget: Annotated[Text, _option("What limits a step: whole, fixed or slo.", SCHEDULER)] = None,
-    max_batched_tokens: Annotated[Whole, _option("Tokens of one step at most.", SCHEDULER)] = None,
-    step_target_ms: Annotated[Number, _option("Time of one step with --budget slo.", SCHEDULER)] = None,
-    max_num_seqs: Annotated[Whole, _option("Requests running at once.", SCHEDULER)] = None,
-    max_waiting: Annotated[Whole, _option("Requests that may wait per worker.", SCHEDULER)] = None,
-    max_partial_prefills: Annotated[Whole, _option("Prompts half done (0: no limit).", SCHEDULER)] = None,
-    max_long_partial_prefills: Annotated[Whole, _option("Of these, long ones (0: no limit).", SCHEDULER)] = None,
-    long_prefill_threshold: Annotated[Whole, _option("Uncached tokens of a long prompt.", SCHEDULER)] = None,
-    preemption: Annotated[Text, _option("recompute or swap.", SCHEDULER)] = None,
-    preempt_for_priority: Annotated[Switch, _option("Displace lower priorities.", SCHEDULER)] = None,
-    block_size: Annotated[Whole, _option("Tokens per KV block.", MEMORY)] = None,
-    kv_cache_tokens: Annotated[Whole, _option("KV cache in tokens. Default: what fits.", MEMORY)] = None,
-    kv_cache_memory: Annotated[Text, _option("KV cache of each GPU, such as 20GiB.", MEMORY)] = None,
-    swap_memory: Annotated[Text, _option("Host memory for swapped requests.", MEMORY)] = None,
-    prefix_cache: Annotated[Switch, _option("Reuse the KV of equal prompt beginnings.", MEMORY)] = None,
-    assign: Annotated[list[str] | None, _option("Any setting: PATH=VALUE. Repeatable.", OUTPUT, "--set")] = None,
-    sweep: Annotated[list[str] | None, _option("NAME=from:to:step or a,b,c. Twice: a grid.", OUTPUT)] = None,
-    workers: Annotated[Whole, _option("Processes of a sweep. Default: one per core.", OUTPUT)] = None,
-    as_json: Annotated[bool, _option("One JSON object on standard output.", OUTPUT, "--json")] = False,
-    records: Annotated[Path | None, _option("Write one JSON line per request.", OUTPUT)] = None,
-    report: Annotated[Path | None, _option("Write a page with charts (HTML).", OUTPUT)] = None,
-    timeline: Annotated[Path | None, _option("Write a trace for Perfetto (JSON).", OUTPUT)] = None,
-    timeline_window: Annotated[Text, _option("Part of it, in seconds: from:to.", OUTPUT)] = None,
+    model: Annotated[Text, option("Model of the catalogue, or a config.json.", FLEET)] = None,
+    hardware: Annotated[Text, option("Device of the catalogue.", FLEET)] = None,
+    tensor_parallel: Annotated[Whole, option("Devices per worker.", FLEET)] = None,
+    weight_bits: Annotated[Whole, option("Bits of a weight: 16, 8 or 4.", FLEET)] = None,
+    kv_bits: Annotated[Whole, option("Bits of a cached number: 16 or 8.", FLEET)] = None,
+    cost: Annotated[Text, option("Step durations: auto, tables, operators, roofline, or a file.", FLEET)] = None,
+    replicas: Annotated[Whole, option("Workers that prefill and decode (without --prefill, --decode).", FLEET)] = None,
+    prefill: Annotated[Whole, option("Workers that only prefill (with --decode).", FLEET)] = None,
+    decode: Annotated[Whole, option("Workers that decode prompts of the prefill workers.", FLEET)] = None,
+    both: Annotated[Whole, option("Workers that do both, beside those.", FLEET)] = None,
+    link: Annotated[Text, option("Link between workers: ib400, eth100, nvlink4, shared_memory, ...", FLEET)] = None,
+    hosts: Annotated[Whole, option("Hosts whose workers share memory (0: each worker has its own).", FLEET)] = None,
+    routing: Annotated[Text, option("kv_aware, least_loaded, power_of_two or round_robin.", FLEET)] = None,
+    disaggregate: Annotated[Text, option("Separate prefill from decode: auto, always or never.", FLEET)] = None,
+    on_failure: Annotated[Text, option("Requests of a lost worker: retry, local or fail.", FLEET)] = None,
+    max_model_len: Annotated[Whole, option("Context length. Default: the model's own.", FLEET)] = None,
+    rate: Annotated[Number, option("Requests per second.", WORKLOAD)] = None,
+    num_requests: Annotated[Whole, option("Requests in all.", WORKLOAD)] = None,
+    arrivals: Annotated[Text, option("poisson, gamma, constant, on_off or closed.", WORKLOAD)] = None,
+    prompt_tokens: Annotated[Number, option("Mean length of a prompt.", WORKLOAD)] = None,
+    output_tokens: Annotated[Number, option("Mean length of an answer.", WORKLOAD)] = None,
+    trace: Annotated[Text, option("azure-conv, mooncake-conversation, or a file.", WORKLOAD)] = None,
+    seed: Annotated[Whole, option("Seed of everything random; equal seeds give equal runs.", WORKLOAD)] = None,
+    ttft_slo_ms: Annotated[Number, option("Time to first token, for requests that name none.", OBJECTIVES)] = None,
+    tpot_slo_ms: Annotated[Number, option("Time per later token, for requests that name none.", OBJECTIVES)] = None,
+    shape: Annotated[Text, option("unified: prompts first. chunked: between decodes.", OBJECTIVES)] = None,
+    order: Annotated[Text, option("fcfs, priority, shortest or deadline.", SCHEDULER)] = None,
+    budget: Annotated[Text, option("What limits a step: whole, fixed or slo.", SCHEDULER)] = None,
+    max_batched_tokens: Annotated[Whole, option("Tokens of one step at most.", SCHEDULER)] = None,
+    step_target_ms: Annotated[Number, option("Time of one step with --budget slo.", SCHEDULER)] = None,
+    max_num_seqs: Annotated[Whole, option("Requests running at once.", SCHEDULER)] = None,
+    max_waiting: Annotated[Whole, option("Requests that may wait per worker.", SCHEDULER)] = None,
+    max_partial_prefills: Annotated[Whole, option("Prompts partly computed at once (0: no limit).", SCHEDULER)] = None,
+    max_long_partial_prefills: Annotated[Whole, option("Of these, long ones (0: no limit).", SCHEDULER)] = None,
+    long_prefill_threshold: Annotated[Whole, option("A prompt with more uncached tokens is long.", SCHEDULER)] = None,
+    preemption: Annotated[Text, option("When a decode loses its blocks: recompute or swap.", SCHEDULER)] = None,
+    preempt_for_priority: Annotated[Switch, option("Displace running requests of lower priority.", SCHEDULER)] = None,
+    block_size: Annotated[Whole, option("Tokens per KV block.", MEMORY)] = None,
+    kv_cache_tokens: Annotated[Whole, option("KV cache in tokens. Default: what fits.", MEMORY)] = None,
+    kv_cache_memory: Annotated[Text, option("KV cache of each GPU, such as 20GiB.", MEMORY)] = None,
+    swap_memory: Annotated[Text, option("Host memory for swapped requests.", MEMORY)] = None,
+    prefix_cache: Annotated[Switch, option("Reuse the KV of equal prompt beginnings.", MEMORY)] = None,
+    assign: Annotated[list[str] | None, option("Any setting: PATH=VALUE. Repeatable.", OUTPUT, "--set")] = None,
+    sweep: Annotated[list[str] | None, option("NAME=from:to:step or a,b,c. Twice: a grid.", OUTPUT)] = None,
+    workers: Annotated[Whole, option("Processes of a sweep. Default: one per core.", OUTPUT)] = None,
+    as_json: Annotated[bool, option("One JSON object on standard output.", OUTPUT, "--json")] = False,
+    records: Annotated[Path | None, option("Write one JSON line per request.", OUTPUT)] = None,
+    report: Annotated[Path | None, option("Write a page with charts (HTML).", OUTPUT)] = None,
+    timeline: Annotated[Path | None, option("Write a trace for Perfetto (JSON).", OUTPUT)] = None,
+    timeline_window: Annotated[Text, option("Part of it, in seconds: from:to.", OUTPUT)] = None,
 ) -> None:
     """Simulate serving: the real scheduler under a virtual clock, on modelled hardware."""
     given = {name: value for name, value in locals().items() if value is not None and value != []}
@@ -169,12 +155,12 @@ def _simulate_one(given: Mapping[str, Any]) -> None:
     window = parse_window(given.get("timeline_window"))
     settings = read_settings(given.get("config"), overrides(given))
     check_folders({name: given.get(name) for name in OUTPUTS})
-    with _progress("simulating", given) as advance:
+    with progress_bar(quiet="as_json" in given) as show:
         run = run_here(
             settings,
             record_events="timeline" in given or "report" in given,
             most_recorded=None if "timeline" in given else MAX_REQUESTS_WITH_EVENTS,
-            progress=advance,
+            progress=partial(show, "simulating"),
         )
     notes = _write_files(run, settings, window, given)
     if "as_json" in given:
@@ -200,7 +186,7 @@ def _simulate_sweep(given: Mapping[str, Any]) -> None:
 
     for name in ("timeline", "timeline_window", "records"):
         if name in given:
-            raise ConfigError(f"{name} is of one run and has no effect with --sweep", param=name)
+            raise ConfigError(f"{name} is for a single run and has no effect with --sweep", param=name)
     workers = given.get("workers", os.cpu_count() or 1)
     if workers < 1:
         raise ConfigError(f"workers is {workers}; it must be at least 1", param="workers")
@@ -208,8 +194,9 @@ def _simulate_sweep(given: Mapping[str, Any]) -> None:
     sweeps = [parse_sweep(text) for text in given["sweep"]]
     points = grid(settings, sweeps)
     check_folders({name: given.get(name) for name in OUTPUTS})
-    with _progress(f"{len(points)} points", given) as advance:
-        outcomes = run_points(points, num_workers=workers, on_done=lambda done: advance(done / len(points)))
+    with progress_bar(quiet="as_json" in given) as show:
+        stage = f"{len(points)} points"
+        outcomes = run_points(points, num_workers=workers, on_done=lambda done: show(stage, done / len(points)))
     names = [sweep.name for sweep in sweeps]
     notes = [f"Step durations: {outcomes[0]['cost_model']}"]
     if "report" in given:
@@ -278,27 +265,3 @@ def _print_json(data: Any) -> None:
     import msgspec
 
     print(msgspec.json.encode(data).decode())
-
-
-@contextmanager
-def _progress(words: str, given: Mapping[str, Any]) -> Iterator[Callable[[float], None]]:
-    """A bar on a terminal; nothing with --json or where nobody looks."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
-    disable = "as_json" in given or not console.is_terminal
-    bar = Progress(
-        *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True, disable=disable
-    )
-    with bar:
-        task = bar.add_task(words, total=1.0)
-        yield lambda share: bar.update(task, completed=share)

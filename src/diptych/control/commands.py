@@ -1,8 +1,8 @@
 """What ClusterCore wants done, as frozen records. Drivers (serving.fleet, simulation.fleet) carry them out.
 
-Every try to serve a request is an *attempt*: its id is the request's own for the first one and ``<id>~<epoch>`` later.
-Both workers of a handoff know it by the same attempt id; whatever names an older attempt is unknown to them and
-ignored. To an engine an attempt is a request: ``request_id`` in EngineCore and in its events is the attempt's id.
+Every try to serve a request is an *attempt*: the first one has the id of the request, later ones ``<id>~<epoch>``. Both
+workers of a handoff know it by the same attempt id; messages about an older attempt are ignored. To an engine an
+attempt is a request: ``request_id`` in EngineCore and in its events is the id of the attempt.
 """
 
 from dataclasses import dataclass
@@ -31,8 +31,8 @@ class Serve:
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Hold blocks on the decode worker. lease_ns: how long without a sign of life (0: for ever). borrowed: the prefill
-    worker will write into these very blocks."""
+    """Hold blocks on the decode worker. lease_ns: how long without a renewal (0: without limit). borrowed: the prefill
+    worker will write into these blocks."""
 
     worker: int
     request_id: str
@@ -127,8 +127,7 @@ class Restarted:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The one end of a request: ``finished`` as its client sees it, over all attempts, or an error of the front end's
-    own."""
+    """The one end of a request: ``finished`` as its client sees it, over all attempts, or an error of the front end."""
 
     request_id: str
     finished: RequestFinished | None = None

@@ -70,8 +70,8 @@ class BudgetConfig:
     slo: like fixed, and the step must end within the time that the objectives of running streams leave
     (``target_ns`` applies when a stream has no TPOT objective of its own, and also when nothing is running, so that
     a newcomer never waits longer than that for the step in front of it). idle_target_ns: how long a step may take
-    while nothing streams, if that is to be something else: workers that prefill for others read their weights for
-    more tokens at once, and leave the memory to those that decode.
+    while nothing streams, where that differs: workers that prefill for others read their weights for more tokens at
+    once, and leave the memory bandwidth to those that decode.
     """
 
     kind: BudgetName = "slo"
@@ -129,7 +129,7 @@ class CapsConfig:
 
 @dataclass(frozen=True, slots=True)
 class PreemptionConfig:
-    """What happens when a decode needs a block and none is free, or somebody more important waits.
+    """What happens when a decode needs a block and none is free, or a more important request waits.
 
     from_waiting: a waiting request whose priority is better by at least ``priority_gap`` may displace a running
     decode that has taken at least ``min_steps`` steps since it (re)started and was displaced fewer than

@@ -1,7 +1,7 @@
 """Everything that happens on a worker, as frozen records: one vocabulary for messages, logs, metrics, timeline, replay.
 
 Times are integer nanoseconds of the worker's own monotonic clock. A step's tokens are one event, not one per token.
-``request_id`` is the engine's name of a request; in a fleet that is the id of an attempt (see cluster/commands.py).
+``request_id`` is the engine's name of a request; in a fleet that is the id of an attempt (see commands.py).
 """
 
 from dataclasses import dataclass
@@ -80,7 +80,7 @@ class HandoffDelivered:
 @dataclass(frozen=True, slots=True)
 class HandoffReleased:
     """A worker holds nothing of an attempt any more: a decode worker has taken it over, or it was dropped (also when
-    the worker had never heard of it)."""
+    the worker never got it)."""
 
     time_ns: int
     request_id: str

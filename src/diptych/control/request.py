@@ -1,7 +1,7 @@
 """A request as the control code sees it: counts, times and block hashes, never token ids.
 
 SamplingParams   how its tokens are picked
-RequestOptions   what else it asks for: one record, handed on whole
+RequestOptions   what else it asks for: one record, passed on whole
 Submission       the request as the fleet knows it (cluster, admission queue, router)
 Request          one attempt at it, on one worker (engine)
 """
@@ -30,7 +30,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How to pick tokens. The names and defaults people know from the OpenAI API and from vLLM.
+    """How to pick tokens. The names and defaults are those of the OpenAI API and of vLLM.
 
     temperature 0 is greedy. top_k 0 or -1 keeps all. logprobs/prompt_logprobs: number of alternatives per position
     (0: only the chosen token). seed None: one is drawn per request by the front end. Raises InvalidRequestError
@@ -94,9 +94,9 @@ def _check_range(name: str, value: float, low: float, high: float, *, open_low: 
 class RequestOptions:
     """What a request asks for besides its tokens and how they are sampled.
 
-    One record, handed on whole: from the HTTP body to the admission queue, the router, the scheduler, the recording and
-    the timeline. priority: smaller goes first. service_class: interactive, standard or batch. tenant: whose it is, for
-    fairness ("": no tenant). deadline_ns: from its arrival until its first token is of no more use. cache_salt:
+    One record that is passed on whole: from the HTTP body to the admission queue, the router, the scheduler, the
+    recording and the timeline. priority: smaller goes first. service_class: interactive, standard or batch. tenant: the
+    owner, for fairness ("": none). deadline_ns: from its arrival until its first token is of no more use. cache_salt:
     requests of different salts share no prefix. metadata: the client's own labels, which decide nothing.
     """
 
@@ -200,7 +200,7 @@ class Request:
         self.hands_off = False  # after the first token another worker decodes it
         self.borrowed_block_ids: tuple[int, ...] = ()  # of the worker that will decode it: computed into directly
         self.num_borrowed_tokens = 0  # leading tokens whose KV these blocks hold already
-        self.lease_ns = 0  # with hands_off: how long its blocks are kept without a sign of the other side (0: for ever)
+        self.lease_ns = 0  # with hands_off: how long its blocks are kept without a renewal (0: without limit)
         self.handoff_end_ns: int | None = None  # when this worker took it over from the one that prefilled it
         self.block_ids: list[int] = []
         self.host_block_ids: list[int] = []

@@ -1,8 +1,8 @@
 """What an Executor gets (SchedulerOutput) and gives back (StepResult).
 
 A plan names only what changes. The executor keeps its own decode batch: every member of it computes one token in each
-step with ``runs_decodes``; a plan says who joined, who left, and which blocks were appended. A steady decode step is
-therefore described by a plan of constant size, whatever the batch.
+step whose ``num_decodes`` is not 0; a plan says which requests joined, which left, and which blocks were appended. A
+steady decode step is therefore described by a plan of constant size, however large the batch is.
 """
 
 from dataclasses import dataclass, field
@@ -46,12 +46,12 @@ class SchedulerOutput:
     new_blocks, then compute prefills and decodes together.
 
     finished: requests that ended; forget everything. paused: requests that left the decode batch but will come back
-    (keep their tokens). swap_out / swap_in: (device block, host block) / (host block, device block) copies.
-    new_blocks: (request_id, block id) appended to the block table of a decode member.
-    num_decodes: members of the decode batch that compute a token in this step (0: the decode batch rests).
-    max_repeats: if no message arrives, this many steps (>= 1) in a row decide nothing: the batch stays, nobody ends
-    before the last of them, and the blocks that members need meanwhile are there. A live executor runs one step of it
-    and asks again; a simulated one may take them at once and say so to ``EngineCore.end_step``.
+    (keep their tokens). swap_out / swap_in: (device block, host block) / (host block, device block) copies. new_blocks:
+    (request_id, block id) appended to the block table of a decode member. num_decodes: members of the decode batch that
+    compute a token in this step (0: the decode batch rests). max_repeats: if no message arrives, this many steps (>= 1)
+    in a row decide nothing: the batch stays, no request ends before the last of them, and the blocks that members need
+    meanwhile are there. A live executor runs one step of it and asks again; a simulated one may take them at once and
+    say so to ``EngineCore.end_step``.
     """
 
     step_id: int
@@ -144,8 +144,8 @@ class StepResult:
 
 
 class StepBrokenOff(Exception):
-    """Raised inside ``execute`` by a driver that has heard that nobody wants the step any more: all of its requests
-    are to be ended before ``EngineCore.end_step`` is told, with num_steps 0."""
+    """Raised inside ``execute`` by a driver when all requests of the step were dropped: they are to be ended before
+    ``EngineCore.end_step`` is called with num_steps 0."""
 
 
 class Executor(Protocol):

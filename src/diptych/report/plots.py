@@ -6,11 +6,9 @@ not see it, and no line is told apart by its colour alone.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import escape
 from typing import ClassVar, TypeAlias
-
-from diptych.report.text import milliseconds
 
 WIDTH, HEIGHT = 440.0, 264.0
 LEFT, RIGHT, TOP, BOTTOM = 52.0, 14.0, 24.0, 44.0
@@ -193,23 +191,6 @@ class StackedChart:
 
 
 Chart: TypeAlias = LineChart | StackedChart
-
-
-def distribution_chart(title: str, caption: str, lines: Sequence[Line], rules: Sequence[Rule] = ()) -> LineChart:
-    """Cumulative distributions of milliseconds, as ``report.statistics.cumulative`` gives them."""
-    values = [value for line in lines for value, _ in line.points] + [rule.x for rule in rules]
-    x = log_scale(values, "milliseconds, log scale")
-    facts = "; ".join(
-        f"{line.name} p50 {milliseconds(_reached(line, 0.5))} ms, p99 {milliseconds(_reached(line, 0.99))} ms"
-        for line in lines
-        if line.points
-    )
-    shown = [replace(line, points=[(max(value, x.low), share) for value, share in line.points]) for line in lines]
-    return LineChart(title, caption, facts, shown, x, SHARES, rules)
-
-
-def _reached(line: Line, wanted: float) -> float:
-    return next((value for value, share in line.points if share >= wanted), 0.0)
 
 
 def _drawing(title: str, facts: str, marks: Sequence[str], above: float = 0.0) -> str:

@@ -13,10 +13,12 @@ LATENCIES = (
     ("tpot_ms", "TPOT"),
     ("itl_ms", "ITL"),
     ("e2e_ms", "E2E"),
+    ("normalized_ms", "E2E per token"),
     ("queue_ms", "queue"),
     ("handoff_ms", "handoff"),
 )
 STATISTICS = ("p50", "p90", "p99", "mean", "max")
+BY_CLASS = (("ttft_ms", "p50"), ("ttft_ms", "p99"), ("tpot_ms", "p99"), ("itl_ms", "p99"), ("e2e_ms", "p99"))
 PHASES = {
     "prefill": "time in prefill steps",
     "mixed": "time in mixed steps",
@@ -50,14 +52,25 @@ def milliseconds(value: float) -> str:
     return number(value, 0 if value >= 100 else 1 if value >= 10 else 2)
 
 
-def latency_table(summary: Mapping[str, Any], title: str = "Latency, ms") -> Table:
+def latency_table(summary: Mapping[str, Any], statistics: Sequence[str] = STATISTICS) -> Table:
     """One row per latency that the summary holds."""
     rows = tuple(
-        (name, *(milliseconds(summary[key][statistic]) for statistic in STATISTICS))
+        (name, *(milliseconds(summary[key][statistic]) for statistic in statistics))
         for key, name in LATENCIES
         if key in summary
     )
-    return Table(title, ("", *STATISTICS), rows)
+    return Table("Latency, ms", ("", *statistics), rows)
+
+
+def headline(summary: Mapping[str, Any], *latencies: str) -> list[tuple[str, str]]:
+    """(name, value) of the figures to read first; of these latencies the 99th percentile."""
+    names = dict(LATENCIES)
+    figures = []
+    if summary["attainment"] is not None:
+        figures.append(("Attainment", percent(summary["attainment"])))
+        figures.append(("Goodput, requests/s", number(summary["goodput_rps"], 2)))
+    figures += [(f"{names[key]} p99, ms", milliseconds(summary[key]["p99"])) for key in latencies]
+    return [*figures, ("Output, tokens/s", number(summary["output_tokens_per_s"], 0))]
 
 
 def service_table(summary: Mapping[str, Any], economy: Mapping[str, float | None]) -> Table:
@@ -94,9 +107,10 @@ def resource_table(summary: Mapping[str, Any]) -> Table:
 
 
 def class_table(classes: Mapping[str, Mapping[str, Any]]) -> Table:
-    """One row per class of requests."""
-    columns = ("class", "requests", "TTFT p50", "TTFT p99", "TPOT p99", "E2E p99", "attainment")
-    shown = (("ttft_ms", "p50"), ("ttft_ms", "p99"), ("tpot_ms", "p99"), ("e2e_ms", "p99"))
+    """One row per class of requests, with the latencies that each class has."""
+    names = dict(LATENCIES)
+    shown = [(key, which) for key, which in BY_CLASS if all(key in measured for measured in classes.values())]
+    columns = ("class", "requests", *(f"{names[key]} {which}" for key, which in shown), "attainment")
     rows = tuple(
         (
             name or "(none)",

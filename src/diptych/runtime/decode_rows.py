@@ -1,7 +1,7 @@
 """The executor's decode batch: one slot per member in arrays that a step treats as wholes.
 
-Members fill the slots from 0 without gaps; who leaves is replaced by the last member. The slots behind the members
-are scratch room for the prefills of a step. Never computes and never decides who is a member.
+Members fill the slots from 0 without gaps; the last member takes the slot of one that leaves. The slots behind the
+members are scratch room for the prefills of a step. The plan decides which requests are members.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class DecodeRows:
         return request_id in self._slot_of
 
     def reserve(self, num_slots: int) -> None:
-        """Make room for so many members and scratch slots together."""
+        """Make room for ``num_slots`` members and scratch slots together."""
         if num_slots <= len(self.inputs):
             return
         capacity = max(num_slots, 2 * len(self.inputs))

@@ -1,4 +1,4 @@
-"""Which instructions the native kernels compute with: the one place that decides it.
+"""Which instructions the native kernels compute with; decided only here.
 
 A set of kernels is named after the instructions that it needs; ``torch`` stands for no native kernel at all. Sets
 without instructions for bfloat16 widen it to fp32 in registers. Two sets may differ in the last bits of a result, so a

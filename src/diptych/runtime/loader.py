@@ -76,7 +76,7 @@ class Weights:
         self._left.pop(name, None)
 
     def finish(self) -> None:
-        """Raise ConfigError when tensors are left that nobody asked for."""
+        """Raise ConfigError when tensors are left that the model did not ask for."""
         left = [name for name in self._left if not name.endswith(IGNORED_SUFFIXES)]
         if left:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""

@@ -79,7 +79,7 @@ class LocalEngine:
         return self.core.abort(request_id, self._clock(), reason)
 
     def step(self) -> StepOutcome | None:
-        """Run one step. None when there is nothing to do and nothing to tell."""
+        """Run one step. None when there is nothing to do and nothing to report."""
         output = self.core.begin_step(self._clock())
         if output is None:
             events = self.core.take_events()

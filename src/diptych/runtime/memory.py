@@ -46,8 +46,8 @@ def large_empty(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
 def map_file(fd: int, num_bytes: int, *, is_shared: bool) -> torch.Tensor:
     """The first ``num_bytes`` of a file in memory as a 1-d uint8 tensor that begins at a whole huge page.
 
-    is_shared: what is written is seen by everybody who maps the file; otherwise it stays with this process, and what
-    is not written is still shared memory. The tensor (and every view of it) keeps the mapping, not the descriptor.
+    is_shared: what is written is seen by every process that maps the file; otherwise it stays with this process, and
+    what is not written is still shared memory. The tensor (and every view of it) keeps the mapping, not the descriptor.
     Raises ConfigError when the file cannot be mapped.
     """
     library = _libc()

@@ -3,7 +3,7 @@
 The file holds a header of one page and then the tensors, in the order in which loading asks for them. The first worker
 takes a lock, lays the file out, fills it, and writes the header's mark last: a file without a mark belongs to a writer
 that is at work or dead, and the lock, which ends with its process, tells which. The writer, too, computes with a
-mapping like everybody else's: pages that no process can change, and that cost memory once.
+mapping like all the others: pages that no process can change, and that cost memory once.
 
 Owns the format and the election. Never knows what a tensor means.
 """
@@ -72,13 +72,13 @@ def weights_key(config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype,
 def load_shared(fd: int, key: str, load: Callable[[WeightMemory], Loaded]) -> tuple[Loaded, str]:
     """(what ``load`` gives over the shared weights, a note for people or "").
 
-    Writes the file when nobody has, else waits until it is written and reads nothing. When it holds the weights of
+    Writes the file when no process has, else waits until it is written and reads nothing. When it holds the weights of
     another key, loads into memory of this process. ``load`` is called up to three times and must ask for the same
     tensors each time. It keeps no tensor of a call that has raised or whose result is dropped.
     """
     if _written_key(fd) is None:
         with _locked(fd):
-            if _written_key(fd) is None:  # nobody has while this process waited
+            if _written_key(fd) is None:  # no other process wrote it while this one waited
                 _write(fd, key, load)
     if _written_key(fd) != key:
         return load(

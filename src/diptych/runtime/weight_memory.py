@@ -1,4 +1,4 @@
-"""Where the weights of a model lie once they are loaded: the one question that loading asks of its surroundings.
+"""Where the weights of a model lie once they are loaded.
 
 Owns the contract and the ordinary answer, memory of this process. The other answer is shared_weights.py. Never reads a
 checkpoint and never packs.
@@ -21,7 +21,7 @@ Fill = Callable[[torch.Tensor], object]
 class WeightMemory(Protocol):
     """Memory for the tensors that stay after loading. Everything that is loaded asks for them in the same order."""
 
-    is_filled: bool  # the tensors hold their values already: whoever loads reads nothing and packs nothing
+    is_filled: bool  # the tensors hold their values already: loading reads nothing and packs nothing
 
     def new(self, shape: Sequence[int], dtype: torch.dtype, fill: Fill) -> torch.Tensor:
         """A tensor to keep. ``fill`` writes its values, unless they are there."""

@@ -1,6 +1,6 @@
-"""AsyncLLM: submit, stream, abort. The side of the service that talks to people, without torch.
+"""AsyncLLM: submit, stream, abort. The front end as a library, without torch.
 
-Owns the checks of what comes in and the fleet of workers, one or many. Must never compute tokens or decide what runs
+Owns the checks of requests and the fleet of workers, one or many. Computes no tokens, and does not decide what runs
 where.
 """
 
@@ -48,10 +48,12 @@ class AsyncLLM:
         self.is_draining = False
         self._long_texts = asyncio.Semaphore(MAX_LONG_TEXTS)
         self._streams = self.fleet.streams
-        self._needs_hashes = len(self.fleet.fleet.roles) > 1 and self.options.memory.prefix_cache
+        fleet_options = self.fleet.fleet
+        reads_hashes = fleet_options.cluster.routing.routing == "kv_aware" and len(fleet_options.roles) > 1
+        self._needs_hashes = reads_hashes and self.options.memory.prefix_cache
 
     async def start(self, *, wait: bool = True) -> None:
-        """Start the workers; with ``wait`` until all are ready. Raises what one of them refused to start with."""
+        """Start the workers; with ``wait`` until all are ready. Raises the error of a worker that cannot start."""
         await self.fleet.start()
         if wait:
             assert self.fleet.ready is not None
@@ -106,7 +108,7 @@ class AsyncLLM:
 
     @property
     def state(self) -> str:
-        """One word for people: ready, draining, starting or lost (no worker can take a request)."""
+        """One word for a page: ready, draining, starting or lost (no worker can take a request)."""
         if self.is_draining:
             return "draining"
         if self.fleet.is_routable:
@@ -135,7 +137,7 @@ class AsyncLLM:
         options: RequestOptions | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Growing outputs of one prompt (text or token ids), the last one ``finished``. options: instead of priority
-        and slo, for all that can be asked for.
+        and slo, for every option of a request.
 
         Raises InvalidRequestError, ContextLengthError, OverloadedError, UnavailableError or WorkerError.
         """
@@ -186,8 +188,8 @@ class AsyncLLM:
         return await self._compute(lambda: [decode(prompt) for prompt in prompts], sum(map(len, prompts)))
 
     async def _compute(self, work: Callable[[], Result], size: int) -> Result:
-        """The result of ``work``, which runs in a thread when its input is long. Few at a time: the encoding of ten
-        megabytes of text takes a gigabyte of memory."""
+        """The result of ``work``, which runs in a thread when its input is long. Only MAX_LONG_TEXTS at a time: the
+        encoding of ten megabytes of text takes a gigabyte of memory."""
         if size < LONG_TEXT:
             return work()
         async with self._long_texts:
@@ -251,7 +253,7 @@ class AsyncLLM:
 
 
 def check_prompt(prompt: Sequence[int], sampling: SamplingParams, ready: Ready) -> None:
-    """Raise the error that names what does not fit: token ids, context, cache."""
+    """Raise the error that names what does not fit: token ids, context length, KV cache."""
     if not prompt:
         raise InvalidRequestError("the prompt has 0 tokens; it must have at least 1", param="prompt")
     if min(prompt) < 0 or max(prompt) >= ready.vocab_size:
@@ -286,7 +288,7 @@ def check_count(count: int, ready: Ready) -> None:
 
 
 def _size(value: Any) -> int:
-    """Characters of a value that a chat template is given. A list or an object counts as long without a look inside."""
+    """Characters of a value that a chat template is given. A list or an object counts as long; it is not inspected."""
     if isinstance(value, list | dict):
         return LONG_TEXT
     return len(value) if isinstance(value, str) else 1

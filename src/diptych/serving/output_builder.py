@@ -1,6 +1,6 @@
 """Gathers the deltas of one prompt's sequences into a growing RequestOutput, as library users read it.
 
-Owns the accumulated texts and tokens of one Generation. Must never talk to the worker.
+Owns the accumulated texts and tokens of one Generation.
 """
 
 from collections.abc import Iterable, Sequence

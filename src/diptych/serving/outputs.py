@@ -1,6 +1,6 @@
 """What library users get back: vLLM's names for requests, completions and log-probabilities.
 
-Owns plain records. Must never do anything.
+Plain records.
 """
 
 from collections.abc import Callable

@@ -37,7 +37,7 @@ class ClusterReplayReport:
 
 
 def replay_cluster(path: str | Path) -> ClusterReplayReport:
-    """Give a fresh ClusterCore what the recording says, and compare all commands; ends at the first difference.
+    """Give a fresh ClusterCore the events of the recording, and compare all commands; ends at the first difference.
 
     Raises ConfigError when the file is no recording, or when it was made with routing costs that are not ours.
     """

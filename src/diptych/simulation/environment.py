@@ -9,7 +9,7 @@ from heapq import heappop, heappush
 
 Action = Callable[[], None]
 
-MESSAGE, STEP_END = 0, 1  # priorities: who was on the way is heard before a step ends; + the worker's number
+MESSAGE, STEP_END = 0, 1  # priorities: a message that has arrived is read before a step ends; + the worker's number
 
 
 class Environment:

@@ -43,7 +43,7 @@ class EventLog:
         self._is_sorted = False
 
     def _add_step(self, worker: int, step: StepFinished) -> None:
-        """A run of decode steps is written down when another step follows it."""
+        """A run of decode steps is added to the log when another step follows it."""
         run = self._runs.pop(worker, None)
         is_decode = step.num_decodes > 0 and not step.prefills
         if run is not None:

@@ -1,4 +1,4 @@
-"""What goes wrong and when: scripted faults, or random ones drawn from one seed."""
+"""Faults: scripted, or random ones drawn from one seed."""
 
 import random
 from dataclasses import dataclass
@@ -46,9 +46,9 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watch:
-    """How the front end notices. detection_ns: from the death of a process to its being known. heartbeat_ns: a worker
-    that hangs for longer is killed. resume_ns: how long the ends of a broken KV connection try to resume it.
-    max_lost_tokens: a dying worker takes up to so many of each stream's newest tokens with it, unsent."""
+    """How the front end notices. detection_ns: from the end of a process until the front end knows of it. heartbeat_ns:
+    a worker that hangs for longer is killed. resume_ns: how long the ends of a broken KV connection try to resume it.
+    max_lost_tokens: up to this many of each stream's newest tokens are lost with a worker, unsent."""
 
     detection_ns: int = 10_000_000
     heartbeat_ns: int = 10_000_000_000

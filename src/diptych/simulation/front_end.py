@@ -1,4 +1,4 @@
-"""What a client waits besides the worker."""
+"""How long a client waits besides the worker."""
 
 from dataclasses import dataclass
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def cache_config(settings: "Settings", scheduler: SchedulerConfig, choice: CostChoice) -> CacheConfig:
-    """The KV cache of one worker: what was said, what a calibration has, or what fits beside the weights."""
+    """The KV cache of one worker: as the settings say, as a calibration has it, or what fits beside the weights."""
     memory = settings.memory
     if isinstance(choice.source, Calibration):
         cache = choice.source.cache
@@ -51,7 +51,7 @@ def cache_config(settings: "Settings", scheduler: SchedulerConfig, choice: CostC
 
 
 def fleet_pools(settings: "Settings", choice: CostChoice, worker: EngineConfig) -> Pools | None:
-    """Prefill and decode apart, if the settings say so, from the settings of any worker. Raises ConfigError."""
+    """Separate prefill and decode workers, if the settings say so. Raises ConfigError."""
     pools = settings.pools
     if not pools.prefill and not pools.decode and not pools.both:
         return None

@@ -1,9 +1,9 @@
 """Replay of a worker: a fresh engine gets what a live one got, at the same times, and must decide the same.
 
-Only its public methods are called, and only with what the recording says.
+Only its public methods are called, and only with inputs of the recording.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,15 +37,6 @@ class Difference:
     explanation: str
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredStep:
-    """What a step computed and how long it took on the live machine, loop included (from the end of the step before
-    it, or from its own begin where the worker was idle)."""
-
-    features: StepFeatures
-    duration_ns: int
-
-
 @dataclass(slots=True)
 class ReplayReport:
     """What came out of a replay. ``result`` describes the requests and steps up to the first difference, with the
@@ -54,14 +45,12 @@ class ReplayReport:
     path: Path
     diptych: str  # version that wrote it
     config: EngineConfig
-    num_rows: int = 0
     num_steps: int = 0  # plans compared
     num_refused: int = 0
     num_aborted: int = 0
     is_complete: bool = False
     difference: Difference | None = None
     result: SimulationResult = field(default_factory=lambda: SimulationResult(RequestTable(), GapHistogram(), [], 0))
-    steps: list[MeasuredStep] = field(default_factory=list)
 
     @property
     def is_identical(self) -> bool:
@@ -88,7 +77,7 @@ def recorded_steps(path: Path) -> RecordedSteps:
 
 
 def replay(path: str | Path) -> ReplayReport:
-    """Tell a fresh worker what the recording says and compare every plan; ends at the first difference.
+    """Give a fresh engine the inputs of the recording and compare every plan; ends at the first difference.
 
     Raises ConfigError when the file is no recording.
     """
@@ -96,7 +85,6 @@ def replay(path: str | Path) -> ReplayReport:
     report = ReplayReport(recording.path, recording.diptych, msgspec.convert(recording.header["config"], EngineConfig))
     worker = _ReplayedEngine(report)
     for line, row in enumerate(recording.rows(), 2):
-        report.num_rows += 1
         try:
             difference = worker.apply(row, line)
         except ConfigError:
@@ -121,88 +109,60 @@ class _ReplayedEngine:
         self._chain = DecisionChain()
         self._start_ns: int | None = None
         self._output = SchedulerOutput(0)  # of the newest step
-        self._begun_ns = 0
-        self._last_end_ns = 0
         self._usage = WorkerUsage(report.config.cache.num_blocks)
         self._numbers: dict[str, tuple[int, int]] = {}  # of requests in the worker: place of arrival, time of it
         self._num_arrivals = 0
         self._collector = Collector(1)
-        self._takers: dict[str, Callable[[list[Any], int], Difference | None]] = {
-            "configure": self._configure,
-            "observe": self._observe,
-            "add": self._add,
-            "reserve": self._reserve,
-            "deliver": self._deliver,
-            "release": self._release,
-            "drop": self._drop,
-            "renew": self._renew,
-            "expire": self._expire,
-            "refuse": self._refuse,  # version 3
-            "abort": self._abort,
-            "begin": self._begin,
-            "end": self._end,
-            "closed": self._close,
-        }
 
     def apply(self, row: list[Any], line: int) -> Difference | None:
-        """One row; the difference that it showed, if any."""
-        kind, *fields = row
-        take = self._takers.get(kind)
-        if take is None:
-            raise ConfigError(f"line {line} of the recording has the unknown kind {kind!r}", param="path")
-        return take(fields, line)
-
-    def _configure(self, fields: list[Any], line: int) -> None:
-        self.core.configure(msgspec.convert(fields[0], SchedulerConfig))
-
-    def _observe(self, fields: list[Any], line: int) -> None:
-        features, duration_ns = fields
-        self.core.observe(StepFeatures(*features), duration_ns)
-
-    def _add(self, fields: list[Any], line: int) -> None:
-        self._take(self.core.add_request(self._request(fields), self.now))
-
-    def _reserve(self, fields: list[Any], line: int) -> None:
-        request = self._request(fields)
-        self._take(self.core.reserve(request, self.now, request.lease_ns))
-
-    def _deliver(self, fields: list[Any], line: int) -> None:
-        now, request_id, first_step_ns, first_token_ns = fields
-        self._tick(now)
-        times = {"first_step_ns": first_step_ns, "first_token_ns": first_token_ns}
-        self._take(self.core.deliver(request_id, now, **times))
-
-    def _release(self, fields: list[Any], line: int) -> None:
-        now, request_id = fields
-        self._tick(now)
-        self._take(self.core.release(request_id, now))
-        self._forget(request_id)
-
-    def _drop(self, fields: list[Any], line: int) -> None:
-        now, request_id, *reason = fields
-        self._tick(now)
-        self._report.num_aborted += request_id in self.core.requests
-        self._take(self.core.drop(request_id, now, FinishReason(*reason or ("abort",))))
-        self._forget(request_id)
-
-    def _renew(self, fields: list[Any], line: int) -> None:
-        now, attempt_ids = fields
-        self._tick(now)
-        self.core.renew(attempt_ids, now)
-
-    def _expire(self, fields: list[Any], line: int) -> None:
-        (now,) = fields
-        self._tick(now)
-        self._take(self.core.expire(now))
-
-    def _abort(self, fields: list[Any], line: int) -> None:
-        now, request_id, reason = fields
-        self._tick(now)
-        self._report.num_aborted += reason == FinishReason.ABORT
-        self._take(self.core.abort(request_id, now, FinishReason(reason)))
-
-    def _close(self, fields: list[Any], line: int) -> None:
-        self._report.is_complete = True
+        """One row; the difference that it showed, if any. Raises ConfigError for one that recordings do not have."""
+        core, report = self.core, self._report
+        match row:
+            case ["begin", now, *plan]:
+                self._tick(now)
+                return self._begin(plan, line)
+            case ["end", now, *fields]:
+                self._tick(now)
+                self._end(*fields)
+            case ["add", *fields]:
+                self._take(core.add_request(self._request(fields), self.now))
+            case ["reserve", *fields]:
+                request = self._request(fields)
+                self._take(core.reserve(request, self.now, request.lease_ns))
+            case ["deliver", now, request_id, first_step_ns, first_token_ns]:
+                self._tick(now)
+                times = {"first_step_ns": first_step_ns, "first_token_ns": first_token_ns}
+                self._take(core.deliver(request_id, now, **times))
+            case ["release", now, request_id]:
+                self._tick(now)
+                self._take(core.release(request_id, now))
+                self._forget(request_id)
+            case ["drop", now, request_id, *reason]:
+                self._tick(now)
+                report.num_aborted += request_id in core.requests
+                self._take(core.drop(request_id, now, FinishReason(*reason or ("abort",))))
+                self._forget(request_id)
+            case ["abort", now, request_id, reason]:
+                self._tick(now)
+                report.num_aborted += reason == FinishReason.ABORT
+                self._take(core.abort(request_id, now, FinishReason(reason)))
+            case ["renew", now, attempt_ids]:
+                self._tick(now)
+                core.renew(attempt_ids, now)
+            case ["expire", now]:
+                self._tick(now)
+                self._take(core.expire(now))
+            case ["observe", features, duration_ns]:
+                core.observe(StepFeatures(*features), duration_ns)
+            case ["configure", scheduler]:
+                core.configure(msgspec.convert(scheduler, SchedulerConfig))
+            case ["refuse", *fields]:  # version 3
+                return self._refuse(*fields, line=line)
+            case ["closed", *_]:
+                report.is_complete = True
+            case _:
+                raise ConfigError(f"line {line} of the recording is no known row: {str(row)[:60]}", param="path")
+        return None
 
     def conclude(self) -> None:
         """Fill in what is known at the end."""
@@ -240,8 +200,9 @@ class _ReplayedEngine:
         if request_id not in self.core.requests:
             self._numbers.pop(request_id, None)
 
-    def _refuse(self, fields: list[Any], line: int) -> Difference | None:
-        request_id, num_prompt, max_tokens, expected = fields
+    def _refuse(
+        self, request_id: str, num_prompt: int, max_tokens: int, expected: str, *, line: int
+    ) -> Difference | None:
         self._report.num_refused += 1
         try:
             self.core.check_request(Request(request_id, num_prompt, max_tokens))
@@ -253,41 +214,36 @@ class _ReplayedEngine:
         text = f"request {request_id} was refused with {expected}; here it meets {actual}"
         return Difference(line, self.now, expected, actual, text)
 
-    def _begin(self, fields: list[Any], line: int) -> Difference | None:
-        now = fields[0]
-        self._tick(now)
-        output = self.core.begin_step(now)
+    def _begin(self, plan: list[Any], line: int) -> Difference | None:
+        """plan: digest and summary of the recorded one, if there was something to do."""
+        output = self.core.begin_step(self.now)
         if output is not None:
-            self._output, self._begun_ns = output, now
-        expected = fields[2] if len(fields) > 1 else None
+            self._output = output
+        expected = plan[1] if plan else None
         if expected is None and output is None:
             return None
         self._report.num_steps += 1
         actual = None if output is None else msgspec.to_builtins(plan_summary(output))
         if output is not None and expected is not None:
-            if msgspec.to_builtins(self._chain.add(output)) == fields[1]:
+            if msgspec.to_builtins(self._chain.add(output)) == plan[0]:
                 return None
             actual = msgspec.json.decode(msgspec.json.encode(actual))
         text = explain(expected, actual)
-        return Difference(line, now, describe(expected), str(output) if expected == actual else describe(actual), text)
+        here = str(output) if expected == actual else describe(actual)
+        return Difference(line, self.now, describe(expected), here, text)
 
-    def _end(self, fields: list[Any], line: int) -> None:
-        now, step_id, stopped, full_blocks, failed, repeats = fields
+    def _end(
+        self, step_id: int, stopped: list[Any], full_blocks: list[Any], failed: list[Any], repeats: list[Any]
+    ) -> None:
         num_steps, last_start_ns = repeats or (1, None)
-        self._tick(now)
         result = StepResult(
             step_id,
             stopped=tuple((request_id, FinishReason(reason)) for request_id, reason in stopped),
             full_blocks=tuple((request_id, block_hash.encode()) for request_id, block_hash in full_blocks),
             failed=tuple((request_id, message) for request_id, message in failed),
         )
-        output = self._output
-        if output.is_compute and num_steps:
-            start_ns = max(self._begun_ns, self._last_end_ns)
-            self._last_end_ns = now
-            self._report.steps.append(MeasuredStep(output.features, now - start_ns))
-        events = self.core.end_step(result, now, num_steps=num_steps, last_start_ns=last_start_ns)
-        self._take(events, output)
+        events = self.core.end_step(result, self.now, num_steps=num_steps, last_start_ns=last_start_ns)
+        self._take(events, self._output)
 
     def _take(self, events: list[Event], output: SchedulerOutput | None = None) -> None:
         """Note what happened; ``output``: the plan of the step that ended."""

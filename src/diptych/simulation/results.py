@@ -4,8 +4,10 @@ Times are integer nanoseconds of the simulation's clock.
 """
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from diptych.control.events import RequestFinished
@@ -129,16 +131,9 @@ class GapHistogram:
         total = sum(self.weights.values())
         if not total:
             return [0.0] * len(wanted)
-        ordered = sorted(self.weights.items())
-        answers: dict[float, float] = {}
-        reached, index = 0, -1
-        for percent in sorted(wanted):
-            rank = max(1.0, percent / 100 * total)
-            while reached < rank:
-                index += 1
-                reached += ordered[index][1]
-            answers[percent] = ordered[index][0] * 1000.0
-        return [answers[percent] for percent in wanted]
+        gaps = sorted(self.weights)
+        reached = list(accumulate(self.weights[gap] for gap in gaps))
+        return [gaps[bisect_left(reached, max(1.0, percent / 100 * total))] * 1000.0 for percent in wanted]
 
     def mean_ns(self) -> float:
         """0 when there are none."""

@@ -41,7 +41,7 @@ class WorkerChange:
 class Scenario:
     """``simulate(Scenario(...))`` runs it.
 
-    cluster: what the front end's ClusterCore is told (default: as ``diptych serve``; links, objectives and seed are
+    cluster: the settings of the front end's ClusterCore (default: as ``diptych serve``; links, objectives and seed are
     filled in). record_events: keep the whole event log (memory grows with the run). fast_forward: take decode steps in
     which nothing can change all at once; the log is the same either way. pools: prefill and decode on separate workers
     (then they say how many there are). warm_up: measured steps that the step-time model begins with, as a live worker's

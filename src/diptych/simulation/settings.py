@@ -1,7 +1,7 @@
-"""Everything that ``diptych simulate`` can be told, as one TOML file or as flags, and the scenario that it means.
+"""The settings of ``diptych simulate``, as one TOML file or as flags, and the scenario that they describe.
 
-Owns the names, types and limits of the settings and how flags override a file. Must never print, and never decide
-what a policy means (control/config.py) or what a workload is (workload/).
+Owns the names, types and limits of the settings and how flags override a file. control/config.py defines the policies,
+workload/ the workloads.
 """
 
 import re
@@ -35,7 +35,7 @@ from diptych.simulation.front_end import FrontEnd
 from diptych.simulation.prepare import cache_config, fleet_pools, swap_block_ns
 from diptych.simulation.scenario import ADMIT_ALL, Scenario
 from diptych.workload.build import build
-from diptych.workload.description import WorkloadConfig
+from diptych.workload.description import SettingsTable, WorkloadConfig
 
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 AtLeastZero = Annotated[int, msgspec.Meta(ge=0)]
@@ -44,11 +44,7 @@ NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 
-class _SettingsTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A table of the file."""
-
-
-class SchedulerSettings(_SettingsTable, frozen=True, kw_only=True):
+class SchedulerSettings(SettingsTable, frozen=True, kw_only=True):
     """Details on top of the shape's preset; the names of ``diptych serve``. None: as the preset has it."""
 
     order: OrderName | None = None
@@ -64,7 +60,7 @@ class SchedulerSettings(_SettingsTable, frozen=True, kw_only=True):
     preempt_for_priority: bool = False
 
 
-class MemorySettings(_SettingsTable, frozen=True, kw_only=True):
+class MemorySettings(SettingsTable, frozen=True, kw_only=True):
     """The KV cache of one worker. kv_cache_tokens or kv_cache_bytes (of each GPU) replace what fits beside the
     weights in ``gpu_memory_utilization`` of the memory; swap_bytes: host memory for swapped requests, which
     travel over ``swap_link`` (one of simulation/fleet/links.py)."""
@@ -78,14 +74,14 @@ class MemorySettings(_SettingsTable, frozen=True, kw_only=True):
     prefix_cache: bool = True
 
 
-class SloSettings(_SettingsTable, frozen=True, kw_only=True):
+class SloSettings(SettingsTable, frozen=True, kw_only=True):
     """Objectives of requests that name none."""
 
     ttft_ms: Positive | None = None
     tpot_ms: Positive | None = None
 
 
-class PoolSettings(_SettingsTable, frozen=True, kw_only=True):
+class PoolSettings(SettingsTable, frozen=True, kw_only=True):
     """Prefill and decode on separate workers, and workers that do both (0 of all: together, on ``replicas`` of them).
     link: the name of one of fleet/links.py; every worker has one of its own in each direction. hosts: workers
     are dealt out to so many hosts, and those of one host borrow blocks of each other instead of sending them (0: each
@@ -98,7 +94,7 @@ class PoolSettings(_SettingsTable, frozen=True, kw_only=True):
     hosts: AtLeastZero = 0
 
 
-class WatchSettings(_SettingsTable, frozen=True, kw_only=True):
+class WatchSettings(SettingsTable, frozen=True, kw_only=True):
     """How failures are noticed; see faults.Watch."""
 
     detection_ms: Positive = 10.0
@@ -106,7 +102,7 @@ class WatchSettings(_SettingsTable, frozen=True, kw_only=True):
     resume_s: Positive = 2.0
 
 
-class FaultSettings(_SettingsTable, frozen=True, kw_only=True):
+class FaultSettings(SettingsTable, frozen=True, kw_only=True):
     """One scripted fault; see faults.py."""
 
     kind: FaultKind
@@ -116,7 +112,7 @@ class FaultSettings(_SettingsTable, frozen=True, kw_only=True):
     factor: float = 1.0
 
 
-class RandomFaultSettings(_SettingsTable, frozen=True, kw_only=True):
+class RandomFaultSettings(SettingsTable, frozen=True, kw_only=True):
     """``count`` faults at random times of random workers before ``until_s``, from the run's seed."""
 
     count: AtLeastZero
@@ -124,7 +120,7 @@ class RandomFaultSettings(_SettingsTable, frozen=True, kw_only=True):
     mean_duration_s: Positive = 5.0
 
 
-class Settings(_SettingsTable, frozen=True, kw_only=True):
+class Settings(SettingsTable, frozen=True, kw_only=True):
     """One simulation. ``model`` and ``hardware``: names of the catalogue (or a config.json); not needed when ``cost``
     is a file of ``diptych calibrate``, which knows both. routing to max_queued: as for ``diptych serve`` (None: its
     defaults). admit_all: refuse no request, however long it would wait."""
@@ -180,7 +176,7 @@ def read_settings(path: Path | None = None, overrides: Mapping[str, Any] | None 
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror}", param="config") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} is no TOML file: {error}", param="config") from None
+            raise ConfigError(f"{path} is not a TOML file: {error}", param="config") from None
     for name, value in (overrides or {}).items():
         raw = with_value(raw, name, value)
     return settings_from(raw)
@@ -260,7 +256,7 @@ def scheduler_of(settings: Settings) -> SchedulerConfig:
 
 
 def _cluster(settings: Settings) -> ClusterConfig:
-    """What ``diptych serve`` would be told with the same options."""
+    """What ``diptych serve`` would make of the same options."""
     config = cluster_config(
         routing=settings.routing,
         disaggregate=settings.disaggregate,
@@ -314,7 +310,7 @@ def _nanoseconds(milliseconds: float | None) -> int | None:
 
 
 def _in_words(raw: Mapping[str, Any], path: str, message: str) -> str:
-    """What is wrong with the value at a path. "Expected int >= 1, got str" is msgspec's way to say it."""
+    """What is wrong with the value at a path: msgspec writes "Expected int >= 1, got str"."""
     value = _value_at(raw, path)
     if message.startswith("Invalid enum value"):
         return f"{path} is {value!r}; one of {', '.join(map(str, choices(path)))}"

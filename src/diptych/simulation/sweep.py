@@ -20,7 +20,6 @@ import msgspec
 
 from diptych.control.errors import ConfigError, DiptychError
 from diptych.simulation.event_log import EventLog
-from diptych.simulation.report.economy import FleetPrice
 from diptych.simulation.report.outcome import outcome
 from diptych.simulation.results import SimulationResult
 from diptych.simulation.run import Progress, simulate_with_log
@@ -78,7 +77,7 @@ def setting_path(name: str) -> str:
         last = {path.split(".")[-1]: path for path in paths}
         near = get_close_matches(name, paths) or [last[key] for key in get_close_matches(name.split(".")[-1], last)]
         hint = f"; did you mean {' or '.join(near)}?" if near else "; docs/simulation.md lists them"
-        raise ConfigError(f"{name} is no setting{hint}", param=name)
+        raise ConfigError(f"{name} is not a setting{hint}", param=name)
     return matches[0]
 
 
@@ -139,13 +138,14 @@ def run_here(
     prepared = prepare(settings, record_events=record_events, most_recorded=most_recorded)
     result, log = simulate_with_log(prepared.scenario, progress)
     choice = prepared.cost
-    price = FleetPrice(
+    point = outcome(
+        result,
+        settings=plain(settings),
+        cost_model=choice.words,
         num_gpus=settings.num_workers * settings.tensor_parallel,
-        usd_per_hour=choice.usd_per_hour,
-        watts_busy=choice.watts_busy,
-        watts_idle=choice.watts_idle,
+        hardware=choice.hardware,
+        values=values,
     )
-    point = outcome(result, settings=plain(settings), cost_model=choice.words, price=price, values=values)
     return Run(point, result, log, prepared)
 
 
@@ -157,7 +157,7 @@ def run_points(
 ) -> list[dict[str, Any]]:
     """The outcome of every point, in their order, from ``num_workers`` processes. Raises ConfigError.
 
-    on_done: told how many points are done.
+    on_done: called with the number of points that are done.
     """
     tasks = [msgspec.json.encode((values, plain(settings))) for values, settings in points]
     num_workers = min(num_workers, len(tasks))

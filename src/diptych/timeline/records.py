@@ -108,7 +108,7 @@ class TransferRecord(msgspec.Struct, frozen=True, gc=False, tag_field="kind", ta
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, gc=False, tag_field="kind", tag="worker", omit_defaults=True):
-    """A worker began another part of its life; left: who was in its decode batch, when it holds nobody any more."""
+    """A worker changed its state; left: the requests that were in its decode batch, when it holds none any more."""
 
     sequence: int
     worker: int

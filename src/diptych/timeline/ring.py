@@ -1,8 +1,8 @@
 """The live timeline: a bounded, numbered ring of what every worker did.
 
-Owns the ring, the numbers and who reads it. Nobody who reads can hold it up: a reader is a number in the ring, and what
-was overwritten before it came is told to it as a gap. Must never hold text, tokens or block ids, nor cost more than an
-append per record. Times are the workers' own: CLOCK_MONOTONIC of this host, in nanoseconds.
+Owns the ring, the numbers and the readers. A reader cannot delay it: a reader is a number in the ring, and records that
+were overwritten before it read them reach it as a gap. Holds no text (but requests' metadata), no tokens and no block
+ids; costs an append per record. Times are the workers' own: CLOCK_MONOTONIC of this host, in nanoseconds.
 """
 
 import time
@@ -175,7 +175,7 @@ class Timeline:
         self._subscriptions.discard(subscription)
 
     def _follow(self, worker: int, event: Milestone, roster: Roster) -> None:
-        """Who decodes where. The reports of a handoff's two workers may come in either order."""
+        """Follow which requests decode where. The reports of a handoff's two workers may come in either order."""
         if isinstance(event, FirstToken):
             _remember(self._first_tokens, event.request_id, (worker, event.time_ns))
             if self._receivers.get(event.request_id, worker) == worker:

@@ -1,6 +1,7 @@
-"""Who is in the decode batch of one worker at each of its steps, rebuilt from its events.
+"""Which requests are in the decode batch of one worker at each of its steps, rebuilt from its events.
 
-Owns the membership as a viewer sees it. Steps tell how many decoded, never who: that would be a record per token. A
+Owns the membership as a viewer sees it. Steps hold the number of decodes, not the requests: these would be a record per
+token. A
 change counts from the first step that begins at its time or later, whatever the order in which records come.
 """
 
@@ -18,7 +19,7 @@ from diptych.control.events import (
     StepFinished,
 )
 
-Changes = tuple[tuple[str, ...], tuple[str, ...]]  # who joined, who left
+Changes = tuple[tuple[str, ...], tuple[str, ...]]  # requests that joined, that left
 NOBODY: Changes = ((), ())
 
 
@@ -70,7 +71,7 @@ class Roster:
         return tuple(joined), tuple(left)
 
     def clear(self) -> tuple[str, ...]:
-        """The worker is gone, and everybody with it."""
+        """The worker is lost, and all its requests leave."""
         left = tuple(self.members)
         self.members.clear()
         self._pending.clear()
@@ -94,8 +95,8 @@ class Roster:
             done[request_id] = None
 
     def _recomputed_by(self, step: StepFinished) -> Iterable[str]:
-        """Requests whose KV was computed once more and who decode again. No event says so: they are those with a chunk
-        before this step and none in it, as long as more decode than are known to."""
+        """Requests whose KV was recomputed and that decode again. There is no event for this: they are those with a
+        chunk before this step and none in it, as long as the step has more decodes than known members."""
         chunks = {request_id for request_id, _, _ in step.prefills}
         missing = step.num_decodes - len(self.members)
         ended = [

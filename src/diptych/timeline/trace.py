@@ -81,7 +81,7 @@ def hold(timeline: Timeline, now: int) -> Holding:
 
 
 def trace(holding: Holding, last_ns: int | None = None) -> list[bytes]:
-    """The JSON of the trace in pieces: all of it, or what happened in the last so many nanoseconds."""
+    """The JSON of the trace in pieces: all of it, or the last ``last_ns`` nanoseconds."""
     records = sorted(holding.records, key=_end_of)  # those of several workers come in portions
     begin_ns = min(map(_start_of, records), default=0)
     start_ns = begin_ns if last_ns is None else max(begin_ns, holding.end_ns - last_ns)

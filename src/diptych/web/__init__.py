@@ -1,1 +1,1 @@
-"""What people look at: the live page, the guide and the comparison. Never imports serving or runtime."""
+"""The pages: live page, guide and comparison. Never imports serving or runtime."""

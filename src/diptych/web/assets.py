@@ -1,8 +1,8 @@
 """The static files of the pages, as routes of a Starlette application.
 
-Owns the files under ``static/`` (and the palette, which reports share), read and compressed once, and what browsers are
-told about them: content types, ETags and a content security policy under which nothing comes from another host and no
-script stands in a page.
+Owns the files under ``static/`` (and the palette, which reports share), read and compressed once, and the headers that
+browsers get with them: content types, ETags and a content security policy under which nothing comes from another host
+and no script stands in a page.
 """
 
 import gzip

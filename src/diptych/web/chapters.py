@@ -1,6 +1,6 @@
 """The chapters of the guide: their order, their words around the panels, and what computes each panel.
 
-Owns the list and the rendering of pages. What a panel computes is panels/'s business; who asks is guide_app's.
+Owns the list and the rendering of pages. panels/ computes the panels; guide_app.py serves them.
 """
 
 import re
@@ -39,21 +39,21 @@ CHAPTERS = (
     Chapter(
         "phases",
         "Two phases, one roof",
-        "Why reading a prompt and writing an answer want different things from a GPU.",
+        "Why prefill and decode need different things from a GPU.",
         roofline.RooflineQuery,
         roofline.panel,
     ),
     Chapter(
         "interference",
         "Interference",
-        "What a long prompt does to everybody who shares its worker.",
+        "What a long prompt does to the other requests of its worker.",
         interference.InterferenceQuery,
         interference.panel,
     ),
     Chapter(
         "chunked",
         "Chunked prefill",
-        "Prompts in pieces, between the tokens of the others.",
+        "Prompts in pieces, between the tokens of running streams.",
         chunked.ChunkedQuery,
         chunked.panel,
     ),

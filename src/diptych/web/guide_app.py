@@ -1,7 +1,7 @@
 """The guide and the comparison as a web application: no model, no torch, nothing but this package.
 
 Owns the routes. Pages are rendered and panels are computed in a process of their own (panel_host.py), so that a server
-that mounts these routes beside others goes on undisturbed; here replies are only passed on.
+that mounts these routes beside others is not disturbed; here replies are only passed on.
 """
 
 import threading
@@ -48,7 +48,8 @@ def guide_app(host: PanelHost) -> Starlette:
 
 
 def run_guide(host: str, port: int, on_ready: Callable[[str], None], *, opens: bool = False) -> None:
-    """Serve the guide until it is told to end. port 0: a free one. on_ready: told the address of the first page."""
+    """Serve the guide until SIGINT or SIGTERM. port 0: a free one. on_ready: called with the address of the first
+    page."""
     panels = PanelHost()
     config = uvicorn.Config(guide_app(panels), host=host, port=port, log_level="warning", lifespan="off")
     try:

@@ -1,7 +1,7 @@
 """The process that computes panels, seen from the process that serves them.
 
-Owns that process: one at most, started by the first question, started again when it is gone, killed when it takes too
-long. Whoever asks waits in a thread that does nothing but read a pipe, so that an event loop beside it goes on.
+Owns that process: one at most, started by the first call, started again when it has ended, killed when it takes too
+long. A caller waits in a thread that only reads a pipe, so that the event loop stays free.
 """
 
 import atexit
@@ -18,13 +18,13 @@ from anyio import CapacityLimiter, Lock
 
 from diptych.web.panel_wire import Call, Reply, receive, send
 
-MAX_WAITING = 16  # questions behind the one that is being answered
+MAX_WAITING = 16  # calls behind the one that is being answered
 LIMIT_S = 120.0  # for one answer, or one event of a stream
 
 
 class PanelHost:
-    """gives_way: the process runs only on cores that nobody else wants. Safe to build anywhere; ``ask`` belongs to one
-    event loop."""
+    """gives_way: the process runs only on cores that no other process wants. Safe to build anywhere; ``ask`` belongs to
+    one event loop."""
 
     def __init__(self, *, gives_way: bool = False) -> None:
         self._gives_way = gives_way
@@ -34,12 +34,12 @@ class PanelHost:
 
     async def ask(self, call: Call, is_gone: Callable[[], Awaitable[bool]] | None = None) -> Reply:
         """The reply to a call: 503 when too many wait, or when the process ended or was killed before it answered.
-        is_gone: whether nobody wants the answer any more, asked when it is this call's turn."""
+        is_gone: whether the client has left, asked when it is this call's turn."""
         if self._turn.statistics().tasks_waiting >= MAX_WAITING:
             return _unavailable("Too many panels are being computed. Try again in a moment.")
         async with self._turn:
             if is_gone is not None and await is_gone():
-                return _unavailable("Nobody waits for this any more.")
+                return _unavailable("The client has left.")
             return await anyio.to_thread.run_sync(self._exchange, call, limiter=self._threads)
 
     def close(self) -> None:

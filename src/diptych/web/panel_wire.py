@@ -14,8 +14,8 @@ Message = TypeVar("Message", bound=msgspec.Struct)
 
 class Call(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """``page``: a page's HTML (``name``: its template and chapter). ``panel``: a panel's JSON. ``begin``: the first
-    event of a panel that answers in events; ``next``: the one after it; ``drop``: nobody wants more of them. packs:
-    the asker can read gzip."""
+    event of a panel that answers in events; ``next``: the one after it; ``drop``: no more of them are wanted. packs:
+    the client can read gzip."""
 
     kind: Literal["page", "panel", "begin", "next", "drop"]
     name: str = ""
@@ -35,7 +35,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def send(pipe: IO[bytes], message: Call | Reply) -> None:
-    """Write one message. Raises BrokenPipeError when nobody reads."""
+    """Write one message. Raises BrokenPipeError when the other side is gone."""
     pipe.write(pack(msgspec.msgpack.encode(message)))
     pipe.flush()
 

@@ -29,8 +29,8 @@ class PanelWorker:
         self._last = 0
 
     def answer(self, call: Call) -> Reply:
-        """One call. A mistake in the query is 400 with a sentence, a fault of ours 500 with its traceback on standard
-        error; neither ends the process."""
+        """One call. A wrong query is 400 with a message, a fault in a panel 500 with its traceback on standard error;
+        neither ends the process."""
         try:
             return self._answer(call)
         except DiptychError as error:
@@ -38,7 +38,7 @@ class PanelWorker:
             return refusal(status, error.message, error.param)
         except Exception:
             traceback.print_exc()
-            return refusal(500, "This panel failed; its server has written down why.")
+            return refusal(500, "This panel failed; the server's log has the details.")
 
     def _answer(self, call: Call) -> Reply:
         from diptych.web.chapters import BY_NAME, page  # not before the process has its priority: it takes a while
@@ -76,7 +76,7 @@ def refusal(status: int, message: str, param: str | None = None) -> Reply:
 
 
 def give_way() -> None:
-    """Run only when nobody else wants the core: Linux has a class for that, elsewhere it is the lowest priority."""
+    """Run only when no other process wants the core: on Linux SCHED_IDLE, elsewhere the lowest priority."""
     if sys.platform == "linux":
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     else:
@@ -92,7 +92,7 @@ def main() -> None:
         try:
             send(sys.stdout.buffer, worker.answer(receive(sys.stdin.buffer, Call)))
         except (EOFError, BrokenPipeError):
-            os._exit(0)  # nobody is left who could read; nothing is to be flushed
+            os._exit(0)  # the reader is gone; nothing is to be flushed
 
 
 if __name__ == "__main__":

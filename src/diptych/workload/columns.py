@@ -9,6 +9,7 @@ import json
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +80,13 @@ def read_rows(path: str) -> Iterator[Row]:
         opener = gzip.open if is_gzip else open
         with opener(path, "rt", encoding="utf-8-sig", newline="") as lines:
             first = lines.readline()
+            whole = chain([first] if first else [], lines)
             if first.lstrip().startswith("{"):
-                for line, text in enumerate(_chain(first, lines), start=1):
+                for line, text in enumerate(whole, start=1):
                     if text.strip():
                         yield Row(path, line, _record(path, line, text))
                 return
-            reader = csv.DictReader(_chain(first, lines), restkey="(extra)")
+            reader = csv.DictReader(whole, restkey="(extra)")
             for fields in reader:
                 line = reader.line_num
                 if "(extra)" in fields:
@@ -109,12 +111,6 @@ def read_column(path: str, column: str) -> list[int]:
     if not values:
         raise ConfigError(f"{name} has no rows", param="path")
     return values
-
-
-def _chain(first: str, rest: Iterator[str]) -> Iterator[str]:
-    if first:
-        yield first
-    yield from rest
 
 
 def _record(path: str, line: int, text: str) -> Mapping[str, Any]:

@@ -21,11 +21,11 @@ def require(condition: bool, message: str, param: str) -> None:
         raise ConfigError(message, param=param)
 
 
-class _DescriptionTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A table of the file."""
+class SettingsTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A table of a file of settings."""
 
 
-class ArrivalConfig(_DescriptionTable, frozen=True, kw_only=True):
+class ArrivalConfig(SettingsTable, frozen=True, kw_only=True):
     """When requests come; how many per second is ``WorkloadConfig.rate``.
 
     gamma: gaps with coefficient of variation ``cv`` (1 is Poisson, larger is burstier). on_off: Poisson at ``rate`` for
@@ -51,7 +51,7 @@ class ArrivalConfig(_DescriptionTable, frozen=True, kw_only=True):
         require(0 <= self.think_s < 1e9, f"think_s is {self.think_s}; it must be in [0, 1e9)", "think_s")
 
 
-class LongConfig(_DescriptionTable, frozen=True, kw_only=True):
+class LongConfig(SettingsTable, frozen=True, kw_only=True):
     """The long part of a bimodal distribution: this share of the requests, lognormal around ``mean`` tokens."""
 
     share: float = 0.1
@@ -64,7 +64,7 @@ class LongConfig(_DescriptionTable, frozen=True, kw_only=True):
         require(0 <= self.sigma <= 10, f"sigma is {self.sigma}; it must be in [0, 10]", "sigma")
 
 
-class LengthConfig(_DescriptionTable, frozen=True, kw_only=True):
+class LengthConfig(SettingsTable, frozen=True, kw_only=True):
     """A distribution of lengths in tokens; what is drawn is rounded and clamped to [min, max].
 
     fixed: ``mean``. uniform: whole numbers min .. max. lognormal: ``sigma`` of the logarithm, and ``median`` or else
@@ -99,7 +99,7 @@ class LengthConfig(_DescriptionTable, frozen=True, kw_only=True):
             require(all(value >= 0 for value in self.values), "values holds a negative length; minimum 0", "values")
 
 
-class LengthsConfig(_DescriptionTable, frozen=True, kw_only=True):
+class LengthsConfig(SettingsTable, frozen=True, kw_only=True):
     """Lengths of prompts and answers, drawn independently; or together, as pairs out of a trace.
 
     pairs: the name or path of a trace (see TraceConfig; arrival times are not needed) whose pairs replace both.
@@ -110,7 +110,7 @@ class LengthsConfig(_DescriptionTable, frozen=True, kw_only=True):
     pairs: str = ""
 
 
-class PrefixConfig(_DescriptionTable, frozen=True, kw_only=True):
+class PrefixConfig(SettingsTable, frozen=True, kw_only=True):
     """Shared system prompts: one of ``prompts`` of ``tokens`` tokens each stands before every prompt that is drawn.
 
     zipf: the i-th is chosen with weight 1 / i**exponent.
@@ -127,7 +127,7 @@ class PrefixConfig(_DescriptionTable, frozen=True, kw_only=True):
         require(0 <= self.exponent <= 10, f"exponent is {self.exponent}; it must be in [0, 10]", "exponent")
 
 
-class SessionConfig(_DescriptionTable, frozen=True, kw_only=True):
+class SessionConfig(SettingsTable, frozen=True, kw_only=True):
     """Conversations: each has min_turns .. max_turns turns (uniform); max_turns 1: there are none.
 
     The prompt of a turn is all that was said, answers included, and a new prompt of the drawn length. The next turn
@@ -157,7 +157,7 @@ class SessionConfig(_DescriptionTable, frozen=True, kw_only=True):
         return (self.min_turns + self.max_turns) / 2
 
 
-class SloConfig(_DescriptionTable, frozen=True, kw_only=True):
+class SloConfig(SettingsTable, frozen=True, kw_only=True):
     """Objectives in milliseconds; None: no objective."""
 
     ttft_ms: float | None = None
@@ -178,7 +178,7 @@ class SloConfig(_DescriptionTable, frozen=True, kw_only=True):
         )
 
 
-class ClassConfig(_DescriptionTable, frozen=True, kw_only=True):
+class ClassConfig(SettingsTable, frozen=True, kw_only=True):
     """One class of a mix. share: weight among the classes. patience_s: the client goes away this long after it asked.
 
     None: as the workload has it.
@@ -198,7 +198,7 @@ class ClassConfig(_DescriptionTable, frozen=True, kw_only=True):
         require(patience is None or patience > 0, f"patience_s is {patience}; it must be positive", "patience_s")
 
 
-class TraceConfig(_DescriptionTable, frozen=True, kw_only=True):
+class TraceConfig(SettingsTable, frozen=True, kw_only=True):
     """Requests out of a file, or of a trace inside the package: azure-conv, mooncake-conversation.
 
     start_s, end_s: only requests that arrive in [start_s, end_s) of the trace; start_s becomes time 0.
@@ -218,7 +218,7 @@ class TraceConfig(_DescriptionTable, frozen=True, kw_only=True):
         require(1e-6 <= self.scale <= 1e6, f"scale is {self.scale}; it must be in [1e-6, 1e6]", "scale")
 
 
-class WorkloadConfig(_DescriptionTable, frozen=True, kw_only=True):
+class WorkloadConfig(SettingsTable, frozen=True, kw_only=True):
     """A workload. rate: requests per second (None: 1, or the trace's own). num_requests: None: 1000, or the trace.
 
     classes: a mix; empty: all requests are alike. hash_block_tokens: tokens per identity of shared content (spec.py).

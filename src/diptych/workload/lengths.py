@@ -3,7 +3,8 @@
 Owns the length distributions. What is drawn is a whole number of tokens, at least 1.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import cache
 
 from diptych.workload.columns import read_column
 from diptych.workload.description import LengthConfig, LengthsConfig
@@ -16,26 +17,12 @@ UNLIMITED = 2**40
 
 
 class LengthTables:
-    """The numbers that configurations name, read once, so that a workload can be iterated again and again."""
+    """The numbers that configurations name, read once, so that a workload can be iterated again and again. Both
+    functions raise ConfigError naming file, line and value."""
 
     def __init__(self) -> None:
-        self._columns: dict[tuple[str, str], Sequence[int]] = {}
-        self._pairs: dict[str, tuple[Sequence[int], Sequence[int]]] = {}
-
-    def values(self, config: LengthConfig) -> Sequence[int]:
-        """The lengths of an empirical distribution. Raises ConfigError naming file, line and value."""
-        if config.values:
-            return config.values
-        key = (config.path, config.column)
-        if key not in self._columns:
-            self._columns[key] = read_column(config.path, config.column)
-        return self._columns[key]
-
-    def pairs(self, name: str) -> tuple[Sequence[int], Sequence[int]]:
-        """(prompt lengths, output lengths) of a trace."""
-        if name not in self._pairs:
-            self._pairs[name] = load_pairs(name)
-        return self._pairs[name]
+        self.column = cache(read_column)
+        self.pairs = cache(load_pairs)
 
 
 def pair_sampler(config: LengthsConfig, tables: LengthTables, stream: Stream) -> PairSampler:
@@ -62,7 +49,8 @@ def length_sampler(config: LengthConfig, tables: LengthTables, stream: Stream) -
         case "uniform":
             return lambda: low + int(uniform() * (high - low + 1))
         case "empirical":
-            values = [min(max(value, low), high) for value in tables.values(config)]
+            found = config.values or tables.column(config.path, config.column)
+            values = [min(max(value, low), high) for value in found]
             count = len(values)
             return lambda: values[int(uniform() * count)]
         case "bimodal":

@@ -10,6 +10,7 @@ arrival; rows of the same time keep the file's order. Must never draw a random n
 """
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -23,6 +24,7 @@ from diptych.workload.spec import RequestSpec
 
 MOONCAKE_BLOCK_TOKENS = 512
 MARKS = {"azure": "ContextTokens", "mooncake": "input_length", "own": "prompt_tokens"}  # each format's sign
+COLUMNS = ("arrival_ns", "prompt_tokens", "output_tokens", "hash_ids", "labels", "sessions")
 LENGTHS = {"azure": "GeneratedTokens", "mooncake": "output_length", "own": "output_tokens"}
 
 
@@ -73,23 +75,15 @@ class Trace:
 
     def rows(self, start: int, end: int) -> "Trace":
         """Only these rows."""
-        return replace(
-            self,
-            arrival_ns=self.arrival_ns[start:end],
-            prompt_tokens=self.prompt_tokens[start:end],
-            output_tokens=self.output_tokens[start:end],
-            hash_ids=self.hash_ids[start:end],
-            labels=self.labels[start:end],
-            sessions=self.sessions[start:end],
-        )
+        return replace(self, **{name: getattr(self, name)[start:end] for name in COLUMNS})
 
     def window(self, start_s: float, end_s: float | None) -> "Trace":
         """Rows that arrive in [start_s, end_s), with start_s as time 0. Raises ConfigError when there are none."""
         start_ns = round(start_s * NS_PER_S)
         end_ns = None if end_s is None else round(end_s * NS_PER_S)
         times = self.arrival_ns
-        first = sum(time < start_ns for time in times)
-        last = len(times) if end_ns is None else sum(time < end_ns for time in times)
+        first = bisect_left(times, start_ns)
+        last = len(times) if end_ns is None else bisect_left(times, end_ns)
         if first >= last:
             message = f"{self.name} has no requests in [{start_s}, {end_s}) s; it lasts {times[-1] / NS_PER_S:.1f} s"
             raise ConfigError(message, param="start_s")

@@ -480,6 +480,69 @@ def test_a_worker_that_comes_back_knows_nothing_of_what_it_was_given() -> None:
     assert router._views[0].prices.standing == 0
 
 
+def test_a_worker_that_comes_back_elsewhere_is_as_far_as_it_is_now() -> None:
+    pool, network = NS_PER_MS, 5 * NS_PER_MS
+    links = LinkCosts(memory_latency_ns=pool, network=LinkCost(1, network))
+    router = router_of("prefill", "decode", disaggregate="always", links=links)
+    near = route(router, ask()).cost_ns
+    router.on_ended("a", None)
+    moved = WorkerInfo(1, "decode", 1000, SIZE, host="other", memory_domain=None)
+    for info, further_ns in ((moved, network - pool), (replace(moved, host="local", memory_domain=0), 0)):
+        router.set_down(1)
+        router.set_up(info)
+        router.on_load(1, REPORT)
+        copy_ns = 50 * NS_PER_MS * -(-1000 // SIZE) // 1000 if further_ns else 0  # blocks that the sender fills too
+        assert route(router, ask()).cost_ns == pytest.approx(near + further_ns + copy_ns, abs=10_000)
+        router.on_ended("a", None)
+
+
+def test_before_any_report_a_prompt_token_costs_the_same_everywhere_and_what_was_sent_is_in_front() -> None:
+    router = CostRouter(RoutingConfig())
+    for number in range(2):
+        router.set_up(WorkerInfo(number, "both", 1000, SIZE))
+    routes = [route(router, ask(name, tokens)) for name, tokens in (("a", 800), ("b", 320), ("c", 320))]
+    assert [found.decode for found in routes] == [0, 1, 1]
+    later = 1 + 1 / OTHERS_SHARE
+    assert [found.cost_ns for found in routes] == [800 * later, 320 * later, 320 + 320 * later]
+    router.on_first_token("a")
+    assert route(router, ask("d", 100)).decode == 0
+
+
+def test_an_equal_prompt_goes_back_to_the_prefill_worker_that_has_a_copy_of_its_own() -> None:
+    apart = [WorkerInfo(number, role, 1000, SIZE) for number, role in enumerate(("prefill", "prefill", "decode"))]
+    router = router_of(*apart, disaggregate="always")
+    hashes = blocks(*range(100))
+    first = route(router, ask("first", 1601, hashes=hashes))
+    router.on_first_token("first")
+    second = route(router, ask("second", 1601, hashes=hashes))
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 1600)
+    assert second.prefill == first.prefill
+
+
+def test_a_worker_gets_what_just_fits_its_memory_and_nothing_larger() -> None:
+    small = WorkerInfo(1, "both", 100, SIZE, memory_domain=0)
+    for tokens, worker in ((1500, 1), (1501, 0)):
+        router = router_of("both", small, reports={0: replace(REPORT, backlog_ns=NS_PER_S)})
+        assert route(router, ask(tokens=tokens, answer=100)).decode == worker
+
+
+def test_prompts_of_long_ago_make_an_answer_no_dearer() -> None:
+    router = router_of("both")
+
+    def cost_ns(name: str, tokens: int, now: int) -> int:
+        cost = route(router, ask(name, tokens), now).cost_ns
+        router.on_first_token(name)
+        router.on_ended(name, None)
+        return cost
+
+    idle_ns = cost_ns("idle", 1000, 0)
+    for number in range(5):  # a second each
+        cost_ns(f"before{number}", 100_000, 0)
+    assert cost_ns("busy", 1000, 0) > 1.2 * idle_ns
+    cost_ns("later", 1000, 3 * WINDOW_NS)
+    assert cost_ns("much later", 1000, 3 * WINDOW_NS) == pytest.approx(idle_ns, rel=0.01)
+
+
 def test_a_request_that_is_routed_again_is_counted_once() -> None:
     router = router_of("both", "both")
     route(router, ask())
@@ -526,7 +589,7 @@ def test_the_alarm_has_hysteresis() -> None:
     assert not watch.alarm
     for _ in range(WINDOW):
         watch.observe(300, 0, 1000)
-    assert watch.alarm
+    assert f"of the last {WINDOW} prompts ({WINDOW}000 tokens) {300 * WINDOW} tokens were expected" in watch.alarm
     for _ in range(WINDOW):
         watch.observe(150, 0, 1000)
     assert watch.alarm

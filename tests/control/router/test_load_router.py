@@ -81,6 +81,63 @@ def test_the_least_loaded_worker_is_the_one_with_the_fewest_requests_that_have_n
     assert route(router, "next").decode == first[1]
 
 
+def test_a_request_that_one_worker_serves_whole_counts_where_answers_are_written() -> None:
+    router = router_of("decode", "decode", "prefill", routing="least_loaded")
+    assert [route(router, name, hands_off=False).decode for name in "abcd"] == [0, 1, 2, 0]
+    assert route(router, "shared").decode == 1
+    router.on_ended("b", 10)
+    router.on_ended("d", 10)
+    router.on_ended("a", 10)
+    assert [route(router, f"more{number}").decode for number in range(3)] == [0, 0, 1]
+
+
+def test_a_prefill_worker_is_free_when_its_prompt_is_computed() -> None:
+    router = router_of("prefill", "prefill", "decode", routing="least_loaded")
+    assert [route(router, name).prefill for name in "ab"] == [0, 1]
+    router.on_first_token("b")
+    assert [route(router, name).prefill for name in "cd"] == [1, 0]
+    router.on_ended("b", 10)  # its prompt is not counted off twice
+    assert [route(router, name).prefill for name in "ef"] == [1, 0]
+
+
+def test_a_request_that_is_routed_again_is_counted_once() -> None:
+    router = router_of("both", "both", routing="least_loaded")
+    for _ in range(5):
+        route(router, "again", avoid=frozenset({1}))
+    assert route(router, "b").decode == 1
+    router.on_ended("again", None)
+    assert [route(router, name).decode for name in "cde"] == [0, 0, 1]
+
+
+def test_a_worker_that_comes_back_has_no_more_to_do_than_before() -> None:
+    router = router_of("both", "both", routing="least_loaded")
+    for _ in range(3):
+        router.set_down(1)
+        router.set_up(WorkerInfo(1, "both", 1000, 16))
+    assert [route(router, name).decode for name in "abcd"] == [0, 1, 0, 1]
+
+
+def test_taking_turns_goes_by_number_and_skips_those_that_are_down() -> None:
+    router = router_of("both", "both", "both", "both")
+    assert [route(router, str(number)).decode for number in range(5)] == [0, 1, 2, 3, 0]
+    router.set_down(2)
+    assert [route(router, str(number)).decode for number in range(5, 9)] == [1, 3, 0, 1]
+    router.set_up(WorkerInfo(2, "both", 1000, 16))
+    assert route(router, "9").decode == 2
+    assert route(router, "10", avoid=frozenset({3, 0})).decode == 1
+    assert route(router, "11", avoid=frozenset(range(4))).decode == 2  # no other can
+
+
+def test_two_draws_prefer_the_worker_with_less_to_do_and_are_repeated_by_their_seed() -> None:
+    histories = []
+    for seed in (1, 1, 2):
+        router = router_of("both", "both", "both", routing="power_of_two", seed=seed)
+        histories.append([route(router, str(number)).decode for number in range(300)])
+        counts = [histories[-1].count(worker) for worker in range(3)]
+        assert max(counts) - min(counts) <= 6
+    assert histories[0] == histories[1] != histories[2]
+
+
 def test_a_worker_whose_role_has_changed_gets_the_requests_of_its_new_role() -> None:
     router = router_of("prefill", "decode", "decode")
     assert {route(router, str(number)).prefill for number in range(4)} == {0}

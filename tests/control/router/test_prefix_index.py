@@ -31,6 +31,16 @@ def test_a_gap_is_noticed_and_a_snapshot_heals_it() -> None:
     assert index.on_events(0, 6, evicted=blocks(1))
 
 
+def test_a_worker_that_comes_back_begins_with_its_first_event_whatever_was_missing_before() -> None:
+    index = PrefixIndex(2)
+    assert not index.on_events(0, 2, stored=blocks(1))
+    index.predict(0, blocks(5, 6), now=0)
+    index.remove(0)
+    assert index.matches(blocks(5, 6), now=0) == [0, 0]
+    assert index.on_events(0, 1, stored=blocks(1))
+    assert index.matches(blocks(1), now=0) == [1, 0]
+
+
 def test_what_was_heard_twice_counts_once() -> None:
     index = PrefixIndex(1)
     index.on_events(0, 1, stored=blocks(1))

@@ -1,1 +1,1 @@
-"""Who is let in, and who goes next."""
+"""Which requests are let in, and which goes next."""

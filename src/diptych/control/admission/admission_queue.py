@@ -3,10 +3,10 @@
     offer -> waiting in its service class -> next (dispatched) | expired (refused late) | remove (the client went away)
          `-> a Refusal at once
 
-Service classes are strict: interactive before standard before batch; a class that has waited too long gets one dispatch
-in so many, and batch is dispatched only while workers have room to spare. Inside a class tenants share by attained
-service: the one with the least is next (virtual token counters: Sheng et al., "Fairness in Serving Large Language
-Models", OSDI 2024), and a tenant that comes back starts at the least of those who are active. Inside a tenant:
+Service classes are strict: interactive before standard before batch; a class that has waited too long gets one of
+PROMOTE_EVERY dispatches, and batch is dispatched only while workers have room to spare. Inside a class tenants share by
+attained service: the tenant with the least is next (virtual token counters: Sheng et al., "Fairness in Serving Large
+Language Models", OSDI 2024), and a tenant that comes back starts at the least of the active tenants. Inside a tenant:
 priority, aged. Owns the waiting requests of the front end; knows no workers.
 """
 
@@ -20,7 +20,7 @@ from diptych.control.request import SERVICE_CLASSES, Submission
 from diptych.control.slo import NS_PER_S
 
 MAX_RETRY_S = 60
-PROMOTE_EVERY = 4  # one dispatch in so many may go to a class that has waited too long
+PROMOTE_EVERY = 4  # one in this many dispatches may go to a class that has waited too long
 BATCH_RESERVE = 1  # room that must be left for others when batch is dispatched
 PROMPT_WEIGHT, OUTPUT_WEIGHT = 1, 2  # what a token counts in attained service
 PRIORITY_NS = 10 * NS_PER_S  # how much waiting one step of priority is worth
@@ -30,8 +30,8 @@ MAX_TENANTS = 1024  # counters kept of tenants that have nothing waiting
 @dataclass(frozen=True, slots=True)
 class ServiceClassConfig:
     """One service class. max_wait_ns: shed at once when the predicted queue time is longer. max_queue_ns: refused after
-    waiting so long. queue_percent: shed when the queue is so full. promote_ns: a class whose oldest request has waited
-    so long gets a share of the dispatches (0: never)."""
+    waiting this long. queue_percent: shed when the queue is this full. promote_ns: a class whose oldest request has
+    waited this long gets a share of the dispatches (0: never)."""
 
     max_wait_ns: int
     max_queue_ns: int
@@ -91,7 +91,7 @@ class QueuedRequest:
 
     @property
     def tenant(self) -> str:
-        """Whose it is."""
+        """The owner of the request."""
         return self.submission.options.tenant
 
     @property
@@ -101,7 +101,7 @@ class QueuedRequest:
 
     @property
     def deadline_ns(self) -> int | None:
-        """When its first token is of no more use."""
+        """When the first token comes too late."""
         deadline_ns = self.submission.options.deadline_ns
         return None if deadline_ns is None else self.arrival_ns + deadline_ns
 
@@ -181,7 +181,7 @@ class AdmissionQueue:
         return None
 
     def pass_by(self, request: QueuedRequest, now: int) -> Refusal | None:
-        """A request arrives while none waits and there is room: it goes on (None), or is refused at once."""
+        """A request arrives while none waits and there is room: it is dispatched (None), or refused at once."""
         refusal = self._refusal(request, now)
         if refusal is None:
             self._queues[request.service_class].pass_by(request.tenant, PROMPT_WEIGHT * request.num_prompt_tokens)
@@ -232,7 +232,7 @@ class AdmissionQueue:
             self._tidy()
 
     def next_time(self) -> int | None:
-        """When ``expired`` has something next, if nothing else happens (0: now)."""
+        """When ``expired`` will return something, if nothing else happens (0: now)."""
         if self._displaced:
             return 0
         return self._ends[0][0] if self._drop_dead() else None
@@ -289,7 +289,7 @@ class AdmissionQueue:
         return False
 
     def _refuse(self, reason: RefusalReason, status: int, message: str, service_class: str) -> Refusal:
-        """Come back when the queue is likely to have passed: between 1 s and a minute."""
+        """A refusal with Retry-After: when the queue is likely to have passed, between 1 s and a minute."""
         retry_s = float(max(1, min(MAX_RETRY_S, -(-self.queue_ns(service_class) // NS_PER_S))))
         return Refusal(reason, status, message, retry_s)
 
@@ -309,13 +309,13 @@ class AdmissionQueue:
         return service_class is not None and self._queues[service_class].entries[item[2]][0] == item[1]
 
     def _tidy(self) -> None:
-        """Keep what is remembered of the dead in proportion to the living."""
+        """Drop entries of requests that are gone when they outnumber those that wait."""
         if len(self._ends) > 2 * len(self._class_of) + 16:
             self._ends = [item for item in self._ends if self._is_alive(item)]
             heapify(self._ends)
 
     def _drop_dead(self) -> bool:
-        """Whether any request waits; the first in ``_ends`` is then alive."""
+        """Drop leading entries of requests that are gone. Returns whether any request waits."""
         while self._ends and not self._is_alive(self._ends[0]):
             heappop(self._ends)
         return bool(self._ends)

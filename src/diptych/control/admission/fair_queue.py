@@ -1,7 +1,7 @@
 """Fair sharing of a queue by attained service: the tenant with the least is next, at O(log n) an operation.
 
 Virtual token counters: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024. Owns the waiting requests
-of one service class and what each tenant has attained; must never know why a request may or may not go.
+of one service class and the service that each tenant has attained; the caller decides whether a request may go.
 """
 
 from collections import OrderedDict
@@ -49,7 +49,7 @@ class FairQueue(Generic[Entry]):
         self._active: dict[str, _Tenant] = {}
         self._idle: OrderedDict[str, int] = OrderedDict()  # service of tenants with nothing waiting, oldest first
         self._order: list[tuple[int, int, str]] = []
-        self._floor = 0  # the least service at the last dispatch: where newcomers start when nobody is active
+        self._floor = 0  # the least service at the last dispatch: where a new tenant starts when no tenant is active
 
     def num_of(self, tenant: str) -> int:
         """Requests of a tenant that wait."""
@@ -62,7 +62,7 @@ class FairQueue(Generic[Entry]):
         return state.service if state else self._idle.get(tenant, 0)
 
     def add(self, entry: Entry, number: int, key: int) -> None:
-        """One more."""
+        """A request waits."""
         state = self._active.get(entry.tenant)
         if state is None:
             least = self._peek()
@@ -92,14 +92,14 @@ class FairQueue(Generic[Entry]):
         return entry
 
     def pass_by(self, tenant: str, service: int) -> None:
-        """A request of this tenant goes on as nobody waits here: charged as by ``add`` and ``pop``."""
+        """A request of this tenant is dispatched while none waits: charged as by ``add`` and ``pop``."""
         self._floor = max(self._idle.get(tenant, 0), self._floor)
         self._idle[tenant] = self._floor + service
         self._idle.move_to_end(tenant)
         self._forget()
 
     def remove(self, request_id: str) -> Entry | None:
-        """It goes, undispatched."""
+        """The request leaves without being dispatched."""
         found = self.entries.get(request_id)
         if found is None:
             return None

@@ -1,4 +1,4 @@
-"""Attempts to serve requests, each on one worker or on two: which worker holds what of it, and what it must be told.
+"""Attempts to serve requests, each on one worker or on two: which worker holds what of it, and which commands it gets.
 
               Reserve            HandoffReserved        FirstToken           HandoffDelivered
     (begin) ----------> RESERVING ------------> PREFILLING -------> SENDING ----------------> DELIVERED --.
@@ -9,7 +9,8 @@
                             v                                                                             v
                          CLOSING: a worker that may hold something is told to drop it --- acknowledged --> gone
 
-Reserve first: nothing is computed before there is a place for it. In DELIVERED the prefill worker matters no more.
+Reserve first: nothing is computed before there is a place for it. In DELIVERED the prefill worker is not needed any
+more.
 
 Two ways to hand over. *Copied*: the prefill worker has blocks of its own and sends their content; the decode worker
 fences by ignoring attempts that it has forgotten. *Borrowed* (one memory domain): the prefill worker computes into the
@@ -20,7 +21,7 @@ A reservation holds blocks of its decode worker until the prefill worker has com
 there for blocks that other reservations hold. Workers that wait for one another in a circle would wait for ever: no
 attempt begins that closes such a circle (``closes_circle``).
 
-Why an attempt closes, and what follows for its request, is the cluster's business.
+ClusterCore decides why an attempt closes and what follows for its request.
 """
 
 from collections import Counter
@@ -132,7 +133,7 @@ class Attempt:
         return []
 
     def close(self, reason: FinishReason) -> list[Command]:
-        """The attempt is over, whatever its state: tell each worker that may hold something of it."""
+        """The attempt is over, whatever its state: each worker that may hold something of it is to drop it."""
         if self.state is AttemptState.CLOSING:
             return []
         self.state, self.reason = AttemptState.CLOSING, reason
@@ -230,7 +231,7 @@ class AttemptTable:
         return commands
 
     def renew(self, now: int) -> list[Command]:
-        """What to tell the workers so that no lease of a handoff under way runs out."""
+        """The renewals that keep the leases of handoffs under way."""
         if not self._leased or now < self._renew_at:
             return []
         self._renew_at = now + self._lease_ns // 3

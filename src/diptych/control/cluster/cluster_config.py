@@ -16,10 +16,10 @@ MAX_UNTOUCHED_PER_WORKER = 64
 @dataclass(frozen=True, slots=True)
 class ClusterConfig:
     """on_failure: when a worker or a handoff is lost, try again through the pools, try again on one worker, or end the
-    request with an error. max_attempts: in a row that gave the client nothing. lease_ns: how long one side of a copied
-    handoff waits for a sign of life (0: for ever). max_untouched_per_worker: requests without a first token per worker,
-    beyond which new ones wait in the admission queue, where priority and fairness count (0: none wait). park_ns: how
-    long a request waits for a worker that can take it. slo: objectives of requests that name none.
+    request with an error. max_attempts: how many in a row may give the client no token. lease_ns: how long one side of
+    a copied handoff waits for a renewal (0: without limit). max_untouched_per_worker: requests without a first token
+    per worker, beyond which new ones wait in the admission queue, where priority and fairness count (0: none wait).
+    park_ns: how long a request waits for a worker that can take it. slo: objectives of requests that name none.
     """
 
     routing: RoutingConfig = field(default_factory=RoutingConfig)

@@ -159,7 +159,7 @@ class ClusterCore:
         return commands + self._dispatch(now)
 
     def _dispatch(self, now: int) -> list[Command]:
-        """Send as many as may go now."""
+        """Dispatch as many waiting requests as may go now."""
         commands: list[Command] = []
         while len(self.admission):
             headroom = UNLIMITED
@@ -212,11 +212,11 @@ class ClusterCore:
         return End(entry.submission.request_id, finished, error)
 
     def _end_stopped(self, entry: OpenRequest, now: int) -> End:
-        """The client had all that it wanted, and no worker gives an account of the request."""
+        """The client has a complete answer, and no worker reports the end of the request."""
         return self._end(entry, finished=entry.complete(FinishReason.STOP, now, self.config.slo))
 
     def _settle(self, entry: OpenRequest, num_tokens: int) -> None:
-        """Take the request, which has got so many tokens, out of the books."""
+        """Forget the request, of whose answer the client has ``num_tokens``."""
         submission = entry.submission
         self._touch(entry)
         self._parked.pop(submission.request_id, None)
@@ -225,7 +225,7 @@ class ClusterCore:
         del self._open[submission.request_id]
 
     def _touch(self, entry: OpenRequest) -> None:
-        """It got a token of this attempt, or left."""
+        """The request got a token of this attempt, or ends."""
         if entry.is_untouched:
             entry.is_untouched = False
             self._num_untouched -= 1
@@ -242,7 +242,7 @@ class ClusterCore:
         return None if attempt is None or attempt.state is AttemptState.CLOSING else self._holder(attempt)
 
     def _forgotten(self, attempt: Attempt, worker: int, now: int) -> list[Command]:
-        """That worker holds nothing of the attempt any more; a request that waited only for that ends."""
+        """The worker holds nothing of the attempt any more; a request that waited only for this ends."""
         commands = self._attempts.forgotten(attempt, worker)
         entry = self._holder(attempt)
         if entry is not None and entry.is_stopping and attempt.is_gone:
@@ -261,11 +261,11 @@ class ClusterCore:
         if error := entry.verdict(why, self.config.on_failure, self.config.max_attempts):
             self.counts["poison"] += entry.is_poison
             return [*commands, self._end(entry, error=error)]
-        if entry.num_tokens >= entry.submission.max_tokens:  # its last token came, although the word of its end did not
+        if entry.num_tokens >= entry.submission.max_tokens:  # its last token came, the event of its end did not
             finished = entry.complete(FinishReason.LENGTH, now, self.config.slo)
             return [*commands, self._end(entry, finished=finished)]
         entry.must_stay_whole |= self.config.on_failure == "local"
-        if why != "worker":  # a dead one is out anyway; of two that cannot hand over, either may be at fault
+        if why != "worker":  # a lost worker is not up anyway; of two that cannot hand over, either may be at fault
             entry.avoid = frozenset((attempt.prefill, attempt.decode))
         self.counts["retried"] += 1
         return commands + self._place(entry, now)
@@ -312,7 +312,7 @@ class ClusterCore:
                 num_tokens = event.progress.get(attempt.request_id, entry.num_tokens)
                 commands += self._lose(entry, "worker", now, num_tokens=num_tokens)
         commands += [ForgetPeer(peer, worker) for peer in peers]
-        return commands + self._admit_workers(now)  # one that waited only for this worker's word
+        return commands + self._admit_workers(now)  # a worker may have waited only for the report of this one
 
     def _on_role_changed(self, event: RoleChanged, now: int) -> list[Command]:
         self.members.change_role(event.worker, event.role)
@@ -355,8 +355,8 @@ class ClusterCore:
         self._tell_admission()
 
     def _tell_admission(self) -> None:
-        """What a waiting token costs those behind it: all workers that compute prompts share them. The workers' own
-        backlog does not count: there, a short prompt passes the long ones."""
+        """What a waiting prompt token costs the requests behind it: all workers that compute prompts share the queue.
+        The backlog of the workers does not count: there, a short prompt passes the long ones."""
         if not self.config.max_untouched_per_worker:
             return
         infos = self.members.infos

@@ -1,4 +1,4 @@
-"""What ClusterCore is told, as frozen records. The drivers (serving.fleet, simulation.fleet) make them."""
+"""The inputs of ClusterCore, as frozen records. The drivers (serving.fleet, simulation.fleet) make them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,8 +20,8 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """The client wants no more of a request, of which it has ``num_tokens``. reason abort: it went away; the request is
-    over, and no End follows. reason stop: it has all that it asked for (a stop string); an End follows."""
+    """The client wants no more tokens of a request; it has ``num_tokens``. reason abort: the client disconnected; the
+    request is over, and no End follows. reason stop: the answer is complete (a stop string); an End follows."""
 
     request_id: str
     num_tokens: int = 0
@@ -37,7 +37,7 @@ class WorkerUp:
 
 @dataclass(frozen=True, slots=True)
 class WorkerDown:
-    """A worker is gone for certain (its process has ended). progress: for each of its requests, how many tokens the
+    """A worker is lost for certain (its process has ended). progress: for each of its requests, how many tokens the
     client has got in all. crashed: it may have died of what it was computing."""
 
     worker: int
@@ -47,7 +47,7 @@ class WorkerDown:
 
 @dataclass(frozen=True, slots=True)
 class RoleChanged:
-    """From now on a worker is meant for other work. What runs there goes on."""
+    """From now on a worker has another role. The requests that run there stay."""
 
     worker: int
     role: Role

@@ -1,10 +1,10 @@
-"""A ClusterCore that writes down what it is told and what it decides, so that a later run can be compared with it.
+"""A ClusterCore that records its inputs and its decisions, so that a later run can be compared with it.
 
     row = (now, event class, fields)                     an event that brought no commands
     row = (now, event class, fields, digest, summary)    digest: of all commands so far; summary: of these, for people
 
-Rows hold counts, ids, times and block hashes, never tokens. Tenants are renamed and cache salts left out: who they are
-decides nothing.
+Rows hold counts, ids, times and block hashes, never tokens. Tenants are renamed and cache salts left out: their names
+decide nothing.
 """
 
 from collections.abc import Callable, Sequence

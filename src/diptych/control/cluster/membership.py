@@ -27,7 +27,7 @@ class Membership:
         self._ready[info.number] = None
 
     def change_role(self, worker: int, role: Role) -> None:
-        """This worker is meant for other work from now on."""
+        """This worker has another role from now on."""
         self.infos[worker] = replace(self.infos[worker], role=role)
 
     def is_ready(self, worker: int) -> bool:
@@ -35,8 +35,7 @@ class Membership:
         return worker in self._ready
 
     def on_lost(self, worker: int) -> list[int]:
-        """Its process has ended. Returns the peers that must forget it (a process that was never up is known to
-        none)."""
+        """Its process has ended. Returns the peers that must forget it (none know a process that was never up)."""
         was_up = worker in self.up
         self.up.pop(worker, None)
         self._ready.pop(worker, None)

@@ -1,5 +1,5 @@
 """A request between its arrival and its one end, as the cluster keeps it: what its client has, when to stop trying, and
-its account at the end."""
+the final RequestFinished."""
 
 from dataclasses import dataclass, replace
 
@@ -17,8 +17,7 @@ MAX_DEATHS = 5  # workers that died while they held this request, likewise
 @dataclass(eq=False, slots=True)
 class OpenRequest:
     """A request that has not ended. Times are the front end's; num_tokens: of the answer, before the current attempt
-    (while ``is_stopping``: in all);
-    num_cached_tokens: of the prompt, found in caches before there was a token."""
+    (while ``is_stopping``: in all); num_cached_tokens: of the prompt, found in caches before there was a token."""
 
     submission: Submission
     arrival_ns: int
@@ -28,13 +27,13 @@ class OpenRequest:
     attempt: Attempt | None = None
     epoch: int = -1
     num_tokens: int = 0
-    num_fruitless: int = 0  # attempts in a row that gave the client nothing
+    num_fruitless: int = 0  # attempts in a row that gave the client no token
     num_suspicions: int = 0
     num_deaths: int = 0
     must_stay_whole: bool = False
     is_untouched: bool = False  # sent to a worker, no token of this attempt yet
     is_computing: bool = False  # its prompt is being computed
-    is_stopping: bool = False  # the client has all that it wants; only the worker's account is missing
+    is_stopping: bool = False  # the client has a complete answer; only the worker's RequestFinished is missing
     avoid: frozenset[int] = frozenset()
 
     def on_admitted(self, num_cached_tokens: int, now: int) -> None:
@@ -49,11 +48,11 @@ class OpenRequest:
         self.is_computing = False
         if self.first_token_ns is None:
             self.first_token_ns = now
-            if self.first_step_ns is None:  # its word is late
+            if self.first_step_ns is None:  # its RequestAdmitted is late
                 self.first_step_ns = now
 
     def on_reserved(self, num_cached_tokens: int) -> None:
-        """A worker found so much of it in its cache."""
+        """A worker found this many tokens of it in its cache."""
         if not self.num_tokens:
             self.num_cached_tokens = max(self.num_cached_tokens, num_cached_tokens)
 
@@ -88,12 +87,12 @@ class OpenRequest:
 
     @property
     def is_poison(self) -> bool:
-        """Whether workers keep dying of it."""
+        """Whether too many workers crashed while they held it."""
         return self.num_suspicions >= MAX_SUSPICIONS or self.num_deaths >= MAX_DEATHS
 
     def account(self, event: RequestFinished, now: int, default: Slo) -> RequestFinished:
         """The end of the current attempt as the end of the request: from its arrival to now, over all attempts. The
-        worker's own split of the time is kept where there was one attempt: what the worker did not see counts as
+        worker's own split of the time is kept where there was one attempt; time that the worker did not see counts as
         queueing."""
         submission, latency = self.submission, event.latency
         if self.is_stopping:
@@ -120,7 +119,7 @@ class OpenRequest:
         )
 
     def complete(self, reason: FinishReason, now: int, default: Slo) -> RequestFinished:
-        """Its end when all its tokens have come and no worker gives an account of it."""
+        """Its end when all its tokens have come and no worker reports the end."""
         slo = (self.submission.options.slo or Slo()).or_else(default)
         latency = breakdown_from_times(self.arrival_ns, self.first_step_ns, self.first_token_ns, now, self.num_tokens)
         return RequestFinished(

@@ -1,6 +1,6 @@
 """EngineCore: one worker's decisions, from the arrival of a request to its one terminal event.
 
-A state machine without a clock: every call is told the time and returns what happened or what should be done. The
+A state machine without a clock: every call takes the time and returns what happened or what is to be done. The
 driver's whole job is to call ``begin_step``, let an executor run the plan, and hand the result to ``end_step``.
 """
 
@@ -59,16 +59,15 @@ class EngineCore:
         self.leases = Leases()
         self._dropped: dict[str, None] = {}  # oldest first
         self._step: _RunningStep | None = None  # between begin_step and end_step
-        self._finished_ids: list[str] = []  # ended since the last plan: the executor is told with the next one
+        self._finished_ids: list[str] = []  # ended since the last plan: the next one says so to the executor
         self._num_arrivals = 0
         self._num_steps = 0
-        self._last_end_ns = 0
         self._pending_events: list[Event] = []
         self._num_kv_events = 0
         self._max_num_seqs = config.scheduler.max_num_seqs  # what the executor was made for
 
     def add_request(self, request: Request, now: int) -> list[Event]:
-        """Queue a request, or refuse it with its terminal event (the executor then never hears of it).
+        """Queue a request, or refuse it with its terminal event (the executor then never gets it).
 
         Raises ConfigError for an id that is in use: that is the caller's mistake. One that was dropped before it came
         is answered with HandoffReleased."""
@@ -99,8 +98,8 @@ class EngineCore:
     def reserve(self, request: Request, now: int, lease_ns: int = 0) -> list[Event]:
         """Hold blocks for a prompt that another worker will compute; HandoffReserved says when they are there.
 
-        Refused like ``add_request``; ``drop`` and ``abort`` give them back, and so does ``expire`` when nobody renews
-        them for ``lease_ns`` (0: never). ``deliver`` starts the decode.
+        Refused like ``add_request``; ``drop`` and ``abort`` give them back, and so does ``expire`` when they are not
+        renewed for ``lease_ns`` (0: never). ``deliver`` starts the decode.
         """
         if request.request_id in self._dropped:
             return [HandoffReleased(now, request.request_id)]
@@ -111,7 +110,7 @@ class EngineCore:
         return []
 
     def renew(self, attempt_ids: Iterable[str], now: int) -> None:
-        """Somebody still wants these attempts."""
+        """These attempts are still wanted: their leases begin again."""
         self.leases.renew(attempt_ids, now)
 
     def deliver(
@@ -163,8 +162,8 @@ class EngineCore:
         return [*self._kv_events(now), snapshot]
 
     def expire(self, now: int) -> list[Event]:
-        """Give up the attempts whose leases have run out: reservations whose KV never came, and blocks that nobody
-        took."""
+        """Give up the attempts whose leases have run out: reservations whose KV never came, and blocks that no
+        worker took over."""
         expired = [self.requests[attempt_id] for attempt_id in self.leases.take_expired(now)]
         for request in expired:
             self._forget(request)
@@ -177,7 +176,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step may be needed: somebody is here, or the executor has yet to hear who left."""
+        """Whether a step may be needed: there are requests, or the executor does not know yet which ended."""
         return bool(self.requests or self._finished_ids)
 
     def begin_step(self, now: int) -> SchedulerOutput | None:
@@ -313,18 +312,16 @@ class EngineCore:
             self.kv.remember_computed(request, computed)
 
     def _measure(self, step: _RunningStep, now: int, num_steps: int, last_start_ns: int | None) -> StepFinished:
-        start_ns = max(step.begun_ns, self._last_end_ns)
-        self._last_end_ns = now
         output = step.output
         features = output.features
         if num_steps and self.model.wants(features, self.scheduler.batch.ticks_completed):
             if num_steps > 1:
                 context = features.decode_context + (num_steps - 1) * features.decode_seqs
                 features = StepFeatures(0, 0, features.decode_seqs, context)
-            self.model.observe(features, now - (start_ns if last_start_ns is None else last_start_ns))
+            self.model.observe(features, now - (step.begun_ns if last_start_ns is None else last_start_ns))
         return StepFinished(
             step_id=output.step_id,
-            start_ns=start_ns,
+            start_ns=step.begun_ns,
             end_ns=now,
             prefills=tuple((chunk.request_id, chunk.start, chunk.num_tokens) for chunk in output.prefills),
             num_decodes=output.num_decodes,

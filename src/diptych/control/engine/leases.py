@@ -1,7 +1,7 @@
-"""Who holds blocks on somebody else's behalf, and until when.
+"""Leases on the blocks that a worker holds for another worker.
 
-Owns expiry times, on this worker's own clock. A lease ends when nobody has renewed it for its length; what then
-happens to the blocks is the worker's business.
+Owns expiry times, on this worker's own clock. A lease ends when it has not been renewed for its length; EngineCore then
+frees the blocks.
 """
 
 from collections.abc import Iterable
@@ -25,7 +25,7 @@ class Leases:
             heappush(self._calendar, (now + length_ns, attempt_id))
 
     def renew(self, attempt_ids: Iterable[str], now: int) -> None:
-        """There is a sign of life; ids without a lease are ignored."""
+        """These leases begin again; ids without a lease are ignored."""
         for attempt_id in attempt_ids:
             if lease := self._leases.get(attempt_id):
                 self._leases[attempt_id] = (lease[0], now + lease[0])

@@ -38,9 +38,6 @@ class Outgoing:
     def __len__(self) -> int:
         return len(self._progress)
 
-    def __contains__(self, attempt_id: str) -> bool:
-        return attempt_id in self._progress
-
     def begin(self, attempt_id: str, start: int, num_tokens: int, *, is_borrowed: bool = False) -> None:
         """A prompt of ``num_tokens`` whose first ``start`` tokens the other side has. Borrowed blocks are computed in
         place: nothing is sent but the commit."""

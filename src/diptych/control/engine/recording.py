@@ -1,9 +1,9 @@
-"""A core that tells everything its decisions depend on, so that a later run can make the same ones.
+"""An EngineCore that records everything its decisions depend on, so that a replay can compare them.
 
 The vocabulary of a worker's recording: which inputs there are, in which form, and the digest of a decision. A recording
 holds counts, ids, times and block hashes, never tokens. Rows go to a callable, which does the I/O.
 
-    row = (kind, ...)           what the engine was told, in order
+    row = (kind, ...)           the inputs of the engine, in order
     observe                     step features (4 numbers), nanoseconds: teaches the step-time model
     add                         now, request (see request_row)
     reserve                     now, request: blocks for a prompt that another worker computes
@@ -157,10 +157,9 @@ def request_row(request: Request) -> Row:
 
 
 def measured_steps(rows: Iterable[Sequence[Any]]) -> Iterator[tuple[StepFeatures, int]]:
-    """What each step of a recording computed and how many nanoseconds it took, the loop around it included: from the
-    end of the step before it, or from its own begin where the worker was idle. Plans as in ``plan_summary``."""
+    """What each step of a recording computed and how many nanoseconds it took, the loop around it included (a busy
+    worker ends a step and begins the next one at the same time). Plans as in ``plan_summary``."""
     begun_ns, features = 0, StepFeatures()
-    last_end_ns = 0
     for row in rows:
         if row[0] == "begin" and len(row) > 2:
             _, chunks, num_decodes, context, *_ = row[3]
@@ -168,8 +167,7 @@ def measured_steps(rows: Iterable[Sequence[Any]]) -> Iterator[tuple[StepFeatures
             pairs = sum(chunk_attention(chunk[1], chunk[2]) for chunk in chunks)
             begun_ns, features = row[1], StepFeatures(tokens, pairs, num_decodes, context)
         elif row[0] == "end" and features != StepFeatures() and not row[6]:
-            yield features, row[1] - max(begun_ns, last_end_ns)
-            last_end_ns = row[1]
+            yield features, row[1] - begun_ns
 
 
 class DecisionChain:

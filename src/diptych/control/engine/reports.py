@@ -1,4 +1,4 @@
-"""What a worker says of itself: a snapshot for metrics, and what a router needs to know. Reads, never changes."""
+"""What a worker reports of itself: a snapshot for metrics, and the load for a router. Reads, never changes."""
 
 from dataclasses import dataclass
 
@@ -10,12 +10,12 @@ from diptych.control.engine.scheduler.step_time import StepTimeModel
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What a worker says of itself.
+    """The load of a worker.
 
-    backlog_ns: prompt work of all that wait or are half done there, as its step-time model sees it. token_ns, pair_ns,
-    fixed_ns, sequence_ns, context_ns: that model's prices of a prompt token, of a (query, key) pair, of a step, of a
-    decoding sequence and of a token of its context. output_tokens: generated so far by the requests that are there now.
-    tpot_ns: how long a step may take while streams run there (0: whatever it takes).
+    backlog_ns: prompt work of all requests that wait or are half done there, as its step-time model sees it. token_ns,
+    pair_ns, fixed_ns, sequence_ns, context_ns: that model's prices of a prompt token, of a (query, key) pair, of a
+    step, of a decoding sequence and of a token of its context. output_tokens: generated so far by the requests that are
+    there now. tpot_ns: how long a step may take while streams run there (0: whatever it takes).
     """
 
     time_ns: int

@@ -2,7 +2,7 @@
 
 What the front end commands, what the KV connector reports and what the executor returns come in; events to report and
 actions on transfers go out. The live worker (serving.worker) and the simulated one (simulation.fleet) drive the same
-object: the first carries bytes, the second virtual time.
+class: the first moves bytes, the second virtual time.
 
 A turn of a worker is the same everywhere, and nothing else touches the core while a step runs:
 
@@ -198,7 +198,7 @@ class WorkerCore:
                 self.engine.configure(command.scheduler)
 
     def note(self, events: Sequence[Event]) -> None:
-        """What the driver made the engine do by itself (a request that the executor refused)."""
+        """Events of a call that the driver made to the engine itself (a request that the executor refused)."""
         self._note(events)
 
     # -- what the KV connector reports --------------------------------------------------------------------------------
@@ -261,8 +261,8 @@ class WorkerCore:
                 self._outbox.after.append(commit)
 
     def end_turn(self, now: int) -> None:
-        """Everything that came is dealt with: give up what nobody renewed, and report the load when that is due. The
-        report covers the events that go before it and with it."""
+        """The turn's inputs are handled: give up leases that were not renewed, and report the load when that is due.
+        The load covers all events up to this report."""
         expiry_ns = self.engine.next_expiry_ns
         if expiry_ns is not None and expiry_ns <= now:
             self._note(self.engine.expire(now))

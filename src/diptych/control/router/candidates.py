@@ -46,7 +46,7 @@ class CandidateSearch:
         self.place_workers()
 
     def place_workers(self) -> None:
-        """There is a new worker, or one came back as another: look again at where they are."""
+        """A worker is new, or came back with another description: place all workers again."""
         workers = self._workers
         self._block_size = workers[0].block_size if workers else 1
         self._least_blocks = min((worker.num_blocks for worker in workers), default=0)
@@ -201,7 +201,7 @@ class CandidateSearch:
         return Candidate(reason, position, position, int(cost_ns), cached, cached, work_ns)
 
     def _why(self, demand: RequestDemand, whole: _Whole, pair: Pair | None) -> RouteReason:
-        """The word for metrics: what spoke for a single worker."""
+        """The reason for the metrics: why one worker serves the request whole."""
         cost_ns, position = whole
         role = self._views[position].role
         if role == "both":

@@ -48,7 +48,7 @@ class CostRouter:
 
     @property
     def hit_error(self) -> float:
-        """Share of the prompt tokens of late whose being cached was predicted wrongly."""
+        """Share of recent prompt tokens that were wrongly predicted to be cached, or not to be."""
         return self.watch.error
 
     @property

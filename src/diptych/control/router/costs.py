@@ -1,13 +1,13 @@
 """What a worker costs a request, in nanoseconds: the one place where costs are computed.
 
     prefill = (work waiting there + work sent there since its last report + work of what is not cached there) * stretch
-              + a share of that work for those who come later + what the streams that run there lose by it
+              + a share of that work for the requests that come later + what the streams that run there lose by it
     decode  = expected tokens * (its own step + what the other streams' steps grow by); what is due to the load of now
               counts in full where the roles differ, in part between equals, whose loads even out during a long answer
     memory  = a convex price of the KV memory, u / (1 - u), with the growth that is expected of those already there
 
 Every term is time, from the step-time model that the worker itself has fitted, so nothing needs weights. Must never
-choose: that is choice.py and pairing.py.
+choose: candidates.py and pairing.py do.
 """
 
 from dataclasses import dataclass, field
@@ -17,15 +17,16 @@ from diptych.control.router.topology import Role
 from diptych.control.slo import NS_PER_S
 
 UNBOUNDED = 2**62
-OTHERS_SHARE = 8  # one part in so many of a prompt's work is charged again, for those who come after it
+OTHERS_SHARE = 8  # this part of a prompt's work is charged again, for the requests that come after it
 MAX_STRETCH = 4  # prefill next to running streams is expected to be at most so many times slower than alone
 WINDOW_NS = 10 * NS_PER_S  # how far back the share of time that a worker spends on prompts is looked at
 MAX_BUSY = 0.9
-# What workers of one role are there for, before anybody says so: a prefill worker will compute prompts for at least
+# What a role implies before any report: a prefill worker will compute prompts for at least
 # this share of its time, and on a decode worker at least this many streams will lose by a prompt.
 LEAST_BUSY, LEAST_STREAMS = 0.75, 0.125
 # Of what an answer suffers and inflicts by the load of a worker that does both jobs, this part lasts: the next requests
-# go to whoever has less. By simulation: 1/4 to 1/10 are equally good for both latencies, 1 scatters shared prompts.
+# go to the worker with less load. By simulation: 1/4 to 1/10 are equally good for both latencies, 1 scatters shared
+# prompts.
 LASTING = 0.25
 ACKNOWLEDGED = 0  # the time of a dispatch that the worker has acknowledged: any later report covers it
 
@@ -64,8 +65,8 @@ def unknown_prices(standing: float = 0) -> WorkerPrices:
 
 @dataclass(slots=True)
 class RequestDemand:
-    """One request, as costs need it. held: leading tokens that each worker holds. extra_ns: further costs of each
-    worker (None: there are none)."""
+    """One request, as costs need it. num_output_tokens: expected, at least 1. held: leading tokens that each worker
+    holds. extra_ns: further costs of each worker (None: there are none)."""
 
     num_tokens: int
     num_output_tokens: int
@@ -77,7 +78,7 @@ class RequestDemand:
     @property
     def num_steps(self) -> int:
         """Decode steps that are expected."""
-        return max(0, self.num_output_tokens - 1)
+        return self.num_output_tokens - 1
 
     @property
     def middle(self) -> int:
@@ -162,7 +163,7 @@ class WorkerView:
             self.memory[request_id] = (ACKNOWLEDGED, self.memory[request_id][1])
 
     def on_report(self, report: LoadReport) -> None:
-        """A report; what it covers is no longer counted here."""
+        """A report of the worker; what it covers is no longer counted here."""
         self.report = report
         for request_id in [name for name, (covered_ns, _) in self.work.items() if covered_ns <= report.time_ns]:
             self.drop_work(request_id)
@@ -191,7 +192,7 @@ class WorkerView:
         if self.role == "prefill" and busy < LEAST_BUSY:
             busy = LEAST_BUSY
         slower, waiting = 1 / (1 - busy), busy / (1 - busy)
-        others = self.streams + waiting  # who loses what this request adds to each step
+        others = self.streams + waiting  # the streams that lose what this request adds to each step
         lasting = LASTING if self.role == "both" else 1.0
         alone_ns = report.fixed_ns + report.sequence_ns
         load_ns = (base_ns + report.sequence_ns) * slower + report.sequence_ns * others - alone_ns

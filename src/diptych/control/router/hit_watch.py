@@ -1,6 +1,6 @@
-"""Whether the picture of the caches is right: predicted against actual hits, over the last so many prompts.
+"""Whether the index of the caches is right: predicted against actual hits, over the last WINDOW prompts.
 
-A router whose index is wrong still routes, only badly, and nothing else shows it: the alarm goes to the log and to the
+A router with a wrong index still routes, but badly, and nothing else shows it: the alarm goes to the log and to the
 metrics.
 """
 
@@ -30,7 +30,7 @@ class HitWatch:
 
     @property
     def alarm(self) -> str:
-        """What is wrong, in words; empty while nothing is. Begins above 20 % and ends below 10 %."""
+        """What is wrong, as text; empty while nothing is. Begins above 20 % and ends below 10 %."""
         if not self._is_alarmed:
             return ""
         return (
@@ -40,7 +40,7 @@ class HitWatch:
         )
 
     def observe(self, predicted: int, actual: int, num_prompt_tokens: int) -> None:
-        """A worker said what it found."""
+        """A worker reported what it found."""
         self._add((predicted, actual, num_prompt_tokens), 1)
         self._recent.append((predicted, actual, num_prompt_tokens))
         if len(self._recent) > WINDOW:

@@ -24,7 +24,7 @@ class OutputLengthClasses:
         return (lengths if count >= MIN_HISTORY else self._all).expected_remaining(0, max_tokens)
 
     def observe(self, name: str, num_tokens: int) -> None:
-        """A request of the class ended by itself after so many tokens."""
+        """A request of the class ended (not aborted) after this many tokens."""
         lengths, count = self._classes.get(name) or (OutputLengths(), 0)
         lengths.observe(num_tokens)
         self._all.observe(num_tokens)

@@ -1,8 +1,8 @@
 """Which worker holds which blocks: an exact index from the workers' own events, and predictions for what is coming.
 
-One dictionary from block hash to a bit mask of workers: a lookup walks the prompt once, however many workers there
-are. Owns sequence numbers and gaps: a worker whose events do not follow each other is known to be unknown until a
-snapshot comes. Must never guess silently: predicted entries are kept apart, and are believed for one to two periods.
+One dictionary from block hash to a bit mask of workers: a lookup walks the prompt once, however many workers there are.
+Owns sequence numbers and gaps: of a worker with a missing event nothing is known until a snapshot comes. Predictions
+are kept apart from what workers reported, and count for one to two periods.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,8 +16,8 @@ PERIOD_NS = 15 * NS_PER_S  # a prediction is believed for one to two of these
 class _Beliefs:
     """What was predicted in one period. heads: masks of the workers that may hold a prompt from its first block.
 
-    A prediction lies in ``chains`` under its first block until somebody asks for that, or its worker says something
-    of it: most prompts are like no other, and are never looked at again.
+    A prediction lies in ``chains`` under its first block until that block is looked up, or its worker reports it: most
+    prompts are like no other, and are never looked at again.
     """
 
     __slots__ = ("blocks", "chains", "heads")
@@ -71,8 +71,8 @@ class PrefixIndex:
     def __init__(self, num_workers: int = 0) -> None:
         self.num_workers = 0
         self._masks: dict[bytes, int] = {}
-        self._blocks: list[set[bytes]] = []  # what each worker has said it holds
-        self._sequence: list[int] = []  # of the last event heard
+        self._blocks: list[set[bytes]] = []  # what each worker has reported
+        self._sequence: list[int] = []  # of the last event received
         self._has_gap: list[bool] = []
         self._believed = (_Beliefs(0), _Beliefs(0))  # of this period, of the one before
         self._period_end_ns = 0
@@ -91,10 +91,10 @@ class PrefixIndex:
     def on_events(
         self, worker: int, sequence: int, stored: Iterable[bytes] = (), evicted: Sequence[bytes] = ()
     ) -> bool:
-        """One publication of a worker, numbered from 1. Evictions count before what is stored, as they happen.
+        """One KV event of a worker, numbered from 1. Evictions count before stored blocks, as they happen.
 
-        Returns False when publications are missing in between: the index then says nothing of this worker until
-        ``on_snapshot``. A publication that was heard before is ignored.
+        Returns False when events are missing in between: the index then knows nothing of this worker until
+        ``on_snapshot``. An event that came before is ignored.
         """
         if sequence <= self._sequence[worker]:
             return not self._has_gap[worker]
@@ -113,7 +113,7 @@ class PrefixIndex:
         return True
 
     def on_snapshot(self, worker: int, sequence: int, hashes: Iterable[bytes]) -> None:
-        """All that the worker holds, as of its publication ``sequence``. An older one than was heard is ignored."""
+        """All that the worker holds, as of its event ``sequence``. A snapshot older than the last event is ignored."""
         if sequence < self._sequence[worker]:
             return
         self._forget_blocks(worker)
@@ -150,7 +150,7 @@ class PrefixIndex:
         return lengths
 
     def _known(self, hashes: Sequence[bytes]) -> list[int]:
-        """Leading blocks that each worker has said it holds: one walk for all, until a single one is left."""
+        """Leading blocks that each worker has reported: one walk for all, until a single worker is left."""
         lengths = [0] * self.num_workers
         mask = (1 << self.num_workers) - 1
         for index, held in enumerate(map(self._masks.get, hashes, repeat(0))):
@@ -183,7 +183,7 @@ class PrefixIndex:
         return high
 
     def remove(self, worker: int) -> None:
-        """The worker is gone, and a later one of this number starts empty, with publication 1."""
+        """The worker is gone, and a later one of this number starts empty, with event 1."""
         self._forget_blocks(worker)
         self._sequence[worker] = 0
         self._has_gap[worker] = False

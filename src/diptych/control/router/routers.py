@@ -1,4 +1,4 @@
-"""Which router a configuration means."""
+"""The router that a configuration names."""
 
 from diptych.control.router.cost_router import CostRouter
 from diptych.control.router.load_router import LoadRouter

@@ -1,4 +1,4 @@
-"""What routing is asked and what it answers: settings, request, route, and the protocol of a router."""
+"""The interface of routing: settings, request, route, and the protocol of a router."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ RouteReason = Literal[
 
 
 class ExtraCost(Protocol):
-    """One more cost in nanoseconds (>= 0) of giving a request to a worker, added to whatever else it costs there."""
+    """One more cost in nanoseconds (>= 0) of giving a request to a worker, added to the router's own costs."""
 
     def extra_ns(self, request: "RoutingRequest", worker: WorkerInfo) -> int:
         """The cost of this worker for this request. It must not depend on other workers."""
@@ -112,13 +112,13 @@ class Route:
 class Router(Protocol):
     """Chooses workers for requests. All workers are named by their numbers; one that is not up gets no request.
 
-    A router is told everything by the cluster and asks nothing. Requests count as sent from ``route`` on until
-    ``on_ended``.
+    The cluster calls a router with everything that happens; a router calls nothing. Requests count as sent from
+    ``route`` until ``on_ended``.
     """
 
     @property
     def alarm(self) -> str:
-        """What is wrong with the router's picture of the fleet, in words; empty while nothing is."""
+        """What is wrong with the router's picture of the fleet, as text; empty while nothing is."""
         ...
 
     def set_up(self, info: WorkerInfo) -> None:
@@ -130,7 +130,7 @@ class Router(Protocol):
         ...
 
     def set_role(self, worker: int, role: Role) -> None:
-        """A worker that is up is meant for other work from now on."""
+        """A worker that is up has another role from now on."""
         ...
 
     def on_load(self, worker: int, report: LoadReport) -> None:
@@ -153,7 +153,7 @@ class Router(Protocol):
         ...
 
     def on_admitted(self, request_id: str, worker: int, num_cached_tokens: int) -> None:
-        """A worker gave the request (or its reservation) blocks, and found so much in its cache."""
+        """A worker gave the request (or its reservation) blocks, and found this many tokens in its cache."""
         ...
 
     def on_first_token(self, request_id: str) -> None:

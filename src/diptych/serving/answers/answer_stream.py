@@ -70,7 +70,7 @@ class AnswerStream:
         self.prompt_token_ids = prompt_token_ids
         self.sampling = sampling
         self.options = options
-        self.generation: Generation  # set by the one that gathers it
+        self.generation: Generation  # set by that generation
         self.token_ids: list[int] = []  # all that the client has or is about to get
         self.attempt_id = request_id  # the attempt that feeds it
         self.num_before_attempt = 0  # tokens when that attempt began
@@ -96,7 +96,7 @@ class AnswerStream:
         return len(self.token_ids)
 
     def push(self, token_id: int, *, is_stop_token: bool = False, logprobs: TokenLogprobs | None = None) -> bool:
-        """Take one sampled token. Returns True when it completed a stop string: the worker must be told to stop.
+        """Take one sampled token. Returns True when it completed a stop string: the worker has to stop.
 
         A stop token belongs to the token ids but not to the text. After a stop string, tokens are ignored.
         """
@@ -115,7 +115,7 @@ class AnswerStream:
     def add_prompt_logprobs(self, first: int, entries: list[TokenLogprobs]) -> None:
         """Log-probabilities of the prompt's tokens from position ``first`` on (the first token has none).
 
-        A later attempt says them again; what it says of tokens behind the prompt is left out.
+        A later attempt reports them again; its entries for tokens behind the prompt are left out.
         """
         if self.prompt_logprobs is None:
             self.prompt_logprobs = [None] * len(self.prompt_token_ids)
@@ -123,7 +123,7 @@ class AnswerStream:
         self.prompt_logprobs[first : first + len(fitting)] = fitting
 
     def end(self, finished: RequestFinished) -> None:
-        """The answer is over; ``finished``: its account, as its client sees it."""
+        """The answer is over; ``finished``: its end as its client sees it."""
         self.finished = finished
         self.generation.num_open -= 1
         self.cached_tokens = max(self.cached_tokens, finished.num_cached_tokens)
@@ -137,7 +137,7 @@ class AnswerStream:
         self.finish_reason = str(FinishReason.STOP if matched else finished.reason)
 
     def mark(self) -> "Generation":
-        """Tell the generation, which is returned, that there is something new."""
+        """Mark this answer in its generation, which is returned, as having something new."""
         self.generation.mark(self)
         return self.generation
 
@@ -152,7 +152,7 @@ class AnswerStream:
         if self._stops is None:
             self._new_text += text
             return False
-        if self.num_tokens < self.sampling.min_tokens:  # what was said before min_tokens is never searched
+        if self.num_tokens < self.sampling.min_tokens:  # text before min_tokens is never searched
             self._new_text += self._stops.flush() + text
             return False
         self._new_text += self._stops.push(text)
@@ -195,15 +195,15 @@ class Generation:
             self._dirty.append(stream)
 
     def deliver(self) -> None:
-        """The step is over: what is new goes to whoever reads; the end of it all, and what fails, goes to ``read``."""
+        """The step is over: new deltas go to the reader's ``on_new``; the last ones, and errors, go to ``read``."""
         try:
             if self._dirty and (self._on_new is None or not self.num_open or not self._on_new()):
                 self.wake()
-        except Exception as error:  # as if the reader's own task had met it
+        except Exception as error:  # as if it had happened in the reader's own task
             self.fail(error)
 
     def wake(self) -> None:
-        """Let ``read`` return, if somebody waits there."""
+        """Let ``read`` return, if a reader waits in it."""
         self._on_new = None
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -216,8 +216,8 @@ class Generation:
     async def read(self, on_new: Callable[[], bool] | None = None) -> list[Delta]:
         """Everything new, at least one delta. Raises the request's error. One reader at a time.
 
-        While it waits, ``on_new()`` is called as soon as there is something: it may ``take`` it there and then, without
-        a turn of the reader's task, and return True, or return False and leave it to ``read``.
+        While it waits, ``on_new()`` is called as soon as there is something: it may ``take`` it at once, without a turn
+        of the reader's task, and return True, or return False and leave it to ``read``.
         """
         while not self._dirty and self._error is None:
             self._waiter, self._on_new = asyncio.get_running_loop().create_future(), on_new

@@ -6,7 +6,7 @@ Each library has a PanicException of its own that cannot be imported, so it is k
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether a native library gave up in the middle of a call."""
+    """Whether a native library panicked in the middle of a call."""
     return type(error).__name__ == "PanicException"
 
 

@@ -1,8 +1,7 @@
-"""All answers that are being made, and which attempt on which worker each of them is fed by.
+"""All open answers, and which attempt on which worker feeds each of them.
 
-Owns the open answer streams. A token counts only when it comes from the worker that its attempt is on, so what an older
-attempt still says goes nowhere, and each token reaches the client exactly once. Where a request runs is decided in
-control; the fleet passes that on.
+A token counts only when it comes from the worker that its attempt runs on: tokens of an older attempt are ignored, and
+each token reaches the client exactly once. Where a request runs is decided in control; the fleet passes that on.
 """
 
 import asyncio
@@ -23,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Takeover:
-    """Another worker feeds a stream now. sender: the one that did. exposed_s: how long the stream stood still.
-    stopped: see OutputStreams.on_tokens."""
+    """Another worker feeds a stream now. sender: the worker that fed it before. exposed_s: how long the stream stood
+    still. stopped: see OutputStreams.on_tokens."""
 
     sender: int
     exposed_s: float
@@ -41,7 +40,7 @@ class OutputStreams:
         self._metrics = metrics
         self._streams: dict[str, AnswerStream] = {}
         self._fed: dict[str, AnswerStream] = {}  # by attempt id: those that a worker feeds
-        self._news: list[Generation] = []  # those that ``deliver`` tells
+        self._news: list[Generation] = []  # those that ``deliver`` wakes
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -59,7 +58,7 @@ class OutputStreams:
         self.idle.clear()
 
     def abandon(self, generation: Generation) -> list[AnswerStream]:
-        """Forget what is still open of a request, which its client no longer wants: the caller cancels it."""
+        """Forget the open answers of a request whose client has left. Returns them; the caller cancels them."""
         still_open = [stream for stream in generation.streams if stream.request_id in self._streams]
         for stream in still_open:
             self._forget(stream)
@@ -68,7 +67,7 @@ class OutputStreams:
         return still_open
 
     def fail_all(self, error: DiptychError) -> None:
-        """Nothing will be served any more."""
+        """The server stops: every open answer fails with this error."""
         for stream in list(self._streams.values()):
             self._forget(stream)
             stream.generation.fail(error)
@@ -98,14 +97,14 @@ class OutputStreams:
             self._fed[attempt_id] = stream
 
     def on_restarted(self, request_id: str, attempt_id: str) -> None:
-        """Another attempt begins; what the older one still says is ignored."""
+        """Another attempt begins; tokens of the older one are ignored from now on."""
         stream = self._streams.get(request_id)
         if stream is not None and stream.attempt_id != attempt_id:
             self._fed.pop(stream.attempt_id, None)
             stream.attempt_id = attempt_id
 
     def on_events(self, worker: int, events: Iterable[Event]) -> None:
-        """What a worker reports, before its tokens."""
+        """The events of a report, before its tokens."""
         for event in events:
             if isinstance(event, RequestAdmitted) and event.is_first and event.num_cached_tokens:
                 stream = self._fed_by(worker, event.request_id)
@@ -114,7 +113,7 @@ class OutputStreams:
 
     def on_tokens(self, worker: int, tokens: StepTokens, stop_tokens: frozenset[str]) -> list[AnswerStream]:
         """A step's tokens: push every one. stop_tokens: attempts whose token is a stop token. Metrics are added up per
-        step. Returns the streams that have all that they were asked for: a stop string."""
+        step. Returns the streams that are complete: a stop string was found."""
         now = time.monotonic()
         fed, news, stopped = self._fed, self._news, []
         for attempt_id, (first, entries) in tokens.prompt_logprobs.items():
@@ -139,7 +138,7 @@ class OutputStreams:
                 if stream.push(token_id, is_stop_token=attempt_id in stop_tokens, logprobs=logprobs.get(attempt_id)):
                     stopped.append(stream)
                 news.append(stream.mark())
-            except Exception as error:  # the text of one answer must not cost the others theirs
+            except Exception as error:  # a failure in the text of one answer must not harm the others
                 logger.error("request %s failed in the front end", stream.request_id, exc_info=error)
                 stream.generation.fail(DiptychError("internal error; the server's log has the details"))
                 stopped.append(stream)
@@ -149,8 +148,8 @@ class OutputStreams:
     def on_delivered(
         self, worker: int, attempt_id: str, first_token: int, logprobs: TokenLogprobs | None
     ) -> Takeover | None:
-        """The decode worker goes on with an attempt. Its first token is news when the prefill worker has not reported
-        it. None: it feeds no stream any more."""
+        """The decode worker has taken an attempt over. Its first token is new here when the prefill worker has not
+        reported it. None: the attempt feeds no stream any more."""
         stream = self._fed.get(attempt_id)
         if stream is None:
             return None
@@ -181,13 +180,13 @@ class OutputStreams:
             stream.mark().wake()
             return None
         was_known = finished is not None and finished.slo_met is not None
-        was_refused = isinstance(error, RequestError)  # never begun, as those that are refused at the door
+        was_refused = isinstance(error, RequestError)  # never begun, like those that are refused on arrival
         self._metrics.on_failed(had_slo=was_known or (stream.options.slo is not None and not was_refused))
-        stream.generation.fail(error or DiptychError("internal error: a request ended without an account"))
+        stream.generation.fail(error or DiptychError("internal error: a request ended without its last event"))
         return stream.generation
 
     def deliver(self) -> None:
-        """A worker's report has been dealt with: what it gave goes to the readers, all of it at once."""
+        """A worker's report has been handled: what it brought goes to the readers, all of it at once."""
         news, self._news = self._news, []
         for generation in news:
             generation.deliver()

@@ -58,13 +58,13 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True, param: str = "prompt") -> list[int]:
         """Token ids of a text. Raises InvalidRequestError for a text that the tokenizer cannot take: one with a lone
-        surrogate, or one that drives its regular expression over its limit of retries."""
+        surrogate, or one on which its regular expression exceeds its limit of retries."""
         try:
             text.encode()
         except UnicodeEncodeError:
             raise InvalidRequestError(f"{param} is no valid Unicode text (lone surrogate)", param=param) from None
         fast = self.fast
-        try:  # of a batch: ``encode`` itself would hold the GIL all the time, seconds for some megabytes
+        try:  # as a batch: ``encode`` would hold the GIL all the time, for seconds when the text has megabytes
             [encoding] = fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except BaseException as error:
             raise _refusal(error, f"{param}: the tokenizer cannot encode this text", param) from None
@@ -74,7 +74,7 @@ class Tokenizer:
         """Text of token ids; ids that the tokenizer does not know give no text. Raises InvalidRequestError when it
         cannot decode them."""
         fast = self.fast
-        try:  # of a batch, for the GIL
+        try:  # as a batch, for the GIL
             [text] = fast.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
         except BaseException as error:
             raise _refusal(error, f"{param}: the tokenizer cannot decode these tokens", param) from None
@@ -115,7 +115,7 @@ class Tokenizer:
             )
         except jinja2.TemplateError as error:
             raise InvalidRequestError(f"the chat template refused: {error}", param="messages") from None
-        except Exception as error:  # the template's own code, given what the client wrote
+        except Exception as error:  # raised by the code of the template, on the client's input
             said = f"{type(error).__name__}: {error}"
             raise InvalidRequestError(f"the chat template failed: {said[:500]}", param="messages") from None
 

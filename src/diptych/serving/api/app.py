@@ -1,6 +1,6 @@
 """The routes of the OpenAI-compatible server.
 
-Owns paths and their OpenAPI. Must never know sockets or processes: it is given an AsyncLLM.
+Owns paths and their OpenAPI. Knows no sockets and no processes: it is given an AsyncLLM.
 """
 
 import time

@@ -1,7 +1,7 @@
 """One HTTP connection: uvicorn's, with limits, with errors in our format, and with a DirectBody for every request.
 
-What is no HTTP, has too long a head, or stops in the middle is refused without a line in the log: any stranger can send
-it. A request to change the protocol (WebSocket, HTTP/2) is served as the plain request that it is without that.
+Input that is not HTTP, has too long a head, or stops in the middle is refused without a line in the log: any client can
+send it. A request to change the protocol (WebSocket, HTTP/2) is served as a plain HTTP/1.1 request.
 """
 
 import asyncio
@@ -14,8 +14,8 @@ from diptych.serving.api.direct_body import DIRECT_BODY, DirectBody
 from diptych.serving.api.error_format import error_bytes, http_error
 
 MAX_HEAD_BYTES = 65_536  # of the request line and the headers, and of anything else that is not the body
-SILENCE_S = 60.0  # how long a connection may say nothing while its request is awaited or half read
-LINGER_S = 1.0  # for the client to read a refusal: closing at once would take it away from one that still sends
+SILENCE_S = 60.0  # how long a connection may be silent while its request is awaited or half read
+LINGER_S = 1.0  # for the client to read a refusal: closing at once would lose it while the client still sends
 PROTOCOL_HEADERS = (b"connection", b"upgrade", b"http2-settings")
 HEAD_TOO_LONG = http_error(431, f"the head of the request is longer than {MAX_HEAD_BYTES} bytes", "head_too_long")
 
@@ -41,7 +41,7 @@ class Connection(HttpToolsProtocol):
         self._watch_silence()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is gone: for every request of it, where uvicorn itself tells only the last."""
+        """The connection is gone: every request on it learns that (uvicorn itself informs only the last)."""
         self._is_refused = True
         self._watch_silence()
         for cycle in self._cycles:
@@ -50,7 +50,7 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """The client says more."""
+        """More bytes from the client."""
         if self._is_refused or self._num_other_bytes > MAX_HEAD_BYTES:
             return
         self._unset_keepalive_if_required()
@@ -63,7 +63,7 @@ class Connection(HttpToolsProtocol):
             if isinstance(error.__context__, _HeadTooLongError):
                 self._refuse(HEAD_TOO_LONG)
             else:
-                self._refuse(http_error(400, "this is no HTTP/1.1 request", "invalid_http"))
+                self._refuse(http_error(400, "this is not an HTTP/1.1 request", "invalid_http"))
         if self._num_other_bytes > MAX_HEAD_BYTES:
             self._refuse(HEAD_TOO_LONG)
         self._watch_silence()
@@ -103,14 +103,14 @@ class Connection(HttpToolsProtocol):
         if not self.parser.should_upgrade():
             super().on_message_complete()
 
-    # What is no request that can be served.
+    # Requests that cannot be served.
 
     def _ignore_upgrade(self, rest: bytes) -> None:
-        """Serve a request for another protocol without that. The parser takes what follows its head for that protocol,
-        so it gets the head again, without the headers that say so. ``rest``: what followed in the same read."""
+        """Serve a request for another protocol as HTTP/1.1. The parser takes the bytes after the head for the other
+        protocol, so it gets the head again without these headers. ``rest``: what followed in the same read."""
         method = self.parser.get_method()
         if method == b"CONNECT":
-            self._refuse(http_error(405, "CONNECT is for proxies, and this is none", "http_error"))
+            self._refuse(http_error(405, "CONNECT is for proxies; this server is not one", "http_error"))
             return
         if self._has_ignored:  # the reply to the first one ends the connection
             self._refuse(http_error(400, "this connection ends with the request before", "invalid_http"))
@@ -143,7 +143,7 @@ class Connection(HttpToolsProtocol):
         self.loop.call_later(LINGER_S, self.transport.close)
 
     def _watch_silence(self) -> None:
-        """Start the clock anew, if the client is to say something."""
+        """Start the timer again, if the client is expected to send something."""
         if self._silence is not None:
             self._silence.cancel()
             self._silence = None

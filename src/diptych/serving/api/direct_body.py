@@ -1,7 +1,6 @@
 """A way to write to a streamed reply at once, outside of the task that sends it: the ASGI extension DIRECT_BODY.
 
-It must not write more than the client reads: its user asks first whether the connection takes more, and otherwise waits
-in ``send`` as always.
+It must not write more than the client reads: its user asks ``takes_more`` first, and otherwise waits in ``send``.
 """
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
@@ -10,7 +9,7 @@ DIRECT_BODY = "diptych.direct_body"  # in scope["extensions"]: {"body": DirectBo
 
 
 class DirectBody:
-    """The body of one reply. Only for a reply that has been started by ``send``, and is ended by it."""
+    """The body of one reply. Only for a reply that ``send`` has started, and will end."""
 
     __slots__ = ("_cycle",)
 

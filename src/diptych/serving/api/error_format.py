@@ -1,6 +1,6 @@
 """Errors as OpenAI's clients expect them: {"error": {message, type, param, code}} with the right status and headers.
 
-Free of the web framework, which takes longer to import than a socket to listen.
+Imports no web framework: that would take longer than opening the socket.
 """
 
 from http import HTTPStatus
@@ -17,7 +17,7 @@ def error_body(error: DiptychError) -> bytes:
 
 
 def error_headers(error: DiptychError) -> dict[str, str]:
-    """Retry-After where the error says when to come back; the way to log in where it asks for that."""
+    """Retry-After where the error says when to come back; how to authenticate where the key is missing."""
     headers = {}
     if isinstance(error, RequestError) and error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, round(error.retry_after_s)))
@@ -27,7 +27,7 @@ def error_headers(error: DiptychError) -> dict[str, str]:
 
 
 def error_bytes(error: DiptychError) -> bytes:
-    """A whole reply of HTTP/1.1, for a connection that ends behind it."""
+    """A whole HTTP/1.1 reply, for a connection that is closed after it."""
     body = error_body(error)
     headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
     lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
@@ -36,7 +36,7 @@ def error_bytes(error: DiptychError) -> bytes:
 
 
 def http_error(status: int, message: str, code: str) -> InvalidRequestError:
-    """What is wrong with a request as HTTP, which has a status of its own for it."""
+    """An error in the HTTP of a request, with the status that HTTP has for it."""
     error = InvalidRequestError(message, code=code)
     error.status = status
     return error

@@ -1,5 +1,5 @@
-"""From exceptions to replies: every failure of the application in the format of error_format.py. A fault of ours must
-not look like a fault of the client.
+"""From exceptions to replies: every failure of the application in the format of error_format.py. A fault of the
+server must not look like a fault of the client.
 """
 
 import logging
@@ -25,7 +25,7 @@ def error_response(error: DiptychError) -> Response:
 
 
 def invalid_body(error: ValidationError) -> InvalidRequestError:
-    """The first thing wrong with a body, in words; param names the field."""
+    """The first error in a body as a message; param names the field."""
     found = error.errors(include_url=False, include_input=False, include_context=False)
     field = ".".join(_path(found[0]["loc"]))
     top = field.split(".")[0]
@@ -80,4 +80,4 @@ async def read_json(request: Request) -> Any:
     try:
         return msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequestError(f"the body is no valid JSON: {error}", code="invalid_json") from None
+        raise InvalidRequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None

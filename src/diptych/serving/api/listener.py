@@ -1,8 +1,8 @@
-"""The listening socket, and which connections are taken from it: as many as there are file descriptors for.
+"""The listening socket, and which connections are accepted: as many as there are file descriptors for.
 
-A new connection has the lowest descriptor that is free. One among the last SPARE_DESCRIPTORS of the process's limit is
-refused with a reason, so that files, pipes and restarted workers always find some. A flood costs neither the server nor
-the log more than its replies.
+A new connection gets the lowest free descriptor. A connection whose descriptor is among the last SPARE_DESCRIPTORS of
+the process's limit is refused with a reason, so that files, pipes and restarted workers always find some. A flood of
+connections costs the server no more than these replies, and the log one line a minute.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ LOG_INTERVAL_S = 60.0
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ConfigError in words when the port is taken or the host is not ours."""
+    """A listening socket. Raises ConfigError when the port is taken or the host is not an address of this machine."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -53,8 +53,8 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def raise_descriptor_limit(num_workers: int) -> int:
-    """Let this process and its workers open as many files as they may at all, up to a million. Returns how many. Raises
-    ConfigError when the server could take no connection."""
+    """Raise the limit of open files of this process and its workers as far as allowed, up to a million. Returns the
+    limit. Raises ConfigError when the server could take no connection."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -169,7 +169,7 @@ async def _hand_over(
 
 
 class _Refusal(asyncio.Protocol):
-    """Replies to whatever a client says first, and hangs up when the client does, or after LINGER_S."""
+    """Replies to the first bytes of a client, and closes when the client does, or after LINGER_S."""
 
     def __init__(self, reply: bytes, on_end: Callable[[], None]) -> None:
         self._reply = reply
@@ -182,7 +182,7 @@ class _Refusal(asyncio.Protocol):
         self._timer = asyncio.get_running_loop().call_later(LINGER_S, self._hang_up)
 
     def data_received(self, data: bytes) -> None:
-        """The client says something."""
+        """Bytes from the client."""
         if not self._has_replied:
             self._has_replied = True
             self._transport.write(self._reply)

@@ -1,4 +1,4 @@
-"""What stands in front of every route, as plain ASGI: the body limit, the API key, and what catches panics of native
+"""The layers in front of every route, as plain ASGI: the body limit, the API key, and the handling of panics of native
 libraries. Replies are not buffered: streams pass through untouched.
 """
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 OPEN_PATHS = ("/health", "/ready", "/ui", "/ui/", "/guide", "/compare", "/compare/")
 OPEN_PREFIXES = ("/static/", "/guide/")
-CLOSED_PREFIX = "/guide/api/"  # what computes something
+CLOSED_PREFIX = "/guide/api/"  # paths that compute something
 
 
 class BodyLimit:
@@ -51,8 +51,8 @@ class BodyLimit:
 
 
 class NativePanics:
-    """Refuses a request that a native library panics on (see native_panic.py). Callers that know which field it was
-    catch the panic themselves; this is for the rest, such as a parser."""
+    """Refuses a request that a native library panics on (see native_panic.py). Callers that know the field catch the
+    panic themselves; this is for the rest, such as a parser."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -79,9 +79,9 @@ class NativePanics:
 
 class ApiKey:
     """Asks for ``Authorization: Bearer KEY`` everywhere but at the paths that load balancers ask, and at the files of
-    the pages (the live page asks people for the key, and says nothing about the server without it).
+    the pages (the live page asks for the key, and shows nothing of the server without it).
 
-    Whose key it was is in ``scope["state"]["tenant"]``, as a short hash: tenants share the workers fairly.
+    The owner of the key is in ``scope["state"]["tenant"]``, as a short hash: tenants share the workers fairly.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
-"""From a request body to what the engine understands: prompts, SamplingParams, Slo.
+"""From a request body to what the engine understands: prompts, SamplingParams, RequestOptions.
 
-Owns defaults and refusals: what would change the answer and is not served is refused by name, what would not is
-ignored. Must never submit anything.
+Owns defaults and refusals: an unsupported field that would change the answer is refused by name, any other unknown
+field is ignored. Submits nothing.
 """
 
 from collections.abc import Mapping
@@ -98,7 +98,7 @@ def options_of(body: GenerationBody, tenant: str = "") -> RequestOptions:
 def sampling_of(
     body: GenerationBody, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None = None
 ) -> SamplingParams:
-    """How to sample; what is not given takes the defaults of SamplingParams."""
+    """How to sample; fields that are not given have the defaults of SamplingParams."""
     given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
     if prompt_logprobs is not None:
         given["prompt_logprobs"] = prompt_logprobs
@@ -114,7 +114,7 @@ def sampling_of(
 
 
 def max_tokens_of(body: GenerationBody, longest_prompt: int, ready: Ready) -> int:
-    """How many tokens to make at most. Raises ContextLengthError when the wish and the prompt do not fit together."""
+    """How many tokens to generate at most. Raises ContextLengthError when they do not fit behind the prompt."""
     param, wish = "max_tokens", body.max_tokens
     if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
         param, wish = "max_completion_tokens", body.max_completion_tokens
@@ -144,7 +144,7 @@ def given_prompts(body: CompletionBody) -> tuple[list[str], list[list[int]]]:
 
 
 def conversation(messages: list[Message]) -> list[dict[str, Any]]:
-    """Messages as a chat template reads them: content flattened to text, other fields as they came."""
+    """Messages as a chat template reads them: content flattened to text, other fields unchanged."""
     return [
         {
             **(message.model_extra or {}),

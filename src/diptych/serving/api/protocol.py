@@ -1,7 +1,7 @@
 """The bodies of requests and replies, as OpenAI defines them, with vLLM's additions. FastAPI publishes them as OpenAPI.
 
-Owns field names, types and ranges. Must never interpret them: parameters.py does. Lists have a limit and fail at their
-first wrong element: an account of each of millions of wrong elements would hold up the event loop for minutes.
+Owns field names, types and ranges; parameters.py interprets them. Lists have a limit and fail at their first wrong
+element: describing each of millions of wrong elements would block the event loop for minutes.
 """
 
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
@@ -81,14 +81,14 @@ class GenerationBody(BaseModel):
         None, description="interactive goes before standard, batch uses what others leave."
     )
     deadline_ms: Milliseconds | None = Field(
-        None, description="Refuse the request when its first token cannot be there so long after its arrival."
+        None, description="Refuse the request when its first token cannot come within this time after its arrival."
     )
     metadata: Metadata | None = Field(
         None, description="Labels of the request; they decide nothing and come back in the timeline and in recordings."
     )
     cache_salt: str | None = Field(None, description="Only requests with the same salt share cached prefixes.")
     return_token_ids: bool | None = Field(None, description="Choices carry token_ids, the first also the prompt's.")
-    return_latency: bool | None = Field(None, description="usage.latency tells where the time went.")
+    return_latency: bool | None = Field(None, description="usage.latency says where the time went.")
 
 
 class CompletionBody(GenerationBody):

@@ -1,9 +1,8 @@
-"""A generation on its way to one HTTP client: one write per engine step, straight to the connection while it takes
-more, and by ASGI's send when it does not.
+"""The reply to one generation request: one write per engine step, straight to the connection while it takes more, and
+by ASGI's send when it does not.
 
-Owns the connection: it notices when the client goes away and aborts the request before the worker's next step, and
-turns failures into the right status (before the first byte) or into an error event (in a stream). Must never format
-text: the Writer does.
+Notices when the client goes away and aborts the request before the worker's next step; turns failures into the right
+status (before the first byte) or into an error event (in a stream). The Writer formats.
 """
 
 import asyncio
@@ -125,7 +124,7 @@ class GenerationResponse(Response):
         await send({"type": "http.response.body", "body": tail + DONE, "more_body": False})
 
     def _direct_writes(self, scope: Scope) -> Callable[[], bool] | None:
-        """What writes new deltas at once (see Generation.read), where the server has a way."""
+        """A function that writes new deltas at once (see Generation.read); None where the server has no DirectBody."""
         generation, writer = self._generation, self._writer
         body: DirectBody | None = scope.get("extensions", {}).get(DIRECT_BODY, {}).get("body")
         if body is None:

@@ -1,6 +1,6 @@
-"""One HTTP server process: bind the port, start the workers, serve, drain on SIGTERM, leave with status 0.
+"""One HTTP server process: bind the port, start the workers, serve, drain on SIGTERM, exit with status 0.
 
-Owns the listening socket, the event loop and the signals. Must never import torch.
+Owns the listening socket, the event loop and the signals. Imports no torch.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ DATE_INTERVAL_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """The HTTP side. api_keys: those that are let in; each is a tenant of its own (none: everybody is, as one).
+    """The HTTP side. api_keys: the accepted keys; each is a tenant of its own (none given: no key is asked for).
     drain_timeout_s: how long running requests may take after SIGTERM."""
 
     host: str = "127.0.0.1"
@@ -39,7 +39,8 @@ class ServerOptions:
 
 
 class _QuietServer(uvicorn.Server):
-    """uvicorn with our listener, without its own signal handling (we drain first) and its ten wake-ups a second."""
+    """uvicorn with our listener, without its own signal handling (we drain first) and without its ten wake-ups a
+    second."""
 
     def __init__(self, config: uvicorn.Config, listener: Listener) -> None:
         super().__init__(config)
@@ -82,7 +83,7 @@ def run_server(
     on_loading: Callable[[Loading], None] = lambda loading: None,
     on_ready: Callable[[Ready, str], None] = lambda ready, url: None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT. Raises what a worker refused to start with."""
+    """Serve until SIGTERM or SIGINT. Raises the error of a worker that cannot start."""
     limit = raise_descriptor_limit(len(llm.fleet.fleet.roles))
     listening = bind(options.host, options.port)
     try:
@@ -135,7 +136,7 @@ def _make_server(llm: AsyncLLM, options: ServerOptions, listener: Listener) -> _
     config = uvicorn.Config(
         app,
         http=Connection,
-        proxy_headers=False,  # nobody asks for the client's address
+        proxy_headers=False,  # the client's address is not used
         ws="none",
         lifespan="off",
         access_log=False,
@@ -152,7 +153,7 @@ async def _report_start(
     on_loading: Callable[[Loading], None],
     on_ready: Callable[[Ready, str], None],
 ) -> None:
-    """Pass on how the start goes until the workers are ready. Raises what one of them refused to start with."""
+    """Report the progress of the start until the workers are ready. Raises the error of a worker that cannot start."""
     starting = llm.fleet.ready
     assert starting is not None
     last = None

@@ -1,6 +1,6 @@
-"""What people see while a server starts: progress, then a box with the address and a command to paste.
+"""What the terminal shows while a server starts: progress, then a box with the address and a command to paste.
 
-Owns the words. Without a terminal the same comes as plain lines. Must never fail a start.
+Without a terminal the same comes as plain lines. A failure here must not fail the start.
 """
 
 import shlex
@@ -44,7 +44,7 @@ class StartScreen:
         self._progress.stop()
 
     def on_loading(self, loading: Loading) -> None:
-        """The worker is on its way."""
+        """A worker reports progress."""
         description = f"{self._model_name}: {loading.stage}"
         total = None if loading.fraction is None else 1.0
         self._progress.update(self._task, description=description, total=total, completed=loading.fraction or 0.0)

@@ -1,6 +1,6 @@
 """The routes of the live timeline: a stream, a page of records, and a file for Perfetto.
 
-Owns the server-sent events: batches, ids, heartbeats. Must never wait for a client anywhere but in its own response.
+Owns the server-sent events: batches, ids, heartbeats. Waits for a client only in the response to that client.
 """
 
 import asyncio
@@ -90,7 +90,7 @@ async def iter_pieces(pieces: list[bytes]) -> AsyncIterator[bytes]:
 
 
 class _Stream(StreamingResponse):
-    """Server-sent events until the client goes or the server stops; gives its place back whatever happens."""
+    """Server-sent events until the client goes or the server stops; frees its subscription whatever happens."""
 
     def __init__(self, timeline: Timeline, subscription: Subscription) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}

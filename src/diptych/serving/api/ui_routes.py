@@ -1,6 +1,6 @@
 """The live page and the snapshot that it asks for, and the guide beside it.
 
-Owns the shape of ``/ui/state``. Must never measure anything itself: it reads what metrics, timeline and fleet have.
+Owns the shape of ``/ui/state``. Measures nothing: it reads metrics, timeline and fleet.
 """
 
 import time

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from diptych.control.cluster.cluster_core import ClusterCore
@@ -65,7 +65,8 @@ FirstTokens = Mapping[str, tuple[int, TokenLogprobs | None]]  # of attempts that
 class Fleet:
     """The workers. ``start`` it in the loop that will use it; submit only while ``is_routable``.
 
-    ``timeline`` is fed with everything that the workers report, in their order.
+    ``timeline`` is fed with everything that the workers report, in their order. clock: nanoseconds, the clock of the
+    workers' events and of the loop's timers.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Fleet:
         fleet: FleetOptions | None = None,
         launcher: Launcher | None = None,
         metrics: ServingMetrics | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.options = options
         self.fleet = fleet or FleetOptions()
@@ -87,8 +89,9 @@ class Fleet:
         self.timeline = Timeline()
         self.core = ClusterCore()
         self._launcher = launcher or LocalLauncher()
+        self._clock = clock
         self._plan: FleetPlan | None = None
-        self._known: dict[int, Ready] = {}  # what each worker last said of itself
+        self._known: dict[int, Ready] = {}  # each worker's last Ready
         self._happened: deque[ClusterEvent] = deque()
         self._is_busy = False
         self._orders: dict[int, list[Order]] = {}  # not sent yet
@@ -170,14 +173,14 @@ class Fleet:
         self._tell(*(Arrived(submission) for submission in submissions))
 
     def abort(self, generation: Generation) -> None:
-        """Its client wants no more of it, wherever it is."""
+        """Its client wants no more of it: cancel it wherever it is."""
         self._cancel(self.streams.abandon(generation), FinishReason.ABORT)
 
     def change_role(self, worker: int, role: Role) -> None:
-        """From now on this worker is meant for other work; what runs there goes on."""
+        """From now on this worker has another role; the requests that run there stay."""
         self._tell(RoleChanged(worker, role))
         known = self.timeline.workers[worker]
-        self.timeline.on_worker(worker, known.state, time.monotonic_ns(), role=role, detail=known.detail)
+        self.timeline.on_worker(worker, known.state, self._clock(), role=role, detail=known.detail)
 
     def change_scheduler(self, worker: int, scheduler: SchedulerConfig) -> None:
         """From its next step on this worker schedules by these settings, also when it is started again. Raises
@@ -191,10 +194,11 @@ class Fleet:
     def _cancel(self, streams: Iterable[AnswerStream], reason: FinishReason) -> None:
         self._tell(*(Cancelled(stream.request_id, stream.num_tokens, reason) for stream in streams))
 
-    # -- what workers say (see WorkerListener) ------------------------------------------------------------------------
+    # -- what workers report (see WorkerListener)
+    # ------------------------------------------------------------------------
 
     def on_message(self, worker: int, message: WorkerMessage) -> None:
-        """A worker said something."""
+        """A message of a worker."""
         match message:
             case StepReport():
                 self._on_report(worker, message)
@@ -213,7 +217,7 @@ class Fleet:
         self.streams.deliver()
 
     def _on_report(self, worker: int, report: StepReport) -> None:
-        """First the tokens, then what became of their requests; the readers wake last."""
+        """First the tokens, then the events of their requests; the readers wake last."""
         events = unpack_events(report.events)
         streams, stopped = self.streams, []
         for event in events:
@@ -237,7 +241,7 @@ class Fleet:
         streams.deliver()
 
     def _take_over(self, worker: int, events: Sequence[Event], first_tokens: FirstTokens) -> list[AnswerStream]:
-        """A decode worker goes on with these. Returns those that have all that they were asked for."""
+        """A decode worker has taken these over. Returns those that are complete."""
         stopped = []
         for event in events:
             if not isinstance(event, HandoffDelivered):
@@ -255,7 +259,7 @@ class Fleet:
         return stopped
 
     def _stop(self, streams: Iterable[AnswerStream]) -> None:
-        """These have all that they were asked for, or cannot go on; some have ended by themselves just now."""
+        """These are complete or cannot continue; some have ended in the same report."""
         still_open = [stream for stream in streams if stream.request_id in self.streams]
         self._cancel((stream for stream in still_open if not stream.generation.has_failed), FinishReason.STOP)
         for stream in still_open:
@@ -290,7 +294,7 @@ class Fleet:
         self._is_busy = True
         try:
             while self._happened:
-                for command in self.core.on_event(self._happened.popleft(), time.monotonic_ns()):
+                for command in self.core.on_event(self._happened.popleft(), self._clock()):
                     self._carry_out(command)
         finally:
             self._is_busy = False
@@ -336,7 +340,7 @@ class Fleet:
             self._timer.cancel()
             self._timer = None
         if due_ns is not None:
-            delay_s = max(0.0, (due_ns - time.monotonic_ns()) / NS_PER_S)
+            delay_s = max(0.0, (due_ns - self._clock()) / NS_PER_S)
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer)
 
     def _on_timer(self) -> None:
@@ -368,7 +372,7 @@ class Fleet:
         )
 
     def _note_state(self, worker: int, state: WorkerState, detail: str = "") -> None:
-        self.timeline.on_worker(worker, state, time.monotonic_ns(), role=self._role(worker), detail=detail)
+        self.timeline.on_worker(worker, state, self._clock(), role=self._role(worker), detail=detail)
 
 
 def _stopped_by_token(events: Iterable[Event]) -> frozenset[str]:

@@ -73,11 +73,12 @@ class FleetOptions:
         for missing, given in (("decode", "prefill"), ("prefill", "decode")):
             if roles == {given}:
                 raise ConfigError(
-                    f"{given} is {len(self.roles)} and nobody can {missing}; give --{missing} or --both", param=missing
+                    f"{given} is {len(self.roles)} and no worker can {missing}; give --{missing} or --both",
+                    param=missing,
                 )
 
     def _check_effects(self) -> None:
-        """What the fleet's size makes useless is refused, so that nobody believes in it."""
+        """Refuse settings that have no effect with this number of workers."""
         disaggregate = self.cluster.routing.disaggregate
         if len(self.roles) == 1:
             for name, default in (("transfer", "auto"), ("kv_codec", "none")):
@@ -109,8 +110,8 @@ def check_codec(transfer: str, kv_codec: CodecName) -> None:
 def divide_cores(available: Sequence[int], num_workers: int, wish: str | None) -> tuple[str | None, ...]:
     """The cores of each worker as a list such as "0,1" (None: all, for one worker without a wish).
 
-    Each gets its share of ``available``, at least one; with more workers than cores they overlap, which is said in the
-    log. Raises ConfigError for a wish that cannot be had.
+    Each gets its share of ``available``, at least one; with more workers than cores they overlap, with a warning in the
+    log. Raises ConfigError for a wish that cannot be met.
     """
     if wish is None:
         if num_workers == 1:

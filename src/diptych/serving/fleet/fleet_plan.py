@@ -1,4 +1,4 @@
-"""What each worker of a fleet is told: its role, its cores, its share of the memory, and how KV moves.
+"""The options of each worker of a fleet: its role, its cores, its share of the memory, and how KV moves.
 
 Owns the translation of one EngineOptions and FleetOptions into one EngineOptions per worker. Makes the shared memory
 where there is some; must never start a process.
@@ -46,7 +46,7 @@ class FleetPlan:
 
 
 def plan_fleet(options: EngineOptions, fleet: FleetOptions) -> FleetPlan:
-    """What each worker is told. Raises ConfigError, also for what a worker would refuse when it loads."""
+    """The options of each worker. Raises ConfigError, also for what a worker would refuse when it loads."""
     roles = fleet.roles
     available = parse_cores(options.device.cores) if options.device.cores else sorted(os.sched_getaffinity(0))
     cores = divide_cores(available, len(roles), fleet.cores_per_worker)
@@ -68,6 +68,7 @@ def plan_fleet(options: EngineOptions, fleet: FleetOptions) -> FleetPlan:
             transfer=transfer,
             codec=fleet.kv_codec if kind.packs else "none",
             secret=secret,
+            publishes_blocks=cluster.routing.routing == "kv_aware",
         )
         record = None if options.record is None else _numbered(Path(options.record), number)
         scheduler = prefill_scheduler(options.scheduler, options.slo) if role == "prefill" else options.scheduler

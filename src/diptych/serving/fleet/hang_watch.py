@@ -1,7 +1,7 @@
 """Notices workers that hang: a process that is stopped or starved, or a loop whose step does not end.
 
-Owns the rules; the caller kills. A stopped process stops stamping its file; an endless step goes on for many times what
-it should take.
+Owns the rules; the caller kills. A stopped process stops stamping its file; an endless step takes many times what was
+predicted.
 """
 
 import asyncio

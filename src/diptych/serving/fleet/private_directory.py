@@ -1,6 +1,6 @@
 """Directories that only this user can enter, for sockets and settings of one worker; locked while their owner lives.
 
-Owns their making and the removal of those that nobody owns any more. Must never remove one whose owner is alive.
+Makes them, and removes those whose owner has ended; never one whose owner is alive.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ def locked_directory() -> tuple[Path, int]:
 
 def remove_orphans(parent: Path) -> None:
     """Remove private directories that a front end left behind because it was killed together with its workers: those
-    of this user, older than a minute, on which nobody holds the lock."""
+    of this user, older than a minute, on which no process holds the lock."""
     for directory in parent.glob(f"{DIRECTORY_PREFIX}*"):
         with contextlib.suppress(OSError):
             status = directory.lstat()

@@ -56,7 +56,7 @@ def create_shared_memory(geometry: KVGeometry, num_blocks: Sequence[int]) -> Sha
 
 
 def default_num_blocks(geometry: KVGeometry, max_model_len: int, num_workers: int) -> int:
-    """Blocks of each worker when nobody has said how many: a quarter of the free memory between all of them, at most
+    """Blocks of each worker when no option says how many: a quarter of the free memory between all of them, at most
     2 GiB each and at most what 32 sequences at full length use (touching memory for the first time takes long on some
     machines)."""
     useful = DEFAULT_FULL_SEQUENCES * (max_model_len // geometry.block_size + 2)

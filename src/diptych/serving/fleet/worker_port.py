@@ -1,6 +1,6 @@
-"""A worker as the fleet sees it: something that takes messages, says things, and may be lost.
+"""A worker as the fleet sees it: it takes messages, sends messages, and may be lost.
 
-The protocols on both sides, and who starts a worker. supervisor.py has the worker that is a process of this host.
+The protocols on both sides, and of what starts a worker. supervisor.py has the worker that is a process of this host.
 """
 
 import asyncio

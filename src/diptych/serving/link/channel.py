@@ -1,7 +1,7 @@
 """Messages between the two processes of a unix socket, without ever blocking.
 
-Owns what the kernel has not taken yet and what has arrived of the next message; length_prefix.py says how messages are
-told apart.
+Owns the bytes that the kernel has not taken yet and the part of the next message that has arrived; length_prefix.py
+separates messages.
 """
 
 import contextlib
@@ -16,8 +16,8 @@ _BACKLOG = 1
 
 class Channel:
     """One end. Everything returns at once: watch ``fileno`` to know when to ``receive`` and, while ``has_unsent``, when
-    to ``flush``. When the other end is gone, ``is_closed`` is true as soon as everything that it has said was received,
-    and what is sent goes nowhere."""
+    to ``flush``. When the other end is gone, ``is_closed`` is true as soon as everything that it sent was received,
+    and what is sent is dropped."""
 
     def __init__(self, connected: socket.socket) -> None:
         connected.setblocking(False)
@@ -37,7 +37,7 @@ class Channel:
         return bool(self._unsent)
 
     def send(self, message: bytes) -> None:
-        """Send it behind those before it, as soon as the kernel takes it. At most 4 GiB."""
+        """Send a message after those before it, as soon as the kernel takes it. At most 4 GiB."""
         self._unsent += pack(message)
         self.flush()
 
@@ -47,7 +47,7 @@ class Channel:
             while self._unsent:
                 try:
                     del self._unsent[: self._socket.send(self._unsent)]
-                except (BrokenPipeError, ConnectionResetError):  # nobody will read it; ``receive`` finds the end
+                except (BrokenPipeError, ConnectionResetError):  # no process will read it; ``receive`` finds the end
                     self._unsent.clear()
 
     def receive(self) -> list[bytes]:
@@ -66,7 +66,7 @@ class Channel:
         return messages
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Close this end; what is unsent gets so long."""
+        """Close this end, after at most ``linger_s`` for what is unsent."""
         if self._unsent and linger_s:
             self._socket.settimeout(linger_s)
             with contextlib.suppress(OSError):
@@ -75,7 +75,7 @@ class Channel:
 
 
 def connect(path: Path) -> Channel:
-    """The end of the process that was started. Raises OSError when nobody listens there."""
+    """The end of the process that was started. Raises OSError when no process listens there."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.connect(str(path))
     return Channel(sock)
@@ -91,7 +91,7 @@ def listen(path: Path) -> socket.socket:
 
 
 def accept(listener: socket.socket) -> Channel | None:
-    """This end of the connection; None while nobody has connected."""
+    """This end of the connection; None while no process has connected."""
     try:
         return Channel(listener.accept()[0])
     except BlockingIOError:

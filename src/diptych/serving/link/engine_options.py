@@ -1,6 +1,6 @@
-"""What the front end asks of a worker process: one frozen record, written as JSON into the private directory.
+"""The settings of a worker process: one frozen record, written as JSON into the private directory.
 
-Owns the settings that cross the process border and the front end's own limits. Must never import torch.
+Imports no torch.
 """
 
 from pathlib import Path
@@ -57,7 +57,7 @@ class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
 
     transfer: a name of CONNECTORS. pool: with a connector that shares one (None: its own memory, and KV is copied).
     weights_fd: of a memfd with prepared weights. secret: shared by all workers; it is never on a command line.
-    publishes_blocks: say what enters and leaves the prefix cache, for a router.
+    publishes_blocks: report what enters and leaves the prefix cache, for a router.
     """
 
     transfer: str

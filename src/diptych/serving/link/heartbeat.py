@@ -1,7 +1,7 @@
 """Signs of life of a worker: a few numbers in a mapped file of the private directory, read without its help.
 
 Owns the layout of that file, the thread that stamps it and the reader. A stopped process stops stamping; a dead loop
-stops turning while the stamps go on. Must never need a message, a lock, or torch.
+stops turning while the stamps continue. Needs no message, no lock, no torch.
 
     int64 little endian: LAYOUT, stamp_ns, num_turns, busy_since_ns, predicted_ns   (times of time.monotonic_ns)
 """
@@ -86,7 +86,7 @@ class Heartbeat:
         words[_TURNS] += 1
 
     def begin_step(self, predicted_ns: int) -> None:
-        """This turn executes a step that should take so long."""
+        """This turn executes a step that should take ``predicted_ns``."""
         self._words[_PREDICTED] = predicted_ns
 
     def rest(self) -> None:

@@ -1,7 +1,7 @@
 """The messages between a front end and its worker, as msgspec structs in msgpack (never pickle).
 
-The control code's own commands, events and load reports travel as they are, as [class name, fields]: both sides speak
-one vocabulary, and what control adds to it needs no line here. Token ids travel beside them, packed.
+The control code's own commands, events and load reports are sent as they are, as [class name, fields]: a new command or
+event of control needs no line here. Token ids are sent beside them, packed.
 """
 
 from array import array
@@ -21,7 +21,7 @@ _COMMAND_CLASSES: dict[str, type[WorkerCommand]] = {cls.__name__: cls for cls in
 
 
 class AttemptTokens(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker must know of an attempt besides control's counts. prompt, output: token ids as packed little-endian
+    """What a worker must know of an attempt besides the command. prompt, output: token ids as packed little-endian
     uint32; the output is what earlier attempts have sampled (sampling.max_tokens counts it)."""
 
     prompt: bytes

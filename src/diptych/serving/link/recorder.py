@@ -36,16 +36,16 @@ MAX_BYTES = 4 * 2**30
 
 
 class Recorder:
-    """The writer of one recording. ``path`` is taken as it is when free, else with a number behind it: a worker that
-    was restarted does not overwrite what the one before it did. encode: a row as it is written, called in their order
-    on the writer's thread. Raises ConfigError when nothing can be created."""
+    """The writer of one recording. Where ``path`` exists, a number is added to its name: a restarted worker does not
+    overwrite the recording before it. encode: turns a row into what is written; called in the order of rows on the
+    writer's thread. Raises ConfigError when no file can be created."""
 
     def __init__(
         self, path: Path, header: Mapping[str, Any], encode: Callable[[Row], Row], *, max_bytes: int = MAX_BYTES
     ) -> None:
         self.path, self._file = _create(path)
         self.num_rows = 0
-        self.stopped_because = ""  # why nothing is written any more
+        self.stopped_because = ""  # why recording ended early
         self._encode = encode
         self._max_bytes = max_bytes
         self._num_bytes = 0

@@ -1,7 +1,7 @@
 """What Prometheus reads about the workers, one by one, and about what passes between them.
 
-Owns the latest statistics of each worker and the counts of transfers. Must never cost more than a few additions per
-handoff: families are made when somebody asks for them.
+Owns the latest statistics of each worker and the counts of transfers. Costs a few additions per handoff: families are
+made when Prometheus asks for them.
 """
 
 from collections import Counter
@@ -22,8 +22,8 @@ _NOTHING = EngineStats()
 
 @dataclass(frozen=True, slots=True)
 class FleetView:
-    """The fleet at one moment. counts: ClusterCore's. num_queued: requests that no worker has been given yet. alarm:
-    what is wrong with the router's picture of the caches."""
+    """The fleet at one moment. counts: ClusterCore's. num_queued: requests in the admission queue. alarm: what is
+    wrong with the router's index of the caches."""
 
     roles: Sequence[str] = ()
     is_up: Sequence[bool] = ()
@@ -44,7 +44,7 @@ class FleetMetrics:
         self.transferred_bytes = 0
         self.transfer_seconds = Histogram(_TRANSFER)
         self.handoff_seconds = Histogram(_TRANSFER)
-        self._lost_counts: Counter[str] = Counter()  # what workers that are gone had counted
+        self._lost_counts: Counter[str] = Counter()  # what lost workers had counted
 
     @property
     def joint(self) -> EngineStats:
@@ -73,7 +73,7 @@ class FleetMetrics:
         self.transfer_seconds.observe(transfer_ns / NS_PER_S)
 
     def on_worker_lost(self, worker: int) -> None:
-        """Its own counts start from zero again; ours must never fall."""
+        """The counts of a new process start from zero; the sums here must never fall."""
         self.losses[worker] += 1
         gone = self.workers.pop(worker, _NOTHING)
         for name in _GROWING:
@@ -89,11 +89,15 @@ class FleetMetrics:
             ("diptych:kv_transfer_bytes", "KV bytes that travelled between workers", self.transferred_bytes),
             (
                 "diptych:kv_leases_expired",
-                "Sides of handoffs that nobody renewed",
+                "Sides of handoffs whose lease was not renewed in time",
                 view.counts.get("leases_expired", 0),
             ),
             ("diptych:request_retries", "Attempts after a lost one", view.counts.get("retried", 0)),
-            ("diptych:poison_requests", "Requests refused because workers died of them", view.counts.get("poison", 0)),
+            (
+                "diptych:poison_requests",
+                "Requests refused because workers crashed with them",
+                view.counts.get("poison", 0),
+            ),
         )
         for name, text, value in values:
             family = CounterMetricFamily(name, text, labels=["model_name"])
@@ -103,10 +107,10 @@ class FleetMetrics:
         yield self.transfer_seconds.family("diptych:kv_transfer_seconds", text, model)
         text = "First token at the front end to the decode worker taking over"
         yield self.handoff_seconds.family("diptych:handoff_seconds", text, model)
-        queued = GaugeMetricFamily("diptych:num_requests_queued", "Requests that no worker has", labels=["model_name"])
+        queued = GaugeMetricFamily("diptych:num_requests_queued", "In the admission queue", labels=["model_name"])
         queued.add_metric([model], view.num_queued)
         yield queued
-        text = "1 while the router expects prefix cache hits that workers do not find (see the log)"
+        text = "1 while predicted and actual prefix cache hits differ by over 20 % of the prompt tokens"
         alarm = GaugeMetricFamily("diptych:router_cache_alarm", text, labels=["model_name"])
         alarm.add_metric([model], int(bool(view.alarm)))
         yield alarm
@@ -138,7 +142,7 @@ def _by_label(model: str, counts: Mapping[str, int]) -> Iterator[Metric]:
     for name, label, text, prefixes in (
         ("diptych:placements", "reason", "Attempts by how they were placed", ("placed_",)),
         ("diptych:attempts_lost", "reason", "Attempts that were lost, by why", ("lost_",)),
-        ("diptych:requests_refused", "reason", "Requests refused at the door or while they waited",
+        ("diptych:requests_refused", "reason", "Requests refused on arrival or while they waited",
          ("refused_", "expired_")),
     ):  # fmt: skip
         family = CounterMetricFamily(name, text, labels=["model_name", label])

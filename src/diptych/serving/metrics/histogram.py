@@ -1,7 +1,4 @@
-"""Counts per bucket, cheap to add to, turned into Prometheus families when somebody asks.
-
-Must never know what it counts.
-"""
+"""Counts per bucket, cheap to add to, turned into Prometheus families on demand."""
 
 from bisect import bisect_left
 from collections import deque
@@ -22,7 +19,7 @@ class Histogram:
         self._newest: deque[tuple[float, int]] | None = None
 
     def follow(self, capacity: int) -> deque[tuple[float, int]]:
-        """From now on the newest observations are here too, as (value, count): at most ``capacity``, for one reader."""
+        """A queue that gets every observation from now on, as (value, count): at most ``capacity``, for one reader."""
         self._newest = deque(maxlen=capacity)
         return self._newest
 

@@ -1,7 +1,7 @@
-"""How the server did lately: percentiles and rates over a sliding window, for people who watch.
+"""Percentiles and rates of the server over a sliding window, for the live page.
 
-Owns the window. It is fed only while somebody asks (``take``): then each question costs a pass over what was observed
-since the one before. Must never keep single observations: they are counted in buckets 2 % wide.
+The window is filled only by ``take``: each call costs a pass over what was observed since the call before. Single
+observations are not kept: they are counted in buckets 2 % wide.
 """
 
 import math
@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from diptych.serving.metrics.histogram import Histogram
 
 WINDOW_S = 30.0
-MIN_INTERVAL_S = 0.2  # more frequent questions get the same answer
-MAX_SILENCE_S = 5.0  # after which what came in between has no known time
-CAPACITY = 20_000  # observations between two questions
+MIN_INTERVAL_S = 0.2  # calls closer than this get the same answer
+MAX_SILENCE_S = 5.0  # after a longer pause, observations in between have no known time
+CAPACITY = 20_000  # observations between two calls
 _SMALLEST_S = 1e-9  # what is shorter counts as nothing
 _NOTHING = -(2**31)
 _BUCKETS_PER_E = 50  # a bucket spans a factor of e ** (1 / 50)
@@ -24,7 +24,7 @@ Counts = Mapping[str, int]
 
 @dataclass(slots=True)
 class Slice:
-    """What happened between two questions. buckets: per name, how often a value fell into each bucket."""
+    """What happened between two calls. buckets: per name, how often a value fell into each bucket."""
 
     start_s: float
     end_s: float

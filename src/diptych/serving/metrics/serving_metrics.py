@@ -1,7 +1,7 @@
 """What Prometheus reads: vLLM's metric names, so that its dashboards work, and Diptych's own.
 
-Owns the counts. Must never cost more than a few additions per step: gaps between tokens are gathered per step, where
-most sequences share one value, and added in bulk; the text format is made when somebody asks for it.
+Owns the counts. Costs a few additions per step: gaps between tokens are gathered per step, where most sequences share
+one value, and added in bulk; the text format is made when Prometheus asks for it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -48,7 +48,7 @@ class ServingMetrics(Collector):
         self._registry.register(self)
 
     def on_gaps(self, gaps: Mapping[float, int], num_tokens: int) -> None:
-        """A step is over; it gave so many tokens. gaps: seconds since the token before -> how many sequences had it."""
+        """A step is over; it gave ``num_tokens``. gaps: seconds since the token before -> how many sequences had it."""
         self.num_generated_tokens += num_tokens
         for gap_s, count in gaps.items():
             self.inter_token_latency.observe(gap_s, count)
@@ -74,7 +74,7 @@ class ServingMetrics(Collector):
             self.time_per_output_token.observe(latency.tpot_ns / NS_PER_S)
 
     def on_aborted(self, count: int) -> None:
-        """Clients left so many answers unread."""
+        """Clients left this many answers unread."""
         self.num_ended[FinishReason.ABORT] += count
 
     def on_failed(self, *, had_slo: bool) -> None:
@@ -155,7 +155,7 @@ class ServingMetrics(Collector):
         values = (
             ("vllm:prefix_cache_queries", "Prompt tokens looked up", self.fleet.count("prefix_queried_tokens")),
             ("vllm:prefix_cache_hits", "Prompt tokens found", self.fleet.count("prefix_hit_tokens")),
-            ("vllm:num_preemptions", "Decodes that lost their place", self.fleet.count("num_preemptions")),
+            ("vllm:num_preemptions", "Decodes that lost their blocks", self.fleet.count("num_preemptions")),
             ("vllm:prompt_tokens", "Prompt tokens of completed requests", self.num_prompt_tokens),
             ("vllm:prompt_tokens_cached", "Of these, found in the prefix cache", self.num_cached_tokens),
             ("vllm:generation_tokens", "Tokens sampled", self.num_generated_tokens),

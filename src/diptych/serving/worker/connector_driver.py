@@ -1,6 +1,6 @@
 """Between a worker's core and its KV connector: actions one way, events the other, and what a commit carries.
 
-Owns the addresses of the workers that attempts go to, and the first tokens that came with commits until they are
+Owns the addresses of the workers that attempts are sent to, and the first tokens that came with commits until they are
 reported.
 """
 
@@ -28,7 +28,7 @@ from diptych.serving.worker.request_intake import RequestIntake
 
 
 class Commit(msgspec.Struct, frozen=True, array_like=True):
-    """What follows the KV of a prompt: the token behind it, and when it came to be (this host's monotonic clock)."""
+    """What follows the KV of a prompt: the first token, and when it was computed (this host's monotonic clock)."""
 
     first_token: int
     logprobs: TokenLogprobs | None
@@ -51,7 +51,8 @@ class ConnectorDriver:
         return self._connector.fileno() if self._connector else None
 
     def poll(self) -> Iterable[kv.ConnectorEvent]:
-        """What the connector has to say. To be asked before the clock is read, so that nothing in it is from later."""
+        """The events of the connector. To be called before the clock is read, so that no event is later than that
+        time."""
         return self._connector.poll() if self._connector else ()
 
     def set_address(self, attempt_id: str, address: str) -> None:
@@ -59,14 +60,14 @@ class ConnectorDriver:
         self._addresses[attempt_id] = address
 
     def on_event(self, event: kv.ConnectorEvent, now: int) -> None:
-        """The connector said this."""
+        """An event of the connector."""
         if isinstance(event, ChunkArrived | TransferBroken):
             self._core.on_transfer(event, now)
         elif isinstance(event, kv.Committed):
             self._deliver(event, now)
 
     def act(self, action: TransferAction, tokens: StepTokens | None, now: int) -> None:
-        """The core wants this. tokens: of the step whose KV it is about."""
+        """Carry out an action of the core. tokens: of the step whose KV it is about."""
         connector = self._connector
         if connector is None:
             if isinstance(action, OpenTransfer | ExpectTransfer):

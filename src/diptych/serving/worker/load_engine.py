@@ -1,6 +1,6 @@
 """From options to an engine that can serve: threads, weights, KV cache, step-time model, connector.
 
-Owns the order of loading. Imports torch when it is called, not before, so that a worker can say what it is doing.
+Owns the order of loading. Imports torch when it is called, not before, so that a worker can report its progress.
 """
 
 import dataclasses
@@ -38,8 +38,8 @@ Report = Callable[..., None]  # (stage, fraction=None)
 RunnerType = TypeVar("RunnerType", bound=Runner)
 
 FINGERPRINT_BYTES = 64  # of each tensor
-# A prefill worker on a CPU gives way to whatever needs its core for a moment (the front end, a client on this host), so
-# that they need not take the core of a decode worker, whose streams would wait.
+# A prefill worker on a CPU gives way to processes that need its core for a moment (the front end, a client on this
+# host), so that they do not take the core of a decode worker, whose streams would wait.
 PREFILL_NICENESS = 5
 
 
@@ -54,7 +54,8 @@ class LoadedEngine(Generic[RunnerType]):
 
 
 def load_engine(options: EngineOptions, report: Report) -> "LoadedEngine[ModelRunner]":
-    """Load the checkpoint, size its cache, teach the step-time model. Raises ConfigError for what cannot be."""
+    """Load the checkpoint, size the KV cache, fit the step-time model. Raises ConfigError for options that cannot be
+    met."""
     report("importing torch")
     from diptych.runtime.local_engine import engine_config
     from diptych.runtime.model_runner import load_runner
@@ -148,7 +149,8 @@ def _runner_config(options: EngineOptions, device: str, geometry: KVGeometry) ->
 
 
 def connect_peers(options: EngineOptions, runner: "ModelRunner", directory: Path) -> KVConnector | None:
-    """The connector of a worker that has a place among others (else None). Raises ConfigError for what cannot be."""
+    """The connector of a worker that has a place among others (else None). Raises ConfigError for options that cannot
+    be met."""
     place = options.place
     if place is None:
         return None

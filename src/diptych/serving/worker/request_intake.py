@@ -1,4 +1,4 @@
-"""Attempts on their way into a worker: the engine learns their counts and hashes, the executor their tokens.
+"""Attempts on their way into a worker: the engine gets their counts and hashes, the executor their tokens.
 
 Owns the tokens of attempts that another worker prefills, until they are delivered.
 """
@@ -55,7 +55,7 @@ class _Unpacked:
 
 
 class RequestIntake:
-    """The door of one worker."""
+    """The intake of one worker."""
 
     def __init__(self, core: WorkerCore, runner: Runner) -> None:
         self._core = core
@@ -64,7 +64,7 @@ class RequestIntake:
         self._reserved: dict[str, _Unpacked] = {}
 
     def begin(self, command: Serve | Reserve | Prefill, wire: AttemptTokens, now: int) -> None:
-        """An attempt begins here. The executor learns of a reserved one with its delivery."""
+        """An attempt begins here. A reserved one is made known to the executor when its KV is delivered."""
         tokens = self._unpack(wire)
         attempt_id = command.attempt_id
         request = self._request(attempt_id, tokens)
@@ -82,8 +82,8 @@ class RequestIntake:
             self._tell_runner(attempt_id, tokens, tokens.output, now)
 
     def deliver(self, event: TransferCommitted, first_token: int, now: int) -> bool:
-        """The KV of a reserved attempt is here, with its first token. Returns whether it goes on here: one that is not
-        reserved any more is ignored."""
+        """The KV of a reserved attempt is here, with its first token. Returns whether this worker decodes it: an
+        attempt that is not reserved any more is ignored."""
         tokens = self._reserved.pop(event.attempt_id, None)
         if tokens is None or not self._tell_runner(event.attempt_id, tokens, [*tokens.output, first_token], now):
             return False

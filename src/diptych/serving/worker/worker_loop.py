@@ -1,6 +1,6 @@
 """A worker process: one loop that reads the clock, ends a step, takes messages, begins a step and executes it.
 
-Owns the order of a turn (see WorkerCore), the executor and the worker's end of the socket. It looks at no text and
+Owns the order of a turn (see WorkerCore), the executor and the worker's end of the socket. It sees no text and
 waits only when there is no work. Steps run on this thread, and nothing else touches the executor: when a message is
 taken, no step is running, so what the worker reports (an attempt has ended, a peer is forgotten) is true of its memory,
 too.
@@ -97,7 +97,7 @@ class Worker:
         result: StepResult | None = None
         while self._is_running:
             arrived = self._transfers.poll()
-            now = self._clock()  # the only clock reading of the turn
+            now = self._clock()  # the turn reads the clock only here
             heartbeat.begin_turn(now)
             if output is not None:
                 self._end_step(output, result, now)
@@ -115,8 +115,8 @@ class Worker:
                 self._wait(now)
 
     def on_layer(self, num_layers: int) -> None:
-        """Called in the middle of a step, when the KV of so many layers is there: send it to where it is wanted. Raises
-        StepBrokenOff when no client wants the step any more."""
+        """Called in the middle of a step, when the KV of ``num_layers`` layers is computed: send it to the decode
+        workers. Raises StepBrokenOff when every request of the step was dropped."""
         self._break_off()
         if num_layers:
             for chunk in self._chunks:
@@ -131,7 +131,7 @@ class Worker:
         return None
 
     def _break_off(self) -> None:
-        """Raises StepBrokenOff when every prompt in the step is to be dropped, and nothing else is in it: the next
+        """Raises StepBrokenOff when every prompt in the step is to be dropped and the step has no decodes: the next
         request need not wait for its end."""
         step = self._step
         if step is None or step.num_decodes:
@@ -146,8 +146,8 @@ class Worker:
             raise StepBrokenOff
 
     def _end_step(self, output: SchedulerOutput, result: StepResult | None, now: int) -> None:
-        """Take in what was computed and report it, first of all the tokens. Of a step that was broken off, first those
-        requests leave for which it was computed."""
+        """Take in what was computed and report it, the tokens first. When the step was broken off, its requests are
+        dropped first."""
         self._has_stats = True
         if result is None:
             self._take_messages(now)
@@ -157,7 +157,7 @@ class Worker:
         self._flush(now, result.payload)
 
     def _flush(self, now: int, tokens: StepTokens | None = None) -> None:
-        """Carry out what the core wants done, and report what happened (also of the carrying out)."""
+        """Carry out the actions of the core and report the events, also those that the actions cause."""
         if tokens is not None and not (tokens.request_ids or tokens.prompt_logprobs):
             tokens = None
         while not (outbox := self._core.take_outbox()).is_empty or tokens is not None or self._is_stats_time(now):
@@ -245,8 +245,8 @@ def die_with_parent(directory: Path) -> None:
 
 
 def serve(directory: Path, load: Load, connect_to_peers: Connect) -> int:
-    """Load what ``load(options, report)`` builds, connect it to the other workers, say so, and run its loop. Returns
-    the exit status."""
+    """Load what ``load(options, report)`` builds, connect it to the other workers, report Ready, and run its loop.
+    Returns the exit status."""
     heartbeat = Heartbeat(directory / FILE_NAME)
     options = msgspec.json.decode((directory / "options.json").read_bytes(), type=EngineOptions)
     channel = connect(directory / "worker")

@@ -6,6 +6,7 @@ is loaded when a cost model is made, and what it lacks is a ConfigError.
 
 import importlib
 from bisect import bisect_right
+from functools import cache, lru_cache
 from typing import Protocol, Self
 
 from diptych.control.errors import ConfigError
@@ -71,8 +72,8 @@ class AIConfiguratorCost:
     def __init__(self, engine: Engine, name: str = "aiconfigurator") -> None:
         self.name = name
         self._engine = engine
-        self._lines: dict[int, tuple[list[int], list[DecodeLine]]] = {}
-        self._shared: dict[tuple[int, int], float] = {}
+        self._lines = cache(self._decode_lines)
+        self._shared_ms = lru_cache(CACHE_LIMIT)(self._ask_shared_ms)
 
     @classmethod
     def compile(
@@ -119,10 +120,7 @@ class AIConfiguratorCost:
 
     def decode_line(self, num_seqs: int, context: int) -> DecodeLine:
         """See CostModel."""
-        entry = self._lines.get(num_seqs)
-        if entry is None:
-            entry = self._lines[num_seqs] = self._decode_lines(num_seqs)
-        bounds, lines = entry
+        bounds, lines = self._lines(num_seqs)
         return lines[bisect_right(bounds, context)]
 
     def step_ns(self, output: SchedulerOutput) -> int:
@@ -140,16 +138,9 @@ class AIConfiguratorCost:
             total += engine.mixed_step_breakdown(1, num_seqs, max(1, context // num_seqs - 1), 2)[3]
         return max(1, int(total * NS_PER_MS))
 
-    def _shared_ms(self, num_prefill_tokens: int, num_seqs: int) -> float:
+    def _ask_shared_ms(self, num_prefill_tokens: int, num_seqs: int) -> float:
         """Everything but attention."""
-        key = (num_prefill_tokens, num_seqs)
-        known = self._shared.get(key)
-        if known is None:
-            if len(self._shared) >= CACHE_LIMIT:
-                self._shared.clear()
-            known = self._engine.mixed_step_breakdown(num_prefill_tokens, num_seqs, num_prefill_tokens, 2)[1]
-            self._shared[key] = known
-        return known
+        return self._engine.mixed_step_breakdown(num_prefill_tokens, num_seqs, num_prefill_tokens, 2)[1]
 
     def _decode_lines(self, num_seqs: int) -> tuple[list[int], list[DecodeLine]]:
         """Contexts at which the line changes, and one line more than those; never falling with the context."""

@@ -1,4 +1,4 @@
-"""Which cost model prices a model on a device: the one asked for, or the best there is, and in words which one it was.
+"""Which cost model prices a model on a device: the one asked for, or the best there is, and a description of it.
 
 Owns the order of preference of ``auto``: measured layers of this very model and device, then tables of measured
 operators, then the roofline. Must never mix two of them.
@@ -13,7 +13,7 @@ from diptych.simulation.costs.aiconfigurator import AIConfiguratorCost
 from diptych.simulation.costs.cost_model import CostModel
 from diptych.simulation.costs.fitted import Calibration, read_calibration
 from diptych.simulation.costs.layer_tables import LayerTableCost, TableInfo, layer_table_names, load_layer_table
-from diptych.simulation.costs.operator_tables import OperatorTableCost
+from diptych.simulation.costs.operator_tables import operator_table_cost
 from diptych.simulation.costs.profiled import ProfileInfo, load_profile, profile_names
 from diptych.simulation.costs.roofline import RooflineCost
 from diptych.simulation.hardware import Hardware, load_hardware
@@ -24,15 +24,17 @@ COSTS = ("auto", "tables", "operators", "roofline", "aiconfigurator")
 
 @dataclass(frozen=True, slots=True)
 class CostChoice:
-    """A cost model, one sentence about it, and what it is of. price and power: of one device, where known."""
+    """A cost model, one sentence about it, and what it is of."""
 
     cost: CostModel
     words: str
     source: Calibration | tuple[ModelSpec, Hardware]
     max_model_len: int
-    usd_per_hour: float | None = None
-    watts_busy: float | None = None
-    watts_idle: float | None = None
+
+    @property
+    def hardware(self) -> Hardware | None:
+        """The device, if it is one of the catalogue."""
+        return None if isinstance(self.source, Calibration) else self.source[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +76,7 @@ def choose_cost(
         raise ConfigError(f"{missing} is not set; name one of the catalogue, such as {example}", param=missing)
     wanted = Wanted(load_model(model), load_hardware(hardware), tensor_parallel, weight_bits, kv_bits)
     cost, words = _priced(name, wanted)
-    return CostChoice(
-        cost=cost,
-        words=words,
-        source=(wanted.model, wanted.hardware),
-        max_model_len=wanted.model.max_context,
-        usd_per_hour=wanted.hardware.price_per_hour or None,
-        watts_busy=wanted.hardware.power_w,
-        watts_idle=wanted.hardware.idle_power_w,
-    )
+    return CostChoice(cost, words, (wanted.model, wanted.hardware), wanted.model.max_context)
 
 
 def _priced(name: str, wanted: Wanted) -> tuple[CostModel, str]:
@@ -108,7 +102,7 @@ def _priced(name: str, wanted: Wanted) -> tuple[CostModel, str]:
     weight_bits, kv_bits = wanted.weight_bits, wanted.kv_bits
     if name in ("auto", "operators"):
         try:
-            operators = OperatorTableCost(model, hardware, devices, weight_bits=weight_bits, kv_bits=kv_bits)
+            operators = operator_table_cost(model, hardware, devices, weight_bits=weight_bits, kv_bits=kv_bits)
             return operators, f"measured operators, summed over the layers of {wanted} ({operators.info.engine})"
         except ConfigError:
             if name != "auto":

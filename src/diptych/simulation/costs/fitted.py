@@ -261,7 +261,7 @@ def fit_live_table(forward: FittedCost, points: Sequence[MeasuredPoint]) -> Fitt
 
 def gather(steps: Iterable[tuple[StepFeatures, int]]) -> list[MeasuredPoint]:
     """Recorded steps of about equal features as one point each: the mean of both, without the steps that took more
-    than OUTLIER times the median (somebody else had the machine). The mean, because latencies are sums of steps."""
+    than OUTLIER times the median (another program had the machine). The mean, because latencies are sums of steps."""
     cells: dict[tuple[int, int, int], list[tuple[StepFeatures, int]]] = {}
     for features, duration_ns in steps:
         context = features.decode_context.bit_length() if features.decode_seqs else 0

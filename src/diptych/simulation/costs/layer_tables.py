@@ -13,21 +13,21 @@ of them takes alone. Prefill and decode in one step take the sum of the two alon
 profile has mixed steps.
 """
 
-import gzip
-import json
 import math
 from bisect import bisect_right
-from dataclasses import dataclass, field
-from importlib import resources
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
+
+import msgspec
 
 from diptych.control.errors import ConfigError
 from diptych.control.step import ScheduledPrefill, SchedulerOutput, chunk_attention
 from diptych.simulation.costs.cost_model import UNBOUNDED, DecodeLine
 from diptych.simulation.costs.interpolation import Curve, Grid, Surface
+from diptych.simulation.packed_tables import packed_names, packed_table
 
 NS_PER_US = 1000.0
-SUFFIX = ".json.gz"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,25 +73,18 @@ class LayerTables:
     overhead: Curve
 
 
-@dataclass(frozen=True, slots=True)
 class LayerTableCost:
     """The CostModel of one table. Lines of a batch size are made when it is first asked for, and kept."""
 
-    info: TableInfo
-    tables: LayerTables
-    _lines: dict[int, tuple[list[int], list[DecodeLine]]] = field(default_factory=dict, repr=False, compare=False)
-
-    @property
-    def name(self) -> str:
-        """The table's name."""
-        return self.info.name
+    def __init__(self, info: TableInfo, tables: LayerTables) -> None:
+        self.name = info.name
+        self.info = info
+        self.tables = tables
+        self._lines = cache(self._make_lines)
 
     def decode_line(self, num_seqs: int, context: int) -> DecodeLine:
         """See CostModel: the segment of the interpolated table around the mean context."""
-        entry = self._lines.get(num_seqs)
-        if entry is None:
-            entry = self._lines[num_seqs] = self._make_lines(num_seqs)
-        ends, lines = entry
+        ends, lines = self._lines(num_seqs)
         return lines[bisect_right(ends, context)]
 
     def step_ns(self, output: SchedulerOutput) -> int:
@@ -175,8 +168,7 @@ def _line(intercept_ns: float, slope_ns: float, start: int, until: int) -> Decod
 
 def layer_table_names() -> tuple[str, ...]:
     """Names that ``load_layer_table`` knows, in order."""
-    folder = resources.files("diptych.simulation.catalogue") / "tables"
-    return tuple(sorted(entry.name.removesuffix(SUFFIX) for entry in folder.iterdir() if entry.name.endswith(SUFFIX)))
+    return packed_names("tables")
 
 
 def load_layer_table(name: str, *, skew: float = 1.0) -> LayerTableCost:
@@ -186,25 +178,13 @@ def load_layer_table(name: str, *, skew: float = 1.0) -> LayerTableCost:
     """
     if name not in layer_table_names():
         raise ConfigError(f"layer table is {name!r}; one of {', '.join(layer_table_names())}", param="layer_table")
-    packed = (resources.files("diptych.simulation.catalogue") / "tables" / f"{name}{SUFFIX}").read_bytes()
-    return parse_layer_table(json.loads(gzip.decompress(packed)), skew=skew)
+    return parse_layer_table(packed_table("tables", name), skew=skew)
 
 
 def parse_layer_table(data: dict[str, Any], *, skew: float = 1.0) -> LayerTableCost:
     """The cost model of a table as plain data (the JSON that scripts/derive_layer_tables.py writes)."""
     if not skew >= 1:
         raise ConfigError(f"skew is {skew}; the longest context over the mean is at least 1", param="skew")
-    info = TableInfo(
-        name=data["name"],
-        hardware=data["hardware"],
-        model=data["model"],
-        tensor_parallel=data["tensor_parallel"],
-        engine=data["engine"],
-        num_layers=data["num_layers"],
-        overhead_source=data["overhead_source"],
-        skew_alpha=data["skew_alpha"],
-        sources=tuple(TableSource(**entry) for entry in data["sources"]),
-    )
     mixed = data.get("mixed_attention")
     tables = LayerTables(
         tokens=_curve(data["tokens"]),
@@ -216,7 +196,7 @@ def parse_layer_table(data: dict[str, Any], *, skew: float = 1.0) -> LayerTableC
         else Grid(tuple(tuple(map(float, axis)) for axis in mixed["axes"]), tuple(mixed["factors"])),
         overhead=_curve(data["overhead"]),
     )
-    return LayerTableCost(info, tables)
+    return LayerTableCost(msgspec.convert(data, TableInfo), tables)
 
 
 def _curve(data: dict[str, Any]) -> Curve:

@@ -14,8 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from diptych.control.errors import ConfigError
-from diptych.control.step import SchedulerOutput, chunk_attention
-from diptych.simulation.costs.cost_model import DecodeLine
+from diptych.control.step import chunk_attention
 from diptych.simulation.costs.interpolation import Curve, Surface
 from diptych.simulation.costs.layer_tables import LayerTableCost, LayerTables, TableInfo
 from diptych.simulation.costs.operators import (
@@ -34,64 +33,38 @@ STARTS = (0, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)  # knots 
 OVERHEAD_SOURCE = "step_overhead_s of the hardware entry"
 
 
-class OperatorTableCost:
-    """CostModel of ``tensor_parallel`` GPUs whose operators were measured. Lines and sums are made once and kept.
+def operator_table_cost(
+    model: ModelSpec,
+    hardware: Hardware,
+    tensor_parallel: int = 1,
+    *,
+    weight_bits: int = 16,
+    kv_bits: int = 16,
+    step_overhead_s: float | None = None,
+) -> LayerTableCost:
+    """The cost model of ``tensor_parallel`` GPUs whose operators were measured.
 
     weight_bits: 16, or 8 (per-tensor fp8; not of experts) where the GPU has it. kv_bits: 16 or 8.
     step_overhead_s: the host's part of a step in place of the hardware entry's. Raises ConfigError for what was not
     measured: other GPUs, latent attention, numbers of devices without an all-reduce.
     """
-
-    def __init__(
-        self,
-        model: ModelSpec,
-        hardware: Hardware,
-        tensor_parallel: int = 1,
-        *,
-        weight_bits: int = 16,
-        kv_bits: int = 16,
-        step_overhead_s: float | None = None,
-    ) -> None:
-        check_tensor_parallel(model, tensor_parallel)
-        operators = load_operator_tables(hardware)
-        _check_measured(operators, model, tensor_parallel, weight_bits, kv_bits)
-        overhead = hardware.achieved.step_overhead_s if step_overhead_s is None else step_overhead_s
-        tables = layer_tables(operators, model, tensor_parallel, weight_bits, kv_bits)
-        info = TableInfo(
-            name=f"operators:{model.name}:{hardware.name}:tp{tensor_parallel}:w{weight_bits}:kv{kv_bits}",
-            hardware=hardware.name,
-            model=model.name,
-            tensor_parallel=tensor_parallel,
-            engine=operators.engine,
-            num_layers=model.layers,
-            overhead_source=OVERHEAD_SOURCE if step_overhead_s is None else "given",
-            skew_alpha=0.0,
-            sources=operators.sources,
-        )
-        self._cost = LayerTableCost(info, replace(tables, overhead=Curve((1.0,), (US * overhead,))))
-
-    @property
-    def name(self) -> str:
-        """Model, hardware and precision."""
-        return self._cost.name
-
-    @property
-    def info(self) -> TableInfo:
-        """What was measured, and where the numbers come from."""
-        return self._cost.info
-
-    @property
-    def tables(self) -> LayerTables:
-        """The sums over the layers, in microseconds."""
-        return self._cost.tables
-
-    def decode_line(self, num_seqs: int, context: int) -> DecodeLine:
-        """See CostModel."""
-        return self._cost.decode_line(num_seqs, context)
-
-    def step_ns(self, output: SchedulerOutput) -> int:
-        """See CostModel."""
-        return self._cost.step_ns(output)
+    check_tensor_parallel(model, tensor_parallel)
+    operators = load_operator_tables(hardware)
+    _check_measured(operators, model, tensor_parallel, weight_bits, kv_bits)
+    overhead = hardware.achieved.step_overhead_s if step_overhead_s is None else step_overhead_s
+    tables = layer_tables(operators, model, tensor_parallel, weight_bits, kv_bits)
+    info = TableInfo(
+        name=f"operators:{model.name}:{hardware.name}:tp{tensor_parallel}:w{weight_bits}:kv{kv_bits}",
+        hardware=hardware.name,
+        model=model.name,
+        tensor_parallel=tensor_parallel,
+        engine=operators.engine,
+        num_layers=model.layers,
+        overhead_source=OVERHEAD_SOURCE if step_overhead_s is None else "given",
+        skew_alpha=0.0,
+        sources=operators.sources,
+    )
+    return LayerTableCost(info, replace(tables, overhead=Curve((1.0,), (US * overhead,))))
 
 
 def _check_measured(

@@ -10,15 +10,13 @@ batch scaled by the heads; between measured lengths of prompts it follows the ro
 shape take the nearest shape's time, scaled by the rooflines of both.
 """
 
-import gzip
-import json
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib import resources
 from itertools import pairwise, product
 from typing import Any
+
+import msgspec
 
 from diptych.control.errors import ConfigError
 from diptych.simulation.costs.interpolation import Curve, Surface
@@ -26,26 +24,20 @@ from diptych.simulation.costs.layer_tables import TableSource
 from diptych.simulation.costs.roofline import expert_ns, expert_ops
 from diptych.simulation.hardware import Hardware
 from diptych.simulation.models import ModelSpec, MoESpec
+from diptych.simulation.packed_tables import packed_names, packed_table
 
 US = 1e6
-SUFFIX = ".json.gz"
 
 
-@dataclass(frozen=True, slots=True)
 class LinearTable:
     """Matrix products [m, k] x [k, n] of one precision: microseconds by m, for each measured (n, k)."""
 
-    hardware: Hardware
-    weight_bits: int
-    curves: Mapping[tuple[int, int], Curve]
-    ns: tuple[int, ...]
-    ks: tuple[int, ...]
-
-    @classmethod
-    def of(cls, hardware: Hardware, weight_bits: int, curves: Mapping[tuple[int, int], Curve]) -> "LinearTable":
-        """The table of these curves."""
-        return cls(hardware, weight_bits, curves, tuple(sorted({n for n, _ in curves})),
-                   tuple(sorted({k for _, k in curves})))  # fmt: skip
+    def __init__(self, hardware: Hardware, weight_bits: int, curves: Mapping[tuple[int, int], Curve]) -> None:
+        self.hardware = hardware
+        self.weight_bits = weight_bits
+        self.curves = curves
+        self.ns = sorted({n for n, _ in curves})
+        self.ks = sorted({k for _, k in curves})
 
     def us(self, m: int, n: int, k: int) -> float:
         """Microseconds of one product (n, k >= 1)."""
@@ -237,8 +229,7 @@ def prompt_law(hardware: Hardware, heads: AttentionHeads, batch: float = 1.0) ->
 
 def operator_table_names() -> tuple[str, ...]:
     """Names (of the hardware catalogue) of the GPUs whose operators are shipped, in order."""
-    folder = resources.files("diptych.simulation.catalogue") / "operators"
-    return tuple(sorted(entry.name.removesuffix(SUFFIX) for entry in folder.iterdir() if entry.name.endswith(SUFFIX)))
+    return packed_names("operators")
 
 
 def load_operator_tables(hardware: Hardware) -> OperatorTables:
@@ -248,25 +239,13 @@ def load_operator_tables(hardware: Hardware) -> OperatorTables:
         raise ConfigError(
             f"hardware is {hardware.name!r}; operators were measured on {', '.join(names)}", param="hardware"
         )
-    return parse_operator_tables(operator_data(hardware.name), hardware)
-
-
-@cache
-def operator_data(name: str) -> dict[str, Any]:
-    """The shipped file of a GPU as plain data (what scripts/derive_operator_tables.py writes)."""
-    packed = (resources.files("diptych.simulation.catalogue") / "operators" / f"{name}{SUFFIX}").read_bytes()
-    data: dict[str, Any] = json.loads(gzip.decompress(packed))
-    return data
-
-
-def parse_operator_tables(data: Mapping[str, Any], hardware: Hardware) -> OperatorTables:
-    """The operators in plain data."""
+    data = operator_data(hardware.name)
     return OperatorTables(
         hardware=hardware,
         engine=data["engine"],
-        sources=tuple(TableSource(**entry) for entry in data["sources"]),
+        sources=msgspec.convert(data["sources"], tuple[TableSource, ...]),
         linear={
-            int(bits): LinearTable.of(hardware, int(bits), {(row["n"], row["k"]): curve_of(row) for row in rows})
+            int(bits): LinearTable(hardware, int(bits), {(row["n"], row["k"]): curve_of(row) for row in rows})
             for bits, rows in data["gemm"].items()
             if rows
         },
@@ -275,6 +254,11 @@ def parse_operator_tables(data: Mapping[str, Any], hardware: Hardware) -> Operat
         experts=ExpertTable({_expert_key(row): curve_of(row) for row in data["experts"]}),
         all_reduce={row["devices"]: curve_of(row) for row in reversed(data["all_reduce"])},  # vLLM's kernel wins
     )
+
+
+def operator_data(name: str) -> dict[str, Any]:
+    """The shipped file of a GPU as plain data (what scripts/derive_operator_tables.py writes)."""
+    return packed_table("operators", name)
 
 
 def curve_of(row: Mapping[str, Any]) -> Curve:

@@ -6,11 +6,13 @@ step mixes both phases: the law used there is named below. Layers and operators 
 """
 
 import json
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
 from typing import Any, Protocol
+
+import msgspec
 
 from diptych.control.errors import ConfigError
 from diptych.control.step import SchedulerOutput, StepFeatures
@@ -38,8 +40,8 @@ class ProfileInfo:
     source: str
     licence: str
     changes: str
-    kv_tokens: dict[int, int]
-    kv_bytes_per_token: int
+    kv_tokens: dict[int, int] = field(default_factory=dict)
+    kv_bytes_per_token: int = 0
 
 
 class StepLaw(Protocol):
@@ -124,31 +126,19 @@ class PowerProfile:
     mean: Curve
 
 
-@dataclass(frozen=True)
 class ProfiledCost:
-    """The CostModel of one profile."""
+    """The CostModel of one profile. Lines are made when they are first asked for, and kept."""
 
-    info: ProfileInfo
-    law: StepLaw
-    power: PowerProfile | None = None
-
-    @cached_property
-    def name(self) -> str:
-        """The profile's name."""
-        return self.info.name
-
-    @cached_property
-    def _lines(self) -> dict[int, DecodeLine]:
-        """Lines of the batch sizes that were asked for (they never change)."""
-        return {}
+    def __init__(self, info: ProfileInfo, law: StepLaw, power: PowerProfile | None = None) -> None:
+        self.name = info.name
+        self.info = info
+        self.law = law
+        self.power = power
+        self._line = cache(self._make_line)
 
     def decode_line(self, num_seqs: int, context: int) -> DecodeLine:
         """See CostModel; one line holds for every context."""
-        line = self._lines.get(num_seqs)
-        if line is None:
-            intercept, slope = self.law.decode_line(num_seqs)
-            line = self._lines[num_seqs] = DecodeLine(max(ONE, intercept), max(0, slope), UNBOUNDED)
-        return line
+        return self._line(num_seqs)
 
     def step_ns(self, output: SchedulerOutput) -> int:
         """See CostModel."""
@@ -156,6 +146,10 @@ class ProfiledCost:
         if not features.prefill_tokens:
             return self.decode_line(features.decode_seqs, 0).step_ns(features.decode_context)
         return max(1, self.law.with_prefill(features) >> FRACTION_BITS)
+
+    def _make_line(self, num_seqs: int) -> DecodeLine:
+        intercept, slope = self.law.decode_line(num_seqs)
+        return DecodeLine(max(ONE, intercept), max(0, slope), UNBOUNDED)
 
 
 def profile_names() -> tuple[str, ...]:
@@ -175,18 +169,7 @@ def load_profile(name: str) -> ProfiledCost:
 def parse_profile(name: str, document: dict[str, Any]) -> ProfiledCost:
     """One profile of a document as scripts/derive_profiles.py writes it (times in milliseconds)."""
     entry = document["profiles"][name]
-    info = ProfileInfo(
-        name=name,
-        hardware=entry["hardware"],
-        model=entry["model"],
-        tensor_parallel=entry["tensor_parallel"],
-        engine=entry["engine"],
-        source=document["source"],
-        licence=document["licence"],
-        changes=document["changes"],
-        kv_tokens={int(stages): tokens for stages, tokens in entry.get("kv_tokens", {}).items()},
-        kv_bytes_per_token=entry.get("kv_bytes_per_token", 0),
-    )
+    info = msgspec.convert({**document, **entry, "name": name}, ProfileInfo, str_keys=True)
     if document["form"] == "fitted":
         return ProfiledCost(
             info, fitted_law(entry["prefill"], entry["decode_small"], entry["decode_large"], entry["threshold"])

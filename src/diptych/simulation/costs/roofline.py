@@ -9,8 +9,9 @@ E * (1 - (1 - k/E)^n), each token choosing k of E at random.
 """
 
 from dataclasses import dataclass
+from functools import cache, lru_cache
 
-from diptych.control.step import SchedulerOutput, chunk_attention
+from diptych.control.step import SchedulerOutput
 from diptych.simulation.costs.cost_model import UNBOUNDED, DecodeLine
 from diptych.simulation.hardware import Hardware
 from diptych.simulation.models import ModelSpec, MoESpec, check_tensor_parallel
@@ -97,15 +98,13 @@ class RooflineCost:
         self._step_ns = NS * (overhead + kernels * achieved.elementwise_launch_s + reduces * latency)
         self._step_ns += self._attention.launch_ns
         self._token_ns = NS * (elementwise_bytes(model, tensor_parallel) / rate + reduces * message)
-        self._linear_cache: dict[int, float] = {}
-        self._lines: dict[int, tuple[DecodeLine, int, DecodeLine]] = {}
+        self._tokens_ns = lru_cache(CACHE_LIMIT)(self._price_tokens)
+        self._lines = cache(self._decode_lines)
 
     def decode_line(self, num_seqs: int, context: int) -> DecodeLine:
         """See CostModel."""
-        entry = self._lines.get(num_seqs)
-        if entry is None:
-            entry = self._lines[num_seqs] = self._decode_lines(num_seqs)
-        return entry[0] if context < entry[1] else entry[2]
+        line, switch, later = self._lines(num_seqs)
+        return line if context < switch else later
 
     def step_ns(self, output: SchedulerOutput) -> int:
         """See CostModel."""
@@ -123,13 +122,6 @@ class RooflineCost:
         total += attention.start_ns * starts
         if num_seqs:
             total += self._decode_attention_ns(num_seqs, context)
-        return max(1, int(total))
-
-    def prefill_ns(self, num_tokens: int, start: int = 0) -> int:
-        """Duration of a step that computes one last chunk and nothing else (for planning)."""
-        attention = self._attention
-        total = self._tokens_ns(num_tokens) + self._sampling_ns(1) + attention.token_ns * num_tokens
-        total += attention.pair_ns * chunk_attention(start, num_tokens) + attention.start_ns * start
         return max(1, int(total))
 
     def _decode_lines(self, num_seqs: int) -> tuple[DecodeLine, int, DecodeLine]:
@@ -153,17 +145,11 @@ class RooflineCost:
     def _sampling_ns(self, num_sampled: int) -> float:
         return self._head.total_ns(num_sampled) + self._sampled_ns * num_sampled if num_sampled else 0.0
 
-    def _tokens_ns(self, num_tokens: int) -> float:
+    def _price_tokens(self, num_tokens: int) -> float:
         """Everything but attention over the context and the sampling, for a step of so many tokens."""
-        known = self._linear_cache.get(num_tokens)
-        if known is not None:
-            return known
         total = self._step_ns + self._token_ns * num_tokens + sum(op.total_ns(num_tokens) for op in self._ops)
         if self._moe:
             total += sum(expert_ns(op, self._moe, num_tokens) for op in self._experts)
-        if len(self._linear_cache) >= CACHE_LIMIT:
-            self._linear_cache.clear()
-        self._linear_cache[num_tokens] = total
         return total
 
 

@@ -1,5 +1,5 @@
-"""A request that has not ended, as the simulated client and its end of the server know it: what the client has been
-given, which a front end must know when a worker dies."""
+"""A request that has not ended, as its simulated client and the front end know it: which tokens the client has got,
+which a front end must know when a worker is lost."""
 
 from dataclasses import dataclass, replace
 
@@ -13,9 +13,9 @@ from diptych.workload.spec import RequestSpec
 @dataclass(eq=False, slots=True)
 class ClientRequest:
     """submitted_ns: when the front end began with it. num_tokens: of the answer, that the client had when the current
-    attempt began. has_token: the first token of this attempt has come. is_taken_over: the front end has heard that the
-    decode worker goes on with it. num_final: the attempt has ended at its worker after so many tokens, and the word of
-    it is on its way. first_token_ns: of all attempts. worker: where its tokens come from.
+    attempt began. has_token: the first token of this attempt has come. is_taken_over: the front end knows that the
+    decode worker has taken it over. num_final: the attempt has ended at its worker after this many tokens, and the
+    report is on its way. first_token_ns: of all attempts. worker: where its tokens come from.
     """
 
     number: int
@@ -38,7 +38,7 @@ class ClientRequest:
         return self.prefill != self.worker
 
     def begin_attempt(self, attempt_id: str, num_tokens: int) -> None:
-        """Another attempt, after so many tokens of the answer."""
+        """Another attempt, after ``num_tokens`` tokens of the answer."""
         self.attempt_id, self.num_tokens = attempt_id, num_tokens
         self.has_token = self.is_taken_over = False
         self.num_final = 0
@@ -57,7 +57,7 @@ class ClientRequest:
         count = int(self.has_token)
         is_here = worker == self.worker and (not self.is_handoff or self.is_taken_over)
         if is_here and count:
-            # The last one comes together with the word of the end.
+            # The last one comes together with the report of the end.
             most = min(self.spec.output_tokens, max_model_len - self.spec.prompt_tokens) - self.num_tokens
             given = min((self.num_final or most) - 1, tokens.get(self.attempt_id, most))
             count = max(1, given - num_lost)
@@ -75,7 +75,7 @@ class ClientRequest:
         return replace(event, latency=latency, slo_met=slo_met)
 
     def abandoned(self, now: int, account: LatencyBreakdown | None, default: Slo) -> RequestFinished:
-        """The client goes away. account: where the worker that has the request says that its time went until now."""
+        """The client goes away. account: the split of its time so far, by the worker that has the request."""
         total_ns, count = now - self.spec.arrival_ns, int(self.has_token)
         latency = LatencyBreakdown(total_ns, 0, 0, self.num_tokens + count)
         if account is not None:
@@ -102,7 +102,7 @@ class ClientRequest:
 
 
 def attempt_spec(spec: RequestSpec, num_output_tokens: int) -> RequestSpec:
-    """What is left to do after so many tokens of the answer: they belong to the prompt now."""
+    """What is left to do after this many tokens of the answer: they belong to the prompt now."""
     if not num_output_tokens:
         return spec
     return replace(

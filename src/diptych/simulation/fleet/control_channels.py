@@ -1,7 +1,7 @@
-"""Messages between the front end and its workers, and the faults that befall them.
+"""Messages between the front end and its workers, and the faults of their channels.
 
-Owns when a message arrives, how often, and that one sent to or by a process that has died since never does. Must
-never look into a message.
+Owns when a message arrives and how often; a message to or from a process that has ended since never arrives. Does not
+read messages.
 """
 
 import random
@@ -16,7 +16,7 @@ Deliver = Callable[[], None]
 
 
 class ControlChannel:
-    """One direction. Messages keep their order but for the fault that mixes them up."""
+    """One direction. Messages keep their order, except under the fault ``reorder``."""
 
     def __init__(self, environment: Environment, faults: Sequence[Fault], seed: int) -> None:
         self._environment = environment
@@ -74,7 +74,7 @@ class ControlChannels:
         self._environment = environment
         self._to: list[ControlChannel] = []
         self._from: list[ControlChannel] = []
-        self._begun: list[set[str]] = [set() for _ in range(num_workers)]  # attempts that each worker has heard of
+        self._begun: list[set[str]] = [set() for _ in range(num_workers)]  # attempts that each worker has got
         if not faults:
             return
         for worker in range(num_workers):
@@ -101,7 +101,7 @@ class ControlChannels:
             act()
 
     def is_news(self, worker: int, attempt_id: str) -> bool:
-        """Whether the worker hears of this attempt for the first time (messages may come twice)."""
+        """Whether the worker gets this attempt for the first time (messages may come twice)."""
         if not self._to:
             return True
         if attempt_id in self._begun[worker]:
@@ -115,7 +115,7 @@ class ControlChannels:
         self._begun[worker].clear()
 
     def on_down(self, worker: int) -> None:
-        """Its death is known: what it had said and nobody has heard yet is lost."""
+        """Its end is known: reports that were not read yet are lost."""
         self._from[worker].cut()
 
     def on_up(self, worker: int) -> None:

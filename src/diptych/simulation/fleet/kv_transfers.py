@@ -1,7 +1,8 @@
 """The KV connectors of a simulated fleet: bytes and commits on their way from worker to worker.
 
 An attempt is expected by its receiver and sent by its sender; when the commit and all bytes have arrived, the receiver
-is told. What is not expected is refused, and what stands still for too long is given up by both ends. Which worker
+gets TransferCommitted. A transfer that is not expected is refused, and one that stands still for too long is given up
+by both ends. Which worker
 sends what when is decided by diptych.control.
 
 A chunk begins to travel when its step has ended, as it does from a GPU. CPU workers send its layers while others are
@@ -43,6 +44,7 @@ class _Sender:
     num_bytes: int = 0
     first_ns: int = -1
     commit: CommitTransfer | None = None
+    is_stranded: bool = False  # its receiver's process has died: what is still sent finds none
 
 
 class KVTransfers:
@@ -68,6 +70,7 @@ class KVTransfers:
         self._out = [Link.named(link) for _ in infos]
         self._in = [Link.named(link) for _ in infos]
         self._outages = [0] * len(infos)  # how many; odd while the link is down
+        self._lost: set[int] = set()  # workers without a process
         self._expected: dict[tuple[int, str], None] = {}
         self._senders: dict[tuple[int, str], _Sender] = {}
 
@@ -85,14 +88,16 @@ class KVTransfers:
         key = (worker, action.attempt_id)
         match action:
             case OpenTransfer():
-                self._senders[key] = _Sender(action.attempt_id, worker, action.target)
+                opened = self._senders[key] = _Sender(action.attempt_id, worker, action.target)
+                if action.target in self._lost:
+                    self._strand(opened)
             case ExpectTransfer():
                 self._expected[key] = None
             case SendChunk():
-                if sender := self._senders.get(key):
+                if (sender := self._senders.get(key)) and not sender.is_stranded:
                     self._send(sender, action.num_tokens * self._bytes_per_token)
             case CommitTransfer():
-                if sender := self._senders.get(key):
+                if (sender := self._senders.get(key)) and not sender.is_stranded:
                     self._commit(sender, action)
             case CancelTransfer():
                 if sender := self._senders.pop(key, None):
@@ -114,6 +119,7 @@ class KVTransfers:
     def lose(self, worker: int) -> None:
         """The worker's process has died. The other ends notice when they have tried for long enough."""
         now = self._environment.now
+        self._lost.add(worker)
         for key in [key for key in self._expected if key[0] == worker]:
             del self._expected[key]
         for key, sender in list(self._senders.items()):
@@ -125,9 +131,16 @@ class KVTransfers:
                     self._environment.at(now + self._resume_ns, MESSAGE, fail)
             elif sender.target == worker:
                 self._stop(sender)
-                sender.num_pending = -1  # what is still sent finds no process
-                fail = partial(self._fail_sender, sender, "the receiver is gone")
-                self._environment.at(now + self._resume_ns, MESSAGE, fail)
+                self._strand(sender)
+
+    def restore(self, worker: int) -> None:
+        """A new process of the worker is there."""
+        self._lost.discard(worker)
+
+    def _strand(self, sender: _Sender) -> None:
+        sender.is_stranded = True
+        fail = partial(self._fail_sender, sender, "the receiver is gone")
+        self._environment.at(self._environment.now + self._resume_ns, MESSAGE, fail)
 
     def _is_near(self, sender: _Sender) -> bool:
         domain = self._domains[sender.source]
@@ -159,7 +172,7 @@ class KVTransfers:
 
     def _arrive(self, sender: _Sender, number: int) -> None:
         sender.transfers.discard(number)
-        if self._senders.get((sender.source, sender.attempt_id)) is not sender or sender.num_pending < 0:
+        if self._senders.get((sender.source, sender.attempt_id)) is not sender or sender.is_stranded:
             return
         key = (sender.target, sender.attempt_id)
         if key not in self._expected:
@@ -179,7 +192,7 @@ class KVTransfers:
         self._tell(sender.target, TransferCommitted(sender.attempt_id, *times, sender.num_bytes, transfer_ns))
 
     def _watch(self, sender: _Sender) -> None:
-        """Something of this attempt is on its way: while a link is down, give it up in time."""
+        """This attempt sends something: while a link is down, give it up in time."""
         for worker in (sender.source, sender.target):
             outage = self._outages[worker]
             if outage % 2 and sender.transfers:

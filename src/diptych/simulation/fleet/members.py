@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from diptych.control.config import EngineConfig
+from diptych.control.engine.scheduler.step_time import StepTimeModel
 from diptych.control.router.topology import WorkerInfo
 from diptych.simulation.environment import Environment
 from diptych.simulation.fleet.pools import Pools
@@ -53,27 +54,23 @@ def make_workers(
     surroundings: Surroundings,
     auditor: Auditor | None,
 ) -> list[SimulatedWorker]:
-    """The workers; equal ones share what warm-up taught them."""
-    models: dict[int, WorkerModel] = {}
+    """The workers; those that differ in the place of their blocks alone share what warm-up taught them."""
+    models: dict[EngineConfig, StepTimeModel] = {}
     workers = []
     cluster = scenario.cluster_config
     has_costs = cluster.routing.routing == "kv_aware"
     for member in members:
-        base = scenario.engine
-        if scenario.pools is not None and scenario.pools.prefill is not None and member.info.role == "prefill":
-            base = scenario.pools.prefill
-        if id(base) not in models:
-            models[id(base)] = WorkerModel(
-                base,
-                scenario.cost,
-                warmed_up_model(base, scenario.cost, scenario.warm_up),
-                scenario.fast_forward,
-                scenario.swap_block_ns,
-                reports_load=has_costs or bool(cluster.max_untouched_per_worker),
-                publishes_kv=has_costs,
-            )
-        worker = models[id(base)]
-        if member.config is not base:
-            worker = replace(worker, engine=member.config)
+        kind = member.config.with_(cache=replace(member.config.cache, first_block=0))
+        if kind not in models:
+            models[kind] = warmed_up_model(kind, scenario.cost, scenario.warm_up)
+        worker = WorkerModel(
+            member.config,
+            scenario.cost,
+            models[kind],
+            scenario.fast_forward,
+            scenario.swap_block_ns,
+            reports_load=has_costs or bool(cluster.max_untouched_per_worker),
+            publishes_kv=has_costs and len(members) > 1,
+        )
         workers.append(SimulatedWorker(member.info.number, worker, environment, surroundings, auditor))
     return workers

@@ -37,7 +37,7 @@ class Pools:
         for name in ("num_prefill", "num_decode"):
             if not getattr(self, name) + self.num_both:
                 raise ConfigError(
-                    f"{name} is 0 and num_both is 0; somebody must do that work: at least 1 of either", param=name
+                    f"{name} is 0 and num_both is 0; no worker could do that work: at least 1 of either", param=name
                 )
         if self.link == "shared_memory":
             object.__setattr__(self, "num_hosts", 1)
@@ -48,7 +48,7 @@ class Pools:
         return self.num_prefill + self.num_decode + self.num_both
 
     def role(self, worker: int) -> Role:
-        """What a worker is for."""
+        """The role of a worker."""
         if worker < self.num_prefill:
             return "prefill"
         return "decode" if worker < self.num_prefill + self.num_decode else "both"

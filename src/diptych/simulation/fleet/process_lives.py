@@ -1,7 +1,7 @@
 """The lives of the simulated workers' processes: how they fail, when that is noticed, and when they are back.
 
-A process that has died is known to be dead after a while (Watch.detection_ns), and one that hangs for too long is
-killed. A new one takes its place when the fault is over; whether it may be used yet is the cluster's business.
+The front end knows of a dead process after Watch.detection_ns, and a process that hangs for too long is killed. A new
+one takes its place when the fault is over; ClusterCore decides when it may be used.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from diptych.simulation.fleet.simulated_worker import SimulatedWorker
 
 
 class FrontEndOfWorkers(Protocol):
-    """What is told of the processes. ``tokens``: how many each attempt had been given by the worker that died."""
+    """Gets the news of the processes. ``tokens``: how many each attempt had got from the worker that died."""
 
     def on_death(self, worker: int) -> None:
         """The process is gone; the front end does not know yet."""
@@ -36,7 +36,6 @@ class FrontEndOfWorkers(Protocol):
 @dataclass(slots=True)
 class _Process:
     is_alive: bool = True
-    is_known_dead: bool = False
     life: int = 0
     back_ns: int = 0  # when the next process may begin
     num_outages: int = 0  # of its link, at this moment
@@ -56,7 +55,7 @@ class ProcessLives:
         self._processes = [_Process() for _ in workers]
 
     def schedule(self, faults: tuple[Fault, ...]) -> None:
-        """Have these happen (those of messages are the channels' business)."""
+        """Schedule these faults (ControlChannels handles those of messages)."""
         for fault in faults:
             if fault.kind not in MESSAGE_FAULTS and fault.worker < len(self._workers):
                 self._environment.at(fault.at_ns, MESSAGE, partial(self._strike, fault))
@@ -105,7 +104,7 @@ class ProcessLives:
         process.back_ns = max(process.back_ns, until_ns)
         if not process.is_alive:
             return
-        process.is_alive, process.is_known_dead = False, False
+        process.is_alive = False
         process.life += 1
         process.tokens = self._workers[worker].crash(until_ns)
         self._front_end.on_death(worker)
@@ -114,7 +113,6 @@ class ProcessLives:
 
     def _detect(self, worker: int) -> None:
         process, now = self._processes[worker], self._environment.now
-        process.is_known_dead = True
         self._front_end.on_down(worker, process.tokens)
         process.tokens = {}
         at_ns = max(process.back_ns, now + 1)

@@ -1,7 +1,7 @@
-"""A fleet under virtual time: ClusterCore decides, as it does for the live server; this carries out what it says.
+"""A fleet under virtual time: ClusterCore decides, as it does for the live server; this file carries out its commands.
 
-Owns the requests that have not ended as their clients see them, the messages between front end and workers, and the
-books. It decides nothing: which worker, when, and what becomes of a failure is diptych.control's business.
+Owns the open requests as their clients see them, the messages between front end and workers, and the results. It
+decides nothing: which worker serves a request, when, and what follows from a failure is decided in diptych.control.
 """
 
 import random
@@ -38,11 +38,11 @@ from diptych.simulation.fleet.kv_transfers import KVTransfers
 from diptych.simulation.fleet.members import fleet, make_workers
 from diptych.simulation.fleet.process_lives import ProcessLives
 from diptych.simulation.fleet.simulated_executor import block_hashes, make_request
-from diptych.simulation.fleet.simulated_worker import Auditor
+from diptych.simulation.fleet.simulated_worker import Auditor, Order
 from diptych.simulation.scenario import Scenario, WorkerChange
 from diptych.workload.spec import ClosedLoop, RequestSpec
 
-FRONT_END = -1  # in the log: who reports when it is no worker
+FRONT_END = -1  # in the log: the front end instead of a worker
 Progress = Callable[[int], None]  # how many requests have ended
 
 
@@ -65,10 +65,11 @@ class SimulatedCluster:
         self._tick_ns: int | None = None
         self._backlog: deque[tuple[list[Command], bool]] = deque()
         self._is_busy = False
+        self._orders: dict[int, list[Order]] = {}  # not sent yet
         self._rng = random.Random(scenario.seed)
         config = self.core.config
         has_costs = config.routing.routing == "kv_aware"
-        self._hashes_matter = has_costs and scenario.engine.cache.enable_prefix_cache
+        self._hashes_matter = has_costs and len(members) > 1 and scenario.engine.cache.enable_prefix_cache
         # Where nothing but the ends of requests is of interest to the core, nothing but ends is reported.
         needs_all = has_costs or scenario.pools or scenario.faults or config.max_untouched_per_worker
         self._read = self.core.reads if needs_all else frozenset((RequestFinished,))
@@ -87,13 +88,13 @@ class SimulatedCluster:
 
     @property
     def hit_error(self) -> float | None:
-        """How wrong the picture of the caches was; None where the router has none."""
+        """How wrong the router's index of the caches was; None where the router has none."""
         return self.core.router.hit_error if isinstance(self.core.router, CostRouter) else None
 
     def run(self, until_ns: int | None = None) -> None:
         """From the first arrival until nothing is left to happen. Raises AssertionError when requests never end."""
-        for info in self.infos:
-            self._tell(WorkerUp(info))
+        for worker in range(len(self.workers)):
+            self._begin_life(worker)
         self.lives.schedule(self._scenario.faults)
         for change in self._scenario.worker_changes:
             self.environment.at(change.at_ns, MESSAGE, partial(self._change, change))
@@ -123,7 +124,7 @@ class SimulatedCluster:
             self.environment.at(spec.arrival_ns, MESSAGE, partial(self._accept, spec, client))
 
     def _accept(self, spec: RequestSpec, client: int = -1) -> None:
-        """A request comes to the front end, which takes its time with it."""
+        """A request comes to the front end, which needs some time for it."""
         number = self._num_arrived
         self._num_arrived += 1
         delay_ns = self._scenario.front_end.delay_ns(spec.prompt_tokens)
@@ -165,8 +166,8 @@ class SimulatedCluster:
             self._tell(SchedulerChanged(change.worker, change.scheduler))
 
     def _tell(self, event: ClusterEvent, *, later: bool = False) -> None:
-        """Tell the core and carry out what it says. later: what it says to workers leaves after this nanosecond (which
-        worker ends its step first within it must not matter)."""
+        """Give the core an event and carry out its commands. later: commands to workers leave after this nanosecond
+        (which worker ends its step first within it must not matter)."""
         commands = self.core.on_event(event, self.environment.now)
         self._watch_time()
         if not commands:
@@ -178,7 +179,8 @@ class SimulatedCluster:
         while self._backlog:
             commands, later = self._backlog.popleft()
             for command in commands:
-                self._carry_out(command, later)
+                self._carry_out(command)
+            self._send_orders(later)
         self._is_busy = False
 
     def _watch_time(self) -> None:
@@ -198,7 +200,7 @@ class SimulatedCluster:
             assert due_ns is None or due_ns > at_ns, "a Tick left something undone"
         self._watch_time()
 
-    def _carry_out(self, command: Command, later: bool) -> None:
+    def _carry_out(self, command: Command) -> None:
         match command:
             case Serve() | Reserve() | Prefill():
                 request = self._open.get(command.request_id)
@@ -212,22 +214,27 @@ class SimulatedCluster:
                     if isinstance(command, Serve):
                         request.prefill = command.worker
                 spec = attempt_spec(request.spec, command.num_output_tokens)
-                self._post(command, partial(self._begin_attempt, command, spec, request.options), later)
+                self._order(command, partial(self._begin_attempt, command, spec, request.options))
             case Restarted():
                 self._restart(command)
             case End():
                 self._end(command)
             case _:
-                self._post(command, partial(self.workers[command.worker].core.handle, command), later)
+                self._order(command, partial(self.workers[command.worker].core.handle, command))
 
-    def _post(self, command: WorkerCommand, act: Callable[[int], None], later: bool) -> None:
-        worker = self.workers[command.worker]
-        self._channels.post(command.worker, partial(worker.post, act), later)
+    def _order(self, command: WorkerCommand, order: Order) -> None:
+        self._orders.setdefault(command.worker, []).append(order)
+
+    def _send_orders(self, later: bool) -> None:
+        """One message to each worker: what is decided at once begins in one step."""
+        orders, self._orders = self._orders, {}
+        for worker, batch in orders.items():
+            self._channels.post(worker, partial(self.workers[worker].post, batch), later)
 
     def _begin_attempt(
         self, command: Serve | Reserve | Prefill, spec: RequestSpec, options: RequestOptions, now: int
     ) -> None:
-        """The worker learns of an attempt (of one that it has heard of before, nothing comes)."""
+        """The worker gets an attempt (one that it has got before is ignored)."""
         worker = self.workers[command.worker]
         if not self._channels.is_news(command.worker, command.attempt_id):
             return
@@ -319,7 +326,14 @@ class SimulatedCluster:
     def on_up(self, worker: int) -> None:
         """A new process is ready, and empty."""
         self._channels.on_up(worker)
+        if self.transfers is not None:
+            self.transfers.restore(worker)
+        self._begin_life(worker)
+
+    def _begin_life(self, worker: int) -> None:
+        """A process is ready; with its first turn it reports the load that it begins with."""
         self._tell(WorkerUp(self.infos[worker]))
+        self.environment.at(self.environment.now, MESSAGE, self.workers[worker].wake)
 
     def set_link(self, worker: int, is_up: bool) -> None:
         """The worker's KV links break, or work again."""

@@ -41,7 +41,7 @@ def make_request(request_id: str, spec: RequestSpec, block_size: int, options: R
 class _Answer:
     """What will become of one request. While it decodes, its counts follow from the tick at which it joined."""
 
-    output_tokens: int  # after which it stops by itself
+    output_tokens: int  # after which it stops before its limit
     hashes: list[bytes]  # of blocks that hold output
     first_hash: int  # index of the block that hashes[0] stands for
     num_reported: int = 0
@@ -52,7 +52,7 @@ class _Answer:
 
 
 class SimulatedExecutor:
-    """Only requests with something to tell are tracked: those that stop before max_tokens or have output hashes."""
+    """Only requests with something to report are tracked: those that stop before max_tokens or have output hashes."""
 
     def __init__(self, cost: CostModel, block_size: int) -> None:
         self.cost = cost
@@ -98,7 +98,7 @@ class SimulatedExecutor:
         return min(output.max_repeats, calendar[0][0] - self._ticks) if calendar else output.max_repeats
 
     def end(self, num_steps: int) -> StepResult:
-        """The plan was taken so many times; the result is that of the last step."""
+        """The plan was taken ``num_steps`` times; the result is that of the last step."""
         output = self._output
         assert output is not None
         if output.num_decodes:
@@ -151,7 +151,7 @@ class SimulatedExecutor:
             answer.stay = 0
 
     def _note_next(self, request_id: str, answer: _Answer) -> None:
-        """Write down the next tick at which there is something to tell."""
+        """Note the next tick at which there is something to report."""
         tick = answer.joined_tick + answer.output_tokens - answer.sampled
         if answer.num_reported < len(answer.hashes):
             end = (answer.first_hash + answer.num_reported + 1) * self._block_size

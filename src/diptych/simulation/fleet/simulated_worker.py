@@ -1,13 +1,13 @@
 """A worker under virtual time: a WorkerCore, a simulated executor, and the worker's loop as events.
 
-Owns when turns happen and when steps end. It decides nothing: what runs is the core's business, what it costs the cost
-model's. Messages are taken between steps, as a live worker does. A run of decode steps in which nothing is to be
+Owns when turns happen and when steps end. It decides nothing: the core decides what runs, the cost model how long it
+takes. Messages are taken between steps, as a live worker does. A run of decode steps in which nothing is to be
 decided is one event; a message that comes meanwhile cuts it at the end of the step that is then under way, exactly
 where a worker that takes step after step would read it.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -29,11 +29,11 @@ from diptych.simulation.results import WorkerUsage
 from diptych.workload.spec import RequestSpec
 
 Auditor = Callable[[int, SchedulerOutput], None]  # (worker, a plan that begins or ends)
-Message = Callable[[int], None]  # what the front end sent, to be acted on at a time
+Order = Callable[[int], None]  # of the front end, to be carried out at a time
 
 
 class Surroundings(Protocol):
-    """What a simulated worker talks to."""
+    """The fleet around a simulated worker."""
 
     def on_report(
         self, worker: int, events: list[Event], load: LoadReport | None, ended: SchedulerOutput | None
@@ -95,7 +95,7 @@ class SimulatedWorker:
         self._down_until = 0
         self._last_end_ns = 0
         self._slowness = 1000  # per mille
-        self._inbox: deque[Message] = deque()
+        self._inbox: deque[Order] = deque()
         self._transfers: deque[TransferEvent] = deque()
         self._run: _Run | None = None
         self._wake_ns: int | None = None  # when a turn is asked for
@@ -121,9 +121,9 @@ class SimulatedWorker:
 
     # -- what comes ---------------------------------------------------------------------------------------------------
 
-    def post(self, message: Message) -> None:
-        """The front end sent a message."""
-        self._inbox.append(message)
+    def post(self, orders: Sequence[Order]) -> None:
+        """The front end sent a message: these orders."""
+        self._inbox.extend(orders)
         self._wake()
 
     def on_transfer(self, event: TransferEvent) -> None:
@@ -165,7 +165,7 @@ class SimulatedWorker:
         self._hung_until = max(self._hung_until, until_ns)
 
     def wake(self) -> None:
-        """After a hang: go on."""
+        """After a hang: continue."""
         if not self.is_hung:
             self._wake()
 
@@ -216,7 +216,7 @@ class SimulatedWorker:
         self._watch_time()
 
     def _begin(self, now: int) -> None:
-        """The next step. A plan that only tells the executor who left takes no time."""
+        """The next step. A plan that only names requests that left takes no time."""
         core = self.core
         while (output := core.begin_step(now)) is not None:
             if self._auditor is not None:
@@ -231,7 +231,7 @@ class SimulatedWorker:
         self._flush()
 
     def _flush(self, ended: SchedulerOutput | None = None) -> None:
-        """Do what the core wants done, and say what happened."""
+        """Carry out the actions of the core and report its events."""
         outbox = self.core.take_outbox()
         if outbox.is_empty:
             return

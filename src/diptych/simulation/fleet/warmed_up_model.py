@@ -1,4 +1,4 @@
-"""What a worker learns before its first request: the steps that a live worker's warm-up measures, priced."""
+"""The step-time model of a worker before its first request: the steps that a live worker's warm-up measures, priced."""
 
 from collections.abc import Sequence
 

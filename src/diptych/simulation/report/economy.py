@@ -5,31 +5,24 @@ while a worker is in a step, the idle power otherwise.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FleetPrice:
-    """Of one GPU; None: unknown."""
-
-    num_gpus: int
-    usd_per_hour: float | None = None
-    watts_busy: float | None = None
-    watts_idle: float | None = None
+from diptych.simulation.hardware import Hardware
 
 
-def economy(summary: Mapping[str, Any], price: FleetPrice) -> dict[str, float | None]:
-    """Plain figures; None where a price or a power is unknown, or nothing was answered."""
-    gpu_hours = price.num_gpus * summary["duration_s"] / 3600
+def economy(summary: Mapping[str, Any], num_gpus: int, hardware: Hardware | None) -> dict[str, float | None]:
+    """Plain figures of a fleet of this hardware (None: unknown); None where a price or a power is unknown, or nothing
+    was answered."""
+    gpu_hours = num_gpus * summary["duration_s"] / 3600
     millions = summary["output_tokens_per_s"] * summary["duration_s"] / 1e6
-    usd = None if price.usd_per_hour is None else price.usd_per_hour * gpu_hours
-    kwh = None
-    if price.watts_busy is not None and price.watts_idle is not None:
+    usd = kwh = None
+    if hardware is not None:
         busy = sum(summary["utilization"][phase] for phase in ("prefill", "mixed", "decode"))
-        kwh = (price.watts_idle + (price.watts_busy - price.watts_idle) * busy) / 1000 * gpu_hours
+        watts = hardware.idle_power_w + (hardware.power_w - hardware.idle_power_w) * busy
+        kwh = watts / 1000 * gpu_hours
+        usd = hardware.price_per_hour * gpu_hours if hardware.price_per_hour else None
     return {
-        "num_gpus": price.num_gpus,
+        "num_gpus": num_gpus,
         "gpu_hours": gpu_hours,
         "usd": usd,
         "usd_per_million_output_tokens": usd / millions if usd is not None and millions else None,

@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 
 from diptych.control.slo import NS_PER_S
-from diptych.simulation.report.economy import FleetPrice, economy
+from diptych.simulation.hardware import Hardware
+from diptych.simulation.report.economy import economy
 from diptych.simulation.results import REASONS, RequestTable, SimulationResult, summarize
 
 FLEET_WIDE = ("itl_ms", "utilization", "preemptions")  # of the whole fleet, so no class has its own
@@ -20,7 +21,8 @@ def outcome(
     *,
     settings: Mapping[str, Any],
     cost_model: str,
-    price: FleetPrice,
+    num_gpus: int,
+    hardware: Hardware | None = None,
     values: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The record. values: the swept settings and what they are at this point."""
@@ -31,7 +33,7 @@ def outcome(
         "cost_model": cost_model,
         "summary": summary,
         "classes": classes(result),
-        "economy": economy(summary, price),
+        "economy": economy(summary, num_gpus, hardware),
         "num_events": result.num_events,
     }
 

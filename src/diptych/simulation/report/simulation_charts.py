@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from diptych.control.slo import NS_PER_MS
+from diptych.report.charts import distribution_chart, in_system_chart, time_scale, waits_chart
 from diptych.report.plots import (
     SHARES,
     Chart,
@@ -16,11 +17,10 @@ from diptych.report.plots import (
     Rule,
     Scale,
     StackedChart,
-    distribution_chart,
     linear_scale,
 )
-from diptych.report.statistics import cumulative, median_and_longest, weighted_cumulative
-from diptych.report.text import milliseconds, number, percent
+from diptych.report.statistics import cumulative, weighted_cumulative
+from diptych.report.text import number, percent
 from diptych.simulation.report.series import LoggedEvent, in_system, phase_series
 from diptych.simulation.results import SimulationResult
 
@@ -57,23 +57,23 @@ def latency_charts(result: SimulationResult, slo_ms: Mapping[str, float]) -> lis
 
 def time_charts(result: SimulationResult, events: Sequence[LoggedEvent], kv_capacity_tokens: int) -> list[Chart]:
     """Requests in the system; with an event log also phases and the context held."""
-    points = in_system(result.requests, result.duration_ns)
-    most = max((count for _, count in points), default=0)
-    x = Scale(0.0, max(points[-1][0], 1e-9), "seconds")
+    table, duration_ns = result.requests, result.duration_ns
+    waits = ((table.arrival_ns[row], table.ttft_ns(row)) for row in table.completed_rows())
     charts: list[Chart] = [
-        LineChart(
-            "Requests in the system",
-            "Arrived and not yet ended: waiting, in prefill or in decode.",
-            f"At most {most:,}.",
-            [Line("requests", points, "s-whole-solid")],
-            x,
-            linear_scale([most], ""),
+        in_system_chart(
+            "Arrived and not yet ended: waiting, in prefill or in decode.", in_system(table, duration_ns), duration_ns
         ),
-        _waits(result, x),
+        waits_chart(
+            "Time to first token",
+            "By time of arrival: the median and the longest wait in each sixtieth of the run.",
+            waits,
+            duration_ns,
+            num_bins=60,
+        ),
     ]
     if not events:
         return charts
-    series = phase_series(events, result.duration_ns, len(result.workers))
+    series = phase_series(events, duration_ns, len(result.workers))
     layers = [
         Layer("prefill", series.prefill, "s-prefill"),
         Layer("mixed", series.mixed, "s-mixed"),
@@ -88,7 +88,7 @@ def time_charts(result: SimulationResult, events: Sequence[LoggedEvent], kv_capa
         series.edges_s,
         "seconds",
     )
-    return [*charts, phases, _held(series.edges_s, series.context_tokens, kv_capacity_tokens, x)]
+    return [*charts, phases, _held(series.edges_s, series.context_tokens, kv_capacity_tokens, time_scale(duration_ns))]
 
 
 def sweep_charts(names: Sequence[str], points: Sequence[Mapping[str, Any]]) -> list[Chart]:
@@ -106,21 +106,6 @@ def sweep_charts(names: Sequence[str], points: Sequence[Mapping[str, Any]]) -> l
         _swept("TTFT p99, ms", "One in a hundred waits longer.", names, points, ("ttft_ms", "p99")),
         _swept("TPOT p99, ms", "One in a hundred is slower.", names, points, ("tpot_ms", "p99")),
     ]
-
-
-def _waits(result: SimulationResult, x: Scale) -> LineChart:
-    table = result.requests
-    waits = ((table.arrival_ns[row], table.ttft_ns(row)) for row in table.completed_rows())
-    middle, longest = median_and_longest(waits, result.duration_ns, num_bins=60)
-    most = max((height for _, height in longest), default=0.0)
-    return LineChart(
-        "Time to first token",
-        "By time of arrival: the median and the longest wait in each sixtieth of the run.",
-        f"The longest is {milliseconds(most)} ms.",
-        [Line("median", middle, "s-prefill"), Line("longest", longest, "s-mixed")],
-        x,
-        linear_scale([most], "milliseconds"),
-    )
 
 
 def _held(edges: Sequence[float], tokens: Sequence[float], capacity: int, x: Scale) -> LineChart:

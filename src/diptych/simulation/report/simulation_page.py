@@ -9,8 +9,8 @@ from diptych.report import pages
 from diptych.report.pages import Report, Section
 from diptych.report.text import (
     class_table,
+    headline,
     latency_table,
-    milliseconds,
     number,
     percent,
     resource_table,
@@ -70,21 +70,12 @@ def render(page: Page) -> str:
 
 
 def _cards(point: Mapping[str, Any]) -> list[tuple[str, str]]:
-    summary = point["summary"]
-    cards = []
-    if summary["attainment"] is not None:
-        cards.append(("Attainment", percent(summary["attainment"])))
-        cards.append(("Goodput, requests/s", number(summary["goodput_rps"], 2)))
-    cards += [
-        ("TTFT p99, ms", milliseconds(summary["ttft_ms"]["p99"])),
-        ("TPOT p99, ms", milliseconds(summary["tpot_ms"]["p99"])),
-        ("Output, tokens/s", number(summary["output_tokens_per_s"], 0)),
-    ]
+    cards = headline(point["summary"], "ttft_ms", "tpot_ms")
     cost = point["economy"]["usd_per_million_output_tokens"]
     if cost is not None:
         cards.append(("Per 1M output tokens", f"${number(cost, 2)}"))
     if len(cards) % 2:
-        cards.append(("KV cache, peak", percent(summary["utilization"]["kv_peak"])))
+        cards.append(("KV cache, peak", percent(point["summary"]["utilization"]["kv_peak"])))
     return cards
 
 

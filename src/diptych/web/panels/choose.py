@@ -178,7 +178,7 @@ def candidate(chosen: Machine, query: ChooseQuery, plan: Plan, rate: float) -> A
     rows = table.completed_rows()
     late = sum(table.ttft_ns(row) > query.ttft_ms * 1e6 for row in rows)
     slow = sum((table.tpot_ns(row) or 0) > query.tpot_ms * 1e6 for row in rows)
-    usd_per_hour = (chosen.choice.usd_per_hour or 0.0) * plan.workers * chosen.num_gpus
+    usd_per_hour = chosen.hardware.price_per_hour * plan.workers * chosen.num_gpus
     attainment = summary["attainment"] or 0.0
     good = rate * attainment  # of a fleet that runs on; the last answers of a short run would count against it
     return AdvisedShape(

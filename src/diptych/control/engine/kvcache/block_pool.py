@@ -83,7 +83,7 @@ class BlockPool:
             self._references[block_id] += 1
 
     def num_idle(self, blocks: Iterable[int]) -> int:
-        """How many of these blocks nobody holds (sharing them takes them out of what is available)."""
+        """How many of these blocks no request holds (sharing them makes them unavailable)."""
         return sum(self._references[block_id] == 0 for block_id in blocks)
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -106,7 +106,7 @@ class BlockPool:
                     free.append(block_id)
 
     def remember(self, block_hash: bytes, block_id: int) -> None:
-        """Make a full, computed block that somebody holds findable by its content."""
+        """Make a full, computed block that is in use findable by its content."""
         if self._enable_prefix_cache and self.prefix_cache.insert(block_hash, block_id):
             self._stored[block_hash] = None
 
@@ -125,7 +125,7 @@ class BlockPool:
         return changes
 
     def _forget(self, block_hash: bytes) -> None:
-        """The content can no longer be found; nobody hears of a block that came and went between two drains."""
+        """The content can no longer be found; a block that came and went between two drains is not reported."""
         if block_hash in self._stored:
             del self._stored[block_hash]
         else:

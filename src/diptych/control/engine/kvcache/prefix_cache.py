@@ -2,7 +2,7 @@
 
 The hash of a block covers the hash of the block before it, so equal hashes mean equal prefixes. The root hash holds
 the tenant's salt: requests with different salts never share a block. blake2b is collision-resistant, so that a
-hostile prompt cannot be made to hit somebody else's blocks.
+hostile prompt cannot be made to hit the blocks of another request.
 """
 
 from array import array

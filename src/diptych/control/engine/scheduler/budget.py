@@ -97,7 +97,7 @@ class SloBudget:
         base_ns = self._model.predict_ns(decode)
         scale = self._config.margin / self._model.spread
         objectives = [tpot_ns or self._default_ns for tpot_ns in batch.tpot_objectives()]
-        if not objectives:  # nobody streams: only a newcomer could be kept waiting by this step
+        if not objectives:  # no stream runs: only a newcomer could be kept waiting by this step
             objectives = [self._config.idle_target_ns or min(self._default_ns, self._config.target_ns)]
         reachable = [limit for limit in objectives if limit * scale > base_ns] or [self._default_ns]
         self._ns_left = min(reachable) * scale - base_ns

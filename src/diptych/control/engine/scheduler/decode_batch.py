@@ -101,19 +101,20 @@ class DecodeBatch:
         return [stay.request for stay in last if self._is_current(stay)]
 
     def steps_until_end(self) -> int:
-        """Steps, counted from the one just handed out, up to and with the first that is somebody's last."""
+        """Steps, counted from the one just handed out, up to and with the first that is a member's last."""
         while self._end_ticks and self._end_ticks[0] < self.ticks_scheduled - 1:
             heappop(self._end_ticks)
         return 2 + self._end_ticks[0] - self.ticks_scheduled if self._end_ticks else 1
 
     def steps_until_block(self) -> int:
-        """Steps, counted from the one just handed out, before somebody needs a block."""
+        """Steps, counted from the one just handed out, before a member needs a block."""
         while self._block_ticks and self._block_ticks[0] < self.ticks_scheduled:
             heappop(self._block_ticks)
         return 1 + self._block_ticks[0] - self.ticks_scheduled if self._block_ticks else UNLIMITED
 
     def skip(self, num_steps: int, grow: Callable[[Request], int | None]) -> None:
-        """Hand out ``num_steps`` more steps, in which nobody joins or leaves; ``grow`` gives blocks and cannot fail."""
+        """Hand out ``num_steps`` more steps, in which no member joins or leaves; ``grow`` gives blocks and cannot
+        fail."""
         last = self.ticks_scheduled + num_steps
         self.context += len(self._stays) * num_steps
         self.ticks_completed += num_steps

@@ -1,6 +1,7 @@
-"""Requests that another worker prefills and this one will decode: who waits for blocks, who for its KV, who may join.
+"""Requests that another worker prefills and this one will decode: those that wait for blocks, those that wait for KV,
+those that may join.
 
-Owns these three places; the scheduler decides when somebody moves on.
+Owns these three places; the scheduler decides when a request moves from one to the next.
 """
 
 from diptych.control.request import Request

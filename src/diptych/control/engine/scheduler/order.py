@@ -17,7 +17,7 @@ HOPELESS_DEFERRAL = 8  # a deadline that cannot be met any more moves back by th
 _RESUMED, _FRESH = 0, 1  # requests that lost their place come back before new ones of their priority
 
 
-class Order:
+class RequestOrder:
     """The base of all orders. changes_with_time: whether the first in the queue may change although no request arrives
     or ends (then a refusal of the first does not stand)."""
 
@@ -42,44 +42,44 @@ class Order:
         return self._model.prefill_work_ns(start, request.num_tokens - start)
 
 
-class FirstComeFirstServed(Order):
+class FirstComeFirstServed(RequestOrder):
     """By arrival."""
 
     def key(self, request: Request) -> OrderKey:
-        """See Order."""
+        """See RequestOrder."""
         return (_tier(request), request.arrival_ns, request.number)
 
 
-class PriorityFirst(Order):
+class PriorityFirst(RequestOrder):
     """By priority, then by arrival."""
 
     def key(self, request: Request) -> OrderKey:
-        """See Order."""
+        """See RequestOrder."""
         return (request.priority, _tier(request), request.arrival_ns, request.number)
 
 
-class ShortestFirst(Order):
+class ShortestFirst(RequestOrder):
     """By priority, then by the work that is left, with aging."""
 
     def key(self, request: Request) -> OrderKey:
-        """See Order."""
+        """See RequestOrder."""
         aged = self._work_ns(request) + int(self._config.aging * request.arrival_ns)
         return (request.priority, _tier(request), aged, request.number)
 
 
-class DeadlineFirst(Order):
+class DeadlineFirst(RequestOrder):
     """By priority, then by the latest time at which the prefill can begin and still meet the TTFT objective. A request
     that cannot meet it any more moves back once, so that it does not make others late as well."""
 
     changes_with_time = True
 
     def key(self, request: Request) -> OrderKey:
-        """See Order."""
+        """See RequestOrder."""
         latest_ns = request.arrival_ns + self._ttft_ns(request) - self._work_ns(request)
         return (request.priority, _tier(request), latest_ns, request.number)
 
     def defer(self, request: Request, now: int) -> bool:
-        """See Order."""
+        """See RequestOrder."""
         priority, tier, latest_ns, number = request.order_key
         deferred_ns = request.arrival_ns + HOPELESS_DEFERRAL * self._ttft_ns(request)
         if request.num_preemptions or latest_ns > now or now >= deferred_ns or latest_ns == deferred_ns:
@@ -92,7 +92,7 @@ class DeadlineFirst(Order):
         return own or self._slo.ttft_ns or DEFAULT_TTFT_NS
 
 
-ORDERS: dict[OrderName, type[Order]] = {
+ORDERS: dict[OrderName, type[RequestOrder]] = {
     "fcfs": FirstComeFirstServed,
     "priority": PriorityFirst,
     "shortest": ShortestFirst,

@@ -62,9 +62,12 @@ class Preemption:
         self._batch.leave(victim)
         victim.num_preemptions += 1
         self.num_preemptions += 1
-        plan.paused.append(victim.request_id)
-        # a block added in this very plan goes with the others
+        # What this very plan gave it goes, too: a block, or a place in the batch, which the executor has not heard of.
         plan.new_blocks = [entry for entry in plan.new_blocks if entry[0] != victim.request_id]
+        resumed = [member for member in plan.resumed if member.request_id != victim.request_id]
+        if len(resumed) == len(plan.resumed):
+            plan.paused.append(victim.request_id)
+        plan.resumed = resumed
         copies = None
         if self.config.kind == "swap":
             copies = self._kv.swap_out(victim, victim.num_scheduled_tokens)

@@ -17,7 +17,7 @@ from diptych.control.engine.scheduler.order import ORDERS
 from diptych.control.engine.scheduler.preemption import Preemption
 from diptych.control.engine.scheduler.step_plan import StepPlan
 from diptych.control.engine.scheduler.step_time import StepTimeModel
-from diptych.control.engine.scheduler.stride import Refusal, steps_that_stand
+from diptych.control.engine.scheduler.stride import StandingRefusal, steps_that_stand
 from diptych.control.engine.scheduler.waiting_queue import WaitingQueue
 from diptych.control.events import Event, HandoffReserved, RequestAdmitted, RequestResumed
 from diptych.control.request import Request
@@ -29,11 +29,11 @@ MAX_SKIPPED = 64  # waiting requests passed over in one step before the loop loo
 class _Verdict(Enum):
     ADMITTED = 0
     SKIP = 1  # not this one, but perhaps those behind it
-    STOP = 2  # nobody else in this step
+    STOP = 2  # no other waiting request in this step
 
 
 class Scheduler:
-    """Owner of who waits, who prefills, who decodes and who is swapped out."""
+    """Owner of the requests that wait, prefill, decode and are swapped out."""
 
     def __init__(self, config: EngineConfig, kv: KVCacheManager, model: StepTimeModel) -> None:
         self._slo = config.slo
@@ -50,8 +50,8 @@ class Scheduler:
         self.lengths = OutputLengths()
         self.preemption = Preemption(kv, self.batch)
         self._num_departures = 0
-        self._refused = Refusal()  # the first in ``waiting``
-        self._refused_incoming = Refusal()
+        self._refused = StandingRefusal()  # the first in ``waiting``
+        self._refused_incoming = StandingRefusal()
         self.configure(config.scheduler)
 
     def configure(self, settings: SchedulerConfig) -> None:
@@ -302,7 +302,7 @@ class Scheduler:
         return _Verdict.ADMITTED
 
     def _seat(self, plan: StepPlan, request: Request, cached: list[int]) -> bool:
-        """Whether there is a seat and memory, if need be after displacing somebody less important."""
+        """Whether there is a seat and memory, if need be after displacing less important requests."""
         if self._has_room(request, cached, self._refused):
             return True
         blocks = self._kv.num_blocks_for(request.num_tokens) - len(cached) + self._kv.config.watermark_blocks
@@ -316,7 +316,7 @@ class Scheduler:
             plan.decode_context = self.batch.context
         return bool(victims) and self._has_room(request, cached, self._refused)
 
-    def _has_room(self, request: Request, cached: list[int], refusal: Refusal) -> bool:
+    def _has_room(self, request: Request, cached: list[int], refusal: StandingRefusal) -> bool:
         """Whether there is a seat and memory for the first of a queue; else ``refusal`` says for how long not."""
         if self.num_running >= self._settings.max_num_seqs:
             refusal.stand_until_departure()
@@ -343,7 +343,7 @@ class Scheduler:
         return self.lengths.expected_remaining(request.num_output_tokens, request.max_tokens)
 
     def _demands(self) -> list[tuple[int, int]]:
-        """(blocks held alone, tokens to come) of everybody who holds blocks."""
+        """(blocks held alone, tokens to come) of every request that holds blocks."""
         expected = self.lengths.expected_remaining
         demands = []
         for request in self.batch:
@@ -357,6 +357,7 @@ class Scheduler:
 
     def _preempt(self, plan: StepPlan, victim: Request, *, by_priority: bool = False) -> None:
         self._num_departures += 1
+        self._refused_incoming.clear()  # asked before this, in the same plan
         if self.preemption.preempt(plan, victim, by_priority=by_priority):
             victim.order_key = self._order.key(victim)
             self.swapped[victim.request_id] = victim

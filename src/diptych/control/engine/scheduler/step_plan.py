@@ -60,5 +60,5 @@ class StepPlan:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to compute and nothing to tell."""
+        """Whether there is nothing to compute and nothing to report to the executor."""
         return not (self.prefills or self.num_decodes or self.paused or self.swap_out or self.swap_in or self.resumed)

@@ -19,7 +19,7 @@ EMPTY = 0  # value of Frame.encoding
 
 
 class SharedMemoryConnector(StreamConnector):
-    """See KVConnector. ``send`` only tells the receiver how far the sender is; the caches are never touched."""
+    """See KVConnector. ``send`` only reports to the receiver how far the sender is; the caches are never touched."""
 
     def __init__(self, layers: Sequence[LayerCache], kv_format: KVFormat, options: TransferOptions) -> None:
         if not options.listen.startswith("unix:"):

@@ -1,4 +1,4 @@
-"""The bodies of DATA frames: what each connector says about them, for the stream that carries them.
+"""The bodies of DATA frames: how each connector describes them to the stream that carries them.
 
 A *part* is a rectangle, some layers of some tokens: the body of one frame. A body format cuts what is sent into parts,
 and knows where the bytes of a part are read and written. It takes no lock and touches no socket: the caller sees to it
@@ -63,7 +63,7 @@ class BodyFormats(Protocol):
     """The body formats of one connector."""
 
     def for_sending(self, receiver: KVFormat, num_tokens: int, link_bytes_per_s: float | None) -> BodyFormat:
-        """The format of a send of so many tokens; ``link_bytes_per_s``: None while the link's speed is not known.
+        """The format of a send of this many tokens; ``link_bytes_per_s``: None while the link's speed is not known.
 
         Raises ConfigError when there is none that a receiver with this cache can take.
         """

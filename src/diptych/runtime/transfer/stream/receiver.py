@@ -2,7 +2,7 @@
 
 Owns which connection of a sender counts, what each transfer has got, and the answers. Runs in the connector's thread;
 only ``transfers`` is shared with the worker's, whose single dict operations need no lock. An error in a transfer ends
-that transfer, an error in a connection that connection; others go on.
+that transfer, an error in a connection that connection; others continue.
 """
 
 import socket
@@ -90,7 +90,7 @@ class StreamReceiver:
             transfer.lost_ns = now
 
     def forgotten(self, transfer: RecvTransfer) -> "ReceiverConnection | None":
-        """The worker has forgotten a transfer: its sender is told, over the connection that is returned."""
+        """The worker has forgotten a transfer: its sender is informed, over the connection that is returned."""
         for connection in self._connections.values():
             if connection.transfers.get(transfer.number) is transfer:
                 connection.refuse_closed(transfer.number, transfer)
@@ -161,14 +161,14 @@ class ReceiverConnection(StreamConnection):
         self._acks.clear()
 
     def refuse(self, number: int, message: str) -> None:
-        """Tell the sender, once, that this transfer is not taken."""
+        """Inform the sender, once, that this transfer is refused."""
         body = message.encode()[:MAX_MESSAGE_BYTES]
         self.transfers.pop(number, None)
         self._acks.pop(number, None)
         self.put_control(Frame(Kind.REFUSE, number, body_bytes=len(body)), body)
 
     def refuse_closed(self, number: int, transfer: RecvTransfer) -> None:
-        """Tell the sender, once, that the worker has ended this transfer."""
+        """Inform the sender, once, that the worker has ended this transfer."""
         self.refuse(number, f"the receiver has given transfer {transfer.attempt_id} up")
 
     def body_for(self, frame: Frame) -> tuple[Sequence[memoryview], Fence | None]:

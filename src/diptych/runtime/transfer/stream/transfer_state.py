@@ -50,7 +50,7 @@ class RecvTransfer(KVTransfer):
         self.sender: bytes | None = None  # the instance that has opened it
         self.number = 0  # the sender's number for it; 0: it was not opened
         self.lost_ns: int | None = None  # since when its connection is broken
-        self.reported_ns = 0  # when the worker was last told of its progress
+        self.reported_ns = 0  # when its progress was last reported to the worker
         self.last_byte_ns = 0
         self.arrived = start  # tokens before this are here in all layers
         self._cells = 0  # layers x tokens that are here
@@ -119,7 +119,7 @@ class SendTransfer(KVTransfer):
         self.in_flight: OutgoingFrame | None = None  # a frame that still points into the blocks
         self.receiver: bytes | None = None  # the instance that it is bound to
         self.is_announced = False  # on this connection
-        self.is_resuming = False  # waits for the receiver to say what it has
+        self.is_resuming = False  # waits for the receiver to report what it has
         self.is_ready = False  # stands in a queue of its peer
         self.acknowledged = 0
         self._num_layers = num_layers
@@ -174,7 +174,7 @@ class SendTransfer(KVTransfer):
         self._payload = payload
 
     def restart(self) -> None:
-        """A new connection: announce again, and go on from what is acknowledged."""
+        """A new connection: announce again, and continue behind what is acknowledged."""
         self.is_resuming = self._sent_until > 0
         self.is_announced = self.is_ready = False
         self._cursor = self.acknowledged
