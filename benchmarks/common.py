@@ -37,6 +37,7 @@ def machine() -> dict[str, Any]:
         "cpu": f"{info.get('model name', platform.processor())} ({family})",
         "cores": os.cpu_count(),
         "isa": [flag for flag in FLAGS if flag in flags],
+        "kernels": kernels(),
         "memory_gib": round(memory / 2**30, 1),
         "python": platform.python_version(),
         "kernel": platform.release(),
@@ -44,6 +45,17 @@ def machine() -> dict[str, Any]:
         "commit": commit(),
         "when": datetime.now(UTC).strftime("%Y-%m-%dT%H:%MZ"),
     }
+
+
+def kernels() -> list[str]:
+    """The instruction sets of the bf16 kernels here; a server takes the first unless it is started with --isa."""
+    try:
+        import torch
+
+        from diptych.runtime.instruction_set import available
+    except ImportError:  # a benchmark without an engine
+        return []
+    return list(available(torch.bfloat16))
 
 
 def commit() -> str:

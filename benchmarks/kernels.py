@@ -1,6 +1,6 @@
 """The native kernels beside oneDNN, torch's attention and what the machine can do.
 
-    python benchmarks/kernels.py [--threads 1] [--json kernels.json]
+    python benchmarks/kernels.py [--threads 1] [--isa avx2] [--json kernels.json]
 
 Candidates take turns and the best of several repetitions counts. With one thread (the default) time is the thread's own
 processor time, so that a busy machine disturbs little; with more it is wall time on a machine that should be idle.
@@ -24,9 +24,9 @@ from common import report
 
 from diptych.runtime.attention import make_attention
 from diptych.runtime.input_batch import InputBatch
-from diptych.runtime.instruction_set import choose
+from diptych.runtime.instruction_set import TORCH, choose
 from diptych.runtime.model_config import AttentionConfig, LayerAttention
-from diptych.runtime.native import NativeLibrary, load_native
+from diptych.runtime.native import NativeKernels, NativeLibrary, load_native
 from diptych.runtime.ops.native_ops import NativeLinear
 
 BF16 = torch.bfloat16
@@ -98,7 +98,7 @@ def ceilings(library: NativeLibrary, repetitions: int) -> dict[str, float]:
         [lambda: peak.peak_fp32(steps), lambda: peak.read_all(big.data_ptr(), big.numel())], repetitions
     )
     result = {"fp32_gflops": 24 * 32 * steps / fp32 / 1e9, "read_gbps": big.numel() * 4 / read / 1e9}
-    if library.has_bf16:
+    if "avx512_bf16" in library.features:
         result["bf16_gflops"] = 24 * 64 * steps / best_of([lambda: peak.peak_bf16(steps)], repetitions)[0] / 1e9
     torch.set_num_threads(threads)
     return {name: round(value, 1) for name, value in result.items()}
@@ -115,14 +115,14 @@ class OneDnnLinear:
         return y
 
 
-def linear_rows(library: NativeLibrary, repetitions: int) -> list[dict[str, Any]]:
+def linear_rows(kernels: NativeKernels, repetitions: int) -> list[dict[str, Any]]:
     """Ours and oneDNN's prepacked linear layers in bf16, silu(gate) * up included where it belongs."""
     rows = []
     for what, outputs, inputs, gated in LINEARS:
         weight = torch.randn(outputs, inputs).to(BF16)
         size = outputs * inputs * 2
         copies = max(1, int(COLD_BYTES / size))
-        ours = [NativeLinear(library, weight, None, gated) for _ in range(copies)]
+        ours = [NativeLinear(kernels, weight, None, gated) for _ in range(copies)]
         theirs = [OneDnnLinear(weight) for _ in range(copies)]
         for num_rows in ROWS if outputs < 40_000 else ROWS[:5]:
             x = torch.randn(num_rows, inputs).to(BF16)
@@ -164,13 +164,13 @@ def make_batch(before: int, new: int, num_seqs: int, block_size: int) -> InputBa
     return InputBatch(tokens, tokens, tokens, starts, contexts, order, tokens[:0], decodes, new, context)
 
 
-def attention_rows(repetitions: int) -> list[dict[str, Any]]:
+def attention_rows(instruction_set: str, repetitions: int) -> list[dict[str, Any]]:
     """Paged attention: prefill against torch's SDPA over contiguous tensors, decode against reading the KV once."""
     rows = []
     for heads, kv_heads, dim in HEADS:
         how = LayerAttention(dim**-0.5)
         config = AttentionConfig(heads, kv_heads, dim, (how,))
-        backend = make_attention(config, BLOCK_SIZE, BF16, torch.device("cpu"), choose(BF16))
+        backend = make_attention(config, BLOCK_SIZE, BF16, torch.device("cpu"), instruction_set)
         for before, new, num_seqs in (
             (0, 512, 1),
             (0, 2048, 1),
@@ -220,21 +220,23 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--isa", default="auto", help="instruction set of the native kernels")
     parser.add_argument("--repetitions", type=int, default=4)
     parser.add_argument("--json")
     options = parser.parse_args()
     library = load_native()
-    if library is None or not library.has_bf16:
-        raise SystemExit("the native bf16 kernels are not built, or this processor lacks AVX512_BF16")
+    instruction_set = choose(BF16, options.isa)
+    if library is None or instruction_set == TORCH:
+        raise SystemExit("the native bf16 kernels are not built, or this processor lacks AVX2")
     torch.set_num_threads(options.threads)
     limits = ceilings(library, options.repetitions)
     print("per core:", limits, flush=True)
-    linears = linear_rows(library, options.repetitions)
-    report("linear layers, bf16", linears)
-    attention = attention_rows(options.repetitions)
+    linears = linear_rows(library.kernels(instruction_set, BF16), options.repetitions)
+    report(f"linear layers, bf16, {instruction_set}", linears)
+    attention = attention_rows(instruction_set, options.repetitions)
     how = "thread CPU time" if options.threads == 1 else "wall time"
     report(
-        "attention, bf16", attention, options.json,
+        f"attention, bf16, {instruction_set}", attention, options.json,
         linear=linears, ceilings_per_core=limits, threads=options.threads, time=how,
     )  # fmt: skip
 

@@ -88,10 +88,11 @@ def test_impossible_settings_are_refused_by_name(changes: dict[str, Any], param:
 
 
 def test_the_options_reach_the_engine() -> None:
-    options = cli.engine_options(given(kv_cache_memory="1.5GiB", swap_memory="64MiB", threads=1, ttft_slo_ms=200))
+    settings = {"threads": 1, "instruction_set": "avx2", "ttft_slo_ms": 200}
+    options = cli.engine_options(given(kv_cache_memory="1.5GiB", swap_memory="64MiB", **settings))
     assert options.memory.kv_cache_bytes == 3 * 2**29
     assert options.memory.swap_bytes == 2**26
-    assert options.device.threads == 1
+    assert (options.device.threads, options.device.instruction_set) == (1, "avx2")
     assert options.slo.ttft_ns == 200_000_000
 
 

@@ -1,4 +1,7 @@
-"""Diptych's engine behind the line protocol of vllm_child.py: the whole loop of scheduler and model, no sockets."""
+"""Diptych's engine behind the line protocol of vllm_child.py: the whole loop of scheduler and model, no sockets.
+
+diptych_child.py MODEL_DIR THREADS [INSTRUCTION_SET]
+"""
 
 import json
 import random
@@ -9,6 +12,7 @@ from pathlib import Path
 from diptych.control.config import shape_preset
 from diptych.control.engine.engine_core import EngineCore
 from diptych.control.request import SamplingParams
+from diptych.runtime.instruction_set import AUTO
 from diptych.runtime.local_engine import LocalEngine, engine_config
 from diptych.runtime.model_runner import RunnerConfig, load_runner
 from diptych.runtime.threads import configure_threads
@@ -18,7 +22,12 @@ def main() -> None:
     """Serve commands until standard input ends."""
     configure_threads(int(sys.argv[2]), bind=True)
     config = RunnerConfig(
-        model=Path(sys.argv[1]), dtype="bfloat16", max_num_seqs=32, max_model_len=8192 + 256, kv_bytes=2 << 30
+        model=Path(sys.argv[1]),
+        dtype="bfloat16",
+        max_num_seqs=32,
+        max_model_len=8192 + 256,
+        kv_bytes=2 << 30,
+        instruction_set=sys.argv[3] if len(sys.argv) > 3 else AUTO,
     )
     runner = load_runner(config)
     settings = shape_preset("unified", max_num_seqs=32)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import transformers
 
+from diptych.runtime.instruction_set import AUTO
 from diptych.runtime.model_runner import ModelRunner, RunnerConfig, load_runner
 
 VOCAB_SIZE = 384
@@ -118,9 +119,7 @@ def reference(family: str, dtype: str = "float32") -> Reference:
 
 
 @cache
-def runner(
-    family: str, instruction_set: str | None = None, dtype: str = "float32", num_blocks: int = 700
-) -> ModelRunner:
+def runner(family: str, instruction_set: str = AUTO, dtype: str = "float32", num_blocks: int = 700) -> ModelRunner:
     """A runner of that checkpoint, shared by the tests of a session; tests leave it without requests."""
     config = RunnerConfig(
         model=reference(family, dtype).directory,

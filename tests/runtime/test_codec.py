@@ -12,7 +12,7 @@ from diptych.control.errors import ConfigError
 from diptych.runtime.attention.layout import allocate_cpu, read_cpu, read_cuda, write_cpu, write_cuda
 from diptych.runtime.kv_tensors import LayerCache
 from diptych.runtime.native import load_native
-from diptych.runtime.transfer.codec.kv_codec import KVCodec, measure_rates
+from diptych.runtime.transfer.codec.kv_codec import CODEC_FEATURE, KVCodec, measure_rates
 from diptych.runtime.transfer.codec.wire_format import (
     WireEncoding,
     choose_codec,
@@ -106,11 +106,16 @@ def group_maxima(kv: torch.Tensor) -> torch.Tensor:
     return largest
 
 
+def has_native_codec() -> bool:
+    library = load_native()
+    return library is not None and CODEC_FEATURE in library.features
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("dim", [16, 64, 80, 256])
 def test_kernels_and_torch_write_the_same_bytes_and_read_the_same_values(dtype: str, dim: int) -> None:
-    if load_native() is None:
-        pytest.skip("no native kernels here")
+    if not has_native_codec():
+        pytest.skip("no native codec here")
     kv_format = replace(BASE, dtype=dtype, head_dim=dim)
     kv = random_kv(kv_format, 116)
     kv[0, 0, ::7, 0, ::5] = float("nan")
@@ -138,8 +143,8 @@ def test_kernels_and_torch_write_the_same_bytes_and_read_the_same_values(dtype: 
 
 def test_a_processor_without_bf16_instructions_reads_the_same_values(monkeypatch: pytest.MonkeyPatch) -> None:
     library = load_native()
-    if library is None:
-        pytest.skip("no native kernels here")
+    if library is None or not has_native_codec():
+        pytest.skip("no native codec here")
     narrow = replace(BASE, dtype="bfloat16")
     kv = random_kv(BASE, 50)
     kv[0, 0, 3] = float("nan")
@@ -149,7 +154,8 @@ def test_a_processor_without_bf16_instructions_reads_the_same_values(monkeypatch
         expected = Cache(narrow, 50).decode(encoding, wire, 0, 50).read(0, 50)
         with monkeypatch.context() as patch:
             patch.setattr(
-                "diptych.runtime.transfer.codec.kv_codec.load_native", lambda: replace(library, has_bf16=False)
+                "diptych.runtime.transfer.codec.kv_codec.load_native",
+                lambda: replace(library, features=("avx2", "avx512")),
             )
             got = Cache(narrow, 50).decode(encoding, wire, 0, 50, native=True).read(0, 50)
         assert torch.equal(bits(got), bits(expected))

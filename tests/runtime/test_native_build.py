@@ -1,6 +1,8 @@
 """The native library builds from its sources, and its absence is a slower start, never a failing one."""
 
 import os
+import platform
+import runpy
 import shutil
 import subprocess
 import sys
@@ -15,11 +17,15 @@ from diptych.runtime.instruction_set import TORCH, available
 ROOT = Path(__file__).parents[2]
 
 
-def build(target: Path, compiler: str) -> subprocess.CompletedProcess[str]:
-    """Run setup.py's build of the library into ``target`` with a given compiler."""
+AS_ON = "import platform, runpy; platform.machine = lambda: {!r}; runpy.run_path('setup.py', run_name='__main__')"
+
+
+def build(target: Path, compiler: str, machine: str = platform.machine()) -> subprocess.CompletedProcess[str]:
+    """Run setup.py's build of the library into ``target`` with a given compiler, as on a kind of machine."""
     pytest.importorskip("setuptools")
+    folders = (f"--build-lib={target}", f"--build-temp={target / 'objects'}")
     return subprocess.run(
-        [sys.executable, "setup.py", "build_ext", f"--build-lib={target}", f"--build-temp={target / 'objects'}"],
+        [sys.executable, "-c", AS_ON.format(machine), "build_ext", *folders],
         cwd=ROOT,
         env={**os.environ, "CC": compiler, "CXX": compiler},
         capture_output=True,
@@ -40,6 +46,24 @@ def test_with_a_compiler_the_library_is_built(tmp_path: Path) -> None:
     done = build(tmp_path, "g++")
     assert done.returncode == 0, done.stderr
     assert list(tmp_path.rglob("_native*.so")), done.stderr
+
+
+def test_a_machine_without_kernels_builds_none_and_succeeds(tmp_path: Path) -> None:
+    done = build(tmp_path, "/nonexistent/compiler", "aarch64")
+    assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.rglob("_native*.so"))
+    assert "warning" not in (done.stdout + done.stderr).lower(), "nothing is missing there"
+
+
+def test_there_are_kernels_for_linux_on_x86_64_alone() -> None:
+    pytest.importorskip("setuptools")
+    extensions = runpy.run_path(str(ROOT / "setup.py"))["native_extensions"]
+    for system, machine in [("linux", "aarch64"), ("linux", "ppc64le"), ("darwin", "arm64"), ("darwin", "x86_64")]:
+        assert extensions(system, machine) == []
+    (library,) = extensions("linux", "x86_64")
+    folder = ROOT / "src/diptych/runtime/attention/kernels"
+    assert {ROOT / path for path in library.sources} == set(folder.glob("*.cpp"))
+    assert {ROOT / path for path in library.depends} == set(folder.glob("*.h"))
 
 
 def test_without_the_library_torch_does_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

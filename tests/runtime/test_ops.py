@@ -23,7 +23,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, scal
     torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=tolerance * scale)
 
 
-@pytest.mark.parametrize(("columns", "inputs"), [(32, 64), (96, 130), (50, 48), (1, 2), (1000, 896)])
+@pytest.mark.parametrize(("columns", "inputs"), [(32, 64), (96, 130), (50, 48), (1, 2), (1000, 896), (2100, 64)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_packed_linear_layer_multiplies(
     native: tuple[Ops, torch.dtype], columns: int, inputs: int, bias: bool
@@ -35,6 +35,13 @@ def test_a_packed_linear_layer_multiplies(
         x = torch.randn(rows, inputs).to(dtype)
         expected = F.linear(x.float(), weight.float(), vector.float() if vector is not None else None)
         close(layer(x), expected, dtype, scale=inputs**0.5)
+
+
+def test_the_rows_of_a_linear_layer_may_lie_apart(native: tuple[Ops, torch.dtype]) -> None:
+    ops, dtype = native
+    layer, x = ops.pack_linear(torch.randn(70, 64).to(dtype), None), torch.randn(150, 200).to(dtype)[:, 40:104]
+    for rows in (1, 20, 150):
+        assert torch.equal(layer(x[:rows]), layer(x[:rows].contiguous()))
 
 
 @pytest.mark.parametrize("kind", ["plain", "biased", "gated"])

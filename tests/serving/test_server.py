@@ -5,8 +5,11 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import torch
 from servers import RunningServer
 
+from diptych import __version__
+from diptych.runtime.instruction_set import choose
 from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.link.engine_options import BUNDLED_MODEL
 
@@ -225,6 +228,10 @@ def test_models_health_ready_version_and_metrics(client: openai.OpenAI, server: 
     assert client.models.retrieve(MODEL).max_model_len == 8192
     for path in ("/health", "/ready", "/version", "/metrics", "/openapi.json", "/docs"):
         assert httpx.get(server.url + path).status_code == 200
+    assert httpx.get(server.url + "/version").json() == {
+        "version": __version__,
+        "instruction_set": choose(torch.bfloat16),
+    }
     before = server.metrics()
     complete(client, **extra(ttft_slo_ms=60000, tpot_slo_ms=60000))
     after = server.metrics()

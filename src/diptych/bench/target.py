@@ -237,4 +237,6 @@ async def _software(client: HttpClient) -> str:
         found = msgspec.json.decode(reply.body)
     except msgspec.DecodeError:
         return ""
-    return str(found.get("version", "")) if isinstance(found, dict) else str(found)
+    if not isinstance(found, dict):
+        return str(found)
+    return ", ".join(str(found[name]) for name in ("version", "instruction_set") if found.get(name))

@@ -17,7 +17,13 @@ from diptych import __version__
 from diptych.cli.error_messages import errors_in_words
 from diptych.cli.options import model_directory
 from diptych.cli.output import check_folders, drawn, progress_bar
-from diptych.serving.link.engine_options import DeviceOptions, EngineOptions, MemoryOptions, parse_bytes
+from diptych.serving.link.engine_options import (
+    DeviceOptions,
+    EngineOptions,
+    InstructionSetName,
+    MemoryOptions,
+    parse_bytes,
+)
 
 if TYPE_CHECKING:
     from diptych.simulation.cluster_replay import ClusterReplayReport
@@ -36,6 +42,7 @@ def calibrate(
     block_size: Annotated[int, typer.Option(help="Tokens per KV block.")] = 32,
     threads: Annotated[int | None, typer.Option(help="Compute threads, as for serve.")] = None,
     cores: Annotated[str | None, typer.Option(help="Cores to compute on, as for serve.")] = None,
+    instruction_set: Annotated[InstructionSetName, typer.Option("--isa", help="CPU kernels, as for serve.")] = "auto",
 ) -> None:
     """Measure this machine and model, and write what the simulator needs to predict a server on it.
 
@@ -47,7 +54,7 @@ def calibrate(
         memory = None if kv_cache_memory is None else parse_bytes(kv_cache_memory, "kv_cache_memory")
         options = EngineOptions(
             model=str(directory),
-            device=DeviceOptions(threads=threads, cores=cores),
+            device=DeviceOptions(threads=threads, cores=cores, instruction_set=instruction_set),
             memory=MemoryOptions(block_size=block_size, kv_cache_bytes=memory),
             max_model_len=max_model_len,
         )

@@ -34,7 +34,7 @@ from diptych.runtime.checkpoint import Checkpoint
 from diptych.runtime.cuda_graphs import GraphedModel
 from diptych.runtime.decode_rows import DecodeRows
 from diptych.runtime.input_batch import InputBatch
-from diptych.runtime.instruction_set import TORCH, choose
+from diptych.runtime.instruction_set import AUTO, TORCH, choose
 from diptych.runtime.kv_tensors import KVTensors
 from diptych.runtime.layers.forward_pass import ForwardPass
 from diptych.runtime.layers.layer_loader import LayerLoader
@@ -68,7 +68,7 @@ class RunnerConfig:
 
     dtype: auto | bfloat16 | float32. kv_bytes: memory of the KV cache, unless ``num_blocks`` says it in blocks.
     max_model_len: None for what the checkpoint supports. instruction_set: of the native kernels, see
-    instruction_set.choose (None: the fastest). shared_pool: the KV cache lies in a pool that other workers map, too;
+    instruction_set.choose. shared_pool: the KV cache lies in a pool that other workers map, too;
     ``num_blocks`` of its blocks are this worker's. shared_weights: the descriptor of a file in memory that holds the
     weights for all workers, or will when the first of them has loaded. These three on the cpu only.
     """
@@ -82,7 +82,7 @@ class RunnerConfig:
     num_host_blocks: int = 0
     max_num_seqs: int = 256
     max_model_len: int | None = None
-    instruction_set: str | None = None
+    instruction_set: str = AUTO
     shared_pool: SharedPool | None = None
     shared_weights: int | None = None
 
@@ -98,7 +98,8 @@ class _Sampled:
 
 
 class ModelRunner:
-    """One model and its KV memory. ``note``: what the loader wants people to know ("" if nothing)."""
+    """One model and its KV memory. instruction_set: of its kernels on a cpu. note: what the loader wants people to know
+    ("" if nothing)."""
 
     def __init__(
         self,
@@ -107,6 +108,7 @@ class ModelRunner:
         kv: KVTensors,
         max_num_seqs: int,
         max_model_len: int,
+        instruction_set: str,
         note: str = "",
     ) -> None:
         self.model = model
@@ -119,6 +121,7 @@ class ModelRunner:
         self.num_host_blocks = kv.num_host_blocks
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
+        self.instruction_set = instruction_set
         self.note = note
         self.on_layer: Callable[[int], None] | None = None  # see ForwardPass; called on a CPU only
         self._graphs: GraphedModel | None = None
@@ -327,12 +330,12 @@ def load_runner(config: RunnerConfig, progress: Progress | None = None) -> Model
         progress(checkpoint.num_bytes, checkpoint.num_bytes)
     kv = KVTensors(attention, num_blocks, config.num_host_blocks, config.shared_pool)
     notes = "; ".join(filter(None, (note, why_private)))
-    return ModelRunner(model, attention, kv, config.max_num_seqs, max_model_len, notes)
+    return ModelRunner(model, attention, kv, config.max_num_seqs, max_model_len, instruction_set, notes)
 
 
 def _check_cpu_only(config: RunnerConfig, device: torch.device) -> None:
-    for name in ("instruction_set", "shared_pool", "shared_weights"):
-        if device.type != "cpu" and (value := getattr(config, name)) is not None:
+    for name, default in (("instruction_set", AUTO), ("shared_pool", None), ("shared_weights", None)):
+        if device.type != "cpu" and (value := getattr(config, name)) != default:
             raise ConfigError(f"{name} is {value!r} and device is {device}; supported: cpu", param=name)
 
 

@@ -10,37 +10,51 @@ import importlib.machinery
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch  # noqa: F401  its OpenMP runtime must be in the process first
+import torch  # its OpenMP runtime must be in the process first
 
-ABI = 4
+ABI = 5
 KERNELS = Path(__file__).parent / "attention" / "kernels"
+FEATURES = ("avx2", "avx512", "avx512_bf16", "amx")  # by the bits of diptych_cpu_features; each needs those before it
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES: dict[str, list[type]] = {
     "diptych_pack": [_P, _P, _I, _I, _I, _I],
-    "diptych_linear": [_P, _P, _P, _P, _I, _I, _I, _I, _I, _I],
-    "diptych_rms_norm": [_P, _P, _P, _I, _I, _F, _I],
-    "diptych_add_rms_norm": [_P, _P, _P, _P, _I, _I, _F, _I],
-    "diptych_silu_and_mul": [_P, _P, _I, _I, _I],
-    "diptych_rope_and_cache": [_P, _P, _P, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _F, _I],
-    "diptych_attention": [_P, _P, _P, _P, _P, _P, _P, _P, _P, _F, _I],
-    "diptych_decode_step": [_P, _I],
+    "diptych_linear": [_P, _P, _P, _P, _P, _I, _I, _I, _I, _I],
+    "diptych_norm": [_P, _P, _P, _P, _P, _I, _I, _F],
+    "diptych_silu_and_mul": [_P, _P, _P, _I, _I],
+    "diptych_rope_and_cache": [_P, _P, _P, _P, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _F],
+    "diptych_attention": [_P, _P, _P, _P, _P, _P, _P, _P, _P, _P, _F],
+    "diptych_decode_step": [_P, _P],
     "diptych_kv_encode": [_P, _P, _P, _P, _I, _I],
     "diptych_kv_decode": [_P, _P, _P, _P, _I, _I],
 }
 
 
 @dataclass(frozen=True, slots=True)
-class NativeLibrary:
-    """The loaded kernels, on a processor with AVX-512. has_bf16: it has AVX512_BF16, too."""
+class NativeKernels:
+    """The kernels of one instruction set in one dtype. handle: the first argument of the functions that compute."""
 
     functions: ctypes.CDLL
-    has_bf16: bool
+    handle: int
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLibrary:
+    """The loaded library. features: those of FEATURES that the processor has; at least the first."""
+
+    functions: ctypes.CDLL
+    features: tuple[str, ...]
+
+    def kernels(self, instruction_set: str, dtype: torch.dtype) -> NativeKernels:
+        """Those that instruction_set.choose has named for ``dtype``."""
+        handle = self.functions.diptych_kernels(instruction_set.encode(), dtype == torch.bfloat16)
+        assert handle, f"no kernels of {instruction_set} compute in {dtype}"
+        return NativeKernels(self.functions, handle)
 
 
 @functools.cache
 def load_native() -> NativeLibrary | None:
-    """The library, or None when it was not built or this processor lacks AVX-512."""
+    """The library, or None when it was not built or this processor has not even AVX2."""
     path = next((KERNELS / f"_native{s}" for s in importlib.machinery.EXTENSION_SUFFIXES if _exists(s)), None)
     if path is None:
         return None
@@ -53,12 +67,12 @@ def load_native() -> NativeLibrary | None:
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, None
     library.diptych_bind_threads.argtypes, library.diptych_bind_threads.restype = [_P, _I], _I
+    library.diptych_kernels.argtypes, library.diptych_kernels.restype = [ctypes.c_char_p, _I], _P
     library.diptych_attention_workspace.argtypes = [_I] * 4
     library.diptych_attention_workspace.restype = _I
-    features = library.diptych_cpu_features()
-    if not features & 1:
-        return None
-    return NativeLibrary(library, bool(features & 2))
+    bits = library.diptych_cpu_features()
+    features = tuple(name for bit, name in enumerate(FEATURES) if bits >> bit & 1)
+    return NativeLibrary(library, features) if features else None
 
 
 def _exists(suffix: str) -> bool:

@@ -28,6 +28,7 @@ from diptych.serving.link.engine_options import (
     DeviceOptions,
     DTypeName,
     EngineOptions,
+    InstructionSetName,
     MemoryOptions,
 )
 from diptych.serving.output_builder import OutputBuilder
@@ -43,7 +44,7 @@ class LLM:
     """A model in this process.
 
     model: a Hugging Face directory; None takes the bundled one. shape: chunked or unified. kv_cache_bytes None: a
-    share of the free memory. Raises ConfigError for what cannot be loaded.
+    share of the free memory. instruction_set: see DeviceOptions. Raises ConfigError for what cannot be loaded.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class LLM:
         dtype: str = "auto",
         device: str = "auto",
         threads: int | None = None,
+        instruction_set: str = "auto",
         shape: str = "chunked",
         max_model_len: int | None = None,
         options: EngineOptions | None = None,
@@ -60,7 +62,12 @@ class LLM:
         if options is None:
             options = EngineOptions(
                 model=str(model or BUNDLED_MODEL),
-                device=DeviceOptions(device=cast(DeviceName, device), dtype=cast(DTypeName, dtype), threads=threads),
+                device=DeviceOptions(
+                    device=cast(DeviceName, device),
+                    dtype=cast(DTypeName, dtype),
+                    threads=threads,
+                    instruction_set=cast(InstructionSetName, instruction_set),
+                ),
                 memory=MemoryOptions(),
                 scheduler=shape_preset(cast(ShapeName, shape), max_waiting=2**31),
                 max_model_len=max_model_len,

@@ -25,5 +25,5 @@ def make_attention(
         raise ConfigError(f"device is {device}; supported: cpu, cuda", param="device")
     library = load_native() if instruction_set != TORCH else None
     if library is not None and NativeCpuAttention.covers(geometry, config.layers):
-        return NativeCpuAttention(library, config.num_heads, geometry)
+        return NativeCpuAttention(library.kernels(instruction_set, dtype), config.num_heads, geometry)
     return TorchCpuAttention(geometry)

@@ -10,7 +10,7 @@ from diptych.runtime.attention.layout import allocate_cpu, lay_out_cpu
 from diptych.runtime.input_batch import InputBatch
 from diptych.runtime.kv_geometry import KVGeometry
 from diptych.runtime.model_config import LayerAttention
-from diptych.runtime.native import NativeLibrary
+from diptych.runtime.native import NativeKernels
 
 MAX_DIM = 256
 
@@ -30,12 +30,11 @@ class NativeCpuAttention:
     device = torch.device("cpu")
     fits_cuda_graphs = False
 
-    def __init__(self, library: NativeLibrary, num_heads: int, geometry: KVGeometry) -> None:
+    def __init__(self, kernels: NativeKernels, num_heads: int, geometry: KVGeometry) -> None:
+        self.kernels = kernels
         self.num_heads = num_heads
         self.geometry = geometry
         self.dtype: torch.dtype = getattr(torch, geometry.dtype)
-        self._functions = library.functions
-        self._is_bf16 = int(self.dtype == torch.bfloat16)
         self._partials = torch.empty(1 << 16, dtype=torch.float32)
 
     @staticmethod
@@ -67,7 +66,7 @@ class NativeCpuAttention:
 
     def partials(self, batch: InputBatch) -> torch.Tensor:
         """Scratch memory for the decodes of a batch: every segment's result. The next batch may get the same."""
-        needed = self._functions.diptych_attention_workspace(
+        needed = self.kernels.functions.diptych_attention_workspace(
             batch.num_decodes, batch.max_context_len, self.num_heads, self.geometry.head_dim
         )
         if needed > self._partials.numel():
@@ -79,9 +78,9 @@ class NativeCpuAttention:
         batch = plan.batch
         out = q.new_empty((q.shape[0], self.num_heads * self.geometry.head_dim))
         plan.sizes[0] = q.stride(0)
-        self._functions.diptych_attention(
-            q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), batch.block_tables.data_ptr(),
+        self.kernels.functions.diptych_attention(
+            self.kernels.handle, q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), batch.block_tables.data_ptr(),
             batch.query_start.data_ptr(), batch.context_lens.data_ptr(), out.data_ptr(), plan.partials.data_ptr(),
-            ctypes.addressof(plan.sizes), plan.scale, self._is_bf16,
+            ctypes.addressof(plan.sizes), plan.scale,
         )  # fmt: skip
         return out

@@ -16,7 +16,6 @@ from diptych.runtime.attention.native_attention import NativeCpuAttention
 from diptych.runtime.kv_tensors import LayerCache
 from diptych.runtime.layers.forward_pass import ForwardPass
 from diptych.runtime.layers.parts import Attention, RmsNorm, RopeAndCache
-from diptych.runtime.native import NativeLibrary, load_native
 from diptych.runtime.ops.native_ops import NativeLinear
 from diptych.runtime.ops.ops import Linear
 
@@ -67,12 +66,8 @@ class _Step(ctypes.Structure):
 class NativeStep:
     """The layers of one model, and the norm behind them, for batches in which every sequence computes one token."""
 
-    def __init__(
-        self, library: NativeLibrary, layers: Sequence[PreNormLayer], norm: RmsNorm, attention: NativeCpuAttention
-    ) -> None:
-        self._run = library.functions.diptych_decode_step
+    def __init__(self, layers: Sequence[PreNormLayer], norm: RmsNorm, attention: NativeCpuAttention) -> None:
         self._attention = attention
-        self._is_bf16 = int(attention.dtype == torch.bfloat16)
         self._layers = (_Layer * len(layers))(*(_describe(layer) for layer in layers))
         self._caches: Sequence[LayerCache] = ()  # those that _layers points to
         geometry, first = attention.geometry, layers[0]
@@ -101,21 +96,21 @@ class NativeStep:
         call.positions, call.slots = batch.positions.data_ptr(), batch.slot_mapping.data_ptr()
         call.block_tables, call.table_stride = batch.block_tables.data_ptr(), batch.block_tables.stride(0)
         call.query_start, call.context_lens = batch.query_start.data_ptr(), batch.context_lens.data_ptr()
-        self._run(ctypes.addressof(call), self._is_bf16)
+        kernels = self._attention.kernels
+        kernels.functions.diptych_decode_step(kernels.handle, ctypes.addressof(call))
         return x
 
 
 def native_step(layers: Sequence[PreNormLayer], norm: RmsNorm, attention: AttentionBackend) -> NativeStep | None:
     """The native step of these layers, or None where a part has no kernel here, or layers differ in what the call has
     once (eps, scale, rotation)."""
-    library = load_native()
-    if library is None or not isinstance(attention, NativeCpuAttention):
+    if not isinstance(attention, NativeCpuAttention):
         return None
     if any(len(_native_linears(layer)) < 4 for layer in layers):
         return None
     once = {(layer.attention.how.scale, layer.rope.cos_sin.data_ptr()) for layer in layers}
     eps = {norm.eps} | {part for layer in layers for part in _eps_of(layer)}
-    return NativeStep(library, layers, norm, attention) if len(once) == len(eps) == 1 else None
+    return NativeStep(layers, norm, attention) if len(once) == len(eps) == 1 else None
 
 
 def _eps_of(layer: PreNormLayer) -> set[float]:

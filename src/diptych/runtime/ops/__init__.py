@@ -15,4 +15,4 @@ def make_ops(dtype: torch.dtype, instruction_set: str) -> Ops:
         return TorchOps()
     library = load_native()
     assert library is not None, f"{instruction_set} was chosen, but no native kernel is here"
-    return NativeOps(library, dtype)
+    return NativeOps(library.kernels(instruction_set, dtype))

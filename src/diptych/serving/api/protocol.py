@@ -280,6 +280,7 @@ class StatusReply(BaseModel):
 
 
 class VersionReply(BaseModel):
-    """The reply of /version."""
+    """The reply of /version. instruction_set: of the kernels on a CPU, null while the workers load and on a GPU."""
 
     version: str
+    instruction_set: str | None

@@ -398,4 +398,5 @@ def joint_ready(roles: Sequence[Role], known: Mapping[int, Ready]) -> Ready:
         first.description if len(workers) == 1 else f"{description}; each: {first.description}",
         num_blocks=sum(ready.num_blocks for ready in workers),
         block_size=first.block_size,
+        instruction_set=first.instruction_set,
     )

@@ -69,6 +69,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     address: str = ""  # of its KV connector
     num_blocks: int = 0
     block_size: int = 0
+    instruction_set: str = ""  # of the kernels on a cpu
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):

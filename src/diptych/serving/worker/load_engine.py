@@ -81,7 +81,7 @@ def load_engine(options: EngineOptions, report: Report) -> "LoadedEngine[ModelRu
         for features, duration_ns in warm_up(runner):
             engine.observe(features, duration_ns)
     model, capacity = runner.model_config, engine.kv.capacity_tokens
-    where = f"{device}, {threads.num_threads} threads" if device == "cpu" else device
+    where = f"{device} ({runner.instruction_set}), {threads.num_threads} threads" if device == "cpu" else device
     kv_bytes = runner.num_blocks * geometry.block_bytes
     description = f"{model.architecture}, {where}, KV cache of {capacity:,} tokens ({kv_bytes / 2**30:.2f} GiB)"
     ready = Ready(
@@ -92,6 +92,7 @@ def load_engine(options: EngineOptions, report: Report) -> "LoadedEngine[ModelRu
         options.scheduler.max_num_seqs,
         list(model.eos_token_ids),
         f"{description}; {runner.note}" if runner.note else description,
+        instruction_set=runner.instruction_set if device == "cpu" else "",
     )
     return LoadedEngine(engine, runner, ready, recorder)
 
@@ -141,6 +142,7 @@ def _runner_config(options: EngineOptions, device: str, geometry: KVGeometry) ->
         num_host_blocks=memory.swap_bytes // geometry.block_bytes,
         max_num_seqs=options.scheduler.max_num_seqs,
         max_model_len=options.max_model_len,
+        instruction_set=options.device.instruction_set,
         shared_pool=pool,
         shared_weights=place.weights_fd if place else None,
     )

@@ -8,6 +8,8 @@
 
 #include <cstdint>
 
+namespace {  // of each set: see kernels.h
+
 class Barrier {
   public:
     // returns when `threads` threads have called; what they wrote before is visible to all
@@ -37,3 +39,5 @@ class Barrier {
     alignas(64) int32_t round_ = 0;
     int32_t sleepers_ = 0;
 };
+
+}  // namespace

@@ -4,7 +4,9 @@
 // A tile is 16 tokens of one head of K or V: 16 * dim neighbouring elements in the CPU layout of either dtype. Its bf16
 // form is dim / 2 registers ("rows") of 16 units, and codes lie in that order whatever the dtype of the cache. A row's
 // even and odd halves belong to two groups of values: two channels of K, or two tokens of V.
-#include "common.h"
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma")
+#define HAS_AVX512_BF16
+#include "vector_avx512.h"
 
 namespace {
 
@@ -249,7 +251,7 @@ INLINE void decode_tile(T *tile, int64_t dim, const uint8_t *wire) {
 // copies the first `count` tokens of a tile
 template <typename T, bool IS_K>
 void copy_tokens(T *to, const T *from, int64_t count, int64_t dim) {
-    constexpr int L = Unit<T>::LANES;
+    constexpr int L = 4 / sizeof(T);
     for (int64_t j = 0; j < count; j++)
         for (int64_t d = 0; d < dim; d++) {
             const int64_t i = IS_K ? (d / L * 16 + j) * L + d % L : (j / L * dim + d) * L + j % L;

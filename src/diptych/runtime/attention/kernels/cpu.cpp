@@ -1,25 +1,32 @@
 // Which instructions this processor has. Compiled for the oldest x86-64, so that it can run anywhere.
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <cstdint>
 
-#if defined(__x86_64__)
-#include <cpuid.h>
-#endif
+namespace {
+
+// the system lets a process use tiles when it asks, before its threads do
+bool may_use_tiles() {
+    constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
+    return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+}
+
+}  // namespace
 
 extern "C" {
 
-// bit 0: AVX-512 (F, BW, VL, DQ); bit 1: AVX512_BF16
+// bit 0: AVX2 and FMA; 1: AVX-512 (F, BW, VL, DQ), too; 2: AVX512_BF16, too; 3: AMX tiles and bf16, too
 int64_t diptych_cpu_features() {
-    int64_t features = 0;
-#if defined(__x86_64__)
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("fma"))
-        features |= 1;
     unsigned a, b, c, d;
-    if ((features & 1) && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1)) features |= 2;
-#endif
-    return features;
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
+        !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq"))
+        return 1;
+    if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a >> 5 & 1)) return 3;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 22 & 1) || !(d >> 24 & 1) || !may_use_tiles()) return 7;
+    return 15;
 }
-
-int64_t diptych_abi() { return 4; }
 }

@@ -1,8 +1,24 @@
-// The kernels as a team of threads calls them, from inside a parallel region: every thread makes the same call, computes
-// its share and returns without waiting for the others. Outside of a region one thread computes everything. T is float or
-// bf16; pointers of void and char are to T.
+// What the kernels compute, as records, and the table of the functions that compute it with one instruction set in one
+// dtype (T: fp32 or bf16). Pointers of void and char are to T.
+//
+// Each set is a translation unit of its own (avx2.cpp, amx.cpp ...) that instantiates the templates of gemm.h,
+// elementwise.h, attention.h and decode_step.h for its instructions. All of them lie in anonymous namespaces, and nothing
+// from the C++ library is instantiated: a function compiled for AVX-512 must not be picked by the linker for code that
+// runs elsewhere.
+//
+// One idea carries all of them: data that is multiplied lies in units of 32 bits, which hold one fp32 or two bf16 that
+// belong to neighbouring steps of the sum. A vector holds 16 units of 16 different results. Each result is summed in the
+// same order whatever the tile it is computed in: a row's result does not depend on the other rows of a batch.
 #pragma once
-#include "common.h"
+#include <cstdint>
+
+#define ALWAYS_INLINE inline __attribute__((always_inline))
+#define INLINE static ALWAYS_INLINE
+
+typedef uint16_t bf16;
+
+constexpr int64_t SEGMENT = 256;  // tokens of attention that are one part of a sum, see attention.h
+constexpr int64_t MAX_DIM = 256;  // of an attention head
 
 // y = x W^T (+ bias), or silu(gate) * up when gated; W as diptych_pack leaves it
 struct Linear {
@@ -12,6 +28,23 @@ struct Linear {
     char *y;           // [m, n], or [m, n / 2] when gated
     int64_t m, n, k, x_stride, y_stride;  // strides in elements
     bool gated;
+};
+
+// out = rms_norm(x), or residual += x; out = rms_norm(residual). out may be x
+struct Norm {
+    const char *x;       // [rows, dim]
+    char *residual;      // [rows, dim] or null
+    const char *weight;  // [dim]
+    char *out;           // [rows, dim]
+    int64_t rows, dim;
+    float eps;
+};
+
+// out = silu(gate) * up
+struct Activation {
+    const char *gate_up;  // [rows, 2 dim]
+    char *out;            // [rows, dim]
+    int64_t rows, dim;
 };
 
 struct Rope {
@@ -37,18 +70,37 @@ struct Attention {
     float scale;
 };
 
-template <typename T> void linear(const Linear &p);
+struct Layer {
+    const char *input_norm, *mlp_norm;                      // [hidden]
+    const char *qkv, *output, *gate_up, *down;              // packed
+    const char *qkv_bias, *output_bias, *down_bias;         // or null
+    const char *q_norm, *k_norm;                            // [dim] or null
+    char *k_cache, *v_cache;
+    int64_t window;
+};
 
-// [rows, dim]; out may be x
-template <typename T> void rms_norm(const T *x, const T *weight, T *out, int64_t rows, int64_t dim, float eps);
+// one token of each of `rows` sequences through all layers
+struct Step {
+    const Layer *layers;
+    const char *norm;                // [hidden]: behind the last layer
+    const float *cos_sin;            // [max positions, dim]
+    char *residual;                  // [rows, hidden]: the tokens' embeddings; overwritten
+    char *x;                         // [rows, hidden]: the result
+    char *qkv, *attended, *inner;    // scratch: [rows, (heads + 2 kv_heads) * dim], [rows, heads * dim], [rows, inner_size]
+    float *partials;                 // scratch, see Attention
+    const int64_t *positions, *slots;  // [rows]
+    const int32_t *block_tables, *query_start, *context_lens;  // see Attention
+    int64_t num_layers, rows, hidden, inner_size, heads, kv_heads, dim, block_size, table_stride;
+    float eps, scale;
+};
 
-// residual += x; out = rms_norm(residual), which may be x
-template <typename T>
-void add_rms_norm(const T *x, T *residual, const T *weight, T *out, int64_t rows, int64_t dim, float eps);
+struct Kernels {
+    void (*linear)(const Linear &);
+    void (*norm)(const Norm &);
+    void (*silu_and_mul)(const Activation &);
+    void (*rope_and_cache)(const Rope &);
+    void (*attention)(const Attention &);
+    void (*decode_step)(const Step &);
+};
 
-// rotates q and k in place, writes k and v into the cache
-template <typename T> void rope_and_cache(const Rope &r);
-
-// decodes: each segment on its own; then, when all threads are done, each sequence's segments are combined in order
-template <typename T> void attend_segments(const Attention &a);
-template <typename T> void combine_segments(const Attention &a);
+extern const Kernels AVX2_FP32, AVX2_BF16, AVX512_FP32, AVX512_WIDENED_BF16, AVX512_BF16, AMX_BF16, AMX_EMULATED_BF16;

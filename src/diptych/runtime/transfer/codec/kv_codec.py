@@ -45,6 +45,7 @@ from diptych.runtime.transfer.kv_format import KVFormat
 
 Buffer = bytes | bytearray | memoryview
 MAX_NATIVE_DIM = 256
+CODEC_FEATURE = "avx512"  # what codec.cpp needs; bf16 instructions it uses where there are any
 NATIVE_BENCHMARK_BYTES = 48 << 20  # more than the processor's caches keep
 TORCH_BENCHMARK_BYTES = 2 << 20
 
@@ -71,7 +72,8 @@ class KVCodec:
         self._flat = [_bytes_of(cache) for pair in caches for cache in pair] if self._on_cpu else []
         library = load_native() if native is not False else None
         dim = kv_format.head_dim
-        is_covered = self._on_cpu and kv_format.layout == "cpu" and dim % 16 == 0 and dim <= MAX_NATIVE_DIM
+        can_run = library is not None and CODEC_FEATURE in library.features
+        is_covered = can_run and self._on_cpu and kv_format.layout == "cpu" and dim % 16 == 0 and dim <= MAX_NATIVE_DIM
         self._native = library if is_covered else None
         if native and self._native is None:
             raise ConfigError(f"native kernels are not built, or do not cover {kv_format}", param="native")
@@ -193,8 +195,9 @@ class KVCodec:
     ) -> None:  # fmt: skip
         assert self._native is not None
         form = self.format
+        has_bf16 = "avx512_bf16" in self._native.features
         sizes = (ctypes.c_int64 * 7)(
-            2 * len(span), start, num_tokens, form.num_kv_heads, form.head_dim, form.block_size, self._native.has_bf16
+            2 * len(span), start, num_tokens, form.num_kv_heads, form.head_dim, form.block_size, has_bf16
         )
         getattr(self._native.functions, name)(
             self._addresses[2 * span.start :].ctypes.data, table.ctypes.data, wire.ctypes.data,

@@ -1,0 +1,13 @@
+// The table of one set: the templates for its arithmetic.
+#pragma once
+#include "decode_step.h"
+
+namespace {
+
+template <class S>
+constexpr Kernels kernels_of() {
+    typedef typename S::T T;
+    return {run_linear<S>, run_norm<T>, run_silu_and_mul<T>, run_rope_and_cache<T>, run_attention<S>, run_decode_step<S>};
+}
+
+}  // namespace
