@@ -12,6 +12,7 @@ from diptych.control.errors import ConfigError
 from diptych.runtime.checkpoint import Checkpoint, resolve_dtype_name
 from diptych.runtime.dtypes import DTYPES_BY_CODE
 from diptych.runtime.model_config import ModelConfig
+from diptych.runtime.quantized_weight import QuantizedSource
 from diptych.runtime.safetensors_file import SafetensorsFile
 from diptych.runtime.weight_memory import PrivateMemory, WeightMemory
 
@@ -70,6 +71,11 @@ class Weights:
             if not self.memory.is_filled:
                 self._read(name, part)
         return target
+
+    def quantized(self, names: Sequence[str], rows: Sequence[int], columns: int) -> QuantizedSource | None:
+        """Weights of shape [rows[i], columns] stacked along the first dimension, as the checkpoint holds them in whole
+        numbers; None where it holds floating point (then see ``fused``). names: without ``.weight``."""
+        return None
 
     def ignore(self, name: str) -> None:
         """A tensor that the checkpoint may hold but the model does not need."""
