@@ -30,7 +30,7 @@ from diptych.control.request import FinishReason, SamplingParams
 from diptych.control.step import PromptLogprobs, SchedulerOutput, StepResult, StepTokens, TokenLogprobs
 from diptych.runtime.attention import make_attention
 from diptych.runtime.attention.attention_backend import AttentionBackend
-from diptych.runtime.checkpoint import Checkpoint
+from diptych.runtime.checkpoint import open_checkpoint
 from diptych.runtime.cuda_graphs import GraphedModel
 from diptych.runtime.decode_rows import DecodeRows
 from diptych.runtime.input_batch import InputBatch
@@ -305,7 +305,7 @@ def load_runner(config: RunnerConfig, progress: Progress | None = None) -> Model
     """
     model_config = read_model_config(config.model)
     max_model_len = _max_model_len(config.max_model_len, model_config)
-    checkpoint = Checkpoint(model_config.path)
+    checkpoint = open_checkpoint(model_config)
     dtype, note = resolve_dtype(config.dtype, model_config, checkpoint)
     device = torch.device(config.device)
     _check_cpu_only(config, device)
