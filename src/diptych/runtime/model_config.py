@@ -14,12 +14,13 @@ from typing import Any
 from diptych.control.errors import ConfigError, UnsupportedModelError
 from diptych.runtime.dtypes import DTYPES
 
-ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+ROPE_KINDS = ("default", "linear", "llama3", "yarn", "factors")
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding. original_max_positions: the context length before scaling (llama3, yarn)."""
+    """Rotary embedding. original_max_positions: the context length before scaling (llama3, yarn). factors: what each
+    frequency is divided by (factors)."""
 
     theta: float = 10_000.0
     kind: str = "default"
@@ -33,6 +34,7 @@ class RopeConfig:
     truncate: bool = True
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
+    factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,8 @@ class AttentionConfig:
 class ModelConfig:
     """What the engine knows of a model besides its tensors; families add what only their layers need.
 
-    dtype: as the checkpoint says (None: it does not). eos_token_ids: from generation_config.json, else config.json.
+    path: the directory or GGUF file. dtype: as the checkpoint says (None: it does not). eos_token_ids: from
+    generation_config.json, else config.json.
     """
 
     path: Path
@@ -87,6 +90,7 @@ class ConfigFields:
 
     def __init__(self, path: Path, values: Mapping[str, Any], prefix: str = "") -> None:
         self.path = path
+        self.model = path.parent  # the directory or file that people name
         self.values = values
         self._prefix = prefix
 
@@ -128,6 +132,13 @@ class ConfigFields:
             raise self.unsupported(name, "a positive number")
         return float(value)
 
+    def positive_numbers(self, name: str) -> tuple[float, ...]:
+        """An array of positive numbers."""
+        values = self.values.get(name)
+        if not isinstance(values, list) or not all(isinstance(value, int | float) and value > 0 for value in values):
+            raise self.unsupported(name, "an array of positive numbers")
+        return tuple(map(float, values))
+
     def flag(self, name: str, default: bool = False) -> bool:
         """True or false."""
         value = self.values.get(name)
@@ -155,7 +166,7 @@ def read_common(fields: ConfigFields) -> dict[str, Any]:
     if fields.values.get("quantization_config"):
         raise fields.unsupported("quantization_config", "none: weights in bfloat16, float16 or float32")
     return {
-        "path": fields.path.parent,
+        "path": fields.model,
         "architecture": fields.values["architectures"][0],
         "vocab_size": fields.integer("vocab_size"),
         "hidden_size": fields.integer("hidden_size"),
@@ -193,6 +204,8 @@ def read_rope(fields: ConfigFields) -> RopeConfig:
         return RopeConfig(theta=theta)
     if kind == "linear":
         return RopeConfig(theta=theta, kind=kind, factor=scaling.number("factor"))
+    if kind == "factors":
+        return RopeConfig(theta=theta, kind=kind, factors=scaling.positive_numbers("factors"))
     max_positions = fields.integer("max_position_embeddings")
     original = scaling.integer(
         "original_max_position_embeddings", fields.integer("original_max_position_embeddings", max_positions)
@@ -231,7 +244,7 @@ def _dtype(fields: ConfigFields) -> str | None:
 
 
 def _eos_token_ids(fields: ConfigFields) -> tuple[int, ...]:
-    path = fields.path.parent / "generation_config.json"
+    path = fields.model / "generation_config.json"
     for source in (ConfigFields.of_file(path), fields) if path.exists() else (fields,):
         value = source.values.get("eos_token_id")
         ids = value if isinstance(value, list) else [] if value is None else [value]
