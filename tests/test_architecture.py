@@ -46,7 +46,7 @@ SERVING_WITH_TORCH = ("worker", "llm.py")
 # table of connectors.
 TORCH_FREE_RUNTIME = {
     "checkpoint", "dtypes", "kv_geometry", "model_config", "models", "safetensors_directory", "safetensors_file",
-    "stored_tensor", "weight_format",
+    "stored_tensor", "weight_format", "quantization", "quantization.packed_weight", "quantization.quantization_config",
     "transfer", "transfer.connector", "transfer.connector_kind", "transfer.kv_format",
     *(f"models.{path.stem}" for path in (SOURCE / "runtime" / "models").glob("[a-z]*.py")),
 }  # fmt: skip

@@ -47,7 +47,7 @@ class Checkpoint(Protocol):
 
 def open_checkpoint(config: ModelConfig) -> Checkpoint:
     """The checkpoint that ``config`` was read from."""
-    return SafetensorsDirectory(config.path)
+    return SafetensorsDirectory(config.path, config.quantization)
 
 
 def resolve_dtype_name(wanted: str, config: ModelConfig, checkpoint: Checkpoint) -> tuple[str, str]:
