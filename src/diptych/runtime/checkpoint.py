@@ -51,7 +51,7 @@ def open_checkpoint(config: ModelConfig) -> Checkpoint:
     """The checkpoint that ``config`` was read from."""
     if is_gguf(config.path):
         return GgufCheckpoint(config.path, config.attention)
-    return SafetensorsDirectory(config.path)
+    return SafetensorsDirectory(config.path, config.quantization)
 
 
 def resolve_dtype_name(wanted: str, config: ModelConfig, checkpoint: Checkpoint) -> tuple[str, str]:

@@ -84,11 +84,18 @@ class Weights:
 
     def finish(self) -> None:
         """Raise ConfigError when tensors are left that the model did not ask for."""
-        left = [name for name in self._left if not name.endswith(IGNORED_SUFFIXES)]
+        left = [name for name in self._left if not name.endswith(IGNORED_SUFFIXES) and not self._is_zero_bias(name)]
         if left:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
             path = self._stored(left[0]).path
             raise ConfigError(f"{path}: tensor {left[0]}{more} is not part of this architecture", param="model")
+
+    def _is_zero_bias(self, name: str) -> bool:
+        """Old GPTQ checkpoints have a bias of zeros in every module that is quantised."""
+        weight = self._checkpoint.tensors.get(name.removesuffix("bias") + "weight")
+        if not name.endswith(".bias") or weight is None or weight.format is None:
+            return False
+        return not bool(self._reader.read(name).any())
 
     def _stored(self, name: str) -> StoredTensor:
         if name not in self._checkpoint.tensors:

@@ -2,16 +2,19 @@
 
 import torch
 
-from diptych.runtime.dtypes import DTYPES_BY_CODE
+from diptych.control.errors import UnsupportedModelError
+from diptych.runtime.dtypes import DTYPES_BY_CODE, STORED_DTYPES_BY_CODE
+from diptych.runtime.quantization.packed_weight import GROUP_INDICES
+from diptych.runtime.quantization.unpack import unpack_weight
 from diptych.runtime.quantized_weight import QuantizedWeight
 from diptych.runtime.safetensors_directory import SafetensorsDirectory
 from diptych.runtime.safetensors_file import SafetensorsFile
 
 
 def read_tensor(file: SafetensorsFile, name: str) -> torch.Tensor:
-    """One tensor as a view of its mapped file. Raises UnsupportedModelError as SafetensorsFile.data does."""
+    """One tensor as a view of its mapped file."""
     entry, data = file.entries[name], file.data(name)
-    dtype: torch.dtype = getattr(torch, DTYPES_BY_CODE[entry.dtype].name)
+    dtype: torch.dtype = getattr(torch, STORED_DTYPES_BY_CODE[entry.dtype].name)
     if not data:
         return torch.empty(entry.shape, dtype=dtype)
     return torch.frombuffer(data, dtype=dtype).view(entry.shape)
@@ -25,12 +28,27 @@ class SafetensorsReader:
 
     def read(self, name: str) -> torch.Tensor:
         """See TensorReader."""
-        return read_tensor(self._directory.file_of(name), name)
+        if name in self._directory.packed:
+            return self.read_quantized(name).dequantize()
+        file = self._directory.file_of(name)
+        dtype = file.entries[name].dtype
+        if dtype not in DTYPES_BY_CODE:
+            raise UnsupportedModelError(
+                f"{file.path}: tensor {name} has dtype {dtype}; supported: {', '.join(DTYPES_BY_CODE)}", param="dtype"
+            )
+        return read_tensor(file, name)
 
     def read_quantized(self, name: str) -> QuantizedWeight:
         """See TensorReader."""
-        raise AssertionError(f"{name} is in floating point")
+        packed = self._directory.packed[name]
+        parts = {
+            suffix: read_tensor(self._directory.file_of(part), part)
+            for suffix, part in packed.parts.items()
+            if suffix not in GROUP_INDICES
+        }
+        return unpack_weight(packed, parts)
 
     def release(self, name: str) -> None:
         """See TensorReader."""
-        self._directory.file_of(name).release(name)
+        for part in self._directory.parts_of(name):
+            self._directory.file_of(part).release(part)
