@@ -82,6 +82,8 @@ def read_gguf_fields(path: Path) -> GgufFields:
     for field, value in values.items():
         if value is None and field not in MAY_BE_ABSENT:
             raise metadata.unsupported(keys[field], "a value")
+    if values["num_hidden_layers"] > len(file.tensors):
+        raise metadata.unsupported(keys["num_hidden_layers"], f"at most {len(file.tensors)}, the number of tensors")
     values["head_dim"] = _head_dim(file, architecture, values)
     values["architectures"] = [_class_name(file, architecture, values)]
     values["rope_parameters"] = _rope(file, architecture, values["head_dim"])

@@ -166,18 +166,14 @@ def _sentence_piece(metadata: GgufMetadata, vocabulary: GgufVocabulary, ids: dic
 
 
 def _merges(ids: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Every way to join two tokens to a third, the best score of the third first: SentencePiece always joins the pair
-    whose token has the best score."""
+    """Every way to join two tokens to a third, the best score of the third first, as SentencePiece joins. Of the ways
+    to the same token, that with the longest left part is first: runs of one character then split as there."""
     found = []
     for text, token in ids.items():
-        pairs = ((text[:cut], text[cut:]) for cut in range(1, len(text)))
-        known = [
-            (-scores[token], ids[left], ids[right], left, right)
-            for left, right in pairs
-            if left in ids and right in ids
-        ]
-        found += known
-    return [(left, right) for *_, left, right in sorted(found)]
+        pairs = ((text[:cut], text[cut:]) for cut in range(len(text) - 1, 0, -1))
+        found += [(-scores[token], pair) for pair in pairs if pair[0] in ids and pair[1] in ids]
+    found.sort(key=lambda entry: entry[0])
+    return [pair for _, pair in found]
 
 
 def _added(vocabulary: GgufVocabulary, *types: int) -> list[AddedToken]:

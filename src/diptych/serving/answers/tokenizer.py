@@ -44,7 +44,9 @@ class Tokenizer:
     def fast(self) -> FastTokenizer:
         """The tokenizers object. Raises InvalidRequestError when the model has none."""
         if self._fast is None:
-            raise InvalidRequestError("this model has no tokenizer: send prompts as lists of token ids", param="prompt")
+            raise InvalidRequestError(
+                "this model has no tokenizer (no tokenizer.json): send prompts as lists of token ids", param="prompt"
+            )
         return self._fast
 
     @property
