@@ -24,9 +24,10 @@ from diptych.runtime.model_runner import RunnerConfig, load_runner
 from diptych.runtime.models.registry import read_model_config
 from diptych.runtime.rope import inverse_frequencies
 from diptych.runtime.tensor_reader import make_reader
+from tests.gguf_writer import VOCABULARY, write_gguf
 from tests.runtime.checkpoints import prompt_of, reference
 from tests.runtime.driving import generate, greedy
-from tests.runtime.gguf_files import VOCABULARY, model_metadata, model_tensors, write_gguf, write_model
+from tests.runtime.gguf_files import model_metadata, model_tensors, write_model
 
 FAMILIES = [
     "llama", "llama-tied-biased", "llama-rope-llama3", "llama-rope-linear", "llama-rope-yarn", "mistral-window",
