@@ -24,6 +24,7 @@ from diptych.runtime.model_runner import RunnerConfig, load_runner
 from diptych.runtime.models.registry import read_model_config
 from diptych.runtime.rope import inverse_frequencies
 from diptych.runtime.tensor_reader import make_reader
+from diptych.serving.answers.tokenizer import Tokenizer
 from tests.gguf_writer import VOCABULARY, write_gguf
 from tests.runtime.checkpoints import prompt_of, reference
 from tests.runtime.driving import generate, greedy
@@ -132,6 +133,13 @@ def test_the_front_end_sizes_a_cache_from_a_file(model: Path) -> None:
 
 def test_stop_tokens_are_those_of_the_metadata_and_those_known_by_their_text(model: Path) -> None:
     assert read_model_config(model).eos_token_ids == (7, 5)
+
+
+def test_a_stop_token_that_the_file_takes_for_text_is_a_control_token(tmp_path: Path) -> None:
+    vocabulary = VOCABULARY | {"tokenizer.ggml.token_type": [1, 1, 1, 1, 1, 4, 4, 3], "tokenizer.ggml.eot_token_id": 6}
+    path = write_model(tmp_path / "m.gguf", **vocabulary)
+    assert read_model_config(path).eos_token_ids == (7, 6, 5)
+    assert Tokenizer(path).decode([0, 5, 1]) == "ab"
 
 
 def test_truncated_files_are_refused_wherever_they_end(model: Path, tmp_path: Path) -> None:

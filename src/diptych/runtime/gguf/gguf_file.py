@@ -6,11 +6,9 @@ held against the bytes that are left before it is believed, so a truncated or ho
 it. The reader of the ``gguf`` package does not do that (it loops as often as a count says), and makes several numpy
 objects of every token: seconds for a vocabulary that this reader walks through in a fraction of one.
 
-The file is mapped, not read: a tensor costs memory only for the pages that are touched. Imports neither torch nor
-numpy, because the front end reads configs and tokenizers.
+Imports neither torch nor numpy, because the front end reads configs and tokenizers.
 """
 
-import mmap
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +17,7 @@ from typing import Any
 from diptych.control.errors import ConfigError, UnsupportedModelError
 from diptych.runtime.gguf.ggml_types import GGML_TYPES, READABLE, GgmlType
 from diptych.runtime.gguf.gguf_metadata import GgufMetadata, Value
+from diptych.runtime.mapped_file import MappedFile
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -49,14 +48,7 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            with path.open("rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        except FileNotFoundError:
-            raise ConfigError(f"{path}: no such file", param="model") from None
-        except (OSError, ValueError) as error:
-            raise self._broken(f"cannot be mapped ({error})") from None
-        self._view = memoryview(self._map)
+        self._file = MappedFile(path)
         self._at = 0
         num_tensors, num_entries = self._read_head()
         self.metadata = GgufMetadata(path, self._read_metadata(num_entries))
@@ -65,15 +57,12 @@ class GgufFile:
     def data(self, name: str) -> memoryview:
         """The bytes of a tensor, writable without changing the file."""
         tensor = self.tensors[name]
-        return self._view[tensor.start : tensor.end]
+        return self._file.view(tensor.start, tensor.end)
 
     def release(self, name: str) -> None:
         """Give back the memory of the pages that only this tensor touched; later reads fetch them again."""
         tensor = self.tensors[name]
-        start = -(-tensor.start // mmap.PAGESIZE) * mmap.PAGESIZE
-        length = tensor.end // mmap.PAGESIZE * mmap.PAGESIZE - start
-        if length > 0 and (advice := getattr(mmap, "MADV_DONTNEED", None)) is not None:
-            self._map.madvise(advice, start, length)
+        self._file.release(tensor.start, tensor.end)
 
     def _read_head(self) -> tuple[int, int]:
         if bytes(self._bytes(4, "the magic")) != MAGIC:
@@ -113,7 +102,7 @@ class GgufFile:
 
     def _strings(self, count: int, key: str) -> list[str]:
         """``_string`` in a loop of its own: vocabularies have hundreds of thousands."""
-        view, at, size = self._map, self._at, len(self._map)
+        view, at, size = self._file.view(0, len(self._file)), self._at, len(self._file)
         length_at = struct.Struct("<Q").unpack_from
         found: list[str] = []
         try:
@@ -121,7 +110,7 @@ class GgufFile:
                 end = at + 8 + length_at(view, at)[0]
                 if end > size:
                     raise self._truncated(key)
-                found.append(view[at + 8 : end].decode())
+                found.append(str(view[at + 8 : end], "utf-8"))
                 at = end
         except struct.error:
             raise self._truncated(key) from None
@@ -158,8 +147,8 @@ class GgufFile:
                 f"tensor {name} of type {kind.name} has shape {list(shape)}; rows are multiples of {kind.values}"
             )
         end = start + count // kind.values * kind.num_bytes
-        if end > len(self._map):
-            raise self._broken(f"tensor {name} ends at byte {end} of a file of {len(self._map)}: truncated")
+        if end > len(self._file):
+            raise self._broken(f"tensor {name} ends at byte {end} of a file of {len(self._file)}: truncated")
         return GgufTensor(kind, shape, start, end)
 
     def _kind(self, number: int, what: str) -> GgmlType:
@@ -189,13 +178,13 @@ class GgufFile:
 
     def _bytes(self, count: int, what: str) -> memoryview:
         end = self._at + count
-        if end > len(self._map):
+        if end > len(self._file):
             raise self._truncated(what)
         self._at, start = end, self._at
-        return self._view[start:end]
+        return self._file.view(start, end)
 
     def _truncated(self, what: str) -> ConfigError:
-        return self._broken(f"ends within {what} (at byte {len(self._map)}): truncated, or a wrong length")
+        return self._broken(f"ends within {what} (at byte {len(self._file)}): truncated, or a wrong length")
 
     def _broken(self, why: str) -> ConfigError:
         return ConfigError(f"{self.path}: {why}", param="model")

@@ -8,8 +8,9 @@ from diptych.runtime.gguf.gguf_file import GgufFile
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of tokens
 ROLES = {"bos": "bos", "eos": "eos", "eot": "eot", "eom": "eom", "unk": "unknown", "pad": "padding"}
 STOP_ROLES = ("eos", "eot", "eom")
-# Control tokens that end an answer whatever the metadata says: files often name only one of those that a model uses.
-STOP_TEXTS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>")
+# Tokens that end an answer whatever the metadata says: files often name only one of those that a model uses, and some
+# do not even say that they are control tokens.
+STOP_TEXTS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +36,7 @@ def read_vocabulary(file: GgufFile) -> GgufVocabulary | None:
     texts = metadata.strings("tokenizer.ggml.tokens")
     if texts is None:
         return None
-    types = metadata.numbers("tokenizer.ggml.token_type")
-    if types is None:
-        types = [NORMAL] * len(texts)
+    types = metadata.numbers("tokenizer.ggml.token_type") or [NORMAL] * len(texts)
     if len(types) != len(texts):
         raise metadata.unsupported("tokenizer.ggml.token_type", f"{len(texts)} values, as tokenizer.ggml.tokens has")
     roles = {}
@@ -48,4 +47,8 @@ def read_vocabulary(file: GgufFile) -> GgufVocabulary | None:
             raise metadata.unsupported(key, f"less than {len(texts)}, the number of tokens")
         if token is not None:
             roles[role] = token
-    return GgufVocabulary(texts, types, roles)
+    return GgufVocabulary(texts, [_type(*token) for token in zip(texts, types, strict=True)], roles)
+
+
+def _type(text: str, stored: int) -> int:
+    return CONTROL if stored == USER_DEFINED and text in STOP_TEXTS else stored
