@@ -25,10 +25,10 @@ from diptych.runtime.models.registry import read_model_config
 from diptych.runtime.rope import inverse_frequencies
 from diptych.runtime.tensor_reader import make_reader
 from diptych.serving.answers.tokenizer import Tokenizer
-from tests.gguf_writer import VOCABULARY, write_gguf
+from tests import gguf_files
+from tests.gguf_files import VOCABULARY, model_metadata, model_tensors, write_gguf
 from tests.runtime.checkpoints import prompt_of, reference
 from tests.runtime.driving import generate, greedy
-from tests.runtime.gguf_files import model_metadata, model_tensors, write_model
 
 FAMILIES = [
     "llama", "llama-tied-biased", "llama-rope-llama3", "llama-rope-linear", "llama-rope-yarn", "mistral-window",
@@ -42,6 +42,11 @@ HALVES = {"Q6_K": [208], "Q4_0": [0], "Q5_0": [0], "Q8_0": [0]}  # where in a bl
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file in fp32 with a vocabulary."""
     return write_model(tmp_path_factory.mktemp("gguf") / "tiny.gguf", **VOCABULARY)
+
+
+def write_model(path: Path, family: str = "llama", **changes: Any) -> Path:
+    """The checkpoint of a family."""
+    return gguf_files.write_model(path, reference(family).directory, **changes)
 
 
 def load(path: Path, **changes: Any) -> Any:
@@ -253,8 +258,9 @@ def test_scaling_without_a_type_is_linear(tmp_path: Path) -> None:
 
 
 def test_tensors_that_are_not_of_the_architecture_or_missing_are_named(tmp_path: Path) -> None:
-    tensors = {**model_tensors("llama"), "blk.0.ffn_gate_exps.weight": np.zeros((2, 32), np.float32)}
-    path = write_gguf(tmp_path / "more.gguf", model_metadata("llama"), tensors)
+    directory = reference("llama").directory
+    tensors = {**model_tensors(directory), "blk.0.ffn_gate_exps.weight": np.zeros((2, 32), np.float32)}
+    path = write_gguf(tmp_path / "more.gguf", model_metadata(directory), tensors)
     with pytest.raises(UnsupportedModelError, match=r"more\.gguf: tensor blk\.0\.ffn_gate_exps\.weight is not part"):
         open_checkpoint(read_model_config(path))
     with pytest.raises(ConfigError, match=r"less\.gguf: tensor token_embd\.weight is missing"):

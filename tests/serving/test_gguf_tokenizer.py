@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.gguf_writer import VOCABULARY, write_gguf
+from tests.gguf_files import VOCABULARY, write_gguf
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models, pre_tokenizers, trainers
 from tokenizers.pre_tokenizers import ByteLevel, Digits

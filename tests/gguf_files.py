@@ -1,4 +1,4 @@
-"""GGUF files of the random checkpoints, written with the gguf package, which knows names and types on its own."""
+"""Writes GGUF files with the gguf package, an implementation of the format that is not ours."""
 
 import json
 import math
@@ -12,27 +12,64 @@ import torch
 from gguf import GGMLQuantizationType
 from safetensors.torch import load_file
 
-from tests.gguf_writer import F32, Tensors, write_gguf
-from tests.runtime.checkpoints import reference
-
+F32 = GGMLQuantizationType.F32
 ARCHITECTURES = {
     "LlamaForCausalLM": (gguf.MODEL_ARCH.LLAMA, "llama"),
     "MistralForCausalLM": (gguf.MODEL_ARCH.LLAMA, "llama"),
     "Qwen2ForCausalLM": (gguf.MODEL_ARCH.QWEN2, "qwen2"),
     "Qwen3ForCausalLM": (gguf.MODEL_ARCH.QWEN3, "qwen3"),
 }
+VOCABULARY: dict[str, Any] = {  # byte-level BPE of three letters
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "gpt-2",
+    "tokenizer.ggml.tokens": ["a", "b", "c", "ab", "abc", "<|im_end|>", "<tool>", "<s>"],
+    "tokenizer.ggml.token_type": [1, 1, 1, 1, 1, 3, 4, 3],
+    "tokenizer.ggml.merges": ["a b", "ab c"],
+    "tokenizer.ggml.bos_token_id": 7,
+    "tokenizer.ggml.eos_token_id": 7,
+}
+
+Tensors = Mapping[str, np.ndarray | tuple[np.ndarray, GGMLQuantizationType]]
+
+
+def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Tensors | None = None) -> Path:
+    """A file with this metadata (a value of None: no entry) and these tensors: fp32, or bytes of a type."""
+    writer = gguf.GGUFWriter(path, metadata.get("general.architecture", "llama"))
+    writer.kv_data[0].clear()
+    for key, value in metadata.items():
+        match value:
+            case None:
+                pass
+            case str():
+                writer.add_string(key, value)
+            case bool():
+                writer.add_bool(key, value)
+            case int():
+                writer.add_uint32(key, value)
+            case float():
+                writer.add_float32(key, value)
+            case _:
+                writer.add_array(key, value)
+    for name, tensor in (tensors or {}).items():
+        data, kind = tensor if isinstance(tensor, tuple) else (tensor, F32)
+        writer.add_tensor(name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
 
 
 def write_model(
-    path: Path, family: str = "llama", *, kind: GGMLQuantizationType = F32, without: str = "", **metadata: Any
+    path: Path, directory: Path, *, kind: GGMLQuantizationType = F32, without: str = "", **metadata: Any
 ) -> Path:
-    """The checkpoint of a family, its matrices in this type where their width allows it."""
-    return write_gguf(path, model_metadata(family) | metadata, model_tensors(family, kind, without))
+    """The checkpoint in a directory, its matrices in this type where their width allows it."""
+    return write_gguf(path, model_metadata(directory) | metadata, model_tensors(directory, kind, without))
 
 
-def model_metadata(family: str) -> dict[str, Any]:
-    """What the file of a family's checkpoint says."""
-    config = _config(family)
+def model_metadata(directory: Path) -> dict[str, Any]:
+    """What the file of a checkpoint says."""
+    config = _config(directory)
     name = ARCHITECTURES[config["architectures"][0]][1]
     rope = config.get("rope_parameters") or {}
     numbers = {
@@ -45,7 +82,7 @@ def model_metadata(family: str) -> dict[str, Any]:
         "attention.key_length": config.get("head_dim"),
         "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
         "attention.sliding_window": config.get("sliding_window"),
-        "rope.freq_base": float(rope.get("rope_theta", 10000.0)),
+        "rope.freq_base": float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
     }
     if rope.get("rope_type") in ("linear", "yarn"):
         numbers["rope.scaling.type"] = rope["rope_type"]
@@ -56,14 +93,14 @@ def model_metadata(family: str) -> dict[str, Any]:
     return {"general.architecture": name} | {f"{name}.{key}": value for key, value in numbers.items()}
 
 
-def model_tensors(family: str, kind: GGMLQuantizationType = F32, without: str = "") -> Tensors:
-    """The tensors of a family's checkpoint by the names of the format, without one of them."""
-    config = _config(family)
+def model_tensors(directory: Path, kind: GGMLQuantizationType = F32, without: str = "") -> Tensors:
+    """The tensors of a checkpoint by the names of the format, without one of them."""
+    config = _config(directory)
     architecture, name = ARCHITECTURES[config["architectures"][0]]
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     found: dict[str, Any] = {}
-    for key, tensor in load_file(reference(family).directory / "model.safetensors").items():
+    for key, tensor in load_file(directory / "model.safetensors").items():
         part = key.split(".")[-2]
         if name == "llama" and part in heads:  # the halves of each head, a row of each in turn
             first, second = tensor.view(heads[part], 2, -1, *tensor.shape[1:]).unbind(1)
@@ -91,6 +128,6 @@ def _llama3_factors(rope: Mapping[str, Any], head_dim: int) -> list[float]:
     return factors
 
 
-def _config(family: str) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((reference(family).directory / "config.json").read_text())
+def _config(directory: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((directory / "config.json").read_text())
     return config
