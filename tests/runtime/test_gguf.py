@@ -203,6 +203,8 @@ HUGE = 1 << 62
         (b"GGUF" + struct.pack("<IQQQ", 3, 1, 0, 1) + b"t" + struct.pack("<I", 9), "tensor t has 9 dimensions"),
         (b"GGUF" + struct.pack("<IQQQ", 3, 1, 0, 1) + b"t" + struct.pack("<IQIQ", 1, 33, 8, 0), "multiples of 32"),
         (b"GGUF" + struct.pack("<IQQQ", 3, 1, 0, 1) + b"t" + struct.pack("<IQIQ", 1, HUGE, 0, 0), "truncated"),
+        (b"GGUF" + struct.pack("<IQQQ", 3, 1, 0, 1) + b"t" + struct.pack("<IQIQ", 1, 8, 0, 3), "no multiple of 8"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + entry(b"general.alignment", 4, b"\3\0\0\0"), "alignment is 3"),
         (b"GGUF" + struct.pack("<IQQQ", 3, 1, 0, 1) + b"t" + struct.pack("<IQIQ", 1, 8, 20, 0), "of type IQ4_NL; sup"),
         (b"GGUF" + struct.pack("<IQQQ", 3, 1, 0, 1) + b"t" + struct.pack("<IQIQ", 1, 8, 99, 0), "of type number 99"),
     ],
@@ -273,6 +275,9 @@ def test_a_window_is_served_as_mistral_and_refused_for_qwen(tmp_path: Path) -> N
     key = "qwen2.attention.sliding_window"
     with pytest.raises(UnsupportedModelError, match=f"{key} is 50; supported: none for qwen2"):
         read_model_config(write_model(tmp_path / "m.gguf", "qwen2", **{key: 50}))
+    for unused in (0, 4096):
+        config = read_model_config(write_model(tmp_path / "m.gguf", "qwen2", **{key: unused}))
+        assert {layer.window for layer in config.attention.layers} == {None}
 
 
 def test_the_command_line_takes_a_file_and_names_the_model_after_it(model: Path, tmp_path: Path) -> None:

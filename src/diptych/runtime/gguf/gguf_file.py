@@ -21,7 +21,7 @@ from diptych.runtime.mapped_file import MappedFile
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-DEFAULT_ALIGNMENT = 32
+MIN_ALIGNMENT, DEFAULT_ALIGNMENT = 8, 32
 MAX_DIMENSIONS = 4
 MAX_STRINGS = 1 << 22  # of one array: ten times the largest vocabulary there is
 STRING, ARRAY = 8, 9
@@ -132,8 +132,8 @@ class GgufFile:
             shape = tuple(reversed([self._scalar("Q", what) for _ in range(num_dimensions)]))
             found[name] = self._kind(self._scalar("I", what), what), shape, self._scalar("Q", what)
         alignment = self.metadata.values.get("general.alignment", DEFAULT_ALIGNMENT)
-        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-            raise self._broken(f"general.alignment is {alignment!r}; a power of two")
+        if not isinstance(alignment, int) or alignment < MIN_ALIGNMENT or alignment & (alignment - 1):
+            raise self._broken(f"general.alignment is {alignment!r}; a power of two from {MIN_ALIGNMENT}")
         start = -(-self._at // alignment) * alignment
         return {name: self._tensor(name, kind, shape, start + at) for name, (kind, shape, at) in found.items()}
 
@@ -146,6 +146,8 @@ class GgufFile:
             raise self._broken(
                 f"tensor {name} of type {kind.name} has shape {list(shape)}; rows are multiples of {kind.values}"
             )
+        if start % MIN_ALIGNMENT:
+            raise self._broken(f"tensor {name} begins at byte {start}, which is no multiple of {MIN_ALIGNMENT}")
         end = start + count // kind.values * kind.num_bytes
         if end > len(self._file):
             raise self._broken(f"tensor {name} ends at byte {end} of a file of {len(self._file)}: truncated")
