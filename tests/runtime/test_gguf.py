@@ -235,6 +235,7 @@ def test_hostile_lengths_counts_and_types_are_refused(content: bytes, message: s
         ({"llama.attention.value_length": 8}, "llama.attention.value_length is 8; supported: 16"),
         ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count is 8; supported: 16"),
         ({"llama.rope.scaling.type": "longrope"}, "llama.rope.scaling.type is 'longrope'; supported: none, linear"),
+        ({"llama.rope.scaling.factor": -2.0}, "llama.rope.scaling.factor is -2.0; supported: a positive number"),
         ({"llama.attention.layer_norm_rms_epsilon": True}, "epsilon is True; supported: a number"),
         ({"llama.logit_scale": 0.25}, "llama.logit_scale is 0.25; supported: 0.0 or 1.0"),
         ({"tokenizer.ggml.tokens": ["x"] * 400}, "tokens has 400 entries; token_embd.weight has 384"),

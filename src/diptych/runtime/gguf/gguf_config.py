@@ -143,6 +143,8 @@ def _rope(file: GgufFile, architecture: str, head_dim: int) -> dict[str, Any]:
     kind = metadata.string(f"{prefix}.scaling.type") or "linear"
     if kind not in ("none", "linear", "yarn"):
         raise metadata.unsupported(f"{prefix}.scaling.type", "none, linear, yarn")
+    if not factor > 0:
+        raise metadata.unsupported(f"{prefix}.scaling.factor", "a positive number")
     is_scaled = kind == "yarn" or (kind == "linear" and factor != 1.0)
     if FREQUENCY_FACTORS in file.tensors:
         if is_scaled:
@@ -168,7 +170,12 @@ def _frequency_factors(file: GgufFile, head_dim: int) -> list[float]:
             f"supported: F32 of shape [{head_dim // 2}]",
             param="model",
         )
-    return list(struct.unpack(f"<{head_dim // 2}f", file.data(FREQUENCY_FACTORS)))
+    factors = list(struct.unpack(f"<{head_dim // 2}f", file.data(FREQUENCY_FACTORS)))
+    if not all(factor > 0 for factor in factors):
+        raise UnsupportedModelError(
+            f"{file.path}: tensor {FREQUENCY_FACTORS} holds numbers that are not positive", param="model"
+        )
+    return factors
 
 
 def _vocab_size(file: GgufFile, num_tokens: int) -> int:
