@@ -29,7 +29,7 @@ def progress(done, total):
 
 torch.set_num_threads(1)
 runner = load_runner(RunnerConfig(sys.argv[1], num_blocks=4, shared_weights=int(sys.argv[2])), progress)
-assert runner.note == "" and sys.argv[3] == "lives"
+assert runner.loaded.note == "" and sys.argv[3] == "lives"
 """
 
 

@@ -49,7 +49,7 @@ class Weights:
     ) -> None:
         self.memory = memory or PrivateMemory(device)
         self._checkpoint = checkpoint
-        self._dtype = dtype
+        self.dtype = dtype
         self._device = device
         self._progress = progress
         self._left = dict.fromkeys(checkpoint.names)
@@ -59,13 +59,13 @@ class Weights:
     def tensor(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """One tensor of exactly this shape, to keep."""
         self._take(name, tuple(shape))
-        return self.memory.new(shape, self._dtype, lambda target: self._read(name, target))
+        return self.memory.new(shape, self.dtype, lambda target: self._read(name, target))
 
     def fused(self, names: Sequence[str], rows: Sequence[int], *shape: int) -> torch.Tensor:
         """Tensors of shape [rows[i], *shape] stacked along the first dimension, to pack or to give to
         ``memory.keep``. Without values (device "meta") where the memory is filled."""
         device = torch.device("meta") if self.memory.is_filled else self._device
-        target = torch.empty((sum(rows), *shape), dtype=self._dtype, device=device)
+        target = torch.empty((sum(rows), *shape), dtype=self.dtype, device=device)
         for name, part in zip(names, torch.split(target, list(rows)), strict=True):
             self._take(name, tuple(part.shape))
             if not self.memory.is_filled:
