@@ -30,7 +30,7 @@ from diptych.control.request import FinishReason, SamplingParams
 from diptych.control.step import PromptLogprobs, SchedulerOutput, StepResult, StepTokens, TokenLogprobs
 from diptych.runtime.attention import make_attention
 from diptych.runtime.attention.attention_backend import AttentionBackend
-from diptych.runtime.checkpoint import Checkpoint
+from diptych.runtime.checkpoint import open_checkpoint
 from diptych.runtime.cuda_graphs import GraphedModel
 from diptych.runtime.decode_rows import DecodeRows
 from diptych.runtime.input_batch import InputBatch
@@ -42,7 +42,6 @@ from diptych.runtime.loader import Progress, Weights, resolve_dtype
 from diptych.runtime.model_config import ModelConfig
 from diptych.runtime.models.registry import MODELS, LanguageModel, read_model_config
 from diptych.runtime.ops import make_ops
-from diptych.runtime.quantized_weight import QUANTIZATIONS
 from diptych.runtime.request_state import RequestState, check_tokens
 from diptych.runtime.rope import RotaryTables
 from diptych.runtime.sampler import (
@@ -57,6 +56,7 @@ from diptych.runtime.sampler import (
 from diptych.runtime.shared_pool import SharedPool
 from diptych.runtime.shared_weights import load_shared, weights_key
 from diptych.runtime.step_layout import StepLayout, lay_out_decodes, lay_out_step
+from diptych.runtime.weight_format import QUANTIZATIONS
 from diptych.runtime.weight_memory import PrivateMemory, WeightMemory
 
 SCORED_ROWS_AT_ONCE = 64  # logits of prompt tokens are computed in slices: a whole prompt's would take gigabytes
@@ -315,7 +315,7 @@ def load_runner(config: RunnerConfig, progress: Progress | None = None) -> Model
     """
     model_config = read_model_config(config.model)
     max_model_len = _max_model_len(config.max_model_len, model_config)
-    checkpoint = Checkpoint(model_config.path)
+    checkpoint = open_checkpoint(model_config)
     dtype, note = resolve_dtype(config.dtype, model_config, checkpoint)
     device = torch.device(config.device)
     _check_cpu_only(config, device)

@@ -13,8 +13,9 @@ from diptych.runtime.layers.parts import Attention, Embedding, QuantizedEmbeddin
 from diptych.runtime.loader import Weights
 from diptych.runtime.model_config import AttentionConfig, LayerAttention, RopeConfig
 from diptych.runtime.ops.ops import Linear, Ops
-from diptych.runtime.quantized_weight import NO_QUANTIZATION, Quantization, QuantizedSource, WeightFormat, quantize
+from diptych.runtime.quantized_weight import QuantizedSource, quantize
 from diptych.runtime.rope import RotaryTables
+from diptych.runtime.weight_format import NO_QUANTIZATION, Quantization, WeightFormat
 
 
 class LayerLoader:

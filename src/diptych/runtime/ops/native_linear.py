@@ -9,7 +9,8 @@ from functools import partial
 import torch
 
 from diptych.runtime.native import NativeKernels, NativeWeight
-from diptych.runtime.quantized_weight import MIN_GROUP, QuantizedSource, WeightFormat
+from diptych.runtime.quantized_weight import QuantizedSource
+from diptych.runtime.weight_format import MIN_GROUP, WeightFormat
 from diptych.runtime.weight_memory import WeightMemory
 
 PANEL = 32  # columns that are packed together

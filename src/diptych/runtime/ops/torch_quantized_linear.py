@@ -8,7 +8,8 @@ they are loaded: right, and as large and as fast as if they had never been quant
 import torch
 import torch.nn.functional as F
 
-from diptych.runtime.quantized_weight import QuantizedSource, QuantizedWeight, WeightFormat
+from diptych.runtime.quantized_weight import QuantizedSource, QuantizedWeight
+from diptych.runtime.weight_format import WeightFormat
 from diptych.runtime.weight_memory import WeightMemory
 
 LARGEST = 127

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.recording import RecordingEngineCore
 from diptych.control.errors import ConfigError
-from diptych.runtime.checkpoint import Checkpoint
-from diptych.runtime.dtypes import DTYPES_BY_CODE
+from diptych.runtime.checkpoint import open_checkpoint
 from diptych.runtime.kv_geometry import KVGeometry, read_kv_geometry
 from diptych.runtime.model_config import ModelConfig
 from diptych.runtime.models.registry import read_model_config
@@ -180,12 +179,9 @@ def kv_format(runner: "ModelRunner") -> KVFormat:
 def _fingerprint(model: ModelConfig, weights: str) -> str:
     """Equal for the same weights in the same formats, wherever they lie: tensor names, shapes, and the first bytes of
     each."""
-    checkpoint = Checkpoint(model.path)
+    checkpoint = open_checkpoint(model)
     digest = blake2b(repr((dataclasses.replace(model, path=Path()), weights)).encode(), digest_size=16)
-    for name in sorted(checkpoint.names):
-        file = checkpoint.file_of(name)
-        entry = file.entries[name]
-        digest.update(repr((name, entry.dtype, entry.shape)).encode())
-        if entry.dtype in DTYPES_BY_CODE:
-            digest.update(file.data(name)[:FINGERPRINT_BYTES])
+    for name, tensor in sorted(checkpoint.tensors.items()):
+        digest.update(repr((name, tensor.dtype, tensor.shape, tensor.format)).encode())
+        digest.update(checkpoint.first_bytes(name, FINGERPRINT_BYTES))
     return digest.hexdigest()
