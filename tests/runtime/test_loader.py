@@ -86,9 +86,9 @@ def test_a_float16_checkpoint_is_converted_with_a_note(tmp_path: Path) -> None:
     write(tmp_path, halves, dtype="float16")
     runner = load(tmp_path)
     assert runner.attention.dtype is torch.bfloat16
-    assert runner.note == "the checkpoint is float16; converted to bfloat16"
+    assert runner.loaded.note == "the checkpoint is float16; converted to bfloat16"
     exact = load(tmp_path, dtype="float32")
-    assert exact.attention.dtype is torch.float32 and "converted to float32" in exact.note
+    assert exact.attention.dtype is torch.float32 and "converted to float32" in exact.loaded.note
     assert torch.equal(exact.model.embed_tokens.weight, halves["model.embed_tokens.weight"].float())
 
 

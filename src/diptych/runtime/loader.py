@@ -11,9 +11,10 @@ import torch
 from diptych.control.errors import ConfigError
 from diptych.runtime.checkpoint import Checkpoint, resolve_dtype_name
 from diptych.runtime.model_config import ModelConfig
-from diptych.runtime.quantized_weight import QuantizedSource, QuantizedWeight, common_format, stack
+from diptych.runtime.quantized_weight import QuantizedSource, QuantizedWeight, stack
 from diptych.runtime.stored_tensor import StoredTensor
 from diptych.runtime.tensor_reader import make_reader
+from diptych.runtime.weight_format import common_format
 from diptych.runtime.weight_memory import PrivateMemory, WeightMemory
 
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # buffers that old exports hold; computed from the config instead
@@ -41,7 +42,7 @@ class Weights:
         self.memory = memory or PrivateMemory(device)
         self._checkpoint = checkpoint
         self._reader = make_reader(checkpoint)
-        self._dtype = dtype
+        self.dtype = dtype
         self._device = device
         self._progress = progress
         self._left = dict.fromkeys(checkpoint.tensors)
@@ -50,13 +51,13 @@ class Weights:
     def tensor(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """One tensor of exactly this shape, to keep."""
         self._take(name, tuple(shape))
-        return self.memory.new(shape, self._dtype, lambda target: self._read(name, target))
+        return self.memory.new(shape, self.dtype, lambda target: self._read(name, target))
 
     def fused(self, names: Sequence[str], rows: Sequence[int], *shape: int) -> torch.Tensor:
         """Tensors of shape [rows[i], *shape] stacked along the first dimension, to pack or to give to
         ``memory.keep``. Without values (device "meta") where the memory is filled."""
         device = torch.device("meta") if self.memory.is_filled else self._device
-        target = torch.empty((sum(rows), *shape), dtype=self._dtype, device=device)
+        target = torch.empty((sum(rows), *shape), dtype=self.dtype, device=device)
         for name, part in zip(names, torch.split(target, list(rows)), strict=True):
             self._take(name, tuple(part.shape))
             if not self.memory.is_filled:

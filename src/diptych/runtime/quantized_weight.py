@@ -9,18 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from diptych.runtime.weight_format import BITS, MIN_GROUP, WeightFormat, common_format
-
-__all__ = [
-    "BITS",
-    "MIN_GROUP",
-    "QuantizedSource",
-    "QuantizedWeight",
-    "WeightFormat",
-    "common_format",
-    "quantize",
-    "stack",
-]
+from diptych.runtime.weight_format import WeightFormat, common_format
 
 ROWS_AT_ONCE = 1024  # while a weight is quantised: bounds the temporary fp32
 
@@ -82,8 +71,9 @@ def _in_format(weight: QuantizedWeight, wanted: WeightFormat) -> QuantizedWeight
 
 
 def quantize(weight: torch.Tensor, wanted: WeightFormat) -> QuantizedWeight:
-    """weight [rows, columns] to the nearest whole numbers. Without mins the largest magnitude of a group is the end of
-    the range; with mins a group's smallest value is 0 and its largest the end of the range.
+    """weight [rows, columns] to the nearest whole numbers. With mins a group's smallest value is 0 and its largest the
+    end of the range. Without mins the largest magnitude of a group is the end of the range: of 8 bits at +-127; of 4
+    bits at -8, which is a step longer than the other end at +7 (the scale has the sign that this needs).
 
     Scales and mins of groups are rounded to fp16, as they are kept, before the values are.
     """
@@ -107,7 +97,12 @@ def _quantize(weight: torch.Tensor, wanted: WeightFormat) -> QuantizedWeight:
         shifted = groups + mins.unsqueeze(-1)
     else:
         mins, shifted = None, groups
-        scales = (groups.abs().amax(-1) / (wanted.offset - 1)).to(kept).float()
-    steps = torch.where(scales > 0, 1.0 / scales, 0.0).unsqueeze(-1)
+        scales = (groups.abs().amax(-1) / 127 if wanted.bits == 8 else _ends(groups) / -8).to(kept).float()
+    steps = torch.where(scales != 0, 1.0 / scales, 0.0).unsqueeze(-1)
     values = (shifted * steps).round_().add_(wanted.offset).clamp_(0, top)
     return QuantizedWeight(wanted, values.to(torch.uint8).view(rows, columns), scales, mins)
+
+
+def _ends(groups: torch.Tensor) -> torch.Tensor:
+    """The value of the largest magnitude of each group: [rows, groups, columns] -> [rows, groups]."""
+    return torch.where(groups.amax(-1) > -groups.amin(-1), groups.amax(-1), groups.amin(-1))

@@ -19,6 +19,9 @@ class WeightFormat:
     group_size: int | None = None
     has_mins: bool = False
 
+    def __str__(self) -> str:
+        return f"int{self.bits}" if self.group_size is None else f"int{self.bits} in groups of {self.group_size}"
+
     @property
     def offset(self) -> int:
         """What a stored value of 0 stands for, negated: the middle of the range where groups have no constant."""
@@ -27,6 +30,29 @@ class WeightFormat:
     def num_groups(self, columns: int) -> int:
         """Groups of a row."""
         return 1 if self.group_size is None else columns // self.group_size
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """What becomes of weights in floating point. layers: the format of linear layers; vocabulary: of embeddings and
+    lm_head. None: they stay."""
+
+    layers: WeightFormat | None = None
+    vocabulary: WeightFormat | None = None
+
+    def format_of(self, columns: int, *, is_vocabulary: bool) -> WeightFormat | None:
+        """Of a weight with so many columns: 8 bits where groups do not divide them."""
+        wanted = self.vocabulary if is_vocabulary else self.layers
+        return PER_ROW if wanted and wanted.group_size and columns % wanted.group_size else wanted
+
+
+PER_ROW = WeightFormat(8)
+NO_QUANTIZATION = Quantization()
+QUANTIZATIONS = {  # by the names of --quantize
+    "none": NO_QUANTIZATION,
+    "int8": Quantization(PER_ROW, PER_ROW),
+    "int4": Quantization(WeightFormat(4, MIN_GROUP), PER_ROW),
+}
 
 
 def common_format(formats: Sequence[WeightFormat]) -> WeightFormat:

@@ -280,7 +280,9 @@ class StatusReply(BaseModel):
 
 
 class VersionReply(BaseModel):
-    """The reply of /version. instruction_set: of the kernels on a CPU, null while the workers load and on a GPU."""
+    """The reply of /version. instruction_set: of the kernels on a CPU, null on a GPU. weights: their formats, such as
+    bfloat16 or int8. Both null while the workers load."""
 
     version: str
     instruction_set: str | None
+    weights: str | None
