@@ -101,8 +101,8 @@ def machine(model: str, hardware: str, num_gpus: int = 0, weight_bits: int = 0) 
         where = f"{num_gpus or f'up to {SIZES[-1]}'} x {device.name} ({device.memory_bytes / 1e9:.0f} GB each)"
         size_gb = spec.weight_bytes(GPU_WEIGHTS[bits]) / 1e9
         raise ConfigError(
-            f"{spec.name} does not fit on {where}: its weights are {size_gb:.0f} GB at {bits} bits; choose more or larger "
-            "GPUs, fewer bits, or a smaller model",
+            f"{spec.name} does not fit on {where}: its weights are {size_gb:.0f} GB at {bits} bits; choose more or "
+            "larger GPUs, fewer bits, or a smaller model",
             param="model",
         )
     choice = choose_cost(
