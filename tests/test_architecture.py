@@ -14,14 +14,15 @@ SOURCE = Path(__file__).parent.parent / "src" / "diptych"
 MAY_IMPORT = {
     "control": set(),
     "length_prefix": set(),
-    "runtime": {"control"},
+    "processor": set(),
+    "runtime": {"control", "processor"},
     "workload": {"control"},
     "report": {"control"},
     "timeline": {"control"},
     "simulation": {"control", "report", "timeline", "workload"},
     "calibration": {"control", "runtime", "serving", "simulation"},
-    "serving": {"control", "length_prefix", "runtime", "timeline", "web"},
-    "bench": {"control", "report", "workload"},
+    "serving": {"control", "length_prefix", "processor", "runtime", "timeline", "web"},
+    "bench": {"control", "processor", "report", "workload"},
     "web": {"control", "length_prefix", "report", "simulation", "timeline", "workload"},
     "bundled": set(),
     "cli": {

@@ -239,4 +239,4 @@ async def _software(client: HttpClient) -> str:
         return ""
     if not isinstance(found, dict):
         return str(found)
-    return ", ".join(str(found[name]) for name in ("version", "instruction_set") if found.get(name))
+    return ", ".join(str(found[name]) for name in ("version", "instruction_set", "processor") if found.get(name))

@@ -280,7 +280,9 @@ class StatusReply(BaseModel):
 
 
 class VersionReply(BaseModel):
-    """The reply of /version. instruction_set: of the kernels on a CPU, null while the workers load and on a GPU."""
+    """The reply of /version. instruction_set: of the kernels on a CPU; processor: its name, the cores of a worker, its
+    caches. Both are null while the workers load, and on a GPU."""
 
     version: str
     instruction_set: str | None
+    processor: str | None
