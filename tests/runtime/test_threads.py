@@ -30,7 +30,7 @@ def test_one_thread_per_core_by_default_and_fewer_on_request() -> None:
 
 def test_siblings_get_no_thread_unless_they_are_named(caplog: pytest.LogCaptureFixture) -> None:
     settings = configure_threads(processor=SMT)
-    assert (settings.num_threads, str(settings)) == (2, "a processor (2 of 2 cores, SMT)")
+    assert settings.words == "a processor (2 of 2 cores, SMT), 2 threads"
     own = Processor("a processor", (USABLE,), USABLE)  # all CPUs of this machine as siblings of one core
     assert configure_threads(cores=USABLE, processor=own).num_threads == len(USABLE)
     assert not caplog.records

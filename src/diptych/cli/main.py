@@ -194,6 +194,7 @@ def generate(
         from diptych.serving.llm import LLM
 
         llm = LLM(model, dtype=dtype, threads=threads, instruction_set=instruction_set)
+        print(llm.ready.description, file=sys.stderr)
         sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
         sys.stdout.write(text)
         for piece in llm.stream(text, sampling):

@@ -28,9 +28,15 @@ class ThreadSettings:
     num_threads: int
     processor: Processor
 
-    def __str__(self) -> str:
-        num_cores = min(self.num_threads, len(self.processor.cores_of(self.cores)))
-        return self.processor.describe(num_cores)
+    @property
+    def processor_words(self) -> str:
+        """The processor, with the number of its cores that have a thread."""
+        return self.processor.describe(min(self.num_threads, len(self.processor.cores_of(self.cores))))
+
+    @property
+    def words(self) -> str:
+        """The processor and the threads."""
+        return f"{self.processor_words}, {self.num_threads} thread{'s' if self.num_threads > 1 else ''}"
 
 
 def configure_threads(

@@ -81,7 +81,7 @@ def load_engine(options: EngineOptions, report: Report) -> "LoadedEngine[ModelRu
         for features, duration_ns in warm_up(runner):
             engine.observe(features, duration_ns)
     model, capacity = runner.model_config, engine.kv.capacity_tokens
-    where = f"{threads}, {runner.instruction_set}, {threads.num_threads} threads" if device == "cpu" else device
+    where = f"{threads.words}, {runner.instruction_set}" if device == "cpu" else device
     kv_bytes = runner.num_blocks * geometry.block_bytes
     description = f"{model.architecture}, {where}, KV cache of {capacity:,} tokens ({kv_bytes / 2**30:.2f} GiB)"
     ready = Ready(
@@ -93,7 +93,7 @@ def load_engine(options: EngineOptions, report: Report) -> "LoadedEngine[ModelRu
         list(model.eos_token_ids),
         f"{description}; {runner.note}" if runner.note else description,
         instruction_set=runner.instruction_set if device == "cpu" else "",
-        processor=str(threads) if device == "cpu" else "",
+        processor=threads.processor_words if device == "cpu" else "",
     )
     return LoadedEngine(engine, runner, ready, recorder)
 
