@@ -79,7 +79,7 @@ def load_engine(options: EngineOptions, report: Report) -> "LoadedEngine[ModelRu
         for features, duration_ns in warm_up(runner):
             engine.observe(features, duration_ns)
     model, loaded, capacity = runner.model_config, runner.loaded, engine.kv.capacity_tokens
-    where = f"{device} ({loaded.instruction_set}), {threads.num_threads} threads" if device == "cpu" else device
+    where = f"{threads.words}, {loaded.instruction_set}" if device == "cpu" else device
     cache = f"KV cache of {capacity:,} tokens ({runner.num_blocks * geometry.block_bytes / 2**30:.2f} GiB)"
     description = f"{model.architecture}, {loaded.weights}, {where}, {cache}"
     ready = Ready(
@@ -92,6 +92,7 @@ def load_engine(options: EngineOptions, report: Report) -> "LoadedEngine[ModelRu
         f"{description}; {loaded.note}" if loaded.note else description,
         instruction_set=loaded.instruction_set if device == "cpu" else "",
         weights=loaded.weights,
+        processor=threads.processor_words if device == "cpu" else "",
     )
     return LoadedEngine(engine, runner, ready, recorder)
 
