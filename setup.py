@@ -13,9 +13,11 @@ from setuptools.command.build_ext import build_ext
 
 KERNELS = "src/diptych/runtime/attention/kernels"
 SETS = ("avx2", "avx512", "avx512_bf16", "amx", "amx_emulated")
-SOURCES = ("cpu", "threads", "native", "pack", "codec", *SETS)
+QUANTIZED_SETS = tuple(f"quantized_{name}" for name in ("avx2", "avx2_vnni", "avx512", "avx512_vnni"))
+SOURCES = ("cpu", "threads", "native", "pack", "codec", *SETS, *QUANTIZED_SETS)
 VECTORS = ("vector_avx2", "vector_avx512", "arithmetic", "exponential", "tiles", "amx_tiles", "emulated_tiles")
-HEADERS = ("kernels", "kernel_set", "gemm", "elementwise", "attention", "decode_step", "barrier", *VECTORS)
+QUANTIZED = ("quantized_gemm", "quantized_tiles", "whole_numbers")
+HEADERS = ("kernels", "kernel_set", "gemm", "elementwise", "attention", "decode_step", "barrier", *QUANTIZED, *VECTORS)
 
 
 class OptionalBuild(build_ext):
@@ -41,7 +43,7 @@ def native_extensions(system: str, machine: str) -> list[Extension]:
         depends=[f"{KERNELS}/{name}.h" for name in HEADERS],
         # no contraction: a fused multiply-add happens where the source says so, in every tile alike. Loops of 30
         # instructions are a few per cent slower where they straddle more lines of the instruction cache than they must
-        extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=off", "-falign-loops=64", "-fopenmp", "-w"],
+        extra_compile_args=["-std=c++17", "-O3", "-g0", "-ffp-contract=off", "-falign-loops=64", "-fopenmp", "-w"],
         optional=True,
     )
     return [library]

@@ -46,7 +46,8 @@ SERVING_WITH_TORCH = ("worker", "llm.py")
 # What the front end may read of runtime, without torch or numpy: sizes, formats, the configs of model families, and the
 # table of connectors.
 TORCH_FREE_RUNTIME = {
-    "checkpoint", "dtypes", "kv_geometry", "model_config", "models", "safetensors_file",
+    "checkpoint", "dtypes", "kv_geometry", "model_config", "models", "safetensors_directory", "safetensors_file",
+    "stored_tensor", "weight_format", "quantization", "quantization.packed_weight", "quantization.quantization_config",
     "transfer", "transfer.connector", "transfer.connector_kind", "transfer.kv_format",
     *(f"models.{path.stem}" for path in (SOURCE / "runtime" / "models").glob("[a-z]*.py")),
 }  # fmt: skip

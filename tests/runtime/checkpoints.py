@@ -119,7 +119,9 @@ def reference(family: str, dtype: str = "float32") -> Reference:
 
 
 @cache
-def runner(family: str, instruction_set: str = AUTO, dtype: str = "float32", num_blocks: int = 700) -> ModelRunner:
+def runner(
+    family: str, instruction_set: str = AUTO, dtype: str = "float32", num_blocks: int = 700, quantize: str = "none"
+) -> ModelRunner:
     """A runner of that checkpoint, shared by the tests of a session; tests leave it without requests."""
     config = RunnerConfig(
         model=reference(family, dtype).directory,
@@ -128,6 +130,7 @@ def runner(family: str, instruction_set: str = AUTO, dtype: str = "float32", num
         num_host_blocks=64,
         max_num_seqs=64,
         block_size=32,
+        quantize=quantize,
     )
     return load_runner(config)
 

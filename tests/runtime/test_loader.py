@@ -10,11 +10,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from diptych.control.errors import ConfigError, UnsupportedModelError
+from diptych.runtime.checkpoint import open_checkpoint
 from diptych.runtime.instruction_set import TORCH
-from diptych.runtime.loader import Checkpoint, Weights, read_tensor, resolve_dtype
+from diptych.runtime.loader import Weights, resolve_dtype
 from diptych.runtime.model_runner import RunnerConfig, load_runner
 from diptych.runtime.models.registry import read_model_config
+from diptych.runtime.safetensors_directory import SafetensorsDirectory
 from diptych.runtime.safetensors_file import SafetensorsFile
+from diptych.runtime.safetensors_reader import read_tensor
 from tests.runtime.checkpoints import prompt_of, reference
 from tests.runtime.driving import generate, greedy
 
@@ -72,7 +75,7 @@ def test_progress_goes_from_nothing_to_everything(tmp_path: Path) -> None:
     load_runner(
         RunnerConfig(directory, num_blocks=4, instruction_set=TORCH), lambda done, total: seen.append((done, total))
     )
-    total = Checkpoint(directory).num_bytes
+    total = SafetensorsDirectory(directory).num_bytes
     done = [entry[0] for entry in seen]
     assert {entry[1] for entry in seen} == {total}
     assert done == sorted(done) and done[-1] == total and len(done) > 20
@@ -83,15 +86,16 @@ def test_a_float16_checkpoint_is_converted_with_a_note(tmp_path: Path) -> None:
     write(tmp_path, halves, dtype="float16")
     runner = load(tmp_path)
     assert runner.attention.dtype is torch.bfloat16
-    assert runner.note == "the checkpoint is float16; converted to bfloat16"
+    assert runner.loaded.note == "the checkpoint is float16; converted to bfloat16"
     exact = load(tmp_path, dtype="float32")
-    assert exact.attention.dtype is torch.float32 and "converted to float32" in exact.note
+    assert exact.attention.dtype is torch.float32 and "converted to float32" in exact.loaded.note
     assert torch.equal(exact.model.embed_tokens.weight, halves["model.embed_tokens.weight"].float())
 
 
 def test_dtype_auto_is_the_checkpoints_own(tmp_path: Path) -> None:
     write(tmp_path, tensors_of(), dtype=None)
-    config, checkpoint = read_model_config(tmp_path), Checkpoint(tmp_path)
+    config = read_model_config(tmp_path)
+    checkpoint = open_checkpoint(config)
     assert resolve_dtype("auto", config, checkpoint) == (torch.float32, "")
     assert resolve_dtype("bfloat16", config, checkpoint) == (torch.bfloat16, "")
     with pytest.raises(ConfigError, match="dtype is 'int8'; auto, bfloat16 or float32"):
@@ -164,7 +168,7 @@ def test_a_header_that_makes_no_sense_is_refused(header: bytes, tmp_path: Path) 
 
 def test_a_directory_without_weights_says_what_it_looked_for(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds neither model\.safetensors nor model\.safetensors\.index\.json"):
-        Checkpoint(tmp_path)
+        SafetensorsDirectory(tmp_path)
 
 
 def test_an_index_that_promises_too_much_is_refused(tmp_path: Path) -> None:
@@ -172,18 +176,18 @@ def test_an_index_that_promises_too_much_is_refused(tmp_path: Path) -> None:
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "one.safetensors"}}))
     with pytest.raises(ConfigError, match=r"one\.safetensors: tensor b is missing"):
-        Checkpoint(tmp_path)
+        SafetensorsDirectory(tmp_path)
     index.write_text(json.dumps({"weight_map": {"a": "two.safetensors"}}))
     with pytest.raises(ConfigError, match=r"two\.safetensors: no such file"):
-        Checkpoint(tmp_path)
+        SafetensorsDirectory(tmp_path)
     index.write_text("{}")
     with pytest.raises(ConfigError, match="has no valid weight_map"):
-        Checkpoint(tmp_path)
+        SafetensorsDirectory(tmp_path)
 
 
 def test_weights_are_fused_in_the_order_asked_for(tmp_path: Path) -> None:
     save_file({"k": torch.ones(2, 3), "q": torch.zeros(4, 3)}, tmp_path / "model.safetensors")
-    weights = Weights(Checkpoint(tmp_path), torch.float32, CPU)
+    weights = Weights(SafetensorsDirectory(tmp_path), torch.float32, CPU)
     assert weights.fused(["q", "k"], [4, 2], 3).sum(1).tolist() == [0, 0, 0, 0, 3, 3]
     weights.finish()
 

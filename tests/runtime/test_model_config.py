@@ -155,7 +155,7 @@ def test_biases_by_family(tmp_path: Path) -> None:
         ({"architectures": ["GemmaForCausalLM"]}, "architectures is ['GemmaForCausalLM']; supported: one of Llama"),
         ({"architectures": ...}, "architectures is None; supported"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported: silu"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}; supported: none"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config.quant_method is None; supported: compr"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.type is 'dynamic'; supported: default"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.rope_type is 'longrope'; supported: default"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "supported: one flat object for all layers"),

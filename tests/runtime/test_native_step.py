@@ -14,12 +14,15 @@ from tests.runtime.kernel_sets import NATIVE
 LENGTHS = {"short": 5, "one segment": 256, "long": 700}
 
 
+MODELS = [(family, "none") for family in ("llama", "mistral-window", "qwen2-window", "qwen3-biased")]
+
+
 @pytest.mark.parametrize(("dtype", "instruction_set"), NATIVE)
-@pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen2-window", "qwen3-biased"])
+@pytest.mark.parametrize(("family", "quantize"), [*MODELS, ("qwen2", "int8"), ("llama", "int4")])
 def test_a_decode_step_gives_the_bits_of_its_parts_with_any_number_of_threads(
-    family: str, dtype: str, instruction_set: str, monkeypatch: pytest.MonkeyPatch
+    family: str, quantize: str, dtype: str, instruction_set: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shared = runner(family, instruction_set, dtype)
+    shared = runner(family, instruction_set, dtype, quantize=quantize)
     assert shared.model.native_step is not None
 
     def logprobs() -> dict[str, list[TokenLogprobs | None]]:

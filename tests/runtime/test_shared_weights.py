@@ -29,7 +29,7 @@ def progress(done, total):
 
 torch.set_num_threads(1)
 runner = load_runner(RunnerConfig(sys.argv[1], num_blocks=4, shared_weights=int(sys.argv[2])), progress)
-assert runner.note == "" and sys.argv[3] == "lives"
+assert runner.loaded.note == "" and sys.argv[3] == "lives"
 """
 
 
@@ -68,7 +68,7 @@ def test_writer_and_reader_compute_what_a_private_copy_does(
     for worker in (writer, reader):
         assert generate(worker, prompt, [60], greedy(12))[0] == expected
         assert torch.equal(logits(worker), logits(private))
-        assert worker.note == ""
+        assert worker.loaded.note == ""
 
 
 @pytest.mark.system
@@ -92,7 +92,7 @@ def test_weights_of_another_kind_are_left_alone(tmp_path: Path, weights_fd: int)
     if FLOAT32[0] != TORCH:
         others.append(load(directory, weights_fd, instruction_set=TORCH))  # packed for other kernels
     for worker, read in others:
-        assert worker.note == "the shared weights are those of another model or dtype: loaded its own"
+        assert worker.loaded.note == "the shared weights are those of another model or dtype: loaded its own"
         assert len(read) > 5
     assert os.fstat(weights_fd).st_size == before
     again, read = load(directory, weights_fd)

@@ -239,4 +239,5 @@ async def _software(client: HttpClient) -> str:
         return ""
     if not isinstance(found, dict):
         return str(found)
-    return ", ".join(str(found[name]) for name in ("version", "instruction_set", "processor") if found.get(name))
+    known = ("version", "instruction_set", "weights", "processor")
+    return ", ".join(str(found[name]) for name in known if found.get(name))

@@ -22,6 +22,7 @@ from diptych.serving.link.engine_options import (
     EngineOptions,
     InstructionSetName,
     MemoryOptions,
+    QuantizeName,
     parse_bytes,
 )
 
@@ -43,6 +44,7 @@ def calibrate(
     threads: Annotated[int | None, typer.Option(help="Compute threads, as for serve.")] = None,
     cores: Annotated[str | None, typer.Option(help="Cores to compute on, as for serve.")] = None,
     instruction_set: Annotated[InstructionSetName, typer.Option("--isa", help="CPU kernels, as for serve.")] = "auto",
+    quantize: Annotated[QuantizeName, typer.Option(help="Weights of 8 or 4 bits, as for serve.")] = "none",
 ) -> None:
     """Measure this machine and model, and write what the simulator needs to predict a server on it.
 
@@ -54,7 +56,7 @@ def calibrate(
         memory = None if kv_cache_memory is None else parse_bytes(kv_cache_memory, "kv_cache_memory")
         options = EngineOptions(
             model=str(directory),
-            device=DeviceOptions(threads=threads, cores=cores, instruction_set=instruction_set),
+            device=DeviceOptions(threads=threads, cores=cores, instruction_set=instruction_set, quantize=quantize),
             memory=MemoryOptions(block_size=block_size, kv_cache_bytes=memory),
             max_model_len=max_model_len,
         )
@@ -88,7 +90,12 @@ def _measure_and_fit(options: EngineOptions, seconds: float, name: str) -> "Cali
         steps=tuple(steps),
         errors={f"single steps, {law}": error for law, error in step_errors.items()} | live_errors,
         machine={**machine(), "system": platform.system(), "diptych": __version__},
-        settings={"engine": measured.description, "threads": options.device.threads, "cores": options.device.cores},
+        settings={
+            "engine": measured.description,
+            "threads": options.device.threads,
+            "cores": options.device.cores,
+            "quantize": options.device.quantize,
+        },
     )
 
 

@@ -33,6 +33,7 @@ from diptych.serving.link.engine_options import (
     EngineOptions,
     InstructionSetName,
     MemoryOptions,
+    QuantizeName,
     parse_bytes,
     parse_cores,
 )
@@ -49,6 +50,7 @@ app = typer.Typer(
 TRANSFERS = "|".join(("auto", *CONNECTORS))  # FleetOptions refuses other names
 MODEL, SERVER, OBJECTIVES, WORKERS = "Model", "Server", "Objectives", "Workers"
 ISA_HELP = "Instructions of the CPU kernels; auto: the fastest set of this machine."
+QUANTIZE_HELP = "Weights of 8 or 4 bits, made from the checkpoint's when it is loaded; on a CPU."
 UNTOUCHED_NAMES = ("--max-untouched-per-worker", "--edge-depth")  # the second is the old name
 UNTOUCHED_HELP = "Requests per worker without a first token; more wait in the queue (0: none wait). Default: 64."
 API_KEY_HELP = "Accept this key (Authorization: Bearer KEY). Repeatable; each key is a tenant, tenants share fairly."
@@ -112,6 +114,7 @@ def serve(
     threads: Annotated[Whole, option("Compute threads per worker. Default: one per physical core.", MACHINE)] = None,
     cores: Annotated[Text, option("CPUs to compute on, such as 0-3: one thread each.", MACHINE)] = None,
     instruction_set: Annotated[InstructionSetName, option(ISA_HELP, MACHINE, "--isa")] = "auto",
+    quantize: Annotated[QuantizeName, option(QUANTIZE_HELP, MACHINE)] = "none",
 ) -> None:
     """Serve a model over an OpenAI-compatible API."""
     given = dict(locals())
@@ -129,7 +132,7 @@ def engine_options(given: dict[str, Any]) -> EngineOptions:
     slo = Slo(_nanoseconds(given["ttft_slo_ms"]), _nanoseconds(given["tpot_slo_ms"]))
     return EngineOptions(
         model=str(directory),
-        device=DeviceOptions(**picked(given, "device", "dtype", "threads", "cores", "instruction_set")),
+        device=DeviceOptions(**picked(given, "device", "dtype", "threads", "cores", "instruction_set", "quantize")),
         memory=MemoryOptions(
             block_size=given["block_size"],
             kv_cache_bytes=None if memory is None else parse_bytes(memory, "kv_cache_memory"),
@@ -185,6 +188,7 @@ def generate(
     threads: Annotated[int | None, option("Compute threads. Default: one per physical core.", MACHINE)] = None,
     dtype: Annotated[DTypeName, option("Arithmetic; auto: the checkpoint's own.", MODEL)] = "auto",
     instruction_set: Annotated[InstructionSetName, option(ISA_HELP, MACHINE, "--isa")] = "auto",
+    quantize: Annotated[QuantizeName, option(QUANTIZE_HELP, MODEL)] = "none",
 ) -> None:
     """Continue one text in this process, without a server; the text appears as it is made."""
     from diptych.control.request import SamplingParams
@@ -193,7 +197,7 @@ def generate(
     with errors_in_words():
         from diptych.serving.llm import LLM
 
-        llm = LLM(model, dtype=dtype, threads=threads, instruction_set=instruction_set)
+        llm = LLM(model, dtype=dtype, threads=threads, instruction_set=instruction_set, quantize=quantize)
         print(llm.ready.description, file=sys.stderr)
         sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
         sys.stdout.write(text)

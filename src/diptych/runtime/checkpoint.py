@@ -1,80 +1,53 @@
-"""The tensors of a checkpoint directory, wherever they lie, and the dtype that they are computed in.
+"""The tensors of a model, whatever files hold them, and the dtype that they are computed in.
 
-Owns finding and checking files. Never reads a tensor's data and never imports torch.
+A format is a Checkpoint here, which knows what there is, and a TensorReader (tensor_reader.py), which reads values:
+this side imports no torch, so that the front end can size memory and refuse what a worker would refuse.
 """
 
-import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from diptych.control.errors import ConfigError
 from diptych.runtime.dtypes import COMPUTE_DTYPES, DTYPES_BY_CODE
 from diptych.runtime.model_config import ModelConfig
-from diptych.runtime.safetensors_file import SafetensorsFile
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+from diptych.runtime.safetensors_directory import SafetensorsDirectory
+from diptych.runtime.stored_tensor import StoredTensor
 
 
-class Checkpoint:
-    """All tensors of a model directory, wherever they lie."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self._file_of: dict[str, SafetensorsFile] = {}
-        files = [SafetensorsFile(path) for path in self._paths()]
-        for file in files:
-            for name in file.entries:
-                if name in self._file_of:
-                    raise ConfigError(
-                        f"tensor {name} lies in both {self._file_of[name].path} and {file.path}", param="model"
-                    )
-                self._file_of[name] = file
-        self._check_index()
-
-    def _paths(self) -> list[Path]:
-        if (index := self.directory / INDEX).exists():
-            return [self.directory / name for name in sorted(set(self._weight_map(index).values()))]
-        if (single := self.directory / SINGLE).exists():
-            return [single]
-        raise ConfigError(
-            f"{self.directory}: holds neither {SINGLE} nor {INDEX}; weights in other formats must be converted first",
-            param="model",
-        )
-
-    def _weight_map(self, index: Path) -> dict[str, str]:
-        try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            return {str(name): str(file) for name, file in weight_map.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{index}: has no valid weight_map ({error!r})", param="model") from None
-
-    def _check_index(self) -> None:
-        index = self.directory / INDEX
-        if not index.exists():
-            return
-        for name, file in self._weight_map(index).items():
-            if name not in self._file_of:
-                raise ConfigError(f"{self.directory / file}: tensor {name} is missing; {index} promises it")
+class Checkpoint(Protocol):
+    """All tensors of one model. Making one reads no weight, and raises ConfigError or UnsupportedModelError for what
+    cannot be read."""
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """All tensor names, in file order."""
-        return tuple(self._file_of)
+    def path(self) -> Path:
+        """The directory or file that people name."""
+        ...
 
-    def file_of(self, name: str) -> SafetensorsFile:
-        """The file that holds the tensor. Raises ConfigError when none does."""
-        if name not in self._file_of:
-            raise ConfigError(f"{self.directory}: tensor {name} is missing in the checkpoint", param="model")
-        return self._file_of[name]
+    @property
+    def files(self) -> Sequence[Path]:
+        """The files that hold tensors."""
+        ...
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """By the name that the model's layers ask for (``model.layers.0.mlp.up_proj.weight``), in file order. A tensor
+        that is part of a weight in whole numbers has no entry of its own."""
+        ...
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(
-            entry.end - entry.start
-            for file in {id(file): file for file in self._file_of.values()}.values()
-            for entry in file.entries.values()
-        )
+        """Of all tensors, as stored."""
+        ...
+
+    def first_bytes(self, name: str, count: int) -> bytes:
+        """At most ``count`` bytes of a tensor's stored values, to tell checkpoints apart."""
+        ...
+
+
+def open_checkpoint(config: ModelConfig) -> Checkpoint:
+    """The checkpoint that ``config`` was read from."""
+    return SafetensorsDirectory(config.path, config.quantization)
 
 
 def resolve_dtype_name(wanted: str, config: ModelConfig, checkpoint: Checkpoint) -> tuple[str, str]:
@@ -86,8 +59,8 @@ def resolve_dtype_name(wanted: str, config: ModelConfig, checkpoint: Checkpoint)
         raise ConfigError(f"dtype is {wanted!r}; auto, bfloat16 or float32", param="dtype")
     own = config.dtype
     if own is None:
-        name = checkpoint.names[0] if checkpoint.names else ""
-        dtype = DTYPES_BY_CODE.get(checkpoint.file_of(name).entries[name].dtype)
+        stored = next((tensor.dtype for tensor in checkpoint.tensors.values() if tensor.format is None), "")
+        dtype = DTYPES_BY_CODE.get(stored)
         own = dtype.name if dtype else "float32"
     chosen = wanted if wanted != "auto" else ("bfloat16" if own == "float16" else own)
     note = f"the checkpoint is {own}; converted to {chosen}" if own == "float16" else ""

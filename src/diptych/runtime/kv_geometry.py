@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diptych.control.errors import ConfigError
-from diptych.runtime.checkpoint import Checkpoint, resolve_dtype_name
+from diptych.runtime.checkpoint import open_checkpoint, resolve_dtype_name
 from diptych.runtime.dtypes import DTYPES
 from diptych.runtime.model_config import AttentionConfig
 from diptych.runtime.models.registry import read_model_config
@@ -72,5 +72,5 @@ def read_kv_geometry(model: str | Path, dtype: str, block_size: int) -> KVGeomet
     Raises ConfigError or UnsupportedModelError for what a worker would refuse, too.
     """
     config = read_model_config(model)
-    name, _ = resolve_dtype_name(dtype, config, Checkpoint(config.path))
+    name, _ = resolve_dtype_name(dtype, config, open_checkpoint(config))
     return KVGeometry.of(config.attention, block_size, name)

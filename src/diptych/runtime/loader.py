@@ -1,4 +1,4 @@
-"""Turns the tensors of a checkpoint directory into weights in the wanted dtype, one tensor at a time.
+"""Turns the tensors of a checkpoint into weights in the wanted dtype, one tensor at a time.
 
 Owns: converting, fusing, and every complaint about a tensor. Never knows a model family: the families ask for names and
 shapes. At any moment at most one fused weight exists twice.
@@ -10,10 +10,11 @@ import torch
 
 from diptych.control.errors import ConfigError
 from diptych.runtime.checkpoint import Checkpoint, resolve_dtype_name
-from diptych.runtime.dtypes import DTYPES_BY_CODE
 from diptych.runtime.model_config import ModelConfig
-from diptych.runtime.quantized_weight import QuantizedSource
-from diptych.runtime.safetensors_file import SafetensorsFile
+from diptych.runtime.quantized_weight import QuantizedSource, QuantizedWeight, stack
+from diptych.runtime.stored_tensor import StoredTensor
+from diptych.runtime.tensor_reader import make_reader
+from diptych.runtime.weight_format import common_format
 from diptych.runtime.weight_memory import PrivateMemory, WeightMemory
 
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # buffers that old exports hold; computed from the config instead
@@ -25,15 +26,6 @@ def resolve_dtype(wanted: str, config: ModelConfig, checkpoint: Checkpoint) -> t
     """``resolve_dtype_name`` as a torch dtype, and its note."""
     name, note = resolve_dtype_name(wanted, config, checkpoint)
     return getattr(torch, name), note
-
-
-def read_tensor(file: SafetensorsFile, name: str) -> torch.Tensor:
-    """One tensor as a view of its mapped file. Raises UnsupportedModelError as SafetensorsFile.data does."""
-    entry, data = file.entries[name], file.data(name)
-    dtype: torch.dtype = getattr(torch, DTYPES_BY_CODE[entry.dtype].name)
-    if not data:
-        return torch.empty(entry.shape, dtype=dtype)
-    return torch.frombuffer(data, dtype=dtype).view(entry.shape)
 
 
 class Weights:
@@ -49,23 +41,23 @@ class Weights:
     ) -> None:
         self.memory = memory or PrivateMemory(device)
         self._checkpoint = checkpoint
-        self._dtype = dtype
+        self._reader = make_reader(checkpoint)
+        self.dtype = dtype
         self._device = device
         self._progress = progress
-        self._left = dict.fromkeys(checkpoint.names)
-        self._num_bytes = checkpoint.num_bytes
+        self._left = dict.fromkeys(checkpoint.tensors)
         self._done_bytes = 0
 
     def tensor(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """One tensor of exactly this shape, to keep."""
         self._take(name, tuple(shape))
-        return self.memory.new(shape, self._dtype, lambda target: self._read(name, target))
+        return self.memory.new(shape, self.dtype, lambda target: self._read(name, target))
 
     def fused(self, names: Sequence[str], rows: Sequence[int], *shape: int) -> torch.Tensor:
         """Tensors of shape [rows[i], *shape] stacked along the first dimension, to pack or to give to
         ``memory.keep``. Without values (device "meta") where the memory is filled."""
         device = torch.device("meta") if self.memory.is_filled else self._device
-        target = torch.empty((sum(rows), *shape), dtype=self._dtype, device=device)
+        target = torch.empty((sum(rows), *shape), dtype=self.dtype, device=device)
         for name, part in zip(names, torch.split(target, list(rows)), strict=True):
             self._take(name, tuple(part.shape))
             if not self.memory.is_filled:
@@ -74,8 +66,18 @@ class Weights:
 
     def quantized(self, names: Sequence[str], rows: Sequence[int], columns: int) -> QuantizedSource | None:
         """Weights of shape [rows[i], columns] stacked along the first dimension, as the checkpoint holds them in whole
-        numbers; None where it holds floating point (then see ``fused``). names: without ``.weight``."""
-        return None
+        numbers; None where it holds any of them in floating point (then see ``fused``). names: without ``.weight``."""
+        tensors = [f"{name}.weight" for name in names]
+        formats = [format for tensor in tensors if (format := self._stored(tensor).format) is not None]
+        if len(formats) < len(tensors):
+            return None
+        for tensor, count in zip(tensors, rows, strict=True):
+            self._take(tensor, (count, columns))
+
+        def read() -> QuantizedWeight:
+            return stack([self._read_quantized(tensor) for tensor in tensors])
+
+        return QuantizedSource(common_format(formats), sum(rows), columns, read)
 
     def ignore(self, name: str) -> None:
         """A tensor that the checkpoint may hold but the model does not need."""
@@ -83,19 +85,30 @@ class Weights:
 
     def finish(self) -> None:
         """Raise ConfigError when tensors are left that the model did not ask for."""
-        left = [name for name in self._left if not name.endswith(IGNORED_SUFFIXES)]
+        left = [name for name in self._left if not name.endswith(IGNORED_SUFFIXES) and not self._is_zero_bias(name)]
         if left:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-            file = self._checkpoint.file_of(left[0]).path
-            raise ConfigError(f"{file}: tensor {left[0]}{more} is not part of this architecture", param="model")
+            path = self._stored(left[0]).path
+            raise ConfigError(f"{path}: tensor {left[0]}{more} is not part of this architecture", param="model")
+
+    def _is_zero_bias(self, name: str) -> bool:
+        """Old GPTQ checkpoints have a bias of zeros in every module that is quantised."""
+        weight = self._checkpoint.tensors.get(name.removesuffix("bias") + "weight")
+        if not name.endswith(".bias") or weight is None or weight.format is None:
+            return False
+        return not bool(self._reader.read(name).any())
+
+    def _stored(self, name: str) -> StoredTensor:
+        if name not in self._checkpoint.tensors:
+            raise ConfigError(f"{self._checkpoint.path}: tensor {name} is missing in the checkpoint", param="model")
+        return self._checkpoint.tensors[name]
 
     def _take(self, name: str, shape: tuple[int, ...]) -> None:
         """Check that the tensor is there, has this shape, and was not asked for before."""
-        file = self._checkpoint.file_of(name)
-        entry = file.entries[name]
-        if entry.shape != shape:
+        tensor = self._stored(name)
+        if tensor.shape != shape:
             raise ConfigError(
-                f"{file.path}: tensor {name} has shape {list(entry.shape)}; config.json asks for {list(shape)}",
+                f"{tensor.path}: tensor {name} has shape {list(tensor.shape)}; config.json asks for {list(shape)}",
                 param="model",
             )
         if name not in self._left:
@@ -103,10 +116,16 @@ class Weights:
         del self._left[name]
 
     def _read(self, name: str, target: torch.Tensor) -> None:
-        file = self._checkpoint.file_of(name)
-        entry = file.entries[name]
-        target.copy_(read_tensor(file, name))
-        file.release(name)
-        self._done_bytes += entry.end - entry.start
+        target.copy_(self._reader.read(name))
+        self._finish_reading(name)
+
+    def _read_quantized(self, name: str) -> QuantizedWeight:
+        weight = self._reader.read_quantized(name)
+        self._finish_reading(name)
+        return weight
+
+    def _finish_reading(self, name: str) -> None:
+        self._reader.release(name)
+        self._done_bytes += self._stored(name).num_bytes
         if self._progress is not None:
-            self._progress(self._done_bytes, self._num_bytes)
+            self._progress(self._done_bytes, self._checkpoint.num_bytes)

@@ -13,6 +13,7 @@ from typing import Any
 
 from diptych.control.errors import ConfigError, UnsupportedModelError
 from diptych.runtime.dtypes import DTYPES
+from diptych.runtime.quantization.quantization_config import QuantizationConfig, read_quantization
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
@@ -65,6 +66,7 @@ class ModelConfig:
     """What the engine knows of a model besides its tensors; families add what only their layers need.
 
     dtype: as the checkpoint says (None: it does not). eos_token_ids: from generation_config.json, else config.json.
+    quantization: how quantised weights are stored (None: there are none).
     """
 
     path: Path
@@ -75,6 +77,7 @@ class ModelConfig:
     attention: AttentionConfig
     dtype: str | None
     eos_token_ids: tuple[int, ...]
+    quantization: QuantizationConfig | None
 
     @property
     def num_layers(self) -> int:
@@ -145,15 +148,13 @@ class ConfigFields:
     def nested(self, name: str) -> "ConfigFields":
         """The object in a field; an empty one when the field is absent or null."""
         values = self.values.get(name) or {}
-        if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):
-            raise self.unsupported(name, "one flat object for all layers")
+        if not isinstance(values, dict):
+            raise self.unsupported(name, "an object")
         return ConfigFields(self.path, values, f"{self._prefix}{name}.")
 
 
 def read_common(fields: ConfigFields) -> dict[str, Any]:
     """The arguments of ModelConfig that every family reads alike: all but ``attention``."""
-    if fields.values.get("quantization_config"):
-        raise fields.unsupported("quantization_config", "none: weights in bfloat16, float16 or float32")
     return {
         "path": fields.path.parent,
         "architecture": fields.values["architectures"][0],
@@ -162,6 +163,7 @@ def read_common(fields: ConfigFields) -> dict[str, Any]:
         "max_position_embeddings": fields.integer("max_position_embeddings"),
         "dtype": _dtype(fields),
         "eos_token_ids": _eos_token_ids(fields),
+        "quantization": read_quantization(fields),
     }
 
 
@@ -183,7 +185,10 @@ def read_heads(fields: ConfigFields, default_head_dim: int | None = None) -> tup
 def read_rope(fields: ConfigFields) -> RopeConfig:
     """From ``rope_parameters`` (newer) or ``rope_theta`` with ``rope_scaling`` (older)."""
     fields.require("partial_rotary_factor", 1.0, None)
-    scaling = fields.nested("rope_parameters" if fields.values.get("rope_parameters") else "rope_scaling")
+    name = "rope_parameters" if fields.values.get("rope_parameters") else "rope_scaling"
+    scaling = fields.nested(name)
+    if any(isinstance(value, dict) for value in scaling.values.values()):
+        raise fields.unsupported(name, "one flat object for all layers")
     scaling.require("partial_rotary_factor", 1.0, None)
     key = "rope_type" if "rope_type" in scaling.values else "type"
     scaling.require(key, *ROPE_KINDS)

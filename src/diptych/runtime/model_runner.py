@@ -30,7 +30,7 @@ from diptych.control.request import FinishReason, SamplingParams
 from diptych.control.step import PromptLogprobs, SchedulerOutput, StepResult, StepTokens, TokenLogprobs
 from diptych.runtime.attention import make_attention
 from diptych.runtime.attention.attention_backend import AttentionBackend
-from diptych.runtime.checkpoint import Checkpoint
+from diptych.runtime.checkpoint import open_checkpoint
 from diptych.runtime.cuda_graphs import GraphedModel
 from diptych.runtime.decode_rows import DecodeRows
 from diptych.runtime.input_batch import InputBatch
@@ -56,6 +56,7 @@ from diptych.runtime.sampler import (
 from diptych.runtime.shared_pool import SharedPool
 from diptych.runtime.shared_weights import load_shared, weights_key
 from diptych.runtime.step_layout import StepLayout, lay_out_decodes, lay_out_step
+from diptych.runtime.weight_format import QUANTIZATIONS
 from diptych.runtime.weight_memory import PrivateMemory, WeightMemory
 
 SCORED_ROWS_AT_ONCE = 64  # logits of prompt tokens are computed in slices: a whole prompt's would take gigabytes
@@ -68,9 +69,10 @@ class RunnerConfig:
 
     dtype: auto | bfloat16 | float32. kv_bytes: memory of the KV cache, unless ``num_blocks`` says it in blocks.
     max_model_len: None for what the checkpoint supports. instruction_set: of the native kernels, see
-    instruction_set.choose. shared_pool: the KV cache lies in a pool that other workers map, too;
-    ``num_blocks`` of its blocks are this worker's. shared_weights: the descriptor of a file in memory that holds the
-    weights for all workers, or will when the first of them has loaded. These three on the cpu only.
+    instruction_set.choose. quantize: weights in floating point become whole numbers, see QUANTIZATIONS. shared_pool:
+    the KV cache lies in a pool that other workers map, too; ``num_blocks`` of its blocks are this worker's.
+    shared_weights: the descriptor of a file in memory that holds the weights for all workers, or will when the first of
+    them has loaded. These four on the cpu only.
     """
 
     model: str | Path
@@ -83,6 +85,7 @@ class RunnerConfig:
     max_num_seqs: int = 256
     max_model_len: int | None = None
     instruction_set: str = AUTO
+    quantize: str = "none"
     shared_pool: SharedPool | None = None
     shared_weights: int | None = None
 
@@ -97,21 +100,30 @@ class _Sampled:
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model with its weights. weights: their formats, in words. instruction_set: of its kernels on a cpu. note: what
+    the loader wants people to know ("" if nothing)."""
+
+    model: LanguageModel
+    weights: str
+    instruction_set: str
+    note: str = ""
+
+
 class ModelRunner:
-    """One model and its KV memory. instruction_set: of its kernels on a cpu. note: what the loader wants people to know
-    ("" if nothing)."""
+    """One model and its KV memory."""
 
     def __init__(
         self,
-        model: LanguageModel,
+        loaded: LoadedModel,
         attention: AttentionBackend,
         kv: KVTensors,
         max_num_seqs: int,
         max_model_len: int,
-        instruction_set: str,
-        note: str = "",
     ) -> None:
-        self.model = model
+        self.loaded = loaded
+        self.model = model = loaded.model
         self.model_config = model.config
         self.attention = attention
         self.kv = kv
@@ -121,8 +133,6 @@ class ModelRunner:
         self.num_host_blocks = kv.num_host_blocks
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
-        self.instruction_set = instruction_set
-        self.note = note
         self.on_layer: Callable[[int], None] | None = None  # see ForwardPass; called on a CPU only
         self._graphs: GraphedModel | None = None
         if attention.fits_cuda_graphs and model.fits_cuda_graphs:
@@ -305,7 +315,7 @@ def load_runner(config: RunnerConfig, progress: Progress | None = None) -> Model
     """
     model_config = read_model_config(config.model)
     max_model_len = _max_model_len(config.max_model_len, model_config)
-    checkpoint = Checkpoint(model_config.path)
+    checkpoint = open_checkpoint(model_config)
     dtype, note = resolve_dtype(config.dtype, model_config, checkpoint)
     device = torch.device(config.device)
     _check_cpu_only(config, device)
@@ -313,28 +323,35 @@ def load_runner(config: RunnerConfig, progress: Progress | None = None) -> Model
     ops = make_ops(dtype, instruction_set)
     attention = make_attention(model_config.attention, config.block_size, dtype, device, instruction_set)
     num_blocks = config.num_blocks or attention.geometry.blocks_within(config.kv_bytes)
+    quantization = QUANTIZATIONS[config.quantize]
     rotary = RotaryTables(model_config.attention.head_dim, max_model_len, device)
 
-    def load(memory: WeightMemory) -> LanguageModel:
+    def load(memory: WeightMemory) -> tuple[LanguageModel, str]:
         weights = Weights(checkpoint, dtype, device, progress, memory)
-        model = MODELS[model_config.architecture](model_config, LayerLoader(weights, ops, attention, rotary))
+        layer_loader = LayerLoader(weights, ops, attention, rotary, quantization)
+        model = MODELS[model_config.architecture](model_config, layer_loader)
         weights.finish()
-        return model
+        return model, ", ".join(map(str, layer_loader.formats)) or str(dtype).removeprefix("torch.")
 
     if config.shared_weights is None:
-        model, why_private = load(PrivateMemory(device)), ""
+        (model, formats), why_private = load(PrivateMemory(device)), ""
     else:
-        key = weights_key(model_config, checkpoint, dtype, ops.name)
-        model, why_private = load_shared(config.shared_weights, key, load)
+        key = weights_key(model_config, checkpoint, dtype, f"{ops.name} {config.quantize}")
+        (model, formats), why_private = load_shared(config.shared_weights, key, load)
     if progress is not None:
         progress(checkpoint.num_bytes, checkpoint.num_bytes)
     kv = KVTensors(attention, num_blocks, config.num_host_blocks, config.shared_pool)
-    notes = "; ".join(filter(None, (note, why_private)))
-    return ModelRunner(model, attention, kv, config.max_num_seqs, max_model_len, instruction_set, notes)
+    loaded = LoadedModel(model, formats, instruction_set, "; ".join(filter(None, (note, why_private))))
+    return ModelRunner(loaded, attention, kv, config.max_num_seqs, max_model_len)
 
 
 def _check_cpu_only(config: RunnerConfig, device: torch.device) -> None:
-    for name, default in (("instruction_set", AUTO), ("shared_pool", None), ("shared_weights", None)):
+    for name, default in (
+        ("instruction_set", AUTO),
+        ("quantize", "none"),
+        ("shared_pool", None),
+        ("shared_weights", None),
+    ):
         if device.type != "cpu" and (value := getattr(config, name)) != default:
             raise ConfigError(f"{name} is {value!r} and device is {device}; supported: cpu", param=name)
 

@@ -12,14 +12,18 @@ from pathlib import Path
 
 import torch  # its OpenMP runtime must be in the process first
 
-ABI = 5
+ABI = 6
 KERNELS = Path(__file__).parent / "attention" / "kernels"
-FEATURES = ("avx2", "avx512", "avx512_bf16", "amx")  # by the bits of diptych_cpu_features; each needs those before it
+# by the bits of diptych_cpu_features; the first four are sets, of which each needs those before it, the last two are
+# instructions for whole numbers that some processors with the set have
+FEATURES = ("avx2", "avx512", "avx512_bf16", "amx", "avx512_vnni", "avx2_vnni")
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES: dict[str, list[type]] = {
     "diptych_pack": [_P, _P, _I, _I, _I, _I],
-    "diptych_linear": [_P, _P, _P, _P, _P, _I, _I, _I, _I, _I],
+    "diptych_pack_quantized": [_P, _P, _P, _P, _I, _I, _I, _I, _I],
+    "diptych_quantized_rows": [_P, _P, _P, _I, _I, _I],
+    "diptych_linear": [_P, _P, _P, _P, _I, _I, _I, _I, _I],
     "diptych_norm": [_P, _P, _P, _P, _P, _I, _I, _F],
     "diptych_silu_and_mul": [_P, _P, _P, _I, _I],
     "diptych_rope_and_cache": [_P, _P, _P, _P, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _F],
@@ -30,12 +34,19 @@ _SIGNATURES: dict[str, list[type]] = {
 }
 
 
+class NativeWeight(ctypes.Structure):
+    """A packed weight as kernels.h has it. bits 0: in the dtype of the kernels. group: columns that share a scale."""
+
+    _fields_ = [("weight", _P), ("bias", _P), ("bits", _I), ("group", _I), ("has_mins", _I)]
+
+
 @dataclass(frozen=True, slots=True)
 class NativeKernels:
     """The kernels of one instruction set in one dtype. handle: the first argument of the functions that compute."""
 
     functions: ctypes.CDLL
     handle: int
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +58,11 @@ class NativeLibrary:
 
     def kernels(self, instruction_set: str, dtype: torch.dtype) -> NativeKernels:
         """Those that instruction_set.choose has named for ``dtype``."""
-        handle = self.functions.diptych_kernels(instruction_set.encode(), dtype == torch.bfloat16)
+        vnni = f"{instruction_set}_vnni"
+        name = vnni if vnni in self.features else instruction_set
+        handle = self.functions.diptych_kernels(name.encode(), dtype == torch.bfloat16)
         assert handle, f"no kernels of {instruction_set} compute in {dtype}"
-        return NativeKernels(self.functions, handle)
+        return NativeKernels(self.functions, handle, dtype)
 
 
 @functools.cache
@@ -68,8 +81,9 @@ def load_native() -> NativeLibrary | None:
         function.argtypes, function.restype = arguments, None
     library.diptych_bind_threads.argtypes, library.diptych_bind_threads.restype = [_P, _I], _I
     library.diptych_kernels.argtypes, library.diptych_kernels.restype = [ctypes.c_char_p, _I], _P
-    library.diptych_attention_workspace.argtypes = [_I] * 4
-    library.diptych_attention_workspace.restype = _I
+    for name, count in (("diptych_attention_workspace", 4), ("diptych_quantized_size", 6)):
+        function = getattr(library, name)
+        function.argtypes, function.restype = [_I] * count, _I
     bits = library.diptych_cpu_features()
     features = tuple(name for bit, name in enumerate(FEATURES) if bits >> bit & 1)
     return NativeLibrary(library, features) if features else None

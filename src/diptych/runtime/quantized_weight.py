@@ -9,28 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-BITS = (8, 4)
-MIN_GROUP = 32  # columns that share a scale, unless all do
+from diptych.runtime.weight_format import WeightFormat, common_format
+
 ROWS_AT_ONCE = 1024  # while a weight is quantised: bounds the temporary fp32
-
-
-@dataclass(frozen=True, slots=True)
-class WeightFormat:
-    """bits: 8 or 4. group_size: columns of a row that share a scale (None: all); a multiple of 32 that divides the
-    number of columns. has_mins: each group has a constant that is subtracted, and values count from 0."""
-
-    bits: int
-    group_size: int | None = None
-    has_mins: bool = False
-
-    @property
-    def offset(self) -> int:
-        """What a stored value of 0 stands for, negated: the middle of the range where groups have no constant."""
-        return 0 if self.has_mins else 1 << (self.bits - 1)
-
-    def num_groups(self, columns: int) -> int:
-        """Groups of a row."""
-        return 1 if self.group_size is None else columns // self.group_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +46,6 @@ class QuantizedSource:
     read: Callable[[], QuantizedWeight]
 
 
-def common_format(formats: Sequence[WeightFormat]) -> WeightFormat:
-    """The smallest format that holds weights of all of these formats."""
-    sizes = [f.group_size for f in formats if f.group_size is not None]
-    return WeightFormat(
-        bits=max(f.bits for f in formats),
-        group_size=min(sizes) if sizes else None,
-        has_mins=any(f.has_mins for f in formats),
-    )
-
-
 def stack(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """Weights of the same columns, one below the other, in their common format. No value changes."""
     wanted = common_format([weight.format for weight in weights])
@@ -100,12 +71,13 @@ def _in_format(weight: QuantizedWeight, wanted: WeightFormat) -> QuantizedWeight
 
 
 def quantize(weight: torch.Tensor, wanted: WeightFormat) -> QuantizedWeight:
-    """weight [rows, columns] to the nearest whole numbers. Without mins the largest magnitude of a group is the end of
-    the range; with mins a group's smallest value is 0 and its largest the end of the range.
+    """weight [rows, columns] to the nearest whole numbers. With mins a group's smallest value is 0 and its largest the
+    end of the range. Without mins the largest magnitude of a group is the end of the range: of 8 bits at +-127; of 4
+    bits at -8, which is a step longer than the other end at +7 (the scale has the sign that this needs).
 
     Scales and mins of groups are rounded to fp16, as they are kept, before the values are.
     """
-    parts = [_quantize(rows.float(), wanted) for rows in weight.split(ROWS_AT_ONCE)]
+    parts = [_quantize(rows.float(), wanted) for rows in torch.split(weight, ROWS_AT_ONCE)]
     mins = [part.mins for part in parts if part.mins is not None]
     return QuantizedWeight(
         wanted,
@@ -125,7 +97,12 @@ def _quantize(weight: torch.Tensor, wanted: WeightFormat) -> QuantizedWeight:
         shifted = groups + mins.unsqueeze(-1)
     else:
         mins, shifted = None, groups
-        scales = (groups.abs().amax(-1) / (wanted.offset - 1)).to(kept).float()
-    steps = torch.where(scales > 0, 1.0 / scales, 0.0).unsqueeze(-1)
+        scales = (groups.abs().amax(-1) / 127 if wanted.bits == 8 else _ends(groups) / -8).to(kept).float()
+    steps = torch.where(scales != 0, 1.0 / scales, 0.0).unsqueeze(-1)
     values = (shifted * steps).round_().add_(wanted.offset).clamp_(0, top)
     return QuantizedWeight(wanted, values.to(torch.uint8).view(rows, columns), scales, mins)
+
+
+def _ends(groups: torch.Tensor) -> torch.Tensor:
+    """The value of the largest magnitude of each group: [rows, groups, columns] -> [rows, groups]."""
+    return torch.where(groups.amax(-1) > -groups.amin(-1), groups.amax(-1), groups.amin(-1))

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diptych.control.errors import ConfigError, UnsupportedModelError
-from diptych.runtime.dtypes import DTYPES_BY_CODE
+from diptych.control.errors import ConfigError
+from diptych.runtime.dtypes import STORED_DTYPES_BY_CODE
 
 MAX_HEADER_BYTES = 100_000_000
 
@@ -41,13 +41,8 @@ class SafetensorsFile:
         self.entries = self._read_header()
 
     def data(self, name: str) -> memoryview:
-        """The bytes of a tensor; raises UnsupportedModelError for a dtype that is not in DTYPES_BY_CODE."""
+        """The bytes of a tensor."""
         entry = self.entries[name]
-        if entry.dtype not in DTYPES_BY_CODE:
-            raise UnsupportedModelError(
-                f"{self.path}: tensor {name} has dtype {entry.dtype}; supported: {', '.join(DTYPES_BY_CODE)}",
-                param="dtype",
-            )
         return memoryview(self._map)[entry.start : entry.end]
 
     def release(self, name: str) -> None:
@@ -77,7 +72,7 @@ class SafetensorsFile:
     def _entry(self, name: str, value: dict[str, Any], data_start: int) -> TensorEntry:
         start, end = value["data_offsets"]
         shape = tuple(value["shape"])
-        dtype = DTYPES_BY_CODE.get(value["dtype"])
+        dtype = STORED_DTYPES_BY_CODE.get(value["dtype"])
         count = 1
         for extent in shape:
             count *= extent

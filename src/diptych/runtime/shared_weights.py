@@ -64,7 +64,8 @@ class _Region:
 
 def weights_key(config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, ops_name: str) -> str:
     """What the bytes of a loaded model depend on: its config, its files, the dtype, and who packs."""
-    files = [(str(path), status.st_ino, status.st_size, status.st_mtime_ns) for path, status in _files(checkpoint)]
+    statuses = [(str(path), path.stat()) for path in checkpoint.files]
+    files = [(path, status.st_ino, status.st_size, status.st_mtime_ns) for path, status in statuses]
     words = json.dumps([repr(config), files, str(dtype), ops_name, ABI])
     return hashlib.sha256(words.encode()).hexdigest()
 
@@ -122,8 +123,3 @@ def _locked(fd: int) -> Iterator[None]:
         yield
     finally:
         fcntl.lockf(fd, fcntl.LOCK_UN)
-
-
-def _files(checkpoint: Checkpoint) -> list[tuple[os.PathLike[str], os.stat_result]]:
-    paths = dict.fromkeys(checkpoint.file_of(name).path for name in checkpoint.names)
-    return [(path, path.stat()) for path in paths]

@@ -30,6 +30,7 @@ from diptych.serving.link.engine_options import (
     EngineOptions,
     InstructionSetName,
     MemoryOptions,
+    QuantizeName,
 )
 from diptych.serving.output_builder import OutputBuilder
 from diptych.serving.outputs import RequestOutput
@@ -44,8 +45,8 @@ class LLM:
     """A model in this process.
 
     model: a Hugging Face directory; None takes the bundled one. shape: chunked or unified. kv_cache_bytes None: a
-    share of the free memory. instruction_set: see DeviceOptions. ``ready`` says what was loaded. Raises ConfigError
-    for what cannot be loaded.
+    share of the free memory. instruction_set, quantize: see DeviceOptions. ``ready`` says what was loaded. Raises
+    ConfigError for what cannot be loaded.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class LLM:
         device: str = "auto",
         threads: int | None = None,
         instruction_set: str = "auto",
+        quantize: str = "none",
         shape: str = "chunked",
         max_model_len: int | None = None,
         options: EngineOptions | None = None,
@@ -68,6 +70,7 @@ class LLM:
                     dtype=cast(DTypeName, dtype),
                     threads=threads,
                     instruction_set=cast(InstructionSetName, instruction_set),
+                    quantize=cast(QuantizeName, quantize),
                 ),
                 memory=MemoryOptions(),
                 scheduler=shape_preset(cast(ShapeName, shape), max_waiting=2**31),

@@ -9,18 +9,29 @@ import torch
 
 from diptych.runtime.attention.attention_backend import AttentionBackend
 from diptych.runtime.layers.native_step import NativeStep, PreNormLayer, native_step
-from diptych.runtime.layers.parts import Attention, Embedding, RmsNorm, RopeAndCache
+from diptych.runtime.layers.parts import Attention, Embedding, QuantizedEmbedding, RmsNorm, RopeAndCache
 from diptych.runtime.loader import Weights
 from diptych.runtime.model_config import AttentionConfig, LayerAttention, RopeConfig
 from diptych.runtime.ops.ops import Linear, Ops
+from diptych.runtime.quantized_weight import QuantizedSource, quantize
 from diptych.runtime.rope import RotaryTables
+from diptych.runtime.weight_format import NO_QUANTIZATION, Quantization, WeightFormat
 
 
 class LayerLoader:
     """Loads the parts of one model; a family calls it with what it has. Names are without ``.weight`` and ``.bias``."""
 
-    def __init__(self, weights: Weights, ops: Ops, attention: AttentionBackend, rotary: RotaryTables) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        ops: Ops,
+        attention: AttentionBackend,
+        rotary: RotaryTables,
+        quantization: Quantization = NO_QUANTIZATION,
+    ) -> None:
         self._weights = weights
+        self._quantization = quantization
+        self.formats: dict[WeightFormat, None] = {}  # of weights in whole numbers, in the order of loading
         self._memory = weights.memory
         self._ops = ops
         self._attention = attention
@@ -30,9 +41,12 @@ class LayerLoader:
         """A tensor as it is in the checkpoint, in the model's dtype."""
         return self._weights.tensor(name, shape)
 
-    def embedding(self, name: str, vocab_size: int, width: int) -> Embedding:
+    def embedding(self, name: str, vocab_size: int, width: int) -> Embedding | QuantizedEmbedding:
         """A table of one row per token."""
-        return Embedding(self.tensor(f"{name}.weight", vocab_size, width))
+        weight = self._quantized([name], width, [vocab_size], is_vocabulary=True)
+        if weight is None:
+            return Embedding(self.tensor(f"{name}.weight", vocab_size, width))
+        return QuantizedEmbedding(self._ops.pack_quantized(weight, None, self._weights.dtype, self._memory))
 
     def rms_norm(self, name: str, width: int, eps: float) -> RmsNorm:
         """An RMS norm."""
@@ -44,8 +58,7 @@ class LayerLoader:
 
     def stacked(self, names: Sequence[str], inputs: int, outputs: Sequence[int], *, bias: bool = False) -> Linear:
         """Linear layers of the same input as one, their outputs side by side."""
-        weight, vector = self._stack(names, inputs, outputs, bias)
-        return self._ops.pack_linear(weight, vector, self._memory)
+        return self._linear(names, inputs, outputs, bias=bias)
 
     def qkv(self, name: str, inputs: int, heads: AttentionConfig, *, bias: bool = False) -> Linear:
         """The projections to queries, keys and values as one: all query heads, all key heads, all value heads."""
@@ -55,8 +68,11 @@ class LayerLoader:
     def gate_up(self, name: str, inputs: int, inner: int, *, bias: bool = False) -> Linear:
         """The first half of a gated MLP: silu(gate(x)) * up(x), ``inner`` wide."""
         names = [f"{name}.gate_proj", f"{name}.up_proj"]
-        weight, vector = self._stack(names, inputs, [inner, inner], bias)
-        return self._ops.pack_gate_up(weight, vector, self._memory)
+        outputs, ops = [inner, inner], self._ops
+        vector = self._bias(names, outputs, bias)
+        if (weight := self._quantized(names, inputs, outputs)) is not None:
+            return ops.pack_quantized_gate_up(weight, vector, self._weights.dtype, self._memory)
+        return ops.pack_gate_up(self._floating(names, inputs, outputs), vector, self._memory)
 
     def rope(self, rope: RopeConfig, q_norm: RmsNorm | None = None, k_norm: RmsNorm | None = None) -> RopeAndCache:
         """Rotation of q and k, and the way of k and v into the cache."""
@@ -66,20 +82,51 @@ class LayerLoader:
         """Attention over the cache."""
         return Attention(how)
 
-    def lm_head(self, embedding: Embedding, *, is_tied: bool) -> Linear:
+    def lm_head(self, embedding: Embedding | QuantizedEmbedding, *, is_tied: bool) -> Linear:
         """Hidden states to logits, with the weights of the embedding or its own (``lm_head``)."""
-        if is_tied:
-            self._weights.ignore("lm_head.weight")
-            return self._ops.pack_linear(embedding.weight, None, self._memory)
-        vocab_size, width = embedding.weight.shape
-        return self.linear("lm_head", width, vocab_size)
+        if not is_tied:
+            return self._linear(["lm_head"], embedding.width, [embedding.vocab_size], is_vocabulary=True)
+        self._weights.ignore("lm_head.weight")
+        if isinstance(embedding, QuantizedEmbedding):
+            return embedding.linear
+        return self._ops.pack_linear(embedding.weight, None, self._memory)
 
     def native_step(self, layers: Sequence[PreNormLayer], norm: RmsNorm) -> NativeStep | None:
         """Decode steps of these layers, and of the norm behind them, in one native call; None where it cannot be."""
         return native_step(layers, norm, self._attention)
 
-    def _stack(
-        self, names: Sequence[str], inputs: int, outputs: Sequence[int], bias: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        vector = self._memory.keep(self._weights.fused([f"{n}.bias" for n in names], outputs)) if bias else None
-        return self._weights.fused([f"{name}.weight" for name in names], outputs, inputs), vector
+    def _linear(
+        self,
+        names: Sequence[str],
+        inputs: int,
+        outputs: Sequence[int],
+        *,
+        bias: bool = False,
+        is_vocabulary: bool = False,
+    ) -> Linear:
+        vector, memory = self._bias(names, outputs, bias), self._memory
+        if (weight := self._quantized(names, inputs, outputs, is_vocabulary=is_vocabulary)) is not None:
+            return self._ops.pack_quantized(weight, vector, self._weights.dtype, memory)
+        return self._ops.pack_linear(self._floating(names, inputs, outputs), vector, memory)
+
+    def _floating(self, names: Sequence[str], inputs: int, outputs: Sequence[int]) -> torch.Tensor:
+        return self._weights.fused([f"{name}.weight" for name in names], outputs, inputs)
+
+    def _bias(self, names: Sequence[str], outputs: Sequence[int], is_there: bool) -> torch.Tensor | None:
+        return self._memory.keep(self._weights.fused([f"{n}.bias" for n in names], outputs)) if is_there else None
+
+    def _quantized(
+        self, names: Sequence[str], inputs: int, outputs: Sequence[int], *, is_vocabulary: bool = False
+    ) -> QuantizedSource | None:
+        """The weight in whole numbers, where the checkpoint holds it so or the quantization asks for it."""
+        if self._attention.device.type != "cpu":
+            return None
+        if (found := self._weights.quantized(names, outputs, inputs)) is not None:
+            self.formats[found.format] = None
+            return found
+        wanted = self._quantization.format_of(inputs, is_vocabulary=is_vocabulary)
+        if wanted is None:
+            return None
+        self.formats[wanted] = None
+        weight = self._floating(names, inputs, outputs)
+        return QuantizedSource(wanted, sum(outputs), inputs, lambda: quantize(weight, wanted))

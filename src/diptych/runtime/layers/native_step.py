@@ -16,7 +16,8 @@ from diptych.runtime.attention.native_attention import NativeCpuAttention
 from diptych.runtime.kv_tensors import LayerCache
 from diptych.runtime.layers.forward_pass import ForwardPass
 from diptych.runtime.layers.parts import Attention, RmsNorm, RopeAndCache
-from diptych.runtime.ops.native_ops import NativeLinear
+from diptych.runtime.native import NativeWeight
+from diptych.runtime.ops.native_linear import NativeLinear
 from diptych.runtime.ops.ops import Linear
 
 
@@ -48,9 +49,10 @@ def _record(pointers: str, sizes: str, floats: str = "") -> list[tuple[str, type
 
 
 class _Layer(ctypes.Structure):
-    _fields_ = _record(
-        "input_norm mlp_norm qkv output gate_up down qkv_bias output_bias down_bias q_norm k_norm k_cache v_cache",
-        "window",
+    _fields_ = (
+        _record("input_norm mlp_norm", "")
+        + [(name, NativeWeight) for name in ("qkv", "output", "gate_up", "down")]
+        + _record("q_norm k_norm k_cache v_cache", "window")
     )
 
 
@@ -129,10 +131,8 @@ def _describe(layer: PreNormLayer) -> _Layer:
     rope = layer.rope
     return _Layer(
         input_norm=_pointer(layer.input_norm.weight), mlp_norm=_pointer(layer.mlp_norm.weight),
-        qkv=_pointer(qkv.packed), output=_pointer(output.packed), gate_up=_pointer(gate_up.packed),
-        down=_pointer(down.packed), qkv_bias=_pointer(qkv.bias), output_bias=_pointer(output.bias),
-        down_bias=_pointer(down.bias), q_norm=_pointer(rope.q_weight),
-        k_norm=_pointer(rope.k_weight), window=layer.attention.how.window or 0,
+        qkv=qkv.weight, output=output.weight, gate_up=gate_up.weight, down=down.weight,
+        q_norm=_pointer(rope.q_weight), k_norm=_pointer(rope.k_weight), window=layer.attention.how.window or 0,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from diptych.runtime.input_batch import InputBatch
 from diptych.runtime.kv_tensors import LayerCache
 from diptych.runtime.layers.forward_pass import ForwardPass
 from diptych.runtime.model_config import LayerAttention
-from diptych.runtime.ops.ops import Ops
+from diptych.runtime.ops.ops import Ops, QuantizedLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,36 @@ class Embedding:
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.embedding(token_ids, self.weight)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows."""
+        return self.weight.shape[0]
+
+    @property
+    def width(self) -> int:
+        """Of a row."""
+        return self.weight.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedEmbedding:
+    """An Embedding whose table is the weight of a layer, which a tied lm_head computes with."""
+
+    linear: QuantizedLinear
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self.linear.rows(token_ids)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows."""
+        return self.linear.out_features
+
+    @property
+    def width(self) -> int:
+        """Of a row."""
+        return self.linear.in_features
 
 
 @dataclass(frozen=True, slots=True)

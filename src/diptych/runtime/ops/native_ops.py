@@ -1,60 +1,17 @@
 """The operations through the native kernels of one instruction set, in bf16 or fp32.
 
-A row's result does not depend on the other rows of the call, bitwise, and a linear layer has one packed copy of its
-weights for all batch sizes. Each call costs a few microseconds on top of its work, so a layer is few calls.
+A row's result does not depend on the other rows of the call, bitwise. Each call costs a few microseconds on top of its
+work, so a layer is few calls.
 """
-
-from functools import partial
 
 import torch
 
 from diptych.runtime.native import NativeKernels
-from diptych.runtime.ops.ops import Linear
+from diptych.runtime.ops.native_linear import has_kernel, pack_native, pack_native_quantized
+from diptych.runtime.ops.ops import Linear, QuantizedLinear
 from diptych.runtime.ops.torch_ops import TorchOps
+from diptych.runtime.quantized_weight import QuantizedSource
 from diptych.runtime.weight_memory import CPU_MEMORY, WeightMemory
-
-PANEL = 32  # columns that are packed together
-
-
-class NativeLinear:
-    """A linear layer over packed panels; ``gated`` halves the output: silu(first half) * second half."""
-
-    def __init__(
-        self,
-        kernels: NativeKernels,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        gated: bool = False,
-        memory: WeightMemory = CPU_MEMORY,
-    ) -> None:
-        self._kernels = kernels
-        self._rows, self.in_features = weight.shape
-        self.out_features = self._rows // 2 if gated else self._rows
-        self._gated = int(gated)
-        self.bias = bias
-        self._bias_ptr = 0 if bias is None else bias.data_ptr()
-        width = PANEL // 2 if gated else PANEL
-        panels = -(-self.out_features // width)
-        # room behind the last panel: the kernel prefetches past it
-        size = panels * PANEL * self.in_features + 4096
-        self.packed = memory.new([size], weight.dtype, partial(self._pack, weight))
-        self._packed_ptr = self.packed.data_ptr()
-
-    def _pack(self, weight: torch.Tensor, packed: torch.Tensor) -> None:
-        source, is_bf16 = weight.contiguous(), weight.dtype == torch.bfloat16
-        self._kernels.functions.diptych_pack(
-            source.data_ptr(), packed.data_ptr(), self._rows, self.in_features, self._gated, is_bf16
-        )
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """See Linear."""
-        rows = x.shape[0]
-        y = x.new_empty((rows, self.out_features))
-        self._kernels.functions.diptych_linear(
-            self._kernels.handle, x.data_ptr(), self._packed_ptr, self._bias_ptr, y.data_ptr(), rows, self._rows,
-            self.in_features, x.stride(0), self._gated,
-        )  # fmt: skip
-        return y
 
 
 class NativeOps:
@@ -70,7 +27,7 @@ class NativeOps:
         """See Ops."""
         if weight.shape[1] % 2:
             return self._fallback.pack_linear(weight, bias, memory)
-        return NativeLinear(self._kernels, weight, bias, memory=memory)
+        return pack_native(self._kernels, weight, bias, False, memory)
 
     def pack_gate_up(
         self, weight: torch.Tensor, bias: torch.Tensor | None, memory: WeightMemory = CPU_MEMORY
@@ -78,7 +35,31 @@ class NativeOps:
         """See Ops."""
         if bias is not None or weight.shape[1] % 2:
             return self._fallback.gated(self.pack_linear(weight, bias, memory), self.silu_and_mul)
-        return NativeLinear(self._kernels, weight, None, gated=True, memory=memory)
+        return pack_native(self._kernels, weight, None, True, memory)
+
+    def pack_quantized(
+        self,
+        weight: QuantizedSource,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        memory: WeightMemory = CPU_MEMORY,
+    ) -> QuantizedLinear:
+        """See Ops."""
+        if not has_kernel(weight):
+            return self._fallback.pack_quantized(weight, bias, dtype, memory)
+        return pack_native_quantized(self._kernels, weight, bias, False, memory)
+
+    def pack_quantized_gate_up(
+        self,
+        weight: QuantizedSource,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        memory: WeightMemory = CPU_MEMORY,
+    ) -> Linear:
+        """See Ops."""
+        if bias is not None or not has_kernel(weight):
+            return self._fallback.gated(self.pack_quantized(weight, bias, dtype, memory), self.silu_and_mul)
+        return pack_native_quantized(self._kernels, weight, None, True, memory)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See Ops."""

@@ -4,6 +4,7 @@ from typing import Protocol
 
 import torch
 
+from diptych.runtime.quantized_weight import QuantizedSource
 from diptych.runtime.weight_memory import CPU_MEMORY, WeightMemory
 
 
@@ -25,6 +26,14 @@ class Linear(Protocol):
         ...
 
 
+class QuantizedLinear(Linear, Protocol):
+    """A linear layer whose weight is in whole numbers. It quantises its rows of x to 8 bits, with one scale per row."""
+
+    def rows(self, numbers: torch.Tensor) -> torch.Tensor:
+        """numbers [count] int64 -> these rows of the weight [count, in_features], in the dtype that is computed in."""
+        ...
+
+
 class Ops(Protocol):
     """Implementations: TorchOps (any device) and NativeOps (CPU kernels); same results within the dtype's rounding.
 
@@ -43,6 +52,26 @@ class Ops(Protocol):
         self, weight: torch.Tensor, bias: torch.Tensor | None, memory: WeightMemory = CPU_MEMORY
     ) -> Linear:
         """weight [2 * dim, in_features], gate rows first: a layer that gives silu(gate) * up [num_tokens, dim]."""
+        ...
+
+    def pack_quantized(
+        self,
+        weight: QuantizedSource,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        memory: WeightMemory = CPU_MEMORY,
+    ) -> QuantizedLinear:
+        """As pack_linear, for rows in ``dtype``. The weight is read where ``memory`` is not filled."""
+        ...
+
+    def pack_quantized_gate_up(
+        self,
+        weight: QuantizedSource,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        memory: WeightMemory = CPU_MEMORY,
+    ) -> Linear:
+        """As pack_gate_up, like pack_quantized."""
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from diptych.runtime.attention.layout import write_cpu, write_cuda
-from diptych.runtime.ops.ops import Linear
+from diptych.runtime.ops.ops import Linear, QuantizedLinear
+from diptych.runtime.ops.torch_quantized_linear import DequantizedLinear, TorchQuantizedLinear, multiplies_numbers
+from diptych.runtime.quantized_weight import QuantizedSource
 from diptych.runtime.weight_memory import CPU_MEMORY, WeightMemory
 
 MAX_BLOCK_ROWS = 256
@@ -97,6 +99,28 @@ class TorchOps:
     ) -> Linear:
         """See Ops."""
         return self.gated(self.pack_linear(weight, bias, memory), self.silu_and_mul)
+
+    def pack_quantized(
+        self,
+        weight: QuantizedSource,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        memory: WeightMemory = CPU_MEMORY,
+    ) -> QuantizedLinear:
+        """See Ops."""
+        if multiplies_numbers(weight.format):
+            return TorchQuantizedLinear(weight, bias, dtype, memory)
+        return DequantizedLinear(weight, bias, dtype, memory)
+
+    def pack_quantized_gate_up(
+        self,
+        weight: QuantizedSource,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        memory: WeightMemory = CPU_MEMORY,
+    ) -> Linear:
+        """See Ops."""
+        return self.gated(self.pack_quantized(weight, bias, dtype, memory), self.silu_and_mul)
 
     @staticmethod
     def gated(linear: Linear, activate: Callable[[torch.Tensor], torch.Tensor]) -> Linear:

@@ -241,11 +241,18 @@ def _add_information_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/version", responses={**no_key, 200: {"model": protocol.VersionReply}})
     async def version() -> Response:
-        """The version of this server; once it is loaded, its processor and the instruction set of its CPU kernels."""
-        instruction_set, processor = (llm.ready.instruction_set, llm.ready.processor) if llm.ready else ("", "")
-        return _json(
-            {"version": __version__, "instruction_set": instruction_set or None, "processor": processor or None}
-        )
+        """The version of this server; once it is loaded, its processor, the instruction set of its CPU kernels and its
+        weights."""
+        reply: dict[str, str | None] = {
+            "version": __version__,
+            "instruction_set": None,
+            "weights": None,
+            "processor": None,
+        }
+        if ready := llm.ready:
+            reply |= {"instruction_set": ready.instruction_set or None, "weights": ready.weights or None}
+            reply["processor"] = ready.processor or None
+        return _json(reply)
 
     @app.get("/metrics", responses={**no_key, 200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
     async def metrics() -> Response:

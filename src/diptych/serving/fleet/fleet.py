@@ -399,5 +399,6 @@ def joint_ready(roles: Sequence[Role], known: Mapping[int, Ready]) -> Ready:
         num_blocks=sum(ready.num_blocks for ready in workers),
         block_size=first.block_size,
         instruction_set=first.instruction_set,
+        weights=first.weights,
         processor=first.processor,
     )

@@ -18,6 +18,7 @@ from diptych.runtime.transfer.connector import CodecName
 DTypeName = Literal["auto", "bfloat16", "float32"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 InstructionSetName = Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "torch"]  # runtime/instruction_set.py
+QuantizeName = Literal["none", "int8", "int4"]  # runtime/quantized_weight.py
 RoleName = Literal["prefill", "decode", "both"]
 
 BUNDLED_MODEL = Path(diptych.__file__).parent / "bundled" / "stdlib-python"
@@ -26,13 +27,14 @@ BUNDLED_MODEL = Path(diptych.__file__).parent / "bundled" / "stdlib-python"
 class DeviceOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Where the worker computes. cores: CPUs by number. threads None: one for each of these, or else for each physical
     core that the process may use. instruction_set: of the native kernels on a cpu; auto takes the fastest that the
-    processor has."""
+    processor has. quantize: weights in floating point become whole numbers when they are loaded, on a cpu."""
 
     device: DeviceName = "auto"
     dtype: DTypeName = "auto"
     threads: int | None = None
     cores: str | None = None  # such as "0-3,8"
     instruction_set: InstructionSetName = "auto"
+    quantize: QuantizeName = "none"
 
 
 class MemoryOptions(msgspec.Struct, frozen=True, kw_only=True):

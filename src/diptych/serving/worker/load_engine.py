@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.recording import RecordingEngineCore
 from diptych.control.errors import ConfigError
-from diptych.runtime.checkpoint import Checkpoint
-from diptych.runtime.dtypes import DTYPES_BY_CODE
+from diptych.runtime.checkpoint import open_checkpoint
 from diptych.runtime.kv_geometry import KVGeometry, read_kv_geometry
 from diptych.runtime.model_config import ModelConfig
 from diptych.runtime.models.registry import read_model_config
@@ -80,10 +79,10 @@ def load_engine(options: EngineOptions, report: Report) -> "LoadedEngine[ModelRu
         report("warming up")
         for features, duration_ns in warm_up(runner):
             engine.observe(features, duration_ns)
-    model, capacity = runner.model_config, engine.kv.capacity_tokens
-    where = f"{threads.words}, {runner.instruction_set}" if device == "cpu" else device
-    kv_bytes = runner.num_blocks * geometry.block_bytes
-    description = f"{model.architecture}, {where}, KV cache of {capacity:,} tokens ({kv_bytes / 2**30:.2f} GiB)"
+    model, loaded, capacity = runner.model_config, runner.loaded, engine.kv.capacity_tokens
+    where = f"{threads.words}, {loaded.instruction_set}" if device == "cpu" else device
+    cache = f"KV cache of {capacity:,} tokens ({runner.num_blocks * geometry.block_bytes / 2**30:.2f} GiB)"
+    description = f"{model.architecture}, {loaded.weights}, {where}, {cache}"
     ready = Ready(
         model.vocab_size,
         runner.max_model_len,
@@ -91,8 +90,9 @@ def load_engine(options: EngineOptions, report: Report) -> "LoadedEngine[ModelRu
         options.scheduler.max_waiting,
         options.scheduler.max_num_seqs,
         list(model.eos_token_ids),
-        f"{description}; {runner.note}" if runner.note else description,
-        instruction_set=runner.instruction_set if device == "cpu" else "",
+        f"{description}; {loaded.note}" if loaded.note else description,
+        instruction_set=loaded.instruction_set if device == "cpu" else "",
+        weights=loaded.weights,
         processor=threads.processor_words if device == "cpu" else "",
     )
     return LoadedEngine(engine, runner, ready, recorder)
@@ -144,6 +144,7 @@ def _runner_config(options: EngineOptions, device: str, geometry: KVGeometry) ->
         max_num_seqs=options.scheduler.max_num_seqs,
         max_model_len=options.max_model_len,
         instruction_set=options.device.instruction_set,
+        quantize=options.device.quantize,
         shared_pool=pool,
         shared_weights=place.weights_fd if place else None,
     )
@@ -166,7 +167,7 @@ def kv_format(runner: "ModelRunner") -> KVFormat:
     model = runner.model_config
     caches = runner.kv.layers[0]
     return KVFormat(
-        model=_fingerprint(model),
+        model=_fingerprint(model, runner.loaded.weights),
         num_layers=model.num_layers,
         num_kv_heads=model.attention.num_kv_heads,
         head_dim=model.attention.head_dim,
@@ -176,14 +177,12 @@ def kv_format(runner: "ModelRunner") -> KVFormat:
     )
 
 
-def _fingerprint(model: ModelConfig) -> str:
-    """Equal for the same weights, wherever they lie: tensor names, shapes, and the first bytes of each."""
-    checkpoint = Checkpoint(model.path)
-    digest = blake2b(repr(dataclasses.replace(model, path=Path())).encode(), digest_size=16)
-    for name in sorted(checkpoint.names):
-        file = checkpoint.file_of(name)
-        entry = file.entries[name]
-        digest.update(repr((name, entry.dtype, entry.shape)).encode())
-        if entry.dtype in DTYPES_BY_CODE:
-            digest.update(file.data(name)[:FINGERPRINT_BYTES])
+def _fingerprint(model: ModelConfig, weights: str) -> str:
+    """Equal for the same weights in the same formats, wherever they lie: tensor names, shapes, and the first bytes of
+    each."""
+    checkpoint = open_checkpoint(model)
+    digest = blake2b(repr((dataclasses.replace(model, path=Path()), weights)).encode(), digest_size=16)
+    for name, tensor in sorted(checkpoint.tensors.items()):
+        digest.update(repr((name, tensor.dtype, tensor.shape, tensor.format)).encode())
+        digest.update(checkpoint.first_bytes(name, FINGERPRINT_BYTES))
     return digest.hexdigest()

@@ -4,6 +4,7 @@
 #include "vector_avx512.h"
 #include "amx_tiles.h"
 #include "kernel_set.h"
+#include "quantized_tiles.h"
 
 namespace {
 
@@ -15,3 +16,7 @@ struct Amx : DotBf16 {
 }  // namespace
 
 extern const Kernels AMX_BF16 = kernels_of<Amx>();
+
+void quantized_amx(const Linear &p, const Team &team) {
+    quantized_tiled_linear<bf16, AmxTiles>(p, team, QUANTIZED_AVX512_VNNI.bf16);
+}

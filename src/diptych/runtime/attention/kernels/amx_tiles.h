@@ -35,6 +35,11 @@ struct AmxTiles {
     template <int SUM, int A, int B> ALWAYS_INLINE void dot(Number<SUM>, Number<A>, Number<B>) {
         __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUM), "i"(A), "i"(B));
     }
+
+    // sum[m][n] += a[m][4 i + j] b[i][4 n + j] for 16 steps i and j < 4, in whole numbers: a signed, b unsigned
+    template <int SUM, int A, int B> ALWAYS_INLINE void dot_bytes(Number<SUM>, Number<A>, Number<B>) {
+        __asm__ volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUM), "i"(A), "i"(B));
+    }
 };
 
 }  // namespace

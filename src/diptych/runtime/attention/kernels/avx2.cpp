@@ -1,5 +1,5 @@
 // fp32, and bf16 widened in registers, with AVX2 and FMA.
-#pragma GCC target("avx2,fma")
+#pragma GCC target("avx2,fma,f16c")
 #include "vector_avx2.h"
 #include "kernel_set.h"
 

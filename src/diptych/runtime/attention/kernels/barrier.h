@@ -40,4 +40,11 @@ class Barrier {
     int32_t sleepers_ = 0;
 };
 
+// a Team's `barrier`, which each of its threads makes for itself
+struct Meeting {
+    Barrier *barrier;
+    int32_t threads;
+};
+static void wait_at_meeting(void *meeting) { ((Meeting *)meeting)->barrier->wait(((Meeting *)meeting)->threads); }
+
 }  // namespace

@@ -5,26 +5,26 @@
 // Functions "for a team of threads" are called by every thread of a region alike; each computes its share and returns
 // without waiting for the others. Outside of a region one thread computes everything.
 #pragma once
-#include <omp.h>
-
 #include "attention.h"
-#include "barrier.h"
 #include "elementwise.h"
 #include "gemm.h"
 
 namespace {
 
 template <class S>
-void run_decode_step(const Step &s) {
+void run_decode_step(const Kernels &kernels, const Step &s) {
     typedef typename S::T T;
     const int64_t queries = s.heads * s.dim, width = queries + 2 * s.kv_heads * s.dim;
+    const int64_t widest = s.inner_size > queries ? s.inner_size : queries;
+    char *memory = team_memory(s.rows, widest > s.hidden ? widest : s.hidden);
     Barrier barrier;
 #pragma omp parallel
     {
-        const int threads = omp_get_num_threads();
-        auto meet = [&] { barrier.wait(threads); };
-        auto project = [&](const char *x, const char *w, const char *bias, char *y, int64_t n, int64_t k, bool gated) {
-            linear<S>({x, w, bias, y, s.rows, n, k, k, gated ? n / 2 : n, gated});
+        Meeting meeting{&barrier, omp_get_num_threads()};
+        const Team team{memory, &meeting, wait_at_meeting};
+        auto meet = [&] { wait_at_meeting(&meeting); };
+        auto project = [&](const char *x, const Weight &weight, char *y, int64_t n, int64_t k, bool gated) {
+            linear<S>({x, weight, y, s.rows, n, k, k, gated ? n / 2 : n, gated}, kernels.quantized, team);
             meet();
         };
         auto add_norm = [&](const char *weight) {
@@ -35,7 +35,7 @@ void run_decode_step(const Step &s) {
         meet();
         for (int64_t index = 0; index < s.num_layers; index++) {
             const Layer &l = s.layers[index];
-            project(s.x, l.qkv, l.qkv_bias, s.qkv, width, s.hidden, false);
+            project(s.x, l.qkv, s.qkv, width, s.hidden, false);
             rope_and_cache<T>({s.qkv, s.positions, s.cos_sin, s.slots, l.k_cache, l.v_cache, l.q_norm, l.k_norm, s.rows,
                                s.heads, s.kv_heads, s.dim, s.block_size, s.eps});
             meet();
@@ -46,10 +46,10 @@ void run_decode_step(const Step &s) {
             meet();
             combine_segments<S>(attention);
             meet();
-            project(s.attended, l.output, l.output_bias, s.x, s.hidden, queries, false);
+            project(s.attended, l.output, s.x, s.hidden, queries, false);
             add_norm(l.mlp_norm);
-            project(s.x, l.gate_up, nullptr, s.inner, 2 * s.inner_size, s.hidden, true);
-            project(s.inner, l.down, l.down_bias, s.x, s.hidden, s.inner_size, false);
+            project(s.x, l.gate_up, s.inner, 2 * s.inner_size, s.hidden, true);
+            project(s.inner, l.down, s.x, s.hidden, s.inner_size, false);
             add_norm(index + 1 < s.num_layers ? s.layers[index + 1].input_norm : s.norm);
         }
     }

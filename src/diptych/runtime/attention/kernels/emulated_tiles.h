@@ -36,6 +36,14 @@ class EmulatedTiles {
         }
     }
 
+    template <int SUM, int A, int B> void dot_bytes(Number<SUM>, Number<A>, Number<B>) {
+        for (int m = 0; m < 16; m++)
+            for (int n = 0; n < 16; n++)
+                for (int i = 0; i < 16; i++)
+                    for (int j = 0; j < 4; j++)
+                        tiles_[SUM][m][n] += (int8_t)(tiles_[A][m][i] >> 8 * j) * (int)(tiles_[B][i][n] >> 8 * j & 255);
+    }
+
   private:
     static float flushed(float x) {
         uint32_t bits;

@@ -6,24 +6,36 @@
 // Packed: [ceil(N / 32)][K / LANES][2][16] units. For the gated form (silu(gate) * up) a panel holds 16 gate columns and
 // the 16 up columns that belong to them.
 #pragma once
+#include <omp.h>
+
 #include <cstdlib>
 
+#include "barrier.h"
 #include "exponential.h"
 #include "tiles.h"
 
 namespace {
 
-// memory of this thread for rows that must be copied before they are multiplied; it keeps what was there
-static char *staging(int64_t bytes) {
-    static thread_local char *memory = nullptr;
-    static thread_local int64_t size = 0;
-    if (bytes > size) {
-        free(memory);
-        size = (bytes + 4095) / 4096 * 4096;
-        memory = (char *)aligned_alloc(64, size);
-        memset(memory, 0, size);
+// memory that grows; it keeps what was there until it does
+struct GrowingMemory {
+    char *memory = nullptr;
+    int64_t size = 0;
+
+    ALWAYS_INLINE char *of(int64_t bytes) {
+        if (bytes > size) {
+            free(memory);
+            size = (bytes + 4095) / 4096 * 4096;
+            memory = (char *)aligned_alloc(64, size);
+            memset(memory, 0, size);
+        }
+        return memory;
     }
-    return memory;
+};
+
+// of this thread, for rows that must be copied before they are multiplied
+static char *staging(int64_t bytes) {
+    static thread_local GrowingMemory memory;
+    return memory.of(bytes);
 }
 
 // where the results of a panel go: 32 columns, or 16 of gates and the 16 they belong to
@@ -35,9 +47,9 @@ template <typename T, bool GATED> class Columns {
         y_ = (T *)p.y + column;
         stride_ = p.y_stride;
         left_bias_ = right_bias_ = zeros();
-        if (GATED || !p.bias) return;
-        left_bias_ = load((const T *)p.bias + column, count_);
-        if (count_ > 16) right_bias_ = load((const T *)p.bias + column + 16, count_ - 16);
+        if (GATED || !p.weight.bias) return;
+        left_bias_ = load((const T *)p.weight.bias + column, count_);
+        if (count_ > 16) right_bias_ = load((const T *)p.weight.bias + column + 16, count_ - 16);
     }
     ALWAYS_INLINE void put(int64_t row, Vec left, Vec right) const {
         T *y = y_ + row * stride_;
@@ -51,6 +63,17 @@ template <typename T, bool GATED> class Columns {
     int64_t stride_, count_;
     Vec left_bias_, right_bias_;
 };
+
+// bytes that rows in whole numbers take at most, see quantized_gemm.h
+INLINE int64_t quantized_bytes(int64_t rows, int64_t k) {
+    return (rows + 31) / 32 * 32 * (k * 2 + 64) + rows * (8 + k / 32 * 4) + 64;
+}
+
+// the memory of a Team, for a call of this thread
+static char *team_memory(int64_t rows, int64_t k) {
+    static thread_local GrowingMemory memory;
+    return memory.of(quantized_bytes(rows, k));
+}
 
 template <class S> struct Rows {
     const typename S::Factor *x;
@@ -80,7 +103,7 @@ INLINE void tile(const Linear &p, const typename S::Factor *x, int64_t stride, i
     const int64_t units = p.k / S::LANES;
     Vec results[R][2];
     for (int half = 0; half < 2; half += HALVES) {
-        const char *w = p.w + panel * units * 128 + half * 64;
+        const char *w = p.weight.w + panel * units * 128 + half * 64;
         Vec sum[R][HALVES];
         clear(sum);
         for (int64_t u = 0; u < units; u++, w += 128) {
@@ -112,7 +135,7 @@ void pass_panel(const Linear &p, Rows<S> rows, int64_t row, int64_t end, int64_t
 template <class Tiles, bool GATED, bool TWO>
 INLINE void tile_rows(const Linear &p, Tiles &tiles, const char *x, int64_t stride, int64_t row, int count,
                       int64_t panel, bool fetches) {
-    const char *w = p.w + panel * p.k * 64;
+    const char *w = p.weight.w + panel * p.k * 64;
     multiply_tiles<TWO>(tiles, x, stride, p.k / 32, [&](int64_t step) -> TileUnits {
         const char *units = w + step * 2048;
         if (fetches)
@@ -189,7 +212,8 @@ void gemm_tiled(const Linear &p) {
 
 // for a team of threads: see decode_step.h. Which arithmetic computes a layer depends on its K, never on the rows
 template <class S>
-void linear(const Linear &p) {
+void linear(const Linear &p, TeamLinear *quantized, const Team &team) {
+    if (p.weight.bits) return quantized(p, team);
     if constexpr (S::HAS_TILES) {
         typedef typename S::Tiled::Tiles Tiles;
         if (p.k % 32 == 0) return p.gated ? gemm_tiled<Tiles, true>(p) : gemm_tiled<Tiles, false>(p);
@@ -198,9 +222,14 @@ void linear(const Linear &p) {
 }
 
 template <class S>
-void run_linear(const Linear &p) {
+void run_linear(const Kernels &kernels, const Linear &p) {
+    Barrier barrier;
+    char *memory = p.weight.bits ? team_memory(p.m, p.k) : nullptr;
 #pragma omp parallel
-    linear<S>(p);
+    {
+        Meeting meeting{&barrier, omp_get_num_threads()};
+        linear<S>(p, kernels.quantized, {memory, &meeting, wait_at_meeting});
+    }
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// The table of one set: the templates for its arithmetic.
+// The table of one set: the templates for its arithmetic. What computes weights in whole numbers comes later (native.cpp).
 #pragma once
 #include "decode_step.h"
 
@@ -7,7 +7,8 @@ namespace {
 template <class S>
 constexpr Kernels kernels_of() {
     typedef typename S::T T;
-    return {run_linear<S>, run_norm<T>, run_silu_and_mul<T>, run_rope_and_cache<T>, run_attention<S>, run_decode_step<S>};
+    return {run_linear<S>, run_norm<T>, run_silu_and_mul<T>, run_rope_and_cache<T>, run_attention<S>, run_decode_step<S>,
+            nullptr};
 }
 
 }  // namespace

@@ -20,11 +20,17 @@ typedef uint16_t bf16;
 constexpr int64_t SEGMENT = 256;  // tokens of attention that are one part of a sum, see attention.h
 constexpr int64_t MAX_DIM = 256;  // of an attention head
 
-// y = x W^T (+ bias), or silu(gate) * up when gated; W as diptych_pack leaves it
+// packed; bits 0: in T, as diptych_pack leaves it; 8 or 4: in whole numbers, see quantized_gemm.h
+struct Weight {
+    const char *w;
+    const char *bias;  // [n] or null
+    int64_t bits, group, has_mins;  // group: elements of K that share a scale
+};
+
+// y = x W^T (+ bias), or silu(gate) * up when gated
 struct Linear {
     const char *x;     // [m, k]
-    const char *w;     // packed
-    const char *bias;  // [n] or null
+    Weight weight;     // [n, k]
     char *y;           // [m, n], or [m, n / 2] when gated
     int64_t m, n, k, x_stride, y_stride;  // strides in elements
     bool gated;
@@ -72,8 +78,7 @@ struct Attention {
 
 struct Layer {
     const char *input_norm, *mlp_norm;                      // [hidden]
-    const char *qkv, *output, *gate_up, *down;              // packed
-    const char *qkv_bias, *output_bias, *down_bias;         // or null
+    Weight qkv, output, gate_up, down;
     const char *q_norm, *k_norm;                            // [dim] or null
     char *k_cache, *v_cache;
     int64_t window;
@@ -94,13 +99,31 @@ struct Step {
     float eps, scale;
 };
 
+// threads that compute one Linear: memory that all of them see, and how they wait for each other
+struct Team {
+    char *memory;
+    void *barrier;
+    void (*wait)(void *barrier);
+};
+
+typedef void TeamLinear(const Linear &, const Team &);
+
 struct Kernels {
-    void (*linear)(const Linear &);
+    void (*linear)(const Kernels &, const Linear &);
     void (*norm)(const Norm &);
     void (*silu_and_mul)(const Activation &);
     void (*rope_and_cache)(const Rope &);
     void (*attention)(const Attention &);
-    void (*decode_step)(const Step &);
+    void (*decode_step)(const Kernels &, const Step &);
+    TeamLinear *quantized;  // of weights in whole numbers
 };
 
 extern const Kernels AVX2_FP32, AVX2_BF16, AVX512_FP32, AVX512_WIDENED_BF16, AVX512_BF16, AMX_BF16, AMX_EMULATED_BF16;
+
+// whole numbers have instructions of their own, which not all processors with AVX2 or AVX-512 have
+struct QuantizedKernels {
+    TeamLinear *fp32, *bf16;
+};
+
+extern const QuantizedKernels QUANTIZED_AVX2, QUANTIZED_AVX2_VNNI, QUANTIZED_AVX512, QUANTIZED_AVX512_VNNI;
+extern TeamLinear quantized_amx, quantized_amx_emulated;

@@ -5,27 +5,37 @@
 
 extern "C" {
 
-// the kernels of a set, or null where it has none for the dtype; whether the processor can run them is not asked here
+// The kernels of a set, or null where it has none for the dtype; whether the processor can run them is not asked here.
+// A set that ends in _vnni is the one before it with instructions for whole numbers
 const Kernels *diptych_kernels(const char *set, int64_t is_bf16) {
-    const struct {
+    struct Entry {
         const char *name;
-        const Kernels *fp32, *bf16;
-    } sets[] = {
-        {"avx2", &AVX2_FP32, &AVX2_BF16},
-        {"avx512", &AVX512_FP32, &AVX512_WIDENED_BF16},
-        {"avx512_bf16", nullptr, &AVX512_BF16},
-        {"amx", nullptr, &AMX_BF16},
-        {"amx_emulated", nullptr, &AMX_EMULATED_BF16},
+        Kernels kernels[2];  // fp32, bf16
     };
-    for (const auto &entry : sets)
-        if (strcmp(set, entry.name) == 0) return is_bf16 ? entry.bf16 : entry.fp32;
+    const auto with = [](Kernels kernels, TeamLinear *quantized) {
+        kernels.quantized = quantized;
+        return kernels;
+    };
+    static const Entry SETS[] = {
+        {"avx2", {with(AVX2_FP32, QUANTIZED_AVX2.fp32), with(AVX2_BF16, QUANTIZED_AVX2.bf16)}},
+        {"avx2_vnni", {with(AVX2_FP32, QUANTIZED_AVX2_VNNI.fp32), with(AVX2_BF16, QUANTIZED_AVX2_VNNI.bf16)}},
+        {"avx512", {with(AVX512_FP32, QUANTIZED_AVX512.fp32), with(AVX512_WIDENED_BF16, QUANTIZED_AVX512.bf16)}},
+        {"avx512_vnni",
+         {with(AVX512_FP32, QUANTIZED_AVX512_VNNI.fp32), with(AVX512_WIDENED_BF16, QUANTIZED_AVX512_VNNI.bf16)}},
+        {"avx512_bf16", {{}, with(AVX512_BF16, QUANTIZED_AVX512_VNNI.bf16)}},
+        {"amx", {{}, with(AMX_BF16, quantized_amx)}},
+        {"amx_emulated", {{}, with(AMX_EMULATED_BF16, quantized_amx_emulated)}},
+    };
+    for (const Entry &entry : SETS) {
+        const Kernels &kernels = entry.kernels[is_bf16 != 0];
+        if (strcmp(set, entry.name) == 0 && kernels.linear) return &kernels;
+    }
     return nullptr;
 }
 
-void diptych_linear(const Kernels *kernels, const void *x, const void *w, const void *bias, void *y, int64_t m,
-                    int64_t n, int64_t k, int64_t x_stride, int64_t gated) {
-    kernels->linear({(const char *)x, (const char *)w, (const char *)bias, (char *)y, m, n, k, x_stride,
-                     gated ? n / 2 : n, gated != 0});
+void diptych_linear(const Kernels *kernels, const void *x, const Weight *weight, void *y, int64_t m, int64_t n,
+                    int64_t k, int64_t x_stride, int64_t gated) {
+    kernels->linear(*kernels, {(const char *)x, *weight, (char *)y, m, n, k, x_stride, gated ? n / 2 : n, gated != 0});
 }
 
 // residual: null for out = rms_norm(x)
@@ -58,7 +68,7 @@ void diptych_attention(const Kernels *kernels, const void *q, const void *k_cach
                         sizes[5], sizes[6], sizes[7], sizes[8], scale});
 }
 
-void diptych_decode_step(const Kernels *kernels, const Step *step) { kernels->decode_step(*step); }
+void diptych_decode_step(const Kernels *kernels, const Step *step) { kernels->decode_step(*kernels, *step); }
 
-int64_t diptych_abi() { return 5; }
+int64_t diptych_abi() { return 6; }
 }

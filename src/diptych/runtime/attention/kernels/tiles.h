@@ -29,7 +29,7 @@ struct TileUnits {
     int64_t stride;  // bytes
 };
 
-// sums = rows x units over `steps` of 32 elements. rows: 16, or 32 when TWO, `stride` bytes apart, all readable: what is
+// sums = rows x units over `steps` of 32 bf16 or 64 bytes. rows: 16, or 32 when TWO, `stride` bytes apart, all readable: what is
 // in rows that nobody asked for does not matter. units(step) gives TileUnits.
 template <bool TWO, class Tiles, typename U>
 INLINE void multiply_tiles(Tiles &tiles, const char *rows, int64_t stride, int64_t steps, U units) {
@@ -54,9 +54,10 @@ INLINE void multiply_tiles(Tiles &tiles, const char *rows, int64_t stride, int64
     }
 }
 
-// the results as fp32, rows `stride` elements apart
+// the results, of 32 bits, rows `stride` elements apart
 template <bool TWO, class Tiles>
-INLINE void store_tiles(Tiles &tiles, float *out, int64_t stride) {
+INLINE void store_tiles(Tiles &tiles, void *results, int64_t stride) {
+    float *out = (float *)results;
     tiles.store(SUM_00, out, stride * 4);
     tiles.store(SUM_01, out + 16, stride * 4);
     if (TWO) {

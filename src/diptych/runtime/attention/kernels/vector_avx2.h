@@ -122,4 +122,67 @@ INLINE void load_pairs(const void *p, Vec &even, Vec &odd) {
     odd = {_mm256_castsi256_ps(_mm256_and_si256(low, upper)), _mm256_castsi256_ps(_mm256_and_si256(high, upper))};
 }
 
+// 16 whole numbers of 32 bits; not __m256i, which is a vector of 64: sums would change type at each instruction
+typedef int32_t EightInts __attribute__((vector_size(32), may_alias));
+struct Ints {
+    EightInts low, high;
+};
+INLINE Ints ints(__m256i low, __m256i high) { return {(EightInts)low, (EightInts)high}; }
+INLINE __m256i low_of(Ints v) { return (__m256i)v.low; }
+INLINE __m256i high_of(Ints v) { return (__m256i)v.high; }
+INLINE Ints all_ints(int32_t x) { return ints(_mm256_set1_epi32(x), _mm256_set1_epi32(x)); }
+INLINE Ints no_ints() { return all_ints(0); }
+INLINE Ints add(Ints a, Ints b) { return {a.low + b.low, a.high + b.high}; }
+INLINE int32_t sum_of(Ints v) {
+    const __m256i eight = (__m256i)(v.low + v.high);
+    __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+    four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
+}
+INLINE Ints rounded(Vec v) { return ints(_mm256_cvtps_epi32(v.low), _mm256_cvtps_epi32(v.high)); }
+INLINE Vec to_floats(Ints v) { return {_mm256_cvtepi32_ps(low_of(v)), _mm256_cvtepi32_ps(high_of(v))}; }
+INLINE Vec load_halves(const char *p) {  // fp16
+    return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p + 1))};
+}
+
+// 64 bytes, in lanes of four
+INLINE Ints load_ints(const char *p) {
+    return ints(_mm256_loadu_si256((const __m256i *)p), _mm256_loadu_si256((const __m256i *)p + 1));
+}
+INLINE Ints masked(Ints v, __m256i mask) { return {v.low & (EightInts)mask, v.high & (EightInts)mask}; }
+INLINE Ints low_halves(Ints bytes) { return masked(bytes, _mm256_set1_epi8(15)); }
+INLINE Ints high_halves(Ints bytes) {
+    return low_halves(ints(_mm256_srli_epi16(low_of(bytes), 4), _mm256_srli_epi16(high_of(bytes), 4)));
+}
+INLINE Ints even_bytes(Ints bytes) { return masked(bytes, _mm256_set1_epi16(255)); }  // as 16 bits
+INLINE Ints odd_bytes(Ints bytes) {
+    return ints(_mm256_srli_epi16(low_of(bytes), 8), _mm256_srli_epi16(high_of(bytes), 8));
+}
+INLINE Ints sums_of_pairs(Ints a, Ints b) {
+    return ints(_mm256_madd_epi16(low_of(a), low_of(b)), _mm256_madd_epi16(high_of(a), high_of(b)));
+}
+INLINE __m256i as_16_bits(Ints v) {
+    return _mm256_permute4x64_epi64(_mm256_packs_epi32(low_of(v), high_of(v)), 0xd8);
+}
+INLINE void store_bytes(char *p, Ints v) {
+    const __m256i words = as_16_bits(v);
+    const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+    _mm_storeu_si128((__m128i *)p, bytes);
+}
+INLINE void store_even_then_odd(char *p, Ints v) {  // as 16 bits, of each four
+    const Ints ordered = ints(_mm256_shuffle_epi32(low_of(v), 0xd8), _mm256_shuffle_epi32(high_of(v), 0xd8));
+    _mm256_storeu_si256((__m256i *)p, as_16_bits(ordered));
+}
+INLINE Ints broadcast_4_bytes(const char *p) {
+    int32_t unit;
+    memcpy(&unit, p, 4);
+    return all_ints(unit);
+}
+#ifdef HAS_VNNI
+INLINE Ints dot(Ints sum, Ints unsigned_bytes, Ints bytes) {
+    return ints(_mm256_dpbusd_avx_epi32(low_of(sum), low_of(unsigned_bytes), low_of(bytes)),
+                _mm256_dpbusd_avx_epi32(high_of(sum), high_of(unsigned_bytes), high_of(bytes)));
+}
+#endif
+
 }  // namespace

@@ -1,5 +1,6 @@
 // Vectors of 16 fp32 in AVX-512 registers. Included behind a #pragma GCC target that allows them; the same functions as
-// those of vector_avx2.h. HAS_AVX512_BF16: the target has these instructions, too (it defines no macro of its own in time).
+// those of vector_avx2.h. HAS_AVX512_BF16, HAS_VNNI: the target has these
+// instructions, too (it defines no macro of its own in time).
 #pragma once
 #include <immintrin.h>
 
@@ -66,10 +67,39 @@ INLINE void load_pairs(const void *p, Vec &even, Vec &odd) {
     odd = _mm512_castsi512_ps(_mm512_and_si512(units, _mm512_set1_epi32((int)0xffff0000)));
 }
 
+// 16 whole numbers of 32 bits; not __m512i, which is a vector of 64: sums would change type at each instruction
+typedef int32_t Ints __attribute__((vector_size(64), may_alias));
+INLINE Ints no_ints() { return (Ints)_mm512_setzero_si512(); }
+INLINE Ints all_ints(int32_t x) { return (Ints)_mm512_set1_epi32(x); }
+INLINE Ints add(Ints a, Ints b) { return a + b; }
+INLINE int32_t sum_of(Ints v) { return _mm512_reduce_add_epi32((__m512i)v); }
+INLINE Ints rounded(Vec v) { return (Ints)_mm512_cvtps_epi32(v); }
+INLINE Vec to_floats(Ints v) { return _mm512_cvtepi32_ps((__m512i)v); }
+INLINE Vec load_halves(const char *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }  // fp16
+
+// 64 bytes, in lanes of four
+INLINE Ints load_ints(const char *p) { return (Ints)_mm512_loadu_si512(p); }
+INLINE Ints low_halves(Ints bytes) { return (Ints)_mm512_and_si512((__m512i)bytes, _mm512_set1_epi8(15)); }
+INLINE Ints high_halves(Ints bytes) { return low_halves((Ints)_mm512_srli_epi16((__m512i)bytes, 4)); }
+INLINE Ints even_bytes(Ints bytes) { return (Ints)_mm512_and_si512((__m512i)bytes, _mm512_set1_epi16(255)); }  // as 16 bits
+INLINE Ints odd_bytes(Ints bytes) { return (Ints)_mm512_srli_epi16((__m512i)bytes, 8); }
+INLINE Ints sums_of_pairs(Ints a, Ints b) { return (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b); }
+INLINE void store_bytes(char *p, Ints v) { _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8((__m512i)v)); }
+INLINE void store_even_then_odd(char *p, Ints v) {  // as 16 bits, of each four
+    const __m512i ordered = _mm512_shuffle_epi32((__m512i)v, (_MM_PERM_ENUM)0xd8);
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(ordered));
+}
+#ifdef HAS_VNNI
+INLINE Ints dot(Ints sum, Ints unsigned_bytes, Ints bytes) {
+    return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)unsigned_bytes, (__m512i)bytes);
+}
+#endif
+
 INLINE __m512i broadcast_unit(const void *p) {
     int32_t unit;
     memcpy(&unit, p, 4);
     return _mm512_set1_epi32(unit);
 }
+INLINE Ints broadcast_4_bytes(const char *p) { return (Ints)broadcast_unit(p); }
 
 }  // namespace

@@ -1,0 +1,107 @@
+"""Linear layers over packed panels, which the native kernels multiply: in floating point and in whole numbers.
+
+A layer has one packed copy of its weight for all batch sizes, whatever the instruction set.
+"""
+
+import ctypes
+from functools import partial
+
+import torch
+
+from diptych.runtime.native import NativeKernels, NativeWeight
+from diptych.runtime.quantized_weight import QuantizedSource
+from diptych.runtime.weight_format import MIN_GROUP, WeightFormat
+from diptych.runtime.weight_memory import WeightMemory
+
+PANEL = 32  # columns that are packed together
+PREFETCHED_BYTES = 8192  # room behind the last panel: the kernels ask for what they will not read
+MAX_SUMMED_COLUMNS = 1 << 16  # products of bytes that a sum of 32 bits holds
+
+
+class NativeLinear:
+    """See QuantizedLinear. packed, shape: of the weight. gated: halves the output, silu(first half) * second half.
+    weight_format: None for floating point, without ``rows``."""
+
+    def __init__(
+        self,
+        kernels: NativeKernels,
+        packed: torch.Tensor,
+        bias: torch.Tensor | None,
+        shape: tuple[int, int],
+        gated: bool,
+        weight_format: WeightFormat | None = None,
+    ) -> None:
+        self._kernels = kernels
+        self._rows, self.in_features = shape
+        self.out_features = self._rows // 2 if gated else self._rows
+        self._gated = int(gated)
+        self._tensors = (packed, bias)  # that the record points to
+        self.weight = NativeWeight(packed.data_ptr(), None if bias is None else bias.data_ptr())
+        if weight_format is not None:
+            self.weight.bits, self.weight.has_mins = weight_format.bits, weight_format.has_mins
+            self.weight.group = weight_format.group_size or self.in_features
+        self._weight_ptr = ctypes.addressof(self.weight)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """See Linear."""
+        rows = x.shape[0]
+        y = x.new_empty((rows, self.out_features))
+        self._kernels.functions.diptych_linear(
+            self._kernels.handle, x.data_ptr(), self._weight_ptr, y.data_ptr(), rows, self._rows, self.in_features,
+            x.stride(0), self._gated,
+        )  # fmt: skip
+        return y
+
+    def rows(self, numbers: torch.Tensor) -> torch.Tensor:
+        """See QuantizedLinear."""
+        out = torch.empty((len(numbers), self.in_features), dtype=self._kernels.dtype)
+        self._kernels.functions.diptych_quantized_rows(
+            self._weight_ptr, numbers.data_ptr(), out.data_ptr(), *out.shape, out.dtype == torch.bfloat16
+        )
+        return out
+
+
+def pack_native(
+    kernels: NativeKernels, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool, memory: WeightMemory
+) -> NativeLinear:
+    """weight [out_features, in_features], an even number of columns."""
+    rows, columns = weight.shape
+    panels = -(-rows // 2 // (PANEL // 2)) if gated else -(-rows // PANEL)
+    size = panels * PANEL * columns + PREFETCHED_BYTES // weight.itemsize
+
+    def fill(packed: torch.Tensor) -> None:
+        source, is_bf16 = weight.contiguous(), weight.dtype == torch.bfloat16
+        kernels.functions.diptych_pack(source.data_ptr(), packed.data_ptr(), rows, columns, gated, is_bf16)
+
+    packed = memory.new([size], weight.dtype, fill)
+    return NativeLinear(kernels, packed, bias, (rows, columns), gated)
+
+
+def has_kernel(weight: QuantizedSource) -> bool:
+    """Whether ``pack_native_quantized`` takes the weight."""
+    if (group_size := weight.format.group_size) is not None:
+        return group_size % MIN_GROUP == 0 and weight.columns % group_size == 0
+    return weight.columns % (32 // weight.format.bits) == 0 and weight.columns <= MAX_SUMMED_COLUMNS
+
+
+def pack_native_quantized(
+    kernels: NativeKernels, weight: QuantizedSource, bias: torch.Tensor | None, gated: bool, memory: WeightMemory
+) -> NativeLinear:
+    """A weight that ``has_kernel``."""
+    number, shape = weight.format, (weight.rows, weight.columns)
+    group = number.group_size or weight.columns
+    size = kernels.functions.diptych_quantized_size(*shape, gated, number.bits, group, number.has_mins)
+    packed = memory.new([size + PREFETCHED_BYTES], torch.uint8, partial(_pack_quantized, kernels, weight, gated))
+    return NativeLinear(kernels, packed, bias, shape, gated, number)
+
+
+def _pack_quantized(kernels: NativeKernels, source: QuantizedSource, gated: bool, packed: torch.Tensor) -> None:
+    weight, number = source.read(), source.format
+    group = number.group_size or source.columns
+    kept = torch.float32 if group == source.columns else torch.float16
+    values, scales = weight.values.contiguous(), weight.scales.to(kept).contiguous()
+    mins = None if weight.mins is None else weight.mins.to(kept).contiguous()
+    kernels.functions.diptych_pack_quantized(
+        values.data_ptr(), scales.data_ptr(), None if mins is None else mins.data_ptr(), packed.data_ptr(),
+        source.rows, source.columns, gated, number.bits, group,
+    )  # fmt: skip
