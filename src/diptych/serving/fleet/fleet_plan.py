@@ -16,7 +16,6 @@ from diptych.control.errors import ConfigError
 from diptych.control.router.topology import LinkCosts
 from diptych.processor import Processor, read_processor
 from diptych.runtime.kv_geometry import KVGeometry, read_kv_geometry
-from diptych.runtime.models.registry import read_model_config
 from diptych.runtime.transfer import CONNECTORS
 from diptych.serving.fleet.fleet_options import CoreShare, FleetOptions, check_codec, divide_cores
 from diptych.serving.fleet.shared_memory import SharedMemory, create_shared_memory, default_num_blocks
@@ -110,8 +109,7 @@ def _shared_memory(options: EngineOptions, geometry: KVGeometry, num_workers: in
     if options.memory.kv_cache_bytes is not None:
         num_blocks = geometry.blocks_within(options.memory.kv_cache_bytes)
     else:
-        length = options.max_model_len or read_model_config(options.model).max_position_embeddings
-        num_blocks = default_num_blocks(geometry, length, num_workers)
+        num_blocks = default_num_blocks(options, geometry, num_workers)
     return create_shared_memory(geometry, [num_blocks] * num_workers)
 
 

@@ -18,7 +18,6 @@ from diptych.control.errors import ConfigError
 from diptych.runtime.checkpoint import open_checkpoint
 from diptych.runtime.kv_geometry import KVGeometry, read_kv_geometry
 from diptych.runtime.model_config import ModelConfig
-from diptych.runtime.models.registry import read_model_config
 from diptych.runtime.transfer import CONNECTORS, make_connector
 from diptych.runtime.transfer.connector import KVConnector, TransferOptions
 from diptych.runtime.transfer.kv_format import KVFormat
@@ -132,8 +131,7 @@ def _runner_config(options: EngineOptions, device: str, geometry: KVGeometry) ->
             )
         num_blocks = geometry.blocks_within(memory.kv_cache_bytes)
     else:
-        length = options.max_model_len or read_model_config(options.model).max_position_embeddings
-        num_blocks = default_num_blocks(geometry, length, 1)
+        num_blocks = default_num_blocks(options, geometry, 1, device)
     return RunnerConfig(
         model=options.model,
         dtype=options.device.dtype,

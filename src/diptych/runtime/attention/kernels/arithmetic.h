@@ -1,6 +1,6 @@
 // How a set multiplies: units of 32 bits of one matrix against factors of the other, for the vectors of the set that
 // includes this. T: what tensors hold. Factor: what the other matrix is held as while it is multiplied: T, or fp32 where
-// bf16 has no instruction of its own and would be widened once for each product.
+// bf16 has no instruction of its own and would be widened once for each product. PARTS: of a unit, multiplied one by one.
 //
 // A set that HAS_TILES names the arithmetic of shapes that fill them: Tiled, see tiles.h.
 //
@@ -29,24 +29,22 @@ struct Fp32 {
     typedef float T;
     typedef float Factor;
     typedef Vec Operand;
-    static constexpr int LANES = 1;
+    static constexpr int LANES = 1, PARTS = 1;
     static constexpr bool IS_TILED = false, HAS_TILES = false;
     typedef NoTiles Tiles;
     static constexpr int GEMM_ROWS = MANY_REGISTERS ? 12 : 6, CHUNK = 96;
     static constexpr int ATTENTION_ROWS = MANY_REGISTERS ? 7 : 6, VECTORS = ATTENTION_ROWS * 8;
     static constexpr int span(int rows) { return MANY_REGISTERS || rows == 1 ? 4 : rows == 2 ? 2 : 1; }
-    INLINE Operand units(const void *p) { return load((const float *)p); }
-    INLINE Operand broadcast(const Factor *p) { return all(*p); }
+    template <int> INLINE Operand units(const void *p) { return load((const float *)p); }
+    template <int> INLINE Operand broadcast(const Factor *p) { return all(*p); }
     INLINE Vec mul_add(Vec sum, Operand a, Operand b) { return fmadd(a, b, sum); }
 };
 
 struct WidenedBf16 {
     typedef bf16 T;
     typedef float Factor;
-    struct Operand {
-        Vec even, odd;
-    };
-    static constexpr int LANES = 2;
+    typedef Vec Operand;
+    static constexpr int LANES = 2, PARTS = 2;
     static constexpr bool IS_TILED = false, HAS_TILES = false;
     typedef NoTiles Tiles;
     static constexpr int GEMM_ROWS = MANY_REGISTERS ? 12 : 6, CHUNK = 48;  // rows take twice the room of the cache
@@ -54,13 +52,9 @@ struct WidenedBf16 {
     static constexpr int span(int rows) {
         return MANY_REGISTERS ? (rows <= 5 ? 4 : 2) : rows == 1 ? 4 : rows == 2 ? 2 : 1;
     }
-    INLINE Operand units(const void *p) {
-        Operand result;
-        load_pairs(p, result.even, result.odd);
-        return result;
-    }
-    INLINE Operand broadcast(const Factor *p) { return {all(p[0]), all(p[1])}; }
-    INLINE Vec mul_add(Vec sum, Operand a, Operand b) { return fmadd(a.odd, b.odd, fmadd(a.even, b.even, sum)); }
+    template <int PART> INLINE Operand units(const void *p) { return PART == 0 ? load_even(p) : load_odd(p); }
+    template <int PART> INLINE Operand broadcast(const Factor *p) { return all(p[PART]); }
+    INLINE Vec mul_add(Vec sum, Operand a, Operand b) { return fmadd(a, b, sum); }
 };
 
 #ifdef HAS_AVX512_BF16
@@ -68,36 +62,44 @@ struct DotBf16 {
     typedef bf16 T;
     typedef bf16 Factor;
     typedef __m512i Operand;
-    static constexpr int LANES = 2;
+    static constexpr int LANES = 2, PARTS = 1;
     static constexpr bool IS_TILED = false, HAS_TILES = false;
     typedef NoTiles Tiles;
     static constexpr int GEMM_ROWS = 12, CHUNK = 96, ATTENTION_ROWS = 7, VECTORS = 56;
     static constexpr int span(int) { return 4; }
-    INLINE Operand units(const void *p) { return _mm512_loadu_si512(p); }
-    INLINE Operand broadcast(const Factor *p) { return broadcast_unit(p); }
+    template <int> INLINE Operand units(const void *p) { return _mm512_loadu_si512(p); }
+    template <int> INLINE Operand broadcast(const Factor *p) { return broadcast_unit(p); }
     INLINE Vec mul_add(Vec sum, Operand a, Operand b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
 };
 #endif
 
-// sum[i][c] += factors(i) times units(c), where both give places in memory
-template <class S, int R, int C, typename F, typename U>
-INLINE void multiply_add(Vec (&sum)[R][C], F factors, U units) {
+// sum[i][c] += part PART of factors(i) times that of units(c), where both give places in memory
+template <class S, int PART, int R, int C, typename F, typename U>
+INLINE void multiply_add_part(Vec (&sum)[R][C], F factors, U units) {
     if constexpr (MANY_REGISTERS) {
         typename S::Operand b[C];
-        for (int c = 0; c < C; c++) b[c] = S::units(units(c));
+        for (int c = 0; c < C; c++) b[c] = S::template units<PART>(units(c));
 #pragma GCC unroll 12
         for (int i = 0; i < R; i++) {
-            const typename S::Operand a = S::broadcast(factors(i));
+            const typename S::Operand a = S::template broadcast<PART>(factors(i));
             for (int c = 0; c < C; c++) sum[i][c] = S::mul_add(sum[i][c], a, b[c]);
         }
     } else {
 #pragma GCC unroll 4
         for (int c = 0; c < C; c++) {
-            const typename S::Operand b = S::units(units(c));
+            const typename S::Operand b = S::template units<PART>(units(c));
 #pragma GCC unroll 12
-            for (int i = 0; i < R; i++) sum[i][c] = S::mul_add(sum[i][c], S::broadcast(factors(i)), b);
+            for (int i = 0; i < R; i++)
+                sum[i][c] = S::mul_add(sum[i][c], S::template broadcast<PART>(factors(i)), b);
         }
     }
+}
+
+// all parts, one after the other: what a unit holds is in registers a part at a time
+template <class S, int R, int C, typename F, typename U>
+INLINE void multiply_add(Vec (&sum)[R][C], F factors, U units) {
+    multiply_add_part<S, 0>(sum, factors, units);
+    if constexpr (S::PARTS == 2) multiply_add_part<S, 1>(sum, factors, units);
 }
 
 template <int R, int C> INLINE void clear(Vec (&sum)[R][C]) {

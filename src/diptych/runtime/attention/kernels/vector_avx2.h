@@ -115,11 +115,15 @@ template <typename T> INLINE void store(T *p, Vec v, int64_t count) {
 }
 
 // 16 units of two bf16: the first ones, the second ones
-INLINE void load_pairs(const void *p, Vec &even, Vec &odd) {
-    const __m256i low = _mm256_loadu_si256((const __m256i *)p), high = _mm256_loadu_si256((const __m256i *)p + 1);
-    const __m256i upper = _mm256_set1_epi32((int)0xffff0000);
-    even = {_mm256_castsi256_ps(_mm256_slli_epi32(low, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(high, 16))};
-    odd = {_mm256_castsi256_ps(_mm256_and_si256(low, upper)), _mm256_castsi256_ps(_mm256_and_si256(high, upper))};
+INLINE __m256 first_of_pairs(const __m256i *p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(p), 16));
+}
+INLINE __m256 second_of_pairs(const __m256i *p) {
+    return _mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256(p), _mm256_set1_epi32((int)0xffff0000)));
+}
+INLINE Vec load_even(const void *p) { return {first_of_pairs((const __m256i *)p), first_of_pairs((const __m256i *)p + 1)}; }
+INLINE Vec load_odd(const void *p) {
+    return {second_of_pairs((const __m256i *)p), second_of_pairs((const __m256i *)p + 1)};
 }
 
 // 16 whole numbers of 32 bits; not __m256i, which is a vector of 64: sums would change type at each instruction

@@ -61,10 +61,9 @@ INLINE void store(bf16 *p, Vec v) { _mm256_storeu_si256((__m256i *)p, narrow(v))
 INLINE void store(bf16 *p, Vec v, int64_t count) { _mm256_mask_storeu_epi16(p, tail_mask(count), narrow(v)); }
 
 // 16 units of two bf16: the first ones, the second ones
-INLINE void load_pairs(const void *p, Vec &even, Vec &odd) {
-    const __m512i units = _mm512_loadu_si512(p);
-    even = _mm512_castsi512_ps(_mm512_slli_epi32(units, 16));
-    odd = _mm512_castsi512_ps(_mm512_and_si512(units, _mm512_set1_epi32((int)0xffff0000)));
+INLINE Vec load_even(const void *p) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16)); }
+INLINE Vec load_odd(const void *p) {
+    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32((int)0xffff0000)));
 }
 
 // 16 whole numbers of 32 bits; not __m512i, which is a vector of 64: sums would change type at each instruction
