@@ -8,7 +8,9 @@ import pytest
 from diptych.control.config import CacheConfig
 from diptych.control.errors import ConfigError
 from diptych.control.step import ScheduledPrefill, SchedulerOutput, StepFeatures, chunk_attention
+from diptych.runtime.weight_bytes import loaded_weight_bytes
 from diptych.runtime.weight_format import QUANTIZATIONS
+from diptych.serving.link.engine_options import BUNDLED_MODEL
 from diptych.simulation.costs.cost_choice import choose_cost
 from diptych.simulation.costs.fitted import Calibration, FittedCost, write_calibration
 from diptych.simulation.costs.roofline import RooflineCost
@@ -53,6 +55,12 @@ def test_a_quantised_weight_has_the_bits_that_the_engine_gives_it(name: str) -> 
             scales = (32, 0) if kept.group_size is None else (0, 16 / kept.group_size)
             assert (matrix.scale_bits, matrix.bits) == (scales[0], kept.bits + scales[1])
             assert not kept.has_mins
+
+
+@pytest.mark.parametrize("name", sorted(QUANTIZED))
+def test_the_bytes_are_those_that_the_engine_counts_for_a_checkpoint(name: str) -> None:
+    model = load_model(str(BUNDLED_MODEL))
+    assert model.weight_bytes(QUANTIZED[name]) == loaded_weight_bytes(BUNDLED_MODEL, "bfloat16", name)
 
 
 def test_weight_bits_keep_the_head_in_16_bits() -> None:
