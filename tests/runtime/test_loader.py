@@ -127,7 +127,7 @@ def test_a_tensor_of_the_wrong_shape_is_named_with_both_shapes(tmp_path: Path) -
     with pytest.raises(
         ConfigError,
         match=r"model\.safetensors: tensor model\.layers\.2\.self_attn\.k_proj\.weight has shape \[16, 64\]; "
-        r"config\.json asks for \[32, 64\]",
+        r"the config asks for \[32, 64\]",
     ):
         load(write(tmp_path, tensors))
 

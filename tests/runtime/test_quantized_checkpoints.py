@@ -226,5 +226,5 @@ def test_a_tensor_that_contradicts_its_scheme_is_named_before_a_weight_is_read(
 
 def test_a_quantised_weight_of_the_wrong_shape_is_named_with_both_shapes(tmp_path: Path) -> None:
     weights = weights_of(write(tmp_path, SCHEMES["awq"]))
-    with pytest.raises(ConfigError, match=r"q_proj\.weight has shape \[64, 64\]; config\.json asks for \[64, 128\]"):
+    with pytest.raises(ConfigError, match=r"q_proj\.weight has shape \[64, 64\]; the config asks for \[64, 128\]"):
         weights.quantized(QKV[:1], [64], 128)

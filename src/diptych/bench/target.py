@@ -239,5 +239,5 @@ async def _software(client: HttpClient) -> str:
         return ""
     if not isinstance(found, dict):
         return str(found)
-    known = ("version", "instruction_set", "weights", "processor")
-    return ", ".join(str(found[name]) for name in known if found.get(name))
+    said = (found.get(name) for name in ("version", "instruction_set", "weights", "processor"))
+    return ", ".join(str(value) for value in said if value)

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from diptych import __version__
 from diptych.cli.error_messages import errors_in_words
-from diptych.cli.options import model_directory
+from diptych.cli.options import model_name, model_path
 from diptych.cli.output import check_folders, drawn, progress_bar
 from diptych.serving.link.engine_options import (
     DeviceOptions,
@@ -35,7 +35,7 @@ BUSY = 0.5  # load average from which a measurement is doubtful
 
 
 def calibrate(
-    model: Annotated[Path | None, typer.Option(help="Model directory (Hugging Face layout). Default: bundled.")] = None,
+    model: Annotated[Path | None, typer.Option(help="Model directory, or GGUF file. Default: bundled.")] = None,
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("calibration.json"),
     seconds: Annotated[float, typer.Option(help="Half for single steps, half for a live server.")] = 90.0,
     max_model_len: Annotated[int | None, typer.Option(help="Context length. Default: the model's own.")] = None,
@@ -51,11 +51,11 @@ def calibrate(
     The machine should do nothing else meanwhile.
     """
     with errors_in_words():
-        directory = model_directory(model)
+        path = model_path(model)
         check_folders({"out": out})
         memory = None if kv_cache_memory is None else parse_bytes(kv_cache_memory, "kv_cache_memory")
         options = EngineOptions(
-            model=str(directory),
+            model=str(path),
             device=DeviceOptions(threads=threads, cores=cores, instruction_set=instruction_set, quantize=quantize),
             memory=MemoryOptions(block_size=block_size, kv_cache_bytes=memory),
             max_model_len=max_model_len,
@@ -64,7 +64,7 @@ def calibrate(
             print(f"warning: the machine is busy (load {load:.1f}), so the figures will be too high", file=sys.stderr)
         from diptych.simulation.costs.fitted import write_calibration
 
-        calibration = _measure_and_fit(options, seconds, directory.name)
+        calibration = _measure_and_fit(options, seconds, model_name(path))
         write_calibration(out, calibration)
         _show_calibration(calibration, out)
 

@@ -17,7 +17,7 @@ from diptych.cli.bench import bench
 from diptych.cli.calibrate import calibrate, replay
 from diptych.cli.error_messages import errors_in_words
 from diptych.cli.guide import guide
-from diptych.cli.options import Number, Strings, Text, Whole, model_directory, option, picked
+from diptych.cli.options import Number, Strings, Text, Whole, model_name, model_path, option, picked
 from diptych.cli.simulate import simulate
 from diptych.control.cluster.cluster_config import OnFailure, cluster_config
 from diptych.control.config import BudgetName, OrderName, PreemptionName, ShapeName, scheduler_config
@@ -64,8 +64,10 @@ CLUSTER_OPTIONS = tuple(signature(cluster_config).parameters)
 
 @app.command()
 def serve(
-    model: Annotated[Path | None, option("Model directory (Hugging Face layout). Default: bundled.", MODEL)] = None,
-    served_model_name: Annotated[Text, option("Name for clients. Default: the directory's name.", MODEL)] = None,
+    model: Annotated[Path | None, option("Model directory, or GGUF file. Default: bundled.", MODEL)] = None,
+    served_model_name: Annotated[
+        Text, option("Name for clients. Default: that of the directory or file.", MODEL)
+    ] = None,
     max_model_len: Annotated[Whole, option("Context length. Default: the model's own.", MODEL)] = None,
     dtype: Annotated[DTypeName, option("Arithmetic; auto: the checkpoint's own.", MODEL)] = "auto",
     host: Annotated[str, option("Address to listen on. 0.0.0.0: reachable from everywhere.", SERVER)] = "127.0.0.1",
@@ -120,18 +122,18 @@ def serve(
     given = dict(locals())
     with errors_in_words():
         options = engine_options(given)
-        _serve(options, fleet_options(given), served_model_name or Path(options.model).resolve().name, given)
+        _serve(options, fleet_options(given), served_model_name or model_name(Path(options.model)), given)
 
 
 def engine_options(given: dict[str, Any]) -> EngineOptions:
     """The engine's settings from the values of the options of ``serve``. Raises ConfigError."""
-    directory = model_directory(given["model"])
+    path = model_path(given["model"])
     if given["cores"]:
         parse_cores(given["cores"])
     memory = given["kv_cache_memory"]
     slo = Slo(_nanoseconds(given["ttft_slo_ms"]), _nanoseconds(given["tpot_slo_ms"]))
     return EngineOptions(
-        model=str(directory),
+        model=str(path),
         device=DeviceOptions(**picked(given, "device", "dtype", "threads", "cores", "instruction_set", "quantize")),
         memory=MemoryOptions(
             block_size=given["block_size"],
@@ -180,7 +182,7 @@ def _serve(options: EngineOptions, workers: FleetOptions, name: str, given: dict
 @app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads standard input.")],
-    model: Annotated[Path | None, option("Model directory. Default: bundled.", MODEL)] = None,
+    model: Annotated[Path | None, option("Model directory, or GGUF file. Default: bundled.", MODEL)] = None,
     max_tokens: Annotated[int, option("Tokens at most.", MODEL)] = 128,
     temperature: Annotated[float, option("0 takes the likeliest token each time.", MODEL)] = 0.7,
     top_p: Annotated[float, option("Only the likeliest tokens of this total probability.", MODEL)] = 1.0,

@@ -10,6 +10,8 @@ from typing import Protocol
 
 from diptych.control.errors import ConfigError
 from diptych.runtime.dtypes import COMPUTE_DTYPES, DTYPES_BY_CODE
+from diptych.runtime.gguf.gguf_checkpoint import GgufCheckpoint
+from diptych.runtime.gguf.gguf_file import is_gguf
 from diptych.runtime.model_config import ModelConfig
 from diptych.runtime.safetensors_directory import SafetensorsDirectory
 from diptych.runtime.stored_tensor import StoredTensor
@@ -47,6 +49,8 @@ class Checkpoint(Protocol):
 
 def open_checkpoint(config: ModelConfig) -> Checkpoint:
     """The checkpoint that ``config`` was read from."""
+    if is_gguf(config.path):
+        return GgufCheckpoint(config.path, config.attention)
     return SafetensorsDirectory(config.path, config.quantization)
 
 

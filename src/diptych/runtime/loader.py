@@ -108,7 +108,7 @@ class Weights:
         tensor = self._stored(name)
         if tensor.shape != shape:
             raise ConfigError(
-                f"{tensor.path}: tensor {name} has shape {list(tensor.shape)}; config.json asks for {list(shape)}",
+                f"{tensor.path}: tensor {name} has shape {list(tensor.shape)}; the config asks for {list(shape)}",
                 param="model",
             )
         if name not in self._left:

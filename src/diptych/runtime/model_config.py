@@ -15,12 +15,13 @@ from diptych.control.errors import ConfigError, UnsupportedModelError
 from diptych.runtime.dtypes import DTYPES
 from diptych.runtime.quantization.quantization_config import QuantizationConfig, read_quantization
 
-ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+ROPE_KINDS = ("default", "linear", "llama3", "yarn", "factors")
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding. original_max_positions: the context length before scaling (llama3, yarn)."""
+    """Rotary embedding. original_max_positions: the context length before scaling (llama3, yarn). factors: what each
+    frequency is divided by (factors)."""
 
     theta: float = 10_000.0
     kind: str = "default"
@@ -34,6 +35,7 @@ class RopeConfig:
     truncate: bool = True
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
+    factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +67,8 @@ class AttentionConfig:
 class ModelConfig:
     """What the engine knows of a model besides its tensors; families add what only their layers need.
 
-    dtype: as the checkpoint says (None: it does not). eos_token_ids: from generation_config.json, else config.json.
-    quantization: how quantised weights are stored (None: there are none).
+    path: the directory or GGUF file. dtype: as the checkpoint says (None: it does not). eos_token_ids: from
+    generation_config.json, else config.json. quantization: how the weights of a directory are quantised (None: not).
     """
 
     path: Path
@@ -90,6 +92,7 @@ class ConfigFields:
 
     def __init__(self, path: Path, values: Mapping[str, Any], prefix: str = "") -> None:
         self.path = path
+        self.model = path.parent  # the directory or file that people name
         self.values = values
         self._prefix = prefix
 
@@ -131,6 +134,13 @@ class ConfigFields:
             raise self.unsupported(name, "a positive number")
         return float(value)
 
+    def positive_numbers(self, name: str) -> tuple[float, ...]:
+        """An array of positive numbers."""
+        values = self.values.get(name)
+        if not isinstance(values, list) or not all(isinstance(value, int | float) and value > 0 for value in values):
+            raise self.unsupported(name, "an array of positive numbers")
+        return tuple(map(float, values))
+
     def flag(self, name: str, default: bool = False) -> bool:
         """True or false."""
         value = self.values.get(name)
@@ -156,7 +166,7 @@ class ConfigFields:
 def read_common(fields: ConfigFields) -> dict[str, Any]:
     """The arguments of ModelConfig that every family reads alike: all but ``attention``."""
     return {
-        "path": fields.path.parent,
+        "path": fields.model,
         "architecture": fields.values["architectures"][0],
         "vocab_size": fields.integer("vocab_size"),
         "hidden_size": fields.integer("hidden_size"),
@@ -198,6 +208,8 @@ def read_rope(fields: ConfigFields) -> RopeConfig:
         return RopeConfig(theta=theta)
     if kind == "linear":
         return RopeConfig(theta=theta, kind=kind, factor=scaling.number("factor"))
+    if kind == "factors":
+        return RopeConfig(theta=theta, kind=kind, factors=scaling.positive_numbers("factors"))
     max_positions = fields.integer("max_position_embeddings")
     original = scaling.integer(
         "original_max_position_embeddings", fields.integer("original_max_position_embeddings", max_positions)
@@ -236,7 +248,7 @@ def _dtype(fields: ConfigFields) -> str | None:
 
 
 def _eos_token_ids(fields: ConfigFields) -> tuple[int, ...]:
-    path = fields.path.parent / "generation_config.json"
+    path = fields.model / "generation_config.json"
     for source in (ConfigFields.of_file(path), fields) if path.exists() else (fields,):
         value = source.values.get("eos_token_id")
         ids = value if isinstance(value, list) else [] if value is None else [value]

@@ -35,6 +35,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, 
     base = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
     if rope.kind == "linear":
         return base / rope.factor, 1.0
+    if rope.kind == "factors":
+        return base / torch.tensor(rope.factors), 1.0
     if rope.kind == "llama3":
         return _llama3(rope, base), 1.0
     if rope.kind == "yarn":

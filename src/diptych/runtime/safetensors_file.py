@@ -1,17 +1,16 @@
 """Gives the tensors of a safetensors file in place: 8 bytes of header length, a JSON header, then the data.
 
-The file is mapped, not read: a tensor costs memory only for the pages that are touched, and ``release`` gives those
-back. Never writes to a file, never interprets a tensor's name, and never imports torch.
+Never interprets a tensor's name, and never imports torch.
 """
 
 import json
-import mmap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from diptych.control.errors import ConfigError
 from diptych.runtime.dtypes import STORED_DTYPES_BY_CODE
+from diptych.runtime.mapped_file import MappedFile
 
 MAX_HEADER_BYTES = 100_000_000
 
@@ -31,35 +30,26 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            with path.open("rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        except FileNotFoundError:
-            raise ConfigError(f"{path}: no such file", param="model") from None
-        except (OSError, ValueError) as error:
-            raise self._broken(f"cannot be mapped ({error})") from None
+        self._file = MappedFile(path)
         self.entries = self._read_header()
 
     def data(self, name: str) -> memoryview:
         """The bytes of a tensor."""
         entry = self.entries[name]
-        return memoryview(self._map)[entry.start : entry.end]
+        return self._file.view(entry.start, entry.end)
 
     def release(self, name: str) -> None:
         """Give back the memory of the pages that only this tensor touched; later reads fetch them again."""
         entry = self.entries[name]
-        start = -(-entry.start // mmap.PAGESIZE) * mmap.PAGESIZE
-        length = entry.end // mmap.PAGESIZE * mmap.PAGESIZE - start
-        if length > 0 and (advice := getattr(mmap, "MADV_DONTNEED", None)) is not None:
-            self._map.madvise(advice, start, length)
+        self._file.release(entry.start, entry.end)
 
     def _read_header(self) -> dict[str, TensorEntry]:
-        size = len(self._map)
-        length = int.from_bytes(self._map[:8], "little")
+        size = len(self._file)
+        length = int.from_bytes(self._file.view(0, 8), "little")
         if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
             raise self._broken(f"its header claims {length} bytes of a file of {size}: truncated, or not safetensors")
         try:
-            header: dict[str, Any] = json.loads(self._map[8 : 8 + length])
+            header: dict[str, Any] = json.loads(bytes(self._file.view(8, 8 + length)))
             header.pop("__metadata__", None)
             entries = {name: self._entry(name, value, 8 + length) for name, value in header.items()}
         except (ValueError, TypeError, KeyError, AttributeError) as error:

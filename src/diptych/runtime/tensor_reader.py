@@ -5,6 +5,8 @@ from typing import Protocol
 import torch
 
 from diptych.runtime.checkpoint import Checkpoint
+from diptych.runtime.gguf.gguf_checkpoint import GgufCheckpoint
+from diptych.runtime.gguf.gguf_reader import GgufReader
 from diptych.runtime.quantized_weight import QuantizedWeight
 from diptych.runtime.safetensors_directory import SafetensorsDirectory
 from diptych.runtime.safetensors_reader import SafetensorsReader
@@ -32,4 +34,6 @@ def make_reader(checkpoint: Checkpoint) -> TensorReader:
     match checkpoint:
         case SafetensorsDirectory():
             return SafetensorsReader(checkpoint)
+        case GgufCheckpoint():
+            return GgufReader(checkpoint)
     raise TypeError(f"no reader of {type(checkpoint).__name__}")

@@ -44,9 +44,9 @@ Conversation = Sequence[Mapping[str, Any]]
 class LLM:
     """A model in this process.
 
-    model: a Hugging Face directory; None takes the bundled one. shape: chunked or unified. kv_cache_bytes None: a
-    share of the free memory. instruction_set, quantize: see DeviceOptions. ``ready`` says what was loaded. Raises
-    ConfigError for what cannot be loaded.
+    model: a Hugging Face directory or a GGUF file; None takes the bundled one. shape: chunked or unified.
+    kv_cache_bytes None: a share of the free memory. instruction_set, quantize: see DeviceOptions. ``ready`` says what
+    was loaded. Raises ConfigError for what cannot be loaded.
     """
 
     def __init__(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from diptych.runtime.gguf.gguf_config import read_gguf_fields
+from diptych.runtime.gguf.gguf_file import is_gguf
 from diptych.runtime.model_config import ConfigFields, ModelConfig
 from diptych.runtime.models.llama import Llama
 from diptych.runtime.models.mistral import Mistral
@@ -60,12 +62,13 @@ MODELS: dict[str, type[LanguageModel]] = {
 
 
 def read_model_config(path: str | Path) -> ModelConfig:
-    """Read the config of the checkpoint directory ``path``.
+    """Read the config of the checkpoint ``path``, a directory or a GGUF file.
 
     Raises ConfigError when the file is missing or not JSON, UnsupportedModelError when it asks for something that
     this engine does not have.
     """
-    fields = ConfigFields.of_file(Path(path) / "config.json")
+    path = Path(path)
+    fields = read_gguf_fields(path) if is_gguf(path) else ConfigFields.of_file(path / "config.json")
     names = fields.values.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or names[0] not in MODELS:
         raise fields.unsupported("architectures", "one of " + ", ".join(MODELS))

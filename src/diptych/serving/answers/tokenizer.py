@@ -1,7 +1,5 @@
-"""Text to token ids and back, and chat messages to a prompt, from the files of a model directory.
-
-Owns tokenizer.json, tokenizer_config.json and the chat template. Must never import torch or transformers.
-"""
+"""Text to token ids and back, and chat messages to a prompt, as the files of a model say. Imports neither torch nor
+transformers."""
 
 import json
 import threading
@@ -15,24 +13,24 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
-from diptych.control.errors import ConfigError, InvalidRequestError
+from diptych.control.errors import InvalidRequestError
+from diptych.runtime.gguf.gguf_file import is_gguf
 from diptych.serving.answers.detokenizer import Detokenizer, whole_texts
+from diptych.serving.answers.gguf_tokenizer import read_gguf_tokenizer
 from diptych.serving.answers.native_panic import is_failure
-
-_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+from diptych.serving.answers.tokenizer_parts import read_directory
 
 
 class Tokenizer:
-    """One model's tokenizer. A directory without tokenizer.json gives one that serves token ids only."""
+    """The tokenizer of a model directory or a GGUF file. A directory without tokenizer.json gives one that serves token
+    ids only."""
 
-    def __init__(self, directory: Path) -> None:
-        config = _read_json(directory / "tokenizer_config.json")
-        self.special_tokens = {
-            name: _token_text(config[name]) for name in _SPECIAL_NAMES if config.get(name) is not None
-        }
-        self._fast = _load_fast(directory / "tokenizer.json")
+    def __init__(self, model: Path) -> None:
+        parts = read_gguf_tokenizer(model) if is_gguf(model) else read_directory(model)
+        self.special_tokens = parts.special_tokens
+        self._fast = parts.fast
         self._whole_texts = whole_texts(self._fast) if self._fast else None
-        self._templates = _chat_templates(directory, config)
+        self._templates = parts.templates
         self._compiled: dict[str, jinja2.Template] = {}
         self._token_bytes: dict[int, bytes] = {}
         self._lock = threading.Lock()
@@ -47,7 +45,7 @@ class Tokenizer:
         """The tokenizers object. Raises InvalidRequestError when the model has none."""
         if self._fast is None:
             raise InvalidRequestError(
-                "this model directory has no tokenizer.json: send prompts as lists of token ids", param="prompt"
+                "this model has no tokenizer (no tokenizer.json): send prompts as lists of token ids", param="prompt"
             )
         return self._fast
 
@@ -183,49 +181,6 @@ def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) 
 
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is no valid JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds no JSON object")
-    return content
-
-
-def _token_text(token: Any) -> str:
-    return token["content"] if isinstance(token, dict) else str(token)
-
-
-def _load_fast(path: Path) -> FastTokenizer | None:
-    if not path.exists():
-        return None
-    try:
-        fast = FastTokenizer.from_file(str(path))
-    except BaseException as error:
-        if not is_failure(error):
-            raise
-        raise ConfigError(f"{path} cannot be read: {error}") from None
-    fast.no_padding()
-    fast.no_truncation()
-    return fast
-
-
-def _chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Templates by name: chat_template.jinja, or the config's string or list of {name, template}."""
-    file = directory / "chat_template.jinja"
-    if file.exists():
-        return {"default": file.read_text(encoding="utf-8")}
-    given = config.get("chat_template")
-    if isinstance(given, str):
-        return {"default": given}
-    if isinstance(given, list):
-        return {str(entry["name"]): str(entry["template"]) for entry in given}
-    return {}
 
 
 def _bytes_of_name(name: str) -> bytes | None:

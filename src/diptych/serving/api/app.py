@@ -241,18 +241,11 @@ def _add_information_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/version", responses={**no_key, 200: {"model": protocol.VersionReply}})
     async def version() -> Response:
-        """The version of this server; once it is loaded, its processor, the instruction set of its CPU kernels and its
-        weights."""
-        reply: dict[str, str | None] = {
-            "version": __version__,
-            "instruction_set": None,
-            "weights": None,
-            "processor": None,
-        }
-        if ready := llm.ready:
-            reply |= {"instruction_set": ready.instruction_set or None, "weights": ready.weights or None}
-            reply["processor"] = ready.processor or None
-        return _json(reply)
+        """The version of this server; once it is loaded, its processor, the instruction set of its CPU kernels and the
+        formats of its weights."""
+        known = llm.ready
+        names = ("instruction_set", "processor", "weights")
+        return _json({"version": __version__, **{name: getattr(known, name, "") or None for name in names}})
 
     @app.get("/metrics", responses={**no_key, 200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
     async def metrics() -> Response:

@@ -281,9 +281,9 @@ class StatusReply(BaseModel):
 
 class VersionReply(BaseModel):
     """The reply of /version. instruction_set: of the kernels on a CPU; processor: its name, the cores of a worker, its
-    caches; both null on a GPU. weights: their formats, such as bfloat16 or int8. All null while the workers load."""
+    caches: both null on a GPU. weights: their formats, such as bfloat16 or int8. All null while the workers load."""
 
     version: str
     instruction_set: str | None
-    weights: str | None
     processor: str | None
+    weights: str | None

@@ -1,0 +1,1 @@
+"""Models in the GGUF format: architecture, tokenizer and weights in one file."""

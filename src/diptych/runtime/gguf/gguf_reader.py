@@ -1,0 +1,47 @@
+"""Reads the values of a GGUF file's tensors, with the rows of queries and keys in the order that the layers expect."""
+
+import torch
+
+from diptych.runtime.gguf.gguf_checkpoint import GgufCheckpoint
+from diptych.runtime.gguf.gguf_decoding import read_float, read_quantized
+from diptych.runtime.quantized_weight import QuantizedWeight
+
+
+class GgufReader:
+    """See TensorReader."""
+
+    def __init__(self, checkpoint: GgufCheckpoint) -> None:
+        self._checkpoint = checkpoint
+        self._file = checkpoint.file
+
+    def read(self, name: str) -> torch.Tensor:
+        """See TensorReader."""
+        tensor = self._file.tensors[self._checkpoint.stored_names[name]]
+        values = read_float(tensor.kind, self._data(name), tensor.shape[-1]).view(tensor.shape)
+        order = self._order(name)
+        return values if order is None else values[order]
+
+    def read_quantized(self, name: str) -> QuantizedWeight:
+        """See TensorReader."""
+        tensor = self._file.tensors[self._checkpoint.stored_names[name]]
+        weight = read_quantized(tensor.kind, self._data(name), tensor.shape[-1])
+        order = self._order(name)
+        if order is None:
+            return weight
+        mins = None if weight.mins is None else weight.mins[order]
+        return QuantizedWeight(weight.format, weight.values[order], weight.scales[order], mins)
+
+    def release(self, name: str) -> None:
+        """See TensorReader."""
+        self._file.release(self._checkpoint.stored_names[name])
+
+    def _data(self, name: str) -> memoryview:
+        return self._file.data(self._checkpoint.stored_names[name])
+
+    def _order(self, name: str) -> torch.Tensor | None:
+        """Which stored row goes where, if not each to its own place: of each head first the even rows, then the odd."""
+        heads = self._checkpoint.interleaved_heads(name)
+        if heads is None:
+            return None
+        rows = self._checkpoint.tensors[name].shape[0]
+        return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()

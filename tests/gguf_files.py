@@ -1,0 +1,133 @@
+"""Writes GGUF files with the gguf package, an implementation of the format that is not ours."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType
+from safetensors.torch import load_file
+
+F32 = GGMLQuantizationType.F32
+ARCHITECTURES = {
+    "LlamaForCausalLM": (gguf.MODEL_ARCH.LLAMA, "llama"),
+    "MistralForCausalLM": (gguf.MODEL_ARCH.LLAMA, "llama"),
+    "Qwen2ForCausalLM": (gguf.MODEL_ARCH.QWEN2, "qwen2"),
+    "Qwen3ForCausalLM": (gguf.MODEL_ARCH.QWEN3, "qwen3"),
+}
+VOCABULARY: dict[str, Any] = {  # byte-level BPE of three letters
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "gpt-2",
+    "tokenizer.ggml.tokens": ["a", "b", "c", "ab", "abc", "<|im_end|>", "<tool>", "<s>"],
+    "tokenizer.ggml.token_type": [1, 1, 1, 1, 1, 3, 4, 3],
+    "tokenizer.ggml.merges": ["a b", "ab c"],
+    "tokenizer.ggml.bos_token_id": 7,
+    "tokenizer.ggml.eos_token_id": 7,
+}
+
+Tensors = Mapping[str, np.ndarray | tuple[np.ndarray, GGMLQuantizationType]]
+
+
+def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Tensors | None = None) -> Path:
+    """A file with this metadata (a value of None: no entry) and these tensors: fp32, or bytes of a type."""
+    writer = gguf.GGUFWriter(path, metadata.get("general.architecture", "llama"))
+    writer.kv_data[0].clear()
+    for key, value in metadata.items():
+        match value:
+            case None:
+                pass
+            case str():
+                writer.add_string(key, value)
+            case bool():
+                writer.add_bool(key, value)
+            case int():
+                writer.add_uint32(key, value)
+            case float():
+                writer.add_float32(key, value)
+            case _:
+                writer.add_array(key, value)
+    for name, tensor in (tensors or {}).items():
+        data, kind = tensor if isinstance(tensor, tuple) else (tensor, F32)
+        writer.add_tensor(name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def write_model(
+    path: Path, directory: Path, *, kind: GGMLQuantizationType = F32, without: str = "", **metadata: Any
+) -> Path:
+    """The checkpoint in a directory, its matrices in this type where their width allows it."""
+    return write_gguf(path, model_metadata(directory) | metadata, model_tensors(directory, kind, without))
+
+
+def model_metadata(directory: Path) -> dict[str, Any]:
+    """What the file of a checkpoint says."""
+    config = _config(directory)
+    name = ARCHITECTURES[config["architectures"][0]][1]
+    rope = config.get("rope_parameters") or {}
+    numbers = {
+        "block_count": config["num_hidden_layers"],
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": config["num_attention_heads"],
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.key_length": config.get("head_dim"),
+        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "attention.sliding_window": config.get("sliding_window"),
+        "rope.freq_base": float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
+    }
+    if rope.get("rope_type") in ("linear", "yarn"):
+        numbers["rope.scaling.type"] = rope["rope_type"]
+        numbers["rope.scaling.factor"] = rope["factor"]
+        numbers["rope.scaling.original_context_length"] = rope.get("original_max_position_embeddings")
+        numbers["rope.scaling.yarn_beta_fast"] = rope.get("beta_fast")
+        numbers["rope.scaling.yarn_beta_slow"] = rope.get("beta_slow")
+    return {"general.architecture": name} | {f"{name}.{key}": value for key, value in numbers.items()}
+
+
+def model_tensors(directory: Path, kind: GGMLQuantizationType = F32, without: str = "") -> Tensors:
+    """The tensors of a checkpoint by the names of the format, without one of them."""
+    config = _config(directory)
+    architecture, name = ARCHITECTURES[config["architectures"][0]]
+    names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    found: dict[str, Any] = {}
+    for key, tensor in load_file(directory / "model.safetensors").items():
+        part = key.split(".")[-2]
+        if name == "llama" and part in heads:  # the halves of each head, a row of each in turn
+            first, second = tensor.view(heads[part], 2, -1, *tensor.shape[1:]).unbind(1)
+            tensor = torch.stack((first, second), dim=2).view(tensor.shape)
+        stored = names.get_name(key, try_suffixes=(".weight", ".bias"))
+        is_matrix = tensor.dim() == 2 and tensor.shape[1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
+        own = kind if is_matrix else F32
+        found[stored] = (gguf.quants.quantize(tensor.float().numpy(), own), own)
+    rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type") == "llama3":
+        found["rope_freqs.weight"] = np.array(_llama3_factors(rope, config["head_dim"]), dtype=np.float32)
+    found.pop(without, None)
+    return found
+
+
+def _llama3_factors(rope: Mapping[str, Any], head_dim: int) -> list[float]:
+    """By how much Llama 3.1 slows each frequency."""
+    factors = []
+    for index in range(0, head_dim, 2):
+        wave = 2 * math.pi * rope["rope_theta"] ** (index / head_dim)
+        turns = rope["original_max_position_embeddings"] / wave
+        share = (turns - rope["low_freq_factor"]) / (rope["high_freq_factor"] - rope["low_freq_factor"])
+        share = min(1.0, max(0.0, share))
+        factors.append(1 / ((1 - share) / rope["factor"] + share))
+    return factors
+
+
+def _config(directory: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    return config
