@@ -23,7 +23,7 @@ from diptych.runtime.instruction_set import TORCH, choose
 from diptych.runtime.model_config import AttentionConfig, LayerAttention
 from diptych.runtime.native import NativeKernels, load_native
 from diptych.runtime.ops.native_linear import NativeLinear, pack_native
-from diptych.runtime.weight_memory import CPU_MEMORY
+from diptych.runtime.weight_memory import PrivateMemory
 
 BF16 = torch.bfloat16
 COLD_BYTES = 150e6
@@ -57,7 +57,7 @@ def linear_rows(kernels: NativeKernels, repetitions: int) -> list[dict[str, Any]
         weight = torch.randn(outputs, inputs).to(BF16)
         size = outputs * inputs * 2
         copies = max(1, int(COLD_BYTES / size))
-        ours = [pack_native(kernels, weight, None, gated, CPU_MEMORY) for _ in range(copies)]
+        ours = [pack_native(kernels, weight, None, gated, PrivateMemory()) for _ in range(copies)]
         theirs = [OneDnnLinear(weight) for _ in range(copies)]
         for num_rows in ROWS if outputs < 40_000 else ROWS[:5]:
             x = torch.randn(num_rows, inputs).to(BF16)

@@ -232,6 +232,7 @@ def test_models_health_ready_version_and_metrics(client: openai.OpenAI, server: 
     assert httpx.get(server.url + "/version").json() == {
         "version": __version__,
         "instruction_set": choose(torch.bfloat16),
+        "weights": "bfloat16",
         "processor": read_processor().describe(1),
     }
     before = server.metrics()

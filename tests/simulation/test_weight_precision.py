@@ -8,13 +8,16 @@ import pytest
 from diptych.control.config import CacheConfig
 from diptych.control.errors import ConfigError
 from diptych.control.step import ScheduledPrefill, SchedulerOutput, StepFeatures, chunk_attention
+from diptych.runtime.weight_bytes import loaded_weight_bytes
+from diptych.runtime.weight_format import QUANTIZATIONS
+from diptych.serving.link.engine_options import BUNDLED_MODEL
 from diptych.simulation.costs.cost_choice import choose_cost
 from diptych.simulation.costs.fitted import Calibration, FittedCost, write_calibration
 from diptych.simulation.costs.roofline import RooflineCost
 from diptych.simulation.hardware import hardware_names, load_hardware
 from diptych.simulation.models import kv_capacity_tokens, load_model, model_names
 from diptych.simulation.settings import prepare, settings_from
-from diptych.simulation.weight_precision import GPU_WEIGHTS, QUANTIZED, weight_precision
+from diptych.simulation.weight_precision import GPU_WEIGHTS, QUANTIZED, MatrixFormat, weight_precision
 
 CPU = "cpu-epyc-9004-2c"
 FEWER_AND_FEWER = [QUANTIZED[name] for name in ("none", "int8", "int4")]
@@ -38,6 +41,26 @@ def test_int4_has_a_scale_for_32_weights_and_an_lm_head_of_8_bits() -> None:
     head = model.vocab * (model.hidden + 4)
     layers = model.layer_parameters() // 32 * (16 + 2)
     assert model.weight_bytes(QUANTIZED["int4"]) == layers + head + 2 * model.vector_parameters
+
+
+@pytest.mark.parametrize("name", sorted(QUANTIZED))
+def test_a_quantised_weight_has_the_bits_that_the_engine_gives_it(name: str) -> None:
+    for matrix, kept in (
+        (QUANTIZED[name].layers, QUANTIZATIONS[name].layers),
+        (QUANTIZED[name].head, QUANTIZATIONS[name].vocabulary),
+    ):
+        if kept is None:
+            assert matrix == MatrixFormat()
+        else:
+            scales = (32, 0) if kept.group_size is None else (0, 16 / kept.group_size)
+            assert (matrix.scale_bits, matrix.bits) == (scales[0], kept.bits + scales[1])
+            assert not kept.has_mins
+
+
+@pytest.mark.parametrize("name", sorted(QUANTIZED))
+def test_the_bytes_are_those_that_the_engine_counts_for_a_checkpoint(name: str) -> None:
+    model = load_model(str(BUNDLED_MODEL))
+    assert model.weight_bytes(QUANTIZED[name]) == loaded_weight_bytes(BUNDLED_MODEL, "bfloat16", name)
 
 
 def test_weight_bits_keep_the_head_in_16_bits() -> None:

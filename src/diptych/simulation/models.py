@@ -186,7 +186,7 @@ class ModelSpec:
         """Bytes of all parameters: matrices of the layers, embeddings and lm_head in their formats, vectors in 16
         bits."""
         layers = weights.layers.num_bytes(self.layer_outputs, self.layer_parameters())
-        num_heads = 1 if self.tied_embeddings else 2
+        num_heads = weights.tied_copies if self.tied_embeddings else 2
         head = num_heads * weights.head.num_bytes(self.vocab, self.head_parameters)
         return layers + head + 2 * self.vector_parameters
 

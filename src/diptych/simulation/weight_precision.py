@@ -37,12 +37,14 @@ class MatrixFormat:
 @dataclass(frozen=True, slots=True)
 class WeightPrecision:
     """name: for people. bits: 16, 8 or 4. layers: the matrices of the layers. head: embeddings and lm_head. Norms,
-    biases and routers of experts have 16 bits."""
+    biases and routers of experts have 16 bits. tied_copies: how often an embedding that the lm_head shares is kept: on
+    a CPU in 16 bits twice, as rows to look up and packed to multiply."""
 
     name: str
     bits: int = 16
     layers: MatrixFormat = MatrixFormat()
     head: MatrixFormat = MatrixFormat()
+    tied_copies: int = 1
 
 
 GPU_WEIGHTS = {  # by weight_bits
@@ -53,7 +55,7 @@ GPU_WEIGHTS = {  # by weight_bits
 _INT8 = MatrixFormat(8.0, SCALE_BITS, ("int8",))
 _INT4 = MatrixFormat(4.0 + GROUP_SCALE_BITS / GROUP_SIZE, 0, ("int8",))
 QUANTIZED = {  # by quantize
-    "none": GPU_WEIGHTS[16],
+    "none": WeightPrecision("16 bits", tied_copies=2),
     "int8": WeightPrecision("int8", 8, _INT8, _INT8),
     "int4": WeightPrecision("int4", 4, _INT4, _INT8),
 }
@@ -76,7 +78,7 @@ def weight_precision(
                 "int4), as for diptych serve",
                 param="weight_bits",
             )
-        return GPU_WEIGHTS[weight_bits]
+        return QUANTIZED["none"] if hardware.kind == "cpu" else GPU_WEIGHTS[weight_bits]
     if weight_bits != 16:
         raise ConfigError(
             f"quantize is {quantize} and weight_bits is {weight_bits}; set one of them: quantize on a CPU, weight_bits "
