@@ -10,6 +10,7 @@ decode reads (weights, KV) is rotated through more memory than the caches hold.
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,10 +23,12 @@ from diptych.runtime.input_batch import InputBatch
 from diptych.runtime.instruction_set import TORCH, choose
 from diptych.runtime.model_config import AttentionConfig, LayerAttention
 from diptych.runtime.native import NativeKernels, load_native
-from diptych.runtime.ops.native_linear import NativeLinear, pack_native
+from diptych.runtime.ops.native_linear import NativeLinear, pack_native, pack_native_quantized
+from diptych.runtime.quantized_weight import QuantizedSource, quantize
+from diptych.runtime.weight_format import WeightFormat
 from diptych.runtime.weight_memory import PrivateMemory
 
-BF16 = torch.bfloat16
+CPU, BF16 = torch.device("cpu"), torch.bfloat16
 COLD_BYTES = 150e6
 BLOCK_SIZE = 32
 LINEARS = (  # what, out_features, in_features, gated
@@ -50,6 +53,52 @@ class OneDnnLinear:
         return y
 
 
+def quantized_layers(
+    kernels: NativeKernels, weight: torch.Tensor, weight_format: WeightFormat, gated: bool
+) -> tuple[list[NativeLinear], int]:
+    """(copies of one layer that are cold, bytes of each)."""
+    source = QuantizedSource(weight_format, *weight.shape, lambda: numbers)
+    numbers = quantize(weight, weight_format)
+    size = weight_format.num_bytes(*weight.shape)
+    copies = max(1, int(COLD_BYTES / size))
+    memory = PrivateMemory(CPU)
+    return [pack_native_quantized(kernels, source, None, gated, memory) for _ in range(copies)], size
+
+
+def quantized_rows(kernels: NativeKernels, repetitions: int) -> list[dict[str, Any]]:
+    """Linear layers in bf16 beside those whose weights have 8 and 4 bits; rows of x are quantised in the call."""
+    rows = []
+    for what, outputs, inputs, gated in LINEARS:
+        weight = torch.randn(outputs, inputs)
+        size = outputs * inputs * 2
+        memory, copies = PrivateMemory(CPU), max(1, int(COLD_BYTES / size))
+        layers = {
+            "bf16": ([pack_native(kernels, weight.to(BF16), None, gated, memory) for _ in range(copies)], size),
+            "int8": quantized_layers(kernels, weight, WeightFormat(8), gated),
+            "int4": quantized_layers(kernels, weight, WeightFormat(4, 32), gated),
+        }
+        for num_rows in ROWS if outputs < 40_000 else ROWS[:5]:
+            x = torch.randn(num_rows, inputs).to(BF16)
+            flop = 2 * num_rows * outputs * inputs
+            count = max(1, min(copies, int(0.03 / (flop / 2e11 + size / 1e10))))
+
+            def call(layers: list[NativeLinear], x: torch.Tensor = x, count: int = count) -> None:
+                for layer in layers[:count]:
+                    layer(x)
+
+            calls = [partial(call, copied) for copied, _ in layers.values()]
+            seconds = [value / count for value in best_of(calls, repetitions)]
+            row: dict[str, Any] = {"what": what, "rows": num_rows}
+            for (name, (_, num_bytes)), value in zip(layers.items(), seconds, strict=True):
+                row[f"{name} gflops"] = round(flop / value / 1e9, 1)
+                row[f"{name} gbps"] = round(num_bytes / value / 1e9, 1)
+            rows.append(
+                row
+                | {"int8 / bf16": round(seconds[0] / seconds[1], 2), "int4 / bf16": round(seconds[0] / seconds[2], 2)}
+            )
+    return rows
+
+
 def linear_rows(kernels: NativeKernels, repetitions: int) -> list[dict[str, Any]]:
     """Ours and oneDNN's prepacked linear layers in bf16, silu(gate) * up included where it belongs."""
     rows = []
@@ -57,7 +106,7 @@ def linear_rows(kernels: NativeKernels, repetitions: int) -> list[dict[str, Any]
         weight = torch.randn(outputs, inputs).to(BF16)
         size = outputs * inputs * 2
         copies = max(1, int(COLD_BYTES / size))
-        ours = [pack_native(kernels, weight, None, gated, PrivateMemory()) for _ in range(copies)]
+        ours = [pack_native(kernels, weight, None, gated, PrivateMemory(CPU)) for _ in range(copies)]
         theirs = [OneDnnLinear(weight) for _ in range(copies)]
         for num_rows in ROWS if outputs < 40_000 else ROWS[:5]:
             x = torch.randn(num_rows, inputs).to(BF16)
@@ -107,7 +156,7 @@ def attention_calls(
     heads, kv_heads, dim = shape
     how = LayerAttention(dim**-0.5)
     config = AttentionConfig(heads, kv_heads, dim, (how,))
-    backend = make_attention(config, BLOCK_SIZE, BF16, torch.device("cpu"), instruction_set)
+    backend = make_attention(config, BLOCK_SIZE, BF16, CPU, instruction_set)
     batch = make_batch(before, new, num_seqs, BLOCK_SIZE)
     blocks = batch.block_tables.numel()
     size = blocks * BLOCK_SIZE * kv_heads * dim * 4
@@ -177,13 +226,16 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     limits = measure_ceilings(options.repetitions)
     print(f"ceilings of {options.threads} threads:", limits, flush=True)
-    linears = linear_rows(library.kernels(instruction_set, BF16), options.repetitions)
+    kernels = library.kernels(instruction_set, BF16)
+    linears = linear_rows(kernels, options.repetitions)
     report(f"linear layers, bf16, {instruction_set}", linears)
+    quantized = quantized_rows(kernels, options.repetitions)
+    report(f"linear layers with weights of 8 and 4 bits, {instruction_set}", quantized)
     attention = attention_rows(instruction_set, options.repetitions)
     how = "thread CPU time" if options.threads == 1 else "wall time"
     report(
         f"attention, bf16, {instruction_set}", attention, options.json,
-        linear=linears, ceilings=limits, threads=options.threads, time=how,
+        linear=linears, quantized=quantized, ceilings=limits, threads=options.threads, time=how,
     )  # fmt: skip
 
 
