@@ -12,6 +12,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from diptych.processor import read_processor
+
 RESULTS = Path(__file__).parent / "results"
 FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8")
 
@@ -24,8 +26,7 @@ def machine() -> dict[str, Any]:
         for line in cpuinfo.read_text().split("\n\n")[0].splitlines():
             key, _, value = line.partition(":")
             info[key.strip()] = value.strip()
-    flags = set(info.get("flags", "").split())
-    family = " ".join(f"{key} {info[key]}" for key in ("cpu family", "model") if key in info)
+    flags, processor = set(info.get("flags", "").split()), read_processor()
     versions = {}
     for name in ("torch", "numpy", "fastapi", "uvicorn", "msgspec", "tokenizers", "vllm"):
         try:
@@ -34,8 +35,9 @@ def machine() -> dict[str, Any]:
             continue
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
-        "cpu": f"{info.get('model name', platform.processor())} ({family})",
-        "cores": os.cpu_count(),
+        "cpu": processor.name,
+        "cores": len(processor.cores),
+        "processor": processor.describe(),
         "isa": [flag for flag in FLAGS if flag in flags],
         "kernels": kernels(),
         "memory_gib": round(memory / 2**30, 1),

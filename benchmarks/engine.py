@@ -1,11 +1,17 @@
-"""Prefill and decode rates of the engine, in turns with vLLM's CPU build, beside what the machine can do.
+"""Prefill and decode rates of the engine, in turns with vLLM's CPU build and llama.cpp, beside what limits them.
 
-    python benchmarks/engine.py MODEL_DIR [--vllm VENV] [--json engine-qwen2.5-0.5b.json]
+    python benchmarks/engine.py MODEL_DIR [--quantize int8] [--vllm VENV] [--llamacpp FOLDER] [--json engine-NAME.json]
 
 MODEL_DIR is a Hugging Face directory (scripts/make_random_model.py makes one of a real shape with random weights).
-With --vllm, the same commands go to vLLM in the environment VENV (scripts/bench-peers installs one) in the same run:
-the two engines take turns, so that a noisy machine disturbs both alike. Reported: medians, spreads, ratios of medians,
-and the roofline: prefill against the measured GEMM rate, decode against (weights + KV) / measured read bandwidth.
+--vllm VENV and --llamacpp FOLDER (scripts/bench-peers makes both) measure these in the same run: the engines take
+turns, so that a noisy machine disturbs all alike. vLLM computes in bf16; llama.cpp has bf16 weights, or q8_0 beside
+int8 and q4_0 beside int4. Reported: medians, spreads, ratios of medians, and for each rate the share of its ceiling and
+what limits it. The ceilings are measured in this run, with as many threads:
+
+    step = max(bytes of weights / read bandwidth, operations / multiply-add peak) + attention of all layers
+
+where the peak is that of the products that the weights are multiplied in (bf16, fp32 where the instruction set has no
+bf16, int8), and attention is the time of that kernel alone. The largest of the three is what limits.
 """
 
 import argparse
@@ -14,17 +20,36 @@ import os
 import statistics
 import subprocess
 import sys
-import threading
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from common import report
+
+from diptych.processor import read_processor
 
 HERE = Path(__file__).parent
 PREFILLS = (2048, 8192)
 BATCHES = (1, 8, 32)
-CONTEXT = 512
+CONTEXT, STEPS = 512, 48
+GGUF_TYPES = {"none": "bf16", "int8": "q8_0", "int4": "q4_0"}  # by --quantize
+SLOT_TOKENS = 256  # llama.cpp divides its context into equal parts, each a multiple of this
+
+
+class Engine(Protocol):
+    """What is measured."""
+
+    name: str
+
+    def ask(self, **command: Any) -> float:
+        """Tokens per second for one command; see peers/vllm_child.py."""
+        ...
+
+    def close(self) -> None:
+        """End it."""
+        ...
 
 
 class Child:
@@ -38,7 +63,7 @@ class Child:
         self._read()
 
     def ask(self, **command: Any) -> float:
-        """Tokens per second for one command."""
+        """See Engine."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(command) + "\n")
         self._process.stdin.flush()
@@ -53,16 +78,50 @@ class Child:
         raise RuntimeError(f"{self.name} ended with code {self._process.wait()}")
 
     def close(self) -> None:
-        """End the process."""
+        """See Engine."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(30)
 
 
+class LlamaCpp:
+    """llama.cpp without its server: its own benchmark of batches, a process for each command, which warms up first."""
+
+    def __init__(self, folder: Path, model: Path, quantize: str, threads: int) -> None:
+        weights = GGUF_TYPES[quantize]
+        self.name = f"llama.cpp {weights}"
+        self._program, self._model = folder / "build/bin/llama-batched-bench", folder / f"{model.name}-{weights}.gguf"
+        self._threads = threads
+        for path in (self._program, self._model):
+            if not path.exists():
+                raise FileNotFoundError(f"{path} is missing: scripts/bench-peers {folder.parent} {model} makes it")
+
+    def ask(self, **command: Any) -> float:
+        """See Engine."""
+        is_prefill = command["do"] == "prefill"
+        prompt, batch = (command["tokens"], 1) if is_prefill else (command["context"], command["batch"])
+        steps = 1 if is_prefill else command["steps"]
+        context = batch * -(-(prompt + steps) // SLOT_TOKENS) * SLOT_TOKENS
+        options = {
+            "--model": self._model, "--threads": self._threads, "--threads-batch": self._threads,
+            "--ctx-size": context, "-npp": prompt, "-ntg": steps, "-npl": batch, "--output-format": "jsonl",
+        }  # fmt: skip
+        words = [str(word) for option in options.items() for word in option]
+        done = subprocess.run([str(self._program), *words], capture_output=True, text=True)
+        line = next((line for line in done.stdout.splitlines() if line.startswith("{")), None)
+        if done.returncode or line is None:
+            raise RuntimeError(f"llama-batched-bench ended with {done.returncode}: {done.stderr[-500:]}")
+        return float(json.loads(line)["speed_pp" if is_prefill else "speed_tg"])
+
+    def close(self) -> None:
+        """See Engine: nothing is left."""
+
+
 def vllm_environment(venv: Path) -> dict[str, str]:
-    """What vLLM's CPU guide asks for: preloaded allocator and OpenMP, both cores, offline."""
+    """What vLLM's CPU guide asks for: preloaded allocator and OpenMP, a thread on each core, offline."""
     tcmalloc = next(venv.parent.glob("debs/usr/lib/*/libtcmalloc_minimal.so.4"), None)
     preload = [str(path) for path in (tcmalloc, venv / "lib/libiomp5.so") if path and path.exists()]
+    processor = read_processor()
     return {
         "LD_PRELOAD": ":".join(preload),
         "HF_HUB_OFFLINE": "1",
@@ -70,82 +129,95 @@ def vllm_environment(venv: Path) -> dict[str, str]:
         "VLLM_HOST_IP": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": "lo",
         "VLLM_CPU_KVCACHE_SPACE": "2",
-        "VLLM_CPU_OMP_THREADS_BIND": "0,1",
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(str(core[0]) for core in processor.cores_of(processor.usable)),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
 
 
-def measure(children: list[Child], repetitions: int) -> list[dict[str, Any]]:
-    """Every command to every child in turn, ``repetitions`` times."""
+def measure(engines: Sequence[Engine], repetitions: int) -> list[dict[str, Any]]:
+    """Every command to every engine in turn, ``repetitions`` times. The ratios are of the first to the others."""
     commands: list[dict[str, Any]] = [{"do": "prefill", "tokens": tokens} for tokens in PREFILLS]
-    commands += [{"do": "decode", "batch": batch, "context": CONTEXT, "steps": 48} for batch in BATCHES]
-    for child in children:
-        child.ask(do="prefill", tokens=512)
+    commands += [{"do": "decode", "batch": batch, "context": CONTEXT, "steps": STEPS} for batch in BATCHES]
+    for engine in engines:
+        engine.ask(do="prefill", tokens=512)
     rows = []
     for command in commands:
-        samples: dict[str, list[float]] = {child.name: [] for child in children}
+        samples: dict[str, list[float]] = {engine.name: [] for engine in engines}
         for _ in range(repetitions):
-            for child in children:
-                samples[child.name].append(child.ask(**command))
+            for engine in engines:
+                samples[engine.name].append(engine.ask(**command))
                 time.sleep(0.3)
         label = f"prefill {command['tokens']}" if command["do"] == "prefill" else f"decode b{command['batch']}"
         row: dict[str, Any] = {"what": label}
         for name, values in samples.items():
             row[name] = round(statistics.median(values), 1)
             row[f"{name} spread"] = f"{min(values):.4g}..{max(values):.4g}"
-        if len(children) == 2:
-            row["ratio"] = round(row[children[0].name] / row[children[1].name], 2)
+        for other in engines[1:]:
+            row[f"ratio to {other.name}"] = round(row[engines[0].name] / row[other.name], 2)
         print("  " + json.dumps(row), file=sys.stderr, flush=True)
         rows.append(row)
     return rows
 
 
-def ceilings() -> dict[str, float]:
-    """Read bandwidth (GB/s) and bf16 GEMM rate (TFLOP/s) with two threads, measured through torch."""
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """Of one step: tokens that it yields, bytes of weights, operations of linear layers, seconds of attention."""
+
+    tokens: int
+    weight_bytes: int
+    operations: float
+    attention_s: float
+
+    def limit(self, ceilings: dict[str, float], products: str) -> dict[str, Any]:
+        """Tokens per second at the ceilings, and what the largest part of that time is."""
+        parts = {
+            "read bandwidth": self.weight_bytes / ceilings["read_gbps"] / 1e9,
+            f"{products} products": self.operations / ceilings[f"{products}_gflops"] / 1e9,
+        }
+        linear_s = max(parts.values())
+        parts["attention"] = self.attention_s
+        milliseconds = {f"{name} ms": round(1e3 * seconds, 2) for name, seconds in parts.items()}
+        limit = max(parts, key=lambda name: parts[name])
+        return {"ceiling": round(self.tokens / (linear_s + self.attention_s), 1), "limit": limit, **milliseconds}
+
+
+def kind_of_products(instruction_set: str, quantize: str, ceilings: dict[str, float]) -> str:
+    """The ceiling that linear layers have: KIND of ``KIND_gflops``."""
+    prefix = "amx_" if instruction_set == "amx" else ""
+    wanted = f"{prefix}int8" if quantize != "none" else f"{prefix}bf16"
+    has_products = quantize != "none" or instruction_set in ("amx", "avx512_bf16")
+    return wanted if has_products and f"{wanted}_gflops" in ceilings else "fp32"
+
+
+def add_limits(rows: list[dict[str, Any]], model: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure the ceilings, and add to each row its own, the share of it that was reached and what limits."""
     import torch
+    from ceilings import best_of, measure_ceilings
+    from kernels import attention_calls
 
-    torch.set_num_threads(2)
-    big = torch.zeros(1 << 28, dtype=torch.int64)  # 2 GiB
-    halves = big.chunk(2)
-    gbps = []
-    for _ in range(5):
-        began = time.perf_counter()
-        threads = [threading.Thread(target=half.max) for half in halves]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        gbps.append(big.numel() * 8 / (time.perf_counter() - began) / 1e9)
-    rates = []
-    a, b = torch.randn(2048, 2048).bfloat16(), torch.randn(2048, 2048).bfloat16()
-    for _ in range(8):
-        began = time.perf_counter()
-        torch.nn.functional.linear(a, b)
-        rates.append(2 * 2048**3 / (time.perf_counter() - began) / 1e12)
-    return {"read_gbps": round(max(gbps), 1), "gemm_tflops": round(statistics.median(rates[2:]), 3)}
+    from diptych.runtime.instruction_set import choose
+    from diptych.simulation.models import load_model
+    from diptych.simulation.weight_precision import QUANTIZED
 
-
-def roofline(rows: list[dict[str, Any]], model: Path, limits: dict[str, float]) -> None:
-    """Add to each row the share of what the machine can do (and the arithmetic behind it)."""
-    config = json.loads((model / "config.json").read_text())
-    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
-    head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]
-    query, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
-    per_layer = hidden * (2 * query + 2 * keys) + 3 * hidden * config["intermediate_size"]
-    head = hidden * config["vocab_size"]
+    torch.set_num_threads(options.threads)
+    instruction_set = choose(torch.bfloat16, options.isa)
+    ceilings, spec = measure_ceilings(options.repetitions), load_model(str(model))
+    if not ceilings:
+        return {}
+    products = kind_of_products(instruction_set, options.quantize, ceilings)
+    weights, shape = QUANTIZED[options.quantize], (spec.heads, spec.kv_heads, spec.head_dim)
+    weight_bytes = weights.layers.num_bytes(spec.layer_outputs, spec.layer_parameters())
+    weight_bytes += weights.head.num_bytes(spec.vocab, spec.head_parameters)
     for row in rows:
         kind, size = row["what"].split()
-        if kind == "prefill":
-            tokens = int(size)
-            flop = 2 * tokens * layers * per_layer + 2 * head + 4 * layers * query * tokens * (tokens + 1) / 2
-            row["roofline tok/s"] = round(tokens / (flop / (limits["gemm_tflops"] * 1e12)), 1)
-        else:
-            batch = int(size[1:])
-            kv = 2 * 2 * layers * keys * (CONTEXT + 24)
-            memory_s = (2 * (layers * per_layer + head) + batch * kv) / (limits["read_gbps"] * 1e9)
-            compute_s = 2 * batch * (layers * per_layer + head) / (limits["gemm_tflops"] * 1e12)
-            row["roofline tok/s"] = round(batch / max(memory_s, compute_s), 1)
-        row["share"] = round(row["diptych"] / row["roofline tok/s"], 2)
+        tokens = int(size.removeprefix("b"))
+        before, new, num_seqs = (0, tokens, 1) if kind == "prefill" else (CONTEXT + STEPS // 2, 1, tokens)
+        call, layers, _ = attention_calls(shape, before, new, num_seqs, instruction_set)
+        attention_s = best_of([call], options.repetitions)[0] / layers * spec.layers
+        operations = 2.0 * (tokens * spec.layer_parameters() + num_seqs * spec.head_parameters)
+        row |= StepWork(tokens, weight_bytes, operations, attention_s).limit(ceilings, products)
+        row["share"] = round(row["diptych"] / row["ceiling"], 2)
+    return {"ceilings": ceilings, "instruction_set": instruction_set, "weight_bytes": weight_bytes}
 
 
 def main() -> None:
@@ -153,21 +225,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--vllm", type=Path)
+    parser.add_argument("--llamacpp", type=Path)
+    parser.add_argument("--quantize", choices=sorted(GGUF_TYPES), default="none", help="weights, as for diptych serve")
+    parser.add_argument("--isa", default="auto", help="instruction set of the native kernels")
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--threads", type=int, default=read_processor().num_threads)
     parser.add_argument("--json")
     options = parser.parse_args()
-    limits = ceilings()
-    ours = [sys.executable, str(HERE / "peers" / "diptych_child.py"), str(options.model), str(options.threads)]
-    children = [Child("diptych", ours)]
+    script, threads = HERE / "peers" / "diptych_child.py", str(options.threads)
+    ours = [sys.executable, str(script), str(options.model), threads, options.isa, options.quantize]
+    engines: list[Engine] = [Child("diptych", ours)]
     if options.vllm:
         theirs = [str(options.vllm / "bin/python"), str(HERE / "peers" / "vllm_child.py"), str(options.model)]
-        children.append(Child("vllm", theirs, vllm_environment(options.vllm)))
-    rows = measure(children, options.repetitions)
-    for child in children:
-        child.close()
-    roofline(rows, options.model, limits)
-    report(f"engine {options.model.name}", rows, options.json, ceilings=limits, threads=options.threads)
+        engines.append(Child("vllm", theirs, vllm_environment(options.vllm)))
+    if options.llamacpp:
+        engines.append(LlamaCpp(options.llamacpp, options.model, options.quantize, options.threads))
+    rows = measure(engines, options.repetitions)
+    for engine in engines:
+        engine.close()
+    limits = add_limits(rows, options.model, options)
+    name = f"engine {options.model.name}" + (f", {options.quantize}" if options.quantize != "none" else "")
+    report(name, rows, options.json, threads=options.threads, quantize=options.quantize, **limits)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ turns. Reported: medians, spreads, and the ratio of the medians.
 """
 
 import argparse
-import os
 import statistics
 import sys
 from pathlib import Path
@@ -17,6 +16,8 @@ from typing import Any
 
 from common import report
 from engine import HERE, Child
+
+from diptych.processor import read_processor
 
 TORCH_ON = {  # what keeps torch to the instructions of a set
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
@@ -68,7 +69,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--isa", action="append", choices=sorted(TORCH_ON), help="default: avx512 and avx2")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--threads", type=int, default=read_processor().num_threads)
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--json")
     options = parser.parse_args()

@@ -9,27 +9,26 @@ decode reads (weights, KV) is rotated through more memory than the caches hold.
 """
 
 import argparse
-import ctypes
-import shutil
-import subprocess
-import tempfile
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from ceilings import best_of, measure_ceilings
 from common import report
 
 from diptych.runtime.attention import make_attention
 from diptych.runtime.input_batch import InputBatch
 from diptych.runtime.instruction_set import TORCH, choose
 from diptych.runtime.model_config import AttentionConfig, LayerAttention
-from diptych.runtime.native import NativeKernels, NativeLibrary, load_native
-from diptych.runtime.ops.native_ops import NativeLinear
+from diptych.runtime.native import NativeKernels, load_native
+from diptych.runtime.ops.native_linear import NativeLinear, pack_native, pack_native_quantized
+from diptych.runtime.quantized_weight import QuantizedSource, quantize
+from diptych.runtime.weight_format import WeightFormat
+from diptych.runtime.weight_memory import PrivateMemory
 
-BF16 = torch.bfloat16
+CPU, BF16 = torch.device("cpu"), torch.bfloat16
 COLD_BYTES = 150e6
 BLOCK_SIZE = 32
 LINEARS = (  # what, out_features, in_features, gated
@@ -41,67 +40,6 @@ LINEARS = (  # what, out_features, in_features, gated
 )
 ROWS = (1, 4, 8, 16, 32, 128, 512, 2048)
 HEADS = ((14, 2, 64), (9, 3, 64), (16, 8, 128))
-
-PEAK = r"""
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512bf16")
-#include <immintrin.h>
-#define LOOP(NAME, OP, TYPE)                                                                 \
-    extern "C" float NAME(long n) {                                                          \
-        __m512 s[24]; TYPE a = (TYPE)_mm512_set1_ps(1), b = a; float r = 0;                  \
-        _Pragma("GCC unroll 24") for (int i = 0; i < 24; i++) s[i] = _mm512_set1_ps(i);      \
-        while (n--) {                                                                        \
-            _Pragma("GCC unroll 24") for (int i = 0; i < 24; i++) s[i] = OP;                 \
-            asm volatile("" : "+v"(a), "+v"(b));                                             \
-        }                                                                                    \
-        for (int i = 0; i < 24; i++) r += _mm512_reduce_add_ps(s[i]);                        \
-        return r;                                                                            \
-    }
-LOOP(peak_bf16, _mm512_dpbf16_ps(s[i], a, b), __m512bh)
-LOOP(peak_fp32, _mm512_fmadd_ps(a, b, s[i]), __m512)
-extern "C" float read_all(const float *p, long n) {
-    __m512 s[8]; float r = 0;
-    for (int i = 0; i < 8; i++) s[i] = _mm512_setzero_ps();
-    for (; n >= 128; n -= 128, p += 128)
-        for (int i = 0; i < 8; i++) s[i] = _mm512_add_ps(s[i], _mm512_loadu_ps(p + i * 16));
-    for (int i = 0; i < 8; i++) r += _mm512_reduce_add_ps(s[i]);
-    return r;
-}
-"""
-
-
-def best_of(calls: Sequence[Callable[[], Any]], repetitions: int) -> list[float]:
-    """Seconds of each call, taking turns: the best of ``repetitions``."""
-    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    best = [float("inf")] * len(calls)
-    for _ in range(repetitions + 1):
-        for index, call in enumerate(calls):
-            began = clock()
-            call()
-            best[index] = min(best[index], clock() - began)
-    return best
-
-
-def ceilings(library: NativeLibrary, repetitions: int) -> dict[str, float]:
-    """Per core: multiply-add peaks (GFLOP/s) and streaming read bandwidth (GB/s). Empty without a compiler."""
-    if shutil.which("g++") is None:
-        return {}
-    with tempfile.TemporaryDirectory() as folder:
-        source, built = Path(folder) / "peak.cpp", Path(folder) / "peak.so"
-        source.write_text(PEAK)
-        subprocess.run(["g++", "-O2", "-shared", "-fPIC", "-w", str(source), "-o", str(built)], check=True)
-        peak = ctypes.CDLL(str(built))
-    peak.read_all.argtypes, steps = [ctypes.c_void_p, ctypes.c_long], 2_000_000
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    big = torch.ones(1 << 27)
-    fp32, read = best_of(
-        [lambda: peak.peak_fp32(steps), lambda: peak.read_all(big.data_ptr(), big.numel())], repetitions
-    )
-    result = {"fp32_gflops": 24 * 32 * steps / fp32 / 1e9, "read_gbps": big.numel() * 4 / read / 1e9}
-    if "avx512_bf16" in library.features:
-        result["bf16_gflops"] = 24 * 64 * steps / best_of([lambda: peak.peak_bf16(steps)], repetitions)[0] / 1e9
-    torch.set_num_threads(threads)
-    return {name: round(value, 1) for name, value in result.items()}
 
 
 class OneDnnLinear:
@@ -115,6 +53,52 @@ class OneDnnLinear:
         return y
 
 
+def quantized_layers(
+    kernels: NativeKernels, weight: torch.Tensor, weight_format: WeightFormat, gated: bool
+) -> tuple[list[NativeLinear], int]:
+    """(copies of one layer that are cold, bytes of each)."""
+    source = QuantizedSource(weight_format, *weight.shape, lambda: numbers)
+    numbers = quantize(weight, weight_format)
+    size = weight_format.num_bytes(*weight.shape)
+    copies = max(1, int(COLD_BYTES / size))
+    memory = PrivateMemory(CPU)
+    return [pack_native_quantized(kernels, source, None, gated, memory) for _ in range(copies)], size
+
+
+def quantized_rows(kernels: NativeKernels, repetitions: int) -> list[dict[str, Any]]:
+    """Linear layers in bf16 beside those whose weights have 8 and 4 bits; rows of x are quantised in the call."""
+    rows = []
+    for what, outputs, inputs, gated in LINEARS:
+        weight = torch.randn(outputs, inputs)
+        size = outputs * inputs * 2
+        memory, copies = PrivateMemory(CPU), max(1, int(COLD_BYTES / size))
+        layers = {
+            "bf16": ([pack_native(kernels, weight.to(BF16), None, gated, memory) for _ in range(copies)], size),
+            "int8": quantized_layers(kernels, weight, WeightFormat(8), gated),
+            "int4": quantized_layers(kernels, weight, WeightFormat(4, 32), gated),
+        }
+        for num_rows in ROWS if outputs < 40_000 else ROWS[:5]:
+            x = torch.randn(num_rows, inputs).to(BF16)
+            flop = 2 * num_rows * outputs * inputs
+            count = max(1, min(copies, int(0.03 / (flop / 2e11 + size / 1e10))))
+
+            def call(layers: list[NativeLinear], x: torch.Tensor = x, count: int = count) -> None:
+                for layer in layers[:count]:
+                    layer(x)
+
+            calls = [partial(call, copied) for copied, _ in layers.values()]
+            seconds = [value / count for value in best_of(calls, repetitions)]
+            row: dict[str, Any] = {"what": what, "rows": num_rows}
+            for (name, (_, num_bytes)), value in zip(layers.items(), seconds, strict=True):
+                row[f"{name} gflops"] = round(flop / value / 1e9, 1)
+                row[f"{name} gbps"] = round(num_bytes / value / 1e9, 1)
+            rows.append(
+                row
+                | {"int8 / bf16": round(seconds[0] / seconds[1], 2), "int4 / bf16": round(seconds[0] / seconds[2], 2)}
+            )
+    return rows
+
+
 def linear_rows(kernels: NativeKernels, repetitions: int) -> list[dict[str, Any]]:
     """Ours and oneDNN's prepacked linear layers in bf16, silu(gate) * up included where it belongs."""
     rows = []
@@ -122,7 +106,7 @@ def linear_rows(kernels: NativeKernels, repetitions: int) -> list[dict[str, Any]
         weight = torch.randn(outputs, inputs).to(BF16)
         size = outputs * inputs * 2
         copies = max(1, int(COLD_BYTES / size))
-        ours = [NativeLinear(kernels, weight, None, gated) for _ in range(copies)]
+        ours = [pack_native(kernels, weight, None, gated, PrivateMemory(CPU)) for _ in range(copies)]
         theirs = [OneDnnLinear(weight) for _ in range(copies)]
         for num_rows in ROWS if outputs < 40_000 else ROWS[:5]:
             x = torch.randn(num_rows, inputs).to(BF16)
@@ -164,13 +148,35 @@ def make_batch(before: int, new: int, num_seqs: int, block_size: int) -> InputBa
     return InputBatch(tokens, tokens, tokens, starts, contexts, order, tokens[:0], decodes, new, context)
 
 
+def attention_calls(
+    shape: tuple[int, int, int], before: int, new: int, num_seqs: int, instruction_set: str
+) -> tuple[Callable[[], None], int, int]:
+    """(call, layers that it computes, bytes of KV of each): paged attention of one layer of ``shape`` (heads, KV heads,
+    head_dim) for ``num_seqs`` sequences of ``new`` tokens after ``before``."""
+    heads, kv_heads, dim = shape
+    how = LayerAttention(dim**-0.5)
+    config = AttentionConfig(heads, kv_heads, dim, (how,))
+    backend = make_attention(config, BLOCK_SIZE, BF16, CPU, instruction_set)
+    batch = make_batch(before, new, num_seqs, BLOCK_SIZE)
+    blocks = batch.block_tables.numel()
+    size = blocks * BLOCK_SIZE * kv_heads * dim * 4
+    caches = [backend.allocate(blocks) for _ in range(1 if new > 1 else max(1, int(COLD_BYTES / size)))]
+    for k_cache, v_cache in caches:
+        k_cache.normal_(), v_cache.normal_()
+    q, plan = torch.randn(num_seqs * new, heads, dim).to(BF16), backend.plan(batch, how)
+
+    def call() -> None:
+        for k_cache, v_cache in caches:
+            backend.run(q, k_cache, v_cache, plan)
+
+    return call, len(caches), size
+
+
 def attention_rows(instruction_set: str, repetitions: int) -> list[dict[str, Any]]:
     """Paged attention: prefill against torch's SDPA over contiguous tensors, decode against reading the KV once."""
     rows = []
-    for heads, kv_heads, dim in HEADS:
-        how = LayerAttention(dim**-0.5)
-        config = AttentionConfig(heads, kv_heads, dim, (how,))
-        backend = make_attention(config, BLOCK_SIZE, BF16, torch.device("cpu"), instruction_set)
+    for shape in HEADS:
+        heads, kv_heads, dim = shape
         for before, new, num_seqs in (
             (0, 512, 1),
             (0, 2048, 1),
@@ -179,28 +185,17 @@ def attention_rows(instruction_set: str, repetitions: int) -> list[dict[str, Any
             (4095, 1, 1),
             (511, 1, 32),
         ):
-            batch = make_batch(before, new, num_seqs, BLOCK_SIZE)
-            blocks = batch.block_tables.numel()
-            size = blocks * BLOCK_SIZE * kv_heads * dim * 4
-            caches = [backend.allocate(blocks) for _ in range(1 if new > 1 else max(1, int(COLD_BYTES / size)))]
-            for k_cache, v_cache in caches:
-                k_cache.normal_(), v_cache.normal_()
-            q, plan = torch.randn(num_seqs * new, heads, dim).to(BF16), backend.plan(batch, how)
+            native, layers, size = attention_calls(shape, before, new, num_seqs, instruction_set)
             flop = 4 * heads * dim * num_seqs * sum(range(before + 1, before + new + 1))
-
-            def native(backend=backend, q=q, caches=caches, plan=plan) -> None:  # type: ignore[no-untyped-def]
-                for k_cache, v_cache in caches:
-                    backend.run(q, k_cache, v_cache, plan)
-
             calls: list[Callable[[], Any]] = [native]
             if new > 1 and before == 0:
                 k, v = torch.randn(2, 1, kv_heads, new, dim).to(BF16)
-                query = q.transpose(0, 1)[None]
+                query = torch.randn(1, heads, new, dim).to(BF16)
                 calls.append(
                     lambda q=query, k=k, v=v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
                 )
             seconds = best_of(calls, repetitions)
-            ours = seconds[0] / len(caches)
+            ours = seconds[0] / layers
             rows.append(
                 {
                     "what": "prefill" if new > 1 else "decode",
@@ -229,15 +224,18 @@ def main() -> None:
     if library is None or instruction_set == TORCH:
         raise SystemExit("the native bf16 kernels are not built, or this processor lacks AVX2")
     torch.set_num_threads(options.threads)
-    limits = ceilings(library, options.repetitions)
-    print("per core:", limits, flush=True)
-    linears = linear_rows(library.kernels(instruction_set, BF16), options.repetitions)
+    limits = measure_ceilings(options.repetitions)
+    print(f"ceilings of {options.threads} threads:", limits, flush=True)
+    kernels = library.kernels(instruction_set, BF16)
+    linears = linear_rows(kernels, options.repetitions)
     report(f"linear layers, bf16, {instruction_set}", linears)
+    quantized = quantized_rows(kernels, options.repetitions)
+    report(f"linear layers with weights of 8 and 4 bits, {instruction_set}", quantized)
     attention = attention_rows(instruction_set, options.repetitions)
     how = "thread CPU time" if options.threads == 1 else "wall time"
     report(
         f"attention, bf16, {instruction_set}", attention, options.json,
-        linear=linears, ceilings_per_core=limits, threads=options.threads, time=how,
+        linear=linears, quantized=quantized, ceilings=limits, threads=options.threads, time=how,
     )  # fmt: skip
 
 

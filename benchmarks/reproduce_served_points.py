@@ -57,6 +57,7 @@ from diptych.simulation.hardware import load_hardware
 from diptych.simulation.models import kv_capacity_tokens, load_model
 from diptych.simulation.run import simulate
 from diptych.simulation.scenario import Scenario
+from diptych.simulation.weight_precision import GPU_WEIGHTS
 from diptych.workload.spec import RequestSpec
 
 Row = dict[str, Any]
@@ -176,7 +177,9 @@ def simulated(
 ) -> list[tuple[float, float]]:
     """(mean TTFT, mean TPOT) in milliseconds, with the first round left out or not."""
     model, hardware = load_model(MODELS[point.model]), load_hardware(point.hardware)
-    capacity = kv_capacity_tokens(model, hardware, tensor_parallel=point.devices, weight_bits=point.weight_bits)
+    capacity = kv_capacity_tokens(
+        model, hardware, tensor_parallel=point.devices, weights=GPU_WEIGHTS[point.weight_bits]
+    )
     operators = cost_of(point.model, point.hardware, point.devices, point.weight_bits)
     tables = replace(operators.tables, overhead=Curve((1.0,), (host_us,)))
     kind, tokens = budget

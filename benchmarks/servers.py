@@ -18,6 +18,8 @@ from typing import Any
 from engine import vllm_environment
 from tokenizers import Tokenizer
 
+from diptych.processor import read_processor
+
 READY_TIMEOUT_S = 600.0
 
 
@@ -111,7 +113,7 @@ def llamacpp_server(folder: Path, case: str, model: Path, *, slots: int, slot_to
     weights = folder / f"{model.name}-{kind.partition('-')[2] or 'bf16'}.gguf"
     if not weights.exists():
         raise FileNotFoundError(f"{weights} is missing: scripts/bench-peers {folder.parent} {model} makes it")
-    threads = str(os.cpu_count() or 1)
+    threads = str(read_processor().num_threads)
     command = [str(folder / "build/bin/llama-server"), "--model", str(weights), "--alias", model.name]
     command += ["--host", "127.0.0.1", "--port", str(PORT), "--threads", threads, "--threads-batch", threads]
     command += ["--parallel", str(slots), "--ctx-size", str(slots * slot_tokens)]

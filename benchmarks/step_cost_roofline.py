@@ -29,6 +29,7 @@ from diptych.simulation.hardware import load_hardware
 from diptych.simulation.models import kv_capacity_tokens, load_model
 from diptych.simulation.run import simulate
 from diptych.simulation.scenario import Scenario
+from diptych.simulation.weight_precision import GPU_WEIGHTS
 from diptych.workload.spec import RequestSpec
 
 MODELS = {
@@ -72,7 +73,7 @@ def predict(row: dict[str, str], **settings: Any) -> tuple[float, float]:
     model, hardware = load_model(MODELS[row["model_path"]]), load_hardware(SYSTEMS[row["system"]])
     size = int(row["tp_size"])
     is_fp8 = row["precision"] == "fp8"
-    bits = {"weight_bits": 8 if is_fp8 else 16, "kv_bits": 8 if is_fp8 else 16}
+    bits: dict[str, Any] = {"weights": GPU_WEIGHTS[8 if is_fp8 else 16], "kv_bits": 8 if is_fp8 else 16}
     clients, prompt, output = int(row["batch_size"]), int(row["isl"]), int(row["osl"])
     capacity = kv_capacity_tokens(model, hardware, tensor_parallel=size, step_tokens=STEP_TOKENS, **bits)
     blocks = min(capacity, clients * (prompt + output + BLOCK) + STEP_TOKENS) // BLOCK

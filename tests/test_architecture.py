@@ -14,14 +14,15 @@ SOURCE = Path(__file__).parent.parent / "src" / "diptych"
 MAY_IMPORT = {
     "control": set(),
     "length_prefix": set(),
-    "runtime": {"control"},
+    "processor": set(),
+    "runtime": {"control", "processor"},
     "workload": {"control"},
     "report": {"control"},
     "timeline": {"control"},
     "simulation": {"control", "report", "timeline", "workload"},
     "calibration": {"control", "runtime", "serving", "simulation"},
-    "serving": {"control", "length_prefix", "runtime", "timeline", "web"},
-    "bench": {"control", "report", "workload"},
+    "serving": {"control", "length_prefix", "processor", "runtime", "timeline", "web"},
+    "bench": {"control", "processor", "report", "workload"},
     "web": {"control", "length_prefix", "report", "simulation", "timeline", "workload"},
     "bundled": set(),
     "cli": {
@@ -46,7 +47,7 @@ SERVING_WITH_TORCH = ("worker", "llm.py")
 # table of connectors.
 TORCH_FREE_RUNTIME = {
     "checkpoint", "dtypes", "kv_geometry", "mapped_file", "model_config", "models", "safetensors_directory",
-    "safetensors_file", "stored_tensor", "weight_format",
+    "safetensors_file", "stored_tensor", "weight_bytes", "weight_format",
     "quantization", "quantization.packed_weight", "quantization.quantization_config",
     "gguf", "gguf.ggml_types", "gguf.gguf_checkpoint", "gguf.gguf_config", "gguf.gguf_file", "gguf.gguf_metadata",
     "gguf.gguf_vocabulary",

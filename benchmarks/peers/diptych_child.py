@@ -1,6 +1,6 @@
 """Diptych's engine behind the line protocol of vllm_child.py: the whole loop of scheduler and model, no sockets.
 
-diptych_child.py MODEL_DIR THREADS [INSTRUCTION_SET]
+diptych_child.py MODEL_DIR THREADS [INSTRUCTION_SET [QUANTIZE]]
 """
 
 import json
@@ -8,6 +8,7 @@ import random
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from diptych.control.config import shape_preset
 from diptych.control.engine.engine_core import EngineCore
@@ -21,6 +22,8 @@ from diptych.runtime.threads import configure_threads
 def main() -> None:
     """Serve commands until standard input ends."""
     configure_threads(int(sys.argv[2]), bind=True)
+    quantize = sys.argv[4] if len(sys.argv) > 4 else "none"
+    weights: dict[str, Any] = {} if quantize == "none" else {"quantize": quantize}
     config = RunnerConfig(
         model=Path(sys.argv[1]),
         dtype="bfloat16",
@@ -28,6 +31,7 @@ def main() -> None:
         max_model_len=8192 + 256,
         kv_bytes=2 << 30,
         instruction_set=sys.argv[3] if len(sys.argv) > 3 else AUTO,
+        **weights,
     )
     runner = load_runner(config)
     settings = shape_preset("unified", max_num_seqs=32)

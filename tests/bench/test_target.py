@@ -60,9 +60,11 @@ def test_the_first_model_is_taken_and_the_software_is_named() -> None:
     assert (facts.model, facts.max_model_len, facts.software) == ("a", 99, "1.2")
 
 
-def test_a_server_that_names_its_instruction_set_is_recorded_with_it() -> None:
+def test_a_server_that_names_its_instruction_set_and_processor_is_recorded_with_them() -> None:
     reply = (200, {"version": "1.2", "instruction_set": "avx2"})
     assert found(models=models({"id": "a"}), version=reply).facts.software == "1.2, avx2"
+    reply[1]["processor"] = "a processor (2 of 2 cores)"
+    assert found(models=models({"id": "a"}), version=reply).facts.software == "1.2, avx2, a processor (2 of 2 cores)"
 
 
 def test_the_context_of_a_llama_cpp_server_is_what_a_request_may_have() -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from diptych.control.cluster.cluster_config import ClusterConfig, cluster_config
 from diptych.control.errors import ConfigError
 from diptych.control.router.routing import RoutingName
+from diptych.processor import Processor
 from diptych.serving.fleet.exit_status import count_oom_kills, in_words, is_crash
 from diptych.serving.fleet.fleet import joint_ready
 from diptych.serving.fleet.fleet_options import FleetOptions, divide_cores
@@ -55,18 +57,47 @@ def test_settings_that_contradict_or_do_nothing_are_refused(changes: dict[str, A
         FleetOptions(**changes)
 
 
+def shares(cores: Sequence[tuple[int, ...]], num_workers: int, wish: str | None) -> list[tuple[str | None, int | None]]:
+    divided = divide_cores(cores, num_workers, wish)
+    return [(share.cpus, share.num_threads) for share in divided if share is not None]
+
+
 def test_the_cores_are_divided_and_sharing_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    assert divide_cores([0, 1, 2, 3], 1, None) == (None,)
-    assert divide_cores([0, 1, 2, 3, 4], 2, None) == ("0,1", "2,3")
-    assert divide_cores([0, 1, 2, 3], 2, "1") == ("0", "1")
-    assert divide_cores([0, 1], 2, "0-3/4,6") == ("0,1,2,3", "4,6")
+    cores = [(0,), (1,), (2,), (3,)]
+    assert divide_cores(cores, 1, None) == (None,)
+    assert shares([*cores, (4,)], 2, None) == [("0,1", 2), ("2,3", 2)]
+    assert shares(cores, 2, "1") == [("0", 1), ("1", 1)]
+    assert shares(cores[:2], 2, "0-3/4,6") == [("0,1,2,3", None), ("4,6", None)]
     assert not caplog.records
     with caplog.at_level(logging.WARNING):
-        assert divide_cores([0, 1], 3, None) == ("0", "1", "0")
+        assert shares(cores[:2], 3, None) == [("0", 1), ("1", 1), ("0", 1)]
     assert "share a core" in caplog.text
     for wish, words in (("9", "cores_per_worker is 9"), ("0/1/2", "3 lists for 2 workers"), ("a/b", "expected a list")):
         with pytest.raises(ConfigError, match=words):
-            divide_cores([0, 1], 2, wish)
+            divide_cores(cores[:2], 2, wish)
+
+
+def test_workers_get_whole_cores_and_never_one_sibling_each() -> None:
+    assert shares([(0, 2), (1, 3)], 2, None) == [("0,2", 1), ("1,3", 1)]
+    assert shares([(0, 1), (2, 3), (4,), (5,)], 2, "2") == [("0,1,2,3", 2), ("4,5", 2)]
+
+
+@pytest.mark.parametrize(
+    ("device", "quota", "told"),
+    [
+        (DeviceOptions(), None, [("0,2", 1), ("1,3", 1)]),
+        (DeviceOptions(threads=2), None, [("0,2", 2), ("1,3", 2)]),
+        (DeviceOptions(cores="0,2,1,3"), None, [("0,2", None), ("1,3", None)]),  # a thread for each CPU that was named
+        (DeviceOptions(cores="0-1"), None, [("0", None), ("1", None)]),
+        (DeviceOptions(), 1.5, [(None, 1), (None, 1)]),  # nothing is pinned: other groups would be pinned there, too
+    ],
+)
+def test_a_fleet_divides_the_cores_of_its_processor(
+    device: DeviceOptions, quota: float | None, told: list[tuple[str | None, int | None]]
+) -> None:
+    processor = Processor("a processor", ((0, 2), (1, 3)), (0, 1, 2, 3), quota)
+    plan = plan_fleet(EngineOptions(device=device), FleetOptions(both=2, transfer="tcp"), processor)
+    assert [(options.device.cores, options.device.threads) for options in plan.options] == told
 
 
 def test_each_worker_is_told_its_place() -> None:

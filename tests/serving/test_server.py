@@ -9,6 +9,7 @@ import torch
 from servers import RunningServer
 
 from diptych import __version__
+from diptych.processor import read_processor
 from diptych.runtime.instruction_set import choose
 from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.link.engine_options import BUNDLED_MODEL
@@ -231,6 +232,8 @@ def test_models_health_ready_version_and_metrics(client: openai.OpenAI, server: 
     assert httpx.get(server.url + "/version").json() == {
         "version": __version__,
         "instruction_set": choose(torch.bfloat16),
+        "weights": "bfloat16",
+        "processor": read_processor().describe(1),
     }
     before = server.metrics()
     complete(client, **extra(ttft_slo_ms=60000, tpot_slo_ms=60000))

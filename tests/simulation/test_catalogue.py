@@ -100,7 +100,7 @@ def test_heads_that_cannot_be_split_are_refused() -> None:
 
 def test_every_device_is_complete_and_plausible() -> None:
     assert len(hardware_names()) >= 10
-    for name in hardware_names():
+    for name in hardware_names("gpu"):
         hardware = load_hardware(name)
         assert hardware.flops["bf16"] > 1e14
         assert hardware.idle_power_w < hardware.power_w

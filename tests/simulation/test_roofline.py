@@ -11,10 +11,11 @@ from diptych.simulation.costs.cost_model import UNBOUNDED
 from diptych.simulation.costs.roofline import RooflineCost, expert_ns, expert_ops
 from diptych.simulation.hardware import load_hardware
 from diptych.simulation.models import load_model
+from diptych.simulation.weight_precision import GPU_WEIGHTS, MatrixFormat
 
 
 def roofline(model: str, hardware: str, tensor_parallel: int = 1, weight_bits: int = 16) -> RooflineCost:
-    return RooflineCost(load_model(model), load_hardware(hardware), tensor_parallel, weight_bits=weight_bits)
+    return RooflineCost(load_model(model), load_hardware(hardware), tensor_parallel, weights=GPU_WEIGHTS[weight_bits])
 
 
 def plan(chunks: tuple[tuple[int, int], ...] = (), num_decodes: int = 0, context: int = 0) -> SchedulerOutput:
@@ -67,7 +68,7 @@ def test_the_latent_line_changes_slope_without_a_jump_when_compute_takes_over() 
 
 def test_experts_are_read_once_however_many_tokens_visit_them() -> None:
     model, hardware = load_model("qwen3-30b-a3b"), load_hardware("h100")
-    op = expert_ops(model, hardware, 1, 16)[0]
+    op = expert_ops(model, hardware, 1, MatrixFormat())[0]
     assert model.moe is not None
     one, many, more = (expert_ns(op, model.moe, n) / op.count - op.launch_ns for n in (1, 256, 512))
     assert one == pytest.approx(8 * (op.weight_ns + op.token_io_ns))

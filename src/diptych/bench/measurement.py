@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,6 +17,7 @@ from diptych.bench.option_grammar import in_words
 from diptych.bench.session import Probe, Session
 from diptych.bench.stalls import longest_gaps
 from diptych.bench.summary import classes, summarize
+from diptych.processor import read_processor
 
 LIBRARIES = ("diptych", "msgspec", "uvloop")
 
@@ -77,11 +77,7 @@ def search(found: GoodputResult, config: SearchConfig, probes: Sequence[Probe]) 
 
 def machine() -> dict[str, Any]:
     """The machine on which the client runs."""
-    model = ""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        lines = (line.partition(":") for line in cpuinfo.read_text().splitlines())
-        model = next((value.strip() for key, _, value in lines if key.strip() == "model name"), "")
+    processor = read_processor()
     versions = {}
     for name in LIBRARIES:
         try:
@@ -89,8 +85,9 @@ def machine() -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             continue
     return {
-        "cpu": model or platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
+        "cpu": processor.name,
+        "cores": len(processor.cores),
+        "processor": processor.describe(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "kernel": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),

@@ -239,4 +239,5 @@ async def _software(client: HttpClient) -> str:
         return ""
     if not isinstance(found, dict):
         return str(found)
-    return ", ".join(str(found[name]) for name in ("version", "instruction_set", "weights") if found.get(name))
+    said = (found.get(name) for name in ("version", "instruction_set", "weights", "processor"))
+    return ", ".join(str(value) for value in said if value)

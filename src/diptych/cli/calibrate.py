@@ -90,7 +90,12 @@ def _measure_and_fit(options: EngineOptions, seconds: float, name: str) -> "Cali
         steps=tuple(steps),
         errors={f"single steps, {law}": error for law, error in step_errors.items()} | live_errors,
         machine={**machine(), "system": platform.system(), "diptych": __version__},
-        settings={"engine": measured.description, "threads": options.device.threads, "cores": options.device.cores},
+        settings={
+            "engine": measured.description,
+            "threads": options.device.threads,
+            "cores": options.device.cores,
+            "quantize": options.device.quantize,
+        },
     )
 
 

@@ -89,7 +89,7 @@ def serve(
     kv_codec: Annotated[CodecName, option("Compress (and round) KV; auto: if it saves time.", WORKERS)] = "none",
     on_failure: Annotated[OnFailure | None, option("What becomes of the requests of a lost worker.", WORKERS)] = None,
     heartbeat_timeout: Annotated[float, option("Seconds without heartbeat until a worker is killed.", WORKERS)] = 10.0,
-    cores_per_worker: Annotated[Text, option("Cores per worker: a number, or lists 0-3/4-7.", WORKERS)] = None,
+    cores_per_worker: Annotated[Text, option("Cores per worker: a number, or lists of CPUs 0-3/4-7.", WORKERS)] = None,
     max_untouched_per_worker: Annotated[Whole, option(UNTOUCHED_HELP, WORKERS, *UNTOUCHED_NAMES)] = None,
     max_queued: Annotated[
         Whole, option("Requests that may wait in the queue; more get 429. Default: 4096.", WORKERS)
@@ -113,8 +113,8 @@ def serve(
     swap_memory: Annotated[str, option("Host memory for swapped requests.", MEMORY)] = "0",
     prefix_cache: Annotated[bool, option("Reuse the KV of equal prompt beginnings.", MEMORY)] = True,
     device: Annotated[DeviceName, option("Where to compute.", MACHINE)] = "auto",
-    threads: Annotated[Whole, option("Compute threads per worker. Default: one per core.", MACHINE)] = None,
-    cores: Annotated[Text, option("Cores to compute on, such as 0-3.", MACHINE)] = None,
+    threads: Annotated[Whole, option("Compute threads per worker. Default: one per physical core.", MACHINE)] = None,
+    cores: Annotated[Text, option("CPUs to compute on, such as 0-3: one thread each.", MACHINE)] = None,
     instruction_set: Annotated[InstructionSetName, option(ISA_HELP, MACHINE, "--isa")] = "auto",
     quantize: Annotated[QuantizeName, option(QUANTIZE_HELP, MACHINE)] = "none",
 ) -> None:
@@ -187,7 +187,7 @@ def generate(
     temperature: Annotated[float, option("0 takes the likeliest token each time.", MODEL)] = 0.7,
     top_p: Annotated[float, option("Only the likeliest tokens of this total probability.", MODEL)] = 1.0,
     seed: Annotated[int | None, option("Repeatable output.", MODEL)] = None,
-    threads: Annotated[int | None, option("Compute threads. Default: one per core.", MACHINE)] = None,
+    threads: Annotated[int | None, option("Compute threads. Default: one per physical core.", MACHINE)] = None,
     dtype: Annotated[DTypeName, option("Arithmetic; auto: the checkpoint's own.", MODEL)] = "auto",
     instruction_set: Annotated[InstructionSetName, option(ISA_HELP, MACHINE, "--isa")] = "auto",
     quantize: Annotated[QuantizeName, option(QUANTIZE_HELP, MODEL)] = "none",
@@ -200,6 +200,7 @@ def generate(
         from diptych.serving.llm import LLM
 
         llm = LLM(model, dtype=dtype, threads=threads, instruction_set=instruction_set, quantize=quantize)
+        print(llm.ready.description, file=sys.stderr)
         sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
         sys.stdout.write(text)
         for piece in llm.stream(text, sampling):

@@ -1,10 +1,12 @@
-"""Which cores and how many threads a worker computes with. Changes the process: call it once, before the first step.
+"""Which CPUs and how many threads a worker computes with. Changes the process: call it once, before the first step.
 
-There is one OpenMP pool (torch's); the native kernels run in it. More threads than cores make every parallel region
-wait for the scheduler of the operating system.
+There is one OpenMP pool (torch's); the native kernels run in it. By default it has one thread for each core: the
+kernels fill a core's execution units, so an SMT sibling adds nothing and takes half of the cache. More threads than
+CPUs make every parallel region wait for the scheduler of the operating system, and are refused.
 """
 
 import ctypes
+import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,45 +14,75 @@ from dataclasses import dataclass
 import torch
 
 from diptych.control.errors import ConfigError
+from diptych.processor import Processor, read_processor
 from diptych.runtime.native import load_native
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class ThreadSettings:
-    """What was set: the cores of this process and the threads of its pool."""
+    """What was set: the CPUs of this process and the threads of its pool."""
 
     cores: tuple[int, ...]
     num_threads: int
+    processor: Processor
 
+    @property
+    def processor_words(self) -> str:
+        """The processor, with the number of its cores that have a thread."""
+        return self.processor.describe(min(self.num_threads, len(self.processor.cores_of(self.cores))))
 
-def available_cores() -> tuple[int, ...]:
-    """The cores that this process may use, ascending."""
-    if hasattr(os, "sched_getaffinity"):
-        return tuple(sorted(os.sched_getaffinity(0)))
-    return tuple(range(os.cpu_count() or 1))
+    @property
+    def words(self) -> str:
+        """The processor and the threads."""
+        return f"{self.processor_words}, {self.num_threads} thread{'s' if self.num_threads > 1 else ''}"
 
 
 def configure_threads(
-    num_threads: int | None = None, cores: Iterable[int] | None = None, *, bind: bool = False
+    num_threads: int | None = None,
+    cores: Iterable[int] | None = None,
+    *,
+    bind: bool = False,
+    processor: Processor | None = None,
 ) -> ThreadSettings:
-    """Pin the process to ``cores`` (default: where it may run now) and size the pool (default: one thread a core).
+    """Pin the process to the CPUs ``cores`` (default: where it may run now) and size the pool: one thread for each of
+    ``cores``, or else for each physical core (processor.num_threads).
 
-    bind: also keep each thread of the pool, the caller's included, on a core of its own. For a process that does
-    nothing else: on a busy machine, two threads that share a core make every step many times slower.
+    bind: also keep each thread of the pool, the caller's included, on a CPU of its own, where the CPUs were named or
+    every core has a thread; with fewer, the operating system finds cores that are free. For a process that does nothing
+    else: on a busy machine, two threads that share a core make every step many times slower.
 
-    Raises ConfigError when a core is not available or there are more threads than cores.
+    Raises ConfigError when a CPU is not available or there are more threads than CPUs; warns of threads that must share
+    a core or a quota.
     """
-    allowed = available_cores()
-    chosen = allowed if cores is None else tuple(sorted(set(cores)))
-    if not chosen or not set(chosen) <= set(allowed):
-        raise ConfigError(f"cores is {chosen}; this process may use {allowed}", param="cores")
-    count = len(chosen) if num_threads is None else num_threads
+    processor = processor or read_processor()
+    chosen = processor.usable if cores is None else tuple(sorted(set(cores)))
+    if not chosen or not set(chosen) <= set(processor.usable):
+        raise ConfigError(f"cores is {chosen}; this process may use {processor.usable}", param="cores")
+    usual = processor.num_threads if cores is None else len(chosen)
+    count = usual if num_threads is None else num_threads
     if not 1 <= count <= len(chosen):
-        raise ConfigError(f"threads is {count}; between 1 and {len(chosen)}, the number of cores", param="threads")
+        raise ConfigError(f"threads is {count}; between 1 and {len(chosen)}, the number of CPUs", param="threads")
+    if num_threads is not None:
+        _warn(count, chosen, processor)
     if cores is not None and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, chosen)
     torch.set_num_threads(count)
-    if bind and count > 1 and (library := load_native()) is not None:
-        places = (ctypes.c_int64 * count)(*chosen[:count])
+    is_placed = cores is not None or count >= len(processor.cores_of(chosen))
+    if bind and is_placed and count > 1 and (library := load_native()) is not None:
+        places = (ctypes.c_int64 * count)(*processor.spread(chosen)[:count])
         library.functions.diptych_bind_threads(ctypes.addressof(places), count)
-    return ThreadSettings(chosen, count)
+    return ThreadSettings(chosen, count, processor)
+
+
+def _warn(count: int, chosen: tuple[int, ...], processor: Processor) -> None:
+    num_cores = len(processor.cores_of(chosen))
+    if count > num_cores:
+        logger.warning("threads is %d on %d cores: SMT siblings share a core, which is rarely faster", count, num_cores)
+    if processor.quota is not None and count > max(1.0, processor.quota):
+        logger.warning(
+            "threads is %d; the control group grants the time of %g CPUs, so threads will be stopped in the middle of "
+            "a step",
+            count, processor.quota,
+        )  # fmt: skip

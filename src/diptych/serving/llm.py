@@ -45,8 +45,8 @@ class LLM:
     """A model in this process.
 
     model: a Hugging Face directory or a GGUF file; None takes the bundled one. shape: chunked or unified.
-    kv_cache_bytes None: a share of the free memory. instruction_set, quantize: see DeviceOptions. Raises ConfigError
-    for what cannot be loaded.
+    kv_cache_bytes None: a share of the free memory. instruction_set, quantize: see DeviceOptions. ``ready`` says what
+    was loaded. Raises ConfigError for what cannot be loaded.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class LLM:
         self.options = options
         self.tokenizer = Tokenizer(Path(options.model))
         loaded = load_engine(options, lambda stage, fraction=None: None)
-        self._ready = loaded.ready
+        self.ready = loaded.ready
         self._engine = LocalEngine(loaded.engine, loaded.runner)
         self._open: dict[str, AnswerStream] = {}
         self._num_requests = 0
@@ -148,7 +148,7 @@ class LLM:
     def _submit(self, prompt: Prompt, params: SamplingParams) -> OutputBuilder:
         text = prompt if isinstance(prompt, str) else None
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        check_prompt(token_ids, params, self._ready)
+        check_prompt(token_ids, params, self.ready)
         request_id, self._num_requests = str(self._num_requests), self._num_requests + 1
         seed = random.getrandbits(63) if params.seed is None else params.seed
         sequences = [

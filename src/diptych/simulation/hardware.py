@@ -10,9 +10,11 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from diptych.control.errors import ConfigError
+
+HardwareKind = Literal["gpu", "cpu"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +65,8 @@ class Achieved:
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
     """One device. memory in bytes, memory_bandwidth in bytes/s, flops: dense FLOP/s by type (bf16, fp8, int8; what is
-    absent is not supported), price in USD per hour of one device, power in watts."""
+    absent is not supported), price in USD per hour of one device, power in watts. A device of kind cpu is all the cores
+    of one worker."""
 
     name: str
     memory_bytes: int
@@ -74,12 +77,15 @@ class Hardware:
     power_w: float
     idle_power_w: float
     achieved: Achieved
+    kind: HardwareKind = "gpu"
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("memory_bytes", "memory_bandwidth", "power_w"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} of {self.name} is {getattr(self, name)}; it must be above 0", param=name)
+        if self.kind not in get_args(HardwareKind):
+            raise ConfigError(f"kind of {self.name} is {self.kind!r}; gpu or cpu", param="kind")
         if "bf16" not in self.flops:
             raise ConfigError(f"flops of {self.name} has no bf16", param="flops")
 
@@ -100,9 +106,10 @@ def load_hardware(name: str, *, extra: Path | None = None) -> Hardware:
     return hardware
 
 
-def hardware_names() -> tuple[str, ...]:
-    """Names of the catalogue, without aliases, in its order."""
-    return tuple(dict.fromkeys(entry.name for entry in _catalogue().values()))
+def hardware_names(kind: HardwareKind | None = None) -> tuple[str, ...]:
+    """Names of the catalogue, without aliases, in its order; of one kind of device or of all."""
+    entries = (entry for entry in _catalogue().values() if kind in (None, entry.kind))
+    return tuple(dict.fromkeys(entry.name for entry in entries))
 
 
 @cache

@@ -15,6 +15,7 @@ from typing import Any
 
 from diptych.control.errors import ConfigError, UnsupportedModelError
 from diptych.simulation.hardware import Hardware
+from diptych.simulation.weight_precision import GPU_WEIGHTS, WeightPrecision
 
 # What an engine takes besides weights and KV: the context of the driver, kernels, captured graphs, and activations.
 # vLLM 0.19 with Llama-3.1-8B, 2,048 tokens a step, reports 41,408 KV tokens on an RTX 4090: 1.24 GB are left over.
@@ -93,15 +94,23 @@ class ModelSpec:
         return 2 * self.kv_heads * self.head_dim
 
     @property
-    def attention_parameters(self) -> int:
-        """Matrices around the attention of one layer."""
+    def attention_shapes(self) -> tuple[tuple[int, int], ...]:
+        """(outputs, inputs) of the matrices around the attention of one layer."""
         if self.mla is None:
-            return self.hidden * (2 * self.query_width + self.kv_width)
+            return (self.query_width + self.kv_width, self.hidden), (self.hidden, self.query_width)
         mla, hidden, heads = self.mla, self.hidden, self.heads
         query = heads * (mla.nope_dim + mla.rope_dim)
-        query_parameters = (hidden + query) * mla.q_rank if mla.q_rank else hidden * query
-        up = mla.kv_rank * heads * (mla.nope_dim + mla.value_dim)
-        return query_parameters + hidden * self.kv_width + up + heads * mla.value_dim * hidden
+        return (
+            *(((mla.q_rank, hidden), (query, mla.q_rank)) if mla.q_rank else ((query, hidden),)),
+            (self.kv_width, hidden),
+            (heads * (mla.nope_dim + mla.value_dim), mla.kv_rank),
+            (hidden, heads * mla.value_dim),
+        )
+
+    @property
+    def attention_parameters(self) -> int:
+        """Matrices around the attention of one layer."""
+        return sum(outputs * inputs for outputs, inputs in self.attention_shapes)
 
     @property
     def mlp_parameters(self) -> int:
@@ -129,6 +138,17 @@ class ModelSpec:
         if self.moe:
             experts = (self.moe.experts_per_token if active else self.moe.experts) + self.moe.shared
             total += self.num_moe_layers * (experts * self.expert_parameters + self.moe.experts * self.hidden)
+        return total
+
+    @property
+    def layer_outputs(self) -> int:
+        """Output channels of the matrices of all layers: each has a scale where weights are quantised by channel."""
+        up = 2 if self.gated_mlp else 1
+        total = self.layers * sum(outputs for outputs, _ in self.attention_shapes)
+        total += (self.layers - self.num_moe_layers) * (up * self.intermediate + self.hidden)
+        if self.moe:
+            experts = (self.moe.experts + self.moe.shared) * (up * self.moe.intermediate + self.hidden)
+            total += self.num_moe_layers * (experts + self.moe.experts)
         return total
 
     @property
@@ -162,10 +182,13 @@ class ModelSpec:
         layers * (kv_rank + rope_dim) * dtype_bytes."""
         return round(self.layers * self.kv_width * dtype_bytes)
 
-    def weight_bytes(self, bits: int = 16) -> int:
-        """Bytes of the weights. Below 16 bits the matrices of the layers shrink; embeddings, head, norms stay at 16."""
-        others = self.num_parameters - self.layer_parameters()
-        return (self.layer_parameters() * bits + others * max(bits, 16)) // 8
+    def weight_bytes(self, weights: WeightPrecision = GPU_WEIGHTS[16]) -> int:
+        """Bytes of all parameters: matrices of the layers, embeddings and lm_head in their formats, vectors in 16
+        bits."""
+        layers = weights.layers.num_bytes(self.layer_outputs, self.layer_parameters())
+        num_heads = weights.tied_copies if self.tied_embeddings else 2
+        head = num_heads * weights.head.num_bytes(self.vocab, self.head_parameters)
+        return layers + head + 2 * self.vector_parameters
 
 
 def kv_bytes_per_gpu(model: ModelSpec, tensor_parallel: int = 1, kv_bits: int = 16) -> int:
@@ -182,7 +205,7 @@ def kv_capacity_tokens(
     hardware: Hardware,
     *,
     tensor_parallel: int = 1,
-    weight_bits: int = 16,
+    weights: WeightPrecision = GPU_WEIGHTS[16],
     kv_bits: int = 16,
     utilization: float = 0.9,
     step_tokens: int = DEFAULT_STEP_TOKENS,
@@ -195,19 +218,23 @@ def kv_capacity_tokens(
     if not 0 < utilization <= 1:
         raise ConfigError(f"utilization is {utilization}; it must be in (0, 1]", param="utilization")
     check_tensor_parallel(model, tensor_parallel)
-    weights = model.weight_bytes(weight_bits) // tensor_parallel
+    weight_bytes = model.weight_bytes(weights) // tensor_parallel
     usable = int(hardware.memory_bytes * utilization)
     width = 2 * model.hidden + (3 if model.gated_mlp else 2) * model.intermediate // tensor_parallel
-    left = usable - weights - ENGINE_RESERVE_BYTES - 2 * step_tokens * width
+    left = usable - weight_bytes - ENGINE_RESERVE_BYTES - 2 * step_tokens * width
     tokens = left // kv_bytes_per_gpu(model, tensor_parallel, kv_bits)
     if tokens < 1:
         raise ConfigError(
             f"{model.name} does not fit on {tensor_parallel} x {hardware.name}: its weights take "
-            f"{weights / 1e9:.1f} GB of each GPU at {weight_bits} bits, {usable / 1e9:.1f} GB are usable "
-            f"({utilization:.0%} of {hardware.memory_bytes / 1e9:.1f} GB); raise tensor_parallel or lower weight_bits",
+            f"{weight_bytes / 1e9:.1f} GB of each at {weights.name}, {usable / 1e9:.1f} GB are usable "
+            f"({utilization:.0%} of {hardware.memory_bytes / 1e9:.1f} GB); {_cure(hardware)}",
             param="tensor_parallel",
         )
     return tokens
+
+
+def _cure(hardware: Hardware) -> str:
+    return "set quantize" if hardware.kind == "cpu" else "raise tensor_parallel or lower weight_bits"
 
 
 def check_tensor_parallel(model: ModelSpec, tensor_parallel: int) -> None:

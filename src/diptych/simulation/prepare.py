@@ -28,6 +28,7 @@ def cache_config(settings: "Settings", scheduler: SchedulerConfig, choice: CostC
             cache = replace(cache, num_blocks=memory.kv_cache_tokens // cache.block_size)
         return replace(cache, enable_prefix_cache=memory.prefix_cache)
     model, hardware = choice.source
+    assert choice.weights is not None, "only a calibration has weights of its own"
     token_bytes = kv_bytes_per_gpu(model, settings.tensor_parallel, settings.kv_bits)
     tokens = memory.kv_cache_tokens
     if tokens is None and memory.kv_cache_bytes is not None:
@@ -37,7 +38,7 @@ def cache_config(settings: "Settings", scheduler: SchedulerConfig, choice: CostC
             model,
             hardware,
             tensor_parallel=settings.tensor_parallel,
-            weight_bits=settings.weight_bits,
+            weights=choice.weights,
             kv_bits=settings.kv_bits,
             utilization=memory.gpu_memory_utilization,
             step_tokens=scheduler.budget.max_batched_tokens,

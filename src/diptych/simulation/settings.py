@@ -34,6 +34,7 @@ from diptych.simulation.faults import FAULTS, MESSAGE_FAULTS, WORKER_FAULTS, Fau
 from diptych.simulation.front_end import FrontEnd
 from diptych.simulation.prepare import cache_config, fleet_pools, swap_block_ns
 from diptych.simulation.scenario import ADMIT_ALL, Scenario
+from diptych.simulation.weight_precision import QuantizeName
 from diptych.workload.build import build
 from diptych.workload.description import SettingsTable, WorkloadConfig
 
@@ -123,12 +124,14 @@ class RandomFaultSettings(SettingsTable, frozen=True, kw_only=True):
 class Settings(SettingsTable, frozen=True, kw_only=True):
     """One simulation. ``model`` and ``hardware``: names of the catalogue (or a config.json); not needed when ``cost``
     is a file of ``diptych calibrate``, which knows both. routing to max_queued: as for ``diptych serve`` (None: its
-    defaults). admit_all: refuse no request, however long it would wait."""
+    defaults). weight_bits: of a GPU. quantize: on a CPU, as for ``diptych serve``; with a calibration it may only agree
+    with what was measured (None: that, or "none"). admit_all: refuse no request, however long it would wait."""
 
     model: str | None = None
     hardware: str | None = None
     tensor_parallel: AtLeastOne = 1
     weight_bits: Literal[4, 8, 16] = 16
+    quantize: QuantizeName | None = None
     kv_bits: Literal[8, 16] = 16
     cost: str = "auto"
     shape: ShapeName = "chunked"
@@ -224,6 +227,7 @@ def prepare(settings: Settings, *, record_events: bool = False, most_recorded: i
         tensor_parallel=settings.tensor_parallel,
         weight_bits=settings.weight_bits,
         kv_bits=settings.kv_bits,
+        quantize=settings.quantize,
     )
     workload = build(settings.workload, settings.seed)
     engine = EngineConfig(

@@ -241,9 +241,11 @@ def _add_information_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/version", responses={**no_key, 200: {"model": protocol.VersionReply}})
     async def version() -> Response:
-        """The version of this server; once it is loaded, the instruction set of its CPU kernels and its weights."""
-        instruction_set, weights = (llm.ready.instruction_set, llm.ready.weights) if llm.ready else ("", "")
-        return _json({"version": __version__, "instruction_set": instruction_set or None, "weights": weights or None})
+        """The version of this server; once it is loaded, its processor, the instruction set of its CPU kernels and the
+        formats of its weights."""
+        known = llm.ready
+        names = ("instruction_set", "processor", "weights")
+        return _json({"version": __version__, **{name: getattr(known, name, "") or None for name in names}})
 
     @app.get("/metrics", responses={**no_key, 200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
     async def metrics() -> Response:

@@ -280,9 +280,10 @@ class StatusReply(BaseModel):
 
 
 class VersionReply(BaseModel):
-    """The reply of /version. instruction_set: of the kernels on a CPU, null on a GPU. weights: their formats, such as
-    bfloat16 or int8. Both null while the workers load."""
+    """The reply of /version. instruction_set: of the kernels on a CPU; processor: its name, the cores of a worker, its
+    caches: both null on a GPU. weights: their formats, such as bfloat16 or int8. All null while the workers load."""
 
     version: str
     instruction_set: str | None
+    processor: str | None
     weights: str | None

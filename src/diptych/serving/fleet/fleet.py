@@ -400,4 +400,5 @@ def joint_ready(roles: Sequence[Role], known: Mapping[int, Ready]) -> Ready:
         block_size=first.block_size,
         instruction_set=first.instruction_set,
         weights=first.weights,
+        processor=first.processor,
     )

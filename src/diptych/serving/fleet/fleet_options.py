@@ -27,8 +27,8 @@ class FleetOptions:
     both None: one when there is no other worker, else none. transfer: how KV goes from worker to worker, a name of
     CONNECTORS (auto: the first that serves the device). kv_codec: what it is packed with on a wire (int8 and int4
     round, and auto may choose them: answers can differ in places). heartbeat_timeout_s: silence after which a worker is
-    killed and started again. cores_per_worker: a number, or lists such as 0-3/4-7 in the order prefill, decode, both
-    (None: the machine's cores are divided). cluster: how requests are routed, let in and tried again.
+    killed and started again. cores_per_worker: a number, or lists of CPUs such as 0-3/4-7 in the order prefill, decode,
+    both (None: the machine's cores are divided). cluster: how requests are routed, let in and tried again.
     """
 
     prefill: int = 0
@@ -107,40 +107,49 @@ def check_codec(transfer: str, kv_codec: CodecName) -> None:
         )
 
 
-def divide_cores(available: Sequence[int], num_workers: int, wish: str | None) -> tuple[str | None, ...]:
-    """The cores of each worker as a list such as "0,1" (None: all, for one worker without a wish).
+@dataclass(frozen=True, slots=True)
+class CoreShare:
+    """What a worker computes on. cpus: a list such as "0,1" (None: wherever the process may run). num_threads: one for
+    each core of these (None: as many as there are CPUs)."""
 
-    Each gets its share of ``available``, at least one; with more workers than cores they overlap, with a warning in the
-    log. Raises ConfigError for a wish that cannot be met.
+    cpus: str | None
+    num_threads: int | None
+
+
+def divide_cores(cores: Sequence[tuple[int, ...]], num_workers: int, wish: str | None) -> tuple[CoreShare | None, ...]:
+    """The share of each worker of ``cores``, each the CPUs in it (None: all of it, for one worker without a wish).
+
+    Each worker gets whole cores, at least one, with all their SMT siblings: two workers on siblings would take each
+    other's execution units and cache. With more workers than cores they overlap, with a warning in the log. Raises
+    ConfigError for a wish that cannot be met.
     """
     if wish is None:
         if num_workers == 1:
             return (None,)
-        count = max(1, len(available) // num_workers)
-        if num_workers > len(available):
+        count = max(1, len(cores) // num_workers)
+        if num_workers > len(cores):
             logger.warning(
-                "%d workers on %d cores: some share a core and will disturb each other", num_workers, len(available)
+                "%d workers on %d cores: some share a core and will disturb each other", num_workers, len(cores)
             )
     elif not wish.isdigit():
         return _listed_cores(wish, num_workers)
     else:
         count = int(wish)
-        if not 1 <= count <= len(available):
-            raise ConfigError(
-                f"cores_per_worker is {count}; it must be in [1, {len(available)}]", param="cores_per_worker"
-            )
-        if count * num_workers > len(available):
-            logger.warning("%d workers of %d cores each on %d cores: they overlap", num_workers, count, len(available))
-    cores = [
-        [available[(worker * count + at) % len(available)] for at in range(count)] for worker in range(num_workers)
-    ]
-    return tuple(",".join(map(str, own)) for own in cores)
+        if not 1 <= count <= len(cores):
+            raise ConfigError(f"cores_per_worker is {count}; it must be in [1, {len(cores)}]", param="cores_per_worker")
+        if count * num_workers > len(cores):
+            logger.warning("%d workers of %d cores each on %d cores: they overlap", num_workers, count, len(cores))
+    shares = []
+    for worker in range(num_workers):
+        own = [cores[(worker * count + at) % len(cores)] for at in range(count)]
+        shares.append(CoreShare(",".join(str(cpu) for core in own for cpu in core), count))
+    return tuple(shares)
 
 
-def _listed_cores(wish: str, num_workers: int) -> tuple[str, ...]:
+def _listed_cores(wish: str, num_workers: int) -> tuple[CoreShare, ...]:
     lists = wish.split("/")
     if len(lists) != num_workers:
         raise ConfigError(
             f"cores_per_worker is {wish!r}: {len(lists)} lists for {num_workers} workers", param="cores_per_worker"
         )
-    return tuple(",".join(map(str, parse_cores(cores))) for cores in lists)
+    return tuple(CoreShare(",".join(map(str, parse_cores(cpus))), None) for cpus in lists)

@@ -4,7 +4,6 @@ Owns the translation of one EngineOptions and FleetOptions into one EngineOption
 where there is some; must never start a process.
 """
 
-import os
 import secrets
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,10 +14,10 @@ from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.config import prefill_scheduler
 from diptych.control.errors import ConfigError
 from diptych.control.router.topology import LinkCosts
+from diptych.processor import Processor, read_processor
 from diptych.runtime.kv_geometry import KVGeometry, read_kv_geometry
-from diptych.runtime.models.registry import read_model_config
 from diptych.runtime.transfer import CONNECTORS
-from diptych.serving.fleet.fleet_options import FleetOptions, check_codec, divide_cores
+from diptych.serving.fleet.fleet_options import CoreShare, FleetOptions, check_codec, divide_cores
 from diptych.serving.fleet.shared_memory import SharedMemory, create_shared_memory, default_num_blocks
 from diptych.serving.link.engine_options import EngineOptions, PoolShare, WorkerPlace, parse_cores
 
@@ -45,11 +44,11 @@ class FleetPlan:
             self.memory.close()
 
 
-def plan_fleet(options: EngineOptions, fleet: FleetOptions) -> FleetPlan:
-    """The options of each worker. Raises ConfigError, also for what a worker would refuse when it loads."""
+def plan_fleet(options: EngineOptions, fleet: FleetOptions, processor: Processor | None = None) -> FleetPlan:
+    """The options of each worker on ``processor`` (None: this machine's). Raises ConfigError, also for what a worker
+    would refuse when it loads."""
     roles = fleet.roles
-    available = parse_cores(options.device.cores) if options.device.cores else sorted(os.sched_getaffinity(0))
-    cores = divide_cores(available, len(roles), fleet.cores_per_worker)
+    cores = _core_shares(options, fleet, processor or read_processor())
     cluster = replace(fleet.cluster, slo=options.slo)
     if len(roles) == 1:
         return FleetPlan((_on_cores(options, cores[0]),), cluster)
@@ -79,6 +78,18 @@ def plan_fleet(options: EngineOptions, fleet: FleetOptions) -> FleetPlan:
     return FleetPlan(tuple(told), cluster, memory)
 
 
+def _core_shares(options: EngineOptions, fleet: FleetOptions, processor: Processor) -> tuple[CoreShare | None, ...]:
+    """Of each worker. CPUs that were named get a thread each. Under a quota of time nothing is pinned: other groups of
+    the host would be pinned to the same CPUs."""
+    named, num_workers = options.device.cores, len(fleet.roles)
+    if named:
+        shares = divide_cores(processor.cores_of(parse_cores(named)), num_workers, fleet.cores_per_worker)
+        return tuple(share and replace(share, num_threads=None) for share in shares)
+    if processor.is_limited_by_quota and fleet.cores_per_worker is None and num_workers > 1:
+        return (CoreShare(None, max(1, processor.num_threads // num_workers)),) * num_workers
+    return divide_cores(processor.cores_of(processor.usable), num_workers, fleet.cores_per_worker)
+
+
 def _transfer(options: EngineOptions, fleet: FleetOptions) -> str:
     """The connector that was asked for, or the first that serves the device. Raises ConfigError when it does not, and
     for a codec that it does not have."""
@@ -98,8 +109,7 @@ def _shared_memory(options: EngineOptions, geometry: KVGeometry, num_workers: in
     if options.memory.kv_cache_bytes is not None:
         num_blocks = geometry.blocks_within(options.memory.kv_cache_bytes)
     else:
-        length = options.max_model_len or read_model_config(options.model).max_position_embeddings
-        num_blocks = default_num_blocks(geometry, length, num_workers)
+        num_blocks = default_num_blocks(options, geometry, num_workers)
     return create_shared_memory(geometry, [num_blocks] * num_workers)
 
 
@@ -114,10 +124,12 @@ def _share(memory: SharedMemory | None, number: int) -> PoolShare | None:
     )
 
 
-def _on_cores(options: EngineOptions, cores: str | None) -> EngineOptions:
-    if cores is None:
+def _on_cores(options: EngineOptions, share: CoreShare | None) -> EngineOptions:
+    if share is None:
         return options
-    return msgspec.structs.replace(options, device=msgspec.structs.replace(options.device, cores=cores))
+    threads = options.device.threads or share.num_threads
+    device = msgspec.structs.replace(options.device, cores=share.cpus, threads=threads)
+    return msgspec.structs.replace(options, device=device)
 
 
 def _numbered(path: Path, number: int) -> str:

@@ -12,6 +12,7 @@ import diptych
 from diptych.control.config import SchedulerConfig
 from diptych.control.errors import ConfigError
 from diptych.control.slo import Slo
+from diptych.processor import parse_cpu_list
 from diptych.runtime.transfer.connector import CodecName
 
 DTypeName = Literal["auto", "bfloat16", "float32"]
@@ -24,9 +25,9 @@ BUNDLED_MODEL = Path(diptych.__file__).parent / "bundled" / "stdlib-python"
 
 
 class DeviceOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the worker computes. threads None: one per core of ``cores`` or of the process. instruction_set: of the
-    native kernels on a cpu; auto takes the fastest that the processor has. quantize: weights in floating point become
-    whole numbers when they are loaded, on a cpu."""
+    """Where the worker computes. cores: CPUs by number. threads None: one for each of these, or else for each physical
+    core that the process may use. instruction_set: of the native kernels on a cpu; auto takes the fastest that the
+    processor has. quantize: weights in floating point become whole numbers when they are loaded, on a cpu."""
 
     device: DeviceName = "auto"
     dtype: DTypeName = "auto"
@@ -93,16 +94,10 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 def parse_cores(text: str) -> tuple[int, ...]:
     """The CPU numbers of a list such as "0-3,8". Raises ConfigError."""
-    numbers: list[int] = []
     try:
-        for part in text.split(","):
-            first, _, last = part.partition("-")
-            numbers.extend(range(int(first), int(last or first) + 1))
+        return parse_cpu_list(text)
     except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 0:
-        raise ConfigError(f"cores is {text!r}; expected a list such as 0-3,8", param="cores")
-    return tuple(dict.fromkeys(numbers))
+        raise ConfigError(f"cores is {text!r}; expected a list such as 0-3,8", param="cores") from None
 
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}

@@ -71,6 +71,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     block_size: int = 0
     instruction_set: str = ""  # of the kernels on a cpu
     weights: str = ""  # their formats
+    processor: str = ""  # on a cpu: its name, the cores that are used, its caches
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):

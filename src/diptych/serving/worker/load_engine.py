@@ -18,7 +18,6 @@ from diptych.control.errors import ConfigError
 from diptych.runtime.checkpoint import open_checkpoint
 from diptych.runtime.kv_geometry import KVGeometry, read_kv_geometry
 from diptych.runtime.model_config import ModelConfig
-from diptych.runtime.models.registry import read_model_config
 from diptych.runtime.transfer import CONNECTORS, make_connector
 from diptych.runtime.transfer.connector import KVConnector, TransferOptions
 from diptych.runtime.transfer.kv_format import KVFormat
@@ -80,7 +79,7 @@ def load_engine(options: EngineOptions, report: Report) -> "LoadedEngine[ModelRu
         for features, duration_ns in warm_up(runner):
             engine.observe(features, duration_ns)
     model, loaded, capacity = runner.model_config, runner.loaded, engine.kv.capacity_tokens
-    where = f"{device} ({loaded.instruction_set}), {threads.num_threads} threads" if device == "cpu" else device
+    where = f"{threads.words}, {loaded.instruction_set}" if device == "cpu" else device
     cache = f"KV cache of {capacity:,} tokens ({runner.num_blocks * geometry.block_bytes / 2**30:.2f} GiB)"
     description = f"{model.architecture}, {loaded.weights}, {where}, {cache}"
     ready = Ready(
@@ -93,6 +92,7 @@ def load_engine(options: EngineOptions, report: Report) -> "LoadedEngine[ModelRu
         f"{description}; {loaded.note}" if loaded.note else description,
         instruction_set=loaded.instruction_set if device == "cpu" else "",
         weights=loaded.weights,
+        processor=threads.processor_words if device == "cpu" else "",
     )
     return LoadedEngine(engine, runner, ready, recorder)
 
@@ -131,8 +131,7 @@ def _runner_config(options: EngineOptions, device: str, geometry: KVGeometry) ->
             )
         num_blocks = geometry.blocks_within(memory.kv_cache_bytes)
     else:
-        length = options.max_model_len or read_model_config(options.model).max_position_embeddings
-        num_blocks = default_num_blocks(geometry, length, 1)
+        num_blocks = default_num_blocks(options, geometry, 1, device)
     return RunnerConfig(
         model=options.model,
         dtype=options.device.dtype,

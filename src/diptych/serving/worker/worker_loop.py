@@ -106,7 +106,7 @@ class Worker:
             self._take_messages(now)
             core.end_turn(now)
             self._flush(now)
-            output, result = core.begin_step(now), None
+            output, result = core.begin_step(now) if self._is_running else None, None
             self._flush(now)  # before the step, which may take long
             if output is not None:
                 heartbeat.begin_step(output.predicted_ns)

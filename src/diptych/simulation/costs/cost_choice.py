@@ -18,18 +18,20 @@ from diptych.simulation.costs.profiled import ProfileInfo, load_profile, profile
 from diptych.simulation.costs.roofline import RooflineCost
 from diptych.simulation.hardware import Hardware, load_hardware
 from diptych.simulation.models import ModelSpec, load_model
+from diptych.simulation.weight_precision import QuantizeName, WeightPrecision, weight_precision
 
 COSTS = ("auto", "tables", "operators", "roofline", "aiconfigurator")
 
 
 @dataclass(frozen=True, slots=True)
 class CostChoice:
-    """A cost model, one sentence about it, and what it is of."""
+    """A cost model, one sentence about it, and what it is of. weights: None where a calibration has measured them."""
 
     cost: CostModel
     words: str
     source: Calibration | tuple[ModelSpec, Hardware]
     max_model_len: int
+    weights: WeightPrecision | None = None
 
     @property
     def hardware(self) -> Hardware | None:
@@ -44,13 +46,16 @@ class Wanted:
     model: ModelSpec
     hardware: Hardware
     tensor_parallel: int
-    weight_bits: int
+    weights: WeightPrecision
     kv_bits: int
 
+    @property
+    def is_16_bits(self) -> bool:
+        """Weights and KV, as most measurements are."""
+        return self.weights.bits == self.kv_bits == 16
+
     def __str__(self) -> str:
-        bits = (
-            "" if self.weight_bits == self.kv_bits == 16 else f" (weights {self.weight_bits}, KV {self.kv_bits} bits)"
-        )
+        bits = "" if self.is_16_bits else f" (weights {self.weights.name}, KV {self.kv_bits} bits)"
         return f"{self.model.name} on {self.tensor_parallel} x {self.hardware.name}{bits}"
 
 
@@ -62,21 +67,26 @@ def choose_cost(
     tensor_parallel: int = 1,
     weight_bits: int = 16,
     kv_bits: int = 16,
+    quantize: QuantizeName | None = None,
 ) -> CostChoice:
     """The cost model called ``name``: one of COSTS, a layer table or a profile of the catalogue by its name, or the
     path of a file of ``diptych calibrate``.
 
-    Raises ConfigError when it does not exist for the model and the device, or when one of these is not named.
+    weight_bits, quantize: see weight_precision. A calibration has its own weights: ``quantize`` may only agree with
+    them. Raises ConfigError when the cost model does not exist for the model and the device, or when one of these is
+    not named.
     """
     if name not in COSTS and name not in layer_table_names() and name not in profile_names():
-        return _calibrated(name)
+        return _calibrated(name, quantize)
     if model is None or hardware is None:
         missing = "model" if model is None else "hardware"
         example = "llama-3-8b" if model is None else "h100"
         raise ConfigError(f"{missing} is not set; name one of the catalogue, such as {example}", param=missing)
-    wanted = Wanted(load_model(model), load_hardware(hardware), tensor_parallel, weight_bits, kv_bits)
+    device = load_hardware(hardware)
+    weights = weight_precision(device, weight_bits, quantize)
+    wanted = Wanted(load_model(model), device, tensor_parallel, weights, kv_bits)
     cost, words = _priced(name, wanted)
-    return CostChoice(cost, words, (wanted.model, wanted.hardware), wanted.model.max_context)
+    return CostChoice(cost, words, (wanted.model, device), wanted.model.max_context, weights)
 
 
 def _priced(name: str, wanted: Wanted) -> tuple[CostModel, str]:
@@ -99,7 +109,7 @@ def _priced(name: str, wanted: Wanted) -> tuple[CostModel, str]:
                 f"cost is {name!r}, which is of {info.model} on {_fleet(info)}, not {wanted}", param="cost"
             )
         return profile, f"published profile of {profile.info.model} on {_fleet(profile.info)}"
-    weight_bits, kv_bits = wanted.weight_bits, wanted.kv_bits
+    weight_bits, kv_bits = wanted.weights.bits, wanted.kv_bits
     if name in ("auto", "operators"):
         try:
             operators = operator_table_cost(model, hardware, devices, weight_bits=weight_bits, kv_bits=kv_bits)
@@ -112,7 +122,7 @@ def _priced(name: str, wanted: Wanted) -> tuple[CostModel, str]:
             model.name, hardware.name, devices, weight_bits=weight_bits, kv_bits=kv_bits
         )
         return engine, f"aiconfigurator's tables of {wanted}"
-    roofline = RooflineCost(model, hardware, devices, weight_bits=weight_bits, kv_bits=kv_bits)
+    roofline = RooflineCost(model, hardware, devices, weights=wanted.weights, kv_bits=kv_bits)
     return roofline, f"roofline of {wanted}, with measured efficiencies"
 
 
@@ -126,7 +136,7 @@ def _holds(info: TableInfo | ProfileInfo, wanted: Wanted) -> bool:
     """Whether measurements are of what is wanted: the same device, number of devices, dimensions, and 16 bits."""
     return (
         info.tensor_parallel == wanted.tensor_parallel
-        and wanted.weight_bits == wanted.kv_bits == 16
+        and wanted.is_16_bits
         and load_hardware(info.hardware).name == wanted.hardware.name
         and _dimensions(load_model(info.model)) == _dimensions(wanted.model)
     )
@@ -141,7 +151,7 @@ def _dimensions(model: ModelSpec) -> ModelSpec:
     return replace(model, name="", max_context=1)
 
 
-def _calibrated(name: str) -> CostChoice:
+def _calibrated(name: str, quantize: QuantizeName | None) -> CostChoice:
     path = Path(name)
     if not path.exists():
         tables = ", ".join((*layer_table_names(), *profile_names()))
@@ -150,5 +160,13 @@ def _calibrated(name: str) -> CostChoice:
             param="cost",
         )
     calibration = read_calibration(path)
-    words = f"calibration of {Path(calibration.model).name} on this machine ({path.name}, {calibration.cost.name} law)"
+    measured = calibration.quantize
+    if quantize is not None and quantize != measured:
+        raise ConfigError(
+            f"quantize is {quantize}; {path.name} was measured with {measured}: leave quantize out, or calibrate again",
+            param="quantize",
+        )
+    weights = "" if measured == "none" else f" with {measured} weights"
+    law = f"{path.name}, {calibration.cost.name} law"
+    words = f"calibration of {Path(calibration.model).name}{weights} on this machine ({law})"
     return CostChoice(calibration.cost, words, calibration, calibration.max_model_len)

@@ -109,6 +109,11 @@ class Calibration:
     machine: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def quantize(self) -> str:
+        """What the measured engine's weights were quantised to; "none" in files from before there was a choice."""
+        return self.settings.get("quantize") or "none"
+
     def worker(self, scheduler: SchedulerConfig) -> EngineConfig:
         """A worker of this machine with a scheduler of one's choice."""
         return EngineConfig(cache=self.cache, scheduler=scheduler, max_model_len=self.max_model_len)

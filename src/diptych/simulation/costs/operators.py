@@ -25,6 +25,7 @@ from diptych.simulation.costs.roofline import expert_ns, expert_ops
 from diptych.simulation.hardware import Hardware
 from diptych.simulation.models import ModelSpec, MoESpec
 from diptych.simulation.packed_tables import packed_names, packed_table
+from diptych.simulation.weight_precision import MatrixFormat
 
 US = 1e6
 
@@ -183,7 +184,7 @@ def _shape_distance(wanted: MoESpec, hidden: int, other: MoESpec, other_hidden: 
 def _expert_us(model: ModelSpec, hardware: Hardware, tensor_parallel: int, tokens: float) -> float:
     """Roofline of the experts of all layers (only ratios of it are used)."""
     assert model.moe is not None
-    ops = expert_ops(model, hardware, tensor_parallel, 16)
+    ops = expert_ops(model, hardware, tensor_parallel, MatrixFormat())
     return sum(expert_ns(op, model.moe, int(tokens)) / op.count for op in ops)
 
 

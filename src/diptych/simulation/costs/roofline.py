@@ -15,6 +15,7 @@ from diptych.control.step import SchedulerOutput
 from diptych.simulation.costs.cost_model import UNBOUNDED, DecodeLine
 from diptych.simulation.hardware import Hardware
 from diptych.simulation.models import ModelSpec, MoESpec, check_tensor_parallel
+from diptych.simulation.weight_precision import GPU_WEIGHTS, MatrixFormat, WeightPrecision
 
 NS = 1e9
 ACTIVATION_BYTES = 2
@@ -63,7 +64,7 @@ class AttentionOp:
 class RooflineCost:
     """CostModel of ``tensor_parallel`` devices that run one worker.
 
-    weight_bits: 16, 8 (in the device's 8-bit arithmetic where it has any, else weights only) or 4 (weights only).
+    weights: products run in 8 bits where their format allows it and the device has a peak for it, else in bf16.
     step_overhead_s: host time of a step in place of the hardware entry's.
     For one number of sequences the decode step is one line, or two where attention changes from memory to compute
     (latent attention with many heads).
@@ -75,19 +76,19 @@ class RooflineCost:
         hardware: Hardware,
         tensor_parallel: int = 1,
         *,
-        weight_bits: int = 16,
+        weights: WeightPrecision = GPU_WEIGHTS[16],
         kv_bits: int = 16,
         step_overhead_s: float | None = None,
     ) -> None:
         check_tensor_parallel(model, tensor_parallel)
-        self.name = f"roofline:{model.name}:{hardware.name}:tp{tensor_parallel}:w{weight_bits}:kv{kv_bits}"
+        self.name = f"roofline:{model.name}:{hardware.name}:tp{tensor_parallel}:{weights.name}:kv{kv_bits}"
         achieved = hardware.achieved
-        self._ops = linear_ops(model, hardware, tensor_parallel, weight_bits)
-        self._experts = expert_ops(model, hardware, tensor_parallel, weight_bits)
+        self._ops = linear_ops(model, hardware, tensor_parallel, weights.layers)
+        self._experts = expert_ops(model, hardware, tensor_parallel, weights.layers)
         self._moe = model.moe
         self._attention = attention_op(model, hardware, tensor_parallel, kv_bits)
         rate = hardware.memory_bandwidth * achieved.elementwise_memory
-        self._head = _linear(hardware, 1, model.hidden, -(-model.vocab // tensor_parallel), 16)
+        self._head = _linear(hardware, 1, model.hidden, -(-model.vocab // tensor_parallel), weights.head)
         self._sampled_ns = NS * SAMPLER_BYTES * model.vocab / rate
         overhead = achieved.step_overhead_s if step_overhead_s is None else step_overhead_s
         kernels = model.layers * KERNELS_PER_LAYER + model.num_moe_layers * KERNELS_PER_MOE_LAYER
@@ -153,42 +154,46 @@ class RooflineCost:
         return total
 
 
-def linear_ops(model: ModelSpec, hardware: Hardware, tensor_parallel: int, weight_bits: int) -> tuple[LinearOp, ...]:
+def linear_ops(
+    model: ModelSpec, hardware: Hardware, tensor_parallel: int, weights: MatrixFormat
+) -> tuple[LinearOp, ...]:
     """The dense linear layers of a model: around the attention, and the MLPs (or the shared experts and the router)."""
     tp, hidden = tensor_parallel, model.hidden
-    shapes: list[tuple[int, int, int, int]] = []  # (times a step, inputs, outputs, bits)
+    shapes: list[tuple[int, int, int, MatrixFormat]] = []  # (times a step, inputs, outputs, format)
     if model.mla is None:
         kv = 2 * -(-model.kv_heads // tp) * model.head_dim
-        shapes.append((model.layers, hidden, model.query_width // tp + kv, weight_bits))
-        shapes.append((model.layers, model.query_width // tp, hidden, weight_bits))
+        shapes.append((model.layers, hidden, model.query_width // tp + kv, weights))
+        shapes.append((model.layers, model.query_width // tp, hidden, weights))
     else:
         mla, heads = model.mla, model.heads // tp
         query = heads * (mla.nope_dim + mla.rope_dim)
-        shapes.append((model.layers, hidden, mla.q_rank + model.kv_width, weight_bits))
-        shapes.append((model.layers, mla.q_rank or hidden, query, weight_bits))
-        shapes.append((model.layers, mla.kv_rank, heads * (mla.nope_dim + mla.value_dim), weight_bits))
-        shapes.append((model.layers, heads * mla.value_dim, hidden, weight_bits))
+        shapes.append((model.layers, hidden, mla.q_rank + model.kv_width, weights))
+        shapes.append((model.layers, mla.q_rank or hidden, query, weights))
+        shapes.append((model.layers, mla.kv_rank, heads * (mla.nope_dim + mla.value_dim), weights))
+        shapes.append((model.layers, heads * mla.value_dim, hidden, weights))
     up = 2 if model.gated_mlp else 1
     widths = [(model.layers - model.num_moe_layers, model.intermediate)]
     if model.moe:
-        shapes.append((model.num_moe_layers, hidden, model.moe.experts, 16))
+        shapes.append((model.num_moe_layers, hidden, model.moe.experts, MatrixFormat()))
         widths.append((model.num_moe_layers, model.moe.shared * model.moe.intermediate))
     for count, width in widths:
         if count and width:
-            shapes.append((count, hidden, up * width // tp, weight_bits))
-            shapes.append((count, width // tp, hidden, weight_bits))
+            shapes.append((count, hidden, up * width // tp, weights))
+            shapes.append((count, width // tp, hidden, weights))
     return tuple(_linear(hardware, *shape) for shape in shapes)
 
 
-def expert_ops(model: ModelSpec, hardware: Hardware, tensor_parallel: int, weight_bits: int) -> tuple[LinearOp, ...]:
+def expert_ops(
+    model: ModelSpec, hardware: Hardware, tensor_parallel: int, weights: MatrixFormat
+) -> tuple[LinearOp, ...]:
     """The two linear layers of one expert, whose width is split over the devices (see ``expert_ns``)."""
     if model.moe is None:
         return ()
     width, count = max(1, model.moe.intermediate // tensor_parallel), model.num_moe_layers
     up = 2 if model.gated_mlp else 1
     return (
-        _linear(hardware, count, model.hidden, up * width, weight_bits),
-        _linear(hardware, count, width, model.hidden, weight_bits),
+        _linear(hardware, count, model.hidden, up * width, weights),
+        _linear(hardware, count, width, model.hidden, weights),
     )
 
 
@@ -244,16 +249,16 @@ def elementwise_bytes(model: ModelSpec, tensor_parallel: int) -> float:
     return ACTIVATION_BYTES * model.layers * (norms + activation + rotary)
 
 
-def _linear(hardware: Hardware, count: int, inputs: int, outputs: int, bits: int) -> LinearOp:
-    achieved, flops = hardware.achieved, hardware.flops
-    low = flops.get("fp8", flops.get("int8")) if bits == 8 else None
-    peak, share = (low, achieved.fp8_compute) if low else (flops["bf16"], achieved.gemm_compute)
+def _linear(hardware: Hardware, count: int, inputs: int, outputs: int, weights: MatrixFormat) -> LinearOp:
+    achieved, peak = hardware.achieved, weights.peak(hardware)
+    low = peak != "bf16"
+    share = achieved.fp8_compute if low else achieved.gemm_compute
     memory = hardware.memory_bandwidth * achieved.gemm_memory
     input_bytes = 1 if low else ACTIVATION_BYTES
     return LinearOp(
         count=count,
-        token_compute_ns=NS * 2 * inputs * outputs / (peak * share),
-        weight_ns=NS * inputs * outputs * bits / 8 / memory,
+        token_compute_ns=NS * 2 * inputs * outputs / (hardware.flops[peak] * share),
+        weight_ns=NS * (inputs * outputs * weights.bits + outputs * weights.scale_bits) / 8 / memory,
         token_io_ns=NS * (inputs * input_bytes + outputs * ACTIVATION_BYTES) / memory,
         launch_ns=NS * (achieved.fp8_launch_s if low else achieved.gemm_launch_s),
     )

@@ -173,7 +173,10 @@ def _serve_note(chosen: Machine) -> str:
             "can be simulated, but not yet served, with this model."
         )
     if chosen.weight_bits != 16:
-        note += f" The simulation has weights of {chosen.weight_bits} bits; `diptych serve` computes with 16."
+        note += (
+            f" The simulation has weights of {chosen.weight_bits} bits; `diptych serve` computes with 16 on a GPU, and "
+            "quantises weights (--quantize) on a CPU only."
+        )
     return note
 
 

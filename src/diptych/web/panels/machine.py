@@ -15,6 +15,7 @@ from diptych.simulation.costs.cost_model import CostModel
 from diptych.simulation.fleet.links import LINKS
 from diptych.simulation.hardware import Hardware, hardware_names, load_hardware
 from diptych.simulation.models import ModelSpec, kv_capacity_tokens, load_model, model_names
+from diptych.simulation.weight_precision import GPU_WEIGHTS, weight_precision
 
 SIZES = (1, 2, 4, 8)
 WEIGHT_BITS = (16, 8, 4)
@@ -71,7 +72,7 @@ def catalogue() -> dict[str, list[dict[str, str]]]:
     """What the selection boxes of the pages offer: ``model``, ``hardware`` and ``link``, each value and text."""
     return {
         "model": [{"value": name, "text": _model_text(name)} for name in model_names()],
-        "hardware": [{"value": name, "text": TEXTS.get(name, name)} for name in hardware_names()],
+        "hardware": [{"value": name, "text": TEXTS.get(name, name)} for name in hardware_names("gpu")],
         "link": [{"value": name, "text": TEXTS.get(name, name)} for name in LINKS],
     }
 
@@ -91,16 +92,17 @@ def machine(model: str, hardware: str, num_gpus: int = 0, weight_bits: int = 0) 
     spec, device = load_model(model), load_hardware(hardware)
     size, bits = _smallest_with(spec, device, num_gpus, weight_bits or WEIGHT_BITS[0])
     if not size:
-        for other in WEIGHT_BITS[1:] if not weight_bits else ():
+        for other in WEIGHT_BITS[1:] if not weight_bits and device.kind == "gpu" else ():
             size, bits = _smallest_with(spec, device, num_gpus, other)
             if size:
                 break
     if not size:
-        bits = weight_bits or WEIGHT_BITS[-1]
+        bits = weight_bits or (WEIGHT_BITS[-1] if device.kind == "gpu" else WEIGHT_BITS[0])
         where = f"{num_gpus or f'up to {SIZES[-1]}'} x {device.name} ({device.memory_bytes / 1e9:.0f} GB each)"
+        size_gb = spec.weight_bytes(GPU_WEIGHTS[bits]) / 1e9
         raise ConfigError(
-            f"{spec.name} does not fit on {where}: its weights are {spec.weight_bytes(bits) / 1e9:.0f} GB at {bits} "
-            "bits; choose more or larger GPUs, fewer bits, or a smaller model",
+            f"{spec.name} does not fit on {where}: its weights are {size_gb:.0f} GB at {bits} bits; choose more or "
+            "larger GPUs, fewer bits, or a smaller model",
             param="model",
         )
     choice = choose_cost(
@@ -113,11 +115,12 @@ def _smallest_with(model: ModelSpec, hardware: Hardware, num_gpus: int, weight_b
     """(the fewest GPUs that hold the weights and a useful KV cache, the bits); 0: it does not fit. With ``num_gpus``
     given, only that many are tried, and any cache will do."""
     most = max(hardware.interconnect.all_reduce_latency_s, default=1)
+    weights = weight_precision(hardware, weight_bits)
     for size in (num_gpus,) if num_gpus else SIZES:
         if model.heads % size or size > max(1, most):
             continue
         try:
-            tokens = kv_capacity_tokens(model, hardware, tensor_parallel=size, weight_bits=weight_bits)
+            tokens = kv_capacity_tokens(model, hardware, tensor_parallel=size, weights=weights)
         except ConfigError:
             continue
         if num_gpus or tokens >= min(MIN_KV_TOKENS, model.max_context):

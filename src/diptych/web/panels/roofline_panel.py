@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from diptych.control.step import chunk_attention
-from diptych.simulation.hardware import Hardware
 from diptych.simulation.models import ModelSpec, kv_capacity_tokens
+from diptych.simulation.weight_precision import GPU_WEIGHTS
 from diptych.web.panels.formula import Formula, duration, formula, large, scaled, significant
 from diptych.web.panels.machine import Machine, about, machine, step_ns
 from diptych.web.panels.query import Query
@@ -83,21 +83,12 @@ def decode_attention(model: ModelSpec, batch: int, context: int) -> Work:
     return Work(flop, float(model.kv_bytes_per_token() * batch * (context + 1)))
 
 
-def peak_flops(hardware: Hardware, weight_bits: int) -> tuple[str, float]:
-    """Type and FLOP/s of one device in which the matrix products run."""
-    if weight_bits == 8:
-        for name in ("fp8", "int8"):
-            if name in hardware.flops:
-                return name, hardware.flops[name]
-    return "bf16", hardware.flops["bf16"]
-
-
 def panel(query: RooflineQuery) -> dict[str, Any]:
     """``roof``, ``points`` (each phase, and its two parts), ``series`` (throughput against tokens per step),
     ``phases``, ``formulas`` and ``notes``. Raises ConfigError."""
     chosen = machine(query.model, query.hardware, query.gpus, query.weight_bits)
-    dtype, one_peak = peak_flops(chosen.hardware, chosen.weight_bits)
-    peak = one_peak * chosen.num_gpus
+    dtype = GPU_WEIGHTS[chosen.weight_bits].layers.peak(chosen.hardware)
+    peak = chosen.hardware.flops[dtype] * chosen.num_gpus
     bandwidth = chosen.hardware.memory_bandwidth * chosen.num_gpus
     matrices = {
         "prefill": matrix_work(chosen.model, query.prompt, 1, chosen.weight_bits),
@@ -255,7 +246,7 @@ def _notes(chosen: Machine, query: RooflineQuery, phases: dict[str, dict[str, An
         f"time or for {query.batch:,}.",
     ]
     capacity = kv_capacity_tokens(
-        chosen.model, chosen.hardware, tensor_parallel=chosen.num_gpus, weight_bits=chosen.weight_bits
+        chosen.model, chosen.hardware, tensor_parallel=chosen.num_gpus, weights=GPU_WEIGHTS[chosen.weight_bits]
     )
     if query.batch * query.context > capacity:
         notes.append(
