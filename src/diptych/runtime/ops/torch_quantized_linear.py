@@ -1,8 +1,8 @@
 """Linear layers with weights in whole numbers in plain torch: the reference of the native kernels, and what computes
 where there are none.
 
-torch multiplies whole numbers of 8 bits with one scale per row. Weights in other formats become floating point when
-they are loaded: right, and as large and as fast as if they had never been quantised.
+torch multiplies whole numbers of 8 bits with one scale per row of the weight. Weights in other formats become floating
+point when they are loaded: right, and as large and as fast as if they had never been quantised.
 """
 
 import torch
@@ -13,10 +13,17 @@ from diptych.runtime.weight_format import WeightFormat
 from diptych.runtime.weight_memory import WeightMemory
 
 LARGEST = 127
-SMALLEST_LIMIT = 1e-30  # rows below it count as zeros
+SMALLEST_LIMIT = 1e-30  # spans below it count as zeros
+SPAN = 256  # columns of x that share a scale; see quantized_gemm.h
 
 
-def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def span_of(weight_format: WeightFormat) -> int:
+    """Columns of x that share a scale when a weight of this format is multiplied: whole groups, about 256."""
+    group_size = weight_format.group_size or SPAN
+    return max(group_size, SPAN // group_size * group_size)
+
+
+def quantize_span(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x [rows, columns] -> (int8 [rows, columns], fp32 scales [rows, 1]): the nearest whole numbers, the largest
     magnitude of a row at 127. A row that holds infinity or no number gets zeros and a scale that is no number."""
     wide = x.float()
@@ -47,8 +54,11 @@ class TorchQuantizedLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """See Linear."""
-        numbers, scales = quantize_rows(x)
-        y = torch._int_mm(numbers, self._values.t()) * self._scales * scales
+        y = torch.zeros((x.shape[0], self.out_features), dtype=torch.float32)
+        for part, values in zip(torch.split(x, SPAN, dim=1), torch.split(self._values, SPAN, dim=1), strict=True):
+            numbers, scales = quantize_span(part)
+            y += torch._int_mm(numbers, values.t()) * scales
+        y *= self._scales
         return (y if self._bias is None else y + self._bias).to(self._dtype)
 
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:

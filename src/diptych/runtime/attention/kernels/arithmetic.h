@@ -11,6 +11,9 @@
 
 namespace {
 
+INLINE int64_t minimum(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t maximum(int64_t a, int64_t b) { return a > b ? a : b; }
+
 template <int N> struct Number {
     static constexpr int value = N;
 };

@@ -47,9 +47,6 @@ struct Segment {
     int64_t kv_head, start, end;
 };
 
-INLINE int64_t minimum(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t maximum(int64_t a, int64_t b) { return a > b ? a : b; }
-
 // groups of 16 tokens; tiles take them by two
 template <class S>
 INLINE int num_groups(const Segment &s) {

@@ -64,9 +64,9 @@ template <typename T, bool GATED> class Columns {
     Vec left_bias_, right_bias_;
 };
 
-// bytes that rows in whole numbers take at most, see quantized_gemm.h
+// bytes that rows in whole numbers take at most, with a scale and two sums for each 32 elements: see quantized_gemm.h
 INLINE int64_t quantized_bytes(int64_t rows, int64_t k) {
-    return (rows + 31) / 32 * 32 * (k * 2 + 64) + rows * (8 + k / 32 * 4) + 64;
+    return (rows + 31) / 32 * 32 * (k * 2 + 64) + rows * (k / 32 + 1) * 12;
 }
 
 // the memory of a Team, for a call of this thread
@@ -162,15 +162,16 @@ void pass_panel_tiled(const Linear &p, Tiles &tiles, const char *rest, int64_t r
         tile_rows<Tiles, GATED, false>(p, tiles, rest, p.k * 2, row, count, panel, fetches);
 }
 
-// pass(first row, end, panel range) for this thread's share of the work. A task is a chunk of rows against a few panels:
-// the rows stay in the L2 cache, the panels pass by
+// pass(first row, end, panel range) for this thread's share of the work. A task is a chunk of rows against a group of
+// panels: the rows stay in the L2 cache, the panels pass by. The next task shares with it what is larger
 template <int CHUNK, typename F>
 INLINE void share(const Linear &p, int64_t group, F pass) {
     const int64_t panels = (p.n + 31) / 32, chunks = (p.m + CHUNK - 1) / CHUNK, groups = (panels + group - 1) / group;
 #pragma omp for schedule(dynamic, 1) nowait
     for (int64_t task = 0; task < groups * chunks; task++) {
-        const int64_t row = task % chunks * CHUNK, end = row + CHUNK < p.m ? row + CHUNK : p.m;
-        const int64_t first = task / chunks * group, last = first + group < panels ? first + group : panels;
+        const bool keeps_rows = group * 32 < CHUNK;
+        const int64_t row = (keeps_rows ? task / groups : task % chunks) * CHUNK, end = minimum(row + CHUNK, p.m);
+        const int64_t first = (keeps_rows ? task % groups : task / chunks) * group, last = minimum(first + group, panels);
         pass(row, end, first, last);
     }
 }
