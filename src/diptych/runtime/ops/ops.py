@@ -28,7 +28,7 @@ class Linear(Protocol):
 
 class QuantizedLinear(Linear, Protocol):
     """A linear layer whose weight is in whole numbers. It quantises its rows of x to 8 bits, with a scale
-    for each span of about 256 columns."""
+    for each span of 128 or 256 columns."""
 
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:
         """numbers [count] int64 -> these rows of the weight [count, in_features], in the dtype that is computed in."""

@@ -1,6 +1,5 @@
 // y = x W^T (+ bias) with W in whole numbers of 8 or 4 bits, and rows of x that are quantised to 8 bits when they come: one
-// scale for each span of about 256 elements, because a row of a real model has a few elements that are far larger than
-// the others. Products of whole numbers are summed in 32-bit integers, which are exact, and the sums are scaled and added
+// scale for each span, because a row of a real model has a few elements that are far larger than the others. Products of whole numbers are summed in 32-bit integers, which are exact, and the sums are scaled and added
 // in order: a row's result is bitwise the same in every batch and with every instruction set.
 //
 // Packed: panels of 32 columns as in gemm.h. A panel holds its groups of K one after the other: units of 32 bits
@@ -19,10 +18,11 @@ INLINE int64_t group_bytes(const Weight &w, int64_t k) {
     return numbers_bytes(w.group, w.bits) + scales_bytes(w, k) * (w.has_mins ? 2 : 1);
 }
 
-// How a row is cut. A piece is summed in integers: a group of W that has scales of its own, or a span. A span is as many
-// whole pieces as fit into SPAN elements, at least one; the last one of a row may be shorter.
+// How a row is cut. A piece is summed in integers: a group of W that has scales of its own, or a span. A span of groups is
+// as many as fit into 128 elements, at least one; where W has no groups, it is 256 elements (half of it would cost tiles
+// much of their speed), and the last one of a row may be shorter.
 struct Cut {
-    static constexpr int64_t SPAN = 256;
+    static constexpr int64_t SPAN = 256, SPAN_OF_GROUPS = 128;
     int64_t k, piece, span;
     int32_t offset;  // what is subtracted from each number of W, negated
     bool is_grouped;
@@ -30,7 +30,7 @@ struct Cut {
     ALWAYS_INLINE Cut(const Linear &p) : k(p.k), is_grouped(p.weight.group != p.k || p.weight.has_mins) {
         offset = p.weight.has_mins ? 0 : p.weight.bits == 8 ? -128 : -8;
         piece = is_grouped ? p.weight.group : SPAN;
-        span = piece >= SPAN ? piece : SPAN / piece * piece;
+        span = is_grouped ? maximum(piece, SPAN_OF_GROUPS / piece * piece) : SPAN;
     }
     ALWAYS_INLINE int64_t pieces() const { return (k + piece - 1) / piece; }
     ALWAYS_INLINE int64_t spans() const { return (k + span - 1) / span; }
