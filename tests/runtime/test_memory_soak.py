@@ -38,6 +38,7 @@ def soak(dtype: str, instruction_set: str, num_lengths: int, longest: int) -> in
     return int(psutil.Process().memory_info().rss - before)
 
 
+@pytest.mark.system  # it fills the memory of this process
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is measured on linux")
 @pytest.mark.parametrize(("dtype", "instruction_set"), FAST)
 def test_a_hundred_new_prompt_lengths_take_no_memory(dtype: str, instruction_set: str) -> None:

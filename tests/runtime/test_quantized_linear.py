@@ -155,7 +155,9 @@ def test_a_row_that_is_broken_breaks_no_other_row(native: tuple[Ops, torch.dtype
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-38, -1e-31, 1e33])
-def test_rows_of_very_small_and_very_large_numbers_are_multiplied(native: tuple[Ops, torch.dtype], value: float) -> None:
+def test_rows_of_very_small_and_very_large_numbers_are_multiplied(
+    native: tuple[Ops, torch.dtype], value: float
+) -> None:
     ops, dtype = native
     layer = pack(ops, quantize(torch.eye(32), PER_ROW), dtype)
     result = layer(torch.full((2, 32), value).to(dtype))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from diptych.runtime.instruction_set import TORCH
+from diptych.runtime.instruction_set import TORCH, available
 from diptych.runtime.model_runner import ModelRunner, RunnerConfig, load_runner
 from tests.runtime.checkpoints import prompt_of, reference, runner
 from tests.runtime.driving import generate, greedy
@@ -54,8 +54,16 @@ def logits(worker: ModelRunner) -> torch.Tensor:
     return worker.model.logits(hidden)
 
 
-@pytest.mark.parametrize(("dtype", "instruction_set"), EVERY)
-@pytest.mark.parametrize("family", ["llama-tied-biased", "mistral-window", "qwen2", "qwen3"])
+FASTEST = [("float32", FLOAT32[0]), ("bfloat16", available(torch.bfloat16)[0])]
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "instruction_set"),
+    [
+        *(("llama-tied-biased", *kernels) for kernels in EVERY),
+        *((family, *kernels) for family in ("mistral-window", "qwen2", "qwen3") for kernels in FASTEST),
+    ],
+)
 def test_writer_and_reader_compute_what_a_private_copy_does(
     family: str, dtype: str, instruction_set: str, weights_fd: int
 ) -> None:
