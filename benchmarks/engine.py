@@ -5,7 +5,7 @@
 MODEL_DIR is a Hugging Face directory (scripts/make_random_model.py makes one of a real shape with random weights).
 --vllm VENV and --llamacpp FOLDER (scripts/bench-peers makes both) measure these in the same run: the engines take
 turns, so that a noisy machine disturbs all alike. vLLM computes in bf16; llama.cpp has bf16 weights, or q8_0 beside
-int8 and q4_0 beside int4. Reported: medians, spreads, ratios of medians, and for each rate the share of its ceiling and
+int8 and q4_0 beside int4. Quantised weights are measured beside our own bf16, too. Reported: medians, spreads, ratios of medians, and for each rate the share of its ceiling and
 what limits it. The ceilings are measured in this run, with as many threads:
 
     step = max(bytes of weights / read bandwidth, operations / multiply-add peak) + attention of all layers
@@ -31,7 +31,7 @@ from common import report
 from diptych.processor import read_processor
 
 HERE = Path(__file__).parent
-PREFILLS = (2048, 8192)
+PREFILLS = (2048, 8000)
 BATCHES = (1, 8, 32)
 CONTEXT, STEPS = 512, 48
 GGUF_TYPES = {"none": "bf16", "int8": "q8_0", "int4": "q4_0"}  # by --quantize
@@ -235,6 +235,8 @@ def main() -> None:
     script, threads = HERE / "peers" / "diptych_child.py", str(options.threads)
     ours = [sys.executable, str(script), str(options.model), threads, options.isa, options.quantize]
     engines: list[Engine] = [Child("diptych", ours)]
+    if options.quantize != "none":
+        engines.append(Child("diptych bf16", [*ours[:-1], "none"]))
     if options.vllm:
         theirs = [str(options.vllm / "bin/python"), str(HERE / "peers" / "vllm_child.py"), str(options.model)]
         engines.append(Child("vllm", theirs, vllm_environment(options.vllm)))

@@ -28,7 +28,7 @@ def main() -> None:
         model=Path(sys.argv[1]),
         dtype="bfloat16",
         max_num_seqs=32,
-        max_model_len=8192 + 256,
+        max_model_len=8192,
         kv_bytes=2 << 30,
         instruction_set=sys.argv[3] if len(sys.argv) > 3 else AUTO,
         **weights,

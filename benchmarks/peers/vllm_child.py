@@ -18,7 +18,7 @@ def main() -> None:
     answers = sys.stdout
     sys.stdout = sys.stderr  # vLLM logs to it
     llm = LLM(
-        model=sys.argv[1], dtype="bfloat16", max_model_len=8192 + 256, max_num_seqs=32,
+        model=sys.argv[1], dtype="bfloat16", max_model_len=8192, max_num_seqs=32,
         enable_prefix_caching=False, seed=0,
     )  # fmt: skip
     engine, rng, number = llm.llm_engine, random.Random(0), 0
