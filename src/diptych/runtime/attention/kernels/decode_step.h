@@ -24,7 +24,8 @@ void run_decode_step(const Kernels &kernels, const Step &s) {
         const Team team{memory, &meeting, wait_at_meeting};
         auto meet = [&] { wait_at_meeting(&meeting); };
         auto project = [&](const char *x, const Weight &weight, char *y, int64_t n, int64_t k, bool gated) {
-            linear<S>({x, weight, y, s.rows, n, k, k, gated ? n / 2 : n, gated}, kernels.quantized, team);
+            const Linear p{x, weight, y, s.rows, n, k, k, gated ? n / 2 : n, gated};
+            weight.bits ? kernels.quantized(p, team) : linear<S>(p);
             meet();
         };
         auto add_norm = [&](const char *weight) {

@@ -213,8 +213,7 @@ void gemm_tiled(const Linear &p) {
 
 // for a team of threads: see decode_step.h. Which arithmetic computes a layer depends on its K, never on the rows
 template <class S>
-void linear(const Linear &p, TeamLinear *quantized, const Team &team) {
-    if (p.weight.bits) return quantized(p, team);
+void linear(const Linear &p) {
     if constexpr (S::HAS_TILES) {
         typedef typename S::Tiled::Tiles Tiles;
         if (p.k % 32 == 0) return p.gated ? gemm_tiled<Tiles, true>(p) : gemm_tiled<Tiles, false>(p);
@@ -222,15 +221,31 @@ void linear(const Linear &p, TeamLinear *quantized, const Team &team) {
     p.gated ? gemm<S, true>(p) : gemm<S, false>(p);
 }
 
+constexpr int64_t QUANTIZED_ROWS = 1024;  // at once: they are kept twice
+
+template <class S>
+void run_quantized_linear(const Kernels &kernels, const Linear &p) {
+    typedef typename S::T T;
+    for (int64_t row = 0; row < p.m; row += QUANTIZED_ROWS) {
+        Linear part = p;
+        part.m = minimum(QUANTIZED_ROWS, p.m - row);
+        part.x += row * p.x_stride * sizeof(T);
+        part.y += row * p.y_stride * sizeof(T);
+        Barrier barrier;
+        char *memory = team_memory(part.m, p.k);
+#pragma omp parallel
+        {
+            Meeting meeting{&barrier, omp_get_num_threads()};
+            kernels.quantized(part, {memory, &meeting, wait_at_meeting});
+        }
+    }
+}
+
 template <class S>
 void run_linear(const Kernels &kernels, const Linear &p) {
-    Barrier barrier;
-    char *memory = p.weight.bits ? team_memory(p.m, p.k) : nullptr;
+    if (p.weight.bits) return run_quantized_linear<S>(kernels, p);
 #pragma omp parallel
-    {
-        Meeting meeting{&barrier, omp_get_num_threads()};
-        linear<S>(p, kernels.quantized, {memory, &meeting, wait_at_meeting});
-    }
+    linear<S>(p);
 }
 
 }  // namespace
