@@ -49,14 +49,7 @@ class QuantizedSource:
 def stack(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """Weights of the same columns, one below the other, in their common format. No value changes."""
     wanted = common_format([weight.format for weight in weights])
-    parts = [_in_format(weight, wanted) for weight in weights]
-    mins = [part.mins for part in parts if part.mins is not None]
-    return QuantizedWeight(
-        wanted,
-        torch.cat([part.values for part in parts]),
-        torch.cat([part.scales for part in parts]),
-        torch.cat(mins) if mins else None,
-    )
+    return _concatenated([_in_format(weight, wanted) for weight in weights])
 
 
 def _in_format(weight: QuantizedWeight, wanted: WeightFormat) -> QuantizedWeight:
@@ -77,14 +70,14 @@ def quantize(weight: torch.Tensor, wanted: WeightFormat) -> QuantizedWeight:
 
     Scales and mins of groups are rounded to fp16, as they are kept, before the values are.
     """
-    parts = [_quantize(rows.float(), wanted) for rows in torch.split(weight, ROWS_AT_ONCE)]
+    return _concatenated([_quantize(rows.float(), wanted) for rows in torch.split(weight, ROWS_AT_ONCE)])
+
+
+def _concatenated(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Weights of one format, one below the other."""
     mins = [part.mins for part in parts if part.mins is not None]
-    return QuantizedWeight(
-        wanted,
-        torch.cat([part.values for part in parts]),
-        torch.cat([part.scales for part in parts]),
-        torch.cat(mins) if mins else None,
-    )
+    values, scales = torch.cat([part.values for part in parts]), torch.cat([part.scales for part in parts])
+    return QuantizedWeight(parts[0].format, values, scales, torch.cat(mins) if mins else None)
 
 
 def _quantize(weight: torch.Tensor, wanted: WeightFormat) -> QuantizedWeight:
