@@ -5,8 +5,9 @@
 MODEL_DIR is a Hugging Face directory (scripts/make_random_model.py makes one of a real shape with random weights).
 --vllm VENV and --llamacpp FOLDER (scripts/bench-peers makes both) measure these in the same run: the engines take
 turns, so that a noisy machine disturbs all alike. vLLM computes in bf16; llama.cpp has bf16 weights, or q8_0 beside
-int8 and q4_0 beside int4. Quantised weights are measured beside our own bf16, too. Reported: medians, spreads, ratios of medians, and for each rate the share of its ceiling and
-what limits it. The ceilings are measured in this run, with as many threads:
+int8 and q4_0 beside int4. Quantised weights are measured beside our own bf16, too. Reported: medians, spreads, ratios
+of medians, and for each rate the share of its ceiling and what limits it. The ceilings are measured in this run, with
+as many threads:
 
     step = max(bytes of weights / read bandwidth, operations / multiply-add peak) + attention of all layers
 
