@@ -27,6 +27,15 @@ struct Weight {
     int64_t bits, group, has_mins;  // group: elements of K that share a scale
 };
 
+// the parts of a packed weight [n, k] in whole numbers, in bytes: the numbers of `elements` of K, the scales (or mins) of
+// a group, a group, a panel of 32 columns
+INLINE int64_t numbers_bytes(int64_t elements, int64_t bits) { return elements * 4 * bits; }
+INLINE int64_t scales_bytes(const Weight &w, int64_t k) { return w.group == k ? 128 : 64; }
+INLINE int64_t group_bytes(const Weight &w, int64_t k) {
+    return numbers_bytes(w.group, w.bits) + scales_bytes(w, k) * (w.has_mins ? 2 : 1);
+}
+INLINE int64_t panel_bytes(const Weight &w, int64_t k) { return group_bytes(w, k) * (k / w.group); }
+
 // y = x W^T (+ bias), or silu(gate) * up when gated
 struct Linear {
     const char *x;     // [m, k]

@@ -12,6 +12,8 @@ int64_t source_row(int64_t panel, int64_t column, int64_t n, bool gated) {
     return c >= inner ? n : (column < 16 ? c : inner + c);
 }
 
+int64_t num_panels(int64_t n, bool gated) { return gated ? (n / 2 + 15) / 16 : (n + 31) / 32; }
+
 template <typename T>
 void pack_as(const T *w, T *packed, int64_t n, int64_t k, bool gated) {
     constexpr int LANES = 4 / sizeof(T);
@@ -28,23 +30,9 @@ void pack_as(const T *w, T *packed, int64_t n, int64_t k, bool gated) {
     }
 }
 
-// where the parts of a weight in whole numbers lie: see quantized_gemm.h
-struct QuantizedLayout {
-    int64_t k, bits, group, has_mins;
-
-    int64_t groups() const { return k / group; }
-    int64_t scale_size() const { return groups() == 1 ? 4 : 2; }
-    int64_t numbers() const { return group * 4 * bits; }  // bytes of a group's
-    int64_t group_bytes() const { return numbers() + 32 * scale_size() * (has_mins ? 2 : 1); }
-    int64_t panel_bytes() const { return group_bytes() * groups(); }
-
-    // element e of a group in a column: its byte, and for 4 bits which half
-    int64_t byte_of(int64_t e, int64_t column) const {
-        if (bits == 8) return (e / 4 * 32 + column) * 4 + e % 4;
-        return (e / 8 * 32 + column) * 4 + e % 4;
-    }
-    bool is_high(int64_t e) const { return bits == 4 && e / 4 % 2; }
-};
+// element e of a group in a column of a weight in whole numbers: its byte, and for 4 bits which half
+int64_t byte_of(const Weight &w, int64_t e, int64_t column) { return (e / (32 / w.bits) * 32 + column) * 4 + e % 4; }
+bool is_high(const Weight &w, int64_t e) { return w.bits == 4 && e / 4 % 2; }
 
 float from_half(uint16_t half) {
     const uint32_t sign = (uint32_t)(half & 0x8000) << 16, exponent = half >> 10 & 31, fraction = half & 0x3ff;
@@ -59,10 +47,10 @@ float from_half(uint16_t half) {
     return value;
 }
 
-float scale_at(const char *scales, int64_t column, int64_t size) {
+float scale_at(const char *scales, int64_t column, bool is_fp32) {
     float value;
     uint16_t half;
-    if (size == 4) {
+    if (is_fp32) {
         memcpy(&value, scales + column * 4, 4);
         return value;
     }
@@ -76,19 +64,19 @@ bf16 to_bf16(float x) {  // of a finite number, to nearest even
     return (bf16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-void pack_group(const QuantizedLayout &layout, const uint8_t *values, int64_t column, char *out) {
-    for (int64_t e = 0; e < layout.group; e++) {
-        out[layout.byte_of(e, column)] |= layout.is_high(e) ? values[e] << 4 : values[e];
-    }
+void pack_group(const Weight &w, const uint8_t *values, int64_t column, char *out) {
+    for (int64_t e = 0; e < w.group; e++)
+        out[byte_of(w, e, column)] |= is_high(w, e) ? values[e] << 4 : values[e];
 }
 
-float value_at(const QuantizedLayout &layout, const char *group, int64_t e, int64_t column) {
-    const uint8_t byte = group[layout.byte_of(e, column)];
-    const int value = layout.bits == 8 ? byte : layout.is_high(e) ? byte >> 4 : byte & 15;
-    const char *scales = group + layout.numbers();
-    const float scale = scale_at(scales, column, layout.scale_size());
-    if (!layout.has_mins) return scale * (float)(value - (layout.bits == 8 ? 128 : 8));
-    return scale * (float)value - scale_at(scales + 32 * layout.scale_size(), column, layout.scale_size());
+float value_at(const Weight &w, int64_t k, const char *group, int64_t e, int64_t column) {
+    const uint8_t byte = group[byte_of(w, e, column)];
+    const int value = w.bits == 8 ? byte : is_high(w, e) ? byte >> 4 : byte & 15;
+    const char *scales = group + numbers_bytes(w.group, w.bits);
+    const bool is_fp32 = w.group == k;
+    const float scale = scale_at(scales, column, is_fp32);
+    if (!w.has_mins) return scale * (float)(value - (w.bits == 8 ? 128 : 8));
+    return scale * (float)value - scale_at(scales + scales_bytes(w, k), column, is_fp32);
 }
 
 }  // namespace
@@ -105,29 +93,27 @@ void diptych_pack(const void *w, void *packed, int64_t n, int64_t k, int64_t gat
 
 // bytes of the packed weight
 int64_t diptych_quantized_size(int64_t n, int64_t k, int64_t gated, int64_t bits, int64_t group, int64_t has_mins) {
-    const QuantizedLayout layout{k, bits, group, has_mins};
-    return layout.panel_bytes() * (gated ? (n / 2 + 15) / 16 : (n + 31) / 32);
+    return num_panels(n, gated) * panel_bytes({nullptr, nullptr, bits, group, has_mins}, k);
 }
 
 // values [n, k]; scales, mins (or null) [n, k / group] fp16, or fp32 where a row is one group
 void diptych_pack_quantized(const uint8_t *values, const char *scales, const char *mins, char *packed, int64_t n,
                             int64_t k, int64_t gated, int64_t bits, int64_t group) {
-    const QuantizedLayout layout{k, bits, group, mins != nullptr};
-    const int64_t size = layout.scale_size(), groups = layout.groups();
-    const int64_t panels = gated ? (n / 2 + 15) / 16 : (n + 31) / 32;
+    const Weight w{nullptr, nullptr, bits, group, mins != nullptr};
+    const int64_t size = scales_bytes(w, k) / 32, groups = k / group, panels = num_panels(n, gated);
 #pragma omp parallel for schedule(static)
     for (int64_t panel = 0; panel < panels; panel++) {
-        char *out = packed + panel * layout.panel_bytes();
-        memset(out, 0, layout.panel_bytes());
+        char *out = packed + panel * panel_bytes(w, k);
+        memset(out, 0, panel_bytes(w, k));
         for (int64_t column = 0; column < 32; column++) {
             const int64_t row = source_row(panel, column, n, gated);
             if (row >= n) continue;  // scales of 0
             for (int64_t g = 0; g < groups; g++) {
-                char *to = out + g * layout.group_bytes();
-                pack_group(layout, values + row * k + g * group, column, to);
-                to += layout.numbers() + column * size;
+                char *to = out + g * group_bytes(w, k);
+                pack_group(w, values + row * k + g * group, column, to);
+                to += numbers_bytes(group, bits) + column * size;
                 memcpy(to, scales + (row * groups + g) * size, size);
-                if (mins) memcpy(to + 32 * size, mins + (row * groups + g) * size, size);
+                if (mins) memcpy(to + scales_bytes(w, k), mins + (row * groups + g) * size, size);
             }
         }
     }
@@ -136,17 +122,18 @@ void diptych_pack_quantized(const uint8_t *values, const char *scales, const cha
 // rows `ids` of a weight [n, k] that is not gated, as T: out [count, k]
 void diptych_quantized_rows(const Weight *weight, const int64_t *ids, void *out, int64_t count, int64_t k,
                             int64_t is_bf16) {
-    const QuantizedLayout layout{k, weight->bits, weight->group, weight->has_mins};
+    const Weight &w = *weight;
 #pragma omp parallel for schedule(static) if (count >= 16)
-    for (int64_t i = 0; i < count; i++)
+    for (int64_t i = 0; i < count; i++) {
+        const char *panel = w.w + ids[i] / 32 * panel_bytes(w, k);
         for (int64_t j = 0; j < k; j++) {
-            const char *panel = weight->w + ids[i] / 32 * layout.panel_bytes();
-            const char *group = panel + j / layout.group * layout.group_bytes();
-            const float value = value_at(layout, group, j % layout.group, ids[i] % 32);
+            const char *group = panel + j / w.group * group_bytes(w, k);
+            const float value = value_at(w, k, group, j % w.group, ids[i] % 32);
             if (is_bf16)
                 ((bf16 *)out)[i * k + j] = to_bf16(value);
             else
                 ((float *)out)[i * k + j] = value;
         }
+    }
 }
 }

@@ -1,6 +1,7 @@
 // y = x W^T (+ bias) with W in whole numbers of 8 or 4 bits, and rows of x that are quantised to 8 bits when they come: one
-// scale for each span, because a row of a real model has a few elements that are far larger than the others. Products of whole numbers are summed in 32-bit integers, which are exact, and the sums are scaled and added
-// in order: a row's result is bitwise the same in every batch and with every instruction set.
+// scale for each span, because a row of a real model has a few elements that are far larger than the others. Products of
+// whole numbers are summed in 32-bit integers, which are exact, and the sums are scaled and added in order: a row's result
+// is bitwise the same in every batch and with every instruction set.
 //
 // Packed: panels of 32 columns as in gemm.h. A panel holds its groups of K one after the other: units of 32 bits
 // [group / elements of a unit][2][16], then 32 scales and, where the format has them, 32 mins: fp16, or fp32 where a row
@@ -10,13 +11,6 @@
 #include "whole_numbers.h"
 
 namespace {
-
-// bytes of the numbers of a group of `elements`, and of its scales (or mins)
-INLINE int64_t numbers_bytes(int64_t elements, int64_t bits) { return elements * 4 * bits; }
-INLINE int64_t scales_bytes(const Weight &w, int64_t k) { return w.group == k ? 128 : 64; }
-INLINE int64_t group_bytes(const Weight &w, int64_t k) {
-    return numbers_bytes(w.group, w.bits) + scales_bytes(w, k) * (w.has_mins ? 2 : 1);
-}
 
 // How a row is cut. A piece is summed in integers: a group of W that has scales of its own, or a span. A span of groups is
 // as many as fit into 128 elements, at least one; where W has no groups, it is 256 elements (half of it would cost tiles
@@ -176,7 +170,7 @@ template <class I, int BITS, bool GROUPED, int R, int C>
 INLINE void quantized_columns(const Linear &p, const QuantizedRows &rows, const Cut &cut, int64_t row, int64_t panel,
                               int first, Vec (&result)[R][2]) {
     const int64_t step = GROUPED ? group_bytes(p.weight, p.k) : numbers_bytes(cut.piece, BITS);
-    const char *w = p.weight.w + panel * group_bytes(p.weight, p.k) * (p.k / p.weight.group);
+    const char *w = p.weight.w + panel * panel_bytes(p.weight, p.k);
     Walk<I, BITS, GROUPED, R, C> walk{p, rows, cut, row, first, w, step};
     Vec sum[R][C];
     clear(sum);
@@ -189,8 +183,11 @@ INLINE void quantized_columns(const Linear &p, const QuantizedRows &rows, const 
         }
     }
     for (int c = 0; c < C; c++) {
-        const Vec scale = GROUPED ? all(1.0f) : load_scales(w + numbers_bytes(p.k, BITS), first + c, true);
-        for (int i = 0; i < R; i++) result[i][first + c] = GROUPED ? sum[i][c] : sum[i][c] * scale;
+        if constexpr (!GROUPED) {
+            const Vec scale = load_scales(w + numbers_bytes(p.k, BITS), first + c, true);
+            for (int i = 0; i < R; i++) sum[i][c] = sum[i][c] * scale;
+        }
+        for (int i = 0; i < R; i++) result[i][first + c] = sum[i][c];
     }
 }
 

@@ -34,7 +34,7 @@ INLINE void add_span(const int32_t (&results)[32][32], const QuantizedRows &rows
 template <typename T, bool GATED, bool TWO, class Tiles>
 INLINE void quantized_tile_rows(const Linear &p, Tiles &tiles, const QuantizedRows &rows, const Cut &cut, int64_t row,
                                 int count, int64_t panel) {
-    const char *w = p.weight.w + panel * group_bytes(p.weight, p.k);
+    const char *w = p.weight.w + panel * panel_bytes(p.weight, p.k);
     alignas(64) float sum[32][32] = {};
     alignas(64) int32_t results[32][32];
     for (int64_t span = 0; span < rows.spans; span++) {
