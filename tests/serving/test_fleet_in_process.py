@@ -273,9 +273,9 @@ async def test_a_worker_that_refuses_to_start_refuses_the_fleet() -> None:
 @in_virtual_time
 async def test_a_changed_role_sends_the_next_request_elsewhere_and_survives_a_restart() -> None:
     async with in_process_fleet(prefill=1, decode=1, both=1, cluster=ALWAYS) as setup:
-        setup.fleet.change_role(1, "prefill")
-        setup.fleet.change_role(0, "decode")
-        setup.fleet.change_role(2, "decode")
+        setup.fleet.changes.change_role(1, "prefill")
+        setup.fleet.changes.change_role(0, "decode")
+        setup.fleet.changes.change_role(2, "decode")
         stream = setup.client.submit("a", PROMPT, max_tokens=20)
         assert stream.request_id in setup.fleet.streams
         await setup.client.read("a")

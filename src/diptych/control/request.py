@@ -153,6 +153,7 @@ class Request:
         "handoff_end_ns",
         "hands_off",
         "host_block_ids",
+        "is_continued",
         "is_long",
         "last_resume_tick",
         "lease_ns",
@@ -184,6 +185,7 @@ class Request:
         block_hashes: tuple[bytes, ...] = (),
         options: RequestOptions = DEFAULT_OPTIONS,
         reads_prefix_cache: bool = True,
+        is_continued: bool = False,
     ) -> None:
         self.request_id = request_id
         self.num_prompt_tokens = num_prompt_tokens
@@ -192,6 +194,7 @@ class Request:
         self.options = options
         self.slo = options.slo  # and the engine's own objectives where it has none
         self.reads_prefix_cache = reads_prefix_cache
+        self.is_continued = is_continued  # its client has a part of the answer already
         self.number = -1  # arrival number on this worker: the tie-breaker of every order
         self.order_key: tuple[int, ...] = ()
         self.arrival_ns = 0
@@ -236,6 +239,7 @@ class Request:
             block_hashes=block_hashes,
             options=options,
             reads_prefix_cache=sampling.prompt_logprobs is None,
+            is_continued=num_output_tokens > 0,
         )
 
     @property

@@ -81,6 +81,15 @@ def fleet_pools(settings: "Settings", choice: CostChoice, worker: EngineConfig) 
     )
 
 
+def copy_block_ns(settings: "Settings", choice: CostChoice) -> int:
+    """Every device reads its share of a block from its memory and writes it back."""
+    if isinstance(choice.source, Calibration):
+        return 0
+    model, hardware = choice.source
+    block_bytes = settings.memory.block_size * kv_bytes_per_gpu(model, settings.tensor_parallel, settings.kv_bits)
+    return round(2 * block_bytes * NS_PER_S / hardware.memory_bandwidth)
+
+
 def swap_block_ns(settings: "Settings", choice: CostChoice) -> int:
     """Every GPU copies its share of a block over its own link."""
     if not settings.memory.swap_bytes or isinstance(choice.source, Calibration):

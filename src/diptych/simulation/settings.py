@@ -32,7 +32,7 @@ from diptych.simulation.costs.cost_choice import CostChoice, choose_cost
 from diptych.simulation.costs.fitted import Calibration
 from diptych.simulation.faults import FAULTS, MESSAGE_FAULTS, WORKER_FAULTS, Fault, FaultKind, Watch, random_faults
 from diptych.simulation.front_end import FrontEnd
-from diptych.simulation.prepare import cache_config, fleet_pools, swap_block_ns
+from diptych.simulation.prepare import cache_config, copy_block_ns, fleet_pools, swap_block_ns
 from diptych.simulation.scenario import ADMIT_ALL, Scenario
 from diptych.simulation.weight_precision import QuantizeName
 from diptych.workload.build import build
@@ -247,6 +247,7 @@ def prepare(settings: Settings, *, record_events: bool = False, most_recorded: i
         pools=fleet_pools(settings, choice, engine),
         front_end=choice.source.front_end if isinstance(choice.source, Calibration) else FrontEnd(),
         swap_block_ns=swap_block_ns(settings, choice),
+        copy_block_ns=copy_block_ns(settings, choice),
         warm_up=choice.source.warm_up if isinstance(choice.source, Calibration) else (),
         seed=settings.seed,
         record_events=record_events and (most_recorded is None or len(workload) <= most_recorded),

@@ -73,6 +73,12 @@ class OpenRequest:
         self.num_fruitless = 1 if self.num_tokens > had else self.num_fruitless + 1
         self.attempt, self.is_computing = None, False
 
+    def move(self, num_tokens: int) -> None:
+        """The attempt is over because the request goes on elsewhere, after ``num_tokens`` of the answer."""
+        if num_tokens > self.num_tokens:
+            self.num_tokens, self.num_fruitless = num_tokens, 0
+        self.attempt, self.is_computing = None, False
+
     def verdict(self, why: str, on_failure: OnFailure, max_attempts: int) -> DiptychError | None:
         """After a loss: the error with which the request ends, or None to try again."""
         if self.is_poison:

@@ -381,7 +381,8 @@ class EngineCore:
 def refusal(request: Request, config: EngineConfig, capacity_tokens: int, num_waiting: int) -> RequestError | None:
     """The error with which a request is refused, or None.
 
-    capacity_tokens: the longest sequence that the cache holds when it is alone. A prompt that is computed for another
+    capacity_tokens: the longest sequence that the cache holds when it is alone. A request whose client has a part of
+    the answer is not refused because others wait. A prompt that is computed for another
     worker needs room for itself only, and none where it is computed into the other's blocks.
     """
     length, prompt = config.max_model_len, request.num_prompt_tokens
@@ -400,6 +401,6 @@ def refusal(request: Request, config: EngineConfig, capacity_tokens: int, num_wa
             f"prompt and max_tokens make {needed} tokens; the KV cache holds {capacity_tokens}", param="max_tokens"
         )
     limit = config.scheduler.max_waiting
-    if num_waiting >= limit:
+    if num_waiting >= limit and not request.is_continued:
         return OverloadedError(f"{limit} requests are waiting already (max_waiting)")
     return None

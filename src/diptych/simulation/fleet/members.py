@@ -71,6 +71,7 @@ def make_workers(
             scenario.swap_block_ns,
             reports_load=has_costs or bool(cluster.max_untouched_per_worker),
             publishes_kv=has_costs and len(members) > 1,
+            copy_block_ns=scenario.copy_block_ns,
         )
         workers.append(SimulatedWorker(member.info.number, worker, environment, surroundings, auditor))
     return workers

@@ -25,7 +25,9 @@ def block_hashes(spec: RequestSpec, num_tokens: int, block_size: int) -> list[by
     ]
 
 
-def make_request(request_id: str, spec: RequestSpec, block_size: int, options: RequestOptions) -> Request:
+def make_request(
+    request_id: str, spec: RequestSpec, block_size: int, options: RequestOptions, *, is_continued: bool = False
+) -> Request:
     """The request as the control code sees it."""
     hashes = tuple(block_hashes(spec, spec.prompt_tokens, block_size)) if spec.hash_ids else ()
     return Request(
@@ -34,6 +36,7 @@ def make_request(request_id: str, spec: RequestSpec, block_size: int, options: R
         spec.max_tokens or spec.output_tokens,
         block_hashes=hashes,
         options=options,
+        is_continued=is_continued,
     )
 
 

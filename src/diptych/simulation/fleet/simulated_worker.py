@@ -58,6 +58,7 @@ class WorkerModel:
     swap_block_ns: int = 0
     reports_load: bool = True
     publishes_kv: bool = True
+    copy_block_ns: int = 0
 
 
 @dataclass(slots=True)
@@ -277,6 +278,7 @@ class SimulatedWorker:
     def _step_ns(self, output: SchedulerOutput) -> int:
         copies = len(output.swap_out) + len(output.swap_in)
         duration = self._worker.cost.step_ns(output) + copies * self._worker.swap_block_ns
+        duration += len(output.block_copies) * self._worker.copy_block_ns
         return max(1, duration * self._slowness // 1000)
 
     def _price_run(self, run: _Run) -> _Run:

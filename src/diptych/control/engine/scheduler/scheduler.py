@@ -75,7 +75,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """A new request, or one that lost its blocks, waits for admission."""
-        request.cached_tokens_at_arrival = request.num_borrowed_tokens or self._kv.num_cached_tokens(request)
+        request.cached_tokens_at_arrival = self._kv.num_cached_tokens(request)
         self._queue(request)
 
     def _queue(self, request: Request) -> None:
@@ -276,7 +276,7 @@ class Scheduler:
         if self._order.defer(request, plan.now):
             return _Verdict.SKIP
         cached = self._kv.cached_blocks(request)
-        start = request.num_borrowed_tokens or len(cached) * self._kv.block_size
+        start = self._kv.num_cached_tokens(request, cached)
         remaining = request.num_tokens - start
         request.is_long = self._caps.is_long(remaining)
         if self._kv.awaits_sibling(request, cached):
@@ -291,7 +291,7 @@ class Scheduler:
         self.waiting.remove(request)
         self.recomputing.pop(request.request_id, None)
         is_first = request.first_step_ns is None
-        self._kv.admit(request, cached, self._expected(request))
+        plan.block_copies += self._kv.admit(request, cached, self._expected(request))
         if is_first:
             request.first_step_ns = plan.now
             request.num_cached_tokens = start
