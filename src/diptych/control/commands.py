@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from diptych.control.config import SchedulerConfig
 from diptych.control.errors import DiptychError
 from diptych.control.events import RequestFinished
-from diptych.control.request import FinishReason
+from diptych.control.request import FinishReason, Standing
 
 
 def attempt_id_of(request_id: str, epoch: int) -> str:
@@ -63,6 +63,13 @@ class Prefill:
     def borrowed(self) -> bool:
         """Whether the prefill computes into the target's blocks."""
         return bool(self.block_ids)
+
+
+def standing_of(command: Serve | Reserve | Prefill) -> Standing:
+    """Of an attempt when it comes to its worker."""
+    if command.num_output_tokens:
+        return Standing.STREAM
+    return Standing.NEW if command.attempt_id == command.request_id else Standing.RETURNING
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,16 @@
        |                    |        Prefill         |  (KV streams)   |         Release           |      |
        | Serve              |                        |                 |                           |      | the decode
        '--> SERVING --------+------------------------+-----------------+---------------------------'      | worker
-                            |  cancelled, a worker lost, a lease expired, a transfer failed, the end      | finishes
+                            |  cancelled, recalled, a worker lost, a lease expired, a transfer failed,    | finishes
+                            |  the end                                                                    |
                             v                                                                             v
                          CLOSING: a worker that may hold something is told to drop it --- acknowledged --> gone
 
 Reserve first: nothing is computed before there is a place for it. In DELIVERED the prefill worker is not needed any
 more.
+
+A decode worker recalls a reservation when a stream there has no blocks (HandoffRecalled): the attempt closes, unless
+its prompt is computed, and the request begins another.
 
 Two ways to hand over. *Copied*: the prefill worker has blocks of its own and sends their content; the decode worker
 fences by ignoring attempts that it has forgotten. *Borrowed* (one memory domain): the prefill worker computes into the

@@ -32,6 +32,7 @@ from diptych.control.cluster.cluster_events import (
     WorkerDown,
     WorkerUp,
 )
+from diptych.control.cluster.load_book import LoadBook
 from diptych.control.cluster.membership import Membership
 from diptych.control.cluster.open_request import OpenRequest
 from diptych.control.cluster.relocation import Relocation
@@ -50,6 +51,7 @@ from diptych.control.events import (
     FirstToken,
     HandoffDelivered,
     HandoffExpired,
+    HandoffRecalled,
     HandoffReleased,
     HandoffReserved,
     KVEvents,
@@ -79,8 +81,7 @@ class ClusterCore:
         self._open: dict[str, OpenRequest] = {}
         self.attempts = AttemptTable(self.config.lease_ns)
         self._parked: dict[str, int] = {}  # request id -> until when it waits for a worker
-        self.loads: dict[int, LoadReport] = {}  # the last one of each worker that is ready
-        self._token_ns = 0.0  # the least that any worker asks for a prompt token
+        self.loads = LoadBook(self.members)
         self._num_untouched = 0
         self._relocation = Relocation(self)
         self._handlers: dict[type, Callable[[Any, int], list[Command]]] = {
@@ -99,6 +100,7 @@ class ClusterCore:
             RequestQueued: self._take_queued,
             RequestAdmitted: self._take_admitted,
             HandoffReserved: self._take_reserved,
+            HandoffRecalled: self._take_recalled,
             FirstToken: self._take_first_token,
             HandoffDelivered: self._take_delivered,
             HandoffReleased: self._take_released,
@@ -114,10 +116,6 @@ class ClusterCore:
     def num_open(self) -> int:
         """Requests that have not ended."""
         return len(self._open)
-
-    def num_attempts(self, worker: int) -> int:
-        """Attempts that this worker may hold a part of."""
-        return self.attempts.count_of(worker)
 
     @property
     def reads(self) -> frozenset[type]:
@@ -151,7 +149,7 @@ class ClusterCore:
         request_id = submission.request_id
         if request_id in self._open:
             raise ConfigError(f"request id {request_id!r} is in use", param="request_id")
-        queued = QueuedRequest(submission, now, int(self._token_ns * submission.num_prompt_tokens))
+        queued = QueuedRequest(submission, now, int(self.loads.least_token_ns * submission.num_prompt_tokens))
         waits = bool(self.config.max_untouched_per_worker or len(self.admission))  # else there is always room
         refusal = self.admission.offer(queued, now) if waits else self.admission.pass_by(queued, now)
         if refusal is not None:
@@ -314,7 +312,7 @@ class ClusterCore:
                 self.on_load(info.number, load)
         if not newcomers:
             return []
-        return self.dispatch(now) + self.place_parked(now)
+        return self.place_parked(now) + self.dispatch(now)
 
     def place_parked(self, now: int) -> list[Command]:
         """A worker may be used from now on, by those that wait for one."""
@@ -328,7 +326,7 @@ class ClusterCore:
         worker = event.worker
         was_up = worker in self.members.up
         peers = self.members.on_lost(worker)
-        self.loads.pop(worker, None)
+        self.loads.drop(worker)
         commands: list[Command] = []
         if was_up:
             self.router.set_down(worker)
@@ -368,29 +366,21 @@ class ClusterCore:
             if take is not None:
                 commands += take(event.worker, happened, now)
         if event.load is not None:  # after the events: it covers what they say
-            self.loads[event.worker] = event.load
+            self.loads.set(event.worker, event.load)
             if self.members.is_usable(event.worker):
                 self.on_load(event.worker, event.load)
         return commands
 
     def on_load(self, worker: int, load: LoadReport) -> None:
+        """A worker that may be used has this load."""
         self.router.on_load(worker, load)
         self.tell_admission()
 
     def tell_admission(self) -> None:
-        """What a waiting prompt token costs the requests behind it: all workers that compute prompts share the queue.
-        The backlog of the workers does not count: there, a short prompt passes the long ones."""
-        if not self.config.max_untouched_per_worker:
-            return
-        infos = self.members.infos
-        prices = [
-            self.loads[worker].token_ns
-            for worker in self.members.usable
-            if worker in self.loads and infos[worker].role != "decode"
-        ]
-        if prices:
-            self._token_ns = min(prices)
-            self.admission.on_load(sum(prices) / len(prices) ** 2)
+        """What a waiting prompt token costs, where requests wait there."""
+        token_ns = self.loads.waiting_token_ns() if self.config.max_untouched_per_worker else None
+        if token_ns is not None:
+            self.admission.on_load(token_ns)
 
     def _take_queued(self, worker: int, event: RequestQueued, now: int) -> list[Command]:
         entry = self.current(self.attempts.get(event.request_id))
@@ -413,6 +403,20 @@ class ClusterCore:
         entry.on_reserved(event.num_cached_tokens)
         self.router.on_admitted(attempt.request_id, worker, event.num_cached_tokens)
         return attempt.on_reserved(event.num_cached_tokens, event.block_ids)
+
+    def _take_recalled(self, worker: int, event: HandoffRecalled, now: int) -> list[Command]:
+        """The decode worker has no blocks for a stream: the prompt gives up its own, and waits again. One that is
+        computed is a stream itself, and its KV is on its way."""
+        attempt = self.attempts.get(event.request_id)
+        entry = self.current(attempt)
+        if attempt is None or entry is None or not attempt.awaits_prefill:
+            return []
+        self.counts["recalled"] += 1
+        commands = self.attempts.close(attempt)
+        entry.withdraw_attempt()
+        self.touch(entry)
+        self.router.on_ended(attempt.request_id, None)
+        return commands + self._place(entry, now)
 
     def _take_first_token(self, worker: int, event: FirstToken, now: int) -> list[Command]:
         attempt = self.attempts.get(event.request_id)

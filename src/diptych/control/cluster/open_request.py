@@ -73,8 +73,9 @@ class OpenRequest:
         self.num_fruitless = 1 if self.num_tokens > had else self.num_fruitless + 1
         self.attempt, self.is_computing = None, False
 
-    def move(self, num_tokens: int) -> None:
-        """The attempt is over because the request goes on elsewhere, after ``num_tokens`` of the answer."""
+    def withdraw_attempt(self, num_tokens: int = 0) -> None:
+        """The attempt is over and was not lost: its blocks were needed, or the request goes on elsewhere. num_tokens:
+        of the answer that the client has."""
         if num_tokens > self.num_tokens:
             self.num_tokens, self.num_fruitless = num_tokens, 0
         self.attempt, self.is_computing = None, False

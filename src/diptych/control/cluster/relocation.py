@@ -87,7 +87,7 @@ class Relocation:
         if route is None:
             return []
         commands = core.attempts.close(attempt)
-        entry.move(num_tokens)
+        entry.withdraw_attempt(num_tokens)
         core.touch(entry)
         core.counts["moved"] += 1
         if core.attempts.closes_circle(route.prefill, route.decode):

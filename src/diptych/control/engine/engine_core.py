@@ -34,7 +34,7 @@ from diptych.control.events import (
     RequestQueued,
     StepFinished,
 )
-from diptych.control.request import FinishReason, Request
+from diptych.control.request import FinishReason, Request, Standing
 from diptych.control.slo import Slo, breakdown_from_times
 from diptych.control.step import SchedulerOutput, StepFeatures, StepResult
 
@@ -133,7 +133,10 @@ class EngineCore:
         request.first_step_ns, request.first_token_ns = first_step_ns, first_token_ns
         self.scheduler.incoming.deliver(request)
         self.kv.remember_computed(request, request.num_prompt_tokens)
-        return [HandoffDelivered(now, request_id, num_bytes, transfer_ns)]
+        events: list[Event] = [HandoffDelivered(now, request_id, num_bytes, transfer_ns)]
+        if request.num_output_tokens >= request.max_tokens:  # the context is longer where its prompt was computed
+            events.append(self._finish(request, FinishReason.LENGTH, now))
+        return events
 
     def release(self, request_id: str, now: int) -> list[Event]:
         """Another worker has taken over a prompt that was prefilled here: give up its blocks. Unknown ids are answered
@@ -401,6 +404,6 @@ def refusal(request: Request, config: EngineConfig, capacity_tokens: int, num_wa
             f"prompt and max_tokens make {needed} tokens; the KV cache holds {capacity_tokens}", param="max_tokens"
         )
     limit = config.scheduler.max_waiting
-    if num_waiting >= limit and not request.is_continued:
+    if num_waiting >= limit and request.standing_at_arrival is not Standing.STREAM:
         return OverloadedError(f"{limit} requests are waiting already (max_waiting)")
     return None

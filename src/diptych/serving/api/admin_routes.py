@@ -149,7 +149,7 @@ def _worker(llm: AsyncLLM, number: int) -> AdminWorker:
         role=fleet.role(number),
         state="draining" if is_draining else port.state.value,
         restarts=port.num_restarts,
-        open_requests=fleet.core.num_attempts(number),
+        open_requests=fleet.core.attempts.count_of(number),
     )
 
 

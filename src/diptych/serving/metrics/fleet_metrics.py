@@ -96,6 +96,11 @@ class FleetMetrics:
                 "Sides of handoffs whose lease was not renewed in time",
                 view.counts.get("leases_expired", 0),
             ),
+            (
+                "diptych:handoffs_recalled",
+                "Prompts that gave up reserved blocks to a stream",
+                view.counts.get("recalled", 0),
+            ),
             ("diptych:request_retries", "Attempts after a lost one", view.counts.get("retried", 0)),
             ("diptych:streams_moved", "Requests that left a worker where they ran", view.counts.get("moved", 0)),
             (

@@ -23,7 +23,17 @@ from diptych.control.cluster.cluster_events import (
     WorkerDown,
     WorkerUp,
 )
-from diptych.control.commands import Command, Drained, End, Prefill, Reserve, Restarted, Serve, WorkerCommand
+from diptych.control.commands import (
+    Command,
+    Drained,
+    End,
+    Prefill,
+    Reserve,
+    Restarted,
+    Serve,
+    WorkerCommand,
+    standing_of,
+)
 from diptych.control.engine.reports import LoadReport
 from diptych.control.engine.worker_core import TransferAction, TransferEvent
 from diptych.control.errors import ErrorRecord
@@ -255,8 +265,8 @@ class SimulatedCluster:
         worker = self.workers[command.worker]
         if not self._channels.is_news(command.worker, command.attempt_id):
             return
-        size, is_continued = self._scenario.engine.cache.block_size, command.num_output_tokens > 0
-        request = make_request(command.attempt_id, spec, size, options, is_continued=is_continued)
+        request = make_request(command.attempt_id, spec, self._scenario.engine.cache.block_size, options)
+        request.standing_at_arrival = standing_of(command)
         if isinstance(command, Serve):
             worker.core.serve(request, now)
         elif isinstance(command, Reserve):

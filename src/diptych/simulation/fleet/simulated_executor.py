@@ -25,9 +25,7 @@ def block_hashes(spec: RequestSpec, num_tokens: int, block_size: int) -> list[by
     ]
 
 
-def make_request(
-    request_id: str, spec: RequestSpec, block_size: int, options: RequestOptions, *, is_continued: bool = False
-) -> Request:
+def make_request(request_id: str, spec: RequestSpec, block_size: int, options: RequestOptions) -> Request:
     """The request as the control code sees it."""
     hashes = tuple(block_hashes(spec, spec.prompt_tokens, block_size)) if spec.hash_ids else ()
     return Request(
@@ -36,7 +34,6 @@ def make_request(
         spec.max_tokens or spec.output_tokens,
         block_hashes=hashes,
         options=options,
-        is_continued=is_continued,
     )
 
 
