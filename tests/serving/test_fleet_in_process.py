@@ -19,6 +19,7 @@ from diptych.control.events import (
     FirstToken,
     HandoffDelivered,
     HandoffExpired,
+    HandoffRecalled,
     HandoffReleased,
     HandoffReserved,
     KVEvents,
@@ -45,6 +46,7 @@ EXAMPLES: dict[type, Event] = {
         RequestQueued(1, "x", 2),
         RequestAdmitted(1, "x", 0, True),
         HandoffReserved(1, "x", 0, (1, 2)),
+        HandoffRecalled(1, "x"),
         HandoffDelivered(1, "x", 10, 20),
         HandoffReleased(1, "x"),
         HandoffExpired(1, "x", True),
@@ -205,6 +207,23 @@ def test_either_worker_of_a_handoff_may_be_lost_at_any_time(after: type[Event], 
             setup.workers[lost].lose()
             assert await setup.client.read("a") == expected(PROMPT, 20)
             await setup.when(lambda: len(spy.members.up) == 2)
+            await setup.check_nothing_is_left()
+
+    scenario()
+
+
+@pytest.mark.parametrize("transfer", ["shared_memory", "tcp"])
+def test_a_prompt_whose_blocks_a_stream_needs_is_served_by_its_next_attempt(transfer: str) -> None:
+    @in_virtual_time
+    async def scenario() -> None:
+        async with in_process_fleet(prefill=1, decode=1, cluster=ALWAYS, transfer=transfer) as setup:
+            spy = spy_on(setup)
+            setup.client.submit("a", PROMPT, max_tokens=20)
+            await setup.when(lambda: any(isinstance(event, HandoffReserved) for event in spy.reported()))
+            setup.workers[1].report(HandoffRecalled(setup.time.now, "a"))
+            assert await setup.client.read("a") == expected(PROMPT, 20)
+            assert spy.counts["recalled"] == spy.counts["handoffs"] == 1
+            assert not spy.counts["retried"]
             await setup.check_nothing_is_left()
 
     scenario()

@@ -10,7 +10,7 @@ from diptych.control.admission.admission_queue import AdmissionConfig, ServiceCl
 from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.cluster.cluster_events import ClusterEvent, WorkerDown, WorkerUp
 from diptych.control.commands import Command, Drained, Drop, End, Prefill, Release, Renew, Reserve, Restarted, Serve
-from diptych.control.config import AdmissionName, EngineConfig
+from diptych.control.config import AdmissionName, BudgetConfig, CapsConfig, EngineConfig
 from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.reports import LoadReport
 from diptych.control.events import Event, HandoffRecalled, HandoffReserved, RequestFinished
@@ -105,6 +105,9 @@ def crowded(rng: random.Random, worker: EngineConfig) -> EngineConfig:
     cache = worker.cache
     num_blocks = rng.choice([160, 300, 500]) // cache.block_size + cache.watermark_blocks
     scheduler = replace(worker.scheduler, max_num_seqs=rng.choice([8, 24]), max_waiting=4096)
+    if scheduler.budget.kind != "whole" and rng.random() < 0.5:  # prompts take many steps
+        small = BudgetConfig(scheduler.budget.kind, 32, 8 * NS_PER_MS, min_chunk_tokens=1)
+        scheduler = replace(scheduler, budget=small, caps=CapsConfig(rng.choice([0, 1, 2])))
     return replace(
         worker, scheduler=scheduler, cache=replace(cache, num_blocks=num_blocks, admission=rng.choice(ADMISSIONS))
     )
