@@ -31,7 +31,6 @@ from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo
 from diptych.simulation.costs.cost_choice import CostChoice, choose_cost
 from diptych.simulation.costs.fitted import Calibration
 from diptych.simulation.faults import FAULTS, MESSAGE_FAULTS, WORKER_FAULTS, Fault, FaultKind, Watch, random_faults
-from diptych.simulation.front_end import FrontEnd
 from diptych.simulation.prepare import cache_config, fleet_pools, swap_block_ns
 from diptych.simulation.scenario import ADMIT_ALL, Scenario
 from diptych.simulation.weight_precision import QuantizeName
@@ -125,7 +124,9 @@ class Settings(SettingsTable, frozen=True, kw_only=True):
     """One simulation. ``model`` and ``hardware``: names of the catalogue (or a config.json); not needed when ``cost``
     is a file of ``diptych calibrate``, which knows both. routing to max_queued: as for ``diptych serve`` (None: its
     defaults). weight_bits: of a GPU. quantize: on a CPU, as for ``diptych serve``; with a calibration it may only agree
-    with what was measured (None: that, or "none"). admit_all: refuse no request, however long it would wait."""
+    with what was measured (None: that, or "none"). engine: one of serving_engine.py, whose host prepares the steps and
+    whose front end takes the requests (None: as the cost model has it). admit_all: refuse no request, however long it
+    would wait."""
 
     model: str | None = None
     hardware: str | None = None
@@ -134,6 +135,7 @@ class Settings(SettingsTable, frozen=True, kw_only=True):
     quantize: QuantizeName | None = None
     kv_bits: Literal[8, 16] = 16
     cost: str = "auto"
+    engine: str | None = None
     shape: ShapeName = "chunked"
     replicas: AtLeastOne = 1
     routing: RoutingName | None = None
@@ -228,6 +230,7 @@ def prepare(settings: Settings, *, record_events: bool = False, most_recorded: i
         weight_bits=settings.weight_bits,
         kv_bits=settings.kv_bits,
         quantize=settings.quantize,
+        engine=settings.engine,
     )
     workload = build(settings.workload, settings.seed)
     engine = EngineConfig(
@@ -245,7 +248,7 @@ def prepare(settings: Settings, *, record_events: bool = False, most_recorded: i
         faults=_faults(settings),
         watch=_watch(settings.watch),
         pools=fleet_pools(settings, choice, engine),
-        front_end=choice.source.front_end if isinstance(choice.source, Calibration) else FrontEnd(),
+        front_end=choice.front_end,
         swap_block_ns=swap_block_ns(settings, choice),
         warm_up=choice.source.warm_up if isinstance(choice.source, Calibration) else (),
         seed=settings.seed,

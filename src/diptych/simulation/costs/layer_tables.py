@@ -15,7 +15,7 @@ profile has mixed steps.
 
 import math
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -25,9 +25,10 @@ from diptych.control.errors import ConfigError
 from diptych.control.step import ScheduledPrefill, SchedulerOutput, chunk_attention
 from diptych.simulation.costs.cost_model import UNBOUNDED, DecodeLine
 from diptych.simulation.costs.interpolation import Curve, Grid, Surface
-from diptych.simulation.packed_tables import packed_names, packed_table
+from diptych.simulation.packed_tables import packed_json, packed_names, packed_table
 
 NS_PER_US = 1000.0
+UNFUSED = "unfused"  # kernels of tables whose operators no engine runs like that
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,11 @@ class TableSource:
 
 @dataclass(frozen=True, slots=True)
 class TableInfo:
-    """What a table describes. skew_alpha: see the module; 0: not measured."""
+    """What a table describes. skew_alpha: see the module; 0: not measured.
+
+    kernels: the engine whose kernels these are, with its version ("vllm-0.24"), or "unfused": operators as no engine
+    runs them. assumptions: sentences about what of the table was not measured.
+    """
 
     name: str
     hardware: str
@@ -53,6 +58,8 @@ class TableInfo:
     overhead_source: str
     skew_alpha: float
     sources: tuple[TableSource, ...]
+    kernels: str = ""
+    assumptions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +88,16 @@ class LayerTableCost:
         self.info = info
         self.tables = tables
         self._lines = cache(self._make_lines)
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What of the table was not measured."""
+        return self.info.assumptions
+
+    def with_host(self, host_us: Curve, source: str) -> "LayerTableCost":
+        """The same devices behind another host: ``host_us`` microseconds by the sequences of a step."""
+        info = replace(self.info, name=f"{self.name}+{source}", overhead_source=source)
+        return LayerTableCost(info, replace(self.tables, overhead=host_us))
 
     def decode_line(self, num_seqs: int, context: int) -> DecodeLine:
         """See CostModel: the segment of the interpolated table around the mean context."""
@@ -169,6 +186,12 @@ def _line(intercept_ns: float, slope_ns: float, start: int, until: int) -> Decod
 def layer_table_names() -> tuple[str, ...]:
     """Names that ``load_layer_table`` knows, in order."""
     return packed_names("tables")
+
+
+@cache
+def layer_table_info(name: str) -> TableInfo:
+    """What a shipped table says about itself."""
+    return msgspec.json.decode(packed_json("tables", name), type=TableInfo)
 
 
 def load_layer_table(name: str, *, skew: float = 1.0) -> LayerTableCost:
