@@ -31,6 +31,7 @@ from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo
 from diptych.simulation.costs.cost_choice import CostChoice, choose_cost
 from diptych.simulation.costs.fitted import Calibration
 from diptych.simulation.faults import FAULTS, MESSAGE_FAULTS, WORKER_FAULTS, Fault, FaultKind, Watch, random_faults
+from diptych.simulation.parallelism import Parallelism
 from diptych.simulation.prepare import cache_config, fleet_pools, swap_block_ns
 from diptych.simulation.scenario import ADMIT_ALL, Scenario
 from diptych.simulation.weight_precision import QuantizeName
@@ -122,15 +123,18 @@ class RandomFaultSettings(SettingsTable, frozen=True, kw_only=True):
 
 class Settings(SettingsTable, frozen=True, kw_only=True):
     """One simulation. ``model`` and ``hardware``: names of the catalogue (or a config.json); not needed when ``cost``
-    is a file of ``diptych calibrate``, which knows both. routing to max_queued: as for ``diptych serve`` (None: its
-    defaults). weight_bits: of a GPU. quantize: on a CPU, as for ``diptych serve``; with a calibration it may only agree
-    with what was measured (None: that, or "none"). engine: one of serving_engine.py, whose host prepares the steps and
-    whose front end takes the requests (None: as the cost model has it). admit_all: refuse no request, however long it
-    would wait."""
+    is a file of ``diptych calibrate``, which knows both. tensor_parallel to data_parallel: see Parallelism. routing to
+    max_queued: as for ``diptych serve`` (None: its defaults). weight_bits: of a GPU. quantize: on a CPU, as for
+    ``diptych serve``; with a calibration it may only agree with what was measured (None: that, or "none"). engine: one
+    of serving_engine.py, whose host prepares the steps and whose front end takes the requests (None: as the cost model
+    has it). admit_all: refuse no request, however long it would wait."""
 
     model: str | None = None
     hardware: str | None = None
     tensor_parallel: AtLeastOne = 1
+    pipeline_parallel: AtLeastOne = 1
+    expert_parallel: AtLeastOne = 1
+    data_parallel: AtLeastOne = 1
     weight_bits: Literal[4, 8, 16] = 16
     quantize: QuantizeName | None = None
     kv_bits: Literal[8, 16] = 16
@@ -154,6 +158,11 @@ class Settings(SettingsTable, frozen=True, kw_only=True):
     faults: tuple[FaultSettings, ...] = ()
     random_faults: RandomFaultSettings | None = None
     watch: WatchSettings = WatchSettings()
+
+    @property
+    def parallelism(self) -> Parallelism:
+        """How the devices of one worker share the model. Raises ConfigError."""
+        return Parallelism(self.tensor_parallel, self.pipeline_parallel, self.expert_parallel, self.data_parallel)
 
     @property
     def num_workers(self) -> int:
@@ -226,7 +235,7 @@ def prepare(settings: Settings, *, record_events: bool = False, most_recorded: i
         settings.cost,
         model=settings.model,
         hardware=settings.hardware,
-        tensor_parallel=settings.tensor_parallel,
+        parallelism=settings.parallelism,
         weight_bits=settings.weight_bits,
         kv_bits=settings.kv_bits,
         quantize=settings.quantize,

@@ -142,7 +142,7 @@ def run_here(
         result,
         settings=plain(settings),
         cost_model=choice.words,
-        num_gpus=settings.num_workers * settings.tensor_parallel,
+        num_gpus=settings.num_workers * settings.parallelism.devices,
         hardware=choice.hardware,
         values=values,
     )

@@ -30,6 +30,7 @@ from diptych.simulation.costs.roofline import RooflineCost
 from diptych.simulation.front_end import FrontEnd
 from diptych.simulation.hardware import Hardware, load_hardware
 from diptych.simulation.models import ModelSpec, load_model
+from diptych.simulation.parallelism import ONE_DEVICE, Parallelism
 from diptych.simulation.serving_engine import ServingEngine, load_engine
 from diptych.simulation.weight_precision import QuantizeName, WeightPrecision, weight_precision
 
@@ -62,7 +63,7 @@ class Wanted:
 
     model: ModelSpec
     hardware: Hardware
-    tensor_parallel: int
+    parallelism: Parallelism
     weights: WeightPrecision
     kv_bits: int
     engine: ServingEngine | None = None
@@ -70,7 +71,7 @@ class Wanted:
     @property
     def host_us(self) -> Curve | None:
         """What the host of the asked engine adds to a step; None: as the table or the entry of the hardware has it."""
-        return None if self.engine is None else self.engine.host_us(self.tensor_parallel)
+        return None if self.engine is None else self.engine.host_us(self.parallelism.devices)
 
     @property
     def is_16_bits(self) -> bool:
@@ -79,7 +80,8 @@ class Wanted:
 
     def __str__(self) -> str:
         bits = "" if self.is_16_bits else f" (weights {self.weights.name}, KV {self.kv_bits} bits)"
-        return f"{self.model.name} on {self.tensor_parallel} x {self.hardware.name}{bits}"
+        split = "" if self.parallelism.is_tensor_only else f" ({self.parallelism})"
+        return f"{self.model.name} on {self.parallelism.devices} x {self.hardware.name}{split}{bits}"
 
 
 def choose_cost(
@@ -87,7 +89,7 @@ def choose_cost(
     *,
     model: str | None,
     hardware: str | None,
-    tensor_parallel: int = 1,
+    parallelism: Parallelism = ONE_DEVICE,
     weight_bits: int = 16,
     kv_bits: int = 16,
     quantize: QuantizeName | None = None,
@@ -111,7 +113,7 @@ def choose_cost(
     device = load_hardware(hardware)
     weights = weight_precision(device, weight_bits, quantize)
     served = None if engine is None else load_engine(engine)
-    wanted = Wanted(load_model(model), device, tensor_parallel, weights, kv_bits, served)
+    wanted = Wanted(load_model(model), device, parallelism, weights, kv_bits, served)
     cost, words = _priced(name, wanted)
     assumptions = cost.assumptions if isinstance(cost, LayerTableCost) else ()
     front_end = NO_FRONT_END
@@ -152,7 +154,7 @@ def _priced(name: str, wanted: Wanted) -> tuple[CostModel, str]:
     roofline: CostModel = RooflineCost(
         wanted.model,
         wanted.hardware,
-        wanted.tensor_parallel,
+        wanted.parallelism,
         weights=wanted.weights,
         kv_bits=wanted.kv_bits,
         step_overhead_s=None if host is None else 0.0,
@@ -184,7 +186,7 @@ def _operators(wanted: Wanted) -> tuple[CostModel, str]:
     operators = operator_table_cost(
         wanted.model,
         wanted.hardware,
-        wanted.tensor_parallel,
+        wanted.parallelism,
         weight_bits=wanted.weights.bits,
         kv_bits=wanted.kv_bits,
     )
@@ -217,7 +219,8 @@ def _version(name: str) -> tuple[str, int]:
 def _holds(info: TableInfo | ProfileInfo, wanted: Wanted) -> bool:
     """Whether measurements are of what is wanted: the same device, number of devices, dimensions, and 16 bits."""
     return (
-        info.tensor_parallel == wanted.tensor_parallel
+        info.tensor_parallel == wanted.parallelism.tensor
+        and wanted.parallelism.is_tensor_only
         and wanted.is_16_bits
         and load_hardware(info.hardware).name == wanted.hardware.name
         and _dimensions(load_model(info.model)) == _dimensions(wanted.model)
