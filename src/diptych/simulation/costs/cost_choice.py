@@ -26,13 +26,15 @@ COSTS = ("auto", "tables", "operators", "roofline", "aiconfigurator")
 
 @dataclass(frozen=True, slots=True)
 class CostChoice:
-    """A cost model, one sentence about it, and what it is of. weights: None where a calibration has measured them."""
+    """A cost model, one sentence about it, and what it is of. weights: None where a calibration has measured them.
+    assumptions: what of it was not measured, in sentences."""
 
     cost: CostModel
     words: str
     source: Calibration | tuple[ModelSpec, Hardware]
     max_model_len: int
     weights: WeightPrecision | None = None
+    assumptions: tuple[str, ...] = ()
 
     @property
     def hardware(self) -> Hardware | None:
@@ -88,7 +90,8 @@ def choose_cost(
     weights = weight_precision(device, weight_bits, quantize)
     wanted = Wanted(load_model(model), device, parallelism, weights, kv_bits)
     cost, words = _priced(name, wanted)
-    return CostChoice(cost, words, (wanted.model, device), wanted.model.max_context, weights)
+    assumptions = cost.assumptions if isinstance(cost, LayerTableCost | RooflineCost) else ()
+    return CostChoice(cost, words, (wanted.model, device), wanted.model.max_context, weights, assumptions)
 
 
 def _priced(name: str, wanted: Wanted) -> tuple[CostModel, str]:
