@@ -265,8 +265,8 @@ VLLM_PROFILES = (
     VllmProfile("rtxpro6000-qwen3-30b-a3b-tp2", "RTXPRO6000", QWEN_30B_A3B, 48, 2048, 2, 0.0748, 128, 8),
 )
 LINK = (
-    "two all-reduces a layer take 2 x 20 us + bytes / (16 GB/s): the link that LLMServingSim's authors state for a host "
-    "of RTX PRO 6000, without a measurement"
+    "two all-reduces a layer take 2 x 20 us + bytes / (16 GB/s): the link that LLMServingSim's authors state for their "
+    "host of RTX PRO 6000, without a measurement"
 )
 UNIFORM = "every token chooses its experts at random"
 HALF_EXPERTS = "each device computes half of the experts' work in half of the time that one device takes for it"

@@ -181,7 +181,8 @@ def _simulate_one(given: Mapping[str, Any]) -> None:
         tables.append(class_table(point["classes"]))
     tables += [service_table(point["summary"], point["economy"]), resource_table(point["summary"])]
     took = f"{len(run.result.requests):,} requests simulated in {run.result.wall_s:.2f} s"
-    print_tables(tables, [f"Step durations: {point['cost_model']}", took, *notes], num_narrow=2)
+    assumed = [f"Assumed: {sentence}" for sentence in run.prepared.cost.assumptions]
+    print_tables(tables, [f"Step durations: {point['cost_model']}", *assumed, took, *notes], num_narrow=2)
 
 
 def _simulate_sweep(given: Mapping[str, Any]) -> None:

@@ -115,7 +115,7 @@ def choose_cost(
     served = None if engine is None else load_engine(engine)
     wanted = Wanted(load_model(model), device, parallelism, weights, kv_bits, served)
     cost, words = _priced(name, wanted)
-    assumptions = cost.assumptions if isinstance(cost, LayerTableCost) else ()
+    assumptions = cost.assumptions if isinstance(cost, LayerTableCost | RooflineCost | EngineCost) else ()
     front_end = NO_FRONT_END
     if served is not None:
         words += f", host and front end of {served.name}"
@@ -151,7 +151,7 @@ def _priced(name: str, wanted: Wanted) -> tuple[CostModel, str]:
             if name != "auto":
                 raise
     host = wanted.host_us
-    roofline: CostModel = RooflineCost(
+    roofline: RooflineCost | EngineCost = RooflineCost(
         wanted.model,
         wanted.hardware,
         wanted.parallelism,

@@ -1,21 +1,23 @@
-"""The device's part of a step as a cost model prices it, and the host's part as an engine adds it."""
+"""The devices' part of a step as the roofline prices it, and the host's part as an engine adds it."""
 
 from functools import lru_cache
 
 from diptych.control.step import SchedulerOutput
-from diptych.simulation.costs.cost_model import FRACTION_BITS, CostModel, DecodeLine
+from diptych.simulation.costs.cost_model import FRACTION_BITS, DecodeLine
 from diptych.simulation.costs.interpolation import Curve
+from diptych.simulation.costs.roofline import RooflineCost
 
 NS_PER_US = 1000.0
 CACHE_LIMIT = 65_536
 
 
 class EngineCost:
-    """CostModel: ``device``, plus ``host_us`` microseconds by the sequences of a step (decodes and prompts)."""
+    """CostModel: ``device`` (priced without a host), plus ``host_us`` microseconds by the sequences of a step (decodes and prompts)."""
 
-    def __init__(self, device: CostModel, host_us: Curve, engine: str) -> None:
+    def __init__(self, device: RooflineCost, host_us: Curve, engine: str) -> None:
         self.name = f"{device.name}+{engine}"
         self.device = device
+        self.assumptions = device.assumptions
         self.host_us = host_us
         self._later = lru_cache(CACHE_LIMIT)(self._make_later)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 
 from diptych.control.step import SchedulerOutput, chunk_attention
+from diptych.simulation.costs.assumptions import assumptions_of
 from diptych.simulation.costs.collectives import MessageCost, all_reduce, all_to_all, pipeline_hops
 from diptych.simulation.costs.cost_model import UNBOUNDED, DecodeLine
 from diptych.simulation.costs.layer_shapes import MatrixShape, expert_shape, linear_shapes, touched_share
@@ -98,6 +99,7 @@ class RooflineCost:
     ) -> None:
         check_parallelism(model, parallelism)
         self.name = f"roofline:{model.name}:{hardware.name}:{parallelism}:{weights.name}:kv{kv_bits}"
+        self.assumptions = assumptions_of(hardware, parallelism, weights)
         achieved, tensor = hardware.achieved, parallelism.tensor
         self._groups = parallelism.data
         self._ops = tuple(linear_op(hardware, shape, weights.layers) for shape in linear_shapes(model, tensor))
