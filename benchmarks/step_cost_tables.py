@@ -141,9 +141,8 @@ def part_of(profile: profiles.Profile, kept: Sequence[set[int]]) -> profiles.Pro
 def held_out(folder: Path) -> list[Row]:
     """Part 1."""
     rows = []
-    for name, hardware, model, layers, experts, top_k in derive.VLLM_PROFILES:
-        path = folder / "llmservingsim/profiles" / hardware / model / "bf16/tp1"
-        profile = profiles.read_vllm(path, layers, experts, top_k)
+    for published in derive.VLLM_PROFILES:
+        name, profile = published.name, published.read(folder)
         axes = list(zip(*profile.mixed, strict=True))
         finer = any(chunk & (chunk - 1) for chunk in profile.prefill)
         kept = [powers(axis) if finer else every_other(axis) for axis in axes]
@@ -154,11 +153,13 @@ def held_out(folder: Path) -> list[Row]:
         ]
         rows += compare(name, profile, cost, unseen)
     for name, read in (
-        ("a6000-llama-3.1-8b", derive.read_a6000_8b),
+        ("a6000-llama-3.1-8b", lambda folder: derive.read_a6000_8b(folder, 1)),
+        ("a6000-llama-3.1-8b-eager", derive.read_a6000_8b_eager),
         ("h100-llama-3.1-70b-tp4-eager", derive.read_h100_70b_eager),
-        ("h100-llama-3.1-70b-tp4", derive.read_h100_70b),
-        ("h100-llama-3.1-8b", derive.read_h100_8b),
-        ("a100-llama-2-70b-tp2", derive.read_a100_70b),
+        ("h100-llama-3.1-70b-tp4", lambda folder: derive.read_h100_llama_3(folder, "70B", 4)),
+        ("h100-llama-3.1-8b", lambda folder: derive.read_h100_llama_3(folder, "8B", 1)),
+        ("h100-llama-3.1-8b-tp2", lambda folder: derive.read_h100_llama_3(folder, "8B", 2)),
+        ("a100-llama-2-70b-tp2-vidur", derive.read_a100_70b),
     ):
         profile = read(folder)
         shown = profile

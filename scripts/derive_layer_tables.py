@@ -16,7 +16,7 @@ import argparse
 import gzip
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from layer_profiles import (
@@ -196,6 +196,8 @@ def header(
         "hardware": hardware,
         "model": model,
         "tensor_parallel": tensor_parallel,
+        "data_parallel": 1,
+        "expert_parallel": 1,
         "engine": engine,
         "kernels": kernels,
         "assumptions": [],
@@ -221,7 +223,8 @@ THINNED = "operators of all layers summed; token counts, batches and contexts th
 
 @dataclass(frozen=True)
 class VllmProfile:
-    """A profile of vLLM 0.19. skew_alpha: alpha_default of the profile's meta.yaml (0: not measured)."""
+    """A profile of vLLM 0.19. skew_alpha: alpha_default of the profile's meta.yaml (0: not measured). groups: of
+    devices with sequences of their own, which share the experts out among them."""
 
     name: str
     hardware: str
@@ -232,6 +235,7 @@ class VllmProfile:
     skew_alpha: float = 0.0
     experts: int = 0
     experts_per_token: int = 0
+    groups: int = 1
 
     @property
     def path(self) -> str:
@@ -240,18 +244,36 @@ class VllmProfile:
 
     def read(self, folder: Path) -> Profile:
         """The measurements, with the experts and the collectives."""
-        root = folder / "llmservingsim/profiles"
-        experts = reduce_us = None
+        root, devices = folder / "llmservingsim/profiles", self.tensor_parallel * self.groups
+        profile = read_vllm(root / self.path, self.layers)
+        if self.groups > 1:
+            profile = in_groups(profile, self.groups)
+        added = []
         if self.experts:
             path = root / self.hardware / self.model / "bf16/tp1/moe.csv"  # the only one that was measured
-            experts = expert_time(path, self.experts, self.experts_per_token, self.tensor_parallel)
-        if self.tensor_parallel > 1:
-            once = link_all_reduce(self.hardware, self.tensor_parallel, self.hidden)
+            added.append(expert_time(path, self.experts, self.experts_per_token, devices))
+        if devices > 1:  # all-reduces after attention and MLP; or all tokens to the experts, and their sums back
+            times = 2 if self.groups == 1 else 1
+            added += times * [link_all_reduce(self.hardware, devices, self.hidden)]
+        tokens = {
+            count: value + self.layers * sum(part(count) for part in added) for count, value in profile.tokens.items()
+        }
+        return replace(profile, tokens=tokens)
 
-            def reduce_us(tokens: int) -> float:
-                return 2 * once(tokens)
 
-        return read_vllm(root / self.path, self.layers, experts, reduce_us)
+def in_groups(profile: Profile, groups: int) -> Profile:
+    """Of several equal groups with sequences of their own, each of which does its share; a prompt's chunk stays in one
+    group, whose attention the others wait for."""
+    return replace(
+        profile,
+        tokens={groups * count: value for count, value in profile.tokens.items()},
+        sequences={groups * count: value for count, value in profile.sequences.items()},
+        decode={groups * batch: row for batch, row in profile.decode.items()},
+        mixed={
+            (chunk, start, groups * batch, context): value
+            for (chunk, start, batch, context), value in profile.mixed.items()
+        },
+    )
 
 
 LLAMA_8B, QWEN_32B, QWEN_30B_A3B = "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-32B", "Qwen/Qwen3-30B-A3B-Instruct-2507"
@@ -263,11 +285,14 @@ VLLM_PROFILES = (
     VllmProfile("rtxpro6000-qwen3-32b-tp2", "RTXPRO6000", QWEN_32B, 64, 5120, 2, 0.0649),
     VllmProfile("rtxpro6000-qwen3-30b-a3b", "RTXPRO6000", QWEN_30B_A3B, 48, 2048, 1, 0.0645, 128, 8),
     VllmProfile("rtxpro6000-qwen3-30b-a3b-tp2", "RTXPRO6000", QWEN_30B_A3B, 48, 2048, 2, 0.0748, 128, 8),
+    VllmProfile("rtxpro6000-qwen3-30b-a3b-dp2-ep2", "RTXPRO6000", QWEN_30B_A3B, 48, 2048, 1, 0.0645, 128, 8, groups=2),
 )
 LINK = (
     "two all-reduces a layer take 2 x 20 us + bytes / (16 GB/s): the link that LLMServingSim's authors state for their "
     "host of RTX PRO 6000, without a measurement"
 )
+EXCHANGE = LINK.replace("two all-reduces a layer take", "sending tokens to their experts and sums back takes")
+GROUPS = "both groups of devices have equal numbers of tokens and sequences"
 UNIFORM = "every token chooses its experts at random"
 HALF_EXPERTS = "each device computes half of the experts' work in half of the time that one device takes for it"
 A6000_KERNELS = (
@@ -300,14 +325,15 @@ def vllm_tables(folder: Path) -> Iterable[Table]:
     for profile in VLLM_PROFILES:
         extra = "; experts at the number that uniform routing touches" if profile.experts else ""
         origin = source(LLMSERVINGSIM, f"profiler/perf/{profile.path}", "MIT", SUMMED + extra)
-        devices = profile.tensor_parallel
-        engine = "vLLM 0.19.0, eager kernels"
+        devices, engine = profile.tensor_parallel, "vLLM 0.19.0, eager kernels"
         head = header(profile.name, profile.hardware, profile.model, devices, engine, [origin], "vllm-0.19")
         head["skew_alpha"] = profile.skew_alpha
+        head["data_parallel"] = head["expert_parallel"] = profile.groups
         head["assumptions"] = [
             *([UNIFORM] if profile.experts else []),
-            *([HALF_EXPERTS] if profile.experts and devices > 1 else []),
+            *([HALF_EXPERTS] if profile.experts and devices * profile.groups > 1 else []),
             *([LINK] if devices > 1 else []),
+            *([GROUPS, EXCHANGE] if profile.groups > 1 else []),
         ]
         yield whole_table(profile.read(folder), head)
 

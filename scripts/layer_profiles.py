@@ -46,21 +46,13 @@ def as_curve(table: Table) -> Curve:
     return Curve(tuple(map(float, table["knots"])), tuple(table["us"]))
 
 
-def read_vllm(
-    folder: Path,
-    num_layers: int,
-    experts: Callable[[int], float] | None = None,
-    added_us: Callable[[int], float] | None = None,
-) -> Profile:
-    """A profile of vLLM 0.19 (LLMServingSim's present format): dense, per_sequence, attention. ``experts``,
-    ``added_us``: microseconds to add to each layer by tokens (of the experts; of the collectives)."""
+def read_vllm(folder: Path, num_layers: int) -> Profile:
+    """A profile of vLLM 0.19 (LLMServingSim's present format): dense, per_sequence, attention. Without experts and
+    collectives."""
     times = {"embedding": 1, "final_layernorm": 1, "layernorm": 2 * num_layers}
     tokens: dict[int, float] = defaultdict(float)
     for row in rows_of(folder / "dense.csv"):
         tokens[int(row["tokens"])] += times.get(row["layer"], num_layers) * float(row["time_us"])
-    for part in (experts, added_us):
-        for count in tokens if part is not None else ():
-            tokens[count] += num_layers * part(count)
     sequences: dict[int, float] = defaultdict(float)
     for row in rows_of(folder / "per_sequence.csv"):
         sequences[int(row["sequences"])] += float(row["time_us"])

@@ -107,7 +107,7 @@ def test_short_prompts_together_take_no_longer_than_one_long_one_and_no_less_tha
 
 
 def test_a_prompt_in_chunks_costs_more_than_whole() -> None:
-    cost = load("a100-llama-2-70b-tp2")
+    cost = load("a100-llama-2-70b-tp2-vidur")
     chunks = sum(cost.step_ns(plan((start, 512))) for start in range(0, 4096, 512))
     assert chunks > cost.step_ns(plan((0, 4096)))
 

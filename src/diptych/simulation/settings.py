@@ -28,6 +28,7 @@ from diptych.control.config import (
 from diptych.control.errors import ConfigError
 from diptych.control.router.routing import Disaggregate, RoutingName
 from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo
+from diptych.simulation.context_skew import context_skew
 from diptych.simulation.costs.cost_choice import CostChoice, choose_cost
 from diptych.simulation.costs.fitted import Calibration
 from diptych.simulation.faults import FAULTS, MESSAGE_FAULTS, WORKER_FAULTS, Fault, FaultKind, Watch, random_faults
@@ -231,6 +232,7 @@ def prepare(settings: Settings, *, record_events: bool = False, most_recorded: i
     most_recorded: with more requests than that, events are not kept after all.
     """
     scheduler = scheduler_of(settings)
+    workload = build(settings.workload, settings.seed)
     choice = choose_cost(
         settings.cost,
         model=settings.model,
@@ -240,8 +242,8 @@ def prepare(settings: Settings, *, record_events: bool = False, most_recorded: i
         kv_bits=settings.kv_bits,
         quantize=settings.quantize,
         engine=settings.engine,
+        skew=context_skew(workload),
     )
-    workload = build(settings.workload, settings.seed)
     engine = EngineConfig(
         cache=cache_config(settings, scheduler, choice),
         scheduler=scheduler,

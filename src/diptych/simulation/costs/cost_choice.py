@@ -59,7 +59,7 @@ class CostChoice:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What is to be priced."""
+    """What is to be priced. skew: longest context of a decode batch over its mean."""
 
     model: ModelSpec
     hardware: Hardware
@@ -67,6 +67,7 @@ class Wanted:
     weights: WeightPrecision
     kv_bits: int
     engine: ServingEngine | None = None
+    skew: float = 1.0
 
     @property
     def host_us(self) -> Curve | None:
@@ -94,14 +95,16 @@ def choose_cost(
     kv_bits: int = 16,
     quantize: QuantizeName | None = None,
     engine: str | None = None,
+    skew: float = 1.0,
 ) -> CostChoice:
     """The cost model called ``name``: one of COSTS, a layer table or a profile of the catalogue by its name, or the
     path of a file of ``diptych calibrate``.
 
     weight_bits, quantize: see weight_precision. A calibration has its own weights: ``quantize`` may only agree with
     them. engine: whose host prepares the steps and whose front end takes the requests (see serving_engine.py); None:
-    as the table has it, else step_overhead_s of the hardware, and no front end. Raises ConfigError when the cost model
-    does not exist for the model and the device, or when one of these is not named.
+    as the table has it, else step_overhead_s of the hardware, and no front end. skew: longest context of a decode batch
+    over its mean; only layer tables that measured it know what that costs. Raises ConfigError when the cost model does
+    not exist for the model and the device, or when one of these is not named.
     """
     if name not in COSTS and name not in layer_table_names() and name not in profile_names():
         _check_no_engine(engine, f"{Path(name).name}, which was measured with one")
@@ -113,7 +116,7 @@ def choose_cost(
     device = load_hardware(hardware)
     weights = weight_precision(device, weight_bits, quantize)
     served = None if engine is None else load_engine(engine)
-    wanted = Wanted(load_model(model), device, parallelism, weights, kv_bits, served)
+    wanted = Wanted(load_model(model), device, parallelism, weights, kv_bits, served, skew)
     cost, words = _priced(name, wanted)
     assumptions = cost.assumptions if isinstance(cost, LayerTableCost | RooflineCost | EngineCost) else ()
     front_end = NO_FRONT_END
@@ -175,7 +178,7 @@ def _profile(name: str, wanted: Wanted) -> tuple[CostModel, str]:
 
 def _table(name: str, wanted: Wanted) -> LayerTableCost:
     """The layers of a table behind the host of the asked engine; without one, behind its own."""
-    table = load_layer_table(name)
+    table = load_layer_table(name, skew=wanted.skew)
     if wanted.engine is None:
         return table
     constant = Curve((1.0,), (US * wanted.hardware.achieved.step_overhead_s,))
@@ -217,18 +220,23 @@ def _version(name: str) -> tuple[str, int]:
 
 
 def _holds(info: TableInfo | ProfileInfo, wanted: Wanted) -> bool:
-    """Whether measurements are of what is wanted: the same device, number of devices, dimensions, and 16 bits."""
+    """Whether measurements are of what is wanted: the same device, sharing of the model, dimensions, and 16 bits."""
     return (
-        info.tensor_parallel == wanted.parallelism.tensor
-        and wanted.parallelism.is_tensor_only
+        _parallelism(info) == wanted.parallelism
         and wanted.is_16_bits
         and load_hardware(info.hardware).name == wanted.hardware.name
         and _dimensions(load_model(info.model)) == _dimensions(wanted.model)
     )
 
 
+def _parallelism(info: TableInfo | ProfileInfo) -> Parallelism:
+    if isinstance(info, ProfileInfo):
+        return Parallelism(info.tensor_parallel)
+    return Parallelism(info.tensor_parallel, 1, info.expert_parallel, info.data_parallel)
+
+
 def _fleet(info: TableInfo | ProfileInfo) -> str:
-    return f"{info.tensor_parallel} x {info.hardware} ({info.engine})"
+    return f"{_parallelism(info).devices} x {info.hardware} ({info.engine})"
 
 
 def _dimensions(model: ModelSpec) -> ModelSpec:

@@ -12,7 +12,7 @@ CACHE_LIMIT = 65_536
 
 
 class EngineCost:
-    """CostModel: ``device`` (priced without a host), plus ``host_us`` microseconds by the sequences of a step (decodes and prompts)."""
+    """CostModel: ``device``, priced without a host, plus ``host_us`` microseconds by the sequences of a step."""
 
     def __init__(self, device: RooflineCost, host_us: Curve, engine: str) -> None:
         self.name = f"{device.name}+{engine}"

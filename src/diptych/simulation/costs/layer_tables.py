@@ -43,7 +43,8 @@ class TableSource:
 
 @dataclass(frozen=True, slots=True)
 class TableInfo:
-    """What a table describes. skew_alpha: see the module; 0: not measured.
+    """What a table describes. skew_alpha: see the module; 0: not measured. tensor_parallel, data_parallel,
+    expert_parallel: see Parallelism.
 
     kernels: the engine whose kernels these are, with its version ("vllm-0.24"), or "unfused": operators as no engine
     runs them. assumptions: sentences about what of the table was not measured.
@@ -59,6 +60,8 @@ class TableInfo:
     skew_alpha: float
     sources: tuple[TableSource, ...]
     kernels: str = ""
+    data_parallel: int = 1
+    expert_parallel: int = 1
     assumptions: tuple[str, ...] = ()
 
 
