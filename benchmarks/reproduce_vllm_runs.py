@@ -72,7 +72,7 @@ A6000_COSTS = {
     "fused": ("a6000-llama-3.1-8b", None),
     "sync": ("a6000-llama-3.1-8b", "sync-2024"),
 }
-TRANSFER_NS = 16_000_000  # what R8 finds, used for R9's disaggregated run
+TRANSFER_NS = 15_000_000  # what R8 finds, used for R9's disaggregated run
 H100_BLOCKS = 40_000  # not binding: 160 GB of 320 hold the weights, a block takes 5.2 MB
 A6000_BLOCKS = 11_400  # 40 GB, as configured, without 16 GB of weights; a block takes 2.1 MB
 
@@ -246,7 +246,7 @@ def figure_8_disaggregated(folder: Path) -> list[Row]:
     workload = read_workload(evaluation / "dataset/sharegpt_req300_rate10_llama.lens.jsonl.gz", shared=False)
     tokens = sum(spec.output_tokens for spec in workload)
     rows = []
-    results = {ms: simulate(disaggregated(H100, workload, "sync", ms * 1_000_000)) for ms in range(0, 41, 2)}
+    results = {ms: simulate(disaggregated(H100, workload, "sync", ms * 1_000_000)) for ms in range(0, 41)}
     best = min(results, key=lambda ms: abs(stamped_on_decode(results[ms])[1] - measured[2]))
     for run, transfer_ms in (("free transfers", 0), (f"{best} ms a transfer, from TPOT", best)):
         result = results[transfer_ms]

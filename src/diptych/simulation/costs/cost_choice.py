@@ -9,6 +9,7 @@ the name of their table.
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from diptych.control.errors import ConfigError
 from diptych.simulation.costs.cost_model import CostModel
@@ -153,18 +154,16 @@ def _priced(name: str, wanted: Wanted) -> tuple[CostModel, str]:
         except ConfigError:
             if name != "auto":
                 raise
+    return _roofline(wanted), f"roofline of {wanted}, with measured efficiencies"
+
+
+def _roofline(wanted: Wanted) -> CostModel:
+    bits: dict[str, Any] = {"weights": wanted.weights, "kv_bits": wanted.kv_bits}
     host = wanted.host_us
-    roofline: RooflineCost | EngineCost = RooflineCost(
-        wanted.model,
-        wanted.hardware,
-        wanted.parallelism,
-        weights=wanted.weights,
-        kv_bits=wanted.kv_bits,
-        step_overhead_s=None if host is None else 0.0,
-    )
-    if host is not None and wanted.engine is not None:
-        roofline = EngineCost(roofline, host, wanted.engine.name)
-    return roofline, f"roofline of {wanted}, with measured efficiencies"
+    if wanted.engine is None or host is None:
+        return RooflineCost(wanted.model, wanted.hardware, wanted.parallelism, **bits)
+    devices = RooflineCost(wanted.model, wanted.hardware, wanted.parallelism, step_overhead_s=0.0, **bits)
+    return EngineCost(devices, host, wanted.engine.name)
 
 
 def _profile(name: str, wanted: Wanted) -> tuple[CostModel, str]:
