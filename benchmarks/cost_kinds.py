@@ -29,6 +29,7 @@ from common import report
 from diptych.control.errors import ConfigError
 from diptych.control.step import ScheduledPrefill, SchedulerOutput, StepFeatures, chunk_attention
 from diptych.report.statistics import percentile
+from diptych.simulation.context_skew import context_skew
 from diptych.simulation.costs.cost_choice import choose_cost
 from diptych.simulation.costs.cost_model import CostModel
 from diptych.simulation.parallelism import Parallelism
@@ -40,13 +41,12 @@ Row = dict[str, Any]
 Errors = dict[str, list[float]]  # relative errors by metric
 
 
-def cost_of(
-    kind: str, model: str, hardware: str, devices: int, *, bits: int = 16, engine: str | None = None
-) -> CostModel | None:
+def cost_of(kind: str, model: str, hardware: str, devices: int, *, bits: int = 16, **settings: Any) -> CostModel | None:
     """The cost model of a kind, if there is one."""
+    parallelism = Parallelism(devices)
     try:
         return choose_cost(
-            kind, model=model, hardware=hardware, parallelism=Parallelism(devices), weight_bits=bits, engine=engine
+            kind, model=model, hardware=hardware, parallelism=parallelism, weight_bits=bits, **settings
         ).cost
     except ConfigError:
         return None
@@ -112,7 +112,7 @@ def requests(folder: Path, hardware: str) -> Iterable[Row]:
     engine = replace(run.engine, cache=replace(run.engine.cache, admission="greedy"))
     found: dict[str, Errors] = {}
     for kind in KINDS:
-        cost = cost_of(kind, vllm_runs.LLAMA_8B, hardware, 1)
+        cost = cost_of(kind, vllm_runs.LLAMA_8B, hardware, 1, skew=context_skew(workload))
         if cost is not None:
             scenario = Scenario(engine=engine, cost=cost, workload=workload, cluster=load_balancer())
             rows = vllm_runs.logged_rows(run.name, logged, simulate(scenario))

@@ -31,7 +31,7 @@ def plan(num_decodes: int, prompts: int = 0) -> SchedulerOutput:
 @pytest.mark.parametrize("name", engine_names())
 def test_every_engine_says_where_its_figures_come_from(name: str) -> None:
     engine = load_engine(name)
-    assert {key.removesuffix("_assumed") for key in engine.sources} == {"step", "request"}
+    assert {key.removesuffix("_assumed") for key in engine.sources} == {"step", "front_end"}
     assert engine.front_end.request_ns >= 0
     for devices in (1, 2, 8):
         host = engine.host_us(devices)

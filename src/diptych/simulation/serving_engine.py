@@ -40,7 +40,7 @@ class ServingEngine:
     def assumptions(self) -> tuple[str, ...]:
         """What of it was not measured."""
         return tuple(
-            f"{key.removesuffix('_assumed')} of {self.name}: {text}"
+            f"{key.removesuffix('_assumed').replace('_', ' ')} of {self.name}: {text}"
             for key, text in self.sources.items()
             if key.endswith("assumed")
         )
