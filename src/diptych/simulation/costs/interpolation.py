@@ -91,6 +91,12 @@ class Surface:
             rows.append(curve)
         return Surface(self.knots, tuple(rows))
 
+    def at_least(self, floor: float) -> "Surface":
+        """No value below ``floor``."""
+        return Surface(
+            self.knots, tuple(Curve(row.knots, tuple(max(floor, v) for v in row.values)) for row in self.rows)
+        )
+
     def between(self, x: float) -> tuple[Curve, Curve, float]:
         """Two rows and the weight of the second: the surface at ``x`` is low + weight * (high - low)."""
         index = bisect_right(self.knots, x) - 1

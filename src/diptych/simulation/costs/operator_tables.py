@@ -12,6 +12,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import reduce
 
 from diptych.control.errors import ConfigError
 from diptych.control.step import chunk_attention
@@ -112,7 +113,7 @@ def _assumptions(
             bits *= 2
         what = "the nearest measured shape" if bits == weight_bits else f"those measured with {bits} bits"
         found.append(f"experts of {weight_bits} bits take {what}, scaled by the roofline")
-    if kv_bits not in {heads.kv_bits for heads in operators.decode_attention.surfaces}:
+    if not operators.decode_attention.has_bits(kv_bits):
         found.append(f"attention over KV of {kv_bits} bits takes that over 16 bits, scaled by the roofline")
     return tuple(found)
 
@@ -122,7 +123,6 @@ def layer_tables(
 ) -> LayerTables:
     """The operators of a model summed over its layers, without the host's part of a step."""
     tensor = parallelism.tensor
-    heads = AttentionHeads(model.head_dim, kv_bits, model.heads // tensor, -(-model.kv_heads // tensor))
     tokens, shared = _token_curves(operators, model, parallelism, weight_bits)
     head, vocab = operators.linear[16], -(-model.vocab // tensor)
     batches = sorted({knot for curve in head.curves.values() for knot in curve.knots if knot <= 4096})
@@ -131,12 +131,8 @@ def layer_tables(
     return LayerTables(
         tokens=tokens,
         sequences=Curve(tuple(batches), tuple(sequences)),
-        prefill_attention=chunked(
-            attention_surface(operators.prefill_attention, heads), prompt_law(operators.hardware, heads)
-        ),
-        decode_attention=attention_surface(
-            operators.decode_attention, heads, _kv_ratio(operators, model, tensor, kv_bits)
-        ),
+        prefill_attention=_prefill_surface(operators, model, tensor, kv_bits),
+        decode_attention=_decode_surface(operators, model, tensor, kv_bits),
         mixed_attention=None,
         overhead=Curve((1.0,), (0.0,)),
         groups=parallelism.data,
@@ -144,23 +140,52 @@ def layer_tables(
     )
 
 
-def attention_surface(
-    table: AttentionTable, heads: AttentionHeads, ratio: Callable[[float, float], float] | None = None
-) -> Surface:
-    """With fewer bits of KV than 16: what was measured with them, but never longer than with 16 bits; where nothing
-    was, the time with 16 bits times ``ratio`` (batch, length)."""
-    wide = table.surface(replace(heads, kv_bits=16))
-    if heads.kv_bits == 16:
+def _prefill_surface(operators: OperatorTables, model: ModelSpec, tensor_parallel: int, kv_bits: int) -> Surface:
+    """By (chunk, tokens before it). With fewer bits of KV than 16: what was measured with them, but never longer than
+    with 16 bits, nor shorter than a launch with 16 bits."""
+    table = operators.prefill_attention
+
+    def surface(bits: int) -> Surface:
+        heads = _heads(model, tensor_parallel, bits)
+        return chunked(_attention(table, heads), prompt_law(operators.hardware, heads[0])).rising()
+
+    wide = surface(16)
+    if kv_bits == 16 or not table.has_bits(kv_bits):
         return wide
-    if any(known.kv_bits == heads.kv_bits for known in table.surfaces):
-        return lower_of(wide, table.surface(heads))
-    if ratio is None:
+    return lower_of(wide, surface(kv_bits)).at_least(wide(0, 0))
+
+
+def _decode_surface(operators: OperatorTables, model: ModelSpec, tensor_parallel: int, kv_bits: int) -> Surface:
+    """By (batch, context of each). With fewer bits of KV than 16: what was measured with them, but never longer than
+    with 16 bits; where nothing was, the time with 16 bits, scaled by the rooflines of both."""
+    table = operators.decode_attention
+    wide = _attention(table, _heads(model, tensor_parallel, 16))
+    if kv_bits == 16:
         return wide
+    if table.has_bits(kv_bits):
+        return lower_of(wide, _attention(table, _heads(model, tensor_parallel, kv_bits)))
+    ratio = _kv_ratio(operators, model, tensor_parallel, kv_bits)
     rows = [
         Curve(row.knots, tuple(us * ratio(batch, knot) for knot, us in zip(row.knots, row.values, strict=True)))
         for batch, row in zip(wide.knots, wide.rows, strict=True)
     ]
     return Surface(wide.knots, tuple(rows))
+
+
+def _heads(model: ModelSpec, tensor_parallel: int, kv_bits: int) -> list[AttentionHeads]:
+    """Those of one device; where it has the copy of a KV head, also with twice, four times ... as many of that head's
+    queries."""
+    heads, kv_heads = model.heads // tensor_parallel, -(-model.kv_heads // tensor_parallel)
+    most = kv_heads * model.heads // model.kv_heads
+    found = [AttentionHeads(model.head_dim, kv_bits, heads, kv_heads)]
+    while 2 * found[-1].heads <= most:
+        found.append(replace(found[-1], heads=2 * found[-1].heads))
+    return found
+
+
+def _attention(table: AttentionTable, heads: Sequence[AttentionHeads]) -> Surface:
+    """The fastest of these: a device never takes longer for a part of the queries of a KV head than for all of them."""
+    return reduce(lower_of, [table.surface(entry) for entry in heads])
 
 
 def _kv_ratio(

@@ -107,6 +107,10 @@ class AttentionTable:
 
     surfaces: Mapping[AttentionHeads, Surface]
 
+    def has_bits(self, kv_bits: int) -> bool:
+        """Whether anything was measured with so many bits of KV."""
+        return any(heads.kv_bits == kv_bits for heads in self.surfaces)
+
     def surface(self, heads: AttentionHeads) -> Surface:
         """The surface of these heads: the measured one, or the nearest with batch and time scaled.
 
