@@ -17,6 +17,7 @@ import gzip
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from layer_profiles import (
@@ -243,39 +244,27 @@ class VllmProfile:
         return f"{self.hardware}/{self.model}/bf16/tp{self.tensor_parallel}"
 
     def read(self, folder: Path) -> Profile:
-        """The measurements, with the experts and the collectives."""
-        root, devices = folder / "llmservingsim/profiles", self.tensor_parallel * self.groups
-        profile = read_vllm(root / self.path, self.layers)
+        """The measurements; without groups with the experts and the collectives."""
+        profile = read_vllm(folder / "llmservingsim/profiles" / self.path, self.layers)
         if self.groups > 1:
-            profile = in_groups(profile, self.groups)
-        added = []
-        if self.experts:
-            path = root / self.hardware / self.model / "bf16/tp1/moe.csv"  # the only one that was measured
-            added.append(expert_time(path, self.experts, self.experts_per_token, devices))
-        if devices > 1:  # all-reduces after attention and MLP; or all tokens to the experts, and their sums back
-            times = 2 if self.groups == 1 else 1
-            added += times * [link_all_reduce(self.hardware, devices, self.hidden)]
-        tokens = {
-            count: value + self.layers * sum(part(count) for part in added) for count, value in profile.tokens.items()
-        }
+            return profile
+        tokens = {count: value + self.shared_us(folder, count) for count, value in profile.tokens.items()}
         return replace(profile, tokens=tokens)
 
-
-def in_groups(profile: Profile, groups: int) -> Profile:
-    """Of several equal groups with sequences of their own, each of which does its share; a prompt's chunk stays in one
-    group, whose attention the others wait for."""
-    return replace(
-        profile,
-        tokens={groups * count: value for count, value in profile.tokens.items()},
-        sequences={groups * count: value for count, value in profile.sequences.items()},
-        decode={groups * batch: row for batch, row in profile.decode.items()},
-        mixed={
-            (chunk, start, groups * batch, context): value
-            for (chunk, start, batch, context), value in profile.mixed.items()
-        },
-    )
+    def shared_us(self, folder: Path, tokens: int) -> float:
+        """What all devices do together in all layers: experts, and two all-reduces or, between groups, sending tokens
+        to their experts and the sums back."""
+        devices, total = self.tensor_parallel * self.groups, 0.0
+        if self.experts:
+            root = folder / "llmservingsim/profiles" / self.hardware / self.model
+            path = root / "bf16/tp1/moe.csv"  # the only one that was measured
+            total += experts_of(path, self.experts, self.experts_per_token, devices)(tokens)
+        if devices > 1:
+            total += (2 if self.groups == 1 else 1) * link_all_reduce(self.hardware, devices, self.hidden)(tokens)
+        return self.layers * total
 
 
+experts_of = cache(expert_time)
 LLAMA_8B, QWEN_32B, QWEN_30B_A3B = "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-32B", "Qwen/Qwen3-30B-A3B-Instruct-2507"
 VLLM_PROFILES = (
     VllmProfile("rtx4090-llama-3.1-8b", "RTX4090", LLAMA_8B, 32, 4096),
@@ -335,7 +324,11 @@ def vllm_tables(folder: Path) -> Iterable[Table]:
             *([LINK] if devices > 1 else []),
             *([GROUPS, EXCHANGE] if profile.groups > 1 else []),
         ]
-        yield whole_table(profile.read(folder), head)
+        table = whole_table(measured := profile.read(folder), head)
+        if profile.groups > 1:
+            counts = [profile.groups * count for count in measured.tokens]
+            table["shared"] = curve({count: profile.shared_us(folder, count) for count in counts})
+        yield table
 
 
 def a6000_tables(folder: Path) -> Iterable[Table]:

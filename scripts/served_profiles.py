@@ -27,6 +27,7 @@ from diptych.simulation.costs.operator_tables import layer_tables
 from diptych.simulation.costs.operators import load_operator_tables
 from diptych.simulation.hardware import load_hardware
 from diptych.simulation.models import load_model
+from diptych.simulation.parallelism import Parallelism
 
 H100_ATTENTION = "systems/data/h100_sxm/attention/vllm/0.24.0"
 H100_ALL_REDUCE = "systems/data/h100_sxm/comm/vllm/0.24.0/custom_allreduce_perf.parquet"
@@ -75,7 +76,7 @@ def read_vidur_layers(folder: Path, hardware: str, dimensions: str, model: str, 
     """Layers of the ``dimensions`` of a model as vidur measured them (projections, MLP, norms, rotary embedding), and
     vLLM's attention, output layer and all-reduce of the same GPU, as the operators of the catalogue hold them."""
     operators, spec = load_operator_tables(load_hardware(hardware)), load_model(model)
-    tables = layer_tables(operators, spec, tensor_parallel, 16, 16)
+    tables = layer_tables(operators, spec, Parallelism(tensor_parallel), 16, 16)
     path = folder / f"vidur/compute/{hardware.partition('-')[0]}/meta-llama/{dimensions}/mlp.csv.gz"
     tokens: dict[int, float] = {}
     for row in rows_of(path):

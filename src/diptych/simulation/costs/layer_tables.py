@@ -248,6 +248,8 @@ def parse_layer_table(data: dict[str, Any], *, skew: float = 1.0) -> LayerTableC
         decode_attention=decode,
         mixed_attention=_mixed(data.get("mixed_attention"), prefill, decode),
         overhead=_curve(data["overhead"]),
+        groups=data.get("data_parallel", 1),
+        shared=_curve(data["shared"]) if "shared" in data else None,
     )
     return LayerTableCost(msgspec.convert(data, TableInfo), tables.rising())
 
