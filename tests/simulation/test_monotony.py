@@ -4,7 +4,7 @@ import pytest
 
 from tests.simulation.monotony import LAWS, Pair, random_pairs
 
-SEEDS, STEPS = range(40), 10
+SEEDS, STEPS = range(30), 10
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ more bits, scaled by the rooflines of both.
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise, product
 from typing import Any
 
@@ -28,7 +29,7 @@ from diptych.simulation.costs.interpolation import Curve, Surface
 from diptych.simulation.costs.layer_shapes import MatrixShape
 from diptych.simulation.costs.layer_tables import NS_PER_US, TableSource
 from diptych.simulation.costs.roofline import ACTIVATION_BYTES, ExpertOps, kernel_of, linear_op
-from diptych.simulation.hardware import Hardware
+from diptych.simulation.hardware import Hardware, load_hardware
 from diptych.simulation.models import ModelSpec, MoESpec
 from diptych.simulation.packed_tables import packed_names, packed_table
 from diptych.simulation.parallelism import Parallelism
@@ -237,6 +238,11 @@ class OperatorTables:
     experts: ExpertTable
     all_reduce: Mapping[int, Curve]
 
+    def on(self, hardware: Hardware) -> "OperatorTables":
+        """The same measurements of a device whose links, memory or price are others."""
+        linear = {bits: LinearTable(hardware, bits, table.curves) for bits, table in self.linear.items()}
+        return replace(self, hardware=hardware, linear=linear, experts=replace(self.experts, hardware=hardware))
+
     def linear_us(self, bits: int, m: int, shape: MatrixShape) -> float:
         """Microseconds of one product of ``m`` rows with weights of so many bits (16, 8 or 4)."""
         n, k = shape.outputs, shape.inputs
@@ -291,13 +297,27 @@ def operator_table_names() -> tuple[str, ...]:
 
 
 def load_operator_tables(hardware: Hardware) -> OperatorTables:
-    """The operators of a GPU. Raises ConfigError for one that is not in ``operator_table_names()``."""
+    """The operators of a GPU. Raises ConfigError for one that is not in ``operator_table_names()``, or whose speed was
+    changed from the catalogue's, which was measured."""
     names = operator_table_names()
     if hardware.name not in names:
         raise ConfigError(
             f"hardware is {hardware.name!r}; operators were measured on {', '.join(names)}", param="hardware"
         )
-    data = operator_data(hardware.name)
+    measured = _measured(hardware.name)
+    known = measured.hardware
+    if (hardware.flops, hardware.memory_bandwidth) != (known.flops, known.memory_bandwidth):
+        raise ConfigError(
+            f"the flops or the memory_bandwidth of hardware are not those of the {hardware.name} that was measured",
+            param="hardware",
+        )
+    return measured.on(hardware)
+
+
+@cache
+def _measured(name: str) -> OperatorTables:
+    """The operators of a GPU of the catalogue."""
+    hardware, data = load_hardware(name), operator_data(name)
     return OperatorTables(
         hardware=hardware,
         engine=data["engine"],
