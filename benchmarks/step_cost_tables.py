@@ -78,9 +78,8 @@ def compare(
             predicted = tables.decode_attention(batch, context)
         else:
             part, measured = "mixed attention", profile.mixed[chunk, start, batch, context]
-            predicted = tables.prefill_attention(chunk, start) + tables.decode_attention(batch, context)
             assert tables.mixed_attention is not None
-            predicted *= tables.mixed_attention((chunk, start, batch, context))
+            predicted = tables.mixed_attention((chunk, start, batch, context))
         parts[part].append((predicted, measured))
         count = min(counts, key=lambda count: abs(count - chunk - batch))
         steps.append(
@@ -168,7 +167,8 @@ def held_out(folder: Path) -> list[Row]:
             shown = replace(profile, tokens={count: profile.tokens[count] for count in sorted(counts)})
         if sum(map(len, profile.decode.values())) < 1000:  # its attention ships whole
             contexts = every_other(context for row in profile.decode.values() for context in row)
-            kept = [every_other(profile.prefill), {0, 8192}, every_other(profile.decode), contexts]
+            starts = {start for row in profile.prefill.values() for start in row}
+            kept = [every_other(profile.prefill), starts, every_other(profile.decode), contexts]
             shown = replace(part_of(profile, kept), tokens=profile.tokens)
         table = derive.thin_table(shown, HEADER)
         held = {
@@ -195,6 +195,7 @@ def yi_table(folder: Path) -> tuple[LayerTableCost, float]:
     prefill = {
         int(row["batch_num_prefill_tokens"]): 1e6 * float(row["batch_execution_time"])
         for row in profiles.rows_of(folder / "figure-2/prefill.csv")
+        if row["inter_batch_delay"]  # the first batch of that run (256 tokens) took longer than one of 512
     }
     decode = {
         int(float(row["batch_size"])): 1e6 * float(row["batch_execution_time"])
