@@ -130,19 +130,6 @@ def test_unknown_names_are_answered_with_the_known_ones() -> None:
         load_model("gpt-5")
 
 
-def test_a_file_of_ones_own_extends_the_catalogue(tmp_path: Path) -> None:
-    catalogue = Path(__file__).parents[2] / "src/diptych/simulation/catalogue/hardware.toml"
-    text = catalogue.read_text()
-    entry = text[text.index("[h200]") : text.index("[b200]")].replace("[h200", "[mine").replace("h200-sxm", "my-box")
-    own = tmp_path / "mine.toml"
-    own.write_text(entry.replace("price_per_hour = 3.60", "price_per_hour = 0.10"))
-    assert load_hardware("my-box", extra=own).price_per_hour == 0.10
-    assert load_hardware("h200", extra=own).price_per_hour == 3.60
-    own.write_text(entry.replace("power_w = 700.0", "pwer_w = 700.0", 1))
-    with pytest.raises(ConfigError, match="pwer_w"):
-        load_hardware("mine", extra=own)
-
-
 def test_a_config_json_gives_the_model_of_the_catalogue(tmp_path: Path) -> None:
     config = {
         "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32,

@@ -6,7 +6,7 @@ come from simulation/settings.py, figures from simulation/report/.
 
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +20,7 @@ from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_S
 
 if TYPE_CHECKING:
+    from diptych.simulation.questions import Asked, Question
     from diptych.simulation.settings import Settings
     from diptych.simulation.sweep import Run
     from diptych.timeline.lanes import Window
@@ -27,6 +28,12 @@ if TYPE_CHECKING:
 FLEET, WORKLOAD, OBJECTIVES = "Model and fleet", "Workload", "Objectives"
 SCHEDULER, MEMORY, OUTPUT = "Scheduler (details; --shape presets them)", "Memory", "Output"
 OUTPUTS = ("records", "timeline", "report")  # options that name a file to be written
+SEARCHES: "Mapping[str, Asked]" = {"find_goodput": "goodput", "fewest_devices": "devices"}
+ONLY_WITH = {  # options that mean something only with others
+    "attainment": ("find_goodput", "fewest_devices"),
+    "probe": ("find_goodput", "fewest_devices"),
+    "tolerance": ("find_goodput",),
+}
 MAX_REQUESTS_WITH_EVENTS = 200_000  # of a report: above, its charts that need the event log are left out
 
 # Options that are settings, by their dotted path in the file.
@@ -55,7 +62,7 @@ PATHS = {
 def simulate(
     config: Annotated[Path | None, typer.Argument(help="TOML file of settings; options override it.")] = None,
     model: Annotated[Text, option("Model of the catalogue, or a config.json.", FLEET)] = None,
-    hardware: Annotated[Text, option("Device of the catalogue.", FLEET)] = None,
+    hardware: Annotated[Text, option("Device of the catalogue, or FILE.toml with your own.", FLEET)] = None,
     tensor_parallel: Annotated[Whole, option("Devices per worker.", FLEET)] = None,
     weight_bits: Annotated[Whole, option("Bits of a weight on a GPU: 16, 8 or 4.", FLEET)] = None,
     quantize: Annotated[Text, option("Weights on a CPU, as for serve: none, int8 or int4.", FLEET)] = None,
@@ -80,6 +87,11 @@ def simulate(
     seed: Annotated[Whole, option("Seed of everything random; equal seeds give equal runs.", WORKLOAD)] = None,
     ttft_slo_ms: Annotated[Number, option("Time to first token, for requests that name none.", OBJECTIVES)] = None,
     tpot_slo_ms: Annotated[Number, option("Time per later token, for requests that name none.", OBJECTIVES)] = None,
+    find_goodput: Annotated[bool, option("Search the highest rate that meets them.", OBJECTIVES)] = False,
+    fewest_devices: Annotated[bool, option("Search the smallest fleet that meets them.", OBJECTIVES)] = False,
+    attainment: Annotated[Number, option("Share of requests that must meet them: 0.9 or 90.", OBJECTIVES)] = None,
+    tolerance: Annotated[Number, option("The search ends at two rates this close. Default: 0.05.", OBJECTIVES)] = None,
+    probe: Annotated[Text, option("Length of a run of a search. Default: 60s.", OBJECTIVES)] = None,
     shape: Annotated[Text, option("unified: prompts first. chunked: between decodes.", OBJECTIVES)] = None,
     order: Annotated[Text, option("fcfs, priority, shortest or deadline.", SCHEDULER)] = None,
     budget: Annotated[Text, option("What limits a step: whole, fixed or slo.", SCHEDULER)] = None,
@@ -110,7 +122,13 @@ def simulate(
     given = {name: value for name, value in locals().items() if value is not None and value != []}
     given = {name: value for name, value in given.items() if name in PATHS or value is not False}
     with errors_in_words():
-        (_simulate_sweep if sweep else _simulate_one)(given)
+        asked = question(given)
+        if sweep:
+            _simulate_sweep(given, asked)
+        elif asked:
+            _answer(given, asked)
+        else:
+            _simulate_one(given)
 
 
 def overrides(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,6 +164,80 @@ def command_line(given: Mapping[str, Any]) -> str:
     return shlex.join(words)
 
 
+def question(given: Mapping[str, Any]) -> "Question | None":
+    """What the options ask to be searched; None: nothing. Raises ConfigError."""
+    from diptych.bench.option_grammar import duration_s
+    from diptych.search.goodput_search import SearchConfig
+    from diptych.simulation.questions import Question
+
+    modes = [name for name in SEARCHES if name in given]
+    if len(modes) > 1:
+        raise ConfigError(f"{modes[0]} and {modes[1]} are two searches; give only one of them", param=modes[1])
+    for name, wanted in ONLY_WITH.items():
+        if name in given and not set(wanted) & set(modes):
+            options = " or ".join(f"--{mode.replace('_', '-')}" for mode in wanted)
+            raise ConfigError(f"{name} has no effect without {options}", param=name)
+    if not modes:
+        return None
+    return Question(
+        asked=SEARCHES[modes[0]],
+        search=SearchConfig(**{name: given[name] for name in ("attainment", "tolerance") if name in given}),
+        probe_s=duration_s(given["probe"], "probe") if "probe" in given else None,
+    )
+
+
+def _answer(given: Mapping[str, Any], asked: "Question") -> None:
+    """One search."""
+    from diptych.report.text import goodput_table, latency_table, runs_table, service_table
+    from diptych.simulation.questions import answer
+    from diptych.simulation.report.simulation_page import Page, render
+    from diptych.simulation.report.simulation_tables import cost_notes, fleet_search_tables, simulated_table
+    from diptych.simulation.report.titles import search_lead, title
+    from diptych.simulation.settings import read_settings
+
+    _only_single(given, "a search")
+    settings = read_settings(given.get("config"), overrides(given))
+    check_folders({name: given.get(name) for name in OUTPUTS})
+    with progress_bar(quiet="as_json" in given) as show:
+        found = answer(settings, asked, on_probe=show)
+    point = found.best.point
+    data = {
+        "mode": next(name for name, kind in SEARCHES.items() if kind == asked.asked),
+        asked.asked: found.result,
+        "points": found.probes,
+        "best": point,
+    }
+    notes = cost_notes([point])
+    if "report" in given:
+        page = Page(
+            title=title(settings),
+            lead=search_lead(settings, asked.asked, found.result),
+            command=command_line(given),
+            point=point,
+            result=found.best.result,
+            search=data,
+        )
+        notes.append(write_file(given["report"], [render(page).encode()]))
+    if "as_json" in given:
+        _print_json(data)
+    else:
+        if asked.asked == "goodput":
+            tables = [runs_table(found.probes), goodput_table(found.result)]
+        else:
+            tables = fleet_search_tables(found.result, found.probes)
+        tables.append(latency_table(point["summary"]))
+        tables += [simulated_table(point), service_table(point["summary"], point["economy"])]
+        print_tables(tables, notes, num_narrow=2)
+    _fail_if_all_failed([point])
+
+
+def _only_single(given: Mapping[str, Any], what: str) -> None:
+    """Raise ConfigError for options that mean something for a single run alone."""
+    for name in ("timeline", "timeline_window", "records"):
+        if name in given:
+            raise ConfigError(f"{name} is for a single run and has no effect with {what}", param=name)
+
+
 def _simulate_one(given: Mapping[str, Any]) -> None:
     from diptych.simulation.settings import read_settings
     from diptych.simulation.sweep import run_here
@@ -167,28 +259,31 @@ def _simulate_one(given: Mapping[str, Any]) -> None:
     notes = _write_files(run, settings, window, given)
     if "as_json" in given:
         _print_json(run.point)
+        _fail_if_all_failed([run.point])
         return
     from diptych.report.text import class_table, latency_table, resource_table, service_table
+    from diptych.simulation.report.simulation_tables import cost_notes, simulated_table
 
     point = run.point
     tables = [latency_table(point["summary"])]
     if point["classes"]:
         tables.append(class_table(point["classes"]))
-    tables += [service_table(point["summary"], point["economy"]), resource_table(point["summary"])]
+    tables += [simulated_table(point), service_table(point["summary"], point["economy"])]
+    tables.append(resource_table(point["summary"]))
     took = f"{len(run.result.requests):,} requests simulated in {run.result.wall_s:.2f} s"
-    print_tables(tables, [f"Step durations: {point['cost_model']}", took, *notes], num_narrow=2)
+    print_tables(tables, [*cost_notes([point]), took, *_failure_notes(point), *notes], num_narrow=3)
+    _fail_if_all_failed([point])
 
 
-def _simulate_sweep(given: Mapping[str, Any]) -> None:
-    from diptych.report.text import sweep_table
+def _simulate_sweep(given: Mapping[str, Any], asked: "Question | None") -> None:
+    from diptych.simulation.questions import answer_points
     from diptych.simulation.report.simulation_page import Page, render
+    from diptych.simulation.report.simulation_tables import cost_notes, sweep_tables
     from diptych.simulation.report.titles import sweep_lead, title
     from diptych.simulation.settings import read_settings
     from diptych.simulation.sweep import grid, parse_sweep, run_points
 
-    for name in ("timeline", "timeline_window", "records"):
-        if name in given:
-            raise ConfigError(f"{name} is for a single run and has no effect with --sweep", param=name)
+    _only_single(given, "--sweep")
     workers = given.get("workers", os.cpu_count() or 1)
     if workers < 1:
         raise ConfigError(f"workers is {workers}; it must be at least 1", param="workers")
@@ -198,9 +293,10 @@ def _simulate_sweep(given: Mapping[str, Any]) -> None:
     check_folders({name: given.get(name) for name in OUTPUTS})
     with progress_bar(quiet="as_json" in given) as show:
         stage = f"{len(points)} points"
-        outcomes = run_points(points, num_workers=workers, on_done=lambda done: show(stage, done / len(points)))
+        run = run_points if asked is None else partial(answer_points, question=asked)
+        outcomes = run(points, num_workers=workers, on_done=lambda done: show(stage, done / len(points)))
     names = [sweep.name for sweep in sweeps]
-    notes = [f"Step durations: {outcomes[0]['cost_model']}"]
+    notes = cost_notes(outcomes)
     if "report" in given:
         page = Page(
             title=title(settings),
@@ -209,12 +305,14 @@ def _simulate_sweep(given: Mapping[str, Any]) -> None:
             point=outcomes[0],
             sweep_names=names,
             sweep=outcomes,
+            asked=None if asked is None else asked.asked,
         )
         notes.append(write_file(given["report"], [render(page).encode()]))
     if "as_json" in given:
         _print_json({"sweep": names, "points": outcomes})
     else:
-        print_tables([sweep_table(names, outcomes)], notes)
+        print_tables(sweep_tables(names, outcomes, None if asked is None else asked.asked), notes)
+    _fail_if_all_failed(outcomes)
 
 
 def _write_files(run: "Run", settings: "Settings", window: "Window", given: Mapping[str, Any]) -> list[str]:
@@ -243,6 +341,21 @@ def _write_files(run: "Run", settings: "Settings", window: "Window", given: Mapp
                 f"more than {MAX_REQUESTS_WITH_EVENTS:,} requests: the page has no phases and no KV use over time"
             )
     return notes
+
+
+def _failure_notes(point: Mapping[str, Any]) -> list[str]:
+    """An example of each reason for which requests failed."""
+    failures, messages = point["summary"]["failures"], point["failure_messages"]
+    return [f"{count:,} x {reason}: {messages.get(reason, '')}".rstrip(": ") for reason, count in failures.items()]
+
+
+def _fail_if_all_failed(points: Sequence[Mapping[str, Any]]) -> None:
+    """What was simulated is shown all the same. Raises ConfigError when no request of any point was answered."""
+    if any(point["summary"]["num_completed"] for point in points):
+        return
+    reasons = dict.fromkeys(reason for point in points for reason in point["summary"]["failures"])
+    messages = [message for point in points for message in point["failure_messages"].values()]
+    raise ConfigError(": ".join([f"every request failed ({', '.join(reasons)})", *messages[:1]]), param="workload")
 
 
 def parse_window(text: str | None) -> "Window":

@@ -4,9 +4,10 @@ Owns the order of preference of ``auto``: measured layers of this very model and
 operators, then the roofline. Must never mix two of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from diptych.control.errors import ConfigError
 from diptych.simulation.costs.aiconfigurator import AIConfiguratorCost
@@ -25,13 +26,15 @@ COSTS = ("auto", "tables", "operators", "roofline", "aiconfigurator")
 
 @dataclass(frozen=True, slots=True)
 class CostChoice:
-    """A cost model, one sentence about it, and what it is of. weights: None where a calibration has measured them."""
+    """A cost model, one sentence about it, and what it is of. weights: None where a calibration has measured them.
+    assumptions: what of it was not measured, in sentences."""
 
     cost: CostModel
     words: str
     source: Calibration | tuple[ModelSpec, Hardware]
     max_model_len: int
     weights: WeightPrecision | None = None
+    assumptions: tuple[str, ...] = ()
 
     @property
     def hardware(self) -> Hardware | None:
@@ -63,7 +66,7 @@ def choose_cost(
     name: str,
     *,
     model: str | None,
-    hardware: str | None,
+    hardware: str | Mapping[str, Any] | None,
     tensor_parallel: int = 1,
     weight_bits: int = 16,
     kv_bits: int = 16,
@@ -86,7 +89,8 @@ def choose_cost(
     weights = weight_precision(device, weight_bits, quantize)
     wanted = Wanted(load_model(model), device, tensor_parallel, weights, kv_bits)
     cost, words = _priced(name, wanted)
-    return CostChoice(cost, words, (wanted.model, device), wanted.model.max_context, weights)
+    assumptions = _assumed(device) if isinstance(cost, RooflineCost) else ()
+    return CostChoice(cost, words, (wanted.model, device), wanted.model.max_context, weights, assumptions)
 
 
 def _priced(name: str, wanted: Wanted) -> tuple[CostModel, str]:
@@ -123,7 +127,14 @@ def _priced(name: str, wanted: Wanted) -> tuple[CostModel, str]:
         )
         return engine, f"aiconfigurator's tables of {wanted}"
     roofline = RooflineCost(model, hardware, devices, weights=wanted.weights, kv_bits=kv_bits)
-    return roofline, f"roofline of {wanted}, with measured efficiencies"
+    measured = "measured" if "measured" in hardware.sources else "assumed"
+    return roofline, f"roofline of {wanted}, with {measured} efficiencies"
+
+
+def _assumed(hardware: Hardware) -> tuple[str, ...]:
+    """What the entry of a device says about its own constants."""
+    assumed = hardware.sources.get("assumed")
+    return () if assumed is None else (f"{hardware.name}: {assumed}",)
 
 
 def find_layer_table(wanted: Wanted, names: Sequence[str]) -> LayerTableCost | None:

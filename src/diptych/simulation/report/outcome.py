@@ -3,7 +3,7 @@
 Owns the shape of that record. Holds nothing that a second run would not give again (no wall-clock times).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -11,7 +11,8 @@ import msgspec
 from diptych.control.slo import NS_PER_S
 from diptych.simulation.hardware import Hardware
 from diptych.simulation.report.economy import economy
-from diptych.simulation.results import REASONS, RequestTable, SimulationResult, summarize
+from diptych.simulation.report.workload_figures import measured_figures
+from diptych.simulation.results import REASONS, RequestTable, SimulationResult, failure_messages, summarize
 
 FLEET_WIDE = ("itl_ms", "utilization", "preemptions")  # of the whole fleet, so no class has its own
 
@@ -23,15 +24,29 @@ def outcome(
     cost_model: str,
     num_gpus: int,
     hardware: Hardware | None = None,
+    assumptions: Sequence[str] = (),
+    kv_cache_tokens: int | None = None,
+    workload: Mapping[str, Any] | None = None,
     values: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The record. values: the swept settings and what they are at this point."""
+    """The record. assumptions: what of the cost model was not measured, in sentences. kv_cache_tokens: of one worker.
+    workload: see workload_figures.py (None: of the requests that ran). values: the swept settings and what they are at
+    this point."""
     summary = summarize(result)
     return {
         "settings": dict(settings),
         "values": dict(values or {}),
         "cost_model": cost_model,
+        "assumptions": list(assumptions),
+        "workload": dict(measured_figures(result.requests) if workload is None else workload),
+        "fleet": {
+            "workers": len(result.workers),
+            "devices": num_gpus,
+            "hardware": None if hardware is None else hardware.name,
+            "kv_cache_tokens": kv_cache_tokens,
+        },
         "summary": summary,
+        "failure_messages": failure_messages(result.requests),
         "classes": classes(result),
         "economy": economy(summary, num_gpus, hardware),
         "num_events": result.num_events,
@@ -63,6 +78,7 @@ def records(table: RequestTable) -> Iterable[bytes]:
             "kind": table.kind[row],
             "replica": table.worker[row],
             "reason": REASONS[table.reason[row]],
+            "failure": table.failure(row),
             "arrival_s": table.arrival_ns[row] / NS_PER_S,
             "queue_s": table.queue_ns[row] / NS_PER_S,
             "ttft_s": table.ttft_ns(row) / NS_PER_S if has_token else None,

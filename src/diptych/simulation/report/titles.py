@@ -1,9 +1,12 @@
 """Titles and lead sentences of a page, from the settings and the figures."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from diptych.report.text import number, percent
+from diptych.report.text import number, percent, rate
+from diptych.simulation.hardware import device_words
 from diptych.simulation.report.simulation_page import Page
+from diptych.simulation.report.simulation_tables import workers_in_words
 from diptych.simulation.settings import Settings
 from diptych.simulation.sweep import Run, Sweep
 
@@ -29,7 +32,7 @@ def title(settings: Settings) -> str:
     if settings.model is None or settings.hardware is None:
         return "This machine"
     devices = settings.tensor_parallel
-    return f"{settings.model} on {f'{devices} x ' if devices > 1 else ''}{settings.hardware}"
+    return f"{settings.model} on {f'{devices} x ' if devices > 1 else ''}{device_words(settings.hardware)}"
 
 
 def lead(run: Run, settings: Settings) -> str:
@@ -55,6 +58,21 @@ def sweep_lead(settings: Settings, sweeps: Sequence[Sweep]) -> str:
     asked = [] if paths & {"slo.ttft_ms", "slo.tpot_ms"} else objectives(settings)
     sentence = f"{varied}, every point with the same seed".capitalize()
     return f"{'; '.join([sentence, *fixed])}." + (f" Objectives: {', '.join(asked)}." if asked else "")
+
+
+def search_lead(settings: Settings, asked: str, found: Mapping[str, Any]) -> str:
+    """What was searched, and what was found."""
+    share = percent(found["config"]["attainment"])
+    if asked == "goodput":
+        of_what = f"of {fleet(settings)}, shape {settings.shape}"
+        answer = f"{rate(found['estimate'] or found['rate'])} requests/s" if found["rate"] else "no rate was found"
+    else:
+        of_what = f"shape {settings.shape}"
+        answer = (
+            f"{found['devices']:,} ({workers_in_words(found['workers'])})" if found["devices"] else "none was found"
+        )
+    what = "Highest rate" if asked == "goodput" else "Fewest devices"
+    return f"{what} {of_what}, at which {share} keep their objectives ({', '.join(objectives(settings))}): {answer}."
 
 
 def objectives(settings: Settings) -> list[str]:

@@ -4,9 +4,10 @@ import random
 
 import pytest
 
-from diptych.bench.goodput import GoodputSearch, SearchConfig
-from diptych.bench.intervals import block_bootstrap, wilson
+from diptych.bench.intervals import block_bootstrap
 from diptych.control.errors import ConfigError
+from diptych.report.statistics import wilson
+from diptych.search.goodput_search import GoodputSearch, SearchConfig
 
 
 def attainment(rate: float, capacity: float) -> float:
