@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from diptych.control.errors import ConfigError, UnsupportedModelError
+from diptych.simulation.costs.collectives import all_reduce
 from diptych.simulation.hardware import hardware_names, load_hardware
 from diptych.simulation.models import kv_bytes_per_gpu, kv_capacity_tokens, load_model, model_names
+from diptych.simulation.parallelism import Parallelism
 
 # Totals as their owners publish them (checkpoint indexes and model cards), in millions.
 PUBLISHED_MILLIONS = {
@@ -71,13 +73,13 @@ def test_kv_of_llama_70b_is_exact() -> None:
 def test_latent_attention_caches_576_numbers_a_layer_on_every_gpu() -> None:
     model = load_model("deepseek-v3")
     assert model.kv_bytes_per_token() == 61 * (512 + 64) * 2
-    assert kv_bytes_per_gpu(model, 8) == model.kv_bytes_per_token()
+    assert kv_bytes_per_gpu(model, Parallelism(8)) == model.kv_bytes_per_token()
 
 
 def test_kv_heads_are_split_over_gpus_and_copied_when_they_run_out() -> None:
     model = load_model("llama-3.1-70b")
-    assert kv_bytes_per_gpu(model, 4) == model.kv_bytes_per_token() // 4
-    assert kv_bytes_per_gpu(model, 16) == kv_bytes_per_gpu(model, 8)
+    assert kv_bytes_per_gpu(model, Parallelism(4)) == model.kv_bytes_per_token() // 4
+    assert kv_bytes_per_gpu(model, Parallelism(16)) == kv_bytes_per_gpu(model, Parallelism(8))
 
 
 def test_capacity_is_close_to_what_an_engine_reported() -> None:
@@ -90,12 +92,12 @@ def test_weights_that_do_not_fit_are_refused_with_both_sizes() -> None:
     with pytest.raises(ConfigError, match=r"141\.1 GB .* 77\.0 GB") as error:
         kv_capacity_tokens(load_model("llama-3.1-70b"), load_hardware("h100"))
     assert error.value.param == "tensor_parallel"
-    assert kv_capacity_tokens(load_model("llama-3.1-70b"), load_hardware("h100"), tensor_parallel=4) > 300_000
+    assert kv_capacity_tokens(load_model("llama-3.1-70b"), load_hardware("h100"), parallelism=Parallelism(4)) > 300_000
 
 
 def test_heads_that_cannot_be_split_are_refused() -> None:
     with pytest.raises(ConfigError, match="must divide the 14 heads"):
-        kv_capacity_tokens(load_model("qwen2.5-0.5b"), load_hardware("h100"), tensor_parallel=4)
+        kv_capacity_tokens(load_model("qwen2.5-0.5b"), load_hardware("h100"), parallelism=Parallelism(4))
 
 
 def test_every_device_is_complete_and_plausible() -> None:
@@ -107,7 +109,8 @@ def test_every_device_is_complete_and_plausible() -> None:
         assert hardware.price_per_hour > 0
         assert hardware.sources["paper"]
         assert "measured" in hardware.sources or "assumed" in hardware.sources
-        assert hardware.interconnect.all_reduce_s(2, 1e6) > hardware.interconnect.all_reduce_s(2, 0) > 0
+        two = all_reduce(hardware, 2)
+        assert two.seconds(1e6) > two.latency_s > 0
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ import pytest
 from diptych.control.errors import ConfigError
 from diptych.control.step import ScheduledPrefill, SchedulerOutput, StepFeatures, chunk_attention
 from diptych.simulation.costs.interpolation import Curve, Surface
-from diptych.simulation.costs.operator_tables import chunked, linear_shapes, operator_table_cost
+from diptych.simulation.costs.layer_shapes import linear_shapes
+from diptych.simulation.costs.operator_tables import chunked, operator_table_cost
 from diptych.simulation.costs.operators import (
     AttentionHeads,
     AttentionTable,
@@ -16,6 +17,7 @@ from diptych.simulation.costs.operators import (
 )
 from diptych.simulation.hardware import load_hardware
 from diptych.simulation.models import load_model
+from diptych.simulation.parallelism import Parallelism
 
 A100 = load_hardware("a100-80gb")
 
@@ -75,7 +77,7 @@ def test_a_chunk_after_other_tokens_takes_longer_and_the_chunks_of_a_prompt_no_l
 
 @pytest.mark.parametrize(("model", "devices"), [("llama-3.1-8b", 1), ("qwen3-30b-a3b", 2), ("opt-13b", 4)])
 def test_a_pure_decode_step_follows_its_line_and_larger_batches_and_contexts_do_not_get_cheaper(model, devices):
-    cost = operator_table_cost(load_model(model), A100, devices)
+    cost = operator_table_cost(load_model(model), A100, Parallelism(devices))
     for num_seqs in (1, 3, 40, 300):
         for context in (num_seqs, 900 * num_seqs, 3000 * num_seqs):
             line = cost.decode_line(num_seqs, context)
@@ -90,14 +92,14 @@ def test_a_pure_decode_step_follows_its_line_and_larger_batches_and_contexts_do_
 def test_the_products_of_a_layer_hold_all_parameters_that_the_model_counts():
     for name in ("llama-3.1-70b", "opt-13b", "qwen3-30b-a3b"):
         model = load_model(name)
-        products = sum(count * n * k for count, n, k in linear_shapes(model, 1))
+        products = sum(shape.count * shape.inputs * shape.outputs for shape in linear_shapes(model, 1))
         experts = model.num_moe_layers * model.moe.experts * model.expert_parameters if model.moe else 0
         assert products + experts == model.layer_parameters()
 
 
 def test_tensor_parallel_devices_share_the_work_and_pay_for_the_sums():
     model = load_model("llama-3.1-70b")
-    two, eight = (operator_table_cost(model, A100, devices) for devices in (2, 8))
+    two, eight = (operator_table_cost(model, A100, Parallelism(devices)) for devices in (2, 8))
     assert 1 < two.step_ns(prefill(4096)) / eight.step_ns(prefill(4096)) < 4
 
 
@@ -112,10 +114,10 @@ def test_the_time_of_the_host_is_added_to_every_step():
     ("model", "hardware", "options", "param"),
     [
         ("llama-3.1-8b", "rtx-4090", {}, "hardware"),
-        ("deepseek-v3", "a100-80gb", {"tensor_parallel": 8}, "model"),
+        ("deepseek-v3", "a100-80gb", {"parallelism": Parallelism(8)}, "model"),
         ("llama-3.1-8b", "a100-80gb", {"weight_bits": 8}, "weight_bits"),
         ("llama-3.1-8b", "a100-80gb", {"kv_bits": 8}, "kv_bits"),
-        ("llama-3.1-8b", "a100-80gb", {"tensor_parallel": 16}, "tensor_parallel"),
+        ("llama-3.1-8b", "a100-80gb", {"parallelism": Parallelism(16)}, "tensor_parallel"),
     ],
 )
 def test_what_was_not_measured_is_refused_by_name(model, hardware, options, param):

@@ -124,7 +124,9 @@ def test_the_command_prints_the_runs_and_the_answer_and_the_shape_of_bench() -> 
         assert word in text.output
     data = json.loads(invoke(*words, "--json").stdout)
     assert (data["mode"], data["goodput"]["config"]["attainment"]) == ("find_goodput", 0.9)
-    assert {"rate", "met", "judged", "attainment", "attainment_interval", "summary"} == set(data["points"][0])
+    assert {"rate", "devices", "met", "judged", "attainment", "attainment_interval", "summary"} == set(
+        data["points"][0]
+    )
     fleet = invoke(*BASE, "--rate", "60", "--fewest-devices")
     assert fleet.exit_code == 0 and "fewest devices, 90.0 % in time" in fleet.output
 

@@ -8,14 +8,17 @@ import pytest
 from diptych.control.errors import ConfigError
 from diptych.control.step import ScheduledPrefill, SchedulerOutput, StepFeatures, chunk_attention
 from diptych.simulation.costs.cost_model import UNBOUNDED
-from diptych.simulation.costs.roofline import RooflineCost, expert_ns, expert_ops
+from diptych.simulation.costs.roofline import ExpertOps, RooflineCost
 from diptych.simulation.hardware import load_hardware
 from diptych.simulation.models import load_model
+from diptych.simulation.parallelism import ONE_DEVICE, Parallelism
 from diptych.simulation.weight_precision import GPU_WEIGHTS, MatrixFormat
 
 
 def roofline(model: str, hardware: str, tensor_parallel: int = 1, weight_bits: int = 16) -> RooflineCost:
-    return RooflineCost(load_model(model), load_hardware(hardware), tensor_parallel, weights=GPU_WEIGHTS[weight_bits])
+    return RooflineCost(
+        load_model(model), load_hardware(hardware), Parallelism(tensor_parallel), weights=GPU_WEIGHTS[weight_bits]
+    )
 
 
 def plan(chunks: tuple[tuple[int, int], ...] = (), num_decodes: int = 0, context: int = 0) -> SchedulerOutput:
@@ -68,11 +71,13 @@ def test_the_latent_line_changes_slope_without_a_jump_when_compute_takes_over() 
 
 def test_experts_are_read_once_however_many_tokens_visit_them() -> None:
     model, hardware = load_model("qwen3-30b-a3b"), load_hardware("h100")
-    op = expert_ops(model, hardware, 1, MatrixFormat())[0]
-    assert model.moe is not None
-    one, many, more = (expert_ns(op, model.moe, n) / op.count - op.launch_ns for n in (1, 256, 512))
-    assert one == pytest.approx(8 * (op.weight_ns + op.token_io_ns))
-    assert more - many == pytest.approx(256 * 8 * op.token_io_ns, rel=0.01)
+    experts = ExpertOps.of(model, hardware, ONE_DEVICE, MatrixFormat())
+    assert experts is not None
+    kernels = [op.kernels[0] for op in experts.ops]
+    launches = sum(kernel.launch_ns for kernel in kernels)
+    one, many, more = (experts.total_ns(n) / model.num_moe_layers - launches for n in (1, 256, 512))
+    assert one == pytest.approx(8 * sum(kernel.weight_ns + kernel.io_ns for kernel in kernels))
+    assert more - many == pytest.approx(256 * 8 * sum(kernel.io_ns for kernel in kernels), rel=0.01)
 
 
 def test_order_of_calls_changes_nothing() -> None:
@@ -101,5 +106,5 @@ def test_measured_steps_are_near() -> None:
 def test_impossible_splits_are_refused() -> None:
     with pytest.raises(ConfigError, match="tensor_parallel is 3"):
         roofline("llama-3.1-8b", "h100", 3)
-    with pytest.raises(ConfigError, match="joins at most 8 devices"):
-        roofline("llama-3.1-8b", "h100", 16)
+    with pytest.raises(ConfigError, match="joins at most 1 x cpu"):
+        roofline("llama-3.1-8b", "cpu-epyc-9004-2c", 2)

@@ -39,6 +39,7 @@ MAX_REQUESTS_WITH_EVENTS = 200_000  # of a report: above, its charts that need t
 # Options that are settings, by their dotted path in the file.
 PATHS = {
     **{name: name for name in ("model", "hardware", "tensor_parallel", "weight_bits", "quantize")},
+    **{name: name for name in ("pipeline_parallel", "expert_parallel", "data_parallel")},
     **{name: name for name in ("kv_bits", "cost", "shape")},
     **{name: name for name in ("replicas", "routing", "disaggregate", "on_failure", "max_model_len", "seed")},
     **{name: f"workload.{name}" for name in ("rate", "num_requests")},
@@ -63,7 +64,10 @@ def simulate(
     config: Annotated[Path | None, typer.Argument(help="TOML file of settings; options override it.")] = None,
     model: Annotated[Text, option("Model of the catalogue, or a config.json.", FLEET)] = None,
     hardware: Annotated[Text, option("Device of the catalogue, or FILE.toml with your own.", FLEET)] = None,
-    tensor_parallel: Annotated[Whole, option("Devices per worker.", FLEET)] = None,
+    tensor_parallel: Annotated[Whole, option("Devices that share every matrix.", FLEET)] = None,
+    pipeline_parallel: Annotated[Whole, option("Stages that a worker's layers are dealt to.", FLEET)] = None,
+    expert_parallel: Annotated[Whole, option("Groups of devices with experts of their own.", FLEET)] = None,
+    data_parallel: Annotated[Whole, option("Groups of devices with sequences of their own.", FLEET)] = None,
     weight_bits: Annotated[Whole, option("Bits of a weight on a GPU: 16, 8 or 4.", FLEET)] = None,
     quantize: Annotated[Text, option("Weights on a CPU, as for serve: none, int8 or int4.", FLEET)] = None,
     kv_bits: Annotated[Whole, option("Bits of a cached number: 16 or 8.", FLEET)] = None,

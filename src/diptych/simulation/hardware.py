@@ -25,25 +25,52 @@ PEAKS = ("bf16", "fp8", "int8")  # types of arithmetic; bf16 is of every device
 
 @dataclass(frozen=True, kw_only=True)
 class Interconnect:
-    """Between the devices of one node. Latency and bandwidth of an all-reduce are measured, by number of devices: a sum
-    over n devices of m bytes takes latency[n] + m / bandwidth[n]. Numbers in between take the next larger entry.
+    """Between the devices of one host; costs/collectives.py holds the laws.
+
+    Either the all-reduce was measured, by number of devices: a sum of m bytes takes latency[n] + m / bandwidth[n]; or
+    one link is known (seconds of a message, bytes/s of a device in one direction) and joins ``link_devices`` of them.
     """
 
     kind: str
-    all_reduce_latency_s: Mapping[int, float]
-    all_reduce_bandwidth: Mapping[int, float]
+    all_reduce_latency_s: Mapping[int, float] = field(default_factory=dict)
+    all_reduce_bandwidth: Mapping[int, float] = field(default_factory=dict)
+    link_latency_s: float = 0.0
+    link_bandwidth: float = 0.0
+    link_devices: int = 1
 
-    def all_reduce_s(self, num_devices: int, num_bytes: float) -> float:
-        """Seconds of one all-reduce (0 for one device). Raises ConfigError for more devices than were measured."""
-        if num_devices <= 1:
-            return 0.0
-        sizes = [size for size in sorted(self.all_reduce_latency_s) if size >= num_devices]
-        if not sizes:
+    def __post_init__(self) -> None:
+        if self.all_reduce_latency_s.keys() != self.all_reduce_bandwidth.keys():
             raise ConfigError(
-                f"tensor_parallel is {num_devices}; {self.kind} joins at most {max(self.all_reduce_latency_s)} devices",
-                param="tensor_parallel",
+                f"interconnect {self.kind}: all_reduce_latency_s and all_reduce_bandwidth name different numbers of "
+                "devices",
+                param="interconnect",
             )
-        return self.all_reduce_latency_s[sizes[0]] + num_bytes / self.all_reduce_bandwidth[sizes[0]]
+        for devices, value in self.all_reduce_latency_s.items():
+            _require(0 <= value < 1, f"all_reduce_latency_s of {devices} devices", value, "in [0, 1) seconds")
+        for devices, value in self.all_reduce_bandwidth.items():
+            _require(0 < value < math.inf, f"all_reduce_bandwidth of {devices} devices", value, "above 0")
+        _require(0 <= self.link_latency_s < 1, "link_latency_s", self.link_latency_s, "in [0, 1) seconds")
+        _require(0 <= self.link_bandwidth < math.inf, "link_bandwidth", self.link_bandwidth, "at least 0")
+        _require(self.link_devices >= 1, "link_devices", self.link_devices, "at least 1")
+
+    @property
+    def max_devices(self) -> int:
+        """Devices of one host that it joins."""
+        return max(self.all_reduce_latency_s, default=self.link_devices)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostNetwork:
+    """Between hosts: bandwidth of each device in one direction (bytes/s) when all devices of its host send, and the
+    seconds of a message."""
+
+    kind: str
+    latency_s: float
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.latency_s < 1, "network.latency_s", self.latency_s, "in [0, 1) seconds")
+        _require(0 < self.bandwidth < math.inf, "network.bandwidth", self.bandwidth, "above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +119,7 @@ class Hardware:
     idle_power_w: float
     achieved: Achieved
     kind: HardwareKind = "gpu"
+    network: HostNetwork | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from diptych.control.errors import ConfigError, UnsupportedModelError
 from diptych.simulation.hardware import Hardware
+from diptych.simulation.parallelism import ONE_DEVICE, Parallelism
 from diptych.simulation.weight_precision import GPU_WEIGHTS, WeightPrecision
 
 # What an engine takes besides weights and KV: the context of the driver, kernels, captured graphs, and activations.
@@ -191,58 +192,96 @@ class ModelSpec:
         return layers + head + 2 * self.vector_parameters
 
 
-def kv_bytes_per_gpu(model: ModelSpec, tensor_parallel: int = 1, kv_bits: int = 16) -> int:
-    """KV bytes of one token on each GPU. KV heads are split, and copied when there are fewer heads than GPUs; the
-    latent of MLA belongs to all heads and lies on every GPU whole."""
-    if model.mla:
-        return model.kv_bytes_per_token(kv_bits / 8)
-    heads = -(-model.kv_heads // tensor_parallel)
-    return round(2 * model.layers * heads * model.head_dim * kv_bits / 8)
+def kv_bytes_per_gpu(model: ModelSpec, parallelism: Parallelism = ONE_DEVICE, kv_bits: int = 16) -> int:
+    """KV bytes of one token on each GPU of its group that holds the largest stage. KV heads are split, and copied when
+    there are fewer heads than GPUs; the latent of MLA belongs to all heads and lies on every GPU whole."""
+    layers = -(-model.layers // parallelism.pipeline)
+    width = model.kv_width
+    if model.mla is None:
+        width = 2 * -(-model.kv_heads // parallelism.tensor) * model.head_dim
+    return round(layers * width * kv_bits / 8)
+
+
+def device_weight_bytes(model: ModelSpec, parallelism: Parallelism, weights: WeightPrecision) -> int:
+    """Bytes of weights on a device of the largest stage.
+
+    Matrices are cut over the tensor-parallel devices, routed experts over all devices of a stage. A stage has its share
+    of the layers, rounded up; the first has the embeddings and the last the lm_head, of which one is counted.
+    """
+    total = model.weight_bytes(weights)
+    routed = 0
+    if model.moe and parallelism.data > 1:
+        matrices = model.num_moe_layers * model.moe.experts
+        outputs = matrices * ((2 if model.gated_mlp else 1) * model.moe.intermediate + model.hidden)
+        routed = weights.layers.num_bytes(outputs, matrices * model.expert_parameters)
+    if parallelism.pipeline > 1:
+        head = weights.head.num_bytes(model.vocab, model.head_parameters)
+        num_heads = weights.tied_copies if model.tied_embeddings else 2
+        share = -(-model.layers // parallelism.pipeline)
+        total = head + (total - num_heads * head) * share // model.layers
+        routed = routed * share // model.layers
+    return (total - routed) // parallelism.tensor + routed // parallelism.stage_devices
 
 
 def kv_capacity_tokens(
     model: ModelSpec,
     hardware: Hardware,
     *,
-    tensor_parallel: int = 1,
+    parallelism: Parallelism = ONE_DEVICE,
     weights: WeightPrecision = GPU_WEIGHTS[16],
     kv_bits: int = 16,
     utilization: float = 0.9,
     step_tokens: int = DEFAULT_STEP_TOKENS,
 ) -> int:
-    """Tokens of KV that fit: memory * utilization - weights / tensor_parallel - reserve, over the bytes of a token.
+    """Tokens of KV that fit in all data-parallel groups together: memory * utilization - weights - reserve of a device,
+    over the bytes of a token.
 
     The reserve is 0.9 GB for the engine and the activations of a step of ``step_tokens`` tokens (two residual streams,
     the input and the output of the widest MLP, in 16 bits). Raises ConfigError when no token fits.
     """
     if not 0 < utilization <= 1:
         raise ConfigError(f"utilization is {utilization}; it must be in (0, 1]", param="utilization")
-    check_tensor_parallel(model, tensor_parallel)
-    weight_bytes = model.weight_bytes(weights) // tensor_parallel
+    check_parallelism(model, parallelism)
+    weight_bytes = device_weight_bytes(model, parallelism, weights)
     usable = int(hardware.memory_bytes * utilization)
-    width = 2 * model.hidden + (3 if model.gated_mlp else 2) * model.intermediate // tensor_parallel
+    width = 2 * model.hidden + (3 if model.gated_mlp else 2) * model.intermediate // parallelism.tensor
     left = usable - weight_bytes - ENGINE_RESERVE_BYTES - 2 * step_tokens * width
-    tokens = left // kv_bytes_per_gpu(model, tensor_parallel, kv_bits)
+    tokens = left // kv_bytes_per_gpu(model, parallelism, kv_bits)
     if tokens < 1:
         raise ConfigError(
-            f"{model.name} does not fit on {tensor_parallel} x {hardware.name}: its weights take "
+            f"{model.name} does not fit on {parallelism.devices} x {hardware.name}: its weights take "
             f"{weight_bytes / 1e9:.1f} GB of each at {weights.name}, {usable / 1e9:.1f} GB are usable "
             f"({utilization:.0%} of {hardware.memory_bytes / 1e9:.1f} GB); {_cure(hardware)}",
             param="tensor_parallel",
         )
-    return tokens
+    return tokens * parallelism.data
 
 
 def _cure(hardware: Hardware) -> str:
     return "set quantize" if hardware.kind == "cpu" else "raise tensor_parallel or lower weight_bits"
 
 
-def check_tensor_parallel(model: ModelSpec, tensor_parallel: int) -> None:
-    """Raise ConfigError unless the heads can be split over that many GPUs."""
-    if tensor_parallel < 1 or model.heads % tensor_parallel:
+def check_parallelism(model: ModelSpec, parallelism: Parallelism) -> None:
+    """Raise ConfigError unless the model can be split like that."""
+    if model.heads % parallelism.tensor:
         raise ConfigError(
-            f"tensor_parallel is {tensor_parallel}; it must divide the {model.heads} heads of {model.name}",
+            f"tensor_parallel is {parallelism.tensor}; it must divide the {model.heads} heads of {model.name}",
             param="tensor_parallel",
+        )
+    if parallelism.pipeline > model.layers:
+        raise ConfigError(
+            f"pipeline_parallel is {parallelism.pipeline}; {model.name} has {model.layers} layers",
+            param="pipeline_parallel",
+        )
+    for name, size in (("expert_parallel", parallelism.expert), ("data_parallel", parallelism.data)):
+        if size > 1 and model.moe is None:
+            raise ConfigError(
+                f"{name} is {size}; {model.name} has no experts (for more copies set replicas)", param=name
+            )
+    if model.moe and model.moe.experts % parallelism.expert:
+        raise ConfigError(
+            f"expert_parallel is {parallelism.expert}; it must divide the {model.moe.experts} experts of {model.name}",
+            param="expert_parallel",
         )
 
 

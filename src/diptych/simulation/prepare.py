@@ -29,15 +29,16 @@ def cache_config(settings: "Settings", scheduler: SchedulerConfig, choice: CostC
         return replace(cache, enable_prefix_cache=memory.prefix_cache)
     model, hardware = choice.source
     assert choice.weights is not None, "only a calibration has weights of its own"
-    token_bytes = kv_bytes_per_gpu(model, settings.tensor_parallel, settings.kv_bits)
+    token_bytes = kv_bytes_per_gpu(model, settings.parallelism, settings.kv_bits)
+    holders = settings.parallelism.tensor * settings.parallelism.pipeline  # devices that hold parts of one token
     tokens = memory.kv_cache_tokens
     if tokens is None and memory.kv_cache_bytes is not None:
-        tokens = memory.kv_cache_bytes // token_bytes
+        tokens = memory.kv_cache_bytes // token_bytes * settings.parallelism.data
     if tokens is None:
         tokens = kv_capacity_tokens(
             model,
             hardware,
-            tensor_parallel=settings.tensor_parallel,
+            parallelism=settings.parallelism,
             weights=choice.weights,
             kv_bits=settings.kv_bits,
             utilization=memory.gpu_memory_utilization,
@@ -46,7 +47,7 @@ def cache_config(settings: "Settings", scheduler: SchedulerConfig, choice: CostC
     return CacheConfig(
         num_blocks=tokens // memory.block_size,
         block_size=memory.block_size,
-        num_host_blocks=memory.swap_bytes // (memory.block_size * token_bytes * settings.tensor_parallel),
+        num_host_blocks=memory.swap_bytes // (memory.block_size * token_bytes * holders),
         enable_prefix_cache=memory.prefix_cache,
     )
 
@@ -86,6 +87,6 @@ def swap_block_ns(settings: "Settings", choice: CostChoice) -> int:
     if not settings.memory.swap_bytes or isinstance(choice.source, Calibration):
         return 0
     block_bytes = settings.memory.block_size * kv_bytes_per_gpu(
-        choice.source[0], settings.tensor_parallel, settings.kv_bits
+        choice.source[0], settings.parallelism, settings.kv_bits
     )
     return block_bytes * NS_PER_S // Link.named(settings.memory.swap_link).bandwidth

@@ -117,6 +117,7 @@ class _Probes:
         self.points.append(
             {
                 **facts,
+                "devices": run.point["fleet"]["devices"],
                 "met": met,
                 "judged": judged,
                 "attainment": met / judged,
@@ -125,7 +126,9 @@ class _Probes:
             }
         )
         if self._on_probe is not None:
-            what = f"{rate(facts['rate'])} requests/s" if "rate" in facts else f"{facts['devices']:,} devices"
+            what = (
+                f"{rate(facts['rate'])} requests/s" if "rate" in facts else f"{run.point['fleet']['devices']:,} devices"
+            )
             share = min(0.99, len(self.points) / self._question.search.max_probes)
             self._on_probe(f"{what}: {percent(met / judged)} in time", share)
         return run, met, judged
@@ -161,7 +164,7 @@ def _devices(settings: Settings, question: Question, probes: _Probes) -> Found:
     def ask(*counts: int) -> Answer:
         if counts not in held:
             changed = with_workers(settings, counts)
-            run, met, judged = probes.run(changed, devices=num_devices(changed), workers=list(counts))
+            run, met, judged = probes.run(changed, workers=list(counts))
             runs[counts] = run
             idle = run.point["summary"]["utilization"]["idle"]
             if met >= question.search.attainment * judged:
@@ -179,7 +182,7 @@ def _devices(settings: Settings, question: Question, probes: _Probes) -> Found:
     tried = counts or max(runs, key=sum)
     names = ("prefill", "decode") if has_pools else ("replicas",)
     result = {
-        "devices": None if counts is None else num_devices(with_workers(settings, counts)),
+        "devices": None if counts is None else runs[tried].point["fleet"]["devices"],
         "workers": None if counts is None else dict(zip(names, counts, strict=True)),
         "attainment": next(point["attainment"] for point in probes.points if point["workers"] == list(tried)),
         "num_probes": len(probes.points),
@@ -194,11 +197,6 @@ def with_workers(settings: Settings, counts: tuple[int, ...]) -> Settings:
         return msgspec.structs.replace(settings, replicas=counts[0])
     pools = msgspec.structs.replace(settings.pools, prefill=counts[0], decode=counts[1])
     return msgspec.structs.replace(settings, pools=pools)
-
-
-def num_devices(settings: Settings) -> int:
-    """Of the whole fleet."""
-    return settings.num_workers * settings.tensor_parallel
 
 
 def at_rate(workload: WorkloadConfig, per_second: float | None, seconds: float | None) -> WorkloadConfig:

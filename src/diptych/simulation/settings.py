@@ -32,6 +32,7 @@ from diptych.simulation.costs.cost_choice import CostChoice, choose_cost
 from diptych.simulation.costs.fitted import Calibration
 from diptych.simulation.faults import FAULTS, MESSAGE_FAULTS, WORKER_FAULTS, Fault, FaultKind, Watch, random_faults
 from diptych.simulation.front_end import FrontEnd
+from diptych.simulation.parallelism import Parallelism
 from diptych.simulation.prepare import cache_config, fleet_pools, swap_block_ns
 from diptych.simulation.scenario import ADMIT_ALL, Scenario
 from diptych.simulation.weight_precision import QuantizeName
@@ -123,14 +124,17 @@ class RandomFaultSettings(SettingsTable, frozen=True, kw_only=True):
 
 class Settings(SettingsTable, frozen=True, kw_only=True):
     """One simulation. model: a name of the catalogue, or a config.json. hardware: a name of the catalogue, a file in
-    its format, or a table (hardware.py). Neither is needed when ``cost`` is a file of ``diptych calibrate``. routing
-    to max_queued: as for ``diptych serve`` (None: its defaults). weight_bits: of a GPU. quantize: on a CPU, as for
-    ``diptych serve``; with a calibration it may only agree with what was measured (None: that, or "none"). admit_all:
-    refuse no request, however long it would wait."""
+    its format, or a table (hardware.py). Neither is needed when ``cost`` is a file of ``diptych calibrate``.
+    tensor_parallel to data_parallel: see Parallelism. routing to max_queued: as for ``diptych serve`` (None: its
+    defaults). weight_bits: of a GPU. quantize: on a CPU, as for ``diptych serve``; with a calibration it may only agree
+    with what was measured (None: that, or "none"). admit_all: refuse no request, however long it would wait."""
 
     model: str | None = None
     hardware: str | dict[str, Any] | None = None
     tensor_parallel: AtLeastOne = 1
+    pipeline_parallel: AtLeastOne = 1
+    expert_parallel: AtLeastOne = 1
+    data_parallel: AtLeastOne = 1
     weight_bits: Literal[4, 8, 16] = 16
     quantize: QuantizeName | None = None
     kv_bits: Literal[8, 16] = 16
@@ -153,6 +157,11 @@ class Settings(SettingsTable, frozen=True, kw_only=True):
     faults: tuple[FaultSettings, ...] = ()
     random_faults: RandomFaultSettings | None = None
     watch: WatchSettings = WatchSettings()
+
+    @property
+    def parallelism(self) -> Parallelism:
+        """How the devices of one worker share the model. Raises ConfigError."""
+        return Parallelism(self.tensor_parallel, self.pipeline_parallel, self.expert_parallel, self.data_parallel)
 
     @property
     def num_workers(self) -> int:
@@ -233,7 +242,7 @@ def prepare(settings: Settings, *, record_events: bool = False, most_recorded: i
         settings.cost,
         model=settings.model,
         hardware=settings.hardware,
-        tensor_parallel=settings.tensor_parallel,
+        parallelism=settings.parallelism,
         weight_bits=settings.weight_bits,
         kv_bits=settings.kv_bits,
         quantize=settings.quantize,

@@ -148,7 +148,7 @@ def run_here(
         result,
         settings=plain(settings),
         cost_model=choice.words,
-        num_gpus=settings.num_workers * settings.tensor_parallel,
+        num_gpus=settings.num_workers * settings.parallelism.devices,
         hardware=choice.hardware,
         assumptions=choice.assumptions,
         kv_cache_tokens=cache.num_blocks * cache.block_size,

@@ -50,7 +50,7 @@ class WeightPrecision:
 GPU_WEIGHTS = {  # by weight_bits
     16: WeightPrecision("16 bits"),
     8: WeightPrecision("8 bits", 8, MatrixFormat(8.0, 0, ("fp8", "int8"))),
-    4: WeightPrecision("4 bits", 4, MatrixFormat(4.0)),
+    4: WeightPrecision("4 bits", 4, MatrixFormat(4.0, 0, ("fp8", "int8"))),  # W4A8, as in QServe (arXiv:2405.04532)
 }
 _INT8 = MatrixFormat(8.0, SCALE_BITS, ("int8",))
 _INT4 = MatrixFormat(4.0 + GROUP_SCALE_BITS / GROUP_SIZE, 0, ("int8",))

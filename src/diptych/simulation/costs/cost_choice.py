@@ -19,6 +19,7 @@ from diptych.simulation.costs.profiled import ProfileInfo, load_profile, profile
 from diptych.simulation.costs.roofline import RooflineCost
 from diptych.simulation.hardware import Hardware, load_hardware
 from diptych.simulation.models import ModelSpec, load_model
+from diptych.simulation.parallelism import ONE_DEVICE, Parallelism
 from diptych.simulation.weight_precision import QuantizeName, WeightPrecision, weight_precision
 
 COSTS = ("auto", "tables", "operators", "roofline", "aiconfigurator")
@@ -48,7 +49,7 @@ class Wanted:
 
     model: ModelSpec
     hardware: Hardware
-    tensor_parallel: int
+    parallelism: Parallelism
     weights: WeightPrecision
     kv_bits: int
 
@@ -59,7 +60,8 @@ class Wanted:
 
     def __str__(self) -> str:
         bits = "" if self.is_16_bits else f" (weights {self.weights.name}, KV {self.kv_bits} bits)"
-        return f"{self.model.name} on {self.tensor_parallel} x {self.hardware.name}{bits}"
+        split = "" if self.parallelism.is_tensor_only else f" ({self.parallelism})"
+        return f"{self.model.name} on {self.parallelism.devices} x {self.hardware.name}{split}{bits}"
 
 
 def choose_cost(
@@ -67,7 +69,7 @@ def choose_cost(
     *,
     model: str | None,
     hardware: str | Mapping[str, Any] | None,
-    tensor_parallel: int = 1,
+    parallelism: Parallelism = ONE_DEVICE,
     weight_bits: int = 16,
     kv_bits: int = 16,
     quantize: QuantizeName | None = None,
@@ -87,15 +89,15 @@ def choose_cost(
         raise ConfigError(f"{missing} is not set; name one of the catalogue, such as {example}", param=missing)
     device = load_hardware(hardware)
     weights = weight_precision(device, weight_bits, quantize)
-    wanted = Wanted(load_model(model), device, tensor_parallel, weights, kv_bits)
+    wanted = Wanted(load_model(model), device, parallelism, weights, kv_bits)
     cost, words = _priced(name, wanted)
-    assumptions = _assumed(device) if isinstance(cost, RooflineCost) else ()
+    assumptions = cost.assumptions if isinstance(cost, LayerTableCost | RooflineCost) else ()
     return CostChoice(cost, words, (wanted.model, device), wanted.model.max_context, weights, assumptions)
 
 
 def _priced(name: str, wanted: Wanted) -> tuple[CostModel, str]:
     """The cost model and a sentence about it."""
-    model, hardware, devices = wanted.model, wanted.hardware, wanted.tensor_parallel
+    model, hardware, parallelism = wanted.model, wanted.hardware, wanted.parallelism
     if name in ("auto", "tables") or name in layer_table_names():
         names = layer_table_names() if name in ("auto", "tables") else (name,)
         table = find_layer_table(wanted, names)
@@ -116,25 +118,21 @@ def _priced(name: str, wanted: Wanted) -> tuple[CostModel, str]:
     weight_bits, kv_bits = wanted.weights.bits, wanted.kv_bits
     if name in ("auto", "operators"):
         try:
-            operators = operator_table_cost(model, hardware, devices, weight_bits=weight_bits, kv_bits=kv_bits)
+            operators = operator_table_cost(model, hardware, parallelism, weight_bits=weight_bits, kv_bits=kv_bits)
             return operators, f"measured operators, summed over the layers of {wanted} ({operators.info.engine})"
         except ConfigError:
             if name != "auto":
                 raise
     if name == "aiconfigurator":
+        if not parallelism.is_tensor_only:
+            raise ConfigError(f"cost is 'aiconfigurator', which does not hold {wanted}", param="cost")
         engine = AIConfiguratorCost.compile(
-            model.name, hardware.name, devices, weight_bits=weight_bits, kv_bits=kv_bits
+            model.name, hardware.name, parallelism.tensor, weight_bits=weight_bits, kv_bits=kv_bits
         )
         return engine, f"aiconfigurator's tables of {wanted}"
-    roofline = RooflineCost(model, hardware, devices, weights=wanted.weights, kv_bits=kv_bits)
+    roofline = RooflineCost(model, hardware, parallelism, weights=wanted.weights, kv_bits=kv_bits)
     measured = "measured" if "measured" in hardware.sources else "assumed"
     return roofline, f"roofline of {wanted}, with {measured} efficiencies"
-
-
-def _assumed(hardware: Hardware) -> tuple[str, ...]:
-    """What the entry of a device says about its own constants."""
-    assumed = hardware.sources.get("assumed")
-    return () if assumed is None else (f"{hardware.name}: {assumed}",)
 
 
 def find_layer_table(wanted: Wanted, names: Sequence[str]) -> LayerTableCost | None:
@@ -146,7 +144,8 @@ def find_layer_table(wanted: Wanted, names: Sequence[str]) -> LayerTableCost | N
 def _holds(info: TableInfo | ProfileInfo, wanted: Wanted) -> bool:
     """Whether measurements are of what is wanted: the same device, number of devices, dimensions, and 16 bits."""
     return (
-        info.tensor_parallel == wanted.tensor_parallel
+        info.tensor_parallel == wanted.parallelism.tensor
+        and wanted.parallelism.is_tensor_only
         and wanted.is_16_bits
         and load_hardware(info.hardware).name == wanted.hardware.name
         and _dimensions(load_model(info.model)) == _dimensions(wanted.model)

@@ -42,7 +42,8 @@ class TableSource:
 
 @dataclass(frozen=True, slots=True)
 class TableInfo:
-    """What a table describes. skew_alpha: see the module; 0: not measured."""
+    """What a table describes. skew_alpha: see the module; 0: not measured. assumptions: sentences about what of the
+    table was not measured."""
 
     name: str
     hardware: str
@@ -53,6 +54,7 @@ class TableInfo:
     overhead_source: str
     skew_alpha: float
     sources: tuple[TableSource, ...]
+    assumptions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,11 @@ class LayerTableCost:
         self.info = info
         self.tables = tables
         self._lines = cache(self._make_lines)
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What of the table was not measured."""
+        return self.info.assumptions
 
     def decode_line(self, num_seqs: int, context: int) -> DecodeLine:
         """See CostModel: the segment of the interpolated table around the mean context."""

@@ -15,7 +15,9 @@ from dataclasses import replace
 
 from diptych.control.errors import ConfigError
 from diptych.control.step import chunk_attention
+from diptych.simulation.costs.collectives import pipeline_hops
 from diptych.simulation.costs.interpolation import Curve, Surface
+from diptych.simulation.costs.layer_shapes import linear_shapes
 from diptych.simulation.costs.layer_tables import LayerTableCost, LayerTables, TableInfo
 from diptych.simulation.costs.operators import (
     US,
@@ -25,9 +27,10 @@ from diptych.simulation.costs.operators import (
     prompt_law,
     refined,
 )
-from diptych.simulation.costs.roofline import KERNELS_PER_LAYER, SAMPLER_BYTES, elementwise_bytes
+from diptych.simulation.costs.roofline import ACTIVATION_BYTES, KERNELS_PER_LAYER, SAMPLER_BYTES, elementwise_bytes
 from diptych.simulation.hardware import Hardware
-from diptych.simulation.models import ModelSpec, check_tensor_parallel
+from diptych.simulation.models import ModelSpec, check_parallelism
+from diptych.simulation.parallelism import ONE_DEVICE, Parallelism
 
 STARTS = (0, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)  # knots of the tokens before a chunk
 OVERHEAD_SOURCE = "step_overhead_s of the hardware entry"
@@ -36,25 +39,35 @@ OVERHEAD_SOURCE = "step_overhead_s of the hardware entry"
 def operator_table_cost(
     model: ModelSpec,
     hardware: Hardware,
-    tensor_parallel: int = 1,
+    parallelism: Parallelism = ONE_DEVICE,
     *,
     weight_bits: int = 16,
     kv_bits: int = 16,
     step_overhead_s: float | None = None,
 ) -> LayerTableCost:
-    """The cost model of ``tensor_parallel`` GPUs whose operators were measured.
+    """The cost model of the GPUs of a worker whose operators were measured.
 
     weight_bits: 16, or 8 (per-tensor fp8; not of experts) where the GPU has it. kv_bits: 16 or 8.
     step_overhead_s: the host's part of a step in place of the hardware entry's. Raises ConfigError for what was not
     measured: other GPUs, latent attention, numbers of devices without an all-reduce.
     """
-    check_tensor_parallel(model, tensor_parallel)
+    check_parallelism(model, parallelism)
     operators = load_operator_tables(hardware)
+    tensor_parallel = parallelism.tensor
+    if parallelism.data > 1 or parallelism.expert > 1:
+        raise ConfigError(
+            f"parallelism is {parallelism}; measured operators are of tensor-parallel devices and pipelines of them",
+            param="expert_parallel" if parallelism.expert > 1 else "data_parallel",
+        )
     _check_measured(operators, model, tensor_parallel, weight_bits, kv_bits)
     overhead = hardware.achieved.step_overhead_s if step_overhead_s is None else step_overhead_s
     tables = layer_tables(operators, model, tensor_parallel, weight_bits, kv_bits)
+    hops = pipeline_hops(hardware, parallelism)
+    knots, us = tables.tokens.knots, tables.tokens.values
+    moved = [US * hops.seconds(knot * model.hidden * ACTIVATION_BYTES) for knot in knots]
+    tables = replace(tables, tokens=Curve(knots, tuple(map(sum, zip(us, moved, strict=True)))))
     info = TableInfo(
-        name=f"operators:{model.name}:{hardware.name}:tp{tensor_parallel}:w{weight_bits}:kv{kv_bits}",
+        name=f"operators:{model.name}:{hardware.name}:{parallelism}:w{weight_bits}:kv{kv_bits}",
         hardware=hardware.name,
         model=model.name,
         tensor_parallel=tensor_parallel,
@@ -119,29 +132,14 @@ def _elementwise_rate(hardware: Hardware) -> float:
     return hardware.memory_bandwidth * hardware.achieved.elementwise_memory
 
 
-def linear_shapes(model: ModelSpec, tensor_parallel: int) -> tuple[tuple[int, int, int], ...]:
-    """(times a step, n, k) of the matrix products of one device: around attention, MLPs or shared experts, router."""
-    hidden, layers = model.hidden, model.layers
-    queries = model.query_width // tensor_parallel
-    kv = 2 * -(-model.kv_heads // tensor_parallel) * model.head_dim
-    shapes = [(layers, queries + kv, hidden), (layers, hidden, queries)]
-    widths = [(layers - model.num_moe_layers, model.intermediate)]
-    if model.moe:
-        shapes.append((model.num_moe_layers, model.moe.experts, hidden))
-        widths.append((model.num_moe_layers, model.moe.shared * model.moe.intermediate))
-    for count, width in widths:
-        if count and width:
-            part = -(-width // tensor_parallel)
-            shapes += [(count, (2 if model.gated_mlp else 1) * part, hidden), (count, hidden, part)]
-    return tuple(shapes)
-
-
 def _tokens_us(
     operators: OperatorTables, model: ModelSpec, tensor_parallel: int, weight_bits: int, tokens: int
 ) -> float:
     """All that a step does with each of its tokens, but attention."""
     hardware, linear = operators.hardware, operators.linear[weight_bits]
-    total = sum(count * linear.us(tokens, n, k) for count, n, k in linear_shapes(model, tensor_parallel))
+    total = sum(
+        shape.count * linear.us(tokens, shape.outputs, shape.inputs) for shape in linear_shapes(model, tensor_parallel)
+    )
     outside = model  # the measured experts contain their activation
     if model.moe:
         curve = operators.experts.curve(model, hardware, tensor_parallel)

@@ -21,10 +21,11 @@ import msgspec
 from diptych.control.errors import ConfigError
 from diptych.simulation.costs.interpolation import Curve, Surface
 from diptych.simulation.costs.layer_tables import TableSource
-from diptych.simulation.costs.roofline import expert_ns, expert_ops
+from diptych.simulation.costs.roofline import ExpertOps
 from diptych.simulation.hardware import Hardware
 from diptych.simulation.models import ModelSpec, MoESpec
 from diptych.simulation.packed_tables import packed_names, packed_table
+from diptych.simulation.parallelism import Parallelism
 from diptych.simulation.weight_precision import MatrixFormat
 
 US = 1e6
@@ -182,10 +183,10 @@ def _shape_distance(wanted: MoESpec, hidden: int, other: MoESpec, other_hidden: 
 
 
 def _expert_us(model: ModelSpec, hardware: Hardware, tensor_parallel: int, tokens: float) -> float:
-    """Roofline of the experts of all layers (only ratios of it are used)."""
-    assert model.moe is not None
-    ops = expert_ops(model, hardware, tensor_parallel, MatrixFormat())
-    return sum(expert_ns(op, model.moe, int(tokens)) / op.count for op in ops)
+    """Roofline of the experts of a layer (only ratios of it are used)."""
+    ops = ExpertOps.of(model, hardware, Parallelism(tensor_parallel), MatrixFormat())
+    assert ops is not None
+    return ops.total_ns(int(tokens)) / model.num_moe_layers
 
 
 @dataclass(frozen=True, slots=True)

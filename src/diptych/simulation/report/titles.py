@@ -10,6 +10,10 @@ from diptych.simulation.report.simulation_tables import workers_in_words
 from diptych.simulation.settings import Settings
 from diptych.simulation.sweep import Run, Sweep
 
+VARIED_FLEET = {
+    "replicas", "tensor_parallel", "pipeline_parallel", "data_parallel", "pools.prefill", "pools.decode"
+}  # fmt: skip
+
 
 def page(run: Run, settings: Settings, command: str) -> Page:
     """The page of one run."""
@@ -31,7 +35,7 @@ def title(settings: Settings) -> str:
     """What is served on what."""
     if settings.model is None or settings.hardware is None:
         return "This machine"
-    devices = settings.tensor_parallel
+    devices = settings.parallelism.devices
     return f"{settings.model} on {f'{devices} x ' if devices > 1 else ''}{device_words(settings.hardware)}"
 
 
@@ -53,7 +57,7 @@ def sweep_lead(settings: Settings, sweeps: Sequence[Sweep]) -> str:
     """What was varied, and what was not."""
     varied = " and ".join(f"{sweep.name} over {len(sweep.values)} values" for sweep in sweeps)
     paths = {sweep.path for sweep in sweeps}
-    fixed = [] if paths & {"replicas", "tensor_parallel", "pools.prefill", "pools.decode"} else [fleet(settings)]
+    fixed = [] if paths & VARIED_FLEET else [fleet(settings)]
     fixed += [] if "shape" in paths else [f"shape {settings.shape}"]
     asked = [] if paths & {"slo.ttft_ms", "slo.tpot_ms"} else objectives(settings)
     sentence = f"{varied}, every point with the same seed".capitalize()
@@ -87,5 +91,5 @@ def fleet(settings: Settings) -> str:
     workers = f"{settings.replicas} worker{'s' if settings.replicas > 1 else ''}"
     if pools.prefill:
         workers = f"{pools.prefill} prefill and {pools.decode} decode workers ({pools.link})"
-    devices = settings.tensor_parallel
+    devices = settings.parallelism.devices
     return workers if devices == 1 else f"{workers} of {devices} devices each"

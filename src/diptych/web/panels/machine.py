@@ -15,6 +15,7 @@ from diptych.simulation.costs.cost_model import CostModel
 from diptych.simulation.fleet.links import LINKS
 from diptych.simulation.hardware import Hardware, catalogue_hardware, hardware_names
 from diptych.simulation.models import ModelSpec, kv_capacity_tokens, load_model, model_names
+from diptych.simulation.parallelism import Parallelism
 from diptych.simulation.weight_precision import GPU_WEIGHTS, weight_precision
 
 SIZES = (1, 2, 4, 8)
@@ -106,7 +107,7 @@ def machine(model: str, hardware: str, num_gpus: int = 0, weight_bits: int = 0) 
             param="model",
         )
     choice = choose_cost(
-        "auto", model=spec.name, hardware=device.name, tensor_parallel=size, weight_bits=bits, kv_bits=16
+        "auto", model=spec.name, hardware=device.name, parallelism=Parallelism(size), weight_bits=bits, kv_bits=16
     )
     return Machine(spec, device, size, bits, choice)
 
@@ -114,13 +115,13 @@ def machine(model: str, hardware: str, num_gpus: int = 0, weight_bits: int = 0) 
 def _smallest_with(model: ModelSpec, hardware: Hardware, num_gpus: int, weight_bits: int) -> tuple[int, int]:
     """(the fewest GPUs that hold the weights and a useful KV cache, the bits); 0: it does not fit. With ``num_gpus``
     given, only that many are tried, and any cache will do."""
-    most = max(hardware.interconnect.all_reduce_latency_s, default=1)
+    most = hardware.interconnect.max_devices
     weights = weight_precision(hardware, weight_bits)
     for size in (num_gpus,) if num_gpus else SIZES:
-        if model.heads % size or size > max(1, most):
+        if model.heads % size or size > most:
             continue
         try:
-            tokens = kv_capacity_tokens(model, hardware, tensor_parallel=size, weights=weights)
+            tokens = kv_capacity_tokens(model, hardware, parallelism=Parallelism(size), weights=weights)
         except ConfigError:
             continue
         if num_gpus or tokens >= min(MIN_KV_TOKENS, model.max_context):
