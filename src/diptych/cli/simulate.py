@@ -68,7 +68,7 @@ def simulate(
     pipeline_parallel: Annotated[Whole, option("Stages that a worker's layers are dealt to.", FLEET)] = None,
     expert_parallel: Annotated[Whole, option("Groups of devices with experts of their own.", FLEET)] = None,
     data_parallel: Annotated[Whole, option("Groups of devices with sequences of their own.", FLEET)] = None,
-    weight_bits: Annotated[Whole, option("Bits of a weight on a GPU: 16, 8 or 4.", FLEET)] = None,
+    weight_bits: Annotated[Whole, option("Bits of a weight on a GPU. Default: the checkpoint's.", FLEET)] = None,
     quantize: Annotated[Text, option("Weights on a CPU, as for serve: none, int8 or int4.", FLEET)] = None,
     kv_bits: Annotated[Whole, option("Bits of a cached number: 16 or 8.", FLEET)] = None,
     cost: Annotated[Text, option("Step durations: auto, tables, operators, roofline, or a file.", FLEET)] = None,

@@ -273,8 +273,10 @@ def _resolved(name: str, entry: dict[str, Any], where: str, own: Entries) -> tup
     changed = [path for path, _ in _leaves(entry) if not path.startswith("sources")]
     if set(changed) <= set(PRICES_AND_SIZES):
         name = base_name
-    elif "sources" not in entry:
-        entry["sources"] = {"assumed": f"{', '.join(changed)} as given, the rest as of {base_name}"}
+    else:
+        kept = {key: text for key, text in base.get("sources", {}).items() if key.startswith("assumed_")}
+        given = entry.pop("sources", {"assumed": f"{', '.join(changed)} as given, the rest as of {base_name}"})
+        base = {**base, "sources": {**kept, **given}}
     return name, _merged(base, entry)
 
 

@@ -126,8 +126,9 @@ class Settings(SettingsTable, frozen=True, kw_only=True):
     """One simulation. model: a name of the catalogue, or a config.json. hardware: a name of the catalogue, a file in
     its format, or a table (hardware.py). Neither is needed when ``cost`` is a file of ``diptych calibrate``.
     tensor_parallel to data_parallel: see Parallelism. routing to max_queued: as for ``diptych serve`` (None: its
-    defaults). weight_bits: of a GPU. quantize: on a CPU, as for ``diptych serve``; with a calibration it may only agree
-    with what was measured (None: that, or "none"). admit_all: refuse no request, however long it would wait."""
+    defaults). weight_bits: of a GPU (None: what the checkpoint has). quantize: on a CPU, as for ``diptych serve``; with
+    a calibration it may only agree with what was measured (None: that, or "none"). admit_all: refuse no request,
+    however long it would wait."""
 
     model: str | None = None
     hardware: str | dict[str, Any] | None = None
@@ -135,7 +136,7 @@ class Settings(SettingsTable, frozen=True, kw_only=True):
     pipeline_parallel: AtLeastOne = 1
     expert_parallel: AtLeastOne = 1
     data_parallel: AtLeastOne = 1
-    weight_bits: Literal[4, 8, 16] = 16
+    weight_bits: Literal[4, 8, 16] | None = None
     quantize: QuantizeName | None = None
     kv_bits: Literal[8, 16] = 16
     cost: str = "auto"

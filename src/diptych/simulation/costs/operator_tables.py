@@ -87,6 +87,9 @@ def _check_measured(
     where = f"on {operators.hardware.name}"
     if model.mla is not None:
         raise ConfigError(f"{model.name} has latent attention, which was not measured {where}", param="model")
+    if model.window is not None or model.linear is not None:
+        part = "a window" if model.window else "linear attention"
+        raise ConfigError(f"layers of {model.name} have {part}, which was not measured {where}", param="model")
     if weight_bits not in operators.linear:
         bits = ", ".join(map(str, sorted(operators.linear)))
         raise ConfigError(f"weight_bits is {weight_bits}; measured {where}: {bits}", param="weight_bits")
