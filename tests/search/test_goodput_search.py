@@ -69,7 +69,7 @@ def test_a_hopeless_run_can_be_cut_short() -> None:
     assert search.is_hopeless(20, 100)
 
 
-@pytest.mark.parametrize("share", [0.0, 1.0, 1.5])
+@pytest.mark.parametrize("share", [0.0, 1.0, 1.5, 49.0, 100.0])
 def test_an_attainment_that_is_no_share_is_refused(share: float) -> None:
     with pytest.raises(ConfigError, match="attainment"):
         SearchConfig(attainment=share)

@@ -12,7 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from diptych.cli import main as cli
-from diptych.cli.simulate import PATHS, command_line, overrides, parse_window
+from diptych.cli.simulate import command_line, overrides, parse_window
+from diptych.cli.simulate_options import PATHS
 from diptych.control.config import CacheConfig, shape_preset
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo

@@ -66,7 +66,7 @@ def test_both_pools_are_searched() -> None:
 
 def test_objectives_that_no_fleet_keeps_end_the_search_early() -> None:
     found = answer(settings(slo={"tpot_ms": 0.5}), DEVICES)
-    assert found.result["devices"] is None and found.result["num_probes"] < 8
+    assert found.result["devices"] is None and found.result["num_probes"] < 12
     nothing = answer(settings(slo={"tpot_ms": 0.5}), GOODPUT)
     assert nothing.result["rate"] is None and not nothing.result["is_bracketed"]
 
@@ -75,7 +75,7 @@ def test_a_sweep_has_an_answer_at_every_point() -> None:
     points = grid(settings(), [parse_sweep("replicas=1,2")])
     one, two = answer_points(points, GOODPUT, num_workers=1)
     assert one["goodput"] == answer(settings(), GOODPUT).result
-    assert 1.5 < two["goodput"]["rate"] / one["goodput"]["rate"] < 2.5
+    assert 1.5 < two["goodput"]["rate"] / one["goodput"]["rate"] < 3.5
     assert (two["values"], two["fleet"]["devices"]) == ({"replicas": 2}, 2)
     fleets = answer_points(grid(settings(), [parse_sweep("rate=20,120")]), DEVICES, num_workers=1)
     assert [point["devices"]["devices"] for point in fleets] == sorted(point["devices"]["devices"] for point in fleets)

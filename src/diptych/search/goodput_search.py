@@ -19,7 +19,7 @@ HALVINGS = 6  # below the first rate: then the answer is that there is no such r
 
 @dataclass(frozen=True, kw_only=True)
 class SearchConfig:
-    """attainment: share of requests that must meet their objectives; a number above 1 is in percent. tolerance: the
+    """attainment: share of requests that must meet their objectives; from 50 on in percent. tolerance: the
     search ends when the rates on both sides are closer than this share. repeats: how often a rate is measured at most.
     max_probes: in all."""
 
@@ -30,8 +30,8 @@ class SearchConfig:
     confidence: float = 0.9
 
     def __post_init__(self) -> None:
-        if not (0 < self.attainment < 1 or 1 < self.attainment < 100):
-            message = f"attainment is {self.attainment}; it must be in (0, 1), or in (1, 100) percent"
+        if not (0 < self.attainment < 1 or 50 <= self.attainment < 100):
+            message = f"attainment is {self.attainment}; it must be in (0, 1), or in [50, 100) percent"
             raise ConfigError(message, param="attainment")
         if self.attainment > 1:
             object.__setattr__(self, "attainment", self.attainment / 100)
