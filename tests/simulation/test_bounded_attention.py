@@ -122,7 +122,7 @@ def test_chunks_cost_more_the_later_they_are_but_less_than_with_full_attention(n
 
 def test_published_weights_count_as_they_are_published() -> None:
     choice = choose_cost("auto", model="gpt-oss-120b", hardware="h100")
-    assert choice.weights is not None and choice.weights.name == "16 bits, experts 4.25"
+    assert choice.weights is not None and choice.weights.name == "16 bits, experts 4.25 bits"
     assert choice.words.startswith("roofline of gpt-oss-120b on 1 x h100-sxm (weights 16 bits, experts 4.25")
     assert any("window of 128 tokens" in sentence for sentence in choice.assumptions)
     assert any("experts of 4.25 bits" in sentence for sentence in choice.assumptions)

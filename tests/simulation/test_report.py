@@ -13,7 +13,7 @@ from diptych.control.config import CacheConfig, EngineConfig, shape_preset
 from diptych.control.events import StepFinished
 from diptych.control.slo import NS_PER_S, Slo
 from diptych.report.plots import linear_scale, linear_ticks, log_scale, log_ticks
-from diptych.report.text import class_table, latency_table, resource_table, service_table
+from diptych.report.text import class_table, dollars, latency_table, resource_table, service_table
 from diptych.simulation.event_log import EventLog
 from diptych.simulation.faults import Fault
 from diptych.simulation.hardware import Hardware, load_hardware
@@ -262,6 +262,9 @@ def test_money_and_energy_follow_the_gpu_hours() -> None:
     assert spent["kwh"] == pytest.approx(2 * 0.3)
     unknown = economy(summary, 4, None)
     assert unknown["usd"] is None and unknown["kwh_per_million_output_tokens"] is None
+    assert [dollars(value) for value in (None, 0.0, 0.0000978, 0.153, 2.0, 1234.5)] == [
+        "-", "$0.00", "$0.0000978", "$0.153", "$2.00", "$1,234.50"
+    ]  # fmt: skip
     nothing = economy({**summary, "num_completed": 0, "prompt_tokens": 0, "output_tokens": 0}, 4, hardware(2.0, 500.0))
     assert nothing["usd"] == 4.0 and nothing["usd_per_request"] is None and nothing["usd_per_million_tokens"] is None
 

@@ -82,7 +82,10 @@ def dollars(value: float | None) -> str:
     """With cents, or with three digits that matter where it is less than one dollar; a dash where it is unknown."""
     if value is None:
         return "-"
-    return f"${value:,.2f}" if value >= 1 or not value else f"${value:.3g}" if value >= 1e-4 else f"${value:.2e}"
+    zeros = 0  # between the point and the first digit that matters
+    while zeros < 12 and 0 < value < 0.1 ** (zeros + 1):
+        zeros += 1
+    return f"${value:,.{2 if value >= 1 or not value else zeros + 3}f}"
 
 
 def failure(reason: str) -> str:

@@ -55,7 +55,7 @@ class WeightPrecision:
 
     def with_experts(self, bits: float) -> "WeightPrecision":
         """The same, with routed experts of other bits, which are widened to bf16 to be multiplied."""
-        return replace(self, name=f"{self.name}, experts {bits:g}", experts=MatrixFormat(bits))
+        return replace(self, name=f"{self.name}, experts {bits:g} bits", experts=MatrixFormat(bits))
 
 
 GPU_WEIGHTS = {  # by weight_bits

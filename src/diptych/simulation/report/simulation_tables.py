@@ -106,7 +106,7 @@ def price_table(names: Sequence[str], points: Sequence[Mapping[str, Any]]) -> Ta
     """What every point of a sweep costs; None where no price is known."""
     if all(point["economy"]["usd"] is None for point in points):
         return None
-    columns = ("devices", "device hours", *(f"$ / {unit}" for _, unit in PRICES))
+    columns = ("devices", "device hours", "per request", "per M tokens", "per M prompt", "per M output")
     rows = [
         (
             *_values(names, point),
@@ -116,7 +116,7 @@ def price_table(names: Sequence[str], points: Sequence[Mapping[str, Any]]) -> Ta
         )
         for point in points
     ]
-    return Table("Price", (*names, *columns), tuple(rows))
+    return Table("Price: M are millions of tokens", (*names, *columns), tuple(rows))
 
 
 def subject_table(names: Sequence[str], points: Sequence[Mapping[str, Any]]) -> Table:
@@ -163,11 +163,13 @@ def cost_notes(points: Sequence[Mapping[str, Any]]) -> list[str]:
     """Sentences: what the durations of steps come from, and what of it was assumed; numbered for the points of a
     sweep."""
     models = _cost_models(points)
-    notes = []
-    for index, (words, assumptions) in enumerate(models):
-        number_of_it = f" [{index + 1}]" if len(points) > 1 else ""
-        notes.append(f"Step durations{number_of_it}: {words}")
-        notes += [f"Assumed{number_of_it}: {sentence}" for sentence in assumptions]
+    if len(points) == 1:
+        words, assumptions = models[0]
+        return [f"Step durations: {words}", *(f"Assumed: {sentence}" for sentence in assumptions)]
+    notes = [f"Step durations [{index}]: {words}" for index, (words, _) in enumerate(models, 1)]
+    for sentence in dict.fromkeys(sentence for _, assumptions in models for sentence in assumptions):
+        numbers = [str(index) for index, (_, assumptions) in enumerate(models, 1) if sentence in assumptions]
+        notes.append(f"Assumed [{', '.join(numbers)}]: {sentence}")
     return notes
 
 
