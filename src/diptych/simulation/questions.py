@@ -2,6 +2,9 @@
 
 Every run of a search has the same seed, and so the same requests at another rate or on another fleet; where a search
 asks for a rate again, to be sure, the next seed is taken. The searches themselves are in search/.
+
+A fleet that falls behind would miss every objective of time in the end, however short a run is, and however many of its
+answers came at the wanted pace once they had begun: see ``sustained_share``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +18,7 @@ from diptych.report.statistics import wilson
 from diptych.report.text import percent, rate
 from diptych.search.fewest import Answer, fewest_split, fewest_workers
 from diptych.search.goodput_search import GoodputSearch, SearchConfig
+from diptych.simulation.results import RequestTable
 from diptych.simulation.settings import Settings, settings_from
 from diptych.simulation.sweep import Run, Value, errors_at, run_here, run_tasks, setting_path
 from diptych.workload.description import WorkloadConfig
@@ -108,10 +112,12 @@ class _Probes:
         self._on_probe = on_probe
 
     def run(self, settings: Settings, **facts: Any) -> tuple[Run, int, int]:
-        """(run, requests that met their objectives, requests that had any); facts: of what differs from the others."""
+        """(run, requests that met their objectives, as a lasting load would, requests that had any); facts: of what
+        differs from the others."""
         run = run_here(settings, values=self._values)
         verdicts = run.result.requests.slo_met
         judged, met = sum(verdict >= 0 for verdict in verdicts), sum(verdict == 1 for verdict in verdicts)
+        met = int(met * sustained_share(run.result.requests))
         if not judged:
             raise ConfigError(f"no request of the workload has an objective: {OBJECTIVES}", param="slo")
         self.points.append(
@@ -189,6 +195,19 @@ def _devices(settings: Settings, question: Question, probes: _Probes) -> Found:
         "config": asdict(question.search),
     }
     return Found(result, probes.points, runs[tried])
+
+
+def sustained_share(table: RequestTable) -> float:
+    """The share of the offered rate that is served. It is below 1 where the last requests end later after their
+    arrival than any request took without queueing: by that excess the fleet fell behind in the time of the
+    arrivals."""
+    done = table.completed_rows()
+    if not done:
+        return 1.0
+    first, last = min(table.arrival_ns), max(table.arrival_ns)
+    end_ns = max(table.arrival_ns[row] + table.e2e_ns(row) for row in done)
+    excess_ns = end_ns - last - max(table.e2e_ns(row) - table.queue_ns[row] for row in done)
+    return 1.0 if excess_ns <= 0 else (last - first) / (last - first + excess_ns)
 
 
 def with_workers(settings: Settings, counts: tuple[int, ...]) -> Settings:
