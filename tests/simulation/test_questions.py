@@ -14,15 +14,19 @@ from diptych.simulation.settings import Settings, settings_from
 from diptych.simulation.sweep import grid, parse_sweep, run_here
 from diptych.workload.description import ArrivalConfig, TraceConfig, WorkloadConfig
 
-BASE = ("--model", "llama-3-8b", "--hardware", "h100", "--num-requests", "60", "--seed", "1", "--tpot-slo-ms", "9")
-GOODPUT = Question(asked="goodput", search=SearchConfig(tolerance=0.2, repeats=1))
-DEVICES = Question(asked="devices")
+BASE = (
+    "--model", "llama-3-8b", "--hardware", "h100", "--num-requests", "24", "--seed", "1", "--tpot-slo-ms", "9",
+    "--rate", "4", "--probe", "1s", "--prompt-tokens", "2000", "--output-tokens", "16",
+)  # fmt: skip
+GOODPUT = Question(asked="goodput", search=SearchConfig(tolerance=0.2, repeats=1), probe_s=1.0)
+DEVICES = Question(asked="devices", probe_s=1.0)
 
 
 def settings(**changes: Any) -> Settings:
     """A small load of one kind of requests."""
-    workload = {"num_requests": 60, "rate": 30.0, **changes.pop("workload", {})}
-    base = {"model": "llama-3-8b", "hardware": "h100", "slo": {"tpot_ms": 9.0, "ttft_ms": 400.0}, "seed": 1}
+    lengths = {"prompt": {"mean": 2000}, "output": {"mean": 16}}
+    workload = {"num_requests": 24, "rate": 4.0, "lengths": lengths, **changes.pop("workload", {})}
+    base = {"model": "llama-3-8b", "hardware": "h100", "slo": {"tpot_ms": 9.0, "ttft_ms": 800.0}, "seed": 1}
     return settings_from({**base, "workload": workload, **changes})
 
 
@@ -48,7 +52,7 @@ def test_the_rate_that_is_found_holds_and_a_fifth_more_does_not() -> None:
 
 
 def test_the_fleet_that_is_found_holds_and_one_worker_less_does_not() -> None:
-    load = settings(workload={"rate": 120.0})
+    load = settings(workload={"rate": 20.0})
     found = answer(load, DEVICES)
     replicas = found.result["workers"]["replicas"]
     assert replicas > 1 and found.result["devices"] == replicas
@@ -57,7 +61,7 @@ def test_the_fleet_that_is_found_holds_and_one_worker_less_does_not() -> None:
 
 
 def test_both_pools_are_searched() -> None:
-    load = settings(workload={"rate": 60.0}, pools={"prefill": 1, "decode": 1}, tensor_parallel=2)
+    load = settings(workload={"rate": 10.0}, pools={"prefill": 1, "decode": 1}, tensor_parallel=2)
     found = answer(load, DEVICES)
     workers = found.result["workers"]
     assert found.result["devices"] == 2 * (workers["prefill"] + workers["decode"])
@@ -77,19 +81,19 @@ def test_a_sweep_has_an_answer_at_every_point() -> None:
     assert one["goodput"] == answer(settings(), GOODPUT).result
     assert 1.5 < two["goodput"]["rate"] / one["goodput"]["rate"] < 3.0
     assert (two["values"], two["fleet"]["devices"]) == ({"replicas": 2}, 2)
-    fleets = answer_points(grid(settings(), [parse_sweep("rate=20,120")]), DEVICES, num_workers=1)
+    fleets = answer_points(grid(settings(), [parse_sweep("rate=5,20")]), DEVICES, num_workers=1)
     assert [point["devices"]["devices"] for point in fleets] == sorted(point["devices"]["devices"] for point in fleets)
 
 
 def test_a_rate_that_the_fleet_cannot_serve_is_no_goodput_even_if_queueing_is_no_objective() -> None:
-    found = answer(settings(slo={"tpot_ms": 50.0}, workload={"num_requests": 200}), GOODPUT)
+    found = answer(settings(slo={"tpot_ms": 50.0}), GOODPUT)
     assert found.result["is_bracketed"]
-    run = run_here(settings(slo={"tpot_ms": 50.0}, workload={"num_requests": 200, "rate": 500.0}))
-    assert run.point["summary"]["attainment"] == 1.0 and sustained_share(run.result.requests) < 0.6
-    assert found.result["rate"] < run.point["summary"]["throughput_rps"] < 1.3 * found.result["rate"]
-    assert sustained_share(run_here(settings(workload={"rate": 1.0})).result.requests) == 1.0
+    overloaded = run_here(settings(slo={"tpot_ms": 50.0}, workload={"num_requests": 200, "rate": 40.0}))
+    assert overloaded.point["summary"]["attainment"] == 1.0 and sustained_share(overloaded.result.requests) < 0.6
+    assert found.result["rate"] < 40 and sustained_share(found.best.result.requests) >= 0.9
+    assert sustained_share(run_here(settings(workload={"rate": 1.0})).result.requests) > 0.99
     empty = run_here(settings(max_model_len=100))
-    assert sustained_share(empty.result.requests) == 1.0
+    assert sustained_share(empty.result.requests) > 0.99
 
 
 def test_a_run_of_a_search_has_enough_requests() -> None:
@@ -98,7 +102,7 @@ def test_a_run_of_a_search_has_enough_requests() -> None:
     assert at_rate(plain, 20.0, None).num_requests == 1200
     assert at_rate(plain, 20.0, 30.0).num_requests == 600
     asked = WorkloadConfig(num_requests=50)
-    assert (at_rate(asked, 20.0, None).num_requests, at_rate(asked, 20.0, 30.0).num_requests) == (50, 600)
+    assert (at_rate(asked, 20.0, 2.0).num_requests, at_rate(asked, 20.0, 30.0).num_requests) == (50, 600)
     trace = at_rate(WorkloadConfig(trace=TraceConfig(path="azure-conv", scale=2.0)), 3.0, None)
     assert trace.trace is not None and (trace.trace.scale, trace.rate, trace.num_requests) == (1.0, 3.0, None)
 
@@ -109,7 +113,7 @@ def test_a_run_of_a_search_has_enough_requests() -> None:
         ({"slo": {}}, GOODPUT, "goodput cannot be searched without objectives: set --ttft-slo-ms"),
         ({"slo": {}}, DEVICES, "devices cannot be searched without objectives"),
         (
-            {"slo": {}, "workload": {"rate": None, "num_requests": 20, "trace": {"path": "azure-conv"}}},
+            {"slo": {}, "workload": {"rate": None, "num_requests": 20, "lengths": {}, "trace": {"path": "azure-conv"}}},
             DEVICES,
             "no request .* objective",
         ),
@@ -122,13 +126,13 @@ def test_what_cannot_be_searched_is_refused(changes: dict[str, Any], asked: Ques
 
 
 def test_a_closed_loop_has_a_smallest_fleet() -> None:
-    load = settings(workload={"rate": None, "arrivals": {"kind": "closed", "concurrency": 30}})
-    assert load.workload.arrivals == ArrivalConfig(kind="closed", concurrency=30)
+    load = settings(workload={"rate": None, "arrivals": {"kind": "closed", "concurrency": 20}})
+    assert load.workload.arrivals == ArrivalConfig(kind="closed", concurrency=20)
     assert answer(load, DEVICES).result["devices"] is not None
 
 
 def test_the_command_prints_the_runs_and_the_answer_and_the_shape_of_bench() -> None:
-    words = (*BASE, "--rate", "8", "--find-goodput", "--attainment", "90", "--tolerance", "0.3")
+    words = (*BASE, "--find-goodput", "--attainment", "90", "--tolerance", "0.3")
     text = invoke(*words)
     assert text.exit_code == 0, text.output
     for word in ("goodput, 90.0 % in time", "highest rate that held", "rate/s", "TTFT", "KV cache of a worker"):
@@ -138,17 +142,30 @@ def test_the_command_prints_the_runs_and_the_answer_and_the_shape_of_bench() -> 
     assert {"rate", "devices", "met", "judged", "attainment", "attainment_interval", "summary"} == set(
         data["points"][0]
     )
-    fleet = invoke(*BASE, "--rate", "60", "--fewest-devices")
+    fleet = invoke(*BASE, "--fewest-devices")
     assert fleet.exit_code == 0 and "fewest devices, 90.0 % in time" in fleet.output
 
 
 def test_a_sweep_of_searches_prints_a_table_and_writes_a_page(tmp_path: Any) -> None:
     page = tmp_path / "search.html"
-    words = (*BASE, "--rate", "8", "--find-goodput", "--tolerance", "0.5", "--sweep", "replicas=1,2", "--workers", "1")
+    words = (
+        *BASE,
+        "--rate",
+        "8",
+        "--probe",
+        "1s",
+        "--find-goodput",
+        "--tolerance",
+        "0.5",
+        "--sweep",
+        "replicas=1,2",
+        "--workers",
+        "1",
+    )
     result = invoke(*words, "--report", str(page))
     assert result.exit_code == 0, result.output
     assert "per device" in result.output and "Highest rate that keeps the objectives" in page.read_text()
-    single = invoke(*BASE, "--rate", "8", "--find-goodput", "--tolerance", "0.5", "--report", str(page))
+    single = invoke(*BASE, "--find-goodput", "--tolerance", "0.5", "--report", str(page))
     assert single.exit_code == 0 and "Attainment" in page.read_text()
 
 

@@ -71,7 +71,7 @@ class SimulateOptions:
     fewest_devices: Annotated[bool, option("Search the smallest fleet that meets them.", OBJECTIVES)] = False
     attainment: Annotated[Number, option("Share of requests that must meet them: 0.9 or 90.", OBJECTIVES)] = None
     tolerance: Annotated[Number, option("The search ends at two rates this close. Default: 0.05.", OBJECTIVES)] = None
-    probe: Annotated[Text, option("Length of a run of a search. Default: 60s.", OBJECTIVES)] = None
+    probe: Annotated[Text, option("Shortest run of a search. Default: 60s.", OBJECTIVES)] = None
     shape: Annotated[Text, option("unified: prompts first. chunked: between decodes.", OBJECTIVES)] = None
     order: Annotated[Text, option("fcfs, priority, shortest or deadline.", SCHEDULER)] = None
     budget: Annotated[Text, option("What limits a step: whole, fixed or slo.", SCHEDULER)] = None

@@ -41,8 +41,7 @@ USELESS_IDLE = 0.9  # a fleet that idles so much of its time and fails would fai
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     """asked: the highest rate, or the fewest devices. search: the share of the requests that must meet their
-    objectives, and how closely the rate is searched. probe_s: length of a run (None: 60 s), as long as the workload
-    does not say how many requests it has."""
+    objectives, and how closely the rate is searched. probe_s: how long a run lasts at least (None: 60 s)."""
 
     asked: Asked
     search: SearchConfig = field(default_factory=SearchConfig)
@@ -117,7 +116,7 @@ class _Probes:
         run = run_here(settings, values=self._values)
         verdicts = run.result.requests.slo_met
         judged, met = sum(verdict >= 0 for verdict in verdicts), sum(verdict == 1 for verdict in verdicts)
-        met = int(met * sustained_share(run.result.requests))
+        met = round(met * sustained_share(run.result.requests))
         if not judged:
             raise ConfigError(f"no request of the workload has an objective: {OBJECTIVES}", param="slo")
         self.points.append(
@@ -219,11 +218,12 @@ def with_workers(settings: Settings, counts: tuple[int, ...]) -> Settings:
 
 
 def at_rate(workload: WorkloadConfig, per_second: float | None, seconds: float | None) -> WorkloadConfig:
-    """The workload at a rate (None: its own), with the requests that it says it has, those of its trace, or as many as
-    come in ``seconds`` (None: 60), but never fewer than 300."""
+    """The workload at a rate (None: its own), for as long as a run must last to show whether a fleet keeps up: with
+    the requests of its trace, or else with as many as come in ``seconds`` (None: 60), and at least as many as it says
+    it has (or 300)."""
     trace, number = workload.trace, workload.num_requests
-    if trace is not None and per_second is not None:
+    if trace is None:
+        number = max(number or FEW_REQUESTS, round((per_second or START_RATE) * (seconds or PROBE_S)))
+    elif per_second is not None:
         trace = msgspec.structs.replace(trace, scale=1.0)
-    if trace is None and (number is None or seconds is not None):
-        number = max(FEW_REQUESTS, round((per_second or START_RATE) * (seconds or PROBE_S)))
     return msgspec.structs.replace(workload, rate=per_second, num_requests=number, trace=trace)
