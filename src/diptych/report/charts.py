@@ -6,7 +6,7 @@ from typing import Any
 
 from diptych.control.slo import NS_PER_S
 from diptych.report.plots import SHARES, Chart, Line, LineChart, Rule, Scale, linear_scale, log_scale
-from diptych.report.statistics import median_and_longest
+from diptych.report.statistics import median_and_longest, wilson
 from diptych.report.text import milliseconds, percent
 
 
@@ -55,7 +55,7 @@ def in_system_chart(caption: str, points: Sequence[tuple[float, int]], duration_
 def rate_charts(points: Sequence[Mapping[str, Any]], target: float | None, found: float | None) -> list[Chart]:
     """Attainment and tails over the rate, of runs that a search or a series made; target: the share that was asked
     for, found: the answer of a search."""
-    ordered = sorted(points, key=lambda point: float(point["rate"]))
+    ordered = _by_rate(points)
     x = log_scale([point["rate"] for point in ordered], "requests per second, log scale")
     rules = [Rule(found, f"goodput {found:.3g}/s", "s-target")] if found and len(ordered) > 1 else []
     judged = [point for point in ordered if point["attainment"] is not None]
@@ -94,6 +94,31 @@ def _attainment(
     facts = "; ".join(f"{rate:.3g}/s: {percent(share)}" for rate, share in spots)
     caption = "Share of requests that met their objectives."
     return LineChart("Attainment", caption, facts, lines, x, SHARES, rules)
+
+
+def _by_rate(points: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """One point for each rate, in order: the shares of all its runs together, the mean of their latencies."""
+    runs: dict[float, list[Mapping[str, Any]]] = {}
+    for point in sorted(points, key=lambda point: float(point["rate"])):
+        runs.setdefault(point["rate"], []).append(point)
+    return [same[0] if len(same) == 1 else _together(same) for same in runs.values()]
+
+
+def _together(runs: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    met, judged = sum(run["met"] for run in runs), sum(run["judged"] for run in runs)
+    tails: dict[str, dict[str, float | None]] = {}
+    for key in ("ttft_ms", "tpot_ms", "itl_ms"):
+        measured = [run["summary"][key] for run in runs if run["summary"][key]["p50"] is not None]
+        tails[key] = {
+            which: sum(latency[which] for latency in measured) / len(measured) if measured else None
+            for which in ("p50", "p99")
+        }
+    return {
+        "rate": runs[0]["rate"],
+        "attainment": met / judged if judged else None,
+        "attainment_interval": wilson(met, judged) if judged else None,
+        "summary": tails,
+    }
 
 
 def time_scale(duration_ns: int) -> Scale:

@@ -75,7 +75,7 @@ def render(page: Page) -> str:
         maker="Diptych simulation",
         title=page.title,
         lead=page.lead,
-        cards=[] if page.sweep else _search_cards(page.search) + _cards(page.point),
+        cards=[] if page.sweep else _cards(page.point) if page.search is None else _search_cards(page),
         sections=sections,
         notes=[f"{note}." for note in cost_notes(page.sweep or [page.point])],
         command=page.command,
@@ -95,15 +95,16 @@ def _search(search: Mapping[str, Any]) -> Section:
     return Section(heading="Search", tables=[runs_of_fleets], narrow=[answer])
 
 
-def _search_cards(search: Mapping[str, Any] | None) -> list[tuple[str, str]]:
-    """The answer, before the figures of the run at it."""
-    if search is None:
-        return []
-    if "goodput" in search:
-        found = search["goodput"]
-        return [("Highest rate, requests/s", rate(found["estimate"])), ("Surely above", rate(found["low"]))]
-    found = search["devices"]
-    return [("Fewest devices", number(found["devices"], 0)), ("Workers", workers_in_words(found["workers"]))]
+def _search_cards(page: Page) -> list[tuple[str, str]]:
+    """The answer, before the latencies and the price of the run at it."""
+    assert page.search is not None
+    if "goodput" in page.search:
+        found = page.search["goodput"]
+        answer = [("Highest rate, requests/s", rate(found["estimate"])), ("Surely above", rate(found["low"]))]
+    else:
+        found = page.search["devices"]
+        answer = [("Fewest devices", number(found["devices"], 0)), ("Workers", workers_in_words(found["workers"]))]
+    return answer + [card for card in _cards(page.point) if card[0] not in ("Attainment", "Goodput, requests/s")]
 
 
 def _cards(point: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -111,7 +111,7 @@ def price_table(names: Sequence[str], points: Sequence[Mapping[str, Any]]) -> Ta
         (
             *_values(names, point),
             f"{point['fleet']['devices']:,}",
-            number(point["economy"]["gpu_hours"], 2),
+            number(point["economy"]["gpu_hours"], 3),
             *(dollars(point["economy"][key]) for key, _ in PRICES),
         )
         for point in points

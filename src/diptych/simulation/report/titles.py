@@ -67,16 +67,15 @@ def sweep_lead(settings: Settings, sweeps: Sequence[Sweep]) -> str:
 def search_lead(settings: Settings, asked: str, found: Mapping[str, Any]) -> str:
     """What was searched, and what was found."""
     share = percent(found["config"]["attainment"])
+    keep = f"{share} of the requests keep their objectives ({', '.join(objectives(settings))})"
     if asked == "goodput":
-        of_what = f"of {fleet(settings)}, shape {settings.shape}"
         answer = f"{rate(found['estimate'] or found['rate'])} requests/s" if found["rate"] else "no rate was found"
-    else:
-        of_what = f"shape {settings.shape}"
-        answer = (
-            f"{found['devices']:,} ({workers_in_words(found['workers'])})" if found["devices"] else "none was found"
-        )
-    what = "Highest rate" if asked == "goodput" else "Fewest devices"
-    return f"{what} {of_what}, at which {share} keep their objectives ({', '.join(objectives(settings))}): {answer}."
+        return f"The highest rate of {fleet(settings)}, shape {settings.shape}, at which {keep}: {answer}."
+    answer = "no fleet was found"
+    if found["devices"]:
+        devices, workers = found["devices"], workers_in_words(found["workers"])
+        answer = f"{devices:,} device{'s' if devices != 1 else ''}, workers: {workers}"
+    return f"The smallest fleet, shape {settings.shape}, on which {keep}: {answer}."
 
 
 def objectives(settings: Settings) -> list[str]:
