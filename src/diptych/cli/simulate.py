@@ -36,7 +36,7 @@ PATHS = {
     **{name: name for name in ("kv_bits", "cost", "shape")},
     **{name: name for name in ("replicas", "routing", "disaggregate", "on_failure", "max_model_len", "seed")},
     **{name: f"workload.{name}" for name in ("rate", "num_requests")},
-    **{name: f"pools.{name}" for name in ("prefill", "decode", "both", "link", "hosts")},
+    **{name: f"pools.{name}" for name in ("prefill", "decode", "both", "link", "nics", "hosts")},
     "arrivals": "workload.arrivals.kind",
     "prompt_tokens": "workload.lengths.prompt.mean",
     "output_tokens": "workload.lengths.output.mean",
@@ -69,7 +69,9 @@ def simulate(
     prefill: Annotated[Whole, option("Workers that only prefill (with --decode).", FLEET)] = None,
     decode: Annotated[Whole, option("Workers that decode prompts of the prefill workers.", FLEET)] = None,
     both: Annotated[Whole, option("Workers that do both, beside those.", FLEET)] = None,
+    pool: Annotated[list[str] | None, option("NAME=POOL, such as decode=4xa100-80gb:tp2. Repeatable.", FLEET)] = None,
     link: Annotated[Text, option("Link between workers: ib400, eth100, nvlink4, shared_memory, ...", FLEET)] = None,
+    nics: Annotated[Whole, option("Network cards of a replica, each with such a link.", FLEET)] = None,
     hosts: Annotated[Whole, option("Hosts whose workers share memory (0: each worker has its own).", FLEET)] = None,
     routing: Annotated[Text, option("kv_aware, least_loaded, power_of_two or round_robin.", FLEET)] = None,
     disaggregate: Annotated[Text, option("Separate prefill from decode: auto, always or never.", FLEET)] = None,
@@ -120,13 +122,15 @@ def simulate(
 def overrides(given: Mapping[str, Any]) -> dict[str, Any]:
     """What the options set, by dotted path. Raises ConfigError."""
     from diptych.serving.link.engine_options import parse_bytes
+    from diptych.simulation.pool_settings import parse_pool
     from diptych.simulation.sweep import assigned
 
     values = {path: given[name] for name, path in PATHS.items() if name in given}
     for name in ("kv_cache_memory", "swap_memory"):
         if name in given:
             values[PATHS[name]] = parse_bytes(given[name], name)
-    return values | assigned(given.get("assign", ()))
+    pools = [parse_pool(text) for text in given.get("pool", ())]
+    return values | {f"pools.{name}": pool for name, pool in pools} | assigned(given.get("assign", ()))
 
 
 def command_line(given: Mapping[str, Any]) -> str:
@@ -172,15 +176,17 @@ def _simulate_one(given: Mapping[str, Any]) -> None:
     if "as_json" in given:
         _print_json(run.point)
         return
-    from diptych.report.text import class_table, latency_table, resource_table, service_table
+    from diptych.report.text import class_table, latency_table, pool_table, resource_table, service_table
 
     point = run.point
     tables = [latency_table(point["summary"])]
     if point["classes"]:
         tables.append(class_table(point["classes"]))
+    if len(point["pools"]) > 1:
+        tables.append(pool_table(point["pools"]))
     tables += [service_table(point["summary"], point["economy"]), resource_table(point["summary"])]
     took = f"{len(run.result.requests):,} requests simulated in {run.result.wall_s:.2f} s"
-    assumed = [f"Assumed: {sentence}" for sentence in run.prepared.cost.assumptions]
+    assumed = [f"Assumed: {sentence}" for sentence in run.prepared.assumptions]
     print_tables(tables, [f"Step durations: {point['cost_model']}", *assumed, took, *notes], num_narrow=2)
 
 

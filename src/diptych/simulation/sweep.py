@@ -20,10 +20,12 @@ import msgspec
 
 from diptych.control.errors import ConfigError, DiptychError
 from diptych.simulation.event_log import EventLog
+from diptych.simulation.pool_settings import NETWORK, pool_path
+from diptych.simulation.prepare import scheduler_of
 from diptych.simulation.report.outcome import outcome
 from diptych.simulation.results import SimulationResult
 from diptych.simulation.run import Progress, simulate_with_log
-from diptych.simulation.settings import Prepared, Settings, plain, prepare, scheduler_of, settings_from, with_value
+from diptych.simulation.settings import Prepared, Settings, plain, prepare, settings_from, with_value
 
 MAX_POINTS = 1000
 ALIASES = {"rate": "workload.rate", "chunk": "scheduler.max_batched_tokens"}
@@ -69,6 +71,8 @@ def setting_path(name: str) -> str:
     that name, by its last part. Raises ConfigError."""
     if name in ALIASES:
         return ALIASES[name]
+    if path := pool_path(name):
+        return path
     paths = tuple(_paths(Settings))
     matches = [path for path in paths if path == name] or [path for path in paths if path.split(".")[-1] == name]
     if len(matches) > 1:
@@ -137,14 +141,8 @@ def run_here(
     """Simulate one point in this process; the arguments are those of ``prepare``. Raises ConfigError."""
     prepared = prepare(settings, record_events=record_events, most_recorded=most_recorded)
     result, log = simulate_with_log(prepared.scenario, progress)
-    choice = prepared.cost
     point = outcome(
-        result,
-        settings=plain(settings),
-        cost_model=choice.words,
-        num_gpus=settings.num_workers * settings.parallelism.devices,
-        hardware=choice.hardware,
-        values=values,
+        result, settings=plain(settings), cost_model=prepared.cost_model, pools=prepared.pools, values=values
     )
     return Run(point, result, log, prepared)
 
@@ -218,8 +216,10 @@ def _range(text: str, listed: str) -> tuple[Value, ...]:
 
 
 def _paths(struct: type, prefix: str = "") -> Iterator[str]:
-    """Dotted paths of all settings but those inside lists."""
+    """Dotted paths of all settings but those inside lists and those of pools (see pool_path)."""
     for field in msgspec.inspect.type_info(struct).fields:  # type: ignore[attr-defined]
+        if prefix == "pools." and field.name not in NETWORK:
+            continue
         kinds = getattr(field.type, "types", (field.type,))
         inner = [kind.cls for kind in kinds if hasattr(kind, "cls") and hasattr(kind, "fields")]
         if inner:

@@ -3,14 +3,14 @@
 Owns the shape of that record. Holds nothing that a second run would not give again (no wall-clock times).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from diptych.control.slo import NS_PER_S
-from diptych.simulation.hardware import Hardware
-from diptych.simulation.report.economy import economy
+from diptych.simulation.prepare import PreparedPool
+from diptych.simulation.report.economy import economy, pool_rows
 from diptych.simulation.results import REASONS, RequestTable, SimulationResult, summarize
 
 FLEET_WIDE = ("itl_ms", "utilization", "preemptions")  # of the whole fleet, so no class has its own
@@ -21,19 +21,21 @@ def outcome(
     *,
     settings: Mapping[str, Any],
     cost_model: str,
-    num_gpus: int,
-    hardware: Hardware | None = None,
+    pools: Sequence[PreparedPool],
     values: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The record. values: the swept settings and what they are at this point."""
+    """The record. pools: of the fleet, in the order of their workers. values: the swept settings and what they are at
+    this point."""
     summary = summarize(result)
+    rows = pool_rows(result, pools)
     return {
         "settings": dict(settings),
         "values": dict(values or {}),
         "cost_model": cost_model,
         "summary": summary,
         "classes": classes(result),
-        "economy": economy(summary, num_gpus, hardware),
+        "pools": rows,
+        "economy": economy(summary, rows),
         "num_events": result.num_events,
     }
 
