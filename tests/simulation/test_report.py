@@ -14,17 +14,21 @@ from diptych.control.events import StepFinished
 from diptych.control.slo import NS_PER_S, Slo
 from diptych.report.plots import linear_scale, linear_ticks, log_scale, log_ticks
 from diptych.report.text import class_table, dollars, latency_table, resource_table, service_table
+from diptych.simulation.costs.cost_choice import CostChoice
 from diptych.simulation.event_log import EventLog
 from diptych.simulation.faults import Fault
 from diptych.simulation.hardware import Hardware, load_hardware
-from diptych.simulation.report.economy import economy
+from diptych.simulation.models import load_model
+from diptych.simulation.parallelism import Parallelism
+from diptych.simulation.prepare import PreparedPool
+from diptych.simulation.report.economy import economy, pool_rows
 from diptych.simulation.report.outcome import outcome, records
 from diptych.simulation.report.series import in_system, phase_series
 from diptych.simulation.report.simulation_page import Page, render
 from diptych.simulation.report.simulation_tables import cost_notes, simulated_table, sweep_table, sweep_tables
 from diptych.simulation.report.simulation_trace import trace
 from diptych.simulation.report.workload_figures import workload_figures
-from diptych.simulation.results import SimulationResult
+from diptych.simulation.results import GapHistogram, RequestTable, SimulationResult, WorkerUsage
 from diptych.simulation.run import simulate_with_log
 from diptych.simulation.scenario import Scenario
 from diptych.timeline.lanes import Window
@@ -53,6 +57,13 @@ class Arrivals:
 
     def __len__(self) -> int:
         return self.count
+
+
+def pool(device: Hardware, replicas: int = 1, tensor_parallel: int = 1, **changes: Any) -> PreparedPool:
+    """Some workers of this device."""
+    choice = CostChoice(LinearCost(6e6, 40e3, 2, 50e3, 15), "a line", (load_model("llama-3-8b"), device), 8192)
+    engine = EngineConfig(CacheConfig(num_blocks=600, block_size=16))
+    return PreparedPool("all", "both", replicas, Parallelism(tensor_parallel), engine, choice, **changes)
 
 
 def run(
@@ -85,7 +96,7 @@ def hardware(price_per_hour: float, power_w: float) -> Hardware:
 def point(result: SimulationResult, **changes: Any) -> dict[str, Any]:
     """The record of a run."""
     given = {"settings": {"model": "<script>alert(1)</script>"}, "cost_model": "linear & plain", **changes}
-    return outcome(result, num_gpus=2, hardware=hardware(3.0, 700.0), **given)
+    return outcome(result, pools=[pool(hardware(3.0, 700.0), tensor_parallel=2)], **given)
 
 
 class Checker(HTMLParser):
@@ -191,13 +202,13 @@ def test_every_failed_request_has_a_reason_and_the_table_counts_them() -> None:
 
 def test_a_run_says_what_it_simulated() -> None:
     result, _ = run()
-    data = point(result, assumptions=["a device: nothing was measured"], kv_cache_tokens=9600)
+    data = point(result, assumptions=["a device: nothing was measured"])
     workload = data["workload"]
     assert (workload["rate_rps"], workload["gap_cv"]) == (pytest.approx(25.0), 0.0)
     assert workload["prompt_tokens"]["max"] == 2500 and workload["output_tokens"]["p50"] == pytest.approx(30.5)
     assert workload["shared_token_share"] is None  # of requests that ran, it is not known
     shown = dict(simulated_table(data).rows)
-    assert shown["KV cache of a worker"] == "9,600 tokens" and shown["devices"] == "2 x h100-sxm (1 worker)"
+    assert shown["KV cache"] == "9,600 tokens" and shown["devices"] == "2 x h100-sxm (1 replica)"
     assert cost_notes([data]) == ["Step durations: linear & plain", "Assumed: a device: nothing was measured"]
 
 
@@ -245,28 +256,36 @@ def test_the_tables_have_a_cell_for_every_column() -> None:
     assert sum(each["num_requests"] for each in one["classes"].values()) == summary["num_requests"]
 
 
-def test_money_and_energy_follow_the_gpu_hours() -> None:
+def test_money_and_energy_are_the_sums_over_pools() -> None:
+    pools = [{"num_gpus": 4, "usd": 4.0, "kwh": 0.6}, {"num_gpus": 2, "usd": 1.0, "kwh": 0.1}]
     summary = {
-        "duration_s": 1800.0,
-        "num_completed": 5000,
-        "prompt_tokens": 7_200_000,
-        "output_tokens": 1_800_000,
-        "utilization": {"prefill": 0.1, "mixed": 0.2, "decode": 0.2},
-    }
-    spent = economy(summary, 4, hardware(2.0, 500.0))
-    assert spent["usd"] == 4.0  # two GPU hours
-    assert spent["usd_per_million_output_tokens"] == pytest.approx(4.0 / 1.8)
-    assert spent["usd_per_million_prompt_tokens"] == pytest.approx(4.0 / 7.2)
-    assert spent["usd_per_million_tokens"] == pytest.approx(4.0 / 9.0)
-    assert spent["usd_per_request"] == pytest.approx(4.0 / 5000)
-    assert spent["kwh"] == pytest.approx(2 * 0.3)
-    unknown = economy(summary, 4, None)
+        "duration_s": 1800.0, "num_completed": 5000, "prompt_tokens": 7_200_000, "output_tokens": 1_800_000
+    }  # fmt: skip
+    spent = economy(summary, pools)
+    assert (spent["num_gpus"], spent["gpu_hours"], spent["usd"]) == (6, 3.0, 5.0)
+    assert spent["usd_per_million_output_tokens"] == pytest.approx(5.0 / 1.8)
+    assert spent["usd_per_million_prompt_tokens"] == pytest.approx(5.0 / 7.2)
+    assert spent["usd_per_million_tokens"] == pytest.approx(5.0 / 9.0)
+    assert spent["usd_per_request"] == pytest.approx(5.0 / 5000)
+    assert spent["kwh"] == pytest.approx(0.7)
+    unknown = economy(summary, [*pools, {"num_gpus": 1, "usd": None, "kwh": None}])
     assert unknown["usd"] is None and unknown["kwh_per_million_output_tokens"] is None
     assert [dollars(value) for value in (None, 0.0, 0.0000978, 0.153, 2.0, 1234.5)] == [
         "-", "$0.00", "$0.0000978", "$0.153", "$2.00", "$1,234.50"
     ]  # fmt: skip
-    nothing = economy({**summary, "num_completed": 0, "prompt_tokens": 0, "output_tokens": 0}, 4, hardware(2.0, 500.0))
-    assert nothing["usd"] == 4.0 and nothing["usd_per_request"] is None and nothing["usd_per_million_tokens"] is None
+    nothing = economy({**summary, "num_completed": 0, "prompt_tokens": 0, "output_tokens": 0}, pools)
+    assert nothing["usd"] == 5.0 and nothing["usd_per_request"] is None and nothing["usd_per_million_tokens"] is None
+
+
+def test_a_pool_pays_for_its_own_devices_by_its_own_workers() -> None:
+    busy, idle = WorkerUsage(100, busy_decode_ns=900 * NS_PER_S), WorkerUsage(100)
+    result = SimulationResult(RequestTable(), GapHistogram(), [busy, idle, idle], 1800 * NS_PER_S)
+    device = hardware(2.0, 500.0)
+    first, second = pool_rows(result, [pool(device, tensor_parallel=4), pool(device, 2, price_per_hour=5.0)])
+    assert (first["busy"], second["busy"]) == (0.5, 0.0)
+    assert (first["usd"], second["usd"]) == (4.0, 5.0)  # two GPU hours, and one of another price
+    assert first["kwh"] == pytest.approx(2 * 0.3)
+    assert second["kwh"] == pytest.approx(0.1)
 
 
 def test_every_request_is_one_record() -> None:

@@ -51,13 +51,15 @@ def simulate(options: dict[str, Any]) -> None:
 def overrides(given: Mapping[str, Any]) -> dict[str, Any]:
     """What the options set, by dotted path. Raises ConfigError."""
     from diptych.serving.link.engine_options import parse_bytes
+    from diptych.simulation.pool_settings import parse_pool
     from diptych.simulation.sweep import assigned
 
     values = {path: given[name] for name, path in PATHS.items() if name in given}
     for name in ("kv_cache_memory", "swap_memory"):
         if name in given:
             values[PATHS[name]] = parse_bytes(given[name], name)
-    return values | assigned(given.get("assign", ()))
+    pools = [parse_pool(text) for text in given.get("pool", ())]
+    return values | {f"pools.{name}": pool for name, pool in pools} | assigned(given.get("assign", ()))
 
 
 def command_line(given: Mapping[str, Any]) -> str:
@@ -178,13 +180,15 @@ def _simulate_one(given: Mapping[str, Any]) -> None:
         _print_json(run.point)
         _fail_if_all_failed([run.point])
         return
-    from diptych.report.text import class_table, latency_table, resource_table, service_table
+    from diptych.report.text import class_table, latency_table, pool_table, resource_table, service_table
     from diptych.simulation.report.simulation_tables import cost_notes, simulated_table
 
     point = run.point
     tables = [latency_table(point["summary"])]
     if point["classes"]:
         tables.append(class_table(point["classes"]))
+    if len(point["pools"]) > 1:
+        tables.append(pool_table(point["pools"]))
     tables += [simulated_table(point), service_table(point["summary"], point["economy"])]
     tables.append(resource_table(point["summary"]))
     took = f"{len(run.result.requests):,} requests simulated in {run.result.wall_s:.2f} s"

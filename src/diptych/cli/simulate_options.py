@@ -17,7 +17,7 @@ PATHS = {
     **{name: name for name in ("kv_bits", "cost", "shape")},
     **{name: name for name in ("replicas", "routing", "disaggregate", "on_failure", "max_model_len", "seed")},
     **{name: f"workload.{name}" for name in ("rate", "num_requests")},
-    **{name: f"pools.{name}" for name in ("prefill", "decode", "both", "link", "hosts")},
+    **{name: f"pools.{name}" for name in ("prefill", "decode", "both", "link", "nics", "hosts")},
     "arrivals": "workload.arrivals.kind",
     "prompt_tokens": "workload.lengths.prompt.mean",
     "output_tokens": "workload.lengths.output.mean",
@@ -52,7 +52,9 @@ class SimulateOptions:
     prefill: Annotated[Whole, option("Workers that only prefill (with --decode).", FLEET)] = None
     decode: Annotated[Whole, option("Workers that decode prompts of the prefill workers.", FLEET)] = None
     both: Annotated[Whole, option("Workers that do both, beside those.", FLEET)] = None
+    pool: Annotated[list[str] | None, option("NAME=POOL, such as decode=4xa100-80gb:tp2. Repeatable.", FLEET)] = None
     link: Annotated[Text, option("Link between workers: ib400, eth100, nvlink4, shared_memory, ...", FLEET)] = None
+    nics: Annotated[Whole, option("Network cards of a replica, each with such a link.", FLEET)] = None
     hosts: Annotated[Whole, option("Hosts whose workers share memory (0: each worker has its own).", FLEET)] = None
     routing: Annotated[Text, option("kv_aware, least_loaded, power_of_two or round_robin.", FLEET)] = None
     disaggregate: Annotated[Text, option("Separate prefill from decode: auto, always or never.", FLEET)] = None

@@ -146,6 +146,25 @@ def resource_table(summary: Mapping[str, Any]) -> Table:
     return Table("Time and memory", ("", "share"), tuple(rows))
 
 
+def pool_table(pools: Sequence[Mapping[str, Any]]) -> Table:
+    """One row per pool of the fleet: what it is, how busy it was, what it cost."""
+    columns = ("pool", "role", "replicas", "devices", "busy", "KV mean", "KV peak", "$")
+    rows = tuple(
+        (
+            pool["name"],
+            pool["role"],
+            f"{pool['replicas']:,}",
+            f"{pool['num_gpus']:,} x {pool['hardware'] or 'this machine'} ({pool['parallelism']})",
+            percent(pool["busy"]),
+            percent(pool["utilization"]["kv_mean"]),
+            percent(pool["utilization"]["kv_peak"]),
+            number(pool["usd"], 2),
+        )
+        for pool in pools
+    )
+    return Table("Pools", columns, rows)
+
+
 def class_table(classes: Mapping[str, Mapping[str, Any]]) -> Table:
     """One row per class of requests, with the latencies that each class has."""
     names = dict(LATENCIES)

@@ -7,6 +7,7 @@ A fleet that falls behind would miss every objective of time in the end, however
 answers came at the wanted pace once they had begun: see ``sustained_share``.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -31,9 +32,9 @@ PROBE_S = 60.0
 FEW_REQUESTS = 300  # fewer say little about a share of 90 %
 START_RATE = 1.0
 MOST_WORKERS = 1024
-SEARCHED = {
-    "goodput": ("workload.rate", "workload.trace.scale"),
-    "devices": ("replicas", "pools.prefill", "pools.decode"),
+SEARCHED = {  # paths that cannot be swept, as regular expressions
+    "goodput": r"workload\.rate|workload\.trace\.scale",
+    "devices": r"replicas|pools\.[^.]+(\.replicas)?",
 }
 USELESS_IDLE = 0.9  # a fleet that idles so much of its time and fails would fail with more workers, too
 
@@ -87,7 +88,7 @@ def answer_points(
     searched = SEARCHED[question.asked]
     for values, _ in points[:1]:
         for path in map(setting_path, values):
-            if path in searched:
+            if re.fullmatch(searched, path):
                 raise ConfigError(f"{path} is what is searched; it cannot be swept, too", param="sweep")
     return run_tasks(_answer_task, points, asdict(question), num_workers=num_workers, on_done=on_done)
 
@@ -158,18 +159,22 @@ def _goodput(settings: Settings, question: Question, probes: _Probes) -> Found:
 
 
 def _devices(settings: Settings, question: Question, probes: _Probes) -> Found:
-    """The smallest fleet on which enough requests meet their objectives: its replicas, or the workers of both pools."""
+    """The smallest fleet on which enough requests meet their objectives: its replicas, or those of its pools."""
     workload = settings.workload
     if workload.arrivals.kind != "closed":
         workload = at_rate(workload, workload.rate, question.probe_s)
     settings = msgspec.structs.replace(settings, workload=workload)
+    names = tuple(settings.pools.in_use) or ("replicas",)
+    if len(names) > 2:
+        message = f"the fewest devices are searched for at most two pools; there are {', '.join(names)}"
+        raise ConfigError(message, param="pools")
     runs: dict[tuple[int, ...], Run] = {}
     held: dict[tuple[int, ...], Answer] = {}
 
     def ask(*counts: int) -> Answer:
         if counts not in held:
-            changed = with_workers(settings, counts)
-            run, met, judged = probes.run(changed, workers=list(counts))
+            workers = dict(zip(names, counts, strict=True))
+            run, met, judged = probes.run(with_workers(settings, workers), workers=workers)
             runs[counts] = run
             idle = run.point["summary"]["utilization"]["idle"]
             if met >= question.search.attainment * judged:
@@ -178,22 +183,33 @@ def _devices(settings: Settings, question: Question, probes: _Probes) -> Found:
                 held[counts] = "hopeless" if idle is None or idle >= USELESS_IDLE else "fails"
         return held[counts]
 
-    has_pools = bool(settings.pools.prefill or settings.pools.decode)
-    if has_pools:
-        counts: tuple[int, ...] | None = fewest_split(ask, MOST_WORKERS)
+    counts: tuple[int, ...] | None
+    if len(names) == 2:
+        first, second = (settings.of_pool(pool).parallelism.devices for pool in settings.pools.in_use.values())
+        counts = fewest_split(ask, MOST_WORKERS, (first, second))
     else:
         fewest = fewest_workers(ask, MOST_WORKERS)
         counts = None if fewest is None else (fewest,)
     tried = counts or max(runs, key=sum)
-    names = ("prefill", "decode") if has_pools else ("replicas",)
+    workers = dict(zip(names, tried, strict=True))
     result = {
         "devices": None if counts is None else runs[tried].point["fleet"]["devices"],
-        "workers": None if counts is None else dict(zip(names, counts, strict=True)),
-        "attainment": next(point["attainment"] for point in probes.points if point["workers"] == list(tried)),
+        "workers": None if counts is None else workers,
+        "attainment": next(point["attainment"] for point in probes.points if point["workers"] == workers),
         "num_probes": len(probes.points),
         "config": asdict(question.search),
     }
     return Found(result, probes.points, runs[tried])
+
+
+def with_workers(settings: Settings, workers: Mapping[str, int]) -> Settings:
+    """The fleet with so many ``replicas``, or so many in the pools of these names."""
+    if "replicas" in workers:
+        return msgspec.structs.replace(settings, replicas=workers["replicas"])
+    named = dict(settings.pools.named)
+    for name, count in workers.items():
+        named[name] = msgspec.structs.replace(named[name], replicas=count)
+    return msgspec.structs.replace(settings, pools=msgspec.structs.replace(settings.pools, named=named))
 
 
 def sustained_share(table: RequestTable) -> float:
@@ -207,14 +223,6 @@ def sustained_share(table: RequestTable) -> float:
     end_ns = max(table.arrival_ns[row] + table.e2e_ns(row) for row in done)
     excess_ns = end_ns - last - max(table.e2e_ns(row) - table.queue_ns[row] for row in done)
     return 1.0 if excess_ns <= 0 else (last - first) / (last - first + excess_ns)
-
-
-def with_workers(settings: Settings, counts: tuple[int, ...]) -> Settings:
-    """The fleet with so many replicas, or so many workers in the prefill and in the decode pool."""
-    if len(counts) == 1:
-        return msgspec.structs.replace(settings, replicas=counts[0])
-    pools = msgspec.structs.replace(settings.pools, prefill=counts[0], decode=counts[1])
-    return msgspec.structs.replace(settings, pools=pools)
 
 
 def at_rate(workload: WorkloadConfig, per_second: float | None, seconds: float | None) -> WorkloadConfig:

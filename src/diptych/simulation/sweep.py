@@ -22,11 +22,13 @@ import msgspec
 from diptych.control.errors import ConfigError, DiptychError
 from diptych.simulation.event_log import EventLog
 from diptych.simulation.hardware import hardware_fields
+from diptych.simulation.pool_settings import NETWORK, pool_path
+from diptych.simulation.prepare import scheduler_of
 from diptych.simulation.report.outcome import outcome
 from diptych.simulation.report.workload_figures import workload_figures
 from diptych.simulation.results import SimulationResult
 from diptych.simulation.run import Progress, simulate_with_log
-from diptych.simulation.settings import Prepared, Settings, plain, prepare, scheduler_of, settings_from, with_value
+from diptych.simulation.settings import Prepared, Settings, plain, prepare, settings_from, with_value
 from diptych.workload.spec import ClosedLoop
 
 MAX_POINTS = 1000
@@ -74,6 +76,8 @@ def setting_path(name: str) -> str:
     that name, by its last part. Raises ConfigError."""
     if name in ALIASES:
         return ALIASES[name]
+    if path := pool_path(name):
+        return path
     paths = tuple(_paths(Settings))
     matches = [path for path in paths if path == name] or [path for path in paths if path.split(".")[-1] == name]
     if len(matches) > 1:
@@ -142,17 +146,14 @@ def run_here(
     """Simulate one point in this process; the arguments are those of ``prepare``. Raises ConfigError."""
     prepared = prepare(settings, record_events=record_events, most_recorded=most_recorded)
     result, log = simulate_with_log(prepared.scenario, progress)
-    choice, scenario = prepared.cost, prepared.scenario
-    cache = scenario.engine.cache
+    workload = prepared.scenario.workload
     point = outcome(
         result,
         settings=plain(settings),
-        cost_model=choice.words,
-        num_gpus=settings.num_workers * settings.parallelism.devices,
-        hardware=choice.hardware,
-        assumptions=choice.assumptions,
-        kv_cache_tokens=cache.num_blocks * cache.block_size,
-        workload=None if isinstance(scenario.workload, ClosedLoop) else workload_figures(scenario.workload),
+        cost_model=prepared.cost_model,
+        pools=prepared.pools,
+        assumptions=prepared.assumptions,
+        workload=None if isinstance(workload, ClosedLoop) else workload_figures(workload),
         values=values,
     )
     return Run(point, result, log, prepared)
@@ -246,8 +247,10 @@ def _range(text: str, listed: str) -> tuple[Value, ...]:
 
 
 def _paths(struct: type, prefix: str = "") -> Iterator[str]:
-    """Dotted paths of all settings but those inside lists."""
+    """Dotted paths of all settings but those inside lists and those of pools (see pool_path)."""
     for field in msgspec.inspect.type_info(struct).fields:  # type: ignore[attr-defined]
+        if prefix == "pools." and field.name not in NETWORK:
+            continue
         if field.name == "hardware":
             yield from (f"{prefix}hardware.{name}" for name in hardware_fields())
         kinds = getattr(field.type, "types", (field.type,))

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from diptych.control.slo import NS_PER_S
-from diptych.simulation.hardware import Hardware
-from diptych.simulation.report.economy import economy
+from diptych.simulation.prepare import PreparedPool
+from diptych.simulation.report.economy import economy, pool_rows
 from diptych.simulation.report.workload_figures import measured_figures
 from diptych.simulation.results import REASONS, RequestTable, SimulationResult, failure_messages, summarize
 
@@ -22,17 +22,16 @@ def outcome(
     *,
     settings: Mapping[str, Any],
     cost_model: str,
-    num_gpus: int,
-    hardware: Hardware | None = None,
+    pools: Sequence[PreparedPool],
     assumptions: Sequence[str] = (),
-    kv_cache_tokens: int | None = None,
     workload: Mapping[str, Any] | None = None,
     values: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The record. assumptions: what of the cost model was not measured, in sentences. kv_cache_tokens: of one worker.
-    workload: see workload_figures.py (None: of the requests that ran). values: the swept settings and what they are at
-    this point."""
+    """The record. pools: of the fleet, in the order of their workers. assumptions: what of the cost models was not
+    measured, in sentences. workload: see workload_figures.py (None: of the requests that ran). values: the swept
+    settings and what they are at this point."""
     summary = summarize(result)
+    rows = pool_rows(result, pools)
     return {
         "settings": dict(settings),
         "values": dict(values or {}),
@@ -40,15 +39,16 @@ def outcome(
         "assumptions": list(assumptions),
         "workload": dict(measured_figures(result.requests) if workload is None else workload),
         "fleet": {
-            "workers": len(result.workers),
-            "devices": num_gpus,
-            "hardware": None if hardware is None else hardware.name,
-            "kv_cache_tokens": kv_cache_tokens,
+            "replicas": sum(pool["replicas"] for pool in rows),
+            "devices": sum(pool["num_gpus"] for pool in rows),
+            "hardware": list(dict.fromkeys(pool["hardware"] for pool in rows if pool["hardware"])),
+            "kv_cache_tokens": sum(pool["kv_tokens"] for pool in rows),
         },
         "summary": summary,
         "failure_messages": failure_messages(result.requests),
         "classes": classes(result),
-        "economy": economy(summary, num_gpus, hardware),
+        "pools": rows,
+        "economy": economy(summary, rows),
         "num_events": result.num_events,
     }
 

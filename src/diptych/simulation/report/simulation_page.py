@@ -15,6 +15,7 @@ from diptych.report.text import (
     latency_table,
     number,
     percent,
+    pool_table,
     rate,
     resource_table,
     runs_table,
@@ -121,7 +122,11 @@ def _numbers(point: Mapping[str, Any]) -> Section:
     summary, classes = point["summary"], point["classes"]
     return Section(
         heading="Numbers",
-        tables=[latency_table(summary), *([class_table(classes)] if classes else [])],
+        tables=[
+            latency_table(summary),
+            *([class_table(classes)] if classes else []),
+            *([pool_table(point["pools"])] if len(point["pools"]) > 1 else []),
+        ],
         narrow=[service_table(summary, point["economy"]), resource_table(summary), simulated_table(point)],
     )
 

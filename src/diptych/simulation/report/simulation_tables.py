@@ -74,7 +74,7 @@ def fleet_search_tables(found: Mapping[str, Any], runs: Sequence[Mapping[str, An
     rows = [
         (
             f"{run['devices']:,}",
-            " + ".join(map(str, run["workers"])),
+            workers_in_words(run["workers"]),
             f"{run['judged']:,}",
             percent(run["attainment"]),
             *(milliseconds(run["summary"][key]["p99"]) for key in ("ttft_ms", "tpot_ms")),
@@ -94,7 +94,7 @@ def fleet_search_tables(found: Mapping[str, Any], runs: Sequence[Mapping[str, An
 
 
 def workers_in_words(workers: Mapping[str, int] | None) -> str:
-    """``3``, or ``2 prefill, 4 decode``; a dash where there are none."""
+    """``3``, or ``2 prefill, 4 decode`` of pools; a dash where there are none."""
     if workers is None:
         return "-"
     if "replicas" in workers:
@@ -138,23 +138,23 @@ def subject_table(names: Sequence[str], points: Sequence[Mapping[str, Any]]) -> 
                 f"[{models.index(_cost_model(point)) + 1}]",
             )
         )
-    title = "Simulated: KV tokens of a worker; lengths mean/p50/p99; share of prompt tokens that came before"
+    title = "Simulated: KV tokens of all devices; lengths mean/p50/p99; share of prompt tokens that came before"
     return Table(title, (*names, *columns), tuple(rows))
 
 
 def simulated_table(point: Mapping[str, Any]) -> Table:
     """What a single run simulated: the workload and the fleet."""
     workload, fleet = point["workload"], point["fleet"]
-    workers = fleet["workers"]
-    device = f" x {fleet['hardware']}" if fleet["hardware"] else ""
+    replicas = fleet["replicas"]
+    device = f" x {' and '.join(fleet['hardware'])}" if fleet["hardware"] else ""
     rows = [
         ("arrivals", with_unit(workload["rate_rps"], 2, "requests/s")),
         ("variation of the gaps between them", number(workload["gap_cv"], 2)),
         ("prompt tokens, mean/p50/p99", lengths(workload["prompt_tokens"])),
         ("output tokens, mean/p50/p99", lengths(workload["output_tokens"])),
         ("prompt tokens that came before", percent(workload["shared_token_share"])),
-        ("devices", f"{fleet['devices']:,}{device} ({workers:,} worker{'s' if workers != 1 else ''})"),
-        ("KV cache of a worker", with_unit(fleet["kv_cache_tokens"], 0, "tokens")),
+        ("devices", f"{fleet['devices']:,}{device} ({replicas:,} replica{'s' if replicas != 1 else ''})"),
+        ("KV cache", with_unit(fleet["kv_cache_tokens"], 0, "tokens")),
     ]
     return Table("Simulated", ("", "value"), tuple(rows))
 
