@@ -302,8 +302,8 @@ def test_settings_become_a_scenario() -> None:
 def test_auto_takes_measured_layers_where_there_are_any_and_says_so() -> None:
     measured = prepare(settings_from({**SMALL, "model": "llama-3.1-8b", "hardware": "rtx-4090"}))
     assert measured.cost.words.startswith("measured layers of meta-llama/Llama-3.1-8B on 1 x RTX4090")
-    summed = prepare(settings_from({**SMALL, "model": "llama-3.1-70b", "tensor_parallel": 8}))
-    assert summed.cost.words.startswith("measured operators, summed over the layers of llama-3.1-70b on 8 x h100-sxm")
+    summed = prepare(settings_from({**SMALL, "model": "llama-3.1-70b", "hardware": "h200", "tensor_parallel": 8}))
+    assert summed.cost.words.startswith("measured operators, summed over the layers of llama-3.1-70b on 8 x h200")
     other = prepare(settings_from({**SMALL, "hardware": "mi300x"}))
     assert other.cost.words == "roofline of llama-3-8b on 1 x mi300x, with assumed efficiencies"
     assert other.cost.assumptions[0].startswith("mi300x: every achieved share")
