@@ -1,4 +1,4 @@
-"""What to simulate: a fleet of equal workers, a workload, faults and a seed, in one frozen record."""
+"""What to simulate: a fleet, a workload, faults and a seed, in one frozen record."""
 
 from dataclasses import dataclass, field, replace
 
@@ -43,8 +43,9 @@ class Scenario:
 
     cluster: the settings of the front end's ClusterCore (default: as ``diptych serve``; links, objectives and seed are
     filled in). record_events: keep the whole event log (memory grows with the run). fast_forward: take decode steps in
-    which nothing can change all at once; the log is the same either way. pools: prefill and decode on separate workers
-    (then they say how many there are). warm_up: measured steps that the step-time model begins with, as a live worker's
+    which nothing can change all at once; the log is the same either way (lanes of a pipeline take step after step).
+    pools: workers that differ in role, settings or cost (then they say how many there are; engine and cost are those of
+    pools that have none of their own). warm_up: measured steps that the step-time model begins with, as a live worker's
     does (empty: the usual ones, at what the cost model says). front_end: what passes before a request reaches the
     cluster; part of its queueing time. swap_block_ns: copying one block between device and host, one after the other.
     watch: how failures are noticed.
@@ -79,7 +80,8 @@ class Scenario:
         """``cluster`` with the links between these workers, their objectives, and the seed."""
         links = LinkCosts()
         if self.pools is not None:
-            network = LinkCost(*LINKS[self.pools.link])
+            bandwidth, latency_ns = LINKS[self.pools.link]
+            network = LinkCost(bandwidth * min(pool.nics for pool in self.pools.pools), latency_ns)
             near_ns = LINKS["shared_memory"][1]
             links = LinkCosts(self.pools.kv_bytes_per_token, memory_latency_ns=near_ns, host=network, network=network)
         routing = replace(self.cluster.routing, links=links, seed=self.seed)

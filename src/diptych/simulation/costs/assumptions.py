@@ -3,6 +3,7 @@ priced without one."""
 
 from diptych.simulation.costs.layer_shapes import EXPERT_IMBALANCE
 from diptych.simulation.hardware import Hardware
+from diptych.simulation.models import ModelSpec
 from diptych.simulation.parallelism import Parallelism
 from diptych.simulation.weight_precision import WeightPrecision
 
@@ -22,6 +23,20 @@ def assumptions_of(
         found.append(f"the busiest group of experts computes {EXPERT_IMBALANCE} times its share of the tokens")
     if parallelism.data > 1:
         found.append("data-parallel groups have equal numbers of sequences, and a prompt's chunk stays in one group")
+    return tuple(found)
+
+
+def model_assumptions(model: ModelSpec, weights: WeightPrecision) -> tuple[str, ...]:
+    """Of the parts of a model that no kernel was measured for."""
+    found = []
+    if model.window:
+        layers = f"{model.window.layers} of the {model.layers} layers of {model.name}"
+        found.append(f"{layers} attend to a window of {model.window.tokens:,} tokens as fast as to a short context")
+    if model.linear:
+        layers = f"{model.linear.layers} of the {model.layers} layers of {model.name}"
+        found.append(f"{layers} have linear attention, whose kernels are taken to reach what attention reaches")
+    if weights.experts is not None:
+        found.append(f"experts of {weights.experts.bits:g} bits are widened to bf16 as they are read")
     return tuple(found)
 
 

@@ -7,6 +7,7 @@ newest, if none is asked); fewer parts assumed. Operators that no engine runs li
 the name of their table.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ class Wanted:
     @property
     def is_16_bits(self) -> bool:
         """Weights and KV, as most measurements are."""
-        return self.weights.bits == self.kv_bits == 16
+        return self.weights.bits == self.kv_bits == 16 and self.weights.experts is None
 
     def __str__(self) -> str:
         bits = "" if self.is_16_bits else f" (weights {self.weights.name}, KV {self.kv_bits} bits)"
@@ -90,9 +91,9 @@ def choose_cost(
     name: str,
     *,
     model: str | None,
-    hardware: str | None,
+    hardware: str | Mapping[str, Any] | None,
     parallelism: Parallelism = ONE_DEVICE,
-    weight_bits: int = 16,
+    weight_bits: int | None = None,
     kv_bits: int = 16,
     quantize: QuantizeName | None = None,
     engine: str | None = None,
@@ -101,11 +102,11 @@ def choose_cost(
     """The cost model called ``name``: one of COSTS, a layer table or a profile of the catalogue by its name, or the
     path of a file of ``diptych calibrate``.
 
-    weight_bits, quantize: see weight_precision. A calibration has its own weights: ``quantize`` may only agree with
-    them. engine: whose host prepares the steps and whose front end takes the requests (see serving_engine.py); None:
-    as the table has it, else step_overhead_s of the hardware, and no front end. skew: longest context of a decode batch
-    over its mean; only layer tables that measured it know what that costs. Raises ConfigError when the cost model does
-    not exist for the model and the device, or when one of these is not named.
+    weight_bits, quantize: see weight_precision (None: what the checkpoint has). A calibration has its own weights:
+    ``quantize`` may only agree with them. engine: whose host prepares the steps and whose front end takes the requests
+    (see serving_engine.py); None: as the table has it, else step_overhead_s of the hardware, and no front end. skew:
+    longest context of a decode batch over its mean; only layer tables that measured it know what that costs. Raises
+    ConfigError when the cost model does not exist for the model and the device, or when one of these is not named.
     """
     if name not in COSTS and name not in layer_table_names() and name not in profile_names():
         _check_no_engine(engine, f"{Path(name).name}, which was measured with one")
@@ -115,9 +116,10 @@ def choose_cost(
         example = "llama-3-8b" if model is None else "h100"
         raise ConfigError(f"{missing} is not set; name one of the catalogue, such as {example}", param=missing)
     device = load_hardware(hardware)
-    weights = weight_precision(device, weight_bits, quantize)
+    spec = load_model(model)
+    weights = _weights(spec, device, weight_bits, quantize)
     served = None if engine is None else load_engine(engine)
-    wanted = Wanted(load_model(model), device, parallelism, weights, kv_bits, served, skew)
+    wanted = Wanted(spec, device, parallelism, weights, kv_bits, served, skew)
     cost, words = _priced(name, wanted)
     assumptions = cost.assumptions if isinstance(cost, LayerTableCost | RooflineCost | EngineCost) else ()
     front_end = NO_FRONT_END
@@ -133,6 +135,16 @@ def _check_no_engine(engine: str | None, cost: str) -> None:
     """Raise ConfigError where an engine cannot be exchanged: whole steps were measured with their own."""
     if engine is not None:
         raise ConfigError(f"engine is {engine!r}; it has no effect on {cost}: leave it out", param="engine")
+
+
+def _weights(
+    model: ModelSpec, hardware: Hardware, weight_bits: int | None, quantize: QuantizeName | None
+) -> WeightPrecision:
+    """As the settings say; where they say nothing, as the checkpoint is published. Raises ConfigError."""
+    if weight_bits is not None or hardware.kind == "cpu":
+        return weight_precision(hardware, weight_bits or 16, quantize)
+    weights = weight_precision(hardware, 16 if quantize else model.checkpoint_bits, quantize)
+    return weights.with_experts(model.expert_bits) if model.expert_bits else weights
 
 
 def _priced(name: str, wanted: Wanted) -> tuple[CostModel, str]:
@@ -154,7 +166,8 @@ def _priced(name: str, wanted: Wanted) -> tuple[CostModel, str]:
         except ConfigError:
             if name != "auto":
                 raise
-    return _roofline(wanted), f"roofline of {wanted}, with measured efficiencies"
+    measured = "measured" if "measured" in wanted.hardware.sources else "assumed"
+    return _roofline(wanted), f"roofline of {wanted}, with {measured} efficiencies"
 
 
 def _roofline(wanted: Wanted) -> CostModel:
@@ -185,6 +198,8 @@ def _table(name: str, wanted: Wanted) -> LayerTableCost:
 
 
 def _operators(wanted: Wanted) -> tuple[CostModel, str]:
+    if wanted.weights.experts is not None:
+        raise ConfigError(f"operators of {wanted} were not measured", param="cost")
     operators = operator_table_cost(
         wanted.model,
         wanted.hardware,

@@ -89,6 +89,9 @@ def _check_measured(operators: OperatorTables, model: ModelSpec, parallelism: Pa
     where = f"on {operators.hardware.name}"
     if model.mla is not None:
         raise ConfigError(f"{model.name} has latent attention, which was not measured {where}", param="model")
+    if model.window is not None or model.linear is not None:
+        part = "a window" if model.window else "linear attention"
+        raise ConfigError(f"layers of {model.name} have {part}, which was not measured {where}", param="model")
     inside = -(-parallelism.tensor // num_hosts(operators.hardware, parallelism.tensor))
     if inside > 1 and inside not in operators.all_reduce:
         raise ConfigError(
@@ -192,7 +195,9 @@ def _kv_ratio(
     operators: OperatorTables, model: ModelSpec, tensor_parallel: int, kv_bits: int
 ) -> Callable[[float, float], float]:
     """Roofline of decode attention with so many bits of KV over that with 16, by (batch, context of each)."""
-    narrow, wide = (attention_op(model, operators.hardware, tensor_parallel, bits) for bits in (kv_bits, 16))
+    narrow, wide = (
+        attention_op(model, operators.hardware, tensor_parallel, bits, model.layers) for bits in (kv_bits, 16)
+    )
 
     def ns(op: AttentionOp, batch: float, context: float) -> float:
         return op.launch_ns + op.decode_ns(batch, batch * context)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 
 from diptych.control.step import SchedulerOutput, chunk_attention
-from diptych.simulation.costs.assumptions import assumptions_of
+from diptych.simulation.costs.assumptions import assumptions_of, model_assumptions
+from diptych.simulation.costs.bounded_attention import LinearAttention, WindowedAttention
 from diptych.simulation.costs.collectives import MessageCost, all_reduce, all_to_all, pipeline_hops
 from diptych.simulation.costs.cost_model import UNBOUNDED, DecodeLine
 from diptych.simulation.costs.layer_shapes import (
@@ -91,7 +92,7 @@ class RooflineCost:
     weights: products run in 8 bits where their format allows it and the device has a peak for it, else in bf16.
     step_overhead_s: host time of a step in place of the hardware entry's.
     For one number of sequences the decode step is one line, or two where attention changes from memory to compute
-    (latent attention with many heads).
+    (latent attention with many heads), or where contexts fill the window of some layers.
     """
 
     def __init__(
@@ -106,12 +107,18 @@ class RooflineCost:
     ) -> None:
         check_parallelism(model, parallelism)
         self.name = f"roofline:{model.name}:{hardware.name}:{parallelism}:{weights.name}:kv{kv_bits}"
-        self.assumptions = assumptions_of(hardware, parallelism, weights)
+        self.assumptions = (*assumptions_of(hardware, parallelism, weights), *model_assumptions(model, weights))
         achieved, tensor = hardware.achieved, parallelism.tensor
         self._groups = parallelism.data
         self._ops = tuple(linear_op(hardware, shape, weights.layers) for shape in linear_shapes(model, tensor))
-        self._experts = ExpertOps.of(model, hardware, parallelism, weights.layers)
-        self._attention = attention_op(model, hardware, tensor, kv_bits)
+        self._experts = ExpertOps.of(model, hardware, parallelism, weights.expert_format)
+        self._attention = attention_op(model, hardware, tensor, kv_bits, model.full_layers)
+        self._windowed = self._linear = None
+        if model.window:
+            op = attention_op(model, hardware, tensor, kv_bits, model.window.layers)
+            self._windowed = WindowedAttention(model.window.tokens, op)
+        if model.linear:
+            self._linear = LinearAttention.of(model.linear, hardware, tensor)
         self._head = linear_op(hardware, MatrixShape(1, model.hidden, -(-model.vocab // tensor)), weights.head)
         rate = hardware.memory_bandwidth * achieved.elementwise_memory
         self._sampled_ns = NS * SAMPLER_BYTES * model.vocab / rate
@@ -119,7 +126,8 @@ class RooflineCost:
         kernels = model.layers * KERNELS_PER_LAYER + model.num_moe_layers * KERNELS_PER_MOE_LAYER
         messages = collective_costs(model, hardware, parallelism)
         self._step_ns = NS * (overhead + kernels * achieved.elementwise_launch_s + messages.latency_s)
-        self._step_ns += self._attention.launch_ns
+        self._step_ns += self._attention.launch_ns + (self._windowed.op.launch_ns if self._windowed else 0.0)
+        self._step_ns += self._linear.launch_ns if self._linear else 0.0
         self._token_ns = NS * (elementwise_bytes(model, tensor) / rate + messages.byte_s)
         self._tokens_ns = lru_cache(CACHE_LIMIT)(self._price_tokens)
         self._lines = cache(self._decode_lines)
@@ -147,8 +155,12 @@ class RooflineCost:
         mine = -(-num_seqs // groups)
         total = self._tokens_ns(tokens + mine, features.prefill_tokens + num_seqs) + self._sampling_ns(sampled + mine)
         total += attention.pair_ns * pairs + attention.token_ns * tokens + attention.start_ns * starts
+        if self._windowed:
+            total += self._windowed.prefill_ns(output.prefills, tokens, groups)
+        if self._linear:
+            total += self._linear.token_ns * tokens + self._linear.chunk_ns * -(-len(output.prefills) // groups)
         if num_seqs:
-            total += attention.decode_ns(mine, context * mine / num_seqs)
+            total += self._decode_attention_ns(mine, context * mine / num_seqs)
         return max(1, int(total))
 
     def _decode_lines(self, num_seqs: int) -> tuple[DecodeLine, int, DecodeLine]:
@@ -157,6 +169,17 @@ class RooflineCost:
         mine = -(-num_seqs // self._groups)
         share = mine / num_seqs
         base = self._tokens_ns(mine, num_seqs) + self._sampling_ns(mine) + attention.seq_ns * mine
+        if self._linear:
+            base += self._linear.seq_ns * mine
+        if self._windowed:
+            base += self._windowed.op.seq_ns * mine
+            slope, more = (
+                share * max(attention.context_ns, attention.context_compute_ns),
+                share * self._windowed.slope_ns,
+            )
+            full = self._windowed.tokens * num_seqs
+            bounded = DecodeLine.of(base, slope + more, full + 1)
+            return bounded, full + 1, DecodeLine.of(base + more * full, slope)
         io = attention.row_ns * mine
         excess = share * (attention.context_compute_ns - attention.context_ns)
         if excess <= 0:
@@ -165,6 +188,12 @@ class RooflineCost:
         switch = int(io / excess) + 1
         bounded = DecodeLine.of(base + io, share * attention.context_ns, switch)
         return bounded, switch, DecodeLine.of(base, share * attention.context_compute_ns)
+
+    def _decode_attention_ns(self, num_seqs: int, context: float) -> float:
+        total = self._attention.decode_ns(num_seqs, context)
+        if self._windowed:
+            total += self._windowed.decode_ns(num_seqs, context)
+        return total + (self._linear.seq_ns * num_seqs if self._linear else 0.0)
 
     def _sampling_ns(self, num_sampled: int) -> float:
         return self._head.total_ns(num_sampled) + self._sampled_ns * num_sampled if num_sampled else 0.0
@@ -246,10 +275,10 @@ def expert_exchange(model: ModelSpec, hardware: Hardware, parallelism: Paralleli
     return exchange + all_reduce(hardware, parallelism.tensor).times(layers, hidden / 2)
 
 
-def attention_op(model: ModelSpec, hardware: Hardware, tensor_parallel: int, kv_bits: int) -> AttentionOp:
-    """Attention of one device's heads. Grouped heads share a read of the KV; the latent is read once for all heads,
-    decode computes in it (queries absorb the up-projection: DeepSeek-V2, section 2.1.3)."""
-    achieved, layers, heads = hardware.achieved, model.layers, model.heads // tensor_parallel
+def attention_op(model: ModelSpec, hardware: Hardware, tensor_parallel: int, kv_bits: int, layers: int) -> AttentionOp:
+    """Attention of one device's heads in so many layers. Grouped heads share a read of the KV; the latent is read once
+    for all heads, decode computes in it (queries absorb the up-projection: DeepSeek-V2, section 2.1.3)."""
+    achieved, heads = hardware.achieved, model.heads // tensor_parallel
     compute = NS * layers / (hardware.flops["bf16"] * achieved.attention_compute)
     io = NS * layers / (hardware.memory_bandwidth * achieved.attention_io)
     read = NS * layers / (hardware.memory_bandwidth * achieved.decode_memory)
