@@ -33,6 +33,7 @@ CAUSES = {  # (beginning of the target, beginning of the metric): why its goal i
     ("R7 SD eager", ""): "kernels as the artifact ran them: unfused norms, decode attention on few cores of the GPU",
     ("R7 SD fused", ""): "without the host of the measured engine, which is the row 'sync'",
     ("R8 PDD free", ""): "transfers at the link's speed; in the measured system the engines stand still meanwhile",
+    ("R8 PDD 15 ms", "TTFT"): "a prefill worker here computes while its place on the decode side is reserved",
     ("R9 H100 SD+PC eager", ""): "kernels as the artifact ran them",
     ("R9 H100 PDD eager", ""): "kernels as the artifact ran them",
     ("R9 H100 MD eager", ""): "kernels as the artifact ran them",
