@@ -224,7 +224,7 @@ def test_named_pools_have_devices_costs_and_memory_of_their_own(tmp_path: Path) 
     assert pools is not None and pools.stall_ns == 3 * NS_PER_MS
     assert [place.replica for place in pools.places()] == [0, 1, 1, 2, 2, 3, 3, 4, 5]
     assert [(pool.nics, pool.layout) for pool in pools.pools] == [(2, (8, 1)), (2, (4, 2)), (2, (4, 1))]
-    assert "prefill: measured operators" in prepared.cost_model and "; decode: " in prepared.cost_model
+    assert "prefill: measured layers" in prepared.cost_model and "; decode: " in prepared.cost_model
 
 
 def test_every_pool_has_a_row_and_the_fleet_costs_their_sum(tmp_path: Path) -> None:
