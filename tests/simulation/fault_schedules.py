@@ -12,7 +12,7 @@ from diptych.control.cluster.cluster_events import ClusterEvent, WorkerDown, Wor
 from diptych.control.commands import Command, Drop, End, Prefill, Release, Renew, Reserve, Restarted, Serve
 from diptych.control.config import EngineConfig
 from diptych.control.engine.reports import LoadReport
-from diptych.control.events import Event, HandoffReserved, RequestFinished
+from diptych.control.events import Event, FirstToken, HandoffReserved, RequestFinished
 from diptych.control.request import FinishReason
 from diptych.control.router.routing import RoutingConfig
 from diptych.control.router.topology import ROLES, Role
@@ -220,6 +220,9 @@ class AuditedCluster(SimulatedCluster):
                 assert all(request.order_key > newcomer.order_key for request in still), (
                     f"{event.request_id} got blocks while a stream that was preempted waits for its own"
                 )
+            elif isinstance(event, FirstToken) and (request := self._of_attempt(event.request_id)):
+                has_place = not request.is_handoff or event.request_id in self._reserved
+                assert has_place, f"{event.request_id} has a token and no place to go on"
         super().on_report(worker, events, load, ended)
 
     def _audit_arrival(self, attempt_id: str, source: int, target: int) -> None:
