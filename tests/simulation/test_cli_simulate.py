@@ -12,7 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from diptych.cli import main as cli
-from diptych.cli.simulate import PATHS, command_line, overrides, parse_window
+from diptych.cli.simulate import command_line, overrides, parse_window
+from diptych.cli.simulate_options import PATHS
 from diptych.control.config import CacheConfig, shape_preset
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo
@@ -42,7 +43,11 @@ def test_json_is_one_object_and_equal_runs_print_equal_bytes() -> None:
     first, second = invoke(*BASE, "--json"), invoke(*BASE, "--json")
     assert first.stdout == second.stdout
     data = json.loads(first.stdout)
-    assert set(data) == {"settings", "values", "cost_model", "summary", "classes", "pools", "economy", "num_events"}
+    assert set(data) == {
+        "settings", "values", "cost_model", "assumptions", "workload", "fleet", "summary", "failure_messages",
+        "classes", "pools", "economy", "num_events",
+    }  # fmt: skip
+    assert (data["fleet"]["devices"], data["workload"]["num_requests"]) == (1, 40)
     assert data["summary"]["num_completed"] == 40
     assert data["settings"]["workload"]["num_requests"] == 40
     assert settings_from(data["settings"]).seed == 1
@@ -300,7 +305,8 @@ def test_auto_takes_measured_layers_where_there_are_any_and_says_so() -> None:
     summed = prepare(settings_from({**SMALL, "model": "llama-3.1-70b", "tensor_parallel": 8}))
     assert summed.cost.words.startswith("measured operators, summed over the layers of llama-3.1-70b on 8 x h100-sxm")
     other = prepare(settings_from({**SMALL, "hardware": "mi300x"}))
-    assert other.cost.words == "roofline of llama-3-8b on 1 x mi300x, with measured efficiencies"
+    assert other.cost.words == "roofline of llama-3-8b on 1 x mi300x, with assumed efficiencies"
+    assert other.cost.assumptions[0].startswith("mi300x: every achieved share")
 
 
 def test_a_calibration_brings_its_model_its_cache_and_its_context_length(tmp_path: Path) -> None:
@@ -329,6 +335,21 @@ def test_the_grammar_of_sweeps() -> None:
     for text in ("rate", "rate=", "rate=1:2:3:4", "rate=1:2:0", "rate=a:b", "rate=1,1", "rate=1:1e6", "what=1"):
         with pytest.raises(ConfigError):
             parse_sweep(text)
+
+
+def test_a_run_in_which_every_request_fails_shows_why_and_ends_with_an_error() -> None:
+    words = (*BASE, "--max-model-len", "100")
+    result = invoke(*words)
+    assert result.exit_code == 1
+    assert "failed: too long for the context or the KV cache" in result.stdout
+    assert result.stderr.startswith("error: every request failed (context_length_exceeded): ")
+    as_json = invoke(*words, "--json")
+    assert as_json.exit_code == 1
+    assert json.loads(as_json.stdout)["summary"]["failures"] == {"context_length_exceeded": 40}
+    swept = invoke(*words, "--sweep", "rate=4,8", "--workers", "1")
+    assert swept.exit_code == 1 and "failed" in swept.stdout
+    partly = invoke(*BASE, "--sweep", "max_model_len=100,8192", "--workers", "1")
+    assert partly.exit_code == 0, partly.output
 
 
 def test_points_are_the_same_in_any_number_of_processes() -> None:

@@ -5,6 +5,7 @@ Owns the arithmetic of memory. Must never read a file or know an option's name b
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import msgspec.structs
@@ -18,11 +19,15 @@ from diptych.simulation.costs.fitted import Calibration
 from diptych.simulation.fleet.links import Link
 from diptych.simulation.fleet.pools import Pool, Pools
 from diptych.simulation.hardware import Hardware
-from diptych.simulation.models import kv_bytes_per_gpu, kv_capacity_tokens
+from diptych.simulation.models import ModelSpec, kv_bytes_per_gpu, kv_capacity_tokens
 from diptych.simulation.parallelism import Parallelism
+from diptych.workload.build import build
+from diptych.workload.spec import ClosedLoop
 
 if TYPE_CHECKING:
     from diptych.simulation.settings import Settings
+
+FIRST_REQUESTS = 1000  # of the workload, whose lengths stand for all
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +118,7 @@ def fleet_pools(settings: "Settings", pools: Sequence[PreparedPool]) -> Pools | 
             "pools need a model of the catalogue, whose KV size is known; cost is a calibration", param="cost"
         )
     return Pools(
-        kv_bytes_per_token=models[0].kv_bytes_per_token(settings.kv_bits // 8),
+        kv_bytes_per_token=models[0].kv_bytes_per_token(settings.kv_bits // 8, mean_context(settings, models[0])),
         link=network.link,
         num_hosts=network.hosts,
         stall_ns=round(network.stall_ms * NS_PER_MS),
@@ -150,7 +155,8 @@ def cache_config(settings: "Settings", scheduler: SchedulerConfig, choice: CostC
         return replace(cache, enable_prefix_cache=memory.prefix_cache)
     model, hardware = choice.source
     assert choice.weights is not None, "only a calibration has weights of its own"
-    token_bytes = kv_bytes_per_gpu(model, settings.parallelism, settings.kv_bits)
+    context = mean_context(settings, model)
+    token_bytes = kv_bytes_per_gpu(model, settings.parallelism, settings.kv_bits, context)
     holders = settings.parallelism.tensor * settings.parallelism.pipeline  # devices that hold parts of one token
     tokens = memory.kv_cache_tokens
     if tokens is None and memory.kv_cache_bytes is not None:
@@ -164,6 +170,7 @@ def cache_config(settings: "Settings", scheduler: SchedulerConfig, choice: CostC
             kv_bits=settings.kv_bits,
             utilization=memory.gpu_memory_utilization,
             step_tokens=scheduler.budget.max_batched_tokens,
+            context=context,
         )
     return CacheConfig(
         num_blocks=tokens // memory.block_size,
@@ -173,11 +180,28 @@ def cache_config(settings: "Settings", scheduler: SchedulerConfig, choice: CostC
     )
 
 
+def mean_context(settings: "Settings", model: ModelSpec) -> int:
+    """Tokens of a running sequence on average over the workload's first requests: the prompt and half of the answer.
+    0 where it does not matter, because every layer of the model keeps every token.
+
+    Layers with a window or with linear attention keep as much of a long sequence as of one a little shorter. The cache
+    counts tokens, so what such layers keep is spread over the tokens of a sequence of this length.
+    """
+    if model.window is None and model.linear is None:
+        return 0
+    workload = build(settings.workload, settings.seed)
+    if isinstance(workload, ClosedLoop):
+        specs = [spec for _ in range(FIRST_REQUESTS) if (spec := workload.next_request(0, 0)) is not None]
+    else:
+        specs = list(islice(workload, FIRST_REQUESTS))
+    return max(1, sum(2 * spec.prompt_tokens + spec.output_tokens for spec in specs) // (2 * len(specs)))
+
+
 def swap_block_ns(settings: "Settings", choice: CostChoice) -> int:
     """Every GPU copies its share of a block over its own link."""
     if not settings.memory.swap_bytes or isinstance(choice.source, Calibration):
         return 0
-    block_bytes = settings.memory.block_size * kv_bytes_per_gpu(
-        choice.source[0], settings.parallelism, settings.kv_bits
-    )
+    model = choice.source[0]
+    context = mean_context(settings, model)
+    block_bytes = settings.memory.block_size * kv_bytes_per_gpu(model, settings.parallelism, settings.kv_bits, context)
     return block_bytes * NS_PER_S // Link.named(settings.memory.swap_link).bandwidth

@@ -94,19 +94,20 @@ class RandomFaultSettings(SettingsTable, frozen=True, kw_only=True):
 
 
 class Settings(SettingsTable, frozen=True, kw_only=True):
-    """One simulation. ``model`` and ``hardware``: names of the catalogue (or a config.json); not needed when ``cost``
-    is a file of ``diptych calibrate``, which knows both. tensor_parallel to data_parallel: see Parallelism. routing to
-    max_queued: as for ``diptych serve`` (None: its defaults). weight_bits: of a GPU. quantize: on a CPU, as for
-    ``diptych serve``; with a calibration it may only agree with what was measured (None: that, or "none"). admit_all:
-    refuse no request, however long it would wait."""
+    """One simulation. model: a name of the catalogue, or a config.json. hardware: a name of the catalogue, a file in
+    its format, or a table (hardware.py). Neither is needed when ``cost`` is a file of ``diptych calibrate``.
+    tensor_parallel to data_parallel: see Parallelism. routing to max_queued: as for ``diptych serve`` (None: its
+    defaults). weight_bits: of a GPU (None: what the checkpoint has). quantize: on a CPU, as for ``diptych serve``; with
+    a calibration it may only agree with what was measured (None: that, or "none"). admit_all: refuse no request,
+    however long it would wait."""
 
     model: str | None = None
-    hardware: str | None = None
+    hardware: str | dict[str, Any] | None = None
     tensor_parallel: AtLeastOne = 1
     pipeline_parallel: AtLeastOne = 1
     expert_parallel: AtLeastOne = 1
     data_parallel: AtLeastOne = 1
-    weight_bits: Literal[4, 8, 16] = 16
+    weight_bits: Literal[4, 8, 16] | None = None
     quantize: QuantizeName | None = None
     kv_bits: Literal[8, 16] = 16
     cost: str = "auto"
@@ -231,11 +232,19 @@ def plain(settings: Settings) -> dict[str, Any]:
 
 
 def with_value(raw: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """A copy with the value at a dotted path replaced. Raises ConfigError when the path leads through no table."""
+    """A copy with the value at a dotted path replaced. Raises ConfigError when the path leads through no table.
+
+    A device is both a name and a table: ``hardware = "h100"`` and ``hardware.like = "h100"`` are the same, so that a
+    field of it can be set beside its name."""
     name, _, rest = path.partition(".")
+    inner = raw.get(name, {})
+    if name == "hardware":
+        if rest and isinstance(inner, str):
+            inner = {"like": inner}
+        elif not rest and isinstance(inner, Mapping) and isinstance(value, str):
+            value = {**inner, "like": value}
     if not rest:
         return {**raw, name: value}
-    inner = raw.get(name, {})
     if not isinstance(inner, Mapping):
         raise ConfigError(f"{path}: {name} is {inner!r}, no table", param=path)
     if name == "pools":

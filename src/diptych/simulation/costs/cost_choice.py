@@ -4,9 +4,10 @@ Owns the order of preference of ``auto``: measured layers of this very model and
 operators, then the roofline. Must never mix two of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from diptych.control.errors import ConfigError
 from diptych.simulation.costs.aiconfigurator import AIConfiguratorCost
@@ -55,7 +56,7 @@ class Wanted:
     @property
     def is_16_bits(self) -> bool:
         """Weights and KV, as most measurements are."""
-        return self.weights.bits == self.kv_bits == 16
+        return self.weights.bits == self.kv_bits == 16 and self.weights.experts is None
 
     def __str__(self) -> str:
         bits = "" if self.is_16_bits else f" (weights {self.weights.name}, KV {self.kv_bits} bits)"
@@ -67,18 +68,18 @@ def choose_cost(
     name: str,
     *,
     model: str | None,
-    hardware: str | None,
+    hardware: str | Mapping[str, Any] | None,
     parallelism: Parallelism = ONE_DEVICE,
-    weight_bits: int = 16,
+    weight_bits: int | None = None,
     kv_bits: int = 16,
     quantize: QuantizeName | None = None,
 ) -> CostChoice:
     """The cost model called ``name``: one of COSTS, a layer table or a profile of the catalogue by its name, or the
     path of a file of ``diptych calibrate``.
 
-    weight_bits, quantize: see weight_precision. A calibration has its own weights: ``quantize`` may only agree with
-    them. Raises ConfigError when the cost model does not exist for the model and the device, or when one of these is
-    not named.
+    weight_bits, quantize: see weight_precision (None: what the checkpoint has). A calibration has its own weights:
+    ``quantize`` may only agree with them. Raises ConfigError when the cost model does not exist for the model and the
+    device, or when one of these is not named.
     """
     if name not in COSTS and name not in layer_table_names() and name not in profile_names():
         return _calibrated(name, quantize)
@@ -87,11 +88,22 @@ def choose_cost(
         example = "llama-3-8b" if model is None else "h100"
         raise ConfigError(f"{missing} is not set; name one of the catalogue, such as {example}", param=missing)
     device = load_hardware(hardware)
-    weights = weight_precision(device, weight_bits, quantize)
-    wanted = Wanted(load_model(model), device, parallelism, weights, kv_bits)
+    spec = load_model(model)
+    weights = _weights(spec, device, weight_bits, quantize)
+    wanted = Wanted(spec, device, parallelism, weights, kv_bits)
     cost, words = _priced(name, wanted)
     assumptions = cost.assumptions if isinstance(cost, LayerTableCost | RooflineCost) else ()
     return CostChoice(cost, words, (wanted.model, device), wanted.model.max_context, weights, assumptions)
+
+
+def _weights(
+    model: ModelSpec, hardware: Hardware, weight_bits: int | None, quantize: QuantizeName | None
+) -> WeightPrecision:
+    """As the settings say; where they say nothing, as the checkpoint is published. Raises ConfigError."""
+    if weight_bits is not None or hardware.kind == "cpu":
+        return weight_precision(hardware, weight_bits or 16, quantize)
+    weights = weight_precision(hardware, 16 if quantize else model.checkpoint_bits, quantize)
+    return weights.with_experts(model.expert_bits) if model.expert_bits else weights
 
 
 def _priced(name: str, wanted: Wanted) -> tuple[CostModel, str]:
@@ -117,6 +129,8 @@ def _priced(name: str, wanted: Wanted) -> tuple[CostModel, str]:
     weight_bits, kv_bits = wanted.weights.bits, wanted.kv_bits
     if name in ("auto", "operators"):
         try:
+            if wanted.weights.experts is not None:
+                raise ConfigError(f"operators of {wanted} were not measured", param="cost")
             operators = operator_table_cost(model, hardware, parallelism, weight_bits=weight_bits, kv_bits=kv_bits)
             return operators, f"measured operators, summed over the layers of {wanted} ({operators.info.engine})"
         except ConfigError:
@@ -130,7 +144,8 @@ def _priced(name: str, wanted: Wanted) -> tuple[CostModel, str]:
         )
         return engine, f"aiconfigurator's tables of {wanted}"
     roofline = RooflineCost(model, hardware, parallelism, weights=wanted.weights, kv_bits=kv_bits)
-    return roofline, f"roofline of {wanted}, with measured efficiencies"
+    measured = "measured" if "measured" in hardware.sources else "assumed"
+    return roofline, f"roofline of {wanted}, with {measured} efficiencies"
 
 
 def find_layer_table(wanted: Wanted, names: Sequence[str]) -> LayerTableCost | None:

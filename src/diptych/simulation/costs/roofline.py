@@ -12,10 +12,17 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 
 from diptych.control.step import SchedulerOutput, chunk_attention
-from diptych.simulation.costs.assumptions import assumptions_of
+from diptych.simulation.costs.assumptions import assumptions_of, model_assumptions
+from diptych.simulation.costs.bounded_attention import LinearAttention, WindowedAttention
 from diptych.simulation.costs.collectives import MessageCost, all_reduce, all_to_all, pipeline_hops
 from diptych.simulation.costs.cost_model import UNBOUNDED, DecodeLine
-from diptych.simulation.costs.layer_shapes import MatrixShape, expert_shape, linear_shapes, touched_share
+from diptych.simulation.costs.layer_shapes import (
+    EXPERT_IMBALANCE,
+    MatrixShape,
+    expert_shape,
+    linear_shapes,
+    touched_share,
+)
 from diptych.simulation.hardware import Hardware
 from diptych.simulation.models import ModelSpec, MoESpec, check_parallelism
 from diptych.simulation.parallelism import ONE_DEVICE, Parallelism
@@ -26,10 +33,6 @@ ACTIVATION_BYTES = 2
 KERNELS_PER_LAYER = 4  # two norms, the activation, rotary positions with the write to the cache
 KERNELS_PER_MOE_LAYER = 4  # router scores, choice, order by expert, weighted sum
 SAMPLER_BYTES = 12  # a logit is read and written as 16 and 32 bits, then read by the choice
-# The busiest of several groups of experts computes so many times its share of the visits. Measured where popularity
-# falls as rank ** -1.01 (aiconfigurator's MoE tables, 16,384 tokens, 8 groups, beside even popularity): H100 1.17,
-# B200 1.41, L40S 1.0.
-EXPERT_IMBALANCE = 1.2
 CACHE_LIMIT = 65_536
 
 
@@ -77,6 +80,11 @@ class AttentionOp:
     seq_ns: float
     launch_ns: float
 
+    def decode_ns(self, num_seqs: float, context: float) -> float:
+        """Of the sequences of a step, without the launch."""
+        memory = self.context_ns * context + self.row_ns * num_seqs
+        return max(memory, self.context_compute_ns * context) + self.seq_ns * num_seqs
+
 
 class RooflineCost:
     """CostModel of the devices of one worker.
@@ -84,7 +92,7 @@ class RooflineCost:
     weights: products run in 8 bits where their format allows it and the device has a peak for it, else in bf16.
     step_overhead_s: host time of a step in place of the hardware entry's.
     For one number of sequences the decode step is one line, or two where attention changes from memory to compute
-    (latent attention with many heads).
+    (latent attention with many heads), or where contexts fill the window of some layers.
     """
 
     def __init__(
@@ -99,12 +107,18 @@ class RooflineCost:
     ) -> None:
         check_parallelism(model, parallelism)
         self.name = f"roofline:{model.name}:{hardware.name}:{parallelism}:{weights.name}:kv{kv_bits}"
-        self.assumptions = assumptions_of(hardware, parallelism, weights)
+        self.assumptions = (*assumptions_of(hardware, parallelism, weights), *model_assumptions(model, weights))
         achieved, tensor = hardware.achieved, parallelism.tensor
         self._groups = parallelism.data
         self._ops = tuple(linear_op(hardware, shape, weights.layers) for shape in linear_shapes(model, tensor))
-        self._experts = ExpertOps.of(model, hardware, parallelism, weights.layers)
-        self._attention = attention_op(model, hardware, tensor, kv_bits)
+        self._experts = ExpertOps.of(model, hardware, parallelism, weights.expert_format)
+        self._attention = attention_op(model, hardware, tensor, kv_bits, model.full_layers)
+        self._windowed = self._linear = None
+        if model.window:
+            op = attention_op(model, hardware, tensor, kv_bits, model.window.layers)
+            self._windowed = WindowedAttention(model.window.tokens, op)
+        if model.linear:
+            self._linear = LinearAttention.of(model.linear, hardware, tensor)
         self._head = linear_op(hardware, MatrixShape(1, model.hidden, -(-model.vocab // tensor)), weights.head)
         rate = hardware.memory_bandwidth * achieved.elementwise_memory
         self._sampled_ns = NS * SAMPLER_BYTES * model.vocab / rate
@@ -112,7 +126,8 @@ class RooflineCost:
         kernels = model.layers * KERNELS_PER_LAYER + model.num_moe_layers * KERNELS_PER_MOE_LAYER
         messages = collective_costs(model, hardware, parallelism)
         self._step_ns = NS * (overhead + kernels * achieved.elementwise_launch_s + messages.latency_s)
-        self._step_ns += self._attention.launch_ns
+        self._step_ns += self._attention.launch_ns + (self._windowed.op.launch_ns if self._windowed else 0.0)
+        self._step_ns += self._linear.launch_ns if self._linear else 0.0
         self._token_ns = NS * (elementwise_bytes(model, tensor) / rate + messages.byte_s)
         self._tokens_ns = lru_cache(CACHE_LIMIT)(self._price_tokens)
         self._lines = cache(self._decode_lines)
@@ -140,6 +155,10 @@ class RooflineCost:
         mine = -(-num_seqs // groups)
         total = self._tokens_ns(tokens + mine, features.prefill_tokens + num_seqs) + self._sampling_ns(sampled + mine)
         total += attention.pair_ns * pairs + attention.token_ns * tokens + attention.start_ns * starts
+        if self._windowed:
+            total += self._windowed.prefill_ns(output.prefills, tokens, groups)
+        if self._linear:
+            total += self._linear.token_ns * tokens + self._linear.chunk_ns * -(-len(output.prefills) // groups)
         if num_seqs:
             total += self._decode_attention_ns(mine, context * mine / num_seqs)
         return max(1, int(total))
@@ -150,6 +169,17 @@ class RooflineCost:
         mine = -(-num_seqs // self._groups)
         share = mine / num_seqs
         base = self._tokens_ns(mine, num_seqs) + self._sampling_ns(mine) + attention.seq_ns * mine
+        if self._linear:
+            base += self._linear.seq_ns * mine
+        if self._windowed:
+            base += self._windowed.op.seq_ns * mine
+            slope, more = (
+                share * max(attention.context_ns, attention.context_compute_ns),
+                share * self._windowed.slope_ns,
+            )
+            full = self._windowed.tokens * num_seqs
+            bounded = DecodeLine.of(base, slope + more, full + 1)
+            return bounded, full + 1, DecodeLine.of(base + more * full, slope)
         io = attention.row_ns * mine
         excess = share * (attention.context_compute_ns - attention.context_ns)
         if excess <= 0:
@@ -160,9 +190,10 @@ class RooflineCost:
         return bounded, switch, DecodeLine.of(base, share * attention.context_compute_ns)
 
     def _decode_attention_ns(self, num_seqs: int, context: float) -> float:
-        attention = self._attention
-        memory = attention.context_ns * context + attention.row_ns * num_seqs
-        return max(memory, attention.context_compute_ns * context) + attention.seq_ns * num_seqs
+        total = self._attention.decode_ns(num_seqs, context)
+        if self._windowed:
+            total += self._windowed.decode_ns(num_seqs, context)
+        return total + (self._linear.seq_ns * num_seqs if self._linear else 0.0)
 
     def _sampling_ns(self, num_sampled: int) -> float:
         return self._head.total_ns(num_sampled) + self._sampled_ns * num_sampled if num_sampled else 0.0
@@ -212,33 +243,42 @@ class ExpertOps:
 def collective_costs(model: ModelSpec, hardware: Hardware, parallelism: Parallelism) -> MessageCost:
     """What the devices of a worker send to each other in a step: latency, and seconds for each token of a group.
 
-    A layer sums its activations over the tensor-parallel devices after the attention and after the MLP. Where groups
-    with their own sequences share the experts, the second sum is over all of them (every device has every token), or,
-    with whole experts on some devices, two exchanges: tokens go to the groups of their experts, and come back (Switch
-    transformer, arXiv:2101.03961, section 2; DeepSeek-V3, arXiv:2412.19437, section 3.2).
+    A layer sums its activations over the tensor-parallel devices after the attention and after the MLP.
     """
-    tensor, data, hidden = parallelism.tensor, parallelism.data, ACTIVATION_BYTES * model.hidden
-    inside = all_reduce(hardware, tensor)
-    shared = model.num_moe_layers if data > 1 else 0
-    sums = 2 * model.layers - shared
-    total = inside.times(sums, hidden)
-    if shared:
-        assert model.moe is not None
-        everybody = parallelism.stage_devices
-        if parallelism.expert == 1:
-            total += all_reduce(hardware, everybody).times(shared, data * hidden)
-        else:
-            copies = min(model.moe.experts_per_token, parallelism.expert) * (everybody // parallelism.expert)
-            exchange = all_to_all(hardware, everybody)
-            total += exchange.times(2 * shared, copies * hidden / tensor)
-            total += inside.times(shared, hidden / 2)  # the slices of a token's devices are gathered
-    return total + pipeline_hops(hardware, parallelism).times(1, hidden)
+    hidden = ACTIVATION_BYTES * model.hidden
+    inside = all_reduce(hardware, parallelism.tensor).times(num_sums(model, parallelism), hidden)
+    return (
+        inside + expert_exchange(model, hardware, parallelism) + pipeline_hops(hardware, parallelism).times(1, hidden)
+    )
 
 
-def attention_op(model: ModelSpec, hardware: Hardware, tensor_parallel: int, kv_bits: int) -> AttentionOp:
-    """Attention of one device's heads. Grouped heads share a read of the KV; the latent is read once for all heads,
-    decode computes in it (queries absorb the up-projection: DeepSeek-V2, section 2.1.3)."""
-    achieved, layers, heads = hardware.achieved, model.layers, model.heads // tensor_parallel
+def num_sums(model: ModelSpec, parallelism: Parallelism) -> int:
+    """Sums over the tensor-parallel devices in a step."""
+    return 2 * model.layers - (model.num_moe_layers if parallelism.data > 1 else 0)
+
+
+def expert_exchange(model: ModelSpec, hardware: Hardware, parallelism: Parallelism) -> MessageCost:
+    """What groups with their own sequences send to each other for the experts they share, in the place of a sum.
+
+    Where every expert is cut over all devices: a sum over all of them (every device has every token). With whole
+    experts on some devices two exchanges: tokens go to the groups of their experts, and come back (Switch transformer,
+    arXiv:2101.03961, section 2; DeepSeek-V3, arXiv:2412.19437, section 3.2); the slices of a token's devices are
+    gathered.
+    """
+    if parallelism.data == 1 or model.moe is None:
+        return MessageCost()
+    layers, everybody, hidden = model.num_moe_layers, parallelism.stage_devices, ACTIVATION_BYTES * model.hidden
+    if parallelism.expert == 1:
+        return all_reduce(hardware, everybody).times(layers, parallelism.data * hidden)
+    copies = min(model.moe.experts_per_token, parallelism.expert) * (everybody // parallelism.expert)
+    exchange = all_to_all(hardware, everybody).times(2 * layers, copies * hidden / parallelism.tensor)
+    return exchange + all_reduce(hardware, parallelism.tensor).times(layers, hidden / 2)
+
+
+def attention_op(model: ModelSpec, hardware: Hardware, tensor_parallel: int, kv_bits: int, layers: int) -> AttentionOp:
+    """Attention of one device's heads in so many layers. Grouped heads share a read of the KV; the latent is read once
+    for all heads, decode computes in it (queries absorb the up-projection: DeepSeek-V2, section 2.1.3)."""
+    achieved, heads = hardware.achieved, model.heads // tensor_parallel
     compute = NS * layers / (hardware.flops["bf16"] * achieved.attention_compute)
     io = NS * layers / (hardware.memory_bandwidth * achieved.attention_io)
     read = NS * layers / (hardware.memory_bandwidth * achieved.decode_memory)
@@ -284,10 +324,11 @@ def linear_op(hardware: Hardware, shape: MatrixShape, weights: MatrixFormat) -> 
     weights widened to bf16 as they are read (Marlin, arXiv:2408.11743), whichever is faster."""
     form = MatrixFormat() if shape.is_router else weights
     peaks = dict.fromkeys(("bf16", form.peak(hardware)))
-    return LinearOp(shape.count, tuple(_kernel(hardware, shape, form, peak) for peak in peaks))
+    return LinearOp(shape.count, tuple(kernel_of(hardware, shape, form, peak) for peak in peaks))
 
 
-def _kernel(hardware: Hardware, shape: MatrixShape, weights: MatrixFormat, peak: str) -> Kernel:
+def kernel_of(hardware: Hardware, shape: MatrixShape, weights: MatrixFormat, peak: str) -> Kernel:
+    """A product of one shape in the arithmetic ``peak`` (a key of the device's flops)."""
     achieved, low = hardware.achieved, peak != "bf16"
     memory = hardware.memory_bandwidth * achieved.gemm_memory
     share = achieved.fp8_compute if low else achieved.gemm_compute

@@ -1,7 +1,8 @@
 """What the simulated time costs: money and energy, pool by pool, from the entries of their hardware.
 
-Every GPU of the fleet is paid for from the first arrival to the last token, busy or not. Energy: the rated board power
-while a worker is in a step, the idle power otherwise.
+Every GPU of the fleet is paid for from the first arrival to the last token, busy or not. Each price divides the whole
+of that: by the requests that were answered, by their prompt tokens, by their output tokens, or by both kinds of tokens
+together. Energy: the rated board power while a worker is in a step, the idle power otherwise.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,8 +21,8 @@ def pool_rows(result: SimulationResult, pools: Sequence[PreparedPool]) -> list[d
     for pool in pools:
         shares = utilization(replace(result, workers=result.workers[first : first + pool.num_workers]))
         first += pool.num_workers
-        busy = shares["prefill"] + shares["mixed"] + shares["decode"]
-        usd, kwh = _spent(pool, result.duration_ns / 3.6e12, busy)
+        busy = _sum(shares[phase] for phase in ("prefill", "mixed", "decode"))
+        usd, kwh = _spent(pool, result.duration_ns / 3.6e12, busy or 0.0)
         rows.append(
             {
                 "name": pool.name,
@@ -56,16 +57,30 @@ def economy(summary: Mapping[str, Any], pools: Sequence[Mapping[str, Any]]) -> d
     """Plain figures of the fleet, the sums over its ``pool_rows``; None where that of a pool is not known, or nothing
     was answered."""
     num_gpus = sum(pool["num_gpus"] for pool in pools)
-    millions = summary["output_tokens_per_s"] * summary["duration_s"] / 1e6
     usd, kwh = (_sum(pool[figure] for pool in pools) for figure in ("usd", "kwh"))
     return {
         "num_gpus": num_gpus,
         "gpu_hours": num_gpus * summary["duration_s"] / 3600,
         "usd": usd,
-        "usd_per_million_output_tokens": usd / millions if usd is not None and millions else None,
+        **prices(usd, summary),
         "kwh": kwh,
-        "kwh_per_million_output_tokens": kwh / millions if kwh is not None and millions else None,
+        "kwh_per_million_output_tokens": _each(kwh, summary["output_tokens"] / 1e6),
     }
+
+
+def prices(usd: float | None, summary: Mapping[str, Any]) -> dict[str, float | None]:
+    """The whole of what was spent, by answered request and by million tokens of each kind."""
+    prompts, outputs = summary["prompt_tokens"] / 1e6, summary["output_tokens"] / 1e6
+    return {
+        "usd_per_request": _each(usd, summary["num_completed"]),
+        "usd_per_million_tokens": _each(usd, prompts + outputs),
+        "usd_per_million_prompt_tokens": _each(usd, prompts),
+        "usd_per_million_output_tokens": _each(usd, outputs),
+    }
+
+
+def _each(whole: float | None, count: float) -> float | None:
+    return whole / count if whole is not None and count else None
 
 
 def _sum(figures: Iterable[float | None]) -> float | None:

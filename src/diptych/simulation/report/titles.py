@@ -1,9 +1,12 @@
 """Titles and lead sentences of a page, from the settings and the figures."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from diptych.report.text import number, percent
+from diptych.report.text import number, percent, rate
+from diptych.simulation.hardware import device_words
 from diptych.simulation.report.simulation_page import Page
+from diptych.simulation.report.simulation_tables import workers_in_words
 from diptych.simulation.settings import Settings
 from diptych.simulation.sweep import Run, Sweep
 
@@ -36,7 +39,9 @@ def title(settings: Settings) -> str:
 def _devices(settings: Settings) -> str | None:
     """Of one replica; None: they are those of a calibration."""
     devices = settings.parallelism.devices
-    return settings.hardware and f"{f'{devices} x ' if devices > 1 else ''}{settings.hardware}"
+    if settings.hardware is None:
+        return None
+    return f"{f'{devices} x ' if devices > 1 else ''}{device_words(settings.hardware)}"
 
 
 def lead(run: Run, settings: Settings) -> str:
@@ -63,6 +68,20 @@ def sweep_lead(settings: Settings, sweeps: Sequence[Sweep]) -> str:
     asked = [] if paths & {"slo.ttft_ms", "slo.tpot_ms"} else objectives(settings)
     sentence = f"{varied}, every point with the same seed".capitalize()
     return f"{'; '.join([sentence, *fixed])}." + (f" Objectives: {', '.join(asked)}." if asked else "")
+
+
+def search_lead(settings: Settings, asked: str, found: Mapping[str, Any]) -> str:
+    """What was searched, and what was found."""
+    share = percent(found["config"]["attainment"])
+    keep = f"{share} of the requests keep their objectives ({', '.join(objectives(settings))})"
+    if asked == "goodput":
+        answer = f"{rate(found['estimate'] or found['rate'])} requests/s" if found["rate"] else "no rate was found"
+        return f"The highest rate of {fleet(settings)}, shape {settings.shape}, at which {keep}: {answer}."
+    answer = "no fleet was found"
+    if found["devices"]:
+        devices, workers = found["devices"], workers_in_words(found["workers"])
+        answer = f"{devices:,} device{'s' if devices != 1 else ''}, workers: {workers}"
+    return f"The smallest fleet, shape {settings.shape}, on which {keep}: {answer}."
 
 
 def objectives(settings: Settings) -> list[str]:

@@ -13,7 +13,7 @@ from diptych.control.step import ScheduledPrefill, SchedulerOutput, StepFeatures
 from diptych.simulation.costs.cost_choice import CostChoice, choose_cost
 from diptych.simulation.costs.cost_model import CostModel
 from diptych.simulation.fleet.links import LINKS
-from diptych.simulation.hardware import Hardware, hardware_names, load_hardware
+from diptych.simulation.hardware import Hardware, catalogue_hardware, hardware_names
 from diptych.simulation.models import ModelSpec, kv_capacity_tokens, load_model, model_names
 from diptych.simulation.parallelism import Parallelism
 from diptych.simulation.weight_precision import GPU_WEIGHTS, weight_precision
@@ -90,7 +90,7 @@ def _model_text(name: str) -> str:
 def machine(model: str, hardware: str, num_gpus: int = 0, weight_bits: int = 0) -> Machine:
     """num_gpus 0: the fewest that hold the model. weight_bits 0: 16, or fewer where 16 do not fit. Raises ConfigError
     when it does not fit."""
-    spec, device = load_model(model), load_hardware(hardware)
+    spec, device = load_model(model), catalogue_hardware(hardware)
     size, bits = _smallest_with(spec, device, num_gpus, weight_bits or WEIGHT_BITS[0])
     if not size:
         for other in WEIGHT_BITS[1:] if not weight_bits and device.kind == "gpu" else ():
