@@ -38,7 +38,6 @@ VARIANTS = (  # ends of runs that show what a part matters, beside the run that 
     "R10 RTXPRO6000",  # as if all contexts of a batch were equal; "skew" is as in diptych simulate
 )
 CAUSES = {  # (beginning of the target, beginning of the metric): why its goal is missed
-    ("R8 PDD 15 ms", "TTFT"): "a prefill worker here computes while its place on the decode side is reserved",
     ("R9 H100 SM", ""): "the engine of the run is older than the measured kernels, and slower at small batches",
     ("R5 OPT-13B vLLM", ""): "by the published fit a prompt of 1,717 tokens takes the whole objective alone",
     ("R12 prompt of 16383", ""): "in the source this prompt takes 20 % longer whole than in chunks of 2,048",
