@@ -55,6 +55,7 @@ from diptych.simulation.costs.layer_tables import LayerTableCost
 from diptych.simulation.costs.operator_tables import operator_table_cost
 from diptych.simulation.hardware import load_hardware
 from diptych.simulation.models import kv_capacity_tokens, load_model
+from diptych.simulation.parallelism import Parallelism
 from diptych.simulation.run import simulate
 from diptych.simulation.scenario import Scenario
 from diptych.simulation.weight_precision import GPU_WEIGHTS
@@ -167,7 +168,11 @@ def read_points(path: Path) -> list[Point]:
 def cost_of(model: str, hardware: str, devices: int, weight_bits: int) -> LayerTableCost:
     """The operator tables of a worker, without the host."""
     return operator_table_cost(
-        load_model(MODELS[model]), load_hardware(hardware), devices, weight_bits=weight_bits, step_overhead_s=0.0
+        load_model(MODELS[model]),
+        load_hardware(hardware),
+        Parallelism(devices),
+        weight_bits=weight_bits,
+        step_overhead_s=0.0,
     )
 
 
@@ -178,7 +183,7 @@ def simulated(
     """(mean TTFT, mean TPOT) in milliseconds, with the first round left out or not."""
     model, hardware = load_model(MODELS[point.model]), load_hardware(point.hardware)
     capacity = kv_capacity_tokens(
-        model, hardware, tensor_parallel=point.devices, weights=GPU_WEIGHTS[point.weight_bits]
+        model, hardware, parallelism=Parallelism(point.devices), weights=GPU_WEIGHTS[point.weight_bits]
     )
     operators = cost_of(point.model, point.hardware, point.devices, point.weight_bits)
     tables = replace(operators.tables, overhead=Curve((1.0,), (host_us,)))

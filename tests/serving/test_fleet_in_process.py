@@ -255,9 +255,10 @@ async def test_a_broken_transfer_begins_another_attempt() -> None:
     async with in_process_fleet(prefill=1, decode=1, cluster=ALWAYS, transfer="tcp") as setup:
         spy = spy_on(setup)
         setup.client.submit("a", PROMPT)
-        await setup.when(lambda: any(isinstance(event, RequestQueued) for event in spy.reported()))
-        assert setup.workers[0].engine is not None
-        setup.workers[0].engine.connector.break_off("a")
+        engine = setup.workers[0].engine
+        assert engine is not None
+        await setup.when(lambda: engine.connector.is_sending("a"))
+        engine.connector.break_off("a")
         assert await setup.client.read("a") == expected(PROMPT, 8)
         assert spy.counts["lost_transfer"] == 1
         await setup.check_nothing_is_left()

@@ -138,6 +138,17 @@ class EngineCore:
             events.append(self._finish(request, FinishReason.LENGTH, now))
         return events
 
+    def place_found(self, request_id: str, now: int) -> list[Event]:
+        """The worker that will decode a prompt which is computed here ahead has blocks for it: its first token may be
+        given, if it is known."""
+        request = self.requests[request_id]
+        request.is_ahead = False
+        self.scheduler.place_found(request)
+        if not request.is_handed_off:
+            return []
+        request.first_token_ns = now
+        return [FirstToken(now, request_id)]
+
     def release(self, request_id: str, now: int) -> list[Event]:
         """Another worker has taken over a prompt that was prefilled here: give up its blocks. Unknown ids are answered
         too; one whose prefill is not over is left alone."""
@@ -277,7 +288,8 @@ class EngineCore:
         return merged if merged != Slo() else None
 
     def _refusal(self, request: Request) -> RequestError | None:
-        return refusal(request, self.config, self.kv.capacity_tokens, len(self.scheduler.waiting))
+        num_waiting = len(self.scheduler.waiting) + len(self.scheduler.parked)
+        return refusal(request, self.config, self.kv.capacity_tokens, num_waiting)
 
     def _end_prefills(self, output: SchedulerOutput, now: int, events: list[Event]) -> list[Request]:
         """Confirm the step's chunks. Returns requests whose first token was also their last."""
@@ -286,7 +298,7 @@ class EngineCore:
             request = self.requests.get(chunk.request_id)
             if request is None:  # aborted while the step ran
                 continue
-            if chunk.is_last and request.first_token_ns is None:
+            if chunk.is_last and request.first_token_ns is None and not request.is_ahead:
                 request.first_token_ns = now
                 events.append(FirstToken(now, request.request_id))
             request.num_computed_tokens = chunk.start + chunk.num_tokens
@@ -348,6 +360,8 @@ class EngineCore:
         self, request: Request, reason: FinishReason, now: int, error: ErrorRecord | None = None
     ) -> RequestFinished:
         self.leases.end(request.request_id)
+        if request.is_ahead and request.is_handed_off:  # its first token was its last
+            request.first_token_ns = now
         num_outputs = self.scheduler.remove(request)
         self.kv.release(request)
         del self.requests[request.request_id]

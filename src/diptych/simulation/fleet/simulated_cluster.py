@@ -88,14 +88,8 @@ class SimulatedCluster:
         self._channels = ControlChannels(self.environment, len(members), scenario.faults, scenario.seed)
         self.transfers: KVTransfers | None = None
         if (pools := scenario.pools) is not None:
-            self.transfers = KVTransfers(
-                self.environment,
-                self.infos,
-                pools.link,
-                pools.kv_bytes_per_token,
-                scenario.watch.resume_ns,
-                self._on_transfer_event,
-            )
+            resume_ns = scenario.watch.resume_ns
+            self.transfers = KVTransfers(self.environment, self.infos, pools, resume_ns, self._on_transfer_event)
         self.lives = ProcessLives(self.environment, scenario.watch, self.workers, self)
 
     @property
