@@ -5,8 +5,9 @@ import pytest
 from diptych.control.errors import ConfigError
 from diptych.simulation.costs.collectives import all_reduce
 from diptych.simulation.hardware import hardware_names, load_hardware
-from diptych.simulation.models import kv_bytes_per_gpu, kv_capacity_tokens, load_model, model_names
+from diptych.simulation.models import device_weight_bytes, kv_bytes_per_gpu, kv_capacity_tokens, load_model, model_names
 from diptych.simulation.parallelism import Parallelism
+from diptych.simulation.weight_precision import GPU_WEIGHTS
 
 # Totals as their owners publish them (checkpoint indexes and model cards), in millions.
 PUBLISHED_MILLIONS = {
@@ -124,6 +125,42 @@ def test_weights_that_do_not_fit_are_refused_with_both_sizes() -> None:
         kv_capacity_tokens(load_model("llama-3.1-70b"), load_hardware("h100"))
     assert error.value.param == "tensor_parallel"
     assert kv_capacity_tokens(load_model("llama-3.1-70b"), load_hardware("h100"), parallelism=Parallelism(4)) > 300_000
+
+
+def test_a_device_of_a_pipeline_holds_the_layers_of_the_largest_stage() -> None:
+    model = load_model("llama-3.1-405b")  # 126 layers: 32 in the largest of four stages
+    whole, quarter = (device_weight_bytes(model, Parallelism(8, stages), GPU_WEIGHTS[16]) for stages in (1, 4))
+    head = 2 * model.head_parameters
+    assert quarter == pytest.approx((head + (8 * whole - 2 * head) * 32 / 126) / 8, rel=1e-9)
+    assert kv_bytes_per_gpu(model, Parallelism(8, 4)) == 32 * 2 * model.head_dim * 2
+    with pytest.raises(ConfigError, match="does not fit on 8 x h100-sxm"):
+        kv_capacity_tokens(model, load_hardware("h100"), parallelism=Parallelism(8))
+    for split in (Parallelism(8, 2), Parallelism(16)):
+        assert kv_capacity_tokens(model, load_hardware("h100"), parallelism=split) > 100_000
+
+
+def test_data_parallel_groups_copy_the_attention_share_the_experts_and_hold_their_own_sequences() -> None:
+    model, hardware = load_model("deepseek-v3"), load_hardware("h200")
+    routed = model.num_moe_layers * 256 * model.expert_parameters
+    weights = device_weight_bytes(model, Parallelism(data=8), GPU_WEIGHTS[8])
+    assert weights == pytest.approx(model.weight_bytes(GPU_WEIGHTS[8]) - routed * 7 / 8, rel=1e-6)
+    one_group = kv_capacity_tokens(model, hardware, parallelism=Parallelism(8), weights=GPU_WEIGHTS[8])
+    eight = kv_capacity_tokens(model, hardware, parallelism=Parallelism(data=8), weights=GPU_WEIGHTS[8])
+    assert eight > 4 * one_group  # the latent lies on every device of a group whole
+    assert eight % 8 == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "split", "message"),
+    [
+        ("llama-3.1-8b", Parallelism(1, 33), "pipeline_parallel is 33; llama-3.1-8b has 32 layers"),
+        ("llama-3.1-8b", Parallelism(1, data=2), "data_parallel is 2; llama-3.1-8b has no experts"),
+        ("mixtral-8x7b", Parallelism(16, expert=16), "expert_parallel is 16; it must divide the 8 experts"),
+    ],
+)
+def test_splits_that_a_model_does_not_have_are_refused(model: str, split: Parallelism, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        kv_capacity_tokens(load_model(model), load_hardware("h200"), parallelism=split)
 
 
 def test_heads_that_cannot_be_split_are_refused() -> None:

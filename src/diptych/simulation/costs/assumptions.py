@@ -1,19 +1,29 @@
 """What a cost model made of operators takes for granted, in sentences for the report: nothing that was not measured is
 priced without one."""
 
+from diptych.simulation.costs.layer_shapes import EXPERT_IMBALANCE
 from diptych.simulation.hardware import Hardware
 from diptych.simulation.models import ModelSpec
 from diptych.simulation.parallelism import Parallelism
 from diptych.simulation.weight_precision import WeightPrecision
 
 
-def assumptions_of(hardware: Hardware, parallelism: Parallelism, weights: WeightPrecision) -> tuple[str, ...]:
-    """Of a device's constants, the links between devices, and how they share the work."""
-    return (
+def assumptions_of(
+    hardware: Hardware, parallelism: Parallelism, weights: WeightPrecision, *, measured_experts: bool = False
+) -> tuple[str, ...]:
+    """Of a device's constants, the links between devices, and how they share the work. measured_experts: with the
+    balance that they have between groups of devices."""
+    found = [
         *_device(hardware, weights, parallelism.stage_devices),
         *_network(hardware, parallelism),
-        *_split(parallelism),
-    )
+    ]
+    if parallelism.pipeline > 1:
+        found.append("the host prepares a pass once for all pipeline stages, and layers are dealt to them evenly")
+    if parallelism.expert > 1 and not measured_experts:
+        found.append(f"the busiest group of experts computes {EXPERT_IMBALANCE} times its share of the tokens")
+    if parallelism.data > 1:
+        found.append("data-parallel groups have equal numbers of sequences, and a prompt's chunk stays in one group")
+    return tuple(found)
 
 
 def model_assumptions(model: ModelSpec, weights: WeightPrecision) -> tuple[str, ...]:
@@ -49,14 +59,3 @@ def _network(hardware: Hardware, parallelism: Parallelism) -> list[str]:
         f"hosts of {hardware.interconnect.max_devices} x {hardware.name} are joined by {network.kind}: "
         f"{network.bandwidth / 1e9:g} GB/s of each device, {network.latency_s * 1e6:g} us a message"
     ]
-
-
-def _split(parallelism: Parallelism) -> list[str]:
-    found = []
-    if parallelism.pipeline > 1:
-        found.append("the host prepares a pass once for all pipeline stages, and layers are dealt to them evenly")
-    if parallelism.expert > 1:
-        found.append("the busiest group of experts computes 1.2 times its share of the tokens")
-    if parallelism.data > 1:
-        found.append("data-parallel groups have equal numbers of sequences, and a prompt's chunk stays in one group")
-    return found

@@ -51,13 +51,18 @@ def all_reduce(hardware: Hardware, num_devices: int) -> MessageCost:
     message over its own network card), gathered inside each host. Thakur, Rabenseifner, Gropp: Optimization of
     Collective Communication Operations in MPICH, IJHPCA 19(1), 2005, section 4.5, twice. Raises ConfigError.
     """
+    inside = -(-num_devices // num_hosts(hardware, num_devices))
+    return _host_all_reduce(hardware.interconnect, inside) + between_hosts(hardware, num_devices)
+
+
+def between_hosts(hardware: Hardware, num_devices: int) -> MessageCost:
+    """What the network adds to an all-reduce inside each host (nothing for one host). Raises ConfigError."""
     hosts = num_hosts(hardware, num_devices)
     if hosts == 1:
-        return _host_all_reduce(hardware.interconnect, num_devices)
-    inside = -(-num_devices // hosts)
-    between = _by_link(hosts, _network(hardware).latency_s, _network(hardware).bandwidth)
-    part = MessageCost(between.latency_s, between.byte_s / inside)
-    return _host_all_reduce(hardware.interconnect, inside) + part
+        return MessageCost()
+    network = _network(hardware)
+    whole = _by_link(hosts, network.latency_s, network.bandwidth)
+    return MessageCost(whole.latency_s, whole.byte_s / -(-num_devices // hosts))
 
 
 def all_to_all(hardware: Hardware, num_devices: int) -> MessageCost:

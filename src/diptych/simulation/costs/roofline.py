@@ -16,7 +16,13 @@ from diptych.simulation.costs.assumptions import assumptions_of, model_assumptio
 from diptych.simulation.costs.bounded_attention import LinearAttention, WindowedAttention
 from diptych.simulation.costs.collectives import MessageCost, all_reduce, all_to_all, pipeline_hops
 from diptych.simulation.costs.cost_model import UNBOUNDED, DecodeLine
-from diptych.simulation.costs.layer_shapes import MatrixShape, expert_shape, linear_shapes, touched_share
+from diptych.simulation.costs.layer_shapes import (
+    EXPERT_IMBALANCE,
+    MatrixShape,
+    expert_shape,
+    linear_shapes,
+    touched_share,
+)
 from diptych.simulation.hardware import Hardware
 from diptych.simulation.models import ModelSpec, MoESpec, check_parallelism
 from diptych.simulation.parallelism import ONE_DEVICE, Parallelism
@@ -27,10 +33,6 @@ ACTIVATION_BYTES = 2
 KERNELS_PER_LAYER = 4  # two norms, the activation, rotary positions with the write to the cache
 KERNELS_PER_MOE_LAYER = 4  # router scores, choice, order by expert, weighted sum
 SAMPLER_BYTES = 12  # a logit is read and written as 16 and 32 bits, then read by the choice
-# The busiest of several groups of experts computes so many times its share of the visits. Measured where popularity
-# falls as rank ** -1.01 (aiconfigurator's MoE tables, 16,384 tokens, 8 groups, beside even popularity): H100 1.17,
-# B200 1.41, L40S 1.0.
-EXPERT_IMBALANCE = 1.2
 CACHE_LIMIT = 65_536
 
 
@@ -77,6 +79,11 @@ class AttentionOp:
     row_ns: float
     seq_ns: float
     launch_ns: float
+
+    def decode_ns(self, num_seqs: float, context: float) -> float:
+        """Of the sequences of a step, without the launch."""
+        memory = self.context_ns * context + self.row_ns * num_seqs
+        return max(memory, self.context_compute_ns * context) + self.seq_ns * num_seqs
 
 
 class RooflineCost:
@@ -153,7 +160,9 @@ class RooflineCost:
         if self._linear:
             total += self._linear.token_ns * tokens + self._linear.chunk_ns * -(-len(output.prefills) // groups)
         if num_seqs:
-            total += self._decode_attention_ns(mine, context * mine / num_seqs)
+            total += attention.decode_ns(mine, context * mine / num_seqs)
+            total += self._windowed.decode_ns(mine, context * mine / num_seqs) if self._windowed else 0.0
+            total += self._linear.seq_ns * mine if self._linear else 0.0
         return max(1, int(total))
 
     def _decode_lines(self, num_seqs: int) -> tuple[DecodeLine, int, DecodeLine]:
@@ -181,14 +190,6 @@ class RooflineCost:
         switch = int(io / excess) + 1
         bounded = DecodeLine.of(base + io, share * attention.context_ns, switch)
         return bounded, switch, DecodeLine.of(base, share * attention.context_compute_ns)
-
-    def _decode_attention_ns(self, num_seqs: int, context: float) -> float:
-        attention = self._attention
-        memory = attention.context_ns * context + attention.row_ns * num_seqs
-        total = max(memory, attention.context_compute_ns * context) + attention.seq_ns * num_seqs
-        if self._windowed:
-            total += self._windowed.decode_ns(num_seqs, context)
-        return total + (self._linear.seq_ns * num_seqs if self._linear else 0.0)
 
     def _sampling_ns(self, num_sampled: int) -> float:
         return self._head.total_ns(num_sampled) + self._sampled_ns * num_sampled if num_sampled else 0.0
@@ -238,27 +239,36 @@ class ExpertOps:
 def collective_costs(model: ModelSpec, hardware: Hardware, parallelism: Parallelism) -> MessageCost:
     """What the devices of a worker send to each other in a step: latency, and seconds for each token of a group.
 
-    A layer sums its activations over the tensor-parallel devices after the attention and after the MLP. Where groups
-    with their own sequences share the experts, the second sum is over all of them (every device has every token), or,
-    with whole experts on some devices, two exchanges: tokens go to the groups of their experts, and come back (Switch
-    transformer, arXiv:2101.03961, section 2; DeepSeek-V3, arXiv:2412.19437, section 3.2).
+    A layer sums its activations over the tensor-parallel devices after the attention and after the MLP.
     """
-    tensor, data, hidden = parallelism.tensor, parallelism.data, ACTIVATION_BYTES * model.hidden
-    inside = all_reduce(hardware, tensor)
-    shared = model.num_moe_layers if data > 1 else 0
-    sums = 2 * model.layers - shared
-    total = inside.times(sums, hidden)
-    if shared:
-        assert model.moe is not None
-        everybody = parallelism.stage_devices
-        if parallelism.expert == 1:
-            total += all_reduce(hardware, everybody).times(shared, data * hidden)
-        else:
-            copies = min(model.moe.experts_per_token, parallelism.expert) * (everybody // parallelism.expert)
-            exchange = all_to_all(hardware, everybody)
-            total += exchange.times(2 * shared, copies * hidden / tensor)
-            total += inside.times(shared, hidden / 2)  # the slices of a token's devices are gathered
-    return total + pipeline_hops(hardware, parallelism).times(1, hidden)
+    hidden = ACTIVATION_BYTES * model.hidden
+    inside = all_reduce(hardware, parallelism.tensor).times(num_sums(model, parallelism), hidden)
+    return (
+        inside + expert_exchange(model, hardware, parallelism) + pipeline_hops(hardware, parallelism).times(1, hidden)
+    )
+
+
+def num_sums(model: ModelSpec, parallelism: Parallelism) -> int:
+    """Sums over the tensor-parallel devices in a step."""
+    return 2 * model.layers - (model.num_moe_layers if parallelism.data > 1 else 0)
+
+
+def expert_exchange(model: ModelSpec, hardware: Hardware, parallelism: Parallelism) -> MessageCost:
+    """What groups with their own sequences send to each other for the experts they share, in the place of a sum.
+
+    Where every expert is cut over all devices: a sum over all of them (every device has every token). With whole
+    experts on some devices two exchanges: tokens go to the groups of their experts, and come back (Switch transformer,
+    arXiv:2101.03961, section 2; DeepSeek-V3, arXiv:2412.19437, section 3.2); the slices of a token's devices are
+    gathered.
+    """
+    if parallelism.data == 1 or model.moe is None:
+        return MessageCost()
+    layers, everybody, hidden = model.num_moe_layers, parallelism.stage_devices, ACTIVATION_BYTES * model.hidden
+    if parallelism.expert == 1:
+        return all_reduce(hardware, everybody).times(layers, parallelism.data * hidden)
+    copies = min(model.moe.experts_per_token, parallelism.expert) * (everybody // parallelism.expert)
+    exchange = all_to_all(hardware, everybody).times(2 * layers, copies * hidden / parallelism.tensor)
+    return exchange + all_reduce(hardware, parallelism.tensor).times(layers, hidden / 2)
 
 
 def attention_op(model: ModelSpec, hardware: Hardware, tensor_parallel: int, kv_bits: int, layers: int) -> AttentionOp:
@@ -310,10 +320,11 @@ def linear_op(hardware: Hardware, shape: MatrixShape, weights: MatrixFormat) -> 
     weights widened to bf16 as they are read (Marlin, arXiv:2408.11743), whichever is faster."""
     form = MatrixFormat() if shape.is_router else weights
     peaks = dict.fromkeys(("bf16", form.peak(hardware)))
-    return LinearOp(shape.count, tuple(_kernel(hardware, shape, form, peak) for peak in peaks))
+    return LinearOp(shape.count, tuple(kernel_of(hardware, shape, form, peak) for peak in peaks))
 
 
-def _kernel(hardware: Hardware, shape: MatrixShape, weights: MatrixFormat, peak: str) -> Kernel:
+def kernel_of(hardware: Hardware, shape: MatrixShape, weights: MatrixFormat, peak: str) -> Kernel:
+    """A product of one shape in the arithmetic ``peak`` (a key of the device's flops)."""
     achieved, low = hardware.achieved, peak != "bf16"
     memory = hardware.memory_bandwidth * achieved.gemm_memory
     share = achieved.fp8_compute if low else achieved.gemm_compute
