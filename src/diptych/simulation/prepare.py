@@ -67,13 +67,13 @@ def prepare_pool(
     replicas: int,
     settings: "Settings",
     slo: Slo,
-    *,
     skew: float = 1.0,
+    *,
     nics: int | None = None,
     price_per_hour: float | None = None,
 ) -> PreparedPool:
-    """A fleet of equal replicas with these settings, or the pool of that name in one. skew: see choose_cost. Raises
-    ConfigError."""
+    """A fleet of equal replicas with these settings, or the pool of that name in one. skew: longest context of a decode
+    batch over its mean. Raises ConfigError."""
     parallelism = settings.parallelism
     choice = choose_cost(
         settings.cost,

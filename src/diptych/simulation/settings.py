@@ -283,11 +283,11 @@ def prepare(settings: Settings, *, record_events: bool = False, most_recorded: i
 
 
 def _prepared_pools(settings: Settings, skew: float) -> tuple[PreparedPool, ...]:
-    """The pools that the settings name, or the whole fleet as one. skew: see choose_cost."""
+    """The pools that the settings name, or the whole fleet as one. skew: of the contexts of a decode batch."""
     slo = Slo(_nanoseconds(settings.slo.ttft_ms), _nanoseconds(settings.slo.tpot_ms))
     named = settings.pools.in_use
     if not named:
-        return (prepare_pool("all", "both", settings.replicas, settings, slo, skew=skew),)
+        return (prepare_pool("all", "both", settings.replicas, settings, slo, skew),)
     return tuple(
         prepare_pool(
             name,
@@ -295,7 +295,7 @@ def _prepared_pools(settings: Settings, skew: float) -> tuple[PreparedPool, ...]
             pool.replicas,
             settings.of_pool(pool),
             slo,
-            skew=skew,
+            skew,
             nics=pool.nics,
             price_per_hour=pool.price_per_hour,
         )

@@ -160,9 +160,7 @@ class RooflineCost:
         if self._linear:
             total += self._linear.token_ns * tokens + self._linear.chunk_ns * -(-len(output.prefills) // groups)
         if num_seqs:
-            total += attention.decode_ns(mine, context * mine / num_seqs)
-            total += self._windowed.decode_ns(mine, context * mine / num_seqs) if self._windowed else 0.0
-            total += self._linear.seq_ns * mine if self._linear else 0.0
+            total += self._decode_attention_ns(mine, context * mine / num_seqs)
         return max(1, int(total))
 
     def _decode_lines(self, num_seqs: int) -> tuple[DecodeLine, int, DecodeLine]:
@@ -190,6 +188,12 @@ class RooflineCost:
         switch = int(io / excess) + 1
         bounded = DecodeLine.of(base + io, share * attention.context_ns, switch)
         return bounded, switch, DecodeLine.of(base, share * attention.context_compute_ns)
+
+    def _decode_attention_ns(self, num_seqs: int, context: float) -> float:
+        total = self._attention.decode_ns(num_seqs, context)
+        if self._windowed:
+            total += self._windowed.decode_ns(num_seqs, context)
+        return total + (self._linear.seq_ns * num_seqs if self._linear else 0.0)
 
     def _sampling_ns(self, num_sampled: int) -> float:
         return self._head.total_ns(num_sampled) + self._sampled_ns * num_sampled if num_sampled else 0.0
