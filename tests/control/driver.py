@@ -11,6 +11,7 @@ from diptych.control.request import Request, RequestOptions
 from diptych.control.slo import Slo
 from diptych.control.step import SchedulerOutput
 from tests.control.checking_executor import CheckingExecutor
+from tests.control.stream_law import StreamLaw
 
 
 @dataclass
@@ -26,6 +27,7 @@ class Driver:
     def __post_init__(self) -> None:
         cache = self.config.cache
         self.core = EngineCore(self.config)
+        self.streams = StreamLaw(self.core)
         self.executor = CheckingExecutor(cache.num_blocks, cache.block_size, cache.num_host_blocks)
         self.rng = random.Random(self.seed)
         self.prompts: dict[str, list[int]] = {}
@@ -88,11 +90,15 @@ class Driver:
         return output
 
     def check_step(self, output: SchedulerOutput) -> None:
-        """The laws of one plan: caps, budget, seats, and blocks that belong to one request unless cached."""
+        """The laws of one plan: streams, caps, budget, seats, and blocks that belong to one request unless cached."""
+        if self.streams.engine is not self.core:  # a test has put another in its place
+            self.streams = StreamLaw(self.core)
+        self.streams.check(output)
         core, settings = self.core, self.core.config.scheduler
         scheduler, caps = core.scheduler, settings.caps
         if caps.max_partial_prefills and not self.is_configured:
-            assert len(scheduler.prefilling) <= caps.max_partial_prefills
+            prompts = [request for request in scheduler.prefilling.values() if not request.is_stream]
+            assert len(prompts) <= caps.max_partial_prefills
         if caps.max_long_partial_prefills and not self.is_configured:
             in_step = {chunk.request_id for chunk in output.prefills} | set(scheduler.prefilling)
             longs = [r for r in in_step if core.requests[r].is_long]

@@ -43,6 +43,7 @@ from diptych.control.events import (
     FirstToken,
     HandoffDelivered,
     HandoffExpired,
+    HandoffRecalled,
     HandoffReleased,
     HandoffReserved,
     KVEvents,
@@ -121,6 +122,18 @@ def test_the_way_of_a_handoff() -> None:
     (end,) = fleet.finished(D)
     assert isinstance(end, End) and end.finished is not None and end.error is None
     fleet.core.check_idle()
+
+
+def test_a_stream_that_lost_its_worker_is_computed_when_it_has_a_place() -> None:
+    fleet = Fleet("prefill", "decode", "decode")
+    (reserve, _) = fleet.submit()
+    assert isinstance(reserve, Reserve)
+    fleet.report(reserve.worker, HandoffReserved(fleet.now, "a", 0, (1,)))
+    fleet.prefilled()
+    again = fleet.tell(WorkerDown(reserve.worker, {"a": 1}))[-1]
+    assert isinstance(again, Reserve) and again.num_output_tokens == 1
+    (prefill,) = fleet.report(again.worker, HandoffReserved(fleet.now, "a~1", 16, (1,)))
+    assert prefill == Prefill(P, "a", "a~1", 1, again.worker, 16, (), LEASE)
 
 
 def test_blocks_of_one_memory_domain_are_borrowed_and_leases_are_not_needed() -> None:
@@ -230,6 +243,69 @@ def test_a_request_whose_prompt_kills_two_workers_is_refused() -> None:
     end = commands[-1]
     assert isinstance(end, End) and end.error is not None and end.error.code == "poison_request"
     fleet.core.check_idle()
+
+
+def recall(fleet: Fleet, attempt: str = "a") -> list[Command]:
+    return fleet.report(D, HandoffRecalled(fleet.now, attempt))
+
+
+def test_a_recalled_prompt_gives_up_its_blocks_and_waits_again() -> None:
+    fleet = Fleet("prefill", "decode")
+    fleet.submit()
+    fleet.reserved()
+    ahead = Prefill(P, "a", "a~1", 0, D, NOT_RESERVED, (), LEASE)
+    again = [Restarted("a", "a~1", 0), Reserve(D, "a", "a~1", 0, LEASE, False), ahead]
+    assert recall(fleet) == [Drop(P, "a"), Drop(D, "a"), *again]
+    assert recall(fleet) == [], "a doubled message recalls nothing"
+    fleet.report(P, HandoffReleased(0, "a"))
+    fleet.report(D, fleet.end("a"))
+    fleet.reserved("a~1")
+    fleet.prefilled("a~1")
+    fleet.delivered("a~1")
+    fleet.report(P, HandoffReleased(0, "a~1"))
+    assert the_end(fleet.finished(D, "a~1")).error is None
+    fleet.core.check_idle()
+
+
+def test_recalled_blocks_stay_until_the_worker_that_computes_into_them_has_let_go() -> None:
+    fleet = Fleet("prefill", "decode", memory_domain=0)
+    fleet.submit()
+    fleet.reserved()
+    assert recall(fleet) == [Drop(P, "a"), Restarted("a", "a~1", 0), Reserve(D, "a", "a~1", 0, 0, True)]
+    assert fleet.report(P, fleet.end("a")) == [Drop(D, "a")]
+
+
+def test_a_prompt_that_is_computed_is_not_recalled() -> None:
+    fleet = Fleet("prefill", "decode")
+    fleet.submit()
+    fleet.reserved()
+    fleet.prefilled()
+    assert recall(fleet) == []
+    assert fleet.delivered() == [Release(P, "a")]
+
+
+@pytest.mark.parametrize("policy", ["retry", "fail"])
+def test_a_recall_is_no_failure_however_often_it_comes(policy: str) -> None:
+    fleet = Fleet("prefill", "decode", on_failure=policy, max_attempts=1)
+    fleet.submit()
+    for epoch in range(9):
+        attempt = f"a~{epoch}" if epoch else "a"
+        fleet.reserved(attempt)
+        assert recall(fleet, attempt)[-2] == Reserve(D, "a", f"a~{epoch + 1}", 0, LEASE, False)
+        for worker in (P, D):
+            fleet.report(worker, HandoffReleased(0, attempt))
+    assert fleet.core.num_open == 1 and not fleet.core.counts["retried"]
+
+
+def test_requests_that_wait_for_a_worker_go_before_those_that_wait_for_admission() -> None:
+    fleet = Fleet("both", max_untouched_per_worker=1)
+    fleet.submit("a")
+    fleet.report(0, FirstToken(0, "a"))
+    fleet.submit("b")
+    fleet.submit("c")
+    fleet.tell(WorkerDown(0, {"a": 1}))
+    served = [command.request_id for command in fleet.up(0) if isinstance(command, Serve)]
+    assert served == ["a", "b"]
 
 
 @pytest.mark.parametrize("policy", ["retry", "local", "fail"])

@@ -105,6 +105,16 @@ def test_a_drop_ends_an_attempt_of_the_decode_worker_wherever_it_is(stage: str) 
     worker.kv.check()
 
 
+def test_an_answer_that_its_first_token_completes_here_ends_with_its_delivery() -> None:
+    """The worker that computed the prompt may have a longer context than this one."""
+    worker = EngineCore(EngineConfig(CacheConfig(32, BLOCK), max_model_len=101))
+    reserve(worker)
+    delivered, ended = worker.deliver("a", 1, first_step_ns=0, first_token_ns=1)
+    assert isinstance(delivered, HandoffDelivered)
+    assert isinstance(ended, RequestFinished) and ended.reason == "length" and ended.latency.num_output_tokens == 1
+    assert worker.kv.pool.num_used == 0
+
+
 def test_a_finished_prefill_that_is_dropped_is_released() -> None:
     worker = core()
     request = Request("a", 100, 8)

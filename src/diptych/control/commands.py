@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from diptych.control.config import SchedulerConfig
 from diptych.control.errors import DiptychError
 from diptych.control.events import RequestFinished
-from diptych.control.request import FinishReason
+from diptych.control.request import FinishReason, Standing
 
 NOT_RESERVED = -1  # of Prefill.num_cached_tokens
 
@@ -81,6 +81,13 @@ class Send:
     worker: int
     attempt_id: str
     num_cached_tokens: int
+
+
+def standing_of(command: Serve | Reserve | Prefill) -> Standing:
+    """Of an attempt when it comes to its worker."""
+    if command.num_output_tokens:
+        return Standing.STREAM
+    return Standing.NEW if command.attempt_id == command.request_id else Standing.RETURNING
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,14 +15,14 @@ from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.recording import FORMAT, VERSION, DecisionChain, measured_steps, plan_summary
 from diptych.control.errors import ConfigError, RequestError
 from diptych.control.events import Event, RequestFinished, StepFinished
-from diptych.control.request import FinishReason, Request, RequestOptions
+from diptych.control.request import FinishReason, Request, RequestOptions, Standing
 from diptych.control.slo import Slo
 from diptych.control.step import SchedulerOutput, StepFeatures, StepResult
 from diptych.simulation.collector import Collector
 from diptych.simulation.recordings import read_recording
 from diptych.simulation.results import GapHistogram, RequestTable, SimulationResult, WorkerUsage
 
-READABLE = (3, VERSION)  # versions
+READABLE = (3, 4, VERSION)  # versions
 PARTS = ("finished", "paused", "swapped out", "swapped in", "resumed", "new blocks")
 
 
@@ -196,10 +196,11 @@ class _ReplayedEngine:
         request = Request(
             request_id, num_prompt, max_tokens, block_hashes=hashes, options=options, reads_prefix_cache=reads
         )
-        request.hands_off, request.lease_ns, borrowed, request.num_borrowed_tokens = handoff
+        request.hands_off, request.lease_ns, borrowed, request.num_borrowed_tokens, *standing = handoff
         request.borrowed_block_ids = tuple(borrowed)
         request.is_ahead = request_id in self._ahead
         self._ahead.discard(request_id)
+        request.standing_at_arrival = Standing(*standing or (Standing.NEW,))  # unknown before version 5
         self._numbers[request_id] = (self._num_arrivals, now)
         self._num_arrivals += 1
         return request

@@ -39,6 +39,7 @@ from diptych.control.events import (
     FirstToken,
     HandoffDelivered,
     HandoffExpired,
+    HandoffRecalled,
     HandoffReleased,
     HandoffReserved,
     KVEvents,
@@ -85,6 +86,7 @@ class ClusterCore:
             RequestQueued: self._take_queued,
             RequestAdmitted: self._take_admitted,
             HandoffReserved: self._take_reserved,
+            HandoffRecalled: self._take_recalled,
             FirstToken: self._take_first_token,
             HandoffDelivered: self._take_delivered,
             HandoffReleased: self._take_released,
@@ -288,11 +290,11 @@ class ClusterCore:
                 self._on_load(info.number, load)
         if not newcomers:
             return []
-        commands = self._dispatch(now)
+        commands: list[Command] = []
         for request_id in list(self._parked):
             if entry := self._open.get(request_id):
                 commands += self._place(entry, now)
-        return commands
+        return commands + self._dispatch(now)
 
     def _on_down(self, event: WorkerDown, now: int) -> list[Command]:
         worker = event.worker
@@ -390,6 +392,20 @@ class ClusterCore:
         entry.on_reserved(event.num_cached_tokens)
         self.router.on_admitted(attempt.request_id, worker, event.num_cached_tokens)
         return attempt.on_reserved(event.num_cached_tokens, event.block_ids)
+
+    def _take_recalled(self, worker: int, event: HandoffRecalled, now: int) -> list[Command]:
+        """The decode worker has no blocks for a stream: the prompt gives up its own, and waits again. One that is
+        computed is a stream itself, and its KV is on its way."""
+        attempt = self._attempts.get(event.request_id)
+        entry = self._current(attempt)
+        if attempt is None or entry is None or not attempt.awaits_prefill:
+            return []
+        self.counts["recalled"] += 1
+        commands = self._attempts.close(attempt)
+        entry.withdraw_attempt()
+        self._touch(entry)
+        self.router.on_ended(attempt.request_id, None)
+        return commands + self._place(entry, now)
 
     def _take_first_token(self, worker: int, event: FirstToken, now: int) -> list[Command]:
         attempt = self._attempts.get(event.request_id)

@@ -73,6 +73,10 @@ class OpenRequest:
         self.num_fruitless = 1 if self.num_tokens > had else self.num_fruitless + 1
         self.attempt, self.is_computing = None, False
 
+    def withdraw_attempt(self) -> None:
+        """The attempt is over because its blocks were needed; it was not lost."""
+        self.attempt, self.is_computing = None, False
+
     def verdict(self, why: str, on_failure: OnFailure, max_attempts: int) -> DiptychError | None:
         """After a loss: the error with which the request ends, or None to try again."""
         if self.is_poison:

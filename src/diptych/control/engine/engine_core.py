@@ -133,7 +133,10 @@ class EngineCore:
         request.first_step_ns, request.first_token_ns = first_step_ns, first_token_ns
         self.scheduler.incoming.deliver(request)
         self.kv.remember_computed(request, request.num_prompt_tokens)
-        return [HandoffDelivered(now, request_id, num_bytes, transfer_ns)]
+        events: list[Event] = [HandoffDelivered(now, request_id, num_bytes, transfer_ns)]
+        if request.num_output_tokens >= request.max_tokens:  # the context is longer where its prompt was computed
+            events.append(self._finish(request, FinishReason.LENGTH, now))
+        return events
 
     def place_found(self, request_id: str, now: int) -> list[Event]:
         """The worker that will decode a prompt which is computed here ahead has blocks for it: its first token may be

@@ -35,7 +35,7 @@ from diptych.control.step import SchedulerOutput, StepFeatures, StepResult, chun
 
 Row = tuple[Any, ...]
 
-FORMAT, VERSION = "diptych recording", 4  # of a file of rows; 3 had a request's options one by one
+FORMAT, VERSION = "diptych recording", 5  # of a file of rows; 4 had no standing, 3 a request's options one by one
 DIGEST_BYTES = 12
 
 
@@ -150,7 +150,7 @@ class RecordingEngineCore(EngineCore):
 
 def request_row(request: Request) -> Row:
     """What an engine is told of a request: (id, prompt tokens, max_tokens, block hashes, options, reads_prefix_cache,
-    hands_off, lease_ns, borrowed block ids, borrowed tokens). Neither tenant nor salt is written down."""
+    hands_off, lease_ns, borrowed block ids, borrowed tokens, standing). Neither tenant nor salt is written down."""
     return (
         request.request_id,
         request.num_prompt_tokens,
@@ -162,6 +162,7 @@ def request_row(request: Request) -> Row:
         request.lease_ns,
         request.borrowed_block_ids,
         request.num_borrowed_tokens,
+        int(request.standing_at_arrival),
     )
 
 

@@ -92,6 +92,11 @@ class FleetMetrics:
                 "Sides of handoffs whose lease was not renewed in time",
                 view.counts.get("leases_expired", 0),
             ),
+            (
+                "diptych:handoffs_recalled",
+                "Prompts that gave up reserved blocks to a stream",
+                view.counts.get("recalled", 0),
+            ),
             ("diptych:request_retries", "Attempts after a lost one", view.counts.get("retried", 0)),
             (
                 "diptych:poison_requests",

@@ -21,7 +21,7 @@ from diptych.control.cluster.cluster_events import (
     WorkerDown,
     WorkerUp,
 )
-from diptych.control.commands import Command, End, Prefill, Reserve, Restarted, Serve, WorkerCommand
+from diptych.control.commands import Command, End, Prefill, Reserve, Restarted, Serve, WorkerCommand, standing_of
 from diptych.control.engine.reports import LoadReport
 from diptych.control.engine.worker_core import TransferAction, TransferEvent
 from diptych.control.errors import ErrorRecord
@@ -233,6 +233,7 @@ class SimulatedCluster:
         if not self._channels.is_news(command.worker, command.attempt_id):
             return
         request = make_request(command.attempt_id, spec, self._scenario.engine.cache.block_size, options)
+        request.standing_at_arrival = standing_of(command)
         if isinstance(command, Serve):
             worker.core.serve(request, now)
         elif isinstance(command, Reserve):

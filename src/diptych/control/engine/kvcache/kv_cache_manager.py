@@ -159,9 +159,9 @@ class KVCacheManager:
         return copies
 
     def can_swap_in(self, request: Request, *, alone: bool) -> bool:
-        """Whether the request fits again with room to grow."""
+        """Whether the request fits again, with the token that it computes next."""
         spare = 0 if alone else self.config.watermark_blocks
-        return len(request.host_block_ids) + 1 + spare <= self.pool.num_available
+        return self.num_blocks_for(request.num_scheduled_tokens + 1) + spare <= self.pool.num_available
 
     def swap_in(self, request: Request, expected_tokens: int) -> list[tuple[int, int]]:
         """Bring a swapped request back: (host, device) copies; the caller has asked ``can_swap_in``."""
