@@ -224,7 +224,7 @@ def test_named_pools_have_devices_costs_and_memory_of_their_own(tmp_path: Path) 
     assert pools is not None and pools.stall_ns == 3 * NS_PER_MS
     assert [place.replica for place in pools.places()] == [0, 1, 1, 2, 2, 3, 3, 4, 5]
     assert [(pool.nics, pool.layout) for pool in pools.pools] == [(2, (8, 1)), (2, (4, 2)), (2, (4, 1))]
-    assert "prefill: measured operators" in prepared.cost_model and "; decode: " in prepared.cost_model
+    assert "prefill: measured layers" in prepared.cost_model and "; decode: " in prepared.cost_model
 
 
 def test_every_pool_has_a_row_and_the_fleet_costs_their_sum(tmp_path: Path) -> None:
@@ -302,8 +302,8 @@ def test_settings_become_a_scenario() -> None:
 def test_auto_takes_measured_layers_where_there_are_any_and_says_so() -> None:
     measured = prepare(settings_from({**SMALL, "model": "llama-3.1-8b", "hardware": "rtx-4090"}))
     assert measured.cost.words.startswith("measured layers of meta-llama/Llama-3.1-8B on 1 x RTX4090")
-    summed = prepare(settings_from({**SMALL, "model": "llama-3.1-70b", "tensor_parallel": 8}))
-    assert summed.cost.words.startswith("measured operators, summed over the layers of llama-3.1-70b on 8 x h100-sxm")
+    summed = prepare(settings_from({**SMALL, "model": "llama-3.1-70b", "hardware": "h200", "tensor_parallel": 8}))
+    assert summed.cost.words.startswith("measured operators, summed over the layers of llama-3.1-70b on 8 x h200")
     other = prepare(settings_from({**SMALL, "hardware": "mi300x"}))
     assert other.cost.words == "roofline of llama-3-8b on 1 x mi300x, with assumed efficiencies"
     assert other.cost.assumptions[0].startswith("mi300x: every achieved share")

@@ -14,7 +14,7 @@ SCHEDULER, MEMORY, OUTPUT = "Scheduler (details; --shape presets them)", "Memory
 PATHS = {
     **{name: name for name in ("model", "hardware", "tensor_parallel", "weight_bits", "quantize")},
     **{name: name for name in ("pipeline_parallel", "expert_parallel", "data_parallel")},
-    **{name: name for name in ("kv_bits", "cost", "shape")},
+    **{name: name for name in ("kv_bits", "cost", "engine", "shape")},
     **{name: name for name in ("replicas", "routing", "disaggregate", "on_failure", "max_model_len", "seed")},
     **{name: f"workload.{name}" for name in ("rate", "num_requests")},
     **{name: f"pools.{name}" for name in ("prefill", "decode", "both", "link", "nics", "hosts")},
@@ -48,6 +48,7 @@ class SimulateOptions:
     quantize: Annotated[Text, option("Weights on a CPU, as for serve: none, int8 or int4.", FLEET)] = None
     kv_bits: Annotated[Whole, option("Bits of a cached number: 16 or 8.", FLEET)] = None
     cost: Annotated[Text, option("Step durations: auto, tables, operators, roofline, or a file.", FLEET)] = None
+    engine: Annotated[Text, option("Whose host and front end: diptych, vllm-0.12, vllm-0.19, ...", FLEET)] = None
     replicas: Annotated[Whole, option("Workers that prefill and decode (without --prefill, --decode).", FLEET)] = None
     prefill: Annotated[Whole, option("Workers that only prefill (with --decode).", FLEET)] = None
     decode: Annotated[Whole, option("Workers that decode prompts of the prefill workers.", FLEET)] = None

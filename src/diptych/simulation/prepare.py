@@ -68,11 +68,13 @@ def prepare_pool(
     replicas: int,
     settings: "Settings",
     slo: Slo,
+    skew: float = 1.0,
     *,
     nics: int | None = None,
     price_per_hour: float | None = None,
 ) -> PreparedPool:
-    """A fleet of equal replicas with these settings, or the pool of that name in one. Raises ConfigError."""
+    """A fleet of equal replicas with these settings, or the pool of that name in one. skew: longest context of a decode
+    batch over its mean. Raises ConfigError."""
     parallelism = settings.parallelism
     choice = choose_cost(
         settings.cost,
@@ -82,6 +84,8 @@ def prepare_pool(
         weight_bits=settings.weight_bits,
         kv_bits=settings.kv_bits,
         quantize=settings.quantize,
+        engine=settings.engine,
+        skew=skew,
     )
     scheduler = scheduler_of(settings)
     cache = cache_config(settings, scheduler, choice)

@@ -20,11 +20,11 @@ from diptych.control.config import ShapeName
 from diptych.control.errors import ConfigError
 from diptych.control.router.routing import Disaggregate, RoutingName
 from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo
+from diptych.simulation.context_skew import context_skew
 from diptych.simulation.costs.cost_choice import CostChoice
 from diptych.simulation.costs.fitted import Calibration
 from diptych.simulation.faults import FAULTS, MESSAGE_FAULTS, WORKER_FAULTS, Fault, FaultKind, Watch, random_faults
 from diptych.simulation.fleet.pools import Pools
-from diptych.simulation.front_end import FrontEnd
 from diptych.simulation.number_limits import AtLeastOne, AtLeastZero, NotNegative, Positive, Share
 from diptych.simulation.parallelism import Parallelism
 from diptych.simulation.pool_settings import (
@@ -98,8 +98,9 @@ class Settings(SettingsTable, frozen=True, kw_only=True):
     its format, or a table (hardware.py). Neither is needed when ``cost`` is a file of ``diptych calibrate``.
     tensor_parallel to data_parallel: see Parallelism. routing to max_queued: as for ``diptych serve`` (None: its
     defaults). weight_bits: of a GPU (None: what the checkpoint has). quantize: on a CPU, as for ``diptych serve``; with
-    a calibration it may only agree with what was measured (None: that, or "none"). admit_all: refuse no request,
-    however long it would wait."""
+    a calibration it may only agree with what was measured (None: that, or "none"). engine: one of serving_engine.py,
+    whose host prepares the steps and whose front end takes the requests (None: as the cost model has it). admit_all:
+    refuse no request, however long it would wait."""
 
     model: str | None = None
     hardware: str | dict[str, Any] | None = None
@@ -111,6 +112,7 @@ class Settings(SettingsTable, frozen=True, kw_only=True):
     quantize: QuantizeName | None = None
     kv_bits: Literal[8, 16] = 16
     cost: str = "auto"
+    engine: str | None = None
     shape: ShapeName = "chunked"
     replicas: AtLeastOne = 1
     routing: RoutingName | None = None
@@ -257,10 +259,10 @@ def prepare(settings: Settings, *, record_events: bool = False, most_recorded: i
 
     most_recorded: with more requests than that, events are not kept after all.
     """
-    pools = _prepared_pools(settings)
+    workload = build(settings.workload, settings.seed)
+    pools = _prepared_pools(settings, context_skew(workload))
     first = pools[0]
     source = first.choice.source
-    workload = build(settings.workload, settings.seed)
     fleet = fleet_pools(settings, pools)
     scenario = Scenario(
         engine=first.engine,
@@ -271,7 +273,7 @@ def prepare(settings: Settings, *, record_events: bool = False, most_recorded: i
         faults=_faults(settings, fleet),
         watch=_watch(settings.watch),
         pools=fleet,
-        front_end=source.front_end if isinstance(source, Calibration) else FrontEnd(),
+        front_end=first.choice.front_end,
         swap_block_ns=first.swap_block_ns,
         warm_up=source.warm_up if isinstance(source, Calibration) else (),
         seed=settings.seed,
@@ -280,12 +282,12 @@ def prepare(settings: Settings, *, record_events: bool = False, most_recorded: i
     return Prepared(scenario, pools)
 
 
-def _prepared_pools(settings: Settings) -> tuple[PreparedPool, ...]:
-    """The pools that the settings name, or the whole fleet as one."""
+def _prepared_pools(settings: Settings, skew: float) -> tuple[PreparedPool, ...]:
+    """The pools that the settings name, or the whole fleet as one. skew: of the contexts of a decode batch."""
     slo = Slo(_nanoseconds(settings.slo.ttft_ms), _nanoseconds(settings.slo.tpot_ms))
     named = settings.pools.in_use
     if not named:
-        return (prepare_pool("all", "both", settings.replicas, settings, slo),)
+        return (prepare_pool("all", "both", settings.replicas, settings, slo, skew),)
     return tuple(
         prepare_pool(
             name,
@@ -293,6 +295,7 @@ def _prepared_pools(settings: Settings) -> tuple[PreparedPool, ...]:
             pool.replicas,
             settings.of_pool(pool),
             slo,
+            skew,
             nics=pool.nics,
             price_per_hour=pool.price_per_hour,
         )

@@ -14,7 +14,7 @@ Prefill and decode in one step take the sum of the two alone, or what was measur
 
 import math
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from typing import Any
@@ -25,9 +25,10 @@ from diptych.control.errors import ConfigError
 from diptych.control.step import SchedulerOutput
 from diptych.simulation.costs.cost_model import UNBOUNDED, DecodeLine
 from diptych.simulation.costs.interpolation import Curve, Grid, Surface
-from diptych.simulation.packed_tables import packed_names, packed_table
+from diptych.simulation.packed_tables import packed_json, packed_names, packed_table
 
 NS_PER_US = 1000.0
+UNFUSED = "unfused"  # kernels of tables whose operators no engine runs like that
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +43,12 @@ class TableSource:
 
 @dataclass(frozen=True, slots=True)
 class TableInfo:
-    """What a table describes. skew_alpha: see the module; 0: not measured. assumptions: sentences about what of the
-    table was not measured."""
+    """What a table describes. skew_alpha: see the module; 0: not measured. tensor_parallel, data_parallel,
+    expert_parallel: see Parallelism.
+
+    kernels: the engine whose kernels these are, with its version ("vllm-0.24"), or "unfused": operators as no engine
+    runs them. assumptions: sentences about what of the table was not measured.
+    """
 
     name: str
     hardware: str
@@ -54,6 +59,9 @@ class TableInfo:
     overhead_source: str
     skew_alpha: float
     sources: tuple[TableSource, ...]
+    kernels: str = ""
+    data_parallel: int = 1
+    expert_parallel: int = 1
     assumptions: tuple[str, ...] = ()
 
 
@@ -106,6 +114,11 @@ class LayerTableCost:
     def assumptions(self) -> tuple[str, ...]:
         """What of the table was not measured."""
         return self.info.assumptions
+
+    def with_host(self, host_us: Curve, source: str) -> "LayerTableCost":
+        """The same devices behind another host: ``host_us`` microseconds by the sequences of a step."""
+        info = replace(self.info, name=f"{self.name}+{source}", overhead_source=source)
+        return LayerTableCost(info, replace(self.tables, overhead=host_us))
 
     def decode_line(self, num_seqs: int, context: int) -> DecodeLine:
         """See CostModel: the segment of the interpolated table around the mean context."""
@@ -206,6 +219,12 @@ def layer_table_names() -> tuple[str, ...]:
     return packed_names("tables")
 
 
+@cache
+def layer_table_info(name: str) -> TableInfo:
+    """What a shipped table says about itself."""
+    return msgspec.json.decode(packed_json("tables", name), type=TableInfo)
+
+
 def load_layer_table(name: str, *, skew: float = 1.0) -> LayerTableCost:
     """The cost model of a shipped table. Raises ConfigError for a name that is not in ``layer_table_names()``.
 
@@ -229,6 +248,8 @@ def parse_layer_table(data: dict[str, Any], *, skew: float = 1.0) -> LayerTableC
         decode_attention=decode,
         mixed_attention=_mixed(data.get("mixed_attention"), prefill, decode),
         overhead=_curve(data["overhead"]),
+        groups=data.get("data_parallel", 1),
+        shared=_curve(data["shared"]) if "shared" in data else None,
     )
     return LayerTableCost(msgspec.convert(data, TableInfo), tables.rising())
 
