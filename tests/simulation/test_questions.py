@@ -156,24 +156,12 @@ def test_the_command_prints_the_runs_and_the_answer_and_the_shape_of_bench() -> 
 
 def test_a_sweep_of_searches_prints_a_table_and_writes_a_page(tmp_path: Any) -> None:
     page = tmp_path / "search.html"
-    words = (
-        *BASE,
-        "--rate",
-        "8",
-        "--probe",
-        "1s",
-        "--find-goodput",
-        "--tolerance",
-        "0.5",
-        "--sweep",
-        "replicas=1,2",
-        "--workers",
-        "1",
-    )
-    result = invoke(*words, "--report", str(page))
+    words = (*BASE, "--find-goodput", "--tolerance", "0.5", "--report", str(page))
+    result = invoke(*words, "--sweep", "hardware=h100,h200", "--workers", "1")
     assert result.exit_code == 0, result.output
     assert "per device" in result.output and "Highest rate that keeps the objectives" in page.read_text()
-    single = invoke(*BASE, "--find-goodput", "--tolerance", "0.5", "--report", str(page))
+    assert "<h1>llama-3-8b</h1>" in page.read_text()  # the device is swept
+    single = invoke(*words)
     assert single.exit_code == 0 and "Attainment" in page.read_text()
 
 

@@ -220,7 +220,7 @@ def _simulate_sweep(given: Mapping[str, Any], asked: "Question | None") -> None:
     notes = cost_notes(outcomes)
     if "report" in given:
         page = Page(
-            title=title(settings),
+            title=title(settings, sweeps),
             lead=sweep_lead(settings, sweeps),
             command=command_line(given),
             point=outcomes[0],

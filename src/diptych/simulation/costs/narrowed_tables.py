@@ -20,6 +20,8 @@ from diptych.simulation.models import ModelSpec
 from diptych.simulation.parallelism import Parallelism
 from diptych.simulation.weight_precision import GPU_WEIGHTS, WeightPrecision
 
+OCTAVES_BEYOND = 6  # from the 2,048 tokens of most tables to 131,072
+
 
 @dataclass(frozen=True, slots=True)
 class Narrowing:
@@ -45,10 +47,10 @@ def narrowed(
     tables = table.tables
     scaled = replace(
         tables,
-        tokens=_scaled(tables.tokens, change.tokens),
-        shared=None if tables.shared is None else _scaled(tables.shared, change.tokens),
-        decode_attention=_scaled_rows(tables.decode_attention, change.decode),
-        mixed_attention=None if tables.mixed_attention is None else _scaled_grid(table, change.decode),
+        tokens=_scaled(tables.tokens, change.tokens).rising(),
+        shared=None if tables.shared is None else _scaled(tables.shared, change.tokens).rising(),
+        decode_attention=_scaled_rows(tables.decode_attention, change.decode).rising(),
+        mixed_attention=None if tables.mixed_attention is None else _scaled_grid(table, change.decode).rising(),
     )
     info = replace(
         table.info,
@@ -59,7 +61,7 @@ def narrowed(
             f"{change.source}",
         ),
     )
-    return LayerTableCost(info, scaled.rising())
+    return LayerTableCost(info, scaled)
 
 
 def _by_operators(
@@ -104,8 +106,9 @@ def _by_roofline(
 
 
 def _scaled(curve: Curve, ratio: Callable[[float], float]) -> Curve:
-    pairs = zip(curve.knots, curve.values, strict=True)
-    return Curve(curve.knots, tuple(ratio(knot) * us for knot, us in pairs))
+    """With knots beyond the last one, so that the ratio holds there too."""
+    knots = (*curve.knots, *(curve.knots[-1] * 2**octave for octave in range(1, OCTAVES_BEYOND + 1)))
+    return Curve(knots, tuple(ratio(knot) * curve(knot) for knot in knots))
 
 
 def _scaled_rows(surface: Surface, ratio: Callable[[float, float], float]) -> Surface:

@@ -28,8 +28,12 @@ def page(run: Run, settings: Settings, command: str) -> Page:
     )
 
 
-def title(settings: Settings) -> str:
-    """What is served on what."""
+def title(settings: Settings, sweeps: Sequence[Sweep] = ()) -> str:
+    """What is served on what; what is swept goes unnamed."""
+    swept = {sweep.path.partition(".")[0] for sweep in sweeps}
+    if swept & {"model", "hardware"}:
+        names = {"model": settings.model, "hardware": settings.hardware and device_words(settings.hardware)}
+        return " on ".join(name for key, name in names.items() if name and key not in swept) or "A sweep"
     devices = [_devices(settings.of_pool(pool)) for pool in settings.pools.in_use.values()] or [_devices(settings)]
     if settings.model is None or None in devices:
         return "This machine"
