@@ -36,6 +36,11 @@ class Slo:
         return self.tpot_ns is None or tpot_ns is None or tpot_ns <= self.tpot_ns
 
 
+def objectives(own: Slo | None, default: Slo) -> Slo:
+    """The objectives of a request that may have some of its own."""
+    return default if own is None else own.or_else(default)
+
+
 @dataclass(frozen=True, slots=True)
 class LatencyBreakdown:
     """Where the time of one request went, in nanoseconds: queue + prefill + handoff + decode == total, exactly.

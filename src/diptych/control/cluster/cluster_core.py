@@ -69,7 +69,8 @@ class ClusterCore:
         self._attempts = AttemptTable(self.config.lease_ns)
         self._parked: dict[str, int] = {}  # request id -> until when it waits for a worker
         self._loads: dict[int, LoadReport] = {}  # the last one of each worker that is ready
-        self._token_ns = 0.0  # the least that any worker asks for a prompt token
+        self._token_prices: dict[int, float] = {}  # of a prompt token, of the workers that compute prompts
+        self._token_ns = 0.0  # the least of them
         self._num_untouched = 0
         self._handlers: dict[type, Callable[[Any, int], list[Command]]] = {
             Arrived: self._on_arrived,
@@ -302,7 +303,7 @@ class ClusterCore:
         commands: list[Command] = []
         if was_up:
             self.router.set_down(worker)
-            self._tell_admission()
+            self._collect_prices()
         for attempt in self._attempts.of_worker(worker):
             entry = self._current(attempt)
             commands += self._forgotten(attempt, worker, now)
@@ -318,7 +319,7 @@ class ClusterCore:
         self.members.change_role(event.worker, event.role)
         if event.worker in self.members.up:
             self.router.set_role(event.worker, event.role)
-            self._tell_admission()
+            self._collect_prices()
         return self._dispatch(now)
 
     def _on_scheduler_changed(self, event: SchedulerChanged, now: int) -> list[Command]:
@@ -352,19 +353,28 @@ class ClusterCore:
 
     def _on_load(self, worker: int, load: LoadReport) -> None:
         self.router.on_load(worker, load)
+        if worker in self._token_prices:
+            self._token_prices[worker] = load.token_ns
+            self._tell_admission()
+        elif self.members.infos[worker].role != "decode":
+            self._collect_prices()
+
+    def _collect_prices(self) -> None:
+        """Workers came, went, or have other roles."""
+        if not self.config.max_untouched_per_worker:
+            return
+        infos = self.members.infos
+        self._token_prices = {
+            worker: self._loads[worker].token_ns
+            for worker in self.members.up
+            if worker in self._loads and infos[worker].role != "decode"
+        }
         self._tell_admission()
 
     def _tell_admission(self) -> None:
         """What a waiting prompt token costs the requests behind it: all workers that compute prompts share the queue.
         The backlog of the workers does not count: there, a short prompt passes the long ones."""
-        if not self.config.max_untouched_per_worker:
-            return
-        infos = self.members.infos
-        prices = [
-            self._loads[worker].token_ns
-            for worker in self.members.up
-            if worker in self._loads and infos[worker].role != "decode"
-        ]
+        prices = self._token_prices.values()
         if prices:
             self._token_ns = min(prices)
             self.admission.on_load(sum(prices) / len(prices) ** 2)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from diptych.control.errors import ErrorRecord
 from diptych.control.events import RequestFinished
 from diptych.control.request import FinishReason, RequestOptions
-from diptych.control.slo import LatencyBreakdown, Slo
+from diptych.control.slo import LatencyBreakdown, Slo, objectives
 from diptych.workload.spec import RequestSpec
 
 
@@ -71,7 +71,7 @@ class ClientRequest:
         latency = replace(event.latency, queue_ns=event.latency.queue_ns + before_ns)
         slo_met = event.slo_met
         if slo_met is not None and event.reason in (FinishReason.STOP, FinishReason.LENGTH):
-            slo_met = (self.spec.slo or Slo()).or_else(default).is_met(latency)
+            slo_met = objectives(self.spec.slo, default).is_met(latency)
         return replace(event, latency=latency, slo_met=slo_met)
 
     def abandoned(self, now: int, account: LatencyBreakdown | None, default: Slo) -> RequestFinished:

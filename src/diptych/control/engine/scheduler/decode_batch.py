@@ -6,7 +6,6 @@ calendar under the tick at which it happens. A step therefore costs what changes
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from diptych.control.request import Request
@@ -14,14 +13,16 @@ from diptych.control.request import Request
 UNLIMITED = 2**62
 
 
-@dataclass(slots=True)
 class _Stay:
     """One stay of a request in the batch."""
 
-    request: Request
-    joined_tick: int
-    tokens_at_join: int  # KV length before its first step here
-    outputs_at_join: int
+    __slots__ = ("joined_tick", "outputs_at_join", "request", "tokens_at_join")
+
+    def __init__(self, request: Request, joined_tick: int, tokens_at_join: int, outputs_at_join: int) -> None:
+        self.request = request
+        self.joined_tick = joined_tick
+        self.tokens_at_join = tokens_at_join  # KV length before its first step here
+        self.outputs_at_join = outputs_at_join
 
 
 class DecodeBatch:
