@@ -12,6 +12,7 @@ import os
 import platform
 import runpy
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,26 +37,27 @@ class OptionalBuild(build_ext):
 
     modules: dict[str, Any]  # diptych/compiled_modules.py
     compiled: list[Extension]
+    compiled_from: str  # the record of the sources as they were before mypyc read them
 
     def finalize_options(self) -> None:
         self.modules = runpy.run_path("src/diptych/compiled_modules.py")
+        self.compiled_from = self.modules["record"](Path("src/diptych"))
         self.compiled = compiled_extensions(self.modules) if COMPILES else []
         self.distribution.ext_modules = [*(self.distribution.ext_modules or []), *self.compiled]
         super().finalize_options()
 
     def run(self) -> None:
         record = Path(self.get_ext_fullpath("diptych.compiled_modules")).parent / self.modules["RECORD"]
-        if self.compiled:
-            record.unlink(missing_ok=True)
+        libraries = [Path(self.get_ext_fullpath(extension.name)) for extension in self.compiled]
+        for old in (record, *libraries) if libraries else ():
+            old.unlink(missing_ok=True)
         try:
             super().run()
         except Exception as error:
             print(f"warning: native kernels were not built ({error}); torch will do the work, slower", file=sys.stderr)
-        if not self.compiled:
-            return
-        if all(Path(self.get_ext_fullpath(extension.name)).exists() for extension in self.compiled):
-            record.write_text(self.modules["record"](Path("src/diptych")))
-        else:
+        if libraries and all(library.exists() for library in libraries):
+            record.write_text(self.compiled_from)
+        elif libraries:
             print("warning: the control code was not compiled; it runs as Python, slower", file=sys.stderr)
 
     def get_export_symbols(self, ext: Extension) -> list[str]:
@@ -68,7 +70,7 @@ def compiled_extensions(modules: dict[str, Any]) -> list[Extension]:
     try:
         from mypyc.build import mypycify
 
-        extensions: list[Extension] = mypycify(paths, group_name="diptych", debug_level="0")
+        extensions: list[Extension] = mypycify(paths, group_name="diptych", opt_level="2", debug_level="0")
     except (ImportError, SystemExit) as error:
         print(f"warning: the control code was not compiled ({error}); it runs as Python, slower", file=sys.stderr)
         return []
@@ -98,5 +100,5 @@ if __name__ == "__main__":
     setup(
         ext_modules=native_extensions(sys.platform, platform.machine()),
         cmdclass={"build_ext": OptionalBuild},
-        setup_requires=[MYPY] if COMPILES else [],
+        setup_requires=[MYPY] if COMPILES and not find_spec("mypy") else [],
     )

@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "workload": {"control"},
     "report": {"control"},
     "timeline": {"control"},
-    "simulation": {"control", "report", "timeline", "workload"},
+    "simulation": {"compiled_modules", "control", "report", "timeline", "workload"},
     "calibration": {"control", "runtime", "serving", "simulation"},
     "serving": {"compiled_modules", "control", "length_prefix", "processor", "runtime", "timeline", "web"},
     "bench": {"control", "processor", "report", "workload"},

@@ -16,6 +16,16 @@ from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mypy_extensions import mypyc_attr as mypyc_attr
+else:
+
+    def mypyc_attr(**options: Any) -> Any:
+        """What mypyc is to know of a class. It reads its own function of this name when it compiles."""
+        return lambda cls: cls
+
 
 PACKAGE = Path(__file__).parent
 RECORD = "compiled_modules.txt"
@@ -34,9 +44,11 @@ MODULES = tuple(
             *("candidates", "cost_router", "costs", "hit_watch", "load_router", "output_length", "pairing"),
             "prefix_index",
         ),
-        "simulation": ("collector", "environment"),
+        "simulation": ("collector", "environment", "results"),
         "simulation.costs": ("cost_model", "interpolation"),
-        "simulation.fleet": ("client_request", "control_channels", "simulated_executor", "simulated_worker"),
+        "simulation.fleet": (
+            *("client_request", "control_channels", "simulated_cluster", "simulated_executor", "simulated_worker"),
+        ),
     }.items()
     for name in names
 )  # fmt: skip

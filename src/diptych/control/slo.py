@@ -56,6 +56,11 @@ class LatencyBreakdown:
     num_output_tokens: int
     handoff_ns: int = 0
 
+    def queued_for(self, unseen_ns: int) -> "LatencyBreakdown":
+        """The same request, which had been queued for so long before."""
+        parts = (self.prefill_ns, self.decode_ns, self.num_output_tokens, self.handoff_ns)
+        return LatencyBreakdown(self.queue_ns + unseen_ns, *parts)
+
     @property
     def total_ns(self) -> int:
         """End-to-end latency."""

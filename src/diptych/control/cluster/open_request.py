@@ -105,7 +105,7 @@ class OpenRequest:
         elif event.reason is not FinishReason.ERROR:
             unseen_ns = now - self.arrival_ns - latency.total_ns
             if unseen_ns > 0:
-                latency = replace(latency, queue_ns=latency.queue_ns + unseen_ns)
+                latency = latency.queued_for(unseen_ns)
         num_cached = self.num_cached_tokens if self.epoch > 0 else max(self.num_cached_tokens, event.num_cached_tokens)
         slo_met = event.slo_met
         if slo_met is not None and event.reason in (FinishReason.STOP, FinishReason.LENGTH):

@@ -68,7 +68,7 @@ class ClientRequest:
         before_ns = self.submitted_ns - self.spec.arrival_ns
         if not before_ns or event.reason is FinishReason.ERROR:
             return event
-        latency = replace(event.latency, queue_ns=event.latency.queue_ns + before_ns)
+        latency = event.latency.queued_for(before_ns)
         slo_met = event.slo_met
         if slo_met is not None and event.reason in (FinishReason.STOP, FinishReason.LENGTH):
             slo_met = objectives(self.spec.slo, default).is_met(latency)

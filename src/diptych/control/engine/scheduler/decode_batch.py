@@ -39,6 +39,7 @@ class DecodeBatch:
         self.ticks_scheduled = 0
         self.ticks_completed = 0
         self.context = 0  # tokens that the members attend to in the next step
+        self._outputs_before = 0  # sum over the members: sampled tokens less decode steps, when they joined
 
     def __len__(self) -> int:
         return len(self._stays)
@@ -66,12 +67,14 @@ class DecodeBatch:
         tpot = (request.slo.tpot_ns if request.slo else None) or 0
         self._tpot_counts[tpot] = self._tpot_counts.get(tpot, 0) + 1
         self.context += num_tokens + 1
+        self._outputs_before += num_outputs - stay.joined_tick
 
     def leave(self, request: Request) -> None:
         """Take a member out. Its counts become what they are when the step under way, if there is one, is done."""
         stay = self._stays.pop(request.request_id)
         ticks = self.ticks_scheduled - stay.joined_tick
         self.context -= stay.tokens_at_join + ticks + 1
+        self._outputs_before -= stay.outputs_at_join - stay.joined_tick
         request.num_computed_tokens = request.num_scheduled_tokens = stay.tokens_at_join + ticks
         request.num_output_tokens = stay.outputs_at_join + ticks
         tpot = (request.slo.tpot_ns if request.slo else None) or 0
@@ -126,6 +129,11 @@ class DecodeBatch:
                 assert block_id is not None, "a plan was repeated further than it allows"
                 self.block_added(request)
         self.ticks_scheduled = last
+
+    @property
+    def output_tokens(self) -> int:
+        """Sampled tokens of all members, confirmed steps only."""
+        return self._outputs_before + len(self._stays) * self.ticks_completed
 
     def num_outputs(self, request: Request) -> int:
         """Sampled tokens of a member, confirmed steps only."""
