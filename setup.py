@@ -65,12 +65,14 @@ class OptionalBuild(build_ext):
 
 
 def compiled_extensions(modules: dict[str, Any]) -> list[Extension]:
-    """The modules that run as machine code. Nothing where mypyc is missing or fails."""
+    """The modules that run as machine code. Nothing where mypyc is missing or fails. What they import need not be
+    installed where they are compiled."""
+    options = ["--follow-imports=silent", "--ignore-missing-imports"]
     paths = [str(modules["source"](Path("src/diptych"), module)) for module in modules["MODULES"]]
     try:
         from mypyc.build import mypycify
 
-        extensions: list[Extension] = mypycify(paths, group_name="diptych", opt_level="2", debug_level="0")
+        extensions: list[Extension] = mypycify([*options, *paths], group_name="diptych", opt_level="2", debug_level="0")
     except (ImportError, SystemExit) as error:
         print(f"warning: the control code was not compiled ({error}); it runs as Python, slower", file=sys.stderr)
         return []
