@@ -7,7 +7,7 @@ from diptych.control.config import EngineConfig, SchedulerConfig
 from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.events import Event, FirstToken, RequestFinished, StepFinished
-from diptych.control.request import Request, RequestOptions
+from diptych.control.request import Request, RequestOptions, Standing
 from diptych.control.slo import Slo
 from diptych.control.step import SchedulerOutput
 from tests.control.checking_executor import CheckingExecutor
@@ -51,6 +51,7 @@ class Driver:
         stop_after: int | None = None,
         priority: int = 0,
         slo: Slo | None = None,
+        standing: Standing = Standing.NEW,
     ) -> Request:
         """A request arrives now; a number stands for a prompt of that length that shares nothing."""
         if isinstance(prompt, int):
@@ -58,6 +59,7 @@ class Driver:
         hashes = hash_blocks(prompt, self.config.cache.block_size)
         options = RequestOptions(priority=priority, slo=slo)
         request = Request(request_id, len(prompt), max_tokens, block_hashes=hashes, options=options)
+        request.standing_at_arrival = standing
         events = self.core.add_request(request, self.now)
         self.log += events
         self.prompts[request_id] = prompt

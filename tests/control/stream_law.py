@@ -76,6 +76,7 @@ class StreamLaw:
             wait = self._waits.get(request.request_id)
             before = {other.request_id: self._left(other) for other in waiting[:place]}
             if wait is None:
+                self._check_loss(request)
                 self.num_waits += 1
                 wait = _Wait(now, now + max(batch.values(), default=0) + sum(before.values()) + sum(computing.values()))
                 wait.counted = {*batch, *before, *computing}
@@ -92,6 +93,12 @@ class StreamLaw:
             )
             waits[request.request_id] = wait
         self._waits = waits
+
+    def _check_loss(self, lost: Request) -> None:
+        """A stream lost its blocks in this plan: no prompt that is computed for this worker had any left."""
+        for prompt in self.engine.scheduler.prefilling.values():
+            is_spared = prompt.is_stream or prompt.hands_off or prompt.request_id not in self._holders
+            assert is_spared, f"{lost.request_id} lost its blocks, and the prompt {prompt.request_id} kept its own"
 
     def _check_order(self, output: SchedulerOutput, waiting: list[Request]) -> None:
         """While a stream waits, none behind it gets blocks and no prompt does; what holds them for later, gives up."""

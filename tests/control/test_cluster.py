@@ -12,6 +12,8 @@ from diptych.control.cluster.cluster_events import (
     Arrived,
     Cancelled,
     ClusterEvent,
+    DrainEnded,
+    DrainStarted,
     Reported,
     RoleChanged,
     SchedulerChanged,
@@ -24,6 +26,7 @@ from diptych.control.commands import (
     AskKVSnapshot,
     Command,
     Configure,
+    Drained,
     Drop,
     End,
     ForgetPeer,
@@ -37,7 +40,7 @@ from diptych.control.commands import (
 )
 from diptych.control.config import shape_preset
 from diptych.control.engine.reports import LoadReport
-from diptych.control.errors import WorkerError
+from diptych.control.errors import ConflictError, NotFoundError, WorkerError
 from diptych.control.events import (
     Event,
     FirstToken,
@@ -460,6 +463,122 @@ def test_a_changed_role_counts_for_the_next_request_and_for_none_before() -> Non
     assert fleet.report(reserve.worker, HandoffReserved(fleet.now, "b", 0, (1,))) == [Send(2, "b", 0)]
 
 
+def streaming(fleet: Fleet, request_id: str = "a") -> int:
+    """A request gets its first token; returns its worker."""
+    (serve,) = fleet.submit(request_id)
+    assert isinstance(serve, Serve)
+    fleet.report(serve.worker, RequestAdmitted(fleet.now, request_id, 0, True))
+    fleet.report(serve.worker, FirstToken(fleet.now, request_id))
+    return serve.worker
+
+
+def test_a_worker_that_becomes_a_prefill_worker_hands_its_streams_over_where_they_are() -> None:
+    fleet = Fleet("both", "both")
+    here = streaming(fleet)
+    there = 1 - here
+    assert fleet.tell(RoleChanged(here, "prefill", {"a": 3})) == [
+        Drop(here, "a"),
+        Restarted("a", "a~1", 3),
+        Reserve(there, "a", "a~1", 3, LEASE, False),
+    ]
+    (prefill,) = fleet.report(there, HandoffReserved(fleet.now, "a~1", 0, (5,)))
+    assert prefill == Prefill(here, "a", "a~1", 3, there, 0, (), LEASE)
+    fleet.report(here, fleet.end("a"), FirstToken(fleet.now, "a~1"))
+    assert fleet.report(there, HandoffDelivered(fleet.now, "a~1")) == [Release(here, "a~1")]
+    fleet.report(here, HandoffReleased(0, "a~1"))
+    fleet.finished(there, "a~1")
+    assert fleet.core.counts["moved"] == fleet.core.counts["placed_moved"] == 1
+    fleet.core.check_idle()
+
+
+@pytest.mark.parametrize("role", ["decode", "both"])
+def test_a_worker_that_may_still_decode_keeps_its_streams(role: Role) -> None:
+    fleet = Fleet("both", "both")
+    assert fleet.tell(RoleChanged(streaming(fleet), role, {"a": 3})) == []
+
+
+@pytest.mark.parametrize("num_tokens", [0, 3])
+def test_what_has_no_token_yet_or_must_stay_whole_begins_anew_elsewhere(num_tokens: int) -> None:
+    fleet = Fleet("both", "both")
+    (serve,) = fleet.tell(Arrived(Submission("a", 100, 8, hands_off=not num_tokens)))
+    assert isinstance(serve, Serve)
+    here, there = serve.worker, 1 - serve.worker
+    if num_tokens:
+        fleet.report(here, RequestAdmitted(fleet.now, "a", 0, True), FirstToken(fleet.now, "a"))
+    moved = fleet.tell(DrainStarted(here, {"a": num_tokens}))
+    assert moved == [Drop(here, "a"), Restarted("a", "a~1", num_tokens), Serve(there, "a", "a~1", num_tokens)]
+
+
+def test_a_handoff_on_its_way_to_a_worker_that_drains_goes_to_another() -> None:
+    fleet = Fleet("prefill", "decode", "decode")
+    reserve, _ = fleet.submit()
+    assert isinstance(reserve, Reserve)
+    here, there = reserve.worker, 3 - reserve.worker
+    fleet.report(here, HandoffReserved(fleet.now, "a", 0, (5,)))
+    assert fleet.tell(DrainStarted(here)) == [
+        Drop(P, "a"),
+        Drop(here, "a"),
+        Restarted("a", "a~1", 0),
+        Reserve(there, "a", "a~1", 0, LEASE, False),
+        Prefill(P, "a", "a~1", 0, there, NOT_RESERVED, (), LEASE),
+    ]
+
+
+def test_a_drained_worker_says_so_once_when_nothing_is_left_and_gets_nothing_before_it_is_used_again() -> None:
+    fleet = Fleet("both", "both")
+    here = streaming(fleet)
+    there = 1 - here
+    fleet.tell(DrainStarted(here, {"a": 3}))
+    fleet.report(there, HandoffReserved(fleet.now, "a~1", 0, (5,)))
+    fleet.report(here, fleet.end("a"), FirstToken(fleet.now, "a~1"))
+    fleet.report(there, HandoffDelivered(fleet.now, "a~1"))
+    assert fleet.report(here, HandoffReleased(0, "a~1")) == [Drained(here)]
+    assert fleet.tell(DrainStarted(here)) == []
+    assert [streaming(fleet, name) for name in "bc"] == [there, there]
+    assert fleet.report(here, KVEvents(0, 7, (b"x",))) == []  # of no interest now
+    assert fleet.tell(DrainEnded(here)) == [AskKVSnapshot(here)]
+    assert streaming(fleet, "d") == here
+
+
+def test_a_stream_without_another_worker_ends_where_it_is_and_then_the_worker_is_drained() -> None:
+    fleet = Fleet("both")
+    streaming(fleet)
+    assert fleet.tell(DrainStarted(0, {"a": 3})) == []
+    assert fleet.submit("b") == []  # it waits for a worker
+    end, drained = fleet.finished(0)
+    assert isinstance(end, End) and drained == Drained(0)
+    snapshot, serve = fleet.tell(DrainEnded(0))
+    assert snapshot == AskKVSnapshot(0) and isinstance(serve, Serve)
+
+
+def test_a_worker_that_dies_while_it_drains_is_drained_and_comes_back_draining() -> None:
+    fleet = Fleet("both", "both")
+    here = streaming(fleet)
+    fleet.tell(DrainStarted(here, {"a": 3}))
+    commands = fleet.tell(WorkerDown(here, {"a": 3}))
+    assert Drained(here) in commands and any(isinstance(command, Serve) for command in commands)
+    fleet.up(here)
+    assert streaming(fleet, "b") == 1 - here
+
+
+def test_a_stream_whose_last_token_is_on_its_way_is_left_alone() -> None:
+    fleet = Fleet("both", "both")
+    assert fleet.tell(DrainStarted(streaming(fleet), {"a": 8})) == []
+
+
+def test_some_worker_is_left_for_each_phase() -> None:
+    fleet = Fleet("prefill", "decode", "both")
+    members = fleet.core.members
+    members.check_change(2, None)
+    fleet.tell(DrainStarted(2))
+    for worker, role in ((P, "decode"), (D, "prefill"), (P, None), (D, None)):
+        with pytest.raises(ConflictError, match="no worker that can"):
+            members.check_change(worker, role)
+    members.check_change(P, "both")
+    with pytest.raises(NotFoundError, match="worker is 3; there are 0, 1, 2"):
+        members.check_change(3, None)
+
+
 def test_missed_kv_events_are_asked_for() -> None:
     fleet = Fleet("both")
     assert fleet.report(0, KVEvents(0, 1, (b"x",))) == []
@@ -484,11 +603,14 @@ def test_workers_never_await_one_another_in_a_circle() -> None:
     fleet = Fleet("prefill", "decode")
     fleet.submit("a")
     fleet.tell(RoleChanged(P, "decode"))
-    fleet.tell(RoleChanged(D, "prefill"))
+    fleet.tell(RoleChanged(D, "both"))
     (whole,) = fleet.submit("b")
     assert isinstance(whole, Serve)
     fleet.reserved("a")
     fleet.prefilled("a")
+    fleet.delivered("a")
+    fleet.finished(D, "a")
+    fleet.tell(RoleChanged(D, "prefill"))
     reserve, _ = fleet.submit("c")
     assert isinstance(reserve, Reserve) and reserve.worker == P
 

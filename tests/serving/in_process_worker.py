@@ -98,6 +98,7 @@ class InProcessWorker:
     def start(self, listener: WorkerListener) -> None:
         """See WorkerPort."""
         self._listener = listener
+        self.state = WorkerState.STARTING
         self.ready = asyncio.get_running_loop().create_future()
         self._host.time.at(self._host.time.now, MESSAGE, self._begin)
 

@@ -212,6 +212,23 @@ def test_either_worker_of_a_handoff_may_be_lost_at_any_time(after: type[Event], 
     scenario()
 
 
+@pytest.mark.parametrize("transfer", ["shared_memory", "tcp"])
+def test_a_prompt_whose_blocks_a_stream_needs_is_served_by_its_next_attempt(transfer: str) -> None:
+    @in_virtual_time
+    async def scenario() -> None:
+        async with in_process_fleet(prefill=1, decode=1, cluster=ALWAYS, transfer=transfer) as setup:
+            spy = spy_on(setup)
+            setup.client.submit("a", PROMPT, max_tokens=20)
+            await setup.when(lambda: any(isinstance(event, HandoffReserved) for event in spy.reported()))
+            setup.workers[1].report(HandoffRecalled(setup.time.now, "a"))
+            assert await setup.client.read("a") == expected(PROMPT, 20)
+            assert spy.counts["recalled"] == spy.counts["handoffs"] == 1
+            assert not spy.counts["retried"]
+            await setup.check_nothing_is_left()
+
+    scenario()
+
+
 @in_virtual_time
 async def test_without_any_worker_a_request_waits_for_the_next_one() -> None:
     async with in_process_fleet() as setup:
@@ -276,9 +293,9 @@ async def test_a_worker_that_refuses_to_start_refuses_the_fleet() -> None:
 @in_virtual_time
 async def test_a_changed_role_sends_the_next_request_elsewhere_and_survives_a_restart() -> None:
     async with in_process_fleet(prefill=1, decode=1, both=1, cluster=ALWAYS) as setup:
-        setup.fleet.change_role(1, "prefill")
-        setup.fleet.change_role(0, "decode")
-        setup.fleet.change_role(2, "decode")
+        setup.fleet.changes.change_role(1, "prefill")
+        setup.fleet.changes.change_role(0, "decode")
+        setup.fleet.changes.change_role(2, "decode")
         stream = setup.client.submit("a", PROMPT, max_tokens=20)
         assert stream.request_id in setup.fleet.streams
         await setup.client.read("a")

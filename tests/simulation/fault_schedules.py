@@ -9,8 +9,8 @@ from dataclasses import replace
 from diptych.control.admission.admission_queue import AdmissionConfig, ServiceClassConfig
 from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.cluster.cluster_events import ClusterEvent, WorkerDown, WorkerUp
-from diptych.control.commands import Command, Drop, End, Prefill, Release, Renew, Reserve, Restarted, Serve
-from diptych.control.config import AdmissionName, EngineConfig
+from diptych.control.commands import Command, Drained, Drop, End, Prefill, Release, Renew, Reserve, Restarted, Serve
+from diptych.control.config import AdmissionName, BudgetConfig, CapsConfig, EngineConfig
 from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.reports import LoadReport
 from diptych.control.events import Event, FirstToken, HandoffRecalled, HandoffReserved, RequestFinished
@@ -105,6 +105,9 @@ def crowded(rng: random.Random, worker: EngineConfig) -> EngineConfig:
     cache = worker.cache
     num_blocks = rng.choice([160, 300, 500]) // cache.block_size + cache.watermark_blocks
     scheduler = replace(worker.scheduler, max_num_seqs=rng.choice([8, 24]), max_waiting=4096)
+    if scheduler.budget.kind != "whole" and rng.random() < 0.5:  # prompts take many steps
+        small = BudgetConfig(scheduler.budget.kind, 32, 8 * NS_PER_MS, min_chunk_tokens=1)
+        scheduler = replace(scheduler, budget=small, caps=CapsConfig(rng.choice([0, 1, 2])))
     return replace(
         worker, scheduler=scheduler, cache=replace(cache, num_blocks=num_blocks, admission=rng.choice(ADMISSIONS))
     )
@@ -137,7 +140,8 @@ def random_changes(
             most = min(engine.scheduler.max_num_seqs, scheduler.max_num_seqs)
             scheduler = replace(scheduler, max_num_seqs=most, max_waiting=4096)
         role: Role | None = rng.choice(ROLES) if pools and (scheduler is None or rng.random() < 0.5) else None
-        changes.append(WorkerChange(rng.randrange(1, until_ns), number, role, scheduler))
+        is_draining = rng.choice([True, False]) if pools and role is scheduler is None else None
+        changes.append(WorkerChange(rng.randrange(1, until_ns), number, role, scheduler, is_draining))
     return tuple(sorted(changes, key=lambda change: change.at_ns))
 
 
@@ -204,6 +208,7 @@ class AuditedCluster(SimulatedCluster):
         self._lives: dict[tuple[int, str], tuple[int, int, tuple[int, ...]]] = {}  # attempt -> owner, its life, blocks
         self._reserved: dict[str, int] = {}  # attempt -> the life of its decode worker in which it got its blocks
         self._fruitless: dict[str, int] = {}
+        self._is_changing = False
         self.streams: dict[int, StreamLaw] = {}
         self.num_waits = 0  # streams that lost their blocks
         self._planned: dict[int, SchedulerOutput] = {}  # the newest plan of each worker
@@ -276,13 +281,22 @@ class AuditedCluster(SimulatedCluster):
         super()._tell(event, later=later)
 
     def _carry_out(self, command: Command) -> None:
-        if not isinstance(command, Release | Drop | Renew | End | Restarted):
+        if not isinstance(command, Release | Drop | Renew | End | Restarted | Drained):
             assert command.worker in self._ready, "a command for a worker that is down"
         if isinstance(command, Serve | Reserve | Prefill):
             assert command.worker in self.core.members.up, "a request for a worker that may not be used"
+        if isinstance(command, Serve | Reserve):
+            assert command.worker not in self.core.members.draining, "a request for a worker that drains"
+        if isinstance(command, Drained):
+            assert not self.workers[command.worker].engine.requests or command.worker not in self._ready
         if isinstance(command, Prefill) and command.borrowed:
             self._owner_of[command.attempt_id] = command.target
         super()._carry_out(command)
+
+    def _change(self, change: WorkerChange) -> None:
+        self._is_changing = True
+        super()._change(change)
+        self._is_changing = False
 
     def _restart(self, command: Restarted) -> None:
         request = self._open.get(command.request_id)
@@ -291,7 +305,9 @@ class AuditedCluster(SimulatedCluster):
         before, has_token, was_recalled = request.num_tokens, request.has_token, request.attempt_id in self._recalled
         super()._restart(command)
         assert request.num_tokens >= before + has_token, "the core counts fewer tokens than the client has"
-        if was_recalled:  # not lost
+        if was_recalled or self._is_changing:  # not lost
+            if request.num_tokens > before:
+                self._fruitless[command.request_id] = 0
             return
         streak = 1 if request.num_tokens > before else self._fruitless.get(command.request_id, 0) + 1
         assert streak < self.core.config.max_attempts or request.num_tokens > before

@@ -159,5 +159,12 @@ class End:
     error: DiptychError | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """This worker holds nothing of any request any more, and gets nothing: it may be stopped."""
+
+    worker: int
+
+
 WorkerCommand = Serve | Reserve | Prefill | Send | Release | Drop | Renew | AskKVSnapshot | ForgetPeer | Configure
-Command = WorkerCommand | Restarted | End
+Command = WorkerCommand | Restarted | End | Drained

@@ -42,6 +42,7 @@ class PreparedPool:
     engine: EngineConfig
     choice: CostChoice
     swap_block_ns: int = 0
+    copy_block_ns: int = 0
     nics: int | None = None
     price_per_hour: float | None = None
 
@@ -95,8 +96,8 @@ def prepare_pool(
         slo=slo,
         max_model_len=settings.max_model_len or choice.max_model_len,
     )
-    swap_ns = swap_block_ns(settings, choice)
-    return PreparedPool(name, role, replicas, parallelism, engine, choice, swap_ns, nics, price_per_hour)
+    block_times = swap_block_ns(settings, choice), copy_block_ns(settings, choice)
+    return PreparedPool(name, role, replicas, parallelism, engine, choice, *block_times, nics, price_per_hour)
 
 
 def scheduler_of(settings: "Settings") -> SchedulerConfig:
@@ -146,6 +147,7 @@ def _as_pool(pool: PreparedPool, nics: int) -> Pool:
         layout=(pool.parallelism.tensor, pool.parallelism.pipeline),
         relayout_bytes_per_s=int(pool.hardware.memory_bandwidth) * holders // 2,
         swap_block_ns=pool.swap_block_ns,
+        copy_block_ns=pool.copy_block_ns,
     )
 
 
@@ -199,6 +201,16 @@ def mean_context(settings: "Settings", model: ModelSpec) -> int:
     else:
         specs = list(islice(workload, FIRST_REQUESTS))
     return max(1, sum(2 * spec.prompt_tokens + spec.output_tokens for spec in specs) // (2 * len(specs)))
+
+
+def copy_block_ns(settings: "Settings", choice: CostChoice) -> int:
+    """Every device reads its share of a block from its memory and writes it back."""
+    if isinstance(choice.source, Calibration):
+        return 0
+    model, hardware = choice.source
+    context = mean_context(settings, model)
+    block_bytes = settings.memory.block_size * kv_bytes_per_gpu(model, settings.parallelism, settings.kv_bits, context)
+    return round(2 * block_bytes * NS_PER_S / hardware.memory_bandwidth)
 
 
 def swap_block_ns(settings: "Settings", choice: CostChoice) -> int:

@@ -29,12 +29,14 @@ def load_balancer(routing: RoutingName = "least_loaded") -> ClusterConfig:
 
 @dataclass(frozen=True, slots=True)
 class WorkerChange:
-    """From ``at_ns`` on a worker is meant for other work, or schedules by other settings (None: as before)."""
+    """From ``at_ns`` on a worker is meant for other work, schedules by other settings, or is drained or used again
+    (None: as before)."""
 
     at_ns: int
     worker: int
     role: Role | None = None
     scheduler: SchedulerConfig | None = None
+    is_draining: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +50,7 @@ class Scenario:
     pools that have none of their own). warm_up: measured steps that the step-time model begins with, as a live worker's
     does (empty: the usual ones, at what the cost model says). front_end: what passes before a request reaches the
     cluster; part of its queueing time. swap_block_ns: copying one block between device and host, one after the other.
-    watch: how failures are noticed.
+    watch: how failures are noticed. copy_block_ns: copying one block to another within the memory of a host.
     """
 
     engine: EngineConfig
@@ -64,12 +66,15 @@ class Scenario:
     pools: Pools | None = None
     front_end: FrontEnd = field(default_factory=FrontEnd)
     swap_block_ns: int = 0
+    copy_block_ns: int = 0
     warm_up: tuple[tuple[StepFeatures, int], ...] = ()
     watch: Watch = field(default_factory=Watch)
 
     def __post_init__(self) -> None:
-        if self.pools is None and any(change.role is not None for change in self.worker_changes):
-            raise ConfigError("a worker can change its role only in a fleet with pools", param="worker_changes")
+        changes = ((change.role, change.is_draining) for change in self.worker_changes)
+        if self.pools is None and any(change != (None, None) for change in changes):
+            message = "a worker can change its role or be drained only in a fleet with pools"
+            raise ConfigError(message, param="worker_changes")
         if self.pools is not None:
             object.__setattr__(self, "num_workers", self.pools.num_workers)
         if self.num_workers < 1:

@@ -82,6 +82,11 @@ class Attempt:
         return self.state in (AttemptState.RESERVING, AttemptState.PREFILLING, AttemptState.SENDING)
 
     @property
+    def is_decoding(self) -> bool:
+        """Whether the decode worker has all that there is, as far as the cluster knows."""
+        return self.state in (AttemptState.SERVING, AttemptState.DELIVERED)
+
+    @property
     def awaits_prefill(self) -> bool:
         """Whether blocks of the decode worker are, or will be, held until the other worker has computed the prompt."""
         return self.is_handoff and self.state in (AttemptState.RESERVING, AttemptState.PREFILLING)
@@ -89,6 +94,12 @@ class Attempt:
     def needs(self, worker: int) -> bool:
         """Whether the attempt is lost when this worker is."""
         return worker == self.decode or (worker == self.prefill and self.is_under_way)
+
+    def involves(self, worker: int) -> bool:
+        """Whether this worker may hold something of it, or will be asked to compute its prompt."""
+        if worker == self.prefill and (self.is_at_prefill or self.state is AttemptState.RESERVING):
+            return True
+        return worker == self.decode and self.is_at_decode
 
     def begin(self) -> list[Command]:
         """The attempt starts."""
@@ -178,6 +189,10 @@ class AttemptTable:
     def of_worker(self, worker: int) -> list[Attempt]:
         """Attempts that this worker has a part in, oldest first."""
         return list(self._attempts_of.get(worker, {}).values())
+
+    def count_of(self, worker: int) -> int:
+        """How many of them it holds a part of, or will."""
+        return sum(attempt.involves(worker) for attempt in self._attempts_of.get(worker, {}).values())
 
     @property
     def next_renewal_ns(self) -> int | None:

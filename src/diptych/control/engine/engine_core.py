@@ -34,7 +34,7 @@ from diptych.control.events import (
     RequestQueued,
     StepFinished,
 )
-from diptych.control.request import FinishReason, Request
+from diptych.control.request import FinishReason, Request, Standing
 from diptych.control.slo import Slo, breakdown_from_times
 from diptych.control.step import SchedulerOutput, StepFeatures, StepResult
 
@@ -398,7 +398,8 @@ class EngineCore:
 def refusal(request: Request, config: EngineConfig, capacity_tokens: int, num_waiting: int) -> RequestError | None:
     """The error with which a request is refused, or None.
 
-    capacity_tokens: the longest sequence that the cache holds when it is alone. A prompt that is computed for another
+    capacity_tokens: the longest sequence that the cache holds when it is alone. A request whose client has a part of
+    the answer is not refused because others wait. A prompt that is computed for another
     worker needs room for itself only, and none where it is computed into the other's blocks.
     """
     length, prompt = config.max_model_len, request.num_prompt_tokens
@@ -417,6 +418,6 @@ def refusal(request: Request, config: EngineConfig, capacity_tokens: int, num_wa
             f"prompt and max_tokens make {needed} tokens; the KV cache holds {capacity_tokens}", param="max_tokens"
         )
     limit = config.scheduler.max_waiting
-    if num_waiting >= limit:
+    if num_waiting >= limit and request.standing_at_arrival is not Standing.STREAM:
         return OverloadedError(f"{limit} requests are waiting already (max_waiting)")
     return None

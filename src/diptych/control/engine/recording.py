@@ -211,6 +211,7 @@ def canonical_plan(output: SchedulerOutput) -> bytes:
         feature_row(output.features),
         output.predicted_ns,
         output.max_repeats,
+        *((output.block_copies,) if output.block_copies else ()),
     )
     return ascii(fields).encode()
 

@@ -14,6 +14,8 @@ from diptych.control.cluster.cluster_events import (
     Arrived,
     Cancelled,
     ClusterEvent,
+    DrainEnded,
+    DrainStarted,
     Reported,
     RoleChanged,
     SchedulerChanged,
@@ -21,7 +23,17 @@ from diptych.control.cluster.cluster_events import (
     WorkerDown,
     WorkerUp,
 )
-from diptych.control.commands import Command, End, Prefill, Reserve, Restarted, Serve, WorkerCommand, standing_of
+from diptych.control.commands import (
+    Command,
+    Drained,
+    End,
+    Prefill,
+    Reserve,
+    Restarted,
+    Serve,
+    WorkerCommand,
+    standing_of,
+)
 from diptych.control.engine.reports import LoadReport
 from diptych.control.engine.worker_core import TransferAction, TransferEvent
 from diptych.control.errors import ErrorRecord
@@ -154,10 +166,23 @@ class SimulatedCluster:
     # -- the core -----------------------------------------------------------------------------------------------------
 
     def _change(self, change: WorkerChange) -> None:
-        if change.role is not None:
-            self._tell(RoleChanged(change.worker, change.role))
+        worker = change.worker
         if change.scheduler is not None:
-            self._tell(SchedulerChanged(change.worker, change.scheduler))
+            self._tell(SchedulerChanged(worker, change.scheduler))
+        if change.role is not None:
+            self._tell(RoleChanged(worker, change.role, self._tokens_of(worker)))
+        if change.is_draining is not None:
+            started = DrainStarted(worker, self._tokens_of(worker)) if change.is_draining else DrainEnded(worker)
+            self._tell(started)
+
+    def _tokens_of(self, worker: int) -> dict[str, int]:
+        """How many tokens the clients of this worker's streams have."""
+        progress = {}
+        for request_id, request in self._open.items():
+            if request.worker == worker and request.has_token:
+                account = self.workers[worker].account(request.attempt_id)
+                progress[request_id] = request.num_tokens + max(1, account.num_output_tokens if account else 1)
+        return progress
 
     def _tell(self, event: ClusterEvent, *, later: bool = False) -> None:
         """Give the core an event and carry out its commands. later: commands to workers leave after this nanosecond
@@ -213,6 +238,8 @@ class SimulatedCluster:
                 self._restart(command)
             case End():
                 self._end(command)
+            case Drained():  # the simulated process goes on, with nothing to do
+                pass
             case _:
                 self._order(command, partial(self.workers[command.worker].core.handle, command))
 

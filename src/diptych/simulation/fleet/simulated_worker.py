@@ -61,6 +61,7 @@ class WorkerModel:
     swap_block_ns: int = 0
     reports_load: bool = True
     publishes_kv: bool = True
+    copy_block_ns: int = 0
     pipeline: Pipeline | None = None
     stall_ns: int = 0
 
@@ -293,6 +294,7 @@ class SimulatedWorker:
     def _step_ns(self, output: SchedulerOutput) -> int:
         copies = len(output.swap_out) + len(output.swap_in)
         duration = self._worker.cost.step_ns(output) + copies * self._worker.swap_block_ns
+        duration += len(output.block_copies) * self._worker.copy_block_ns
         return max(1, duration * self._slowness // 1000)
 
     def _stall_ns(self, output: SchedulerOutput) -> int:

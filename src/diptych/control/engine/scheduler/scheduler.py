@@ -96,7 +96,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """A new request, or one that lost its blocks, waits for admission."""
-        request.cached_tokens_at_arrival = request.num_borrowed_tokens or self._kv.num_cached_tokens(request)
+        request.cached_tokens_at_arrival = self._kv.num_cached_tokens(request)
         if request.is_stream:
             self.interrupted[request.request_id] = request
         self._queue(request)
@@ -333,7 +333,7 @@ class Scheduler:
         if self._order.defer(request, plan.now):
             return _Verdict.SKIP
         cached = self._kv.cached_blocks(request)
-        start = request.num_borrowed_tokens or len(cached) * self._kv.block_size
+        start = self._kv.num_cached_tokens(request, cached)
         remaining = request.num_tokens - start
         request.is_long = self._is_long(request, remaining)
         is_stream = request.is_stream  # then it waits for no prompt: neither for its blocks nor for a cap
@@ -350,7 +350,7 @@ class Scheduler:
         self.waiting.remove(request)
         self.interrupted.pop(request.request_id, None)
         is_first = request.first_step_ns is None
-        self._kv.admit(request, cached, self._expected(request))
+        plan.block_copies += self._kv.admit(request, cached, self._expected(request))
         if is_first:
             request.first_step_ns = plan.now
             request.num_cached_tokens = start

@@ -16,6 +16,7 @@ class StepPlan:
     paused: list[str] = field(default_factory=list)
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
+    block_copies: list[tuple[int, int]] = field(default_factory=list)
     resumed: list[ResumedDecode] = field(default_factory=list)
     new_blocks: list[tuple[str, int]] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
@@ -56,6 +57,7 @@ class StepPlan:
             features=features,
             predicted_ns=predicted_ns,
             max_repeats=max_repeats,
+            block_copies=tuple(self.block_copies),
         )
 
     @property
