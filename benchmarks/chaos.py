@@ -1,11 +1,12 @@
-"""Kill, stop and disconnect at random under load, and compare every answer with that of an undisturbed server.
+"""Kill, stop, change and disconnect at random under load, and compare every answer with that of an undisturbed server.
 
     python benchmarks/chaos.py MODEL_DIR [--prefill 1 --decode 1 --both 0] [--transfer auto] [--faults 200]
-                               [--seed 1] [--json chaos.json]
+                               [--kinds kill,kill,stop] [--seed 1] [--json chaos.json]
 
 First an undisturbed run writes down the answers of a set of prompts, greedy and sampled with seeds. Then the same
 prompts are asked again and again of a disaggregated server while its workers are killed (SIGKILL), stopped for a while
-(SIGSTOP, SIGCONT; longer than the heartbeat timeout now and then), and clients hang up in the middle of answers. Every
+(SIGSTOP, SIGCONT; longer than the heartbeat timeout now and then), and clients hang up in the middle of answers. With
+``role`` and ``drain`` among the kinds, workers get other roles, or are drained and used again after a while. Every
 answer that is read to its end must be, token for token, the undisturbed one. At the end: no request open, no KV block
 in use, every worker ready, and after the server's exit no process left.
 """
@@ -21,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections import Counter
 from dataclasses import dataclass, field
@@ -50,7 +52,7 @@ class Plan:
     double: float = 0.2
     stop_s: float = 4.0
     seed: int = 1
-    kinds: tuple[str, ...] = ("kill", "kill", "stop", "hang_up", "hang_up", "hang_up")
+    kinds: tuple[str, ...] = ("kill", "kill", "stop")
 
 
 @dataclass
@@ -134,6 +136,18 @@ class ServerProcess:
             except OSError:
                 time.sleep(0.1)
         raise RuntimeError("the server is not ready")
+
+    def call(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """The JSON of a GET, or of a POST of ``body``; None when the server refuses it with 409."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=10) as reply:
+                return json.load(reply)
+        except urllib.error.HTTPError as error:
+            if error.code != 409:
+                raise
+            return None
 
     def metrics(self) -> dict[str, float]:
         """Every sample of /metrics; those of one name are added up."""
@@ -228,11 +242,19 @@ async def undisturbed(port: int, cases: list[Case]) -> None:
             raise RuntimeError(f"the undisturbed run failed: {error or len(case.token_ids)}")
 
 
-async def client(port: int, cases: list[Case], rng: random.Random, over: asyncio.Event, outcome: Outcome) -> None:
+async def client(
+    port: int,
+    cases: list[Case],
+    rng: random.Random,
+    over: asyncio.Event,
+    outcome: Outcome,
+    *,
+    hangs_up: bool = True,
+) -> None:
     """Ask random cases until it is over."""
     while not over.is_set():
         case = rng.choice(cases)
-        hang_up = rng.randrange(0, case.body["max_tokens"]) if rng.random() < 0.2 else None
+        hang_up = rng.randrange(0, case.body["max_tokens"]) if hangs_up and rng.random() < 0.2 else None
         tokens, gap, error = await ask(port, case.body, hang_up)
         expected = case.token_ids[: len(tokens)]
         if tokens != expected:
@@ -266,7 +288,11 @@ async def strike(server: ServerProcess, plan: Plan, rng: random.Random, outcome:
         if rng.random() >= plan.double:
             await until_every_role_is_there(server)
             await asyncio.sleep(rng.expovariate(1 / plan.mean_pause_s))
-        kind = rng.choice([one for one in plan.kinds if one != "hang_up"])
+        kind = rng.choice(plan.kinds)
+        if kind in ("role", "drain"):
+            outcome.faults[kind] += await change_worker(server, kind, rng)
+            _say(number, plan, outcome)
+            continue
         workers = server.workers()
         if not workers:
             continue
@@ -281,8 +307,28 @@ async def strike(server: ServerProcess, plan: Plan, rng: random.Random, outcome:
                 os.kill(victim, signal.SIGCONT)
         except ProcessLookupError:
             pass
-        print(f"\r{number + 1}/{plan.num_faults} faults, {outcome.num_complete} answers", end="", file=sys.stderr)
+        _say(number, plan, outcome)
     print(file=sys.stderr)
+
+
+def _say(number: int, plan: Plan, outcome: Outcome) -> None:
+    print(f"\r{number + 1}/{plan.num_faults} faults, {outcome.num_complete} answers", end="", file=sys.stderr)
+
+
+async def change_worker(server: ServerProcess, kind: str, rng: random.Random) -> int:
+    """Give a worker another role, or drain it for a while. Returns how many changes the server made: it refuses one
+    that would leave no worker for a phase."""
+    workers = (await asyncio.to_thread(server.call, "/admin/workers"))["workers"]
+    chosen = rng.choice(workers)
+    path = f"/admin/workers/{chosen['worker']}"
+    if kind == "role":
+        role = rng.choice([role for role in ("prefill", "decode", "both") if role != chosen["role"]])
+        return int(await asyncio.to_thread(server.call, path, {"role": role}) is not None)
+    if await asyncio.to_thread(server.call, path, {"drain": True}) is None:
+        return 0
+    await asyncio.sleep(rng.uniform(0.0, 0.5))
+    await asyncio.to_thread(server.call, path, {"drain": False})
+    return 1
 
 
 async def chaos(server: ServerProcess, cases: list[Case], plan: Plan) -> Outcome:
@@ -323,6 +369,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--both", type=int, default=0)
     parser.add_argument("--transfer", default="auto")
     parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--kinds", default="kill,kill,stop", help="of kill, stop, role, drain; drawn at random")
     parser.add_argument("--cases", type=int, default=24)
     parser.add_argument("--longest", type=int, default=512)
     parser.add_argument("--seed", type=int, default=1)
@@ -343,7 +390,8 @@ def main() -> None:
     arguments = ["--model", str(options.model), *pools, "--transfer", options.transfer, "--heartbeat-timeout", "3"]
     started = time.monotonic()
     with ServerProcess([*arguments, "--disaggregate", "always"]) as server:
-        outcome = asyncio.run(chaos(server, cases, Plan(options.faults, seed=options.seed)))
+        plan = Plan(options.faults, seed=options.seed, kinds=tuple(options.kinds.split(",")))
+        outcome = asyncio.run(chaos(server, cases, plan))
         left, metrics = settle(server), server.metrics()
         orphans = server.close()
     row = {
@@ -352,12 +400,15 @@ def main() -> None:
         "faults": sum(outcome.faults.values()),
         "kills": outcome.faults["kill"],
         "stops": outcome.faults["stop"],
+        "roles": outcome.faults["role"],
+        "drains": outcome.faults["drain"],
         "hung up": outcome.num_hung_up,
         "complete": outcome.num_complete,
         "wrong": outcome.num_wrong,
         "refused": outcome.num_refused,
         "handoffs": int(metrics["diptych:handoffs_total"]),
         "retries": int(metrics["diptych:request_retries_total"]),
+        "moved": int(metrics["diptych:streams_moved_total"]),
         "longest pause p50 s": round(statistics.median(outcome.pauses or [0.0]), 2),
         "longest pause max s": round(max(outcome.pauses, default=0.0), 2),
         "busy after": sum(left.values()),

@@ -47,6 +47,8 @@ class CheckingExecutor:
             del self.batch[request_id]
         for device_block, host_block in output.swap_out:
             self.host[host_block] = list(self.device[device_block])
+        for block, other_block in output.block_copies:
+            self.device[other_block] = list(self.device[block])
         for host_block, device_block in output.swap_in:
             self.device[device_block] = list(self.host[host_block])
         for resumed in output.resumed:

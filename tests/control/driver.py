@@ -7,10 +7,11 @@ from diptych.control.config import EngineConfig, SchedulerConfig
 from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.events import Event, FirstToken, RequestFinished, StepFinished
-from diptych.control.request import Request, RequestOptions
+from diptych.control.request import Request, RequestOptions, Standing
 from diptych.control.slo import Slo
 from diptych.control.step import SchedulerOutput
 from tests.control.checking_executor import CheckingExecutor
+from tests.control.stream_law import StreamLaw
 
 
 @dataclass
@@ -26,6 +27,7 @@ class Driver:
     def __post_init__(self) -> None:
         cache = self.config.cache
         self.core = EngineCore(self.config)
+        self.streams = StreamLaw(self.core)
         self.executor = CheckingExecutor(cache.num_blocks, cache.block_size, cache.num_host_blocks)
         self.rng = random.Random(self.seed)
         self.prompts: dict[str, list[int]] = {}
@@ -49,6 +51,7 @@ class Driver:
         stop_after: int | None = None,
         priority: int = 0,
         slo: Slo | None = None,
+        standing: Standing = Standing.NEW,
     ) -> Request:
         """A request arrives now; a number stands for a prompt of that length that shares nothing."""
         if isinstance(prompt, int):
@@ -56,6 +59,7 @@ class Driver:
         hashes = hash_blocks(prompt, self.config.cache.block_size)
         options = RequestOptions(priority=priority, slo=slo)
         request = Request(request_id, len(prompt), max_tokens, block_hashes=hashes, options=options)
+        request.standing_at_arrival = standing
         events = self.core.add_request(request, self.now)
         self.log += events
         self.prompts[request_id] = prompt
@@ -90,11 +94,15 @@ class Driver:
         return output
 
     def check_step(self, output: SchedulerOutput) -> None:
-        """The laws of one plan: caps, budget, seats, and blocks that belong to one request unless cached."""
+        """The laws of one plan: streams, caps, budget, seats, and blocks that belong to one request unless cached."""
+        if self.streams.engine is not self.core:  # a test has put another in its place
+            self.streams = StreamLaw(self.core)
+        self.streams.check(output)
         core, settings = self.core, self.core.config.scheduler
         scheduler, caps = core.scheduler, settings.caps
         if caps.max_partial_prefills and not self.is_configured:
-            assert len(scheduler.prefilling) <= caps.max_partial_prefills
+            prompts = [request for request in scheduler.prefilling.values() if not request.is_stream]
+            assert len(prompts) <= caps.max_partial_prefills
         if caps.max_long_partial_prefills and not self.is_configured:
             in_step = {chunk.request_id for chunk in output.prefills} | set(scheduler.prefilling)
             longs = [r for r in in_step if core.requests[r].is_long]

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from diptych.control.config import BudgetConfig, CacheConfig, CapsConfig, EngineConfig, OrderName, SchedulerConfig
+from diptych.control.request import Standing
 from diptych.control.slo import NS_PER_MS, Slo
 from diptych.control.step import SchedulerOutput, StepFeatures, chunk_attention
 from tests.control.driver import Driver
@@ -57,6 +58,21 @@ def test_an_objective_counts_for_as_long_as_its_stream_runs() -> None:
         driver.run()
         sizes.append(chunk_sizes(driver, "long"))
     assert sizes[0] == sizes[1] and max(sizes[0]) > 1000
+
+
+@pytest.mark.parametrize(("standing", "largest"), [(Standing.NEW, 5), (Standing.STREAM, 24)])
+def test_a_stream_that_is_computed_again_may_lengthen_steps_by_a_quarter_of_their_decodes(
+    standing: Standing, largest: int
+) -> None:
+    """The objective leaves 0.2 ms beside the decode of 5.2 ms, a quarter of which is 1.3; a token takes 0.05 ms."""
+    driver = make(BudgetConfig(min_chunk_tokens=1), slo=Slo(tpot_ns=6 * NS_PER_MS))
+    driver.add("running", 16, 400)
+    driver.step()
+    driver.add("computed", 200, 2, standing=standing)
+    while driver.core.scheduler.waiting or driver.core.scheduler.prefilling:
+        driver.step()
+    assert max(chunk_sizes(driver, "computed")) == largest
+    driver.run()
 
 
 def test_the_tightest_objective_that_can_be_met_decides() -> None:

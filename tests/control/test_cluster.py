@@ -12,6 +12,8 @@ from diptych.control.cluster.cluster_events import (
     Arrived,
     Cancelled,
     ClusterEvent,
+    DrainEnded,
+    DrainStarted,
     Reported,
     RoleChanged,
     SchedulerChanged,
@@ -20,9 +22,11 @@ from diptych.control.cluster.cluster_events import (
     WorkerUp,
 )
 from diptych.control.commands import (
+    NOT_RESERVED,
     AskKVSnapshot,
     Command,
     Configure,
+    Drained,
     Drop,
     End,
     ForgetPeer,
@@ -31,16 +35,18 @@ from diptych.control.commands import (
     Renew,
     Reserve,
     Restarted,
+    Send,
     Serve,
 )
 from diptych.control.config import shape_preset
 from diptych.control.engine.reports import LoadReport
-from diptych.control.errors import WorkerError
+from diptych.control.errors import ConflictError, NotFoundError, WorkerError
 from diptych.control.events import (
     Event,
     FirstToken,
     HandoffDelivered,
     HandoffExpired,
+    HandoffRecalled,
     HandoffReleased,
     HandoffReserved,
     KVEvents,
@@ -110,14 +116,27 @@ def the_end(commands: Sequence[Command]) -> End:
 
 def test_the_way_of_a_handoff() -> None:
     fleet = Fleet("prefill", "decode")
-    assert fleet.submit() == [Reserve(D, "a", "a", 0, LEASE, False)]
-    assert fleet.reserved() == [Prefill(P, "a", "a", 0, D, 16, (), LEASE)]
+    ahead = Prefill(P, "a", "a", 0, D, NOT_RESERVED, (), LEASE)
+    assert fleet.submit() == [Reserve(D, "a", "a", 0, LEASE, False), ahead]
+    assert fleet.reserved() == [Send(P, "a", 16)]
     assert fleet.prefilled() == []
     assert fleet.delivered() == [Release(P, "a")]
     assert fleet.report(P, HandoffReleased(0, "a")) == []
     (end,) = fleet.finished(D)
     assert isinstance(end, End) and end.finished is not None and end.error is None
     fleet.core.check_idle()
+
+
+def test_a_stream_that_lost_its_worker_is_computed_when_it_has_a_place() -> None:
+    fleet = Fleet("prefill", "decode", "decode")
+    (reserve, _) = fleet.submit()
+    assert isinstance(reserve, Reserve)
+    fleet.report(reserve.worker, HandoffReserved(fleet.now, "a", 0, (1,)))
+    fleet.prefilled()
+    again = fleet.tell(WorkerDown(reserve.worker, {"a": 1}))[-1]
+    assert isinstance(again, Reserve) and again.num_output_tokens == 1
+    (prefill,) = fleet.report(again.worker, HandoffReserved(fleet.now, "a~1", 16, (1,)))
+    assert prefill == Prefill(P, "a", "a~1", 1, again.worker, 16, (), LEASE)
 
 
 def test_blocks_of_one_memory_domain_are_borrowed_and_leases_are_not_needed() -> None:
@@ -151,7 +170,7 @@ def test_a_cancel_reaches_every_state(stage: int) -> None:
     for step in (fleet.reserved, fleet.prefilled, fleet.delivered)[:stage]:
         step()
     at = {command.worker for command in fleet.tell(Cancelled("a")) if isinstance(command, Drop)}
-    assert at == ({D} if stage == 0 else {P, D})
+    assert at == {P, D}
     for worker in at:
         fleet.report(worker, HandoffReleased(0, "a"))
     fleet.core.check_idle()
@@ -166,9 +185,8 @@ def test_losing_either_worker_of_a_handoff_under_way_begins_another_attempt_on_t
         step()
     commands = fleet.tell(WorkerDown(lost, {"a": 1} if stage == 2 else {}))
     left = D if lost == P else P
-    drops: list[Command] = [] if stage == 0 and lost == D else [Drop(left, "a")]
     count = int(stage == 2)
-    assert commands == [*drops, Restarted("a", "a~1", count), Serve(left, "a", "a~1", count)]
+    assert commands == [Drop(left, "a"), Restarted("a", "a~1", count), Serve(left, "a", "a~1", count)]
 
 
 def test_losing_the_prefill_worker_after_the_delivery_changes_nothing() -> None:
@@ -230,6 +248,69 @@ def test_a_request_whose_prompt_kills_two_workers_is_refused() -> None:
     fleet.core.check_idle()
 
 
+def recall(fleet: Fleet, attempt: str = "a") -> list[Command]:
+    return fleet.report(D, HandoffRecalled(fleet.now, attempt))
+
+
+def test_a_recalled_prompt_gives_up_its_blocks_and_waits_again() -> None:
+    fleet = Fleet("prefill", "decode")
+    fleet.submit()
+    fleet.reserved()
+    ahead = Prefill(P, "a", "a~1", 0, D, NOT_RESERVED, (), LEASE)
+    again = [Restarted("a", "a~1", 0), Reserve(D, "a", "a~1", 0, LEASE, False), ahead]
+    assert recall(fleet) == [Drop(P, "a"), Drop(D, "a"), *again]
+    assert recall(fleet) == [], "a doubled message recalls nothing"
+    fleet.report(P, HandoffReleased(0, "a"))
+    fleet.report(D, fleet.end("a"))
+    fleet.reserved("a~1")
+    fleet.prefilled("a~1")
+    fleet.delivered("a~1")
+    fleet.report(P, HandoffReleased(0, "a~1"))
+    assert the_end(fleet.finished(D, "a~1")).error is None
+    fleet.core.check_idle()
+
+
+def test_recalled_blocks_stay_until_the_worker_that_computes_into_them_has_let_go() -> None:
+    fleet = Fleet("prefill", "decode", memory_domain=0)
+    fleet.submit()
+    fleet.reserved()
+    assert recall(fleet) == [Drop(P, "a"), Restarted("a", "a~1", 0), Reserve(D, "a", "a~1", 0, 0, True)]
+    assert fleet.report(P, fleet.end("a")) == [Drop(D, "a")]
+
+
+def test_a_prompt_that_is_computed_is_not_recalled() -> None:
+    fleet = Fleet("prefill", "decode")
+    fleet.submit()
+    fleet.reserved()
+    fleet.prefilled()
+    assert recall(fleet) == []
+    assert fleet.delivered() == [Release(P, "a")]
+
+
+@pytest.mark.parametrize("policy", ["retry", "fail"])
+def test_a_recall_is_no_failure_however_often_it_comes(policy: str) -> None:
+    fleet = Fleet("prefill", "decode", on_failure=policy, max_attempts=1)
+    fleet.submit()
+    for epoch in range(9):
+        attempt = f"a~{epoch}" if epoch else "a"
+        fleet.reserved(attempt)
+        assert recall(fleet, attempt)[-2] == Reserve(D, "a", f"a~{epoch + 1}", 0, LEASE, False)
+        for worker in (P, D):
+            fleet.report(worker, HandoffReleased(0, attempt))
+    assert fleet.core.num_open == 1 and not fleet.core.counts["retried"]
+
+
+def test_requests_that_wait_for_a_worker_go_before_those_that_wait_for_admission() -> None:
+    fleet = Fleet("both", max_untouched_per_worker=1)
+    fleet.submit("a")
+    fleet.report(0, FirstToken(0, "a"))
+    fleet.submit("b")
+    fleet.submit("c")
+    fleet.tell(WorkerDown(0, {"a": 1}))
+    served = [command.request_id for command in fleet.up(0) if isinstance(command, Serve)]
+    assert served == ["a", "b"]
+
+
 @pytest.mark.parametrize("policy", ["retry", "local", "fail"])
 def test_a_broken_transfer_follows_the_policy(policy: str) -> None:
     fleet = Fleet("prefill", "decode", on_failure=policy)
@@ -239,7 +320,7 @@ def test_a_broken_transfer_follows_the_policy(policy: str) -> None:
     assert {Drop(P, "a"), Drop(D, "a")} <= set(commands)
     last = commands[-1]
     if policy == "retry":
-        assert isinstance(last, Reserve)
+        assert isinstance(last, Prefill) and isinstance(commands[-2], Reserve)
     elif policy == "local":
         assert isinstance(last, Serve)
     else:
@@ -255,7 +336,8 @@ def test_leases_are_renewed_while_a_handoff_is_under_way_and_their_loss_is_a_los
     assert fleet.tell(Tick()) == [Renew(D, ("a",)), Renew(P, ("a",))]
     commands = fleet.report(D, HandoffExpired(0, "a", False))
     assert Drop(P, "a") in commands and Drop(D, "a") not in commands
-    assert isinstance(commands[-1], Reserve) and commands[-1].attempt_id == "a~1"
+    assert [type(command) for command in commands[-2:]] == [Reserve, Prefill]
+    assert isinstance(commands[-1], Prefill) and commands[-1].attempt_id == "a~1"
 
 
 def test_an_answer_that_ends_with_its_first_token_frees_the_place_that_was_reserved() -> None:
@@ -375,10 +457,127 @@ def test_a_changed_role_counts_for_the_next_request_and_for_none_before() -> Non
     assert fleet.tell(RoleChanged(2, "prefill")) == []
     fleet.tell(RoleChanged(P, "decode"))
     fleet.report(commands[0].worker, HandoffReserved(fleet.now, "a", 0, (1,)))
-    (reserve,) = fleet.submit("b")
+    reserve, prefill = fleet.submit("b")
     assert isinstance(reserve, Reserve) and reserve.worker in (0, 1)
-    (prefill,) = fleet.report(reserve.worker, HandoffReserved(fleet.now, "b", 0, (1,)))
     assert isinstance(prefill, Prefill) and prefill.worker == 2
+    assert fleet.report(reserve.worker, HandoffReserved(fleet.now, "b", 0, (1,))) == [Send(2, "b", 0)]
+
+
+def streaming(fleet: Fleet, request_id: str = "a") -> int:
+    """A request gets its first token; returns its worker."""
+    (serve,) = fleet.submit(request_id)
+    assert isinstance(serve, Serve)
+    fleet.report(serve.worker, RequestAdmitted(fleet.now, request_id, 0, True))
+    fleet.report(serve.worker, FirstToken(fleet.now, request_id))
+    return serve.worker
+
+
+def test_a_worker_that_becomes_a_prefill_worker_hands_its_streams_over_where_they_are() -> None:
+    fleet = Fleet("both", "both")
+    here = streaming(fleet)
+    there = 1 - here
+    assert fleet.tell(RoleChanged(here, "prefill", {"a": 3})) == [
+        Drop(here, "a"),
+        Restarted("a", "a~1", 3),
+        Reserve(there, "a", "a~1", 3, LEASE, False),
+    ]
+    (prefill,) = fleet.report(there, HandoffReserved(fleet.now, "a~1", 0, (5,)))
+    assert prefill == Prefill(here, "a", "a~1", 3, there, 0, (), LEASE)
+    fleet.report(here, fleet.end("a"), FirstToken(fleet.now, "a~1"))
+    assert fleet.report(there, HandoffDelivered(fleet.now, "a~1")) == [Release(here, "a~1")]
+    fleet.report(here, HandoffReleased(0, "a~1"))
+    fleet.finished(there, "a~1")
+    assert fleet.core.counts["moved"] == fleet.core.counts["placed_moved"] == 1
+    fleet.core.check_idle()
+
+
+@pytest.mark.parametrize("role", ["decode", "both"])
+def test_a_worker_that_may_still_decode_keeps_its_streams(role: Role) -> None:
+    fleet = Fleet("both", "both")
+    assert fleet.tell(RoleChanged(streaming(fleet), role, {"a": 3})) == []
+
+
+@pytest.mark.parametrize("num_tokens", [0, 3])
+def test_what_has_no_token_yet_or_must_stay_whole_begins_anew_elsewhere(num_tokens: int) -> None:
+    fleet = Fleet("both", "both")
+    (serve,) = fleet.tell(Arrived(Submission("a", 100, 8, hands_off=not num_tokens)))
+    assert isinstance(serve, Serve)
+    here, there = serve.worker, 1 - serve.worker
+    if num_tokens:
+        fleet.report(here, RequestAdmitted(fleet.now, "a", 0, True), FirstToken(fleet.now, "a"))
+    moved = fleet.tell(DrainStarted(here, {"a": num_tokens}))
+    assert moved == [Drop(here, "a"), Restarted("a", "a~1", num_tokens), Serve(there, "a", "a~1", num_tokens)]
+
+
+def test_a_handoff_on_its_way_to_a_worker_that_drains_goes_to_another() -> None:
+    fleet = Fleet("prefill", "decode", "decode")
+    reserve, _ = fleet.submit()
+    assert isinstance(reserve, Reserve)
+    here, there = reserve.worker, 3 - reserve.worker
+    fleet.report(here, HandoffReserved(fleet.now, "a", 0, (5,)))
+    commands = fleet.tell(DrainStarted(here))
+    assert commands[:-1] == [
+        Drop(P, "a"),
+        Drop(here, "a"),
+        Restarted("a", "a~1", 0),
+        Reserve(there, "a", "a~1", 0, LEASE, False),
+    ]
+    assert isinstance(commands[-1], Prefill) and commands[-1].worker == P
+
+
+def test_a_drained_worker_says_so_once_when_nothing_is_left_and_gets_nothing_before_it_is_used_again() -> None:
+    fleet = Fleet("both", "both")
+    here = streaming(fleet)
+    there = 1 - here
+    fleet.tell(DrainStarted(here, {"a": 3}))
+    fleet.report(there, HandoffReserved(fleet.now, "a~1", 0, (5,)))
+    fleet.report(here, fleet.end("a"), FirstToken(fleet.now, "a~1"))
+    fleet.report(there, HandoffDelivered(fleet.now, "a~1"))
+    assert fleet.report(here, HandoffReleased(0, "a~1")) == [Drained(here)]
+    assert fleet.tell(DrainStarted(here)) == []
+    assert [streaming(fleet, name) for name in "bc"] == [there, there]
+    assert fleet.report(here, KVEvents(0, 7, (b"x",))) == []  # of no interest now
+    assert fleet.tell(DrainEnded(here)) == [AskKVSnapshot(here)]
+    assert streaming(fleet, "d") == here
+
+
+def test_a_stream_without_another_worker_ends_where_it_is_and_then_the_worker_is_drained() -> None:
+    fleet = Fleet("both")
+    streaming(fleet)
+    assert fleet.tell(DrainStarted(0, {"a": 3})) == []
+    assert fleet.submit("b") == []  # it waits for a worker
+    end, drained = fleet.finished(0)
+    assert isinstance(end, End) and drained == Drained(0)
+    snapshot, serve = fleet.tell(DrainEnded(0))
+    assert snapshot == AskKVSnapshot(0) and isinstance(serve, Serve)
+
+
+def test_a_worker_that_dies_while_it_drains_is_drained_and_comes_back_draining() -> None:
+    fleet = Fleet("both", "both")
+    here = streaming(fleet)
+    fleet.tell(DrainStarted(here, {"a": 3}))
+    commands = fleet.tell(WorkerDown(here, {"a": 3}))
+    assert Drained(here) in commands and any(isinstance(command, Serve) for command in commands)
+    fleet.up(here)
+    assert streaming(fleet, "b") == 1 - here
+
+
+def test_a_stream_whose_last_token_is_on_its_way_is_left_alone() -> None:
+    fleet = Fleet("both", "both")
+    assert fleet.tell(DrainStarted(streaming(fleet), {"a": 8})) == []
+
+
+def test_some_worker_is_left_for_each_phase() -> None:
+    fleet = Fleet("prefill", "decode", "both")
+    members = fleet.core.members
+    members.check_change(2, None)
+    fleet.tell(DrainStarted(2))
+    for worker, role in ((P, "decode"), (D, "prefill"), (P, None), (D, None)):
+        with pytest.raises(ConflictError, match="no worker that can"):
+            members.check_change(worker, role)
+    members.check_change(P, "both")
+    with pytest.raises(NotFoundError, match="worker is 3; there are 0, 1, 2"):
+        members.check_change(3, None)
 
 
 def test_missed_kv_events_are_asked_for() -> None:
@@ -405,12 +604,15 @@ def test_workers_never_await_one_another_in_a_circle() -> None:
     fleet = Fleet("prefill", "decode")
     fleet.submit("a")
     fleet.tell(RoleChanged(P, "decode"))
-    fleet.tell(RoleChanged(D, "prefill"))
+    fleet.tell(RoleChanged(D, "both"))
     (whole,) = fleet.submit("b")
     assert isinstance(whole, Serve)
     fleet.reserved("a")
     fleet.prefilled("a")
-    (reserve,) = fleet.submit("c")
+    fleet.delivered("a")
+    fleet.finished(D, "a")
+    fleet.tell(RoleChanged(D, "prefill"))
+    reserve, _ = fleet.submit("c")
     assert isinstance(reserve, Reserve) and reserve.worker == P
 
 

@@ -73,6 +73,33 @@ def test_a_prompt_is_computed_into_the_blocks_that_the_decode_worker_reserved() 
     assert output is not None and output.resumed[0].block_ids[: len(reserved.block_ids)] == reserved.block_ids
 
 
+@pytest.mark.parametrize(("held", "cached_there"), [(3, 0), (6, 32), (2, 48), (0, 16)])
+def test_of_a_prompt_for_another_worker_what_is_cached_here_is_copied_and_the_rest_computed(
+    held: int, cached_there: int
+) -> None:
+    hashes = tuple(bytes([number] * 4) for number in range(6))
+    writer = core()
+    if held:
+        first = Request("first", BLOCK * held + 1, 8, block_hashes=hashes[:held])
+        prefill(writer, first)
+        own = tuple(first.block_ids)
+        writer.abort("first", 5)
+    request = borrowing(tuple(range(1000, 1007)), cached_there)
+    request.block_hashes = list(hashes)
+    writer.add_request(request, 6)
+    output = writer.begin_step(6)
+    assert output is not None
+    start = max(held * BLOCK, cached_there)
+    (chunk,) = output.prefills
+    assert (chunk.start, chunk.num_tokens, chunk.block_ids) == (start, 100 - start, tuple(range(1000, 1007)))
+    there = cached_there // BLOCK
+    assert output.block_copies == tuple((own[at], 1000 + at) for at in range(there, held))
+    events = [event for event in writer.end_step(StepResult(output.step_id), 7) if isinstance(event, RequestAdmitted)]
+    assert [event.num_cached_tokens for event in events] == [start]
+    assert writer.release("a", 8) == [HandoffReleased(8, "a")]
+    writer.kv.check()
+
+
 def test_a_worker_without_memory_prefills_for_others() -> None:
     decode, writer = core(first_block=100), core(num_blocks=5)
     assert prefill(writer, borrowing(reserve(decode).block_ids))
@@ -103,6 +130,16 @@ def test_a_drop_ends_an_attempt_of_the_decode_worker_wherever_it_is(stage: str) 
     assert isinstance(event, RequestFinished)
     assert worker.kv.pool.num_used == 0
     worker.kv.check()
+
+
+def test_an_answer_that_its_first_token_completes_here_ends_with_its_delivery() -> None:
+    """The worker that computed the prompt may have a longer context than this one."""
+    worker = EngineCore(EngineConfig(CacheConfig(32, BLOCK), max_model_len=101))
+    reserve(worker)
+    delivered, ended = worker.deliver("a", 1, first_step_ns=0, first_token_ns=1)
+    assert isinstance(delivered, HandoffDelivered)
+    assert isinstance(ended, RequestFinished) and ended.reason == "length" and ended.latency.num_output_tokens == 1
+    assert worker.kv.pool.num_used == 0
 
 
 def test_a_finished_prefill_that_is_dropped_is_released() -> None:

@@ -444,7 +444,7 @@ def test_settings_for_more_sequences_than_the_worker_was_started_for_are_refused
 class LongestFirst(RequestOrder):
     """An order that a stranger adds."""
 
-    def key(self, request: Request) -> OrderKey:
+    def rank(self, request: Request) -> OrderKey:
         return (-request.num_prompt_tokens, request.number)
 
 

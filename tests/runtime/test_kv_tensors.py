@@ -34,6 +34,18 @@ def test_blocks_survive_the_way_to_the_host_and_back() -> None:
             assert not cache[4].any()
 
 
+def test_blocks_are_copied_within_the_memory_of_a_worker() -> None:
+    kv = KVTensors(make_backend(num_layers=2), num_blocks=6)
+    for layer in kv.layers:
+        for cache in layer:
+            cache.normal_()
+    before = [[cache.clone() for cache in layer] for layer in kv.layers]
+    kv.copy_within([(4, 0), (1, 5)])
+    for layer, old_layer in zip(kv.layers, before, strict=True):
+        for cache, old in zip(layer, old_layer, strict=True):
+            assert torch.equal(cache, old[[4, 1, 2, 3, 4, 1]])
+
+
 def test_bytes_per_block_is_what_a_block_takes() -> None:
     backend = make_backend(num_layers=3)
     kv = KVTensors(backend, num_blocks=5)

@@ -11,6 +11,7 @@ from diptych.control.slo import LatencyBreakdown
 from diptych.control.step import TokenLogprobs
 from diptych.serving.answers.answer_stream import AnswerStream, Generation
 from diptych.serving.answers.tokenizer import Tokenizer
+from diptych.serving.fleet.fleet import Fleet
 from diptych.serving.link.engine_options import BUNDLED_MODEL, EngineOptions
 from diptych.serving.link.messages import Loading, Ready
 from diptych.serving.metrics.serving_metrics import ServingMetrics
@@ -47,6 +48,7 @@ class FakeLLM:
         self.tokenizer = TOKENIZER
         self.metrics = ServingMetrics()
         self.timeline = Timeline()
+        self.fleet = Fleet(self.options)  # without workers
         self.ready: Ready | None = Ready(4096, 8192, 100_000, 64, 16, [0], "a fake model")
         self.loading = Loading("pretending")
         self.state = "ready"

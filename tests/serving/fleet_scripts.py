@@ -11,6 +11,7 @@ from in_process_worker import COST, MAX_MODEL_LEN, Host
 from diptych.control.cluster.cluster_config import ClusterConfig, cluster_config
 from diptych.control.config import CacheConfig, EngineConfig, prefill_scheduler
 from diptych.control.request import RequestOptions
+from diptych.control.router.topology import Role
 from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo
 from diptych.serving.fleet.fleet import Fleet
 from diptych.serving.fleet.fleet_options import FleetOptions
@@ -53,6 +54,19 @@ class Script:
             prefill=self.prefill, decode=self.decode, both=self.both, transfer=self.transfer, cluster=self.cluster
         )
 
+    def _with_settings(self, change: WorkerChange) -> WorkerChange:
+        """With the settings that a live fleet gives to a worker that begins, or ends, to do nothing but prefill."""
+        roles: list[Role] = ["prefill"] * self.prefill + ["decode"] * self.decode + ["both"] * self.both
+        for earlier in self.changes[: self.changes.index(change)]:
+            if earlier.worker == change.worker and earlier.role is not None:
+                roles[change.worker] = earlier.role
+        if change.role is None or (change.role == "prefill") == (roles[change.worker] == "prefill"):
+            return change
+        scheduler = engine_options(slo=self.slo).scheduler
+        if change.role == "prefill":
+            scheduler = prefill_scheduler(scheduler, self.slo)
+        return replace(change, scheduler=scheduler)
+
     def scenario(self, *, fast_forward: bool) -> Scenario:
         """As the simulator takes it."""
         options = engine_options(slo=self.slo)
@@ -75,7 +89,7 @@ class Script:
             cluster=self.cluster,
             pools=pools,
             faults=tuple(Fault("crash", worker, at_ns, back_ns) for at_ns, worker, back_ns in self.losses),
-            worker_changes=self.changes,
+            worker_changes=tuple(self._with_settings(change) for change in self.changes),
             fast_forward=fast_forward,
         )
 
@@ -143,9 +157,12 @@ async def play(script: Script, fleet: Fleet, host: Host) -> None:
         time.at(at_ns, MESSAGE, partial(lose, worker, back_ns))
     for change in script.changes:
         if change.role is not None:
-            time.at(change.at_ns, MESSAGE, partial(fleet.change_role, change.worker, change.role))
+            time.at(change.at_ns, MESSAGE, partial(fleet.changes.change_role, change.worker, change.role))
         if change.scheduler is not None:
-            time.at(change.at_ns, MESSAGE, partial(fleet.change_scheduler, change.worker, change.scheduler))
+            time.at(change.at_ns, MESSAGE, partial(fleet.changes.change_scheduler, change.worker, change.scheduler))
+        if change.is_draining is not None:
+            drain = fleet.changes.drain if change.is_draining else fleet.changes.use_again
+            time.at(change.at_ns, MESSAGE, partial(drain, change.worker))
     await time.until(max(spec.arrival_ns for spec in script.requests))
     while len(fleet.streams) or len(fleet.core.members.up) < len(host.workers):
         await time.until(time.now + 100 * MS)

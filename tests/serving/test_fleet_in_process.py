@@ -19,6 +19,7 @@ from diptych.control.events import (
     FirstToken,
     HandoffDelivered,
     HandoffExpired,
+    HandoffRecalled,
     HandoffReleased,
     HandoffReserved,
     KVEvents,
@@ -45,6 +46,7 @@ EXAMPLES: dict[type, Event] = {
         RequestQueued(1, "x", 2),
         RequestAdmitted(1, "x", 0, True),
         HandoffReserved(1, "x", 0, (1, 2)),
+        HandoffRecalled(1, "x"),
         HandoffDelivered(1, "x", 10, 20),
         HandoffReleased(1, "x"),
         HandoffExpired(1, "x", True),
@@ -206,6 +208,23 @@ def test_either_worker_of_a_handoff_may_be_lost_at_any_time(after: type[Event], 
     scenario()
 
 
+@pytest.mark.parametrize("transfer", ["shared_memory", "tcp"])
+def test_a_prompt_whose_blocks_a_stream_needs_is_served_by_its_next_attempt(transfer: str) -> None:
+    @in_virtual_time
+    async def scenario() -> None:
+        async with in_process_fleet(prefill=1, decode=1, cluster=ALWAYS, transfer=transfer) as setup:
+            spy = spy_on(setup)
+            setup.client.submit("a", PROMPT, max_tokens=20)
+            await setup.when(lambda: any(isinstance(event, HandoffReserved) for event in spy.reported()))
+            setup.workers[1].report(HandoffRecalled(setup.time.now, "a"))
+            assert await setup.client.read("a") == expected(PROMPT, 20)
+            assert spy.counts["recalled"] == spy.counts["handoffs"] == 1
+            assert not spy.counts["retried"]
+            await setup.check_nothing_is_left()
+
+    scenario()
+
+
 @in_virtual_time
 async def test_without_any_worker_a_request_waits_for_the_next_one() -> None:
     async with in_process_fleet() as setup:
@@ -232,9 +251,10 @@ async def test_a_broken_transfer_begins_another_attempt() -> None:
     async with in_process_fleet(prefill=1, decode=1, cluster=ALWAYS, transfer="tcp") as setup:
         spy = spy_on(setup)
         setup.client.submit("a", PROMPT)
-        await setup.when(lambda: any(isinstance(event, RequestQueued) for event in spy.reported()))
-        assert setup.workers[0].engine is not None
-        setup.workers[0].engine.connector.break_off("a")
+        engine = setup.workers[0].engine
+        assert engine is not None
+        await setup.when(lambda: engine.connector.is_sending("a"))
+        engine.connector.break_off("a")
         assert await setup.client.read("a") == expected(PROMPT, 8)
         assert spy.core.counts["lost_transfer"] == 1
         await setup.check_nothing_is_left()
@@ -269,9 +289,9 @@ async def test_a_worker_that_refuses_to_start_refuses_the_fleet() -> None:
 @in_virtual_time
 async def test_a_changed_role_sends_the_next_request_elsewhere_and_survives_a_restart() -> None:
     async with in_process_fleet(prefill=1, decode=1, both=1, cluster=ALWAYS) as setup:
-        setup.fleet.change_role(1, "prefill")
-        setup.fleet.change_role(0, "decode")
-        setup.fleet.change_role(2, "decode")
+        setup.fleet.changes.change_role(1, "prefill")
+        setup.fleet.changes.change_role(0, "decode")
+        setup.fleet.changes.change_role(2, "decode")
         stream = setup.client.submit("a", PROMPT, max_tokens=20)
         assert stream.request_id in setup.fleet.streams
         await setup.client.read("a")

@@ -14,7 +14,15 @@ from in_process_worker import COST, MAX_MODEL_LEN, Host
 from virtual_time import in_virtual_time, virtual_time
 
 from diptych.control.cluster.cluster_config import ClusterConfig, cluster_config
-from diptych.control.cluster.cluster_events import CLUSTER_EVENT_CLASSES, Cancelled, Reported, WorkerDown, WorkerUp
+from diptych.control.cluster.cluster_events import (
+    CLUSTER_EVENT_CLASSES,
+    Cancelled,
+    DrainStarted,
+    Reported,
+    RoleChanged,
+    WorkerDown,
+    WorkerUp,
+)
 from diptych.control.cluster.cluster_recording import RecordingClusterCore, Row, canonical_command
 from diptych.control.commands import End, Restarted
 from diptych.control.config import BudgetConfig, SchedulerConfig
@@ -94,7 +102,7 @@ def plain(row: Row, names: Mapping[bytes, bytes], *, has_losses: bool = False) -
 
     the host of a worker: in the simulator each is on one of its own, where they share no memory
     of a handoff, how much travelled and for how long: measured by the receiver, or by the sender
-    of the progress at a loss, all requests but those that lose their attempt
+    of the progress at a loss or a change, all requests but those that lose their attempt
     with has_losses, how many tokens a client has that leaves: where its worker has just died, the simulator only knows
     of the first
     """
@@ -108,7 +116,7 @@ def plain(row: Row, names: Mapping[bytes, bytes], *, has_losses: bool = False) -
         fields["events"] = [(type(happened).__name__, values) for happened, values in named]
     elif isinstance(event, WorkerUp):
         del fields["info"]["host"]
-    elif isinstance(event, WorkerDown):
+    elif isinstance(event, WorkerDown | RoleChanged | DrainStarted):
         lost = {command.request_id for command in commands if isinstance(command, Restarted | End)}
         fields["progress"] = {name: count for name, count in event.progress.items() if count and name in lost}
     elif isinstance(event, Cancelled) and has_losses:
@@ -187,6 +195,16 @@ SCRIPTS: dict[str, Script] = {
         decode=2,
         cluster=ALWAYS,
         changes=(WorkerChange(20 * MS, 1, "prefill"), WorkerChange(95 * MS, 0, "decode")),
+    ),
+    "workers that are drained and used again": Script(
+        SERVED,
+        prefill=1,
+        decode=2,
+        changes=(
+            WorkerChange(33 * MS, 1, is_draining=True),
+            WorkerChange(93 * MS, 1, is_draining=False),
+            WorkerChange(94 * MS, 2, is_draining=True),
+        ),
     ),
     "schedulers that change": Script(
         SERVED,

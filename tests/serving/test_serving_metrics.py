@@ -188,7 +188,7 @@ def test_transfers_and_the_clusters_own_counts_are_there_with_their_reasons() ->
     metrics = ServingMetrics()
     counts = {
         "placed_remote": 3, "placed_both": 2, "lost_worker": 1, "refused_queue_full": 4, "expired_deadline": 5,
-        "retried": 6, "poison": 7, "leases_expired": 8,
+        "retried": 6, "poison": 7, "leases_expired": 8, "recalled": 9,
     }  # fmt: skip
     metrics.fleet.view = lambda: FleetView(counts=counts, alarm="the index is wrong")
     metrics.on_transfer(1000, 3 * NS_PER_MS)
@@ -204,4 +204,5 @@ def test_transfers_and_the_clusters_own_counts_are_there_with_their_reasons() ->
     assert value(metrics, "diptych:request_retries_total") == 6
     assert value(metrics, "diptych:poison_requests_total") == 7
     assert value(metrics, "diptych:kv_leases_expired_total") == 8
+    assert value(metrics, "diptych:handoffs_recalled_total") == 9
     assert value(metrics, "diptych:router_cache_alarm") == 1

@@ -9,10 +9,11 @@ from dataclasses import replace
 from diptych.control.admission.admission_config import AdmissionConfig, ServiceClassConfig
 from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.cluster.cluster_events import ClusterEvent, WorkerDown, WorkerUp
-from diptych.control.commands import Command, Drop, End, Prefill, Release, Renew, Reserve, Restarted, Serve
-from diptych.control.config import EngineConfig
+from diptych.control.commands import Command, Drained, Drop, End, Prefill, Release, Renew, Reserve, Restarted, Serve
+from diptych.control.config import AdmissionName, BudgetConfig, CapsConfig, EngineConfig
+from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.reports import LoadReport
-from diptych.control.events import Event, HandoffReserved, RequestFinished
+from diptych.control.events import Event, FirstToken, HandoffRecalled, HandoffReserved, RequestFinished
 from diptych.control.request import FinishReason
 from diptych.control.router.routing import RoutingConfig
 from diptych.control.router.topology import ROLES, Role
@@ -24,9 +25,12 @@ from diptych.simulation.fleet.simulated_cluster import SimulatedCluster
 from diptych.simulation.results import REASONS
 from diptych.simulation.scenario import Scenario, WorkerChange
 from diptych.workload.spec import RequestSpec
+from tests.control.stream_law import StreamLaw
 from tests.simulation.linear_cost import LinearCost
 from tests.simulation.scenarios import check_is_empty, check_row, random_engine_config, random_spec
 
+CROWDED_EVERY, CROWDED = 7, (3, 6)  # of so many seeds, these have little memory and long answers
+ADMISSIONS: tuple[AdmissionName, ...] = ("greedy", "greedy", "expected")
 LIMIT_NS = 4000 * NS_PER_S  # of virtual time: whatever is not over by then never will be
 ALLOWED_ERRORS = (
     "the context holds",
@@ -43,9 +47,9 @@ ALLOWED_ERRORS = (
 )
 
 
-def random_fleet(rng: random.Random) -> tuple[Pools | None, int]:
-    """Two to 64 workers of all roles, alone, in pairs or all on one host."""
-    most = rng.choice([1, 2, 2, 3, 3, 8, 8, 21])
+def random_fleet(rng: random.Random, sizes: tuple[int, ...]) -> tuple[Pools | None, int]:
+    """At most three times a size of workers of all roles, alone, in pairs or all on one host."""
+    most = rng.choice(sizes)
     numbers = (rng.randint(1, most), rng.randint(1, most), rng.choice([0, 0, rng.randint(1, most)]))
     if rng.random() < 0.1:
         numbers = (rng.choice([0, 1]), 0, 1 + rng.randrange(most))
@@ -96,6 +100,30 @@ def fitting_spec(rng: random.Random, arrival_ns: int, worker: EngineConfig) -> R
     return spec
 
 
+def crowded(rng: random.Random, worker: EngineConfig) -> EngineConfig:
+    """One that lets in all that fits now, so that its streams lose their blocks when they grow."""
+    cache = worker.cache
+    num_blocks = rng.choice([160, 300, 500]) // cache.block_size + cache.watermark_blocks
+    scheduler = replace(worker.scheduler, max_num_seqs=rng.choice([8, 24]), max_waiting=4096)
+    if scheduler.budget.kind != "whole" and rng.random() < 0.5:  # prompts take many steps
+        small = BudgetConfig(scheduler.budget.kind, 32, 8 * NS_PER_MS, min_chunk_tokens=1)
+        scheduler = replace(scheduler, budget=small, caps=CapsConfig(rng.choice([0, 1, 2])))
+    return replace(
+        worker, scheduler=scheduler, cache=replace(cache, num_blocks=num_blocks, admission=rng.choice(ADMISSIONS))
+    )
+
+
+def growing_spec(rng: random.Random, arrival_ns: int, worker: EngineConfig) -> RequestSpec:
+    """A request with a long answer that can be served."""
+    room = min(
+        worker.max_model_len, (worker.cache.num_blocks - worker.cache.watermark_blocks) * worker.cache.block_size
+    )
+    spec = random_spec(rng, arrival_ns)
+    prompt = rng.randrange(1, room // 2)
+    output = min(rng.choice([30, 60, 140]), room - prompt - 1)
+    return replace(spec, prompt_tokens=prompt, output_tokens=output, max_tokens=None)
+
+
 def random_changes(
     rng: random.Random, worker: EngineConfig, pools: Pools | None, num_workers: int, until_ns: int
 ) -> tuple[WorkerChange, ...]:
@@ -112,7 +140,8 @@ def random_changes(
             most = min(engine.scheduler.max_num_seqs, scheduler.max_num_seqs)
             scheduler = replace(scheduler, max_num_seqs=most, max_waiting=4096)
         role: Role | None = rng.choice(ROLES) if pools and (scheduler is None or rng.random() < 0.5) else None
-        changes.append(WorkerChange(rng.randrange(1, until_ns), number, role, scheduler))
+        is_draining = rng.choice([True, False]) if pools and role is scheduler is None else None
+        changes.append(WorkerChange(rng.randrange(1, until_ns), number, role, scheduler, is_draining))
     return tuple(sorted(changes, key=lambda change: change.at_ns))
 
 
@@ -122,17 +151,21 @@ def random_schedule(seed: int, *, fast_forward: bool = True) -> Scenario:
     worker = random_engine_config(rng)
     if rng.random() < 0.8:
         worker = replace(worker, scheduler=replace(worker.scheduler, max_waiting=4096))
-    pools, num_workers = random_fleet(rng)
+    is_crowded = seed % CROWDED_EVERY in CROWDED
+    if is_crowded:
+        worker = crowded(rng, worker)
+    pools, num_workers = random_fleet(rng, (1, 1, 2) if is_crowded else (1, 2, 2, 3, 3, 8, 8, 21))
     if pools is not None and rng.random() < 0.3:
         other = random_engine_config(rng)
         cache = replace(worker.cache, num_blocks=other.cache.num_blocks)
         pools = replace(pools, prefill=replace(worker, scheduler=other.scheduler, cache=cache))
     arrival_ns, specs = 0, []
     mean_gap_ns = rng.choice([1, 5, 30]) * NS_PER_MS
+    make_spec = growing_spec if is_crowded else fitting_spec
     is_storm = rng.random() < 0.15
     for _ in range(rng.choice([5, 15, 40])):
         arrival_ns += rng.choice([0, rng.randrange(2 * mean_gap_ns)])
-        spec = fitting_spec(rng, arrival_ns, worker)
+        spec = make_spec(rng, arrival_ns, worker)
         if is_storm and rng.random() < 0.7:
             spec = replace(spec, abort_after_ns=rng.randrange(1, 100 * NS_PER_MS))
         specs.append(spec)
@@ -175,9 +208,11 @@ class AuditedCluster(SimulatedCluster):
         self._lives: dict[tuple[int, str], tuple[int, int, tuple[int, ...]]] = {}  # attempt -> owner, its life, blocks
         self._reserved: dict[str, int] = {}  # attempt -> the life of its decode worker in which it got its blocks
         self._fruitless: dict[str, int] = {}
-        self._preempted: dict[
-            int, set[str]
-        ] = {}  # worker -> streams that wait there for new blocks, as of its last report
+        self._is_changing = False
+        self.streams: dict[int, StreamLaw] = {}
+        self.num_waits = 0  # streams that lost their blocks
+        self._planned: dict[int, SchedulerOutput] = {}  # the newest plan of each worker
+        self._recalled: set[str] = set()  # attempts whose blocks were needed for a stream
         self._ready: set[int] = set()  # as the core was told
         self._owner_of: dict[str, int] = {}  # attempt that is computed into borrowed blocks -> whose they are
         if self.transfers is not None:
@@ -187,6 +222,7 @@ class AuditedCluster(SimulatedCluster):
         """A step begins or ends: the blocks that it writes belong to the attempt for which it does, here or
         elsewhere."""
         core = self.workers[worker].engine
+        self._audit_streams(worker, core, output)
         for chunk in output.prefills:
             request = core.requests.get(chunk.request_id)
             key = (worker, chunk.request_id)
@@ -196,6 +232,17 @@ class AuditedCluster(SimulatedCluster):
             if key in self._lives:
                 self.num_borrowed_steps += 1
                 self._check_borrowed(chunk.request_id, *self._lives[key])
+
+    def _audit_streams(self, worker: int, core: EngineCore, output: SchedulerOutput) -> None:
+        if self._planned.get(worker) is output:  # it ends
+            return
+        self._planned[worker] = output
+        law = self.streams.get(worker)
+        if law is None or law.engine is not core:  # a new process
+            law = self.streams[worker] = StreamLaw(core)
+        before = law.num_waits
+        law.check(output)
+        self.num_waits += law.num_waits - before
 
     def _check_borrowed(self, attempt_id: str, owner: int, life: int, block_ids: tuple[int, ...]) -> None:
         is_used = self.lives.is_alive(owner) and owner in self.core.members.up
@@ -209,17 +256,14 @@ class AuditedCluster(SimulatedCluster):
     def on_report(
         self, worker: int, events: list[Event], load: LoadReport | None, ended: SchedulerOutput | None
     ) -> None:
-        scheduler = self.workers[worker].engine.scheduler
-        preempted = {request.request_id: request for request in scheduler.waiting if request.num_preemptions}
-        still = [request for name, request in preempted.items() if name in self._preempted.get(worker, ())]
-        self._preempted[worker] = set(preempted)
         for event in events:
             if isinstance(event, HandoffReserved):
                 self._reserved[event.request_id] = self.lives.life(worker)
-                newcomer = self.workers[worker].engine.requests[event.request_id]
-                assert all(request.order_key > newcomer.order_key for request in still), (
-                    f"{event.request_id} got blocks while a stream that was preempted waits for its own"
-                )
+            elif isinstance(event, FirstToken) and (request := self._of_attempt(event.request_id)):
+                has_place = not request.is_handoff or event.request_id in self._reserved
+                assert has_place, f"{event.request_id} has a token and no place to go on"
+            elif isinstance(event, HandoffRecalled):
+                self._recalled.add(event.request_id)
         super().on_report(worker, events, load, ended)
 
     def _audit_arrival(self, attempt_id: str, source: int, target: int) -> None:
@@ -237,21 +281,34 @@ class AuditedCluster(SimulatedCluster):
         super()._tell(event, later=later)
 
     def _carry_out(self, command: Command) -> None:
-        if not isinstance(command, Release | Drop | Renew | End | Restarted):
+        if not isinstance(command, Release | Drop | Renew | End | Restarted | Drained):
             assert command.worker in self._ready, "a command for a worker that is down"
         if isinstance(command, Serve | Reserve | Prefill):
             assert command.worker in self.core.members.up, "a request for a worker that may not be used"
+        if isinstance(command, Serve | Reserve):
+            assert command.worker not in self.core.members.draining, "a request for a worker that drains"
+        if isinstance(command, Drained):
+            assert not self.workers[command.worker].engine.requests or command.worker not in self._ready
         if isinstance(command, Prefill) and command.borrowed:
             self._owner_of[command.attempt_id] = command.target
         super()._carry_out(command)
+
+    def _change(self, change: WorkerChange) -> None:
+        self._is_changing = True
+        super()._change(change)
+        self._is_changing = False
 
     def _restart(self, command: Restarted) -> None:
         request = self._open.get(command.request_id)
         if request is None:
             return
-        before, has_token = request.num_tokens, request.has_token
+        before, has_token, was_recalled = request.num_tokens, request.has_token, request.attempt_id in self._recalled
         super()._restart(command)
         assert request.num_tokens >= before + has_token, "the core counts fewer tokens than the client has"
+        if was_recalled or self._is_changing:  # not lost
+            if request.num_tokens > before:
+                self._fruitless[command.request_id] = 0
+            return
         streak = 1 if request.num_tokens > before else self._fruitless.get(command.request_id, 0) + 1
         assert streak < self.core.config.max_attempts or request.num_tokens > before
         self._fruitless[command.request_id] = streak

@@ -53,6 +53,9 @@ ISA_HELP = "Instructions of the CPU kernels; auto: the fastest set of this machi
 QUANTIZE_HELP = "Weights of 8 or 4 bits, made from the checkpoint's when it is loaded; on a CPU."
 UNTOUCHED_NAMES = ("--max-untouched-per-worker", "--edge-depth")  # the second is the old name
 UNTOUCHED_HELP = "Requests per worker without a first token; more wait in the queue (0: none wait). Default: 64."
+BOTH_HELP = "Workers that do both. Default: 1 if there is no other."
+MAX_QUEUED_HELP = "Requests that may wait in the queue; more get 429. Default: 4096."
+ADMIN_KEY_HELP = "Ask for this key at /admin. Default: only programs on this machine are answered there."
 API_KEY_HELP = "Accept this key (Authorization: Bearer KEY). Repeatable; each key is a tenant, tenants share fairly."
 SCHEDULER, MEMORY, MACHINE = "Scheduler (details; --shape presets them)", "Memory", "Machine"
 
@@ -73,6 +76,7 @@ def serve(
     host: Annotated[str, option("Address to listen on. 0.0.0.0: reachable from everywhere.", SERVER)] = "127.0.0.1",
     port: Annotated[int, option("Port; 0 picks a free one.", SERVER)] = 8000,
     api_key: Annotated[Strings, option(API_KEY_HELP, SERVER, envvar="DIPTYCH_API_KEY")] = None,
+    admin_key: Annotated[Text, option(ADMIN_KEY_HELP, SERVER, envvar="DIPTYCH_ADMIN_KEY")] = None,
     max_waiting: Annotated[Whole, option("Requests that may wait on each worker; more get 429.", SERVER)] = None,
     max_body: Annotated[str, option("Largest request body; more gets 413.", SERVER)] = "16MiB",
     drain_timeout: Annotated[float, option("Seconds for running requests after SIGTERM.", SERVER)] = 30.0,
@@ -80,7 +84,8 @@ def serve(
     record: Annotated[Path | None, option("Record all decisions to this file, for diptych replay.", SERVER)] = None,
     prefill: Annotated[int, option("Workers that prefill.", WORKERS)] = 0,
     decode: Annotated[int, option("Workers that decode.", WORKERS)] = 0,
-    both: Annotated[Whole, option("Workers that do both. Default: 1 if there is no other.", WORKERS)] = None,
+    both: Annotated[Whole, option(BOTH_HELP, WORKERS, "--both", "--workers")] = None,
+    max_workers: Annotated[Whole, option("Workers that there may be, with those added later.", WORKERS)] = None,
     routing: Annotated[RoutingName | None, option("How workers are chosen.", WORKERS)] = None,
     disaggregate: Annotated[Disaggregate | None, option("Whether two workers share a request.", WORKERS)] = None,
     transfer: Annotated[
@@ -91,9 +96,7 @@ def serve(
     heartbeat_timeout: Annotated[float, option("Seconds without heartbeat until a worker is killed.", WORKERS)] = 10.0,
     cores_per_worker: Annotated[Text, option("Cores per worker: a number, or lists of CPUs 0-3/4-7.", WORKERS)] = None,
     max_untouched_per_worker: Annotated[Whole, option(UNTOUCHED_HELP, WORKERS, *UNTOUCHED_NAMES)] = None,
-    max_queued: Annotated[
-        Whole, option("Requests that may wait in the queue; more get 429. Default: 4096.", WORKERS)
-    ] = None,
+    max_queued: Annotated[Whole, option(MAX_QUEUED_HELP, WORKERS)] = None,
     max_queued_per_key: Annotated[Whole, option("Of these, requests of one API key (0: no limit).", WORKERS)] = None,
     ttft_slo_ms: Annotated[Number, option("Time to first token, for requests that name none.", OBJECTIVES)] = None,
     tpot_slo_ms: Annotated[Number, option("Time per later token, for requests that name none.", OBJECTIVES)] = None,
@@ -151,7 +154,7 @@ def engine_options(given: dict[str, Any]) -> EngineOptions:
 def fleet_options(given: dict[str, Any]) -> FleetOptions:
     """The workers from the values of the options of ``serve``. Raises ConfigError."""
     return FleetOptions(
-        **picked(given, "prefill", "decode", "both", "transfer", "kv_codec", "cores_per_worker"),
+        **picked(given, "prefill", "decode", "both", "max_workers", "transfer", "kv_codec", "cores_per_worker"),
         heartbeat_timeout_s=given["heartbeat_timeout"],
         cluster=cluster_config(**picked(given, *CLUSTER_OPTIONS)),
     )
@@ -172,6 +175,7 @@ def _serve(options: EngineOptions, workers: FleetOptions, name: str, given: dict
         **picked(given, "host", "port", "log_level"),
         served_model_name=name,
         api_keys=tuple(given["api_key"] or ()),
+        admin_key=given["admin_key"] or None,
         max_body_bytes=parse_bytes(given["max_body"], "max_body"),
         drain_timeout_s=given["drain_timeout"],
     )

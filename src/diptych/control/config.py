@@ -236,6 +236,19 @@ def shape_preset(shape: ShapeName, **overrides: Any) -> SchedulerConfig:
     return replace(base, **overrides)
 
 
+def reshaped(scheduler: SchedulerConfig, shape: ShapeName) -> SchedulerConfig:
+    """The preset of another shape with the limits, the preemption and the step time of these settings."""
+    base = shape_preset(shape)
+    return replace(
+        base,
+        order="priority" if scheduler.order == "priority" else base.order,
+        budget=replace(base.budget, target_ns=scheduler.budget.target_ns),
+        preemption=scheduler.preemption,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_waiting=scheduler.max_waiting,
+    )
+
+
 def scheduler_config(
     shape: ShapeName,
     *,

@@ -7,7 +7,9 @@
     |   |-- InvalidRequestError      400
     |   |   `-- ContextLengthError       400, code context_length_exceeded
     |   |-- AuthenticationError      401
+    |   |-- PermissionDeniedError    403
     |   |-- NotFoundError            404
+    |   |-- ConflictError            409
     |   |-- BodyTooLargeError        413
     |   |-- OverloadedError          429, with Retry-After
     |   `-- UnavailableError         503, with Retry-After
@@ -74,11 +76,26 @@ class AuthenticationError(RequestError):
     code = "invalid_api_key"
 
 
+class PermissionDeniedError(RequestError):
+    """This caller may not do that."""
+
+    status = 403
+    type = "permission_error"
+    code = "forbidden"
+
+
 class NotFoundError(RequestError):
     """The model or the path does not exist here."""
 
     status = 404
     type = "not_found_error"
+
+
+class ConflictError(RequestError):
+    """What was asked for cannot be done in the present state of the server."""
+
+    status = 409
+    code = "conflict"
 
 
 class BodyTooLargeError(RequestError):

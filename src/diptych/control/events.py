@@ -34,12 +34,14 @@ class RequestAdmitted:
 
 @dataclass(frozen=True, slots=True)
 class RequestPreempted:
-    """A decode lost its place. swapped: its KV moved to the host tier (otherwise it will be recomputed)."""
+    """A request lost its place. swapped: its KV moved to the host tier (otherwise it will be recomputed). is_stream: it
+    decoded (otherwise its prompt was being computed)."""
 
     time_ns: int
     request_id: str
     swapped: bool
     by_priority: bool
+    is_stream: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,15 @@ class HandoffReserved:
     request_id: str
     num_cached_tokens: int
     block_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffRecalled:
+    """A decode worker needs the blocks of this reservation for a stream that has lost its own. It gives them up when it
+    is told to drop the attempt."""
+
+    time_ns: int
+    request_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +197,7 @@ Event = (
     | RequestPreempted
     | RequestResumed
     | HandoffReserved
+    | HandoffRecalled
     | HandoffDelivered
     | HandoffReleased
     | HandoffExpired

@@ -9,7 +9,7 @@ Request          one attempt at it, on one worker (engine)
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 
 from diptych.control.errors import InvalidRequestError
 from diptych.control.slo import Slo
@@ -134,6 +134,14 @@ class Submission:
     hands_off: bool = True
 
 
+class Standing(IntEnum):
+    """What waiting costs the client of a request: wherever requests wait, lower goes first."""
+
+    STREAM = 0  # it has a part of the answer, and sees a gap in the middle of it
+    RETURNING = 1  # it has waited before, for an attempt that was lost or recalled
+    NEW = 2
+
+
 class Request:
     """One request on one worker: the mutable record that the scheduler owns.
 
@@ -153,6 +161,7 @@ class Request:
         "handoff_end_ns",
         "hands_off",
         "host_block_ids",
+        "is_ahead",
         "is_long",
         "last_resume_tick",
         "lease_ns",
@@ -173,6 +182,7 @@ class Request:
         "reads_prefix_cache",
         "request_id",
         "slo",
+        "standing_at_arrival",
     )
 
     def __init__(
@@ -192,12 +202,14 @@ class Request:
         self.options = options
         self.slo = options.slo  # and the engine's own objectives where it has none
         self.reads_prefix_cache = reads_prefix_cache
+        self.standing_at_arrival = Standing.NEW
         self.number = -1  # arrival number on this worker: the tie-breaker of every order
         self.order_key: tuple[int, ...] = ()
         self.arrival_ns = 0
         self.first_step_ns: int | None = None
         self.first_token_ns: int | None = None
         self.hands_off = False  # after the first token another worker decodes it
+        self.is_ahead = False  # with hands_off: that worker has no blocks for it yet
         self.borrowed_block_ids: tuple[int, ...] = ()  # of the worker that will decode it: computed into directly
         self.num_borrowed_tokens = 0  # leading tokens whose KV these blocks hold already
         self.lease_ns = 0  # with hands_off: how long its blocks are kept without a renewal (0: without limit)
@@ -242,6 +254,16 @@ class Request:
     def num_tokens(self) -> int:
         """Prompt plus sampled tokens (while decoding: ask the decode batch, which counts for its members)."""
         return self.num_prompt_tokens + self.num_output_tokens
+
+    @property
+    def standing(self) -> Standing:
+        """As of now."""
+        return Standing.STREAM if self.num_output_tokens else self.standing_at_arrival
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether its client has a part of the answer."""
+        return self.num_output_tokens > 0 or self.standing_at_arrival is Standing.STREAM
 
     @property
     def is_handed_off(self) -> bool:

@@ -45,16 +45,17 @@ class ResumedDecode:
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """The plan of one step. Executors apply it in this order: finished, paused, swap_out, swap_in, resumed,
-    new_blocks, then compute prefills and decodes together.
+    """The plan of one step. Executors apply it in this order: finished, paused, swap_out, block_copies, swap_in,
+    resumed, new_blocks, then compute prefills and decodes together.
 
     finished: requests that ended; forget everything. paused: requests that left the decode batch but will come back
-    (keep their tokens). swap_out / swap_in: (device block, host block) / (host block, device block) copies. new_blocks:
-    (request_id, block id) appended to the block table of a decode member. num_decodes: members of the decode batch that
-    compute a token in this step (0: the decode batch rests). max_repeats: if no message arrives, this many steps (>= 1)
-    in a row decide nothing: the batch stays, no request ends before the last of them, and the blocks that members need
-    meanwhile are there. A live executor runs one step of it and asks again; a simulated one may take them at once and
-    say so to ``EngineCore.end_step``.
+    (keep their tokens). swap_out / swap_in: (device block, host block) / (host block, device block) copies.
+    block_copies: (cached block here, block of another worker of the same memory that a prefill is computed into).
+    new_blocks: (request_id, block id) appended to the block table of a decode member. num_decodes: members of the
+    decode batch that compute a token in this step (0: the decode batch rests). max_repeats: if no message arrives, this
+    many steps (>= 1) in a row decide nothing: the batch stays, no request ends before the last of them, and the blocks
+    that members need meanwhile are there. A live executor runs one step of it and asks again; a simulated one may take
+    them at once and say so to ``EngineCore.end_step``.
     """
 
     step_id: int
@@ -69,6 +70,7 @@ class SchedulerOutput:
     features: "StepFeatures" = field(default_factory=lambda: StepFeatures())
     predicted_ns: int = 0
     max_repeats: int = 1
+    block_copies: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_prefill_tokens(self) -> int:

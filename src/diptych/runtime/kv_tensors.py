@@ -17,7 +17,8 @@ class KVTensors:
     """All layers' caches on the device, and the host tier beside them (the source of swapped requests).
 
     The caches are this worker's own, or those of ``pool``: then they hold the blocks of all its workers, of which
-    ``num_blocks`` from ``first_block`` on belong to this one. Swapping names own blocks only.
+    ``num_blocks`` from ``first_block`` on belong to this one. Swapping names own blocks only; prefills and
+    ``copy_within`` write into others' where those have reserved them for it.
     """
 
     def __init__(
@@ -48,6 +49,11 @@ class KVTensors:
         """Copy (host block, device block) pairs."""
         for source, target in zip(self._host, self.layers, strict=True):
             self._copy(source, target, pairs)
+
+    def copy_within(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy (own block, block of another worker of the pool) pairs."""
+        for layer in self.layers:
+            self._copy(layer, layer, pairs)
 
     def _host_twin(self, cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
         pinned = cache.device.type == "cuda"

@@ -215,6 +215,8 @@ class ModelRunner:
             batch.leave(request_id, keep_tokens=True)
         if output.swap_out:
             self.kv.copy_to_host(output.swap_out)
+        if output.block_copies:
+            self.kv.copy_within(output.block_copies)
         if output.swap_in:
             self.kv.copy_from_host(output.swap_in)
         for resumed in output.resumed:

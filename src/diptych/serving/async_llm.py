@@ -49,7 +49,7 @@ class AsyncLLM:
         self._long_texts = asyncio.Semaphore(MAX_LONG_TEXTS)
         self._streams = self.fleet.streams
         fleet_options = self.fleet.fleet
-        reads_hashes = fleet_options.cluster.routing.routing == "kv_aware" and len(fleet_options.roles) > 1
+        reads_hashes = fleet_options.cluster.routing.routing == "kv_aware" and len(fleet_options.slots) > 1
         self._needs_hashes = reads_hashes and self.options.memory.prefix_cache
 
     async def start(self, *, wait: bool = True) -> None:

@@ -62,7 +62,7 @@ class Collector:
                     self._handoffs[event.request_id] = event.time_ns
                 else:
                     streams.joined.append((event.time_ns, 1))
-            elif type(event) is RequestPreempted:
+            elif type(event) is RequestPreempted and event.is_stream:
                 usage.num_preemptions += 1
                 streams.preempted[event.request_id] = streams.last_token_ns
             elif type(event) is RequestResumed:

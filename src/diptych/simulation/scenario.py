@@ -1,4 +1,4 @@
-"""What to simulate: a fleet of equal workers, a workload, faults and a seed, in one frozen record."""
+"""What to simulate: a fleet, a workload, faults and a seed, in one frozen record."""
 
 from dataclasses import dataclass, field, replace
 
@@ -29,12 +29,14 @@ def load_balancer(routing: RoutingName = "least_loaded") -> ClusterConfig:
 
 @dataclass(frozen=True, slots=True)
 class WorkerChange:
-    """From ``at_ns`` on a worker is meant for other work, or schedules by other settings (None: as before)."""
+    """From ``at_ns`` on a worker is meant for other work, schedules by other settings, or is drained or used again
+    (None: as before)."""
 
     at_ns: int
     worker: int
     role: Role | None = None
     scheduler: SchedulerConfig | None = None
+    is_draining: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +45,9 @@ class Scenario:
 
     cluster: the settings of the front end's ClusterCore (default: as ``diptych serve``; links, objectives and seed are
     filled in). record_events: keep the whole event log (memory grows with the run). fast_forward: take decode steps in
-    which nothing can change all at once; the log is the same either way. pools: prefill and decode on separate workers
-    (then they say how many there are). warm_up: measured steps that the step-time model begins with, as a live worker's
+    which nothing can change all at once; the log is the same either way (lanes of a pipeline take step after step).
+    pools: workers that differ in role, settings or cost (then they say how many there are; engine and cost are those of
+    pools that have none of their own). warm_up: measured steps that the step-time model begins with, as a live worker's
     does (empty: the usual ones, at what the cost model says). front_end: what passes before a request reaches the
     cluster; part of its queueing time. swap_block_ns: copying one block between device and host, one after the other.
     watch: how failures are noticed.
@@ -67,8 +70,10 @@ class Scenario:
     watch: Watch = field(default_factory=Watch)
 
     def __post_init__(self) -> None:
-        if self.pools is None and any(change.role is not None for change in self.worker_changes):
-            raise ConfigError("a worker can change its role only in a fleet with pools", param="worker_changes")
+        changes = ((change.role, change.is_draining) for change in self.worker_changes)
+        if self.pools is None and any(change != (None, None) for change in changes):
+            message = "a worker can change its role or be drained only in a fleet with pools"
+            raise ConfigError(message, param="worker_changes")
         if self.pools is not None:
             object.__setattr__(self, "num_workers", self.pools.num_workers)
         if self.num_workers < 1:
@@ -79,7 +84,8 @@ class Scenario:
         """``cluster`` with the links between these workers, their objectives, and the seed."""
         links = LinkCosts()
         if self.pools is not None:
-            network = LinkCost(*LINKS[self.pools.link])
+            bandwidth, latency_ns = LINKS[self.pools.link]
+            network = LinkCost(bandwidth * min(pool.nics for pool in self.pools.pools), latency_ns)
             near_ns = LINKS["shared_memory"][1]
             links = LinkCosts(self.pools.kv_bytes_per_token, memory_latency_ns=near_ns, host=network, network=network)
         routing = replace(self.cluster.routing, links=links, seed=self.seed)

@@ -125,7 +125,8 @@ class Lane:
             is_given_away = self.receivers.get(event.request_id, self.worker) != self.worker
             self._move(event.request_id, "handoff" if is_given_away else "decode", event.time_ns)
         elif isinstance(event, RequestPreempted):
-            self._end_recomputation(event.request_id)
+            if event.is_stream:
+                self._end_recomputation(event.request_id)
             if self._move(event.request_id, "swapped" if event.swapped else "queue", event.time_ns):
                 self._count_waiting(event.time_ns, 1)
         elif isinstance(event, RequestResumed):

@@ -221,7 +221,7 @@ def _detail(event: Milestone) -> dict[str, Any]:
     if isinstance(event, RequestAdmitted):
         return {"num_cached_tokens": event.num_cached_tokens, "is_first": event.is_first}
     if isinstance(event, RequestPreempted):
-        return {"swapped": event.swapped, "by_priority": event.by_priority}
+        return {"swapped": event.swapped, "by_priority": event.by_priority, "is_stream": event.is_stream}
     if isinstance(event, HandoffReserved):
         return {"num_cached_tokens": event.num_cached_tokens}
     if isinstance(event, HandoffExpired):

@@ -40,7 +40,7 @@ class Roster:
             self.join(event.request_id, event.time_ns)
         elif isinstance(event, RequestPreempted):
             self.leave(event.request_id, event.time_ns)
-            if not event.swapped:
+            if event.is_stream and not event.swapped:
                 self._recomputed[event.request_id] = 0
         elif isinstance(event, RequestFinished | HandoffReleased | HandoffExpired):
             self.leave(event.request_id, event.time_ns)

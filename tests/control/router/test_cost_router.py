@@ -112,7 +112,7 @@ def brute_force(router: CostRouter, request: RoutingRequest, answer: int, now: i
             if p == d or source.role == "decode" or target.role == "prefill" or source.role == target.role == "both":
                 continue
             there = views[d].prices
-            cached = held[d] if level(source, target) is Level.MEMORY else held[p]
+            cached = max(held[d], held[p]) if level(source, target) is Level.MEMORY else held[p]
             cost = queue_ns(prices, now) + prompt_ns(prices, num_tokens - cached, cached)
             if level(source, target) is not Level.MEMORY:
                 cost += prices.block * -(-left // SIZE)
@@ -412,6 +412,36 @@ def test_a_worker_whose_role_has_changed_gets_the_requests_of_its_new_role() -> 
     router.set_down(1)
     router.set_up(WorkerInfo(1, "decode", 1000, SIZE, memory_domain=0))
     assert {route(router, ask(f"back{number}")).prefill for number in range(4)} == {0}
+
+
+def test_a_stream_that_leaves_goes_from_its_worker_to_the_cheapest_other_that_decodes() -> None:
+    busy = replace(REPORT, backlog_ns=NS_PER_S, used_blocks=900)
+    router = router_of("prefill", "decode", "decode", "both", reports={2: busy, 3: busy})
+    stream(router, 3, 1)
+    moved = route(router, ask("stream3.0", 1, 200, num_output_tokens=40, leaves=3))
+    assert (moved.prefill, moved.decode, moved.reason) == (3, 1, "moved")
+    whole = route(router, ask("stream3.0", 1, 200, num_output_tokens=40, leaves=3, hands_off=False))
+    assert (whole.prefill, whole.decode, whole.reason) == (1, 1, "moved")
+    router.set_down(1)
+    router.set_down(2)
+    assert router.route(ask("stream3.0", 1, 200, leaves=3), 0) is None
+    assert "stream3.0" in router._sent  # it runs where it was sent
+
+
+def test_a_worker_that_is_down_may_still_hand_its_streams_over() -> None:
+    router = router_of("both", "both")
+    stream(router, 0, 1)
+    router.set_down(0)
+    moved = route(router, ask("stream0.0", 1, 200, num_output_tokens=40, leaves=0))
+    assert (moved.prefill, moved.decode) == (0, 1)
+
+
+def test_what_a_prefill_worker_holds_in_the_same_memory_is_copied_and_not_computed() -> None:
+    router = router_of("prefill", "prefill", "decode", disaggregate="always")
+    router.on_kv_events(1, 1, stored=blocks(*range(100)))
+    router.on_kv_events(2, 1, stored=blocks(*range(20)))
+    found = route(router, ask("a", 1601, hashes=blocks(*range(100))))
+    assert (found.prefill, found.num_cached_tokens) == (1, 1600)
 
 
 # -- the picture -------------------------------------------------------------------------------------------------------

@@ -50,6 +50,27 @@ def test_a_picker_uses_all_that_are_up_and_none_that_is_not(routing: RoutingName
     assert picker.pick() is None
 
 
+@pytest.mark.parametrize("routing", LOAD_ROUTINGS)
+@pytest.mark.parametrize("roles", [("both", "both", "both"), ("prefill", "decode", "decode")])
+def test_a_stream_that_leaves_is_handed_to_another_worker_that_decodes(
+    routing: RoutingName, roles: tuple[Role, ...]
+) -> None:
+    router = router_of(*roles, routing=routing)
+    here = route(router, "a").decode
+    leaving = RoutingRequest(Submission("a", 1000, 100), 40, leaves=here)
+    moved = router.route(leaving, 0)
+    assert moved is not None and moved.reason == "moved"
+    assert moved.prefill == here != moved.decode and roles[moved.decode] != "prefill"
+    others = [worker for worker, role in enumerate(roles) if worker != here and role != "prefill"]
+    for worker in others:
+        router.set_down(worker)
+    assert router.route(leaving, 0) is None
+    router.on_ended("a", None)
+    assert not any(
+        picker._outstanding.get(worker) for picker in (router._prefills, router._decodes) for worker in range(3)
+    )
+
+
 def test_an_unknown_way_of_picking_is_refused() -> None:
     with pytest.raises(ConfigError, match="round_robin"):
         Picker("nearest")  # type: ignore[arg-type]

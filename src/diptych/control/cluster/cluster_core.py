@@ -23,6 +23,8 @@ from diptych.control.cluster.cluster_events import (
     Arrived,
     Cancelled,
     ClusterEvent,
+    DrainEnded,
+    DrainStarted,
     Reported,
     RoleChanged,
     SchedulerChanged,
@@ -30,15 +32,26 @@ from diptych.control.cluster.cluster_events import (
     WorkerDown,
     WorkerUp,
 )
+from diptych.control.cluster.load_book import LoadBook
 from diptych.control.cluster.membership import Membership
 from diptych.control.cluster.open_request import OpenRequest
-from diptych.control.commands import AskKVSnapshot, Command, Configure, End, ForgetPeer, Restarted, attempt_id_of
+from diptych.control.cluster.relocation import Relocation
+from diptych.control.commands import (
+    AskKVSnapshot,
+    Command,
+    Configure,
+    End,
+    ForgetPeer,
+    Restarted,
+    attempt_id_of,
+)
 from diptych.control.engine.reports import LoadReport
 from diptych.control.errors import ConfigError, DiptychError, UnavailableError
 from diptych.control.events import (
     FirstToken,
     HandoffDelivered,
     HandoffExpired,
+    HandoffRecalled,
     HandoffReleased,
     HandoffReserved,
     KVEvents,
@@ -51,7 +64,7 @@ from diptych.control.events import (
 )
 from diptych.control.request import FinishReason
 from diptych.control.router.routers import make_router
-from diptych.control.router.routing import RoutingRequest
+from diptych.control.router.routing import Route, RoutingRequest
 
 UNLIMITED = 2**62
 
@@ -66,18 +79,19 @@ class ClusterCore:
         self.members = Membership()
         self.counts: Counter[str] = Counter()
         self._open: dict[str, OpenRequest] = {}
-        self._attempts = AttemptTable(self.config.lease_ns)
+        self.attempts = AttemptTable(self.config.lease_ns)
         self._parked: dict[str, int] = {}  # request id -> until when it waits for a worker
-        self._loads: dict[int, LoadReport] = {}  # the last one of each worker that is ready
-        self._token_prices: dict[int, float] = {}  # of a prompt token, of the workers that compute prompts
-        self._token_ns = 0.0  # the least of them
+        self.loads = LoadBook(self.members)
         self._num_untouched = 0
+        self._relocation = Relocation(self)
         self._handlers: dict[type, Callable[[Any, int], list[Command]]] = {
             Arrived: self._on_arrived,
             Cancelled: self._on_cancelled,
             WorkerUp: self._on_up,
             WorkerDown: self._on_down,
-            RoleChanged: self._on_role_changed,
+            RoleChanged: self._relocation.on_role_changed,
+            DrainStarted: self._relocation.on_drain_started,
+            DrainEnded: self._relocation.on_drain_ended,
             SchedulerChanged: self._on_scheduler_changed,
             Reported: self._on_reported,
             Tick: self._on_tick,
@@ -86,6 +100,7 @@ class ClusterCore:
             RequestQueued: self._take_queued,
             RequestAdmitted: self._take_admitted,
             HandoffReserved: self._take_reserved,
+            HandoffRecalled: self._take_recalled,
             FirstToken: self._take_first_token,
             HandoffDelivered: self._take_delivered,
             HandoffReleased: self._take_released,
@@ -109,7 +124,8 @@ class ClusterCore:
 
     def on_event(self, event: ClusterEvent, now: int) -> list[Command]:
         """Something happened: what is to be done."""
-        return self._handlers[type(event)](event, now)
+        commands = self._handlers[type(event)](event, now)
+        return commands + self._relocation.newly_drained() if self.members.draining else commands
 
     def next_time(self) -> int | None:
         """When a Tick is due, if nothing else happens; None: never."""
@@ -117,14 +133,14 @@ class ClusterCore:
         if self._parked:
             parked_ns = next(iter(self._parked.values()))
             due_ns = parked_ns if due_ns is None else min(due_ns, parked_ns)
-        renewal_ns = self._attempts.next_renewal_ns
+        renewal_ns = self.attempts.next_renewal_ns
         return renewal_ns if due_ns is None else due_ns if renewal_ns is None else min(due_ns, renewal_ns)
 
     def check_idle(self) -> None:
         """Assert that nothing is left of any request (for tests)."""
         assert not self._open and not self._parked, f"left behind: {list(self._open)[:5]}"
         assert self._num_untouched == 0 and len(self.admission) == 0
-        self._attempts.check_idle()
+        self.attempts.check_idle()
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -133,39 +149,39 @@ class ClusterCore:
         request_id = submission.request_id
         if request_id in self._open:
             raise ConfigError(f"request id {request_id!r} is in use", param="request_id")
-        queued = QueuedRequest(submission, now, int(self._token_ns * submission.num_prompt_tokens))
+        queued = QueuedRequest(submission, now, int(self.loads.least_token_ns * submission.num_prompt_tokens))
         waits = bool(self.config.max_untouched_per_worker or len(self.admission))  # else there is always room
         refusal = self.admission.offer(queued, now) if waits else self.admission.pass_by(queued, now)
         if refusal is not None:
             self.counts[f"refused_{refusal.reason}"] += 1
             return [End(request_id, error=refusal.error)]
         self._open[request_id] = OpenRequest(submission, now)
-        return self._dispatch(now) if waits else self._place(self._open[request_id], now)
+        return self.dispatch(now) if waits else self._place(self._open[request_id], now)
 
     def _on_cancelled(self, event: Cancelled, now: int) -> list[Command]:
         entry = self._open.get(event.request_id)
         if entry is None:
             return []
         attempt = entry.attempt
-        commands = self._attempts.close(attempt, event.reason) if attempt else []
+        commands = self.attempts.close(attempt, event.reason) if attempt else []
         if event.reason is FinishReason.STOP:
             entry.is_stopping = True
             entry.num_tokens = event.num_tokens
-            self._touch(entry)
+            self.touch(entry)
             if attempt is None or attempt.is_gone:
                 commands.append(self._end_stopped(entry, now))
         else:
             self._settle(entry, event.num_tokens)
             self.router.on_ended(event.request_id, None)
-        return commands + self._dispatch(now)
+        return commands + self.dispatch(now)
 
-    def _dispatch(self, now: int) -> list[Command]:
+    def dispatch(self, now: int) -> list[Command]:
         """Dispatch as many waiting requests as may go now."""
         commands: list[Command] = []
         while len(self.admission):
             headroom = UNLIMITED
             if most := self.config.max_untouched_per_worker:
-                headroom = most * len(self.members.up) - self._num_untouched
+                headroom = most * self.members.num_usable - self._num_untouched
             request_id = self.admission.next(now, headroom)
             if request_id is None:
                 break
@@ -178,11 +194,16 @@ class ClusterCore:
         request_id = submission.request_id
         asked = RoutingRequest(submission, entry.num_tokens, entry.avoid, entry.must_stay_whole)
         route = self.router.route(asked, now)
-        if route is not None and self._attempts.closes_circle(route.prefill, route.decode):
+        if route is not None and self.attempts.closes_circle(route.prefill, route.decode):
             route = self.router.route(replace(asked, must_stay_whole=True), now)
         if route is None:
             self._parked.setdefault(request_id, now + self.config.park_ns)
             return []
+        return self.begin(entry, route, now)
+
+    def begin(self, entry: OpenRequest, route: Route, now: int) -> list[Command]:
+        """The next attempt, on these workers."""
+        request_id = entry.submission.request_id
         self._parked.pop(request_id, None)
         self.counts[f"placed_{route.reason}"] += 1
         entry.epoch += 1
@@ -201,7 +222,7 @@ class ClusterCore:
         commands: list[Command] = []
         if entry.epoch:
             commands.append(Restarted(request_id, attempt.attempt_id, entry.num_tokens))
-        return commands + self._attempts.begin(attempt, now)
+        return commands + self.attempts.begin(attempt, now)
 
     def _end(
         self, entry: OpenRequest, *, finished: RequestFinished | None = None, error: DiptychError | None = None
@@ -219,13 +240,13 @@ class ClusterCore:
     def _settle(self, entry: OpenRequest, num_tokens: int) -> None:
         """Forget the request, of whose answer the client has ``num_tokens``."""
         submission = entry.submission
-        self._touch(entry)
+        self.touch(entry)
         self._parked.pop(submission.request_id, None)
         self.admission.remove(submission.request_id)
         self.admission.on_service(submission.options.tenant, num_tokens, submission.options.service_class)
         del self._open[submission.request_id]
 
-    def _touch(self, entry: OpenRequest) -> None:
+    def touch(self, entry: OpenRequest) -> None:
         """The request got a token of this attempt, or ends."""
         if entry.is_untouched:
             entry.is_untouched = False
@@ -238,13 +259,13 @@ class ClusterCore:
         entry = self._open.get(attempt.request_id) if attempt else None
         return entry if entry is not None and entry.attempt is attempt else None
 
-    def _current(self, attempt: Attempt | None) -> OpenRequest | None:
+    def current(self, attempt: Attempt | None) -> OpenRequest | None:
         """The request that this attempt serves."""
         return None if attempt is None or attempt.state is AttemptState.CLOSING else self._holder(attempt)
 
     def _forgotten(self, attempt: Attempt, worker: int, now: int) -> list[Command]:
         """The worker holds nothing of the attempt any more; a request that waited only for this ends."""
-        commands = self._attempts.forgotten(attempt, worker)
+        commands = self.attempts.forgotten(attempt, worker)
         entry = self._holder(attempt)
         if entry is not None and entry.is_stopping and attempt.is_gone:
             commands.append(self._end_stopped(entry, now))
@@ -254,9 +275,9 @@ class ClusterCore:
         """The current attempt is lost. num_tokens: of the answer that the client has, when that is known better."""
         attempt = entry.attempt
         assert attempt is not None
-        commands = self._attempts.close(attempt)
+        commands = self.attempts.close(attempt)
         entry.lose_attempt(num_tokens)
-        self._touch(entry)
+        self.touch(entry)
         self.router.on_ended(attempt.request_id, None)
         self.counts[f"lost_{why}"] += 1
         if error := entry.verdict(why, self.config.on_failure, self.config.max_attempts):
@@ -285,11 +306,17 @@ class ClusterCore:
         newcomers = self.members.take_newcomers()
         for info in newcomers:
             self.router.set_up(info)
-            if load := self._loads.get(info.number):
-                self._on_load(info.number, load)
+            if info.number in self.members.draining:
+                self.router.set_down(info.number)
+            if load := self.loads.get(info.number):
+                self.on_load(info.number, load)
         if not newcomers:
             return []
-        commands = self._dispatch(now)
+        return self.place_parked(now) + self.dispatch(now)
+
+    def place_parked(self, now: int) -> list[Command]:
+        """A worker may be used from now on, by those that wait for one."""
+        commands: list[Command] = []
         for request_id in list(self._parked):
             if entry := self._open.get(request_id):
                 commands += self._place(entry, now)
@@ -299,13 +326,13 @@ class ClusterCore:
         worker = event.worker
         was_up = worker in self.members.up
         peers = self.members.on_lost(worker)
-        self._loads.pop(worker, None)
+        self.loads.drop(worker)
         commands: list[Command] = []
         if was_up:
             self.router.set_down(worker)
-            self._collect_prices()
-        for attempt in self._attempts.of_worker(worker):
-            entry = self._current(attempt)
+            self.tell_admission()
+        for attempt in self.attempts.of_worker(worker):
+            entry = self.current(attempt)
             commands += self._forgotten(attempt, worker, now)
             if entry is not None and attempt.needs(worker):
                 if event.crashed:
@@ -314,13 +341,6 @@ class ClusterCore:
                 commands += self._lose(entry, "worker", now, num_tokens=num_tokens)
         commands += [ForgetPeer(peer, worker) for peer in peers]
         return commands + self._admit_workers(now)  # a worker may have waited only for the report of this one
-
-    def _on_role_changed(self, event: RoleChanged, now: int) -> list[Command]:
-        self.members.change_role(event.worker, event.role)
-        if event.worker in self.members.up:
-            self.router.set_role(event.worker, event.role)
-            self._collect_prices()
-        return self._dispatch(now)
 
     def _on_scheduler_changed(self, event: SchedulerChanged, now: int) -> list[Command]:
         self.members.schedulers[event.worker] = event.scheduler
@@ -334,8 +354,8 @@ class ClusterCore:
         for request_id in list(takewhile(lambda parked: self._parked[parked] <= now, self._parked)):
             error = UnavailableError("no worker that could take the request came up in time", code="no_worker")
             commands.append(self._end(self._open[request_id], error=error))
-        commands += self._attempts.renew(now)
-        return commands + self._dispatch(now)
+        commands += self.attempts.renew(now)
+        return commands + self.dispatch(now)
 
     # -- what workers report ------------------------------------------------------------------------------------------
 
@@ -346,91 +366,88 @@ class ClusterCore:
             if take is not None:
                 commands += take(event.worker, happened, now)
         if event.load is not None:  # after the events: it covers what they say
-            self._loads[event.worker] = event.load
-            if event.worker in self.members.up:
-                self._on_load(event.worker, event.load)
+            self.loads.set(event.worker, event.load)
+            if self.members.is_usable(event.worker):
+                self.on_load(event.worker, event.load)
         return commands
 
-    def _on_load(self, worker: int, load: LoadReport) -> None:
+    def on_load(self, worker: int, load: LoadReport) -> None:
+        """A worker that may be used has this load."""
         self.router.on_load(worker, load)
-        if worker in self._token_prices:
-            self._token_prices[worker] = load.token_ns
-            self._tell_admission()
-        elif self.members.infos[worker].role != "decode":
-            self._collect_prices()
+        self.tell_admission()
 
-    def _collect_prices(self) -> None:
-        """Workers came, went, or have other roles."""
-        if not self.config.max_untouched_per_worker:
-            return
-        infos = self.members.infos
-        self._token_prices = {
-            worker: self._loads[worker].token_ns
-            for worker in self.members.up
-            if worker in self._loads and infos[worker].role != "decode"
-        }
-        self._tell_admission()
-
-    def _tell_admission(self) -> None:
-        """What a waiting prompt token costs the requests behind it: all workers that compute prompts share the queue.
-        The backlog of the workers does not count: there, a short prompt passes the long ones."""
-        prices = self._token_prices.values()
-        if prices:
-            self._token_ns = min(prices)
-            self.admission.on_load(sum(prices) / len(prices) ** 2)
+    def tell_admission(self) -> None:
+        """What a waiting prompt token costs, where requests wait there."""
+        token_ns = self.loads.waiting_token_ns() if self.config.max_untouched_per_worker else None
+        if token_ns is not None:
+            self.admission.on_load(token_ns)
 
     def _take_queued(self, worker: int, event: RequestQueued, now: int) -> list[Command]:
-        entry = self._current(self._attempts.get(event.request_id))
+        entry = self.current(self.attempts.get(event.request_id))
         if entry is not None:
             self.router.on_queued(entry.submission.request_id, worker)
         return []
 
     def _take_admitted(self, worker: int, event: RequestAdmitted, now: int) -> list[Command]:
-        entry = self._current(self._attempts.get(event.request_id))
+        entry = self.current(self.attempts.get(event.request_id))
         if entry is not None and event.is_first:
             entry.on_admitted(event.num_cached_tokens, now)
             self.router.on_admitted(entry.submission.request_id, worker, event.num_cached_tokens)
         return []
 
     def _take_reserved(self, worker: int, event: HandoffReserved, now: int) -> list[Command]:
-        attempt = self._attempts.get(event.request_id)
-        entry = self._current(attempt)
+        attempt = self.attempts.get(event.request_id)
+        entry = self.current(attempt)
         if attempt is None or entry is None:
             return []
         entry.on_reserved(event.num_cached_tokens)
         self.router.on_admitted(attempt.request_id, worker, event.num_cached_tokens)
         return attempt.on_reserved(event.num_cached_tokens, event.block_ids)
 
+    def _take_recalled(self, worker: int, event: HandoffRecalled, now: int) -> list[Command]:
+        """The decode worker has no blocks for a stream: the prompt gives up its own, and waits again. One that is
+        computed is a stream itself, and its KV is on its way."""
+        attempt = self.attempts.get(event.request_id)
+        entry = self.current(attempt)
+        if attempt is None or entry is None or not attempt.awaits_prefill:
+            return []
+        self.counts["recalled"] += 1
+        commands = self.attempts.close(attempt)
+        entry.withdraw_attempt()
+        self.touch(entry)
+        self.router.on_ended(attempt.request_id, None)
+        return commands + self._place(entry, now)
+
     def _take_first_token(self, worker: int, event: FirstToken, now: int) -> list[Command]:
-        attempt = self._attempts.get(event.request_id)
-        entry = self._current(attempt)
+        attempt = self.attempts.get(event.request_id)
+        entry = self.current(attempt)
         if attempt is None or entry is None:
             return []
-        self._attempts.computed(attempt)
+        self.attempts.computed(attempt)
         return self._got_token(entry, now)
 
     def _take_delivered(self, worker: int, event: HandoffDelivered, now: int) -> list[Command]:
-        attempt = self._attempts.get(event.request_id)
-        entry = self._current(attempt)
+        attempt = self.attempts.get(event.request_id)
+        entry = self.current(attempt)
         if attempt is None or entry is None:
             return []
         self.counts["handoffs"] += 1
-        return self._attempts.delivered(attempt) + self._got_token(entry, now)
+        return self.attempts.delivered(attempt) + self._got_token(entry, now)
 
     def _got_token(self, entry: OpenRequest, now: int) -> list[Command]:
         """The first token of this attempt: there is room for another request."""
         entry.on_first_token(now)
         if not entry.is_untouched:
             return []
-        self._touch(entry)
+        self.touch(entry)
         self.router.on_first_token(entry.submission.request_id)
-        return self._dispatch(now)
+        return self.dispatch(now)
 
     def _take_released(self, worker: int, event: HandoffReleased, now: int) -> list[Command]:
-        attempt = self._attempts.get(event.request_id)
+        attempt = self.attempts.get(event.request_id)
         if attempt is None:
             return []
-        entry = self._current(attempt)
+        entry = self.current(attempt)
         commands = self._forgotten(attempt, worker, now)
         if entry is not None and attempt.needs(worker):  # it holds nothing of what it should be working on
             commands += self._lose(entry, "attempt", now)
@@ -441,29 +458,29 @@ class ClusterCore:
         return self._take_released(worker, HandoffReleased(event.time_ns, event.request_id), now)
 
     def _take_transfer_failed(self, worker: int, event: TransferFailed, now: int) -> list[Command]:
-        attempt = self._attempts.get(event.request_id)
-        entry = self._current(attempt)
+        attempt = self.attempts.get(event.request_id)
+        entry = self.current(attempt)
         if attempt is None or entry is None or not attempt.is_under_way:
             return []
         return self._lose(entry, "transfer", now)
 
     def _take_finished(self, worker: int, event: RequestFinished, now: int) -> list[Command]:
-        attempt = self._attempts.get(event.request_id)
+        attempt = self.attempts.get(event.request_id)
         if attempt is None:
             return []
         holder = self._holder(attempt)
-        entry = self._current(attempt)
-        commands = self._attempts.forgotten(attempt, worker)
+        entry = self.current(attempt)
+        commands = self.attempts.forgotten(attempt, worker)
         if holder is not None and holder.is_stopping:
             return [*commands, self._end(holder, finished=holder.account(event, now, self.config.slo))]
         if entry is not None:
-            commands += self._attempts.close(attempt)
+            commands += self.attempts.close(attempt)
             commands.append(self._end(entry, finished=entry.account(event, now, self.config.slo)))
-            commands += self._dispatch(now)
+            commands += self.dispatch(now)
         return commands
 
     def _take_kv_events(self, worker: int, event: KVEvents, now: int) -> list[Command]:
-        if worker not in self.members.up or self.router.on_kv_events(
+        if not self.members.is_usable(worker) or self.router.on_kv_events(
             worker, event.sequence, event.stored, event.evicted
         ):
             return []
@@ -471,7 +488,7 @@ class ClusterCore:
         return [AskKVSnapshot(worker)]
 
     def _take_kv_snapshot(self, worker: int, event: KVSnapshot, now: int) -> list[Command]:
-        if worker in self.members.up:
+        if self.members.is_usable(worker):
             self.router.on_kv_snapshot(worker, event.sequence, event.hashes)
         return []
 

@@ -47,10 +47,28 @@ class WorkerDown:
 
 @dataclass(frozen=True, slots=True)
 class RoleChanged:
-    """From now on a worker has another role. The requests that run there stay."""
+    """From now on, also when it is started again, a worker has another role. A worker that only prefills from now on
+    hands its streams to others, where there are others; nothing else moves. progress: as of WorkerDown."""
 
     worker: int
     role: Role
+    progress: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class DrainStarted:
+    """A worker gets nothing new and hands its streams to others; Drained follows when nothing is left there.
+    progress: as of WorkerDown."""
+
+    worker: int
+    progress: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class DrainEnded:
+    """A worker is used again. What has left it stays where it is."""
+
+    worker: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +93,17 @@ class Tick:
     """Time has passed: see ClusterCore.next_time."""
 
 
-ClusterEvent = Arrived | Cancelled | WorkerUp | WorkerDown | RoleChanged | SchedulerChanged | Reported | Tick
+ClusterEvent = (
+    Arrived
+    | Cancelled
+    | WorkerUp
+    | WorkerDown
+    | RoleChanged
+    | DrainStarted
+    | DrainEnded
+    | SchedulerChanged
+    | Reported
+    | Tick
+)
 
 CLUSTER_EVENT_CLASSES: dict[str, type[ClusterEvent]] = {cls.__name__: cls for cls in get_args(ClusterEvent)}

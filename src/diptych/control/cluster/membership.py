@@ -1,4 +1,4 @@
-"""Which workers the cluster may use right now.
+"""Which workers the cluster may use right now, and for what.
 
 A worker that died comes back into the same blocks of its memory domain (one memory that several workers map). It is
 used again only when every living worker of that domain has reported that it writes nothing for the old process any
@@ -8,6 +8,7 @@ more.
 from dataclasses import replace
 
 from diptych.control.config import SchedulerConfig
+from diptych.control.errors import ConflictError, NotFoundError
 from diptych.control.router.topology import Role, WorkerInfo
 
 
@@ -18,17 +19,46 @@ class Membership:
         self.infos: dict[int, WorkerInfo] = {}
         self.up: dict[int, None] = {}  # in the order of their coming
         self.schedulers: dict[int, SchedulerConfig] = {}  # of workers whose settings were changed since the start
+        self.draining: dict[int, bool] = {}  # worker -> whether nothing is left there
+        self._roles: dict[int, Role] = {}  # of workers whose roles were changed since the start
         self._ready: dict[int, None] = {}
         self._owed: dict[int, set[int]] = {}  # worker -> peers that may still write into its old memory
 
     def on_ready(self, info: WorkerInfo) -> None:
         """A new process of this worker serves."""
-        self.infos[info.number] = info
+        self.infos[info.number] = replace(info, role=self._roles.get(info.number, info.role))
         self._ready[info.number] = None
 
+    def is_usable(self, worker: int) -> bool:
+        """Whether it is up and not draining."""
+        return worker in self.up and worker not in self.draining
+
+    @property
+    def usable(self) -> list[int]:
+        """The workers that are up and not draining."""
+        return [worker for worker in self.up if worker not in self.draining]
+
+    @property
+    def num_usable(self) -> int:
+        """How many workers are up and not draining."""
+        return len(self.up) - sum(worker in self.up for worker in self.draining)
+
     def change_role(self, worker: int, role: Role) -> None:
-        """This worker has another role from now on."""
+        """This worker has another role from now on, also when it is started again."""
+        self._roles[worker] = role
         self.infos[worker] = replace(self.infos[worker], role=role)
+
+    def check_change(self, worker: int, role: Role | None) -> None:
+        """Raise NotFoundError when the worker is not known, and ConflictError when with this role (None: drained) no
+        usable worker would be left for a phase."""
+        if worker not in self.infos:
+            raise NotFoundError(f"worker is {worker}; there are {', '.join(map(str, self.infos))}", param="worker")
+        roles = [self.infos[other].role for other in self.usable if other != worker]
+        roles += [] if role is None else [role]
+        for phase, other in (("prefill", "decode"), ("decode", "prefill")):
+            if all(left == other for left in roles):
+                change = "is drained" if role is None else f"gets the role {role}"
+                raise ConflictError(f"no worker that can {phase} is left when worker {worker} {change}", param="role")
 
     def is_ready(self, worker: int) -> bool:
         """Whether a process of this worker serves."""

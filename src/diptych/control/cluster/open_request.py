@@ -73,6 +73,13 @@ class OpenRequest:
         self.num_fruitless = 1 if self.num_tokens > had else self.num_fruitless + 1
         self.attempt, self.is_computing = None, False
 
+    def withdraw_attempt(self, num_tokens: int = 0) -> None:
+        """The attempt is over and was not lost: its blocks were needed, or the request goes on elsewhere. num_tokens:
+        of the answer that the client has."""
+        if num_tokens > self.num_tokens:
+            self.num_tokens, self.num_fruitless = num_tokens, 0
+        self.attempt, self.is_computing = None, False
+
     def verdict(self, why: str, on_failure: OnFailure, max_attempts: int) -> DiptychError | None:
         """After a loss: the error with which the request ends, or None to try again."""
         if self.is_poison:

@@ -33,7 +33,7 @@ from diptych.control.events import (
     RequestQueued,
     StepFinished,
 )
-from diptych.control.request import FinishReason, Request
+from diptych.control.request import FinishReason, Request, Standing
 from diptych.control.slo import Slo, breakdown_from_times, objectives
 from diptych.control.step import SchedulerOutput, StepFeatures, StepResult
 
@@ -127,7 +127,21 @@ class EngineCore:
         request.first_step_ns, request.first_token_ns = first_step_ns, first_token_ns
         self.scheduler.incoming.deliver(request)
         self.kv.remember_computed(request, request.num_prompt_tokens)
-        return [HandoffDelivered(now, request_id, num_bytes, transfer_ns)]
+        events: list[Event] = [HandoffDelivered(now, request_id, num_bytes, transfer_ns)]
+        if request.num_output_tokens >= request.max_tokens:  # the context is longer where its prompt was computed
+            events.append(self._finish(request, FinishReason.LENGTH, now))
+        return events
+
+    def place_found(self, request_id: str, now: int) -> list[Event]:
+        """The worker that will decode a prompt which is computed here ahead has blocks for it: its first token may be
+        given, if it is known."""
+        request = self.requests[request_id]
+        request.is_ahead = False
+        self.scheduler.place_found(request)
+        if not request.is_handed_off:
+            return []
+        request.first_token_ns = now
+        return [FirstToken(now, request_id)]
 
     def release(self, request_id: str, now: int) -> list[Event]:
         """Another worker has taken over a prompt that was prefilled here: give up its blocks. Unknown ids are answered
@@ -267,7 +281,8 @@ class EngineCore:
         return merged if merged.ttft_ns or merged.tpot_ns else None
 
     def _refusal(self, request: Request) -> RequestError | None:
-        return refusal(request, self.config, self.kv.capacity_tokens, len(self.scheduler.waiting))
+        num_waiting = len(self.scheduler.waiting) + len(self.scheduler.parked)
+        return refusal(request, self.config, self.kv.capacity_tokens, num_waiting)
 
     def _end_prefills(self, output: SchedulerOutput, now: int, events: list[Event]) -> list[Request]:
         """Confirm the step's chunks. Returns requests whose first token was also their last."""
@@ -276,7 +291,7 @@ class EngineCore:
             request = self.requests.get(chunk.request_id)
             if request is None:  # aborted while the step ran
                 continue
-            if chunk.is_last and request.first_token_ns is None:
+            if chunk.is_last and request.first_token_ns is None and not request.is_ahead:
                 request.first_token_ns = now
                 events.append(FirstToken(now, request.request_id))
             request.num_computed_tokens = chunk.start + chunk.num_tokens
@@ -337,6 +352,8 @@ class EngineCore:
         self, request: Request, reason: FinishReason, now: int, error: ErrorRecord | None = None
     ) -> RequestFinished:
         self.leases.end(request.request_id)
+        if request.is_ahead and request.is_handed_off:  # its first token was its last
+            request.first_token_ns = now
         num_outputs = self.scheduler.remove(request)
         self.kv.release(request)
         del self.requests[request.request_id]
@@ -373,7 +390,8 @@ class EngineCore:
 def refusal(request: Request, config: EngineConfig, capacity_tokens: int, num_waiting: int) -> RequestError | None:
     """The error with which a request is refused, or None.
 
-    capacity_tokens: the longest sequence that the cache holds when it is alone. A prompt that is computed for another
+    capacity_tokens: the longest sequence that the cache holds when it is alone. A request whose client has a part of
+    the answer is not refused because others wait. A prompt that is computed for another
     worker needs room for itself only, and none where it is computed into the other's blocks.
     """
     length, prompt = config.max_model_len, request.num_prompt_tokens
@@ -392,6 +410,6 @@ def refusal(request: Request, config: EngineConfig, capacity_tokens: int, num_wa
             f"prompt and max_tokens make {needed} tokens; the KV cache holds {capacity_tokens}", param="max_tokens"
         )
     limit = config.scheduler.max_waiting
-    if num_waiting >= limit:
+    if num_waiting >= limit and request.standing_at_arrival is not Standing.STREAM:
         return OverloadedError(f"{limit} requests are waiting already (max_waiting)")
     return None

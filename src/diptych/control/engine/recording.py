@@ -8,7 +8,9 @@ holds counts, ids, times and block hashes, never tokens. Rows go to a callable, 
     add                         now, request (see request_row)
     reserve                     now, request: blocks for a prompt that another worker computes
     deliver                     now, id, first_step_ns, first_token_ns: its KV is here
-    release                     now, id: another worker has taken it over
+    ahead                       id: the "add" that follows is of a prompt whose decode worker has no blocks yet
+placed                      now, id: that worker has blocks
+release                     now, id: another worker has taken it over
     drop                        now, id, reason: end it wherever it is
     renew                       now, ids: their leases begin again
     expire                      now: leases run out
@@ -33,7 +35,7 @@ from diptych.control.step import SchedulerOutput, StepFeatures, StepResult, chun
 
 Row = tuple[Any, ...]
 
-FORMAT, VERSION = "diptych recording", 4  # of a file of rows; 3 had a request's options one by one
+FORMAT, VERSION = "diptych recording", 5  # of a file of rows; 4 had no standing, 3 a request's options one by one
 DIGEST_BYTES = 12
 
 
@@ -50,6 +52,8 @@ class RecordingEngineCore(EngineCore):
 
     def add_request(self, request: Request, now: int) -> list[Event]:
         """See EngineCore."""
+        if request.is_ahead:
+            self._write(("ahead", request.request_id))
         self._write(("add", now, request_row(request)))
         return super().add_request(request, now)
 
@@ -98,6 +102,11 @@ class RecordingEngineCore(EngineCore):
             self._write(("expire", now))
         return expired
 
+    def place_found(self, request_id: str, now: int) -> list[Event]:
+        """See EngineCore."""
+        self._write(("placed", now, request_id))
+        return super().place_found(request_id, now)
+
     def release(self, request_id: str, now: int) -> list[Event]:
         """See EngineCore."""
         self._write(("release", now, request_id))
@@ -141,7 +150,7 @@ class RecordingEngineCore(EngineCore):
 
 def request_row(request: Request) -> Row:
     """What an engine is told of a request: (id, prompt tokens, max_tokens, block hashes, options, reads_prefix_cache,
-    hands_off, lease_ns, borrowed block ids, borrowed tokens). Neither tenant nor salt is written down."""
+    hands_off, lease_ns, borrowed block ids, borrowed tokens, standing). Neither tenant nor salt is written down."""
     return (
         request.request_id,
         request.num_prompt_tokens,
@@ -153,6 +162,7 @@ def request_row(request: Request) -> Row:
         request.lease_ns,
         request.borrowed_block_ids,
         request.num_borrowed_tokens,
+        int(request.standing_at_arrival),
     )
 
 
@@ -201,6 +211,7 @@ def canonical_plan(output: SchedulerOutput) -> bytes:
         feature_row(output.features),
         output.predicted_ns,
         output.max_repeats,
+        *((output.block_copies,) if output.block_copies else ()),
     )
     return ascii(fields).encode()
 

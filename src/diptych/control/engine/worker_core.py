@@ -20,8 +20,8 @@ tokens leave before the KV that was computed with them.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from diptych.control.commands import AskKVSnapshot, Configure, Drop, ForgetPeer, Prefill, Release, Renew, Reserve
-from diptych.control.engine.engine_core import EngineCore
+from diptych.control.commands import AskKVSnapshot, Configure, Drop, ForgetPeer, Prefill, Release, Renew, Reserve, Send
+from diptych.control.engine.engine_core import NUM_DROPPED, EngineCore
 from diptych.control.engine.outgoing import Outgoing, SendChunk
 from diptych.control.engine.reports import LoadReport
 from diptych.control.events import (
@@ -150,6 +150,7 @@ class WorkerCore:
         self._reports_load = reports_load
         self._outgoing = Outgoing(engine.config.cache.block_size)
         self._targets: dict[str, Prefill] = {}  # attempts that are prefilled here and not released yet
+        self._early: dict[str, Send] = {}  # that came before their Prefill, or after its end; oldest first
         self._borrowed: dict[str, bool] = {}  # attempts to come -> whether another worker computes into our blocks
         self._outbox = Outbox()
         self._has_news = True  # since the last report of the load
@@ -169,23 +170,26 @@ class WorkerCore:
     def prefill(self, command: Prefill, request: Request, now: int) -> None:
         """Prefill an attempt for another worker."""
         attempt_id = command.attempt_id
-        request.hands_off = True
+        request.hands_off, request.is_ahead = True, command.is_ahead
         request.lease_ns = command.lease_ns
         if command.borrowed:
             request.borrowed_block_ids = command.block_ids
             request.num_borrowed_tokens = command.num_cached_tokens
         self._note(self.engine.add_request(request, now))
         if attempt_id in self.engine.requests:
-            num_tokens = request.num_prompt_tokens
-            start = num_tokens if command.borrowed else command.num_cached_tokens
             self._targets[attempt_id] = command
-            self._outgoing.begin(attempt_id, start, num_tokens, is_borrowed=command.borrowed)
-            self._outbox.before.append(OpenTransfer(attempt_id, command.target, start))
+            if not command.is_ahead:
+                start = request.num_prompt_tokens if command.borrowed else command.num_cached_tokens
+                self._open(command, request, start)
+            elif send := self._early.pop(attempt_id, None):
+                self._send(send, now)
 
-    def handle(self, command: Release | Drop | Renew | AskKVSnapshot | ForgetPeer | Configure, now: int) -> None:
+    def handle(self, command: Send | Release | Drop | Renew | AskKVSnapshot | ForgetPeer | Configure, now: int) -> None:
         """A command that needs no tokens."""
         self._has_news = True
         match command:
+            case Send():
+                self._send(command, now)
             case Release():
                 self._note(self.engine.release(command.attempt_id, now))
             case Drop():
@@ -198,6 +202,11 @@ class WorkerCore:
                 self._forget_peer(command.peer, now)
             case Configure():
                 self.engine.configure(command.scheduler)
+
+    def is_withheld(self, attempt_id: str) -> bool:
+        """Whether no token of the attempt may be given yet."""
+        request = self.engine.requests.get(attempt_id)
+        return request is not None and request.is_ahead
 
     def note(self, events: Sequence[Event]) -> None:
         """Events of a call that the driver made to the engine itself (a request that the executor refused)."""
@@ -254,13 +263,7 @@ class WorkerCore:
         if not len(self._outgoing) or not num_steps:
             return
         for chunk in self._outgoing.on_step(output.prefills):
-            if chunk.num_tokens:
-                self._outbox.after.append(chunk)
-            if chunk.is_last:
-                request = self.engine.requests[chunk.attempt_id]
-                assert request.first_step_ns is not None and request.first_token_ns is not None
-                commit = CommitTransfer(chunk.attempt_id, request.first_step_ns, request.first_token_ns)
-                self._outbox.after.append(commit)
+            self._post(chunk)
 
     def end_turn(self, now: int) -> None:
         """The turn's inputs are handled: give up leases that were not renewed, and report the load when that is due.
@@ -319,6 +322,41 @@ class WorkerCore:
         elif isinstance(event, RequestFinished | HandoffReleased | HandoffExpired):
             self._let_go(event.request_id)
 
+    def _open(self, prefill: Prefill, request: Request, start: int) -> None:
+        """Begin to send: the target has its blocks, and the first ``start`` tokens."""
+        attempt_id = prefill.attempt_id
+        self._outgoing.begin(attempt_id, start, request.num_prompt_tokens, is_borrowed=prefill.borrowed)
+        self._outbox.before.append(OpenTransfer(attempt_id, prefill.target, start))
+
+    def _send(self, command: Send, now: int) -> None:
+        """The target of an attempt that is computed ahead has blocks: send what is computed already, and give the first
+        token if it is known. Messages may come twice, and in another order."""
+        attempt_id = command.attempt_id
+        prefill, request = self._targets.get(attempt_id), self.engine.requests.get(attempt_id)
+        if prefill is None or request is None:
+            self._early[attempt_id] = command
+            if len(self._early) > NUM_DROPPED:
+                del self._early[next(iter(self._early))]
+            return
+        if not request.is_ahead:
+            return
+        events = self.engine.place_found(attempt_id, now)
+        self._open(prefill, request, command.num_cached_tokens)
+        chunk = self._outgoing.catch_up(attempt_id, request.num_computed_tokens, tuple(request.block_ids))
+        if chunk is not None:
+            self._post(chunk)
+        self._note(events)
+
+    def _post(self, chunk: SendChunk) -> None:
+        """Send this chunk, and the commit after the last one."""
+        if chunk.num_tokens:
+            self._outbox.after.append(chunk)
+        if chunk.is_last:
+            request = self.engine.requests[chunk.attempt_id]
+            assert request.first_step_ns is not None and request.first_token_ns is not None
+            commit = CommitTransfer(chunk.attempt_id, request.first_step_ns, request.first_token_ns)
+            self._outbox.after.append(commit)
+
     def _expect(self, event: HandoffReserved) -> None:
         attempt_id = event.request_id
         num_tokens = self.engine.requests[attempt_id].num_prompt_tokens
@@ -331,6 +369,7 @@ class WorkerCore:
     def _let_go(self, attempt_id: str) -> None:
         if self._targets.pop(attempt_id, None) is not None:
             self._outgoing.drop(attempt_id)
+            self._outbox.after = [action for action in self._outbox.after if action.attempt_id != attempt_id]
             self._outbox.before.append(CancelTransfer(attempt_id))
         if self._borrowed.pop(attempt_id, None) is not None:
             self._outbox.before.append(ForgetTransfer(attempt_id))

@@ -71,6 +71,24 @@ class CandidateSearch:
         usable = self._usable(request) or self._up
         return self._cheapest(self._demand(request, num_output_tokens, now), usable) if usable else None
 
+    def cheapest_move(self, request: RoutingRequest, source: int, num_output_tokens: int, now: int) -> Candidate:
+        """The cheapest other worker for a stream of the worker at ``source``, which hands it over unless it may not.
+        There is one: see ``movable_to``."""
+        targets = self.movable_to(request, source)
+        demand = self._demand(request, num_output_tokens, now)
+        (cost_ns, target), decodes = self._targets(demand, targets, (math.inf, -1), has_pair=True)
+        if request.hands_off and self._config.disaggregate != "never":
+            _, prefills = self._sources(demand, [source], (0.0, -1))
+            pair = self._pairs.best(prefills, decodes, demand)
+            assert pair is not None, "there is a source and a target"
+            return self._as_pair(demand, pair)._replace(reason="moved")
+        return self._as_whole(demand, (cost_ns, target), None)._replace(reason="moved")
+
+    def movable_to(self, request: RoutingRequest, source: int) -> list[int]:
+        """The workers that may decode what runs at ``source``."""
+        views = self._views
+        return [at for at in self._usable(request) if at != source and views[at].role != "prefill"]
+
     def _demand(self, request: RoutingRequest, num_output_tokens: int, now: int) -> RequestDemand:
         size, num_tokens = self._block_size, request.num_prompt_tokens
         hashes: Sequence[bytes] = request.submission.hashes

@@ -139,17 +139,23 @@ class CostRouter:
 
     def route(self, request: RoutingRequest, now: int) -> Route | None:
         """See Router."""
+        source = None if request.leaves is None else self._position[request.leaves]
+        if source is not None and not self._search.movable_to(request, source):
+            return None
         if request.request_id in self._sent:
             self.on_ended(request.request_id, None)
         self._now = max(self._now, now)
         name = self.lengths.name(request.submission.options.service_class, request.num_prompt_tokens)
         num_output_tokens = max(1, self.lengths.expected(name, request.max_tokens))
-        found = self._search.cheapest(request, num_output_tokens, now)
+        if source is None:
+            found = self._search.cheapest(request, num_output_tokens, now)
+        else:
+            found = self._search.cheapest_move(request, source, num_output_tokens, now)
         if found is None:
             return None
         self._remember(request, found, num_output_tokens, name)
-        source, target = self._workers[found.source].number, self._workers[found.target].number
-        return Route(source, target, found.num_cached_tokens, found.cost_ns, found.reason)
+        prefill, decode = self._workers[found.source].number, self._workers[found.target].number
+        return Route(prefill, decode, found.num_cached_tokens, found.cost_ns, found.reason)
 
     def _remember(self, request: RoutingRequest, found: Candidate, num_output_tokens: int, name: str) -> None:
         """Count it as sent, its answer as growing there, and its blocks as cached soon."""

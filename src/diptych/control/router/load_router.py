@@ -192,6 +192,8 @@ class LoadRouter:
 
     def route(self, request: RoutingRequest, now: int) -> Route | None:
         """See Router."""
+        if request.leaves is not None:
+            return self._move(request, request.leaves)
         self.on_ended(request.request_id, None)
         chosen = self._choose(request)
         if chosen is None:
@@ -199,6 +201,19 @@ class LoadRouter:
         prefill, decode, reason = chosen
         self._sent[request.request_id] = _Counted(prefill, decode if self._roles else None)
         return Route(prefill, decode, 0, 0, reason)
+
+    def _move(self, request: RoutingRequest, source: int) -> Route | None:
+        picker = self._decodes if self._roles else self._prefills
+        target = picker.pick(request.avoid | self._roles.prefill | {source})
+        if target is None:
+            return None
+        self.on_ended(request.request_id, None)
+        if not request.hands_off or self._config.disaggregate == "never":
+            source = target
+        if self._roles:
+            self._prefills.sent(source)
+        self._sent[request.request_id] = _Counted(source, target) if self._roles else _Counted(target)
+        return Route(source, target, 0, 0, "moved")
 
     def _workers_of(self, role: Role) -> frozenset[int]:
         return frozenset(worker for worker, own in self._role_of.items() if own == role)

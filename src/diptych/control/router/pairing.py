@@ -59,6 +59,7 @@ class PairSearch:
         senders: list[_Sender] | None = None
         exposed_ns = 0
         found: Pair | None = None
+        holders = self._holders(prefills, demand)
         for target in self._undominated(decodes):
             if found is not None and target[0] >= found.cost_ns:
                 break
@@ -66,6 +67,8 @@ class PairSearch:
             has_own_memory = domain == len(self._levels)
             if not has_own_memory:
                 found = self._in_domain(prefills[domain], target, demand, token_ns, found) or found
+                if holders:
+                    found = self._copied(holders[domain], target, demand, found) or found
             if has_own_memory or len(self._levels) > 1:
                 if senders is None:
                     exposed_ns = self._exposed_ns(decodes, demand)
@@ -141,6 +144,30 @@ class PairSearch:
             return None
         queue_ns, position, prices = best
         return Pair(limit_ns + rest_ns, position, target[2], cached, work_ns(prices, left, cached), queue_ns)
+
+    def _holders(self, prefills: PrefillOffers, demand: RequestDemand) -> PrefillOffers | None:
+        """The prefill workers that hold something of the prompt; None when none does."""
+        held = demand.held
+        holders = [[offer for offer in mates if held[offer[1]]] for mates in prefills]
+        return holders if any(holders) else None
+
+    def _copied(
+        self, holders: list[PrefillOffer], target: DecodeOffer, demand: RequestDemand, found: Pair | None
+    ) -> Pair | None:
+        """The prefill worker of the target's domain that holds more than the target does, copies that into the target's
+        blocks and computes the rest."""
+        better = None
+        limit_ns = found.cost_ns if found else UNBOUNDED
+        for queue_ns, position, prices in holders:
+            cached = demand.held[position]
+            if cached <= -target[1]:
+                continue
+            left = demand.num_tokens - cached
+            cost_ns = queue_ns + prompt_ns(prices, left, cached) + target[0] + self._links.memory_latency_ns
+            if cost_ns < limit_ns:
+                limit_ns = cost_ns
+                better = Pair(cost_ns, position, target[2], cached, work_ns(prices, left, cached), queue_ns)
+        return better
 
     def _across(
         self, senders: list[_Sender], target: DecodeOffer, demand: RequestDemand, exposed_ns: int, found: Pair | None

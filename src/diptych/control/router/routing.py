@@ -25,6 +25,7 @@ RouteReason = Literal[
     "local_cached",  # a decode worker holds half of the prompt or more
     "local_backlog",  # a decode worker, because prefill workers have too much to do
     "local_short",  # a decode worker, because the prompt is not worth a handoff
+    "moved",  # a stream leaves the worker where it runs
 ]
 
 
@@ -69,12 +70,14 @@ class RoutingConfig:
 @dataclass(frozen=True, slots=True)
 class RoutingRequest:
     """A request that needs workers. num_output_tokens: of its answer, that exist already and belong to the prompt now.
-    avoid: workers that get it only when no other can. must_stay_whole: two workers may not share it."""
+    avoid: workers that get it only when no other can. must_stay_whole: two workers may not share it. leaves: the worker
+    where it runs, which is to hand it to another that decodes; no route when there is none."""
 
     submission: Submission
     num_output_tokens: int = 0
     avoid: frozenset[int] = frozenset()
     must_stay_whole: bool = False
+    leaves: int | None = None
 
     @property
     def request_id(self) -> str:
@@ -165,5 +168,6 @@ class Router(Protocol):
         ...
 
     def route(self, request: RoutingRequest, now: int) -> Route | None:
-        """The workers for a request; None when none is up. An earlier route of the same request is over."""
+        """The workers for a request; None when none is up. An earlier route of the same request is over, unless there
+        is no other worker for a request that is to leave one."""
         ...

@@ -18,6 +18,7 @@ from diptych import __version__, compiled_modules
 from diptych.control.errors import InvalidRequestError
 from diptych.serving.api import error_responses as errors
 from diptych.serving.api import protocol
+from diptych.serving.api.admin_routes import AdminAccess, add_admin_routes
 from diptych.serving.api.chat import ChatWriter
 from diptych.serving.api.completions import CompletionWriter
 from diptych.serving.api.middleware import ApiKey, BodyLimit, NativePanics
@@ -45,7 +46,9 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     for status, text in {
         400: "A field is wrong; param names it",
         401: "API key missing or wrong",
+        403: "Not for this caller",
         404: "Unknown model",
+        409: "Not in the present state of the server",
         413: "Body too large",
         429: "A queue limit is reached; see Retry-After",
         500: "The worker failed",
@@ -152,20 +155,27 @@ class Service:
 
 
 def build_app(
-    llm: AsyncLLM, model_name: str, *, api_keys: Sequence[str] = (), max_body_bytes: int = 16 * 2**20
+    llm: AsyncLLM,
+    model_name: str,
+    *,
+    api_keys: Sequence[str] = (),
+    admin_key: str | None = None,
+    max_body_bytes: int = 16 * 2**20,
 ) -> FastAPI:
-    """The ASGI application around a model that is being served."""
+    """The ASGI application around a model that is being served. admin_key: see AdminAccess."""
     app = FastAPI(title="Diptych", version=__version__, redirect_slashes=False)
     service = Service(llm, model_name)
     errors.install(app)
     _add_generation_routes(app, service)
     _add_information_routes(app, service)
     add_timeline_routes(app, llm.timeline, _ERRORS)
-    add_ui_routes(app, llm, model_name, _ERRORS)
+    add_ui_routes(app, llm, model_name, _ERRORS, has_admin_key=admin_key is not None)
+    add_admin_routes(app, llm, _ERRORS)
     app.add_middleware(NativePanics)
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
     if api_keys:
         app.add_middleware(ApiKey, keys=api_keys)
+    app.add_middleware(AdminAccess, key=admin_key)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
 

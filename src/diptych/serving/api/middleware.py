@@ -17,7 +17,7 @@ from diptych.serving.api.error_responses import error_response
 logger = logging.getLogger(__name__)
 
 OPEN_PATHS = ("/health", "/ready", "/ui", "/ui/", "/guide", "/compare", "/compare/")
-OPEN_PREFIXES = ("/static/", "/guide/")
+OPEN_PREFIXES = ("/static/", "/guide/", "/admin/")  # AdminAccess guards the last
 CLOSED_PREFIX = "/guide/api/"  # paths that compute something
 
 

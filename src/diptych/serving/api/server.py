@@ -27,12 +27,14 @@ DATE_INTERVAL_S = 1.0
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
     """The HTTP side. api_keys: the accepted keys; each is a tenant of its own (none given: no key is asked for).
+    admin_key: asked for at /admin (None: only this machine's loopback address is answered there).
     drain_timeout_s: how long running requests may take after SIGTERM."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     served_model_name: str = "default"
     api_keys: tuple[str, ...] = ()
+    admin_key: str | None = None
     max_body_bytes: int = 16 * 2**20
     drain_timeout_s: float = 30.0
     log_level: str = "warning"
@@ -84,7 +86,7 @@ def run_server(
     on_ready: Callable[[Ready, str], None] = lambda ready, url: None,
 ) -> None:
     """Serve until SIGTERM or SIGINT. Raises the error of a worker that cannot start."""
-    limit = raise_descriptor_limit(len(llm.fleet.fleet.roles))
+    limit = raise_descriptor_limit(len(llm.fleet.fleet.slots))
     listening = bind(options.host, options.port)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -132,7 +134,13 @@ def _make_server(llm: AsyncLLM, options: ServerOptions, listener: Listener) -> _
     from diptych.serving.api.app import build_app
     from diptych.serving.api.connection import Connection
 
-    app = build_app(llm, options.served_model_name, api_keys=options.api_keys, max_body_bytes=options.max_body_bytes)
+    app = build_app(
+        llm,
+        options.served_model_name,
+        api_keys=options.api_keys,
+        admin_key=options.admin_key,
+        max_body_bytes=options.max_body_bytes,
+    )
     config = uvicorn.Config(
         app,
         http=Connection,

@@ -4,14 +4,15 @@ Owns the shape of ``/ui/state``. Measures nothing: it reads metrics, timeline an
 """
 
 import time
-from typing import Any
+from typing import Any, Literal
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 
 from diptych import __version__
 from diptych.control.slo import NS_PER_MS
+from diptych.serving.api.admin_routes import is_local
 from diptych.serving.async_llm import AsyncLLM
 from diptych.serving.metrics.rolling_window import WINDOW_S, Recent
 from diptych.web.assets import page_route, static_routes, without_slash
@@ -102,7 +103,8 @@ class WindowReply(BaseModel):
 
 
 class UiState(BaseModel):
-    """The reply of /ui/state. queued: requests that no worker has been given yet."""
+    """The reply of /ui/state. queued: requests that no worker has been given yet. admin: whether /admin would answer
+    this page: as it is, with the admin key, or not at all."""
 
     version: str
     state: str
@@ -115,19 +117,24 @@ class UiState(BaseModel):
     queued: int
     open_requests: int
     window: WindowReply
+    admin: Literal["open", "key", "closed"]
 
 
-def add_ui_routes(app: FastAPI, llm: AsyncLLM, model_name: str, errors: dict[int | str, dict[str, Any]]) -> None:
+def add_ui_routes(
+    app: FastAPI, llm: AsyncLLM, model_name: str, errors: dict[int | str, dict[str, Any]], *, has_admin_key: bool
+) -> None:
     """Add ``/ui``, its files and ``/ui/state``, ``/guide`` and ``/compare``. errors: documented replies from 400 on."""
     recent = _recent(llm)
     app.router.routes += [page_route("/ui", "ui/index.html"), without_slash("/ui"), *static_routes()]
     app.router.routes += guide_routes(PanelHost(gives_way=True), live=True)
 
     @app.get("/ui/state", responses={401: errors[401], 200: {"model": UiState}})
-    async def state() -> Response:
+    async def state(request: Request) -> Response:
         """The server at this moment and over the last seconds, for the live page."""
         recent.take(time.monotonic())
-        return Response(_state(llm, model_name, recent).model_dump_json(), media_type="application/json")
+        found = _state(llm, model_name, recent)
+        found.admin = "key" if has_admin_key else "open" if is_local(request.scope) else "closed"
+        return Response(found.model_dump_json(), media_type="application/json")
 
 
 def _recent(llm: AsyncLLM) -> Recent:
@@ -178,6 +185,7 @@ def _state(llm: AsyncLLM, model_name: str, recent: Recent) -> UiState:
         queued=view.num_queued,
         open_requests=llm.num_open,
         window=_window(recent),
+        admin="closed",
     )
 
 

@@ -17,15 +17,13 @@ from diptych.control.cluster.cluster_events import (
     Cancelled,
     ClusterEvent,
     Reported,
-    RoleChanged,
-    SchedulerChanged,
     Tick,
     WorkerDown,
     WorkerUp,
 )
 from diptych.control.cluster.cluster_recording import RecordingClusterCore
-from diptych.control.commands import Command, End, Prefill, Reserve, Restarted, Serve, WorkerCommand
-from diptych.control.config import SchedulerConfig
+from diptych.control.cluster.membership import Membership
+from diptych.control.commands import Command, Drained, End, Prefill, Reserve, Restarted, Serve, WorkerCommand
 from diptych.control.errors import ConfigError, DiptychError, WorkerError
 from diptych.control.events import Event, HandoffDelivered, RequestFinished, TransferFailed
 from diptych.control.request import FinishReason, Submission
@@ -39,6 +37,7 @@ from diptych.serving.fleet.fleet_options import FleetOptions
 from diptych.serving.fleet.fleet_plan import FleetPlan, plan_fleet
 from diptych.serving.fleet.hang_watch import watch_pulses
 from diptych.serving.fleet.supervisor import LocalLauncher
+from diptych.serving.fleet.worker_changes import WorkerChanges
 from diptych.serving.fleet.worker_port import Launcher, WorkerPort, WorkerState
 from diptych.serving.link.engine_options import EngineOptions
 from diptych.serving.link.messages import (
@@ -55,7 +54,7 @@ from diptych.serving.link.messages import (
 from diptych.serving.link.recorder import Recorder, record_cluster
 from diptych.serving.metrics.fleet_metrics import FleetView
 from diptych.serving.metrics.serving_metrics import ServingMetrics
-from diptych.timeline.ring import Timeline, Transfer
+from diptych.timeline.ring import RUNNING_STATES, Timeline, Transfer
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +98,7 @@ class Fleet:
         self._timer_ns: int | None = None
         self._alarm = ""
         self._recorder: Recorder | None = None
+        self.changes = WorkerChanges(self, options.scheduler, options.slo, len(self.fleet.slots))
         self._tasks: list[asyncio.Task[None]] = []
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -114,11 +114,8 @@ class Fleet:
             self.core = ClusterCore(plan.cluster)
         self.ready = asyncio.get_running_loop().create_future()
         self.ready.add_done_callback(lambda future: future.cancelled() or future.exception())
-        for number, options in enumerate(plan.options):
-            worker = self._launcher.launch(number, options, plan.pass_fds)
-            self.workers.append(worker)
-            worker.start(self)
-            self._note_state(number, WorkerState.STARTING)
+        for number in range(len(self.fleet.roles)):
+            self._launch(number)
         watch = watch_pulses(self.workers, self.fleet.heartbeat_timeout_s)
         self._tasks = [asyncio.create_task(self._first_starts(), name="first starts"), asyncio.create_task(watch)]
 
@@ -140,6 +137,35 @@ class Fleet:
         if self._plan is not None:
             self._plan.close()
             self._plan = None
+
+    def _launch(self, number: int) -> WorkerPort:
+        """Begin the life of a worker: of a new one, or of one that was stopped."""
+        assert self._plan is not None
+        if number == len(self.workers):
+            self.workers.append(self._launcher.launch(number, self._plan.options[number], self._plan.pass_fds))
+        worker = self.workers[number]
+        worker.start(self)
+        self._note_state(number, WorkerState.STARTING)
+        return worker
+
+    async def start_worker(self, worker: int) -> None:
+        """See ChangingFleet. Raises the error of a worker that cannot start."""
+        port = self._launch(worker)
+        assert port.ready is not None
+        try:
+            await port.ready
+        except DiptychError as error:
+            await port.stop()
+            self._note_state(worker, WorkerState.STOPPED, error.message)
+            raise
+
+    async def stop_worker(self, worker: int) -> None:
+        """See ChangingFleet."""
+        await self.workers[worker].stop()
+        self._note_state(worker, WorkerState.STOPPED)
+        self.metrics.fleet.on_worker_removed(worker)
+        self.tell(WorkerDown(worker, self.streams.progress()))
+        self.streams.deliver()
 
     async def _first_starts(self) -> None:
         """All workers are ready, or one of them refused to start: then the fleet does."""
@@ -170,26 +196,34 @@ class Fleet:
 
     def submit(self, submissions: Iterable[Submission]) -> None:
         """Requests whose answers the streams know."""
-        self._tell(*(Arrived(submission) for submission in submissions))
+        self.tell(*(Arrived(submission) for submission in submissions))
 
     def abort(self, generation: Generation) -> None:
         """Its client wants no more of it: cancel it wherever it is."""
         self._cancel(self.streams.abandon(generation), FinishReason.ABORT)
 
-    def change_role(self, worker: int, role: Role) -> None:
-        """From now on this worker has another role; the requests that run there stay."""
-        self._tell(RoleChanged(worker, role))
-        known = self.timeline.workers[worker]
-        self.timeline.on_worker(worker, known.state, self._clock(), role=role, detail=known.detail)
+    # -- what an operator changes (see ChangingFleet)
+    # ------------------------------------------------------------------------
 
-    def change_scheduler(self, worker: int, scheduler: SchedulerConfig) -> None:
-        """From its next step on this worker schedules by these settings, also when it is started again. Raises
-        ConfigError for more sequences at once than the workers were started for."""
-        self.options.scheduler.check_change_to(scheduler)
-        self._tell(SchedulerChanged(worker, scheduler))
+    @property
+    def members(self) -> Membership:
+        """See ChangingFleet."""
+        return self.core.members
+
+    def progress(self) -> Mapping[str, int]:
+        """See ChangingFleet."""
+        return self.streams.progress()
+
+    def show(self, worker: int) -> None:
+        """See ChangingFleet."""
+        known = self.timeline.workers[worker]
+        state = known.state
+        if state in RUNNING_STATES:
+            state = "draining" if self.changes.is_draining(worker) else WorkerState.READY
+        self.timeline.on_worker(worker, state, self._clock(), role=self.role(worker), detail=known.detail)
 
     def _cancel(self, streams: Iterable[AnswerStream], reason: FinishReason) -> None:
-        self._tell(*(Cancelled(stream.request_id, stream.num_tokens, reason) for stream in streams))
+        self.tell(*(Cancelled(stream.request_id, stream.num_tokens, reason) for stream in streams))
 
     # -- what workers report (see WorkerListener)
     # ------------------------------------------------------------------------
@@ -210,7 +244,7 @@ class Fleet:
         """A worker has ended for certain."""
         self._note_state(worker, WorkerState.LOST, loss.error.message)
         self.metrics.fleet.on_worker_lost(worker)
-        self._tell(WorkerDown(worker, self.streams.progress(), loss.crashed))
+        self.tell(WorkerDown(worker, self.streams.progress(), loss.crashed))
         self.streams.deliver()
 
     def _on_report(self, worker: int, report: StepReport) -> None:
@@ -231,7 +265,7 @@ class Fleet:
         read = self.core.reads
         news = [event for event in events if type(event) in read]
         if news or report.load is not None:
-            self._tell(Reported(worker, news, report.load))
+            self.tell(Reported(worker, news, report.load))
             self._check_alarm()
         if stopped:
             self._stop(stopped)
@@ -266,9 +300,11 @@ class Fleet:
     def _on_ready(self, worker: int, ready: Ready) -> None:
         self._known[worker] = ready
         self._note_state(worker, WorkerState.READY, ready.description)
+        if self.changes.is_draining(worker):
+            self.show(worker)
         domain = 0 if self._plan is not None and self._plan.memory is not None else None
-        info = WorkerInfo(worker, self._role(worker), ready.num_blocks, ready.block_size, memory_domain=domain)
-        self._tell(WorkerUp(info))
+        info = WorkerInfo(worker, self.role(worker), ready.num_blocks, ready.block_size, memory_domain=domain)
+        self.tell(WorkerUp(info))
 
     def _on_loading(self, worker: int, message: Loading) -> None:
         if self.workers[worker].num_restarts and self.timeline.workers[worker].state != WorkerState.STARTING:
@@ -277,13 +313,14 @@ class Fleet:
             message = Loading(f"worker {worker}: {message.stage}", message.fraction)
         self.loading = message
 
-    def _role(self, worker: int) -> Role:
+    def role(self, worker: int) -> Role:
+        """What a worker is for, now."""
         info = self.core.members.infos.get(worker)
-        return info.role if info else self.fleet.roles[worker]
+        return info.role if info else self.fleet.slots[worker]
 
     # -- the core: events in, commands out ----------------------------------------------------------------------------
 
-    def _tell(self, *happened: ClusterEvent) -> None:
+    def tell(self, *happened: ClusterEvent) -> None:
         """These happened, in this order; what happens while they are dealt with waits for its turn."""
         self._happened.extend(happened)
         if self._is_busy:
@@ -304,6 +341,8 @@ class Fleet:
                 self._begin_attempt(command)
             case Restarted():
                 self.streams.on_restarted(command.request_id, command.attempt_id)
+            case Drained():
+                self.changes.on_drained(command.worker)
             case End():
                 failed = self.streams.on_end(command.request_id, command.finished, command.error)
                 if failed is not None:
@@ -342,7 +381,7 @@ class Fleet:
 
     def _on_timer(self) -> None:
         self._timer = self._timer_ns = None
-        self._tell(Tick())
+        self.tell(Tick())
         self.streams.deliver()
 
     # -- for people ---------------------------------------------------------------------------------------------------
@@ -358,9 +397,9 @@ class Fleet:
         self._alarm = alarm
 
     def _view(self) -> FleetView:
-        numbers = range(len(self.fleet.roles))
+        numbers = range(max(len(self.fleet.roles), len(self.workers)))
         return FleetView(
-            [self._role(number) for number in numbers],
+            [self.role(number) for number in numbers],
             [number in self.core.members.up for number in numbers],
             [worker.num_restarts for worker in self.workers] or [0] * len(numbers),
             self.core.counts,
@@ -369,7 +408,7 @@ class Fleet:
         )
 
     def _note_state(self, worker: int, state: WorkerState, detail: str = "") -> None:
-        self.timeline.on_worker(worker, state, self._clock(), role=self._role(worker), detail=detail)
+        self.timeline.on_worker(worker, state, self._clock(), role=self.role(worker), detail=detail)
 
 
 def _stopped_by_token(events: Iterable[Event]) -> frozenset[str]:

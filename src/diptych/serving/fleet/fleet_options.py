@@ -28,7 +28,8 @@ class FleetOptions:
     CONNECTORS (auto: the first that serves the device). kv_codec: what it is packed with on a wire (int8 and int4
     round, and auto may choose them: answers can differ in places). heartbeat_timeout_s: silence after which a worker is
     killed and started again. cores_per_worker: a number, or lists of CPUs such as 0-3/4-7 in the order prefill, decode,
-    both (None: the machine's cores are divided). cluster: how requests are routed, let in and tried again.
+    both (None: the machine's cores are divided). max_workers: how many there may be at once, with those that are added
+    while serving (None: as many as there are at the start). cluster: how requests are routed, let in and tried again.
     """
 
     prefill: int = 0
@@ -38,6 +39,7 @@ class FleetOptions:
     kv_codec: CodecName = "none"
     heartbeat_timeout_s: float = 10.0
     cores_per_worker: str | None = None
+    max_workers: int | None = None
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     def __post_init__(self) -> None:
@@ -57,7 +59,19 @@ class FleetOptions:
                 param="heartbeat_timeout_s",
             )
         self._check_roles()
+        if self.max_workers is not None and not len(self.roles) <= self.max_workers <= MAX_WORKERS:
+            raise ConfigError(
+                f"max_workers is {self.max_workers}; it must be in [{len(self.roles)}, {MAX_WORKERS}]: "
+                f"{len(self.roles)} are started",
+                param="max_workers",
+            )
         self._check_effects()
+
+    @property
+    def slots(self) -> tuple[Role, ...]:
+        """The roles of all workers that there may be: those that are added begin with both."""
+        both: Role = "both"
+        return self.roles + (both,) * ((self.max_workers or 0) - len(self.roles))
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -80,7 +94,7 @@ class FleetOptions:
     def _check_effects(self) -> None:
         """Refuse settings that have no effect with this number of workers."""
         disaggregate = self.cluster.routing.disaggregate
-        if len(self.roles) == 1:
+        if len(self.slots) == 1:
             for name, default in (("transfer", "auto"), ("kv_codec", "none")):
                 if getattr(self, name) != default:
                     raise ConfigError(f"{name} has no effect with one worker", param=name)

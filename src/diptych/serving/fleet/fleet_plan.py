@@ -26,8 +26,8 @@ SECRET_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """One entry of ``options`` per worker. memory: None when each has its own. cluster: how the front end decides. The
-    owner of the plan closes it."""
+    """One entry of ``options`` per worker that there may be. memory: None when each has its own. cluster: how the front
+    end decides. The owner of the plan closes it."""
 
     options: tuple[EngineOptions, ...]
     cluster: ClusterConfig
@@ -47,7 +47,7 @@ class FleetPlan:
 def plan_fleet(options: EngineOptions, fleet: FleetOptions, processor: Processor | None = None) -> FleetPlan:
     """The options of each worker on ``processor`` (None: this machine's). Raises ConfigError, also for what a worker
     would refuse when it loads."""
-    roles = fleet.roles
+    roles = fleet.slots
     cores = _core_shares(options, fleet, processor or read_processor())
     cluster = replace(fleet.cluster, slo=options.slo)
     if len(roles) == 1:
@@ -71,7 +71,7 @@ def plan_fleet(options: EngineOptions, fleet: FleetOptions, processor: Processor
         )
         record = None if options.record is None else _numbered(Path(options.record), number)
         scheduler = prefill_scheduler(options.scheduler, options.slo) if role == "prefill" else options.scheduler
-        own = _on_cores(options, cores[number])
+        own = _on_cores(options, cores[number % len(cores)])
         told.append(msgspec.structs.replace(own, place=place, record=record, scheduler=scheduler))
     links = LinkCosts(bytes_per_token=geometry.block_bytes // geometry.block_size)
     cluster = replace(cluster, routing=replace(cluster.routing, links=links))
@@ -81,7 +81,7 @@ def plan_fleet(options: EngineOptions, fleet: FleetOptions, processor: Processor
 def _core_shares(options: EngineOptions, fleet: FleetOptions, processor: Processor) -> tuple[CoreShare | None, ...]:
     """Of each worker. CPUs that were named get a thread each. Under a quota of time nothing is pinned: other groups of
     the host would be pinned to the same CPUs."""
-    named, num_workers = options.device.cores, len(fleet.roles)
+    named, num_workers = options.device.cores, len(fleet.roles)  # those that are added share the cores of others
     if named:
         shares = divide_cores(processor.cores_of(parse_cores(named)), num_workers, fleet.cores_per_worker)
         return tuple(share and replace(share, num_threads=None) for share in shares)

@@ -75,6 +75,10 @@ class FleetMetrics:
     def on_worker_lost(self, worker: int) -> None:
         """The counts of a new process start from zero; the sums here must never fall."""
         self.losses[worker] += 1
+        self.on_worker_removed(worker)
+
+    def on_worker_removed(self, worker: int) -> None:
+        """There is no process of this worker any more, on purpose."""
         gone = self.workers.pop(worker, _NOTHING)
         for name in _GROWING:
             self._lost_counts[name] += getattr(gone, name)
@@ -92,7 +96,13 @@ class FleetMetrics:
                 "Sides of handoffs whose lease was not renewed in time",
                 view.counts.get("leases_expired", 0),
             ),
+            (
+                "diptych:handoffs_recalled",
+                "Prompts that gave up reserved blocks to a stream",
+                view.counts.get("recalled", 0),
+            ),
             ("diptych:request_retries", "Attempts after a lost one", view.counts.get("retried", 0)),
+            ("diptych:streams_moved", "Requests that left a worker where they ran", view.counts.get("moved", 0)),
             (
                 "diptych:poison_requests",
                 "Requests refused because workers crashed with them",

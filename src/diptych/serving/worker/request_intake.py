@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from diptych.control.commands import Prefill, Reserve, Serve
+from diptych.control.commands import Prefill, Reserve, Serve, standing_of
 from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.engine.worker_core import TransferCommitted, WorkerCore
 from diptych.control.errors import ErrorRecord, RequestError
@@ -68,6 +68,7 @@ class RequestIntake:
         tokens = self._unpack(wire)
         attempt_id = command.attempt_id
         request = self._request(attempt_id, tokens)
+        request.standing_at_arrival = standing_of(command)
         if isinstance(command, Serve):
             self._core.serve(request, now)
         elif isinstance(command, Prefill):

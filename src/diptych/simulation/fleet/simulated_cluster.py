@@ -15,6 +15,8 @@ from diptych.control.cluster.cluster_events import (
     Arrived,
     Cancelled,
     ClusterEvent,
+    DrainEnded,
+    DrainStarted,
     Reported,
     RoleChanged,
     SchedulerChanged,
@@ -22,7 +24,17 @@ from diptych.control.cluster.cluster_events import (
     WorkerDown,
     WorkerUp,
 )
-from diptych.control.commands import Command, End, Prefill, Reserve, Restarted, Serve, WorkerCommand
+from diptych.control.commands import (
+    Command,
+    Drained,
+    End,
+    Prefill,
+    Reserve,
+    Restarted,
+    Serve,
+    WorkerCommand,
+    standing_of,
+)
 from diptych.control.engine.reports import LoadReport
 from diptych.control.engine.worker_core import TransferAction, TransferEvent
 from diptych.control.errors import ErrorRecord
@@ -78,14 +90,8 @@ class SimulatedCluster:
         self._channels = ControlChannels(self.environment, len(members), scenario.faults, scenario.seed)
         self.transfers: KVTransfers | None = None
         if (pools := scenario.pools) is not None:
-            self.transfers = KVTransfers(
-                self.environment,
-                self.infos,
-                pools.link,
-                pools.kv_bytes_per_token,
-                scenario.watch.resume_ns,
-                self._on_transfer_event,
-            )
+            resume_ns = scenario.watch.resume_ns
+            self.transfers = KVTransfers(self.environment, self.infos, pools, resume_ns, self._on_transfer_event)
         self.lives = ProcessLives(self.environment, scenario.watch, self.workers, self)
 
     @property
@@ -163,10 +169,23 @@ class SimulatedCluster:
     # -- the core -----------------------------------------------------------------------------------------------------
 
     def _change(self, change: WorkerChange) -> None:
-        if change.role is not None:
-            self._tell(RoleChanged(change.worker, change.role))
+        worker = change.worker
         if change.scheduler is not None:
-            self._tell(SchedulerChanged(change.worker, change.scheduler))
+            self._tell(SchedulerChanged(worker, change.scheduler))
+        if change.role is not None:
+            self._tell(RoleChanged(worker, change.role, self._tokens_of(worker)))
+        if change.is_draining is not None:
+            started = DrainStarted(worker, self._tokens_of(worker)) if change.is_draining else DrainEnded(worker)
+            self._tell(started)
+
+    def _tokens_of(self, worker: int) -> dict[str, int]:
+        """How many tokens the clients of this worker's streams have."""
+        progress = {}
+        for request_id, request in self._open.items():
+            if request.worker == worker and request.has_token:
+                account = self.workers[worker].account(request.attempt_id)
+                progress[request_id] = request.num_tokens + max(1, account.num_output_tokens if account else 1)
+        return progress
 
     def _tell(self, event: ClusterEvent, *, later: bool = False) -> None:
         """Give the core an event and carry out its commands. later: commands to workers leave after this nanosecond
@@ -222,6 +241,8 @@ class SimulatedCluster:
                 self._restart(command)
             case End():
                 self._end(command)
+            case Drained():  # the simulated process goes on, with nothing to do
+                pass
             case _:
                 self._order(command, partial(self.workers[command.worker].core.handle, command))
 
@@ -242,6 +263,7 @@ class SimulatedCluster:
         if not self._channels.is_news(command.worker, command.attempt_id):
             return
         request = make_request(command.attempt_id, spec, self._scenario.engine.cache.block_size, options)
+        request.standing_at_arrival = standing_of(command)
         if isinstance(command, Serve):
             worker.core.serve(request, now)
         elif isinstance(command, Reserve):

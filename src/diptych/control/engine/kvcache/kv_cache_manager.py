@@ -47,14 +47,17 @@ class KVCacheManager:
 
     def cached_blocks(self, request: Request) -> list[int]:
         """Blocks of the longest cached prefix, leaving at least one token to compute."""
-        if not request.reads_prefix_cache or not self.config.enable_prefix_cache or request.borrowed_block_ids:
+        if not request.reads_prefix_cache or not self.config.enable_prefix_cache:
             return []
         limit = (request.num_tokens - 1) // self.block_size
         return self.pool.prefix_cache.longest_prefix(request.block_hashes[:limit])
 
-    def num_cached_tokens(self, request: Request) -> int:
-        """Tokens of the request's prompt that are cached now."""
-        return len(self.cached_blocks(request)) * self.block_size
+    def num_cached_tokens(self, request: Request, cached: list[int] | None = None) -> int:
+        """Tokens of the request's prompt that need not be computed: in ``cached`` (None: what is cached now), or in the
+        blocks of another worker that it is computed into."""
+        if cached is None:
+            cached = self.cached_blocks(request)
+        return max(request.num_borrowed_tokens, len(cached) * self.block_size)
 
     def awaits_sibling(self, request: Request, cached: list[int]) -> bool:
         """Whether an admitted prefill is about to compute the next block of this prompt (then waiting is cheaper)."""
@@ -92,14 +95,16 @@ class KVCacheManager:
         peak = shared + future_peak_blocks(demands, self.block_size)
         return peak + self.config.watermark_blocks <= self.pool.num_blocks
 
-    def admit(self, request: Request, cached: list[int], expected_tokens: int) -> None:
+    def admit(self, request: Request, cached: list[int], expected_tokens: int) -> list[tuple[int, int]]:
         """Take the blocks of the whole prompt; the caller has asked ``fits_now``. A prompt that is computed into the
-        blocks of another worker takes those, and nothing of it is found or kept here."""
+        blocks of another worker takes those, and nothing of it is kept here. Returns the (cached block, block) copies
+        that it needs: what is cached here, and not there."""
         if request.borrowed_block_ids:
             request.block_ids = list(request.borrowed_block_ids)
             request.num_hashed_blocks = request.num_shared_blocks = len(request.block_ids)
-            request.num_computed_tokens = request.num_scheduled_tokens = request.num_borrowed_tokens
-            return
+            first = request.num_borrowed_tokens // self.block_size
+            request.num_computed_tokens = request.num_scheduled_tokens = self.num_cached_tokens(request, cached)
+            return list(zip(cached[first:], request.block_ids[first:], strict=False))
         self._reserve(request, request.num_tokens + expected_tokens)
         self.pool.share(cached)
         total = self.num_blocks_for(request.num_tokens)
@@ -110,6 +115,7 @@ class KVCacheManager:
         self.hit_tokens += request.num_computed_tokens
         for block_hash in request.block_hashes[len(cached) :]:
             self._in_progress[block_hash] = self._in_progress.get(block_hash, 0) + 1
+        return []
 
     def grow(self, request: Request) -> int | None:
         """One more block for a decode; None when there is none."""
@@ -159,9 +165,9 @@ class KVCacheManager:
         return copies
 
     def can_swap_in(self, request: Request, *, alone: bool) -> bool:
-        """Whether the request fits again with room to grow."""
+        """Whether the request fits again, with the token that it computes next."""
         spare = 0 if alone else self.config.watermark_blocks
-        return len(request.host_block_ids) + 1 + spare <= self.pool.num_available
+        return self.num_blocks_for(request.num_scheduled_tokens + 1) + spare <= self.pool.num_available
 
     def swap_in(self, request: Request, expected_tokens: int) -> list[tuple[int, int]]:
         """Bring a swapped request back: (host, device) copies; the caller has asked ``can_swap_in``."""

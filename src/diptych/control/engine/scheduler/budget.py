@@ -20,8 +20,9 @@ class Budget(Protocol):
         """A new step, in which ``decode`` runs already."""
         ...
 
-    def chunk(self, start: int, remaining: int) -> int:
-        """How many of the ``remaining`` tokens of a prompt may run in this step (0: none)."""
+    def chunk(self, start: int, remaining: int, *, is_stream: bool = False) -> int:
+        """How many of the ``remaining`` tokens of a prompt may run in this step (0: none). is_stream: they are computed
+        once more, for a stream that lost its blocks."""
         ...
 
     def take(self, start: int, num_tokens: int) -> None:
@@ -42,7 +43,7 @@ class WholeBudget:
         """See Budget."""
         self._taken = 0
 
-    def chunk(self, start: int, remaining: int) -> int:
+    def chunk(self, start: int, remaining: int, *, is_stream: bool = False) -> int:
         """See Budget."""
         return remaining if self._taken == 0 or self._taken + remaining <= self._limit else 0
 
@@ -64,7 +65,7 @@ class FixedBudget:
         """See Budget."""
         self._left = self._limit - decode.decode_seqs
 
-    def chunk(self, start: int, remaining: int) -> int:
+    def chunk(self, start: int, remaining: int, *, is_stream: bool = False) -> int:
         """See Budget."""
         return min(remaining, self._left)
 
@@ -78,7 +79,8 @@ class SloBudget:
 
     A stream whose objective the decodes alone already miss is hopeless and does not shrink the step for the others
     (the rule of xLLM). The prediction is stretched by the model's recent spread, so that an honest but noisy model
-    keeps its promise nine times out of ten.
+    keeps its promise nine times out of ten. A stream that is computed once more may lengthen the step by a
+    quarter, whatever the objectives: it has no token at all meanwhile.
     """
 
     mixes_phases = True
@@ -89,6 +91,7 @@ class SloBudget:
         self._model = model
         self._tokens_left = 0
         self._ns_left = 0.0
+        self._stream_ns_left = 0.0
         self._is_empty = True
 
     def open(self, decode: StepFeatures, batch: DecodeBatch) -> None:
@@ -103,11 +106,13 @@ class SloBudget:
         self._ns_left = min(reachable) * scale - base_ns
         if base_ns >= self._default_ns * scale:  # even the default is out of reach: half as much again
             self._ns_left = max(self._ns_left, base_ns / 2)
+        self._stream_ns_left = max(self._ns_left, base_ns / 4)
         self._is_empty = True
 
-    def chunk(self, start: int, remaining: int) -> int:
+    def chunk(self, start: int, remaining: int, *, is_stream: bool = False) -> int:
         """See Budget."""
-        fits = min(self._model.largest_chunk(start, self._ns_left), self._tokens_left)
+        ns_left = self._stream_ns_left if is_stream else self._ns_left
+        fits = min(self._model.largest_chunk(start, ns_left), self._tokens_left)
         if remaining <= fits:
             return remaining
         if fits < self._config.min_chunk_tokens:
@@ -120,7 +125,9 @@ class SloBudget:
         """See Budget."""
         self._is_empty = False
         self._tokens_left -= num_tokens
-        self._ns_left -= self._model.prefill_work_ns(start, num_tokens)
+        work_ns = self._model.prefill_work_ns(start, num_tokens)
+        self._ns_left -= work_ns
+        self._stream_ns_left -= work_ns
 
 
 def make_budget(config: BudgetConfig, slo: Slo, model: StepTimeModel) -> Budget:

@@ -1,5 +1,9 @@
 """Which request goes first. An order gives each request a key; lower keys go first, so that queues can be heaps.
 
+Streams go before prompts, whatever the order and their priority, and the older before the younger: their clients wait
+in the middle of an answer. Next are requests that have waited before. Only where a waiting request may displace a
+running one (PreemptionConfig.from_waiting) does priority count more.
+
 Aging is linear, and linear aging needs no clock: "work minus a share of the time waited" orders requests exactly as
 "work plus that share of the arrival time" does. To add an order: a class here, its line in ORDERS, its name in
 config.OrderName.
@@ -9,14 +13,13 @@ from abc import ABC, abstractmethod
 
 from diptych.control.config import OrderName, SchedulerConfig
 from diptych.control.engine.scheduler.step_time import StepTimeModel
-from diptych.control.request import Request
+from diptych.control.request import Request, Standing
 from diptych.control.slo import Slo
 
 OrderKey = tuple[int, ...]
 
 DEFAULT_TTFT_NS = 10_000_000_000  # the deadline of a request without a TTFT objective in order "deadline"
 HOPELESS_DEFERRAL = 8  # a deadline that cannot be met any more moves back by this many objectives
-_RESUMED, _FRESH = 0, 1  # requests that lost their place come back before new ones of their priority
 
 
 class RequestOrder(ABC):
@@ -30,9 +33,17 @@ class RequestOrder(ABC):
         self._slo = slo
         self._model = model
 
-    @abstractmethod
     def key(self, request: Request) -> OrderKey:
         """The key of a request; the arrival number breaks ties."""
+        standing = request.standing
+        rank = (request.priority, request.number) if standing is Standing.STREAM else self.rank(request)
+        if self._config.preemption.from_waiting:
+            return (request.priority, standing, *rank)
+        return (standing, *rank)
+
+    @abstractmethod
+    def rank(self, request: Request) -> OrderKey:
+        """The key of a request among those that have given no token."""
 
     def defer(self, request: Request, now: int) -> bool:
         """Asked before a request is admitted: whether it moves back in the queue instead, under a new
@@ -47,26 +58,26 @@ class RequestOrder(ABC):
 class FirstComeFirstServed(RequestOrder):
     """By arrival."""
 
-    def key(self, request: Request) -> OrderKey:
+    def rank(self, request: Request) -> OrderKey:
         """See RequestOrder."""
-        return (_tier(request), request.arrival_ns, request.number)
+        return (request.arrival_ns, request.number)
 
 
 class PriorityFirst(RequestOrder):
     """By priority, then by arrival."""
 
-    def key(self, request: Request) -> OrderKey:
+    def rank(self, request: Request) -> OrderKey:
         """See RequestOrder."""
-        return (request.priority, _tier(request), request.arrival_ns, request.number)
+        return (request.priority, request.arrival_ns, request.number)
 
 
 class ShortestFirst(RequestOrder):
     """By priority, then by the work that is left, with aging."""
 
-    def key(self, request: Request) -> OrderKey:
+    def rank(self, request: Request) -> OrderKey:
         """See RequestOrder."""
         aged = self._work_ns(request) + int(self._config.aging * request.arrival_ns)
-        return (request.priority, _tier(request), aged, request.number)
+        return (request.priority, aged, request.number)
 
 
 class DeadlineFirst(RequestOrder):
@@ -75,18 +86,20 @@ class DeadlineFirst(RequestOrder):
 
     changes_with_time = True
 
-    def key(self, request: Request) -> OrderKey:
+    def rank(self, request: Request) -> OrderKey:
         """See RequestOrder."""
         latest_ns = request.arrival_ns + self._ttft_ns(request) - self._work_ns(request)
-        return (request.priority, _tier(request), latest_ns, request.number)
+        return (request.priority, latest_ns, request.number)
 
     def defer(self, request: Request, now: int) -> bool:
         """See RequestOrder."""
-        priority, tier, latest_ns, number = request.order_key
-        deferred_ns = request.arrival_ns + HOPELESS_DEFERRAL * self._ttft_ns(request)
-        if request.num_preemptions or latest_ns > now or now >= deferred_ns or latest_ns == deferred_ns:
+        if request.is_stream:
             return False
-        request.order_key = (priority, tier, deferred_ns, number)
+        *place, latest_ns, number = request.order_key
+        deferred_ns = request.arrival_ns + HOPELESS_DEFERRAL * self._ttft_ns(request)
+        if latest_ns > now or now >= deferred_ns or latest_ns == deferred_ns:
+            return False
+        request.order_key = (*place, deferred_ns, number)
         return True
 
     def _ttft_ns(self, request: Request) -> int:
@@ -100,7 +113,3 @@ ORDERS: dict[OrderName, type[RequestOrder]] = {
     "shortest": ShortestFirst,
     "deadline": DeadlineFirst,
 }
-
-
-def _tier(request: Request) -> int:
-    return _RESUMED if request.num_preemptions else _FRESH

@@ -1,7 +1,10 @@
-"""Taking a decode's blocks away: for a decode that must grow, or for a waiting request of higher priority.
+"""Taking blocks away: for a stream that must grow, or for a waiting request of higher priority.
 
-Only decodes are ever preempted. A half-prefilled prompt keeps its blocks, or its work would be lost for nothing.
+A stream grows into the blocks of prompts that have given no token before it takes those of another stream: what is
+computed of a prompt is lost either way, but only a stream has a client that sees a gap.
 """
+
+from collections.abc import Collection, Iterable
 
 from diptych.control.config import PreemptionConfig
 from diptych.control.engine.kvcache.kv_cache_manager import KVCacheManager
@@ -12,7 +15,7 @@ from diptych.control.request import Request
 
 
 def _rank(request: Request) -> tuple[int, int]:
-    """The highest rank loses its place first: least important, then latest arrival."""
+    """Of streams, the highest rank loses its place first: least important, then latest arrival."""
     return (request.priority, request.number)
 
 
@@ -25,12 +28,23 @@ class Preemption:
         self._batch = batch
         self.num_preemptions = 0
 
-    def victim_for_growth(self) -> Request:
-        """Who makes room for a decode that needs a block (perhaps that decode itself)."""
-        return max(self._batch, key=_rank)
+    def victim_for_growth(self, prefilling: Iterable[Request]) -> Request:
+        """Who makes room for a stream that needs a block (perhaps that stream itself). A prompt that is computed for
+        another worker keeps its blocks: what is sent of them may be on its way."""
+        stream = max(self._batch, key=_rank)
+        prompts = [request for request in prefilling if not (request.is_stream or request.hands_off)]
+        if not prompts:
+            return stream
+        prompt = max(prompts, key=_rank)
+        if self.config.from_waiting and prompt.priority < stream.priority:
+            return stream
+        return prompt
 
-    def victims_for(self, request: Request, blocks_needed: int, seats_needed: int) -> list[Request]:
+    def victims_for(
+        self, request: Request, blocks_needed: int, seats_needed: int, cached: Collection[int]
+    ) -> list[Request]:
         """Running decodes that a waiting request may displace, enough to seat it; empty when there are not enough.
+        cached: the blocks that it finds in the prefix cache; it needs more than these.
 
         Hysteresis: a victim has run for a while since it (re)started and has not been displaced too often.
         """
@@ -53,7 +67,7 @@ class Preemption:
             if freed >= blocks_needed and len(victims) >= seats_needed:
                 break
             victims.append(member)
-            freed += sum(self._kv.pool.references(block) == 1 for block in member.block_ids)
+            freed += sum(self._kv.pool.references(block) == 1 and block not in cached for block in member.block_ids)
         return victims if freed >= blocks_needed and len(victims) >= seats_needed else []
 
     def preempt(self, plan: StepPlan, victim: Request, *, by_priority: bool) -> bool:
@@ -74,7 +88,15 @@ class Preemption:
         if copies is not None:
             plan.swap_out.extend(copies)
         else:
-            self._kv.release(victim)
-            victim.num_computed_tokens = victim.num_scheduled_tokens = 0
+            self._begin_again(victim)
         plan.events.append(RequestPreempted(plan.now, victim.request_id, copies is not None, by_priority))
         return copies is not None
+
+    def displace(self, plan: StepPlan, prompt: Request) -> None:
+        """Take the blocks of a prompt that is being computed; no chunk of it is in the plan. The caller queues it."""
+        self._begin_again(prompt)
+        plan.events.append(RequestPreempted(plan.now, prompt.request_id, False, False, is_stream=False))
+
+    def _begin_again(self, victim: Request) -> None:
+        self._kv.release(victim)
+        victim.num_computed_tokens = victim.num_scheduled_tokens = 0

@@ -2,6 +2,22 @@
 
 Shapes differ in the policy objects that the loop asks (order, budget, caps, preemption), never in branches of it. The
 scheduler sees counts and block ids, never token ids, and never waits.
+
+What a *stream* (a request that has given a token) may rely on while its worker lives:
+
+- With blocks it gets a token in every step. Where prompts run before decodes (budget "whole"), it rests for as many
+  prompt tokens as the cache holds, at most.
+- It loses its blocks to the growth of another stream only while every block is held by streams, by prompts that are
+  computed for other workers, or by reservations; prompts that are computed for this worker lose theirs first.
+- Without blocks it waits for streams alone: those that held blocks when it lost its own, and those that came before it.
+  So it waits for at most as many decode steps as one of the former may still take, plus those that each of the latter
+  may still take while it waits, too. No prompt gets blocks before it; reservations whose prompts are not computed yet
+  are recalled, which takes the prefill worker's step at hand and three messages.
+- Then it is computed again first of all prompts, and no cap applies to it: with budget "slo" steps may get longer by
+  a quarter of what their decodes take, at least; with "fixed" it gets what the decodes leave of the budget.
+
+Where waiting requests may displace running ones by priority (PreemptionConfig.from_waiting), more important requests go
+before all this. tests/control/stream_law.py checks it.
 """
 
 from enum import Enum
@@ -19,7 +35,7 @@ from diptych.control.engine.scheduler.step_plan import StepPlan
 from diptych.control.engine.scheduler.step_time import StepTimeModel
 from diptych.control.engine.scheduler.stride import StandingRefusal, steps_that_stand
 from diptych.control.engine.scheduler.waiting_queue import WaitingQueue
-from diptych.control.events import Event, HandoffReserved, RequestAdmitted, RequestResumed
+from diptych.control.events import Event, HandoffRecalled, HandoffReserved, RequestAdmitted, RequestResumed
 from diptych.control.request import Request
 from diptych.control.step import ResumedDecode, SchedulerOutput, StepFeatures
 
@@ -30,6 +46,7 @@ class _Verdict(Enum):
     ADMITTED = 0
     SKIP = 1  # not this one, but perhaps those behind it
     STOP = 2  # no other waiting request in this step
+    PARK = 3  # not this one before something changes
 
 
 class Scheduler:
@@ -37,19 +54,23 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig, kv: KVCacheManager, model: StepTimeModel) -> None:
         self._slo = config.slo
+        self._longest = kv.num_blocks_for(config.max_model_len)
         self._kv = kv
         self._model = model
         self.waiting = WaitingQueue()
+        self.parked = WaitingQueue()  # of those that wait: no room to compute them ahead of their decode workers
         self.prefilling: dict[str, Request] = {}
         self.joining: dict[str, Request] = {}  # prefilled, or last chunk handed out; they decode from the next step on
         self.batch = DecodeBatch(kv.block_size)
         self.swapped: dict[str, Request] = {}
-        self.recomputing: dict[str, Request] = {}  # those in ``waiting`` that decoded and lost their blocks
+        self.interrupted: dict[str, Request] = {}  # streams in ``waiting``
         self.incoming = Incoming()  # prefilled elsewhere
         self.outgoing: dict[str, Request] = {}  # prefilled here, to be decoded elsewhere
+        self._ahead: dict[str, int] = {}  # blocks of those computed here whose decode worker has none for them yet
         self.lengths = OutputLengths()
         self.preemption = Preemption(kv, self.batch)
         self._num_departures = 0
+        self._num_ahead = 0  # prompt tokens computed while the batch rested, since it last gave tokens
         self._refused = StandingRefusal()  # the first in ``waiting``
         self._refused_incoming = StandingRefusal()
         self.configure(config.scheduler)
@@ -61,11 +82,11 @@ class Scheduler:
         self._budget = make_budget(settings.budget, self._slo, self._model)
         self._caps = Caps(settings.caps)
         self.preemption.config = settings.preemption
-        waiting = self.waiting.requests()
-        self.waiting = WaitingQueue()
+        waiting = [*self.waiting.requests(), *self.parked.requests()]
+        self.waiting, self.parked = WaitingQueue(), WaitingQueue()
         for request in waiting:
             self._queue(request)
-        for request in (*self.incoming.waiting.values(), *self.swapped.values()):
+        for request in (*self.incoming.waiting.values(), *self.incoming.reserved.values(), *self.swapped.values()):
             request.order_key = self._order.key(request)
 
     @property
@@ -75,25 +96,34 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """A new request, or one that lost its blocks, waits for admission."""
-        request.cached_tokens_at_arrival = request.num_borrowed_tokens or self._kv.num_cached_tokens(request)
+        request.cached_tokens_at_arrival = self._kv.num_cached_tokens(request)
+        if request.is_stream:
+            self.interrupted[request.request_id] = request
         self._queue(request)
 
     def _queue(self, request: Request) -> None:
-        request.is_long = self._caps.is_long(request.num_tokens - request.cached_tokens_at_arrival)
+        request.is_long = self._is_long(request, request.num_tokens - request.cached_tokens_at_arrival)
         request.order_key = self._order.key(request)
         self.waiting.push(request, is_long=request.is_long)
 
     def reserve(self, request: Request) -> None:
-        """A request that another worker prefills waits for its blocks here, behind those that came before it."""
+        """A request that another worker prefills waits for its blocks here."""
         request.order_key = self._order.key(request)
-        self.incoming.waiting[request.request_id] = request
+        self.incoming.add(request)
+
+    def place_found(self, request: Request) -> None:
+        """The worker that will decode this one has blocks for it."""
+        self._ahead.pop(request.request_id, None)
+        if request.request_id in self.parked:
+            self.parked.remove(request)
+            self.waiting.push(request, is_long=request.is_long)
 
     def backlog_ns(self) -> int:
         """Prompt work of all that wait here or are half done, as the step-time model sees it."""
         work = self._model.prefill_work_ns
         waiting = sum(
             work(request.cached_tokens_at_arrival, request.num_tokens - request.cached_tokens_at_arrival)
-            for request in self.waiting
+            for request in (*self.waiting, *self.parked)
         )
         admitted = self.prefilling.values()
         return waiting + sum(
@@ -105,12 +135,15 @@ class Scheduler:
         """The request ends, wherever it is. Returns its confirmed output tokens."""
         request_id, outputs = request.request_id, request.num_output_tokens
         self._num_departures += 1
+        self._ahead.pop(request_id, None)
         if request_id in self.batch:
             outputs = self.batch.num_outputs(request)
             self.batch.leave(request)
         elif request_id in self.waiting:
             self.waiting.remove(request)
-            self.recomputing.pop(request_id, None)
+            self.interrupted.pop(request_id, None)
+        elif request_id in self.parked:
+            self.parked.remove(request)
         else:
             for place in (self.prefilling, self.joining, self.swapped, self.outgoing):
                 place.pop(request_id, None)
@@ -127,9 +160,7 @@ class Scheduler:
             self._plan_decodes(plan)
             self._plan_prefills(plan)
         else:
-            self._plan_prefills(plan)
-            if not plan.prefills:
-                self._plan_decodes(plan)
+            self._plan_prompts_or_decodes(plan)
         if plan.is_empty and not finished:
             return None, plan.events
         if plan.num_decodes:
@@ -157,6 +188,20 @@ class Scheduler:
         queues = ((self.waiting, self._refused), (self.incoming.waiting, self._refused_incoming))
         return steps_that_stand(self.batch, self._kv, [refusal for queue, refusal in queues if queue])
 
+    def _plan_prompts_or_decodes(self, plan: StepPlan) -> None:
+        """Prompts first. The batch rests for as many of their tokens as the cache holds; more come only where prompts
+        leave with their first token, and then they would never end."""
+        if self._num_ahead < self._kv.capacity_tokens:
+            self._plan_prefills(plan)
+        else:
+            self._refused.clear()
+        if plan.prefills and len(self.batch):
+            self._num_ahead += plan.prefill_tokens
+            return
+        self._num_ahead = 0
+        if not plan.prefills:
+            self._plan_decodes(plan)
+
     def _settle(self, plan: StepPlan) -> None:
         """Those whose prompts are computed, here or elsewhere, join the decode batch, or wait to be handed off."""
         for request in self.incoming.take_delivered():
@@ -173,17 +218,18 @@ class Scheduler:
         self.joining.clear()
 
     def _seat_incoming(self, plan: StepPlan) -> None:
-        """Blocks for requests that are prefilled elsewhere, first come, first served; after the streams that were
-        preempted here, whose clients wait in the middle of an answer."""
+        """Blocks for requests that are prefilled elsewhere, first come, first served; after the streams that wait
+        here, whose clients wait in the middle of an answer."""
         incoming = self.incoming
         while incoming.waiting:
             request = next(iter(incoming.waiting.values()))
             cached = self._kv.cached_blocks(request)
             self._refused_incoming.clear()
-            if any(stream.order_key <= request.order_key for stream in self.recomputing.values()):
+            if any(stream.order_key <= request.order_key for stream in self.interrupted.values()):
                 self._refused_incoming.stand_until_departure()  # or until that stream is admitted: that is a prefill
                 return
             if not self._has_room(request, cached, self._refused_incoming):
+                self._recall(plan, request)
                 return
             self._kv.admit(request, cached, self._expected(request))
             request.num_cached_tokens = len(cached) * self._kv.block_size
@@ -197,7 +243,7 @@ class Scheduler:
         """Every member of the decode batch takes a token; those at the end of a block get a new one first."""
         for request in self.batch.take_block_due():
             while request.request_id in self.batch and (block_id := self._kv.grow(request)) is None:
-                self._preempt(plan, self.preemption.victim_for_growth())
+                self._preempt(plan, self.preemption.victim_for_growth(self.prefilling.values()))
             if request.request_id in self.batch:
                 assert block_id is not None
                 plan.new_blocks.append((request.request_id, block_id))
@@ -209,10 +255,14 @@ class Scheduler:
     def _resume_swapped(self, plan: StepPlan) -> None:
         if not self.swapped:
             return
+        first_to_compute = min((stream.order_key for stream in self.interrupted.values()), default=None)
         for request in sorted(self.swapped.values(), key=lambda swapped: swapped.order_key):
-            if request.request_id in plan.paused or self.num_running >= self._settings.max_num_seqs:
-                continue
-            if not self._kv.can_swap_in(request, alone=self.num_running == 0):
+            if first_to_compute is not None and first_to_compute < request.order_key:
+                break
+            has_seat = self.num_running < self._settings.max_num_seqs
+            fits = self._kv.can_swap_in(request, alone=self.num_running == 0)
+            if not has_seat or not fits or request.request_id in plan.paused:
+                self._recall(plan, request)
                 break
             plan.swap_in.extend(self._kv.swap_in(request, self._expected(request)))
             del self.swapped[request.request_id]
@@ -228,10 +278,11 @@ class Scheduler:
     def _plan_prefills(self, plan: StepPlan) -> None:
         """Admitted and waiting prompts in one order, each as far as budget, caps and memory allow."""
         self._refused.clear()
+        self._unpark()
         if not self.waiting and not self.prefilling:
             return
         self._budget.open(StepFeatures(0, 0, plan.num_decodes, plan.decode_context), self.batch)
-        self._caps.open(self.prefilling.values())
+        self._caps.open(request for request in self.prefilling.values() if not request.is_stream)
         for request in self.prefilling.values():
             request.order_key = self._order.key(request)
         admitted = sorted(self.prefilling.values(), key=lambda request: request.order_key, reverse=True)
@@ -247,6 +298,9 @@ class Scheduler:
                 if verdict is _Verdict.SKIP:
                     self.waiting.remove(head)
                     skipped.append(head)
+                elif verdict is _Verdict.PARK:
+                    self.waiting.remove(head)
+                    self.parked.push(head, is_long=head.is_long)
                 open_to_new = verdict is not _Verdict.STOP and len(skipped) < MAX_SKIPPED
             else:
                 break
@@ -258,7 +312,7 @@ class Scheduler:
     def _continue(self, plan: StepPlan, request: Request) -> bool:
         """The next chunk of an admitted prompt; False when the step is full."""
         remaining = request.num_tokens - request.num_scheduled_tokens
-        chunk = self._budget.chunk(request.num_scheduled_tokens, remaining)
+        chunk = self._budget.chunk(request.num_scheduled_tokens, remaining, is_stream=request.is_stream)
         if chunk <= 0:
             return False
         self._run_chunk(plan, request, chunk)
@@ -268,61 +322,105 @@ class Scheduler:
         self._budget.take(request.num_scheduled_tokens, chunk)
         plan.add_prefill(request, chunk)
         if request.num_scheduled_tokens == request.num_tokens:
-            self._caps.finished_prefill()
+            if not request.is_stream:
+                self._caps.finished_prefill()
             del self.prefilling[request.request_id]
             self.joining[request.request_id] = request
 
     def _try_admit(self, plan: StepPlan, request: Request) -> _Verdict:
+        if request.is_ahead and self._kv.num_blocks_for(request.num_tokens) > self._room_ahead:
+            return _Verdict.PARK
         if self._order.defer(request, plan.now):
             return _Verdict.SKIP
         cached = self._kv.cached_blocks(request)
-        start = request.num_borrowed_tokens or len(cached) * self._kv.block_size
+        start = self._kv.num_cached_tokens(request, cached)
         remaining = request.num_tokens - start
-        request.is_long = self._caps.is_long(remaining)
-        if self._kv.awaits_sibling(request, cached):
+        request.is_long = self._is_long(request, remaining)
+        is_stream = request.is_stream  # then it waits for no prompt: neither for its blocks nor for a cap
+        if not is_stream and self._kv.awaits_sibling(request, cached):
             return _Verdict.SKIP
-        chunk = self._budget.chunk(start, remaining)
+        chunk = self._budget.chunk(start, remaining, is_stream=is_stream)
         if chunk <= 0:
             return _Verdict.STOP
-        if not self._caps.allows(is_long=request.is_long, is_partial=chunk < remaining):
+        if not is_stream and not self._caps.allows(is_long=request.is_long, is_partial=chunk < remaining):
             return _Verdict.SKIP
         if not self._seat(plan, request, cached):
+            self._recall(plan, request)
             return _Verdict.STOP
         self.waiting.remove(request)
-        self.recomputing.pop(request.request_id, None)
+        self.interrupted.pop(request.request_id, None)
         is_first = request.first_step_ns is None
-        self._kv.admit(request, cached, self._expected(request))
+        plan.block_copies += self._kv.admit(request, cached, self._expected(request))
         if is_first:
             request.first_step_ns = plan.now
             request.num_cached_tokens = start
         plan.events.append(RequestAdmitted(plan.now, request.request_id, start, is_first))
         self.prefilling[request.request_id] = request
-        self._caps.started(is_long=request.is_long)
+        if request.is_ahead:
+            self._ahead[request.request_id] = len(request.block_ids)
+        if not is_stream:
+            self._caps.started(is_long=request.is_long)
         self._run_chunk(plan, request, chunk)
         return _Verdict.ADMITTED
+
+    def _is_long(self, request: Request, remaining: int) -> bool:
+        return not request.is_stream and self._caps.is_long(remaining)
+
+    def _recall(self, plan: StepPlan, request: Request) -> None:
+        """A stream found no room: prompts that other workers are to compute give up the blocks they hold for it."""
+        if not request.is_stream or not self.incoming.reserved:
+            return
+        num_tokens = request.num_tokens + self._expected(request)
+        needed = self._kv.num_blocks_for(num_tokens) + self._kv.config.watermark_blocks - self._kv.pool.num_available
+        for reserved in self.incoming.recall(request, needed):
+            plan.events.append(HandoffRecalled(plan.now, reserved.request_id))
+
+    @property
+    def _room_ahead(self) -> int:
+        """Blocks for prompts whose decode workers have none for them yet: a prompt of any length would still find room
+        beside them. So these never keep one from being computed that a decode worker holds blocks for, and workers do
+        not wait for one another in a circle."""
+        taken = sum(self._ahead.values()) + self._longest + self._kv.config.watermark_blocks
+        return self._kv.pool.num_blocks - taken
+
+    def _unpark(self) -> None:
+        """Prompts that there is room for again queue again."""
+        room = self._room_ahead if self.parked else 0
+        while (request := self.parked.head()) is not None:
+            room -= self._kv.num_blocks_for(request.num_tokens)
+            if room < 0:
+                return
+            self.parked.remove(request)
+            self.waiting.push(request, is_long=request.is_long)
 
     def _seat(self, plan: StepPlan, request: Request, cached: list[int]) -> bool:
         """Whether there is a seat and memory, if need be after displacing less important requests."""
         if self._has_room(request, cached, self._refused):
             return True
+        if self._is_behind_swapped(request):
+            return False
         blocks = self._kv.num_blocks_for(request.num_tokens) - len(cached) + self._kv.config.watermark_blocks
         blocks += self._kv.pool.num_idle(cached) - self._kv.pool.num_available
         seats = self.num_running + 1 - self._settings.max_num_seqs
-        victims = self.preemption.victims_for(request, blocks, seats)
+        victims = self.preemption.victims_for(request, blocks, seats, cached)
         for victim in victims:
             self._preempt(plan, victim, by_priority=True)
         if victims and plan.num_decodes:
             plan.num_decodes = len(self.batch)
             plan.decode_context = self.batch.context
-        return bool(victims) and self._has_room(request, cached, self._refused)
+        return bool(victims)  # enough of them for its prompt; when it grows, it may displace more
+
+    def _is_behind_swapped(self, request: Request) -> bool:
+        """Whether a request whose KV lies on the host comes back first."""
+        return bool(self.swapped) and min(swapped.order_key for swapped in self.swapped.values()) <= request.order_key
 
     def _has_room(self, request: Request, cached: list[int], refusal: StandingRefusal) -> bool:
         """Whether there is a seat and memory for the first of a queue; else ``refusal`` says for how long not."""
         if self.num_running >= self._settings.max_num_seqs:
             refusal.stand_until_departure()
             return False
-        if self.swapped and min(swapped.order_key for swapped in self.swapped.values()) <= request.order_key:
-            return False  # those who were here before come back first
+        if self._is_behind_swapped(request):
+            return False
         is_alone = self.num_running == 0
         if not self._kv.fits_now(request, cached, alone=is_alone):
             refusal.stand_until_departure()
@@ -338,7 +436,7 @@ class Scheduler:
         return False
 
     def _expected(self, request: Request) -> int:
-        if request.hands_off:
+        if request.hands_off or request.request_id in self.incoming.recalled:
             return 0
         return self.lengths.expected_remaining(request.num_output_tokens, request.max_tokens)
 
@@ -357,10 +455,13 @@ class Scheduler:
 
     def _preempt(self, plan: StepPlan, victim: Request, *, by_priority: bool = False) -> None:
         self._num_departures += 1
-        self._refused_incoming.clear()  # asked before this, in the same plan
-        if self.preemption.preempt(plan, victim, by_priority=by_priority):
+        self._refused.clear()  # both queues may have been asked before this, in the same plan
+        self._refused_incoming.clear()
+        if self.prefilling.pop(victim.request_id, None) is not None:
+            self._ahead.pop(victim.request_id, None)
+            self.preemption.displace(plan, victim)
+        elif self.preemption.preempt(plan, victim, by_priority=by_priority):
             victim.order_key = self._order.key(victim)
             self.swapped[victim.request_id] = victim
-        else:
-            self.add(victim)
-            self.recomputing[victim.request_id] = victim
+            return
+        self.add(victim)

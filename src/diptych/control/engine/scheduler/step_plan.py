@@ -9,6 +9,7 @@ class StepPlan:
     """Mutable twin of SchedulerOutput, plus the events that planning caused."""
 
     __slots__ = (
+        "block_copies",
         "decode_context",
         "events",
         "new_blocks",
@@ -29,6 +30,7 @@ class StepPlan:
         self.paused: list[str] = []
         self.swap_out: list[tuple[int, int]] = []
         self.swap_in: list[tuple[int, int]] = []
+        self.block_copies: list[tuple[int, int]] = []
         self.resumed: list[ResumedDecode] = []
         self.new_blocks: list[tuple[str, int]] = []
         self.events: list[Event] = []
@@ -69,6 +71,7 @@ class StepPlan:
             features,
             predicted_ns,
             max_repeats,
+            tuple(self.block_copies),
         )
 
     @property

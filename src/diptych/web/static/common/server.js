@@ -42,7 +42,8 @@ export async function post(path, body, signal) {
   return reply;
 }
 
-async function errorOf(reply) {
+/** The error that a reply stands for. */
+export async function errorOf(reply) {
   let message = `the server answered ${reply.status}`;
   const text = await reply.text();
   try {

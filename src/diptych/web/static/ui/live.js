@@ -5,6 +5,7 @@ import { count, duration, shortId, significant } from "../common/format.js";
 import { EventStream } from "../common/stream.js";
 import { themeButton } from "../common/theme.js";
 import { TimelineView } from "../common/timeline.js";
+import { Admin } from "./admin.js";
 import { interference } from "./interference.js";
 import { Tiles, showRequest, showRequests, showWorkers } from "./panels.js";
 import { Sender } from "./sender.js";
@@ -22,6 +23,7 @@ const STALL_FLOOR_NS = 25e6; // shorter pauses are noise of the machine, and nob
 const query = queryState();
 const clock = { now: 0, at: 0, runs: false };
 let state = null; // of /ui/state
+let shownWorkers = "";
 let since = null;
 
 const sender = new Sender({ onChange: () => updateButtons(), onProblem: showProblem });
@@ -30,6 +32,7 @@ const view = new TimelineView($("#timeline"), {
   showRequests: query.requests !== "0", now: () => now(), name: nameOf,
 });
 const tiles = new Tiles($("#tiles"));
+const admin = new Admin(() => pollState());
 const stream = new EventStream({
   url: () => (since === null ? "timeline" : `timeline?since=${since}`), headers,
   onEvent: ({ data }) => onRecords(JSON.parse(data)), onState: onConnection,
@@ -116,6 +119,9 @@ function onState() {
   showWorkers($("#workers"), state);
   setText($("#queued"), state.queued ? `${count(state.queued)} requests wait for a worker` : "");
   updateButtons();
+  const workers = JSON.stringify([state.admin, ...state.workers.map(({ worker, role, state: phase }) => [worker, role, phase])]);
+  if (workers !== shownWorkers) admin.refresh(state.admin);
+  shownWorkers = workers;
 }
 
 function showStory() {

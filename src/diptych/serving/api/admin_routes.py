@@ -1,0 +1,157 @@
+"""The operator's routes: what each worker is for, which workers there are.
+
+Owns ``/admin/...`` and who may use it: with an admin key, whoever has it; without one, programs on this machine. A web
+page of another origin is refused in either case, since the browser of somebody on this machine would carry its request.
+"""
+
+import hmac
+from typing import Any, Literal
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from pydantic import BaseModel, ConfigDict, ValidationError
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from diptych.control.config import ShapeName
+from diptych.control.errors import AuthenticationError, InvalidRequestError, PermissionDeniedError
+from diptych.control.router.topology import Role
+from diptych.serving.api import error_responses as errors
+from diptych.serving.async_llm import AsyncLLM
+from diptych.serving.fleet.worker_port import WorkerState
+
+ADMIN_PREFIX = "/admin/"
+LOOPBACK = ("127.", "::1", "::ffff:127.")
+
+
+class ChangeBody(BaseModel):
+    """What is to change about a worker; what is left out stays. drain: true gives it nothing new and hands its streams
+    to others, false uses it again."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    role: Role | None = None
+    shape: ShapeName | None = None
+    drain: bool | None = None
+
+
+class AdminWorker(BaseModel):
+    """A worker as operators see it. open_requests: attempts that it holds a part of."""
+
+    worker: int
+    role: Role
+    state: Literal["starting", "ready", "draining", "lost", "stopped"]
+    restarts: int
+    open_requests: int
+
+
+class AdminWorkers(BaseModel):
+    """All workers that there are or were. max_workers: how many there may be at once."""
+
+    workers: list[AdminWorker]
+    max_workers: int
+
+
+class AdminAccess:
+    """Lets through to ``/admin/`` requests with ``Authorization: Bearer KEY``, or without a key those that come from
+    this machine's loopback address; and none that a page of another origin has made."""
+
+    def __init__(self, app: ASGIApp, key: str | None) -> None:
+        self._app = app
+        self._expected = None if key is None else f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith(ADMIN_PREFIX):
+            headers = Headers(scope=scope)
+            if self._expected is not None:
+                given = headers.get("authorization", "").encode("latin-1", "replace")
+                if not hmac.compare_digest(given, self._expected):
+                    error = AuthenticationError("the admin key is missing or wrong (Authorization: Bearer ...)")
+                    await errors.error_response(error)(scope, receive, send)
+                    return
+            elif not is_local(scope):
+                denied = PermissionDeniedError("without --admin-key, /admin answers only programs on this machine")
+                await errors.error_response(denied)(scope, receive, send)
+                return
+            if not _is_same_origin(headers):
+                denied = PermissionDeniedError(f"/admin does not answer pages of {headers['origin']}")
+                await errors.error_response(denied)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def is_local(scope: Scope) -> bool:
+    """Whether a request comes from this machine's loopback address."""
+    return str((scope.get("client") or ("",))[0]).startswith(LOOPBACK)
+
+
+def _is_same_origin(headers: Headers) -> bool:
+    origin = headers.get("origin")
+    return origin is None or origin.partition("://")[2] == headers.get("host")
+
+
+def add_admin_routes(app: FastAPI, llm: AsyncLLM, documented: dict[int | str, dict[str, Any]]) -> None:
+    """Add ``/admin/workers``. documented: replies from 400 on."""
+    changes = llm.fleet.changes
+    refusals: dict[int | str, dict[str, Any]] = {status: documented[status] for status in (400, 401, 403, 404, 409)}
+
+    @app.get("/admin/workers", responses={**refusals, 200: {"model": AdminWorkers}})
+    async def workers() -> Response:
+        """All workers."""
+        return _reply(_workers(llm))
+
+    @app.post("/admin/workers", status_code=201, responses={**refusals, 201: {"model": AdminWorker}})
+    async def add() -> Response:
+        """Start one more worker; the reply comes when it serves."""
+        llm.require_ready()
+        return _reply(_worker(llm, await changes.add()), 201)
+
+    @app.post("/admin/workers/{worker:int}", responses={**refusals, 200: {"model": AdminWorker}})
+    async def change(worker: int, request: Request) -> Response:
+        """Change the role or the shape of a worker, drain it, or use it again. The reply comes at once; what runs moves
+        after it."""
+        llm.require_ready()
+        try:
+            wanted = ChangeBody.model_validate(await errors.read_json(request))
+        except ValidationError as error:
+            raise errors.invalid_body(error) from None
+        if wanted == ChangeBody():
+            raise InvalidRequestError("nothing is to change; give role, shape or drain", param="role")
+        if wanted.role is not None:
+            changes.change_role(worker, wanted.role)
+        if wanted.shape is not None:
+            changes.change_shape(worker, wanted.shape)
+        if wanted.drain is not None:
+            (changes.drain if wanted.drain else changes.use_again)(worker)
+        return _reply(_worker(llm, worker))
+
+    @app.delete("/admin/workers/{worker:int}", responses={**refusals, 200: {"model": AdminWorker}})
+    async def remove(worker: int) -> Response:
+        """Drain a worker and stop it; the reply comes when it has stopped."""
+        llm.require_ready()
+        await changes.remove(worker)
+        return _reply(_worker(llm, worker))
+
+
+def _workers(llm: AsyncLLM) -> AdminWorkers:
+    fleet = llm.fleet
+    return AdminWorkers(
+        workers=[_worker(llm, worker.number) for worker in fleet.workers], max_workers=len(fleet.fleet.slots)
+    )
+
+
+def _worker(llm: AsyncLLM, number: int) -> AdminWorker:
+    fleet = llm.fleet
+    port = fleet.workers[number]
+    is_draining = port.state is WorkerState.READY and fleet.changes.is_draining(number)
+    return AdminWorker(
+        worker=number,
+        role=fleet.role(number),
+        state="draining" if is_draining else port.state.value,
+        restarts=port.num_restarts,
+        open_requests=fleet.core.attempts.count_of(number),
+    )
+
+
+def _reply(content: BaseModel, status: int = 200) -> Response:
+    return Response(content.model_dump_json(), status, media_type="application/json")

@@ -1,0 +1,195 @@
+"""What an operator changes while the fleet serves: roles, shapes, and which workers there are.
+
+Owns the settings that each worker has by now, and the waits for drained workers. What becomes of the requests is
+decided by ClusterCore; here its events are told, and processes are started and stopped.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from diptych.control.cluster.cluster_events import ClusterEvent, DrainEnded, DrainStarted, RoleChanged, SchedulerChanged
+from diptych.control.cluster.membership import Membership
+from diptych.control.config import SchedulerConfig, ShapeName, prefill_scheduler, reshaped
+from diptych.control.errors import ConflictError, NotFoundError
+from diptych.control.router.topology import Role
+from diptych.control.slo import Slo
+
+logger = logging.getLogger(__name__)
+
+DRAIN_LIMIT_S = 120.0
+
+
+class ChangingFleet(Protocol):
+    """What WorkerChanges needs of the fleet."""
+
+    @property
+    def members(self) -> Membership:
+        """The workers as the core knows them."""
+        ...
+
+    def progress(self) -> Mapping[str, int]:
+        """How many tokens the client of each open request has."""
+        ...
+
+    def tell(self, *happened: ClusterEvent) -> None:
+        """Tell the core."""
+        ...
+
+    def show(self, worker: int) -> None:
+        """The role or the state of a worker has changed: the timeline learns it."""
+        ...
+
+    async def start_worker(self, worker: int) -> None:
+        """Start a worker's process, and wait until it is ready."""
+        ...
+
+    async def stop_worker(self, worker: int) -> None:
+        """Stop a worker's process for good."""
+        ...
+
+
+@dataclass(slots=True)
+class _Draining:
+    """done: nothing is left there. is_leaving: its process will be stopped then."""
+
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    is_leaving: bool = False
+
+
+class WorkerChanges:
+    """The changes of one fleet. started: the settings that all workers began with (prefill workers: those that
+    ``prefill_scheduler`` makes of them). num_slots: how many workers there may be at once."""
+
+    def __init__(self, fleet: ChangingFleet, started: SchedulerConfig, slo: Slo, num_slots: int) -> None:
+        self._fleet = fleet
+        self._started = started
+        self._slo = slo
+        self._num_slots = num_slots
+        self._schedulers: dict[int, SchedulerConfig] = {}  # of workers whose settings were changed, before their roles
+        self._draining: dict[int, _Draining] = {}
+        self._stopped: set[int] = set()
+        self._is_adding = False
+
+    def change_role(self, worker: int, role: Role) -> None:
+        """From now on this worker has another role and the settings that go with it; its streams go to others when it
+        only prefills. Raises ConflictError when no worker would be left for a phase, NotFoundError when there is no
+        such worker."""
+        members = self._fleet.members
+        self._require(worker)
+        members.check_change(worker, role)
+        if members.infos[worker].role == role:
+            return
+        logger.warning("worker %d: its role is %s from now on (it was %s)", worker, role, members.infos[worker].role)
+        before, after = self._settings(worker, members.infos[worker].role), self._settings(worker, role)
+        settings = [SchedulerChanged(worker, after)] if before != after else []
+        self._fleet.tell(*settings, RoleChanged(worker, role, self._fleet.progress()))
+        self._fleet.show(worker)
+
+    def change_scheduler(self, worker: int, scheduler: SchedulerConfig) -> None:
+        """From its next step on this worker schedules by these settings, also when it is started again. Raises
+        ConfigError for more sequences at once than the workers were started for, NotFoundError without such a
+        worker."""
+        self._require(worker)
+        self._started.check_change_to(scheduler)
+        self._schedulers[worker] = scheduler
+        self._fleet.tell(SchedulerChanged(worker, self._settings(worker, self._fleet.members.infos[worker].role)))
+
+    def change_shape(self, worker: int, shape: ShapeName) -> None:
+        """The same with the preset of a shape. Raises NotFoundError when there is no such worker."""
+        self._require(worker)
+        self.change_scheduler(worker, reshaped(self._schedulers.get(worker, self._started), shape))
+
+    def drain(self, worker: int) -> None:
+        """Give this worker nothing new, and its streams to others. Raises ConflictError when no worker would be left
+        for a phase, NotFoundError when there is no such worker."""
+        self._require(worker)
+        if worker in self._draining:
+            return
+        self._fleet.members.check_change(worker, None)
+        logger.warning("worker %d: draining", worker)
+        self._draining[worker] = _Draining()
+        self._fleet.tell(DrainStarted(worker, self._fleet.progress()))
+        self._fleet.show(worker)
+
+    def use_again(self, worker: int) -> None:
+        """Give a draining worker requests again. Raises NotFoundError when there is no such worker, ConflictError
+        when it is about to be stopped."""
+        self._require(worker)
+        draining = self._draining.get(worker)
+        if draining is None:
+            return
+        if draining.is_leaving:
+            raise ConflictError(f"worker {worker} is being removed", param="drain")
+        logger.warning("worker %d: used again", worker)
+        del self._draining[worker]
+        self._fleet.tell(DrainEnded(worker))
+        self._fleet.show(worker)
+
+    async def remove(self, worker: int, limit_s: float = DRAIN_LIMIT_S) -> None:
+        """Drain the worker and stop it. Raises as ``drain`` does, and ConflictError when requests are left there after
+        ``limit_s``: it is used again then."""
+        self.drain(worker)
+        draining = self._draining[worker]
+        if draining.is_leaving:
+            raise ConflictError(f"worker {worker} is being removed already", param="worker")
+        draining.is_leaving = True
+        try:
+            await asyncio.wait_for(draining.done.wait(), limit_s)
+        except BaseException as error:
+            draining.is_leaving = False
+            self.use_again(worker)
+            if isinstance(error, TimeoutError):
+                message = f"worker {worker} has requests left after {limit_s:g} s; it is used again"
+                raise ConflictError(message, param="worker") from None
+            raise
+        self._stopped.add(worker)
+        await self._fleet.stop_worker(worker)
+        logger.warning("worker %d: removed", worker)
+
+    async def add(self) -> int:
+        """Start one more worker, which does both; returns its number when it is ready. Raises ConflictError when there
+        are as many as there may be, or another is being started; and the error of a worker that cannot start."""
+        used = set(self._fleet.members.infos) - self._stopped
+        free = [number for number in range(self._num_slots) if number not in used]
+        if not free:
+            message = f"there are {self._num_slots} workers, and may be no more (--max-workers)"
+            raise ConflictError(message, param="workers")
+        if self._is_adding:
+            raise ConflictError("another worker is being started", param="workers")
+        worker = free[0]
+        self._is_adding = True
+        try:
+            await self._fleet.start_worker(worker)
+        finally:
+            self._is_adding = False
+        self._stopped.discard(worker)
+        if self._draining.pop(worker, None) is not None:
+            self._fleet.tell(DrainEnded(worker))
+        self._fleet.show(worker)
+        logger.warning("worker %d: added", worker)
+        return worker
+
+    def on_drained(self, worker: int) -> None:
+        """Nothing is left on this worker."""
+        if (draining := self._draining.get(worker)) is not None:
+            draining.done.set()
+
+    def is_draining(self, worker: int) -> bool:
+        """Whether it gets nothing new."""
+        return worker in self._draining
+
+    def is_stopped(self, worker: int) -> bool:
+        """Whether it was removed."""
+        return worker in self._stopped
+
+    def _settings(self, worker: int, role: Role) -> SchedulerConfig:
+        base = self._schedulers.get(worker, self._started)
+        return prefill_scheduler(base, self._slo) if role == "prefill" else base
+
+    def _require(self, worker: int) -> None:
+        known = sorted(set(self._fleet.members.infos) - self._stopped)
+        if worker not in known:
+            raise NotFoundError(f"worker is {worker}; there are {', '.join(map(str, known))}", param="worker")
