@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from diptych.control.admission.admission_queue import AdmissionConfig
+from diptych.control.admission.admission_config import AdmissionConfig
 from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.cluster.cluster_core import ClusterCore
 from diptych.control.cluster.cluster_events import (

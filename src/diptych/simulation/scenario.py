@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
-from diptych.control.admission.admission_queue import AdmissionConfig, ServiceClassConfig
+from diptych.control.admission.admission_config import AdmissionConfig, ServiceClassConfig
 from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.config import EngineConfig, SchedulerConfig
 from diptych.control.errors import ConfigError
