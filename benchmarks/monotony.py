@@ -4,8 +4,9 @@
 
 The laws (tests/simulation/monotony.py): fewer bits of weights or KV, more bandwidth, a shorter context and a smaller
 batch are never slower; more devices are never slower by more than what they send to each other. Over every model and
-device of the catalogue, the cost models roofline, operators and every layer table, 16, 8 and 4 bits, and splits over
-up to 8 x 16 x 4 devices. A seed gives one pair of setups, tried with ``STEPS`` pairs of steps.
+device of the catalogue, the cost models roofline, operators, every layer table and auto (which scales those to fewer
+bits), 16, 8 and 4 bits, and splits over up to 16 x 8 x 4 devices. A seed gives one pair of setups, tried with ``STEPS``
+pairs of steps.
 """
 
 import argparse
@@ -20,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.simulation.monotony import LAWS, random_pairs
 
 STEPS = 10
+KINDS = ("roofline", "operators", "auto", "layer tables")
 SHOWN = 20
 
 
@@ -37,7 +39,7 @@ def main() -> None:
     for seed in range(options.first, options.first + -(-options.pairs // STEPS)):
         for pair in random_pairs(seed, STEPS):
             kind = pair.more[0].kind
-            key = pair.law, kind if kind in ("roofline", "operators") else "layer tables"
+            key = pair.law, kind if kind in KINDS else "layer tables"
             tried[key] += 1
             violation = pair.violation()
             if violation is not None:
@@ -46,7 +48,7 @@ def main() -> None:
     rows = [
         {"law": law, "cost": kind, "pairs": tried[law, kind], "violations": broken[law, kind]}
         for law in LAWS
-        for kind in ("roofline", "operators", "layer tables")
+        for kind in KINDS
         if tried[law, kind]
     ]
     rows.append({"law": "all", "cost": "", "pairs": sum(tried.values()), "violations": len(found)})

@@ -13,6 +13,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "diptych"
 # What each part may import of ours (itself always).
 MAY_IMPORT = {
     "control": set(),
+    "compiled_modules": set(),
     "length_prefix": set(),
     "processor": set(),
     "runtime": {"control", "processor"},
@@ -20,17 +21,17 @@ MAY_IMPORT = {
     "report": {"control"},
     "timeline": {"control"},
     "search": {"control", "report"},
-    "simulation": {"control", "report", "search", "timeline", "workload"},
+    "simulation": {"compiled_modules", "control", "report", "search", "timeline", "workload"},
     "calibration": {"control", "runtime", "serving", "simulation"},
-    "serving": {"control", "length_prefix", "processor", "runtime", "timeline", "web"},
+    "serving": {"compiled_modules", "control", "length_prefix", "processor", "runtime", "timeline", "web"},
     "bench": {"control", "processor", "report", "search", "workload"},
     "web": {"control", "length_prefix", "report", "simulation", "timeline", "workload"},
     "bundled": set(),
     "cli": {
         "control", "runtime", "simulation", "serving", "bench", "web", "workload", "report", "search", "timeline",
-        "calibration", "__version__",
+        "calibration", "compiled_modules", "__version__",
     },
-    "__init__": {"control", "serving"},
+    "__init__": {"compiled_modules", "control", "serving"},
 }  # fmt: skip
 
 # Not in control: whatever reads a clock, waits, talks, or draws from a global random.

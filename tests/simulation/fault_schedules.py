@@ -6,7 +6,7 @@ Used by test_faults.py (some hundreds of schedules) and benchmarks/fault_schedul
 import random
 from dataclasses import replace
 
-from diptych.control.admission.admission_queue import AdmissionConfig, ServiceClassConfig
+from diptych.control.admission.admission_config import AdmissionConfig, ServiceClassConfig
 from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.cluster.cluster_events import ClusterEvent, WorkerDown, WorkerUp
 from diptych.control.commands import Command, Drained, Drop, End, Prefill, Release, Renew, Reserve, Restarted, Serve

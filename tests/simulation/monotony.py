@@ -12,8 +12,9 @@ from functools import lru_cache
 
 from diptych.control.errors import ConfigError
 from diptych.control.step import ScheduledPrefill, SchedulerOutput, StepFeatures, chunk_attention
+from diptych.simulation.costs.cost_choice import choose_cost
 from diptych.simulation.costs.cost_model import CostModel
-from diptych.simulation.costs.layer_tables import layer_table_names, load_layer_table
+from diptych.simulation.costs.layer_tables import layer_table_info, layer_table_names, load_layer_table
 from diptych.simulation.costs.operator_tables import operator_table_cost
 from diptych.simulation.costs.operators import load_operator_tables, operator_table_names
 from diptych.simulation.costs.roofline import RooflineCost, collective_costs
@@ -50,7 +51,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Setup:
-    """kind: roofline, operators, or the name of a layer table (the rest is then of no account). faster: what the
+    """kind: roofline, operators, auto, or the name of a layer table (the rest is then of no account). faster: what the
     device's memory and links are multiplied with."""
 
     kind: str
@@ -94,6 +95,15 @@ def cost_of(setup: Setup) -> CostModel:
     """The cost model of a setup. Raises ConfigError where there is none."""
     if setup.kind in layer_table_names():
         return load_layer_table(setup.kind)
+    if setup.kind == "auto":
+        return choose_cost(
+            "auto",
+            model=setup.model,
+            hardware=setup.hardware,
+            parallelism=setup.parallelism,
+            weight_bits=setup.bits,
+            kv_bits=setup.kv_bits,
+        ).cost
     model, hardware = load_model(setup.model), setup.device()
     if setup.kind == "operators":
         return operator_table_cost(model, hardware, setup.parallelism, weight_bits=setup.bits, kv_bits=setup.kv_bits)
@@ -138,20 +148,24 @@ def random_pairs(seed: int, steps: int) -> Iterator[Pair]:
 def _setups(draw: random.Random, law: str) -> tuple[Setup, Setup] | None:
     """Two setups of which the first is not slower by the law; None: such a setup does not exist."""
     tables = layer_table_names() if law in ("shorter context", "smaller batch") else ()
-    kind = draw.choice(("roofline", "operators", *(["table"] if tables else [])))
+    scaled = law in ("fewer bits", "fewer KV bits")
+    kind = draw.choice(("roofline", "operators", *(["table"] if tables else []), *(["auto"] if scaled else [])))
     if kind == "table":
         setup = Setup(draw.choice(tables))
         return setup, setup
+    if kind == "auto":  # measured layers, scaled to fewer bits
+        info = layer_table_info(draw.choice(layer_table_names()))
+        split = Parallelism(info.tensor_parallel, 1, info.expert_parallel, info.data_parallel)
+        worse = Setup(kind, info.model, info.hardware, split, draw.choice((16, 8, 4)), draw.choice((16, 8)))
+        return _fewer_bits(draw, law, worse)
     device = draw.choice(operator_table_names() if kind == "operators" else hardware_names())
     model = load_model(draw.choice(model_names()))
     split = _random_split(draw, model)
     bits, kv_bits = draw.choice((16, 8, 4)), draw.choice((16, 8))
     worse = Setup(kind, model.name, device, split, bits, kv_bits)
     better = worse
-    if law == "fewer bits":
-        better, worse = (replace(worse, bits=bits) for bits in draw.choice(((8, 16), (4, 16), (4, 8))))
-    elif law == "fewer KV bits":
-        better, worse = replace(worse, kv_bits=8), replace(worse, kv_bits=16)
+    if scaled:
+        better, worse = _fewer_bits(draw, law, worse)
     elif law == "more bandwidth":
         better = replace(worse, kind="roofline", faster=draw.uniform(1.0, 3.0))
         worse = replace(worse, kind="roofline")
@@ -162,6 +176,13 @@ def _setups(draw: random.Random, law: str) -> tuple[Setup, Setup] | None:
     except ConfigError:
         return None
     return better, worse
+
+
+def _fewer_bits(draw: random.Random, law: str, setup: Setup) -> tuple[Setup, Setup]:
+    if law == "fewer KV bits":
+        return replace(setup, kv_bits=8), replace(setup, kv_bits=16)
+    few, many = draw.choice(((8, 16), (4, 16), (4, 8)))
+    return replace(setup, bits=few), replace(setup, bits=many)
 
 
 def _random_split(draw: random.Random, model: ModelSpec) -> Parallelism:

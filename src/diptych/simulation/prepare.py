@@ -42,9 +42,9 @@ class PreparedPool:
     engine: EngineConfig
     choice: CostChoice
     swap_block_ns: int = 0
-    copy_block_ns: int = 0
     nics: int | None = None
     price_per_hour: float | None = None
+    copy_block_ns: int = 0
 
     @property
     def num_workers(self) -> int:
@@ -96,8 +96,8 @@ def prepare_pool(
         slo=slo,
         max_model_len=settings.max_model_len or choice.max_model_len,
     )
-    block_times = swap_block_ns(settings, choice), copy_block_ns(settings, choice)
-    return PreparedPool(name, role, replicas, parallelism, engine, choice, *block_times, nics, price_per_hour)
+    swap_ns, copy_ns = swap_block_ns(settings, choice), copy_block_ns(settings, choice)
+    return PreparedPool(name, role, replicas, parallelism, engine, choice, swap_ns, nics, price_per_hour, copy_ns)
 
 
 def scheduler_of(settings: "Settings") -> SchedulerConfig:

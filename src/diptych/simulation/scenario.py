@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
-from diptych.control.admission.admission_queue import AdmissionConfig, ServiceClassConfig
+from diptych.control.admission.admission_config import AdmissionConfig, ServiceClassConfig
 from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.config import EngineConfig, SchedulerConfig
 from diptych.control.errors import ConfigError
@@ -50,7 +50,7 @@ class Scenario:
     pools that have none of their own). warm_up: measured steps that the step-time model begins with, as a live worker's
     does (empty: the usual ones, at what the cost model says). front_end: what passes before a request reaches the
     cluster; part of its queueing time. swap_block_ns: copying one block between device and host, one after the other.
-    watch: how failures are noticed. copy_block_ns: copying one block to another within the memory of a host.
+    watch: how failures are noticed.
     """
 
     engine: EngineConfig
@@ -66,7 +66,6 @@ class Scenario:
     pools: Pools | None = None
     front_end: FrontEnd = field(default_factory=FrontEnd)
     swap_block_ns: int = 0
-    copy_block_ns: int = 0
     warm_up: tuple[tuple[StepFeatures, int], ...] = ()
     watch: Watch = field(default_factory=Watch)
 

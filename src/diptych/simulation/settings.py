@@ -275,7 +275,6 @@ def prepare(settings: Settings, *, record_events: bool = False, most_recorded: i
         pools=fleet,
         front_end=first.choice.front_end,
         swap_block_ns=first.swap_block_ns,
-        copy_block_ns=first.copy_block_ns,
         warm_up=source.warm_up if isinstance(source, Calibration) else (),
         seed=settings.seed,
         record_events=record_events and (most_recorded is None or len(workload) <= most_recorded),

@@ -18,7 +18,7 @@ tokens leave before the KV that was computed with them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from diptych.control.commands import AskKVSnapshot, Configure, Drop, ForgetPeer, Prefill, Release, Renew, Reserve, Send
 from diptych.control.engine.engine_core import NUM_DROPPED, EngineCore
@@ -42,8 +42,8 @@ from diptych.control.slo import NS_PER_MS
 from diptych.control.step import SchedulerOutput, StepResult
 
 REPORT_INTERVAL_NS = 200 * NS_PER_MS  # a worker reports its load at most this often
-_ENDS = (RequestFinished, HandoffReleased, HandoffExpired)
-_NOT_NEWS = (StepFinished, KVEvents, KVSnapshot)
+_HANDOFFS = frozenset((HandoffReserved, HandoffDelivered, HandoffReleased, HandoffExpired, RequestFinished))
+_NOT_NEWS = frozenset((StepFinished, KVEvents, KVSnapshot))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +124,16 @@ class TransferBroken:
 TransferEvent = ChunkArrived | TransferCommitted | TransferBroken
 
 
-@dataclass(slots=True)
 class Outbox:
     """What the driver is to do: ``before``, then send ``events`` and ``load`` as one report, then ``after``."""
 
-    before: list[TransferAction] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
-    load: LoadReport | None = None
-    after: list[TransferAction] = field(default_factory=list)
+    __slots__ = ("after", "before", "events", "load")
+
+    def __init__(self) -> None:
+        self.before: list[TransferAction] = []
+        self.events: list[Event] = []
+        self.load: LoadReport | None = None
+        self.after: list[TransferAction] = []
 
     @property
     def is_empty(self) -> bool:
@@ -288,6 +290,11 @@ class WorkerCore:
         return outbox
 
     @property
+    def has_output(self) -> bool:
+        """Whether ``take_outbox`` would return anything to be done."""
+        return not self._outbox.is_empty
+
+    @property
     def is_idle(self) -> bool:
         """Whether nothing is left of any attempt (for tests)."""
         return not (len(self._outgoing) or self._targets or self._borrowed or self.engine.has_work)
@@ -295,19 +302,25 @@ class WorkerCore:
     # -- what follows from events -------------------------------------------------------------------------------------
 
     def _note(self, events: Sequence[Event]) -> None:
-        outbox = self._outbox
+        reported = self._outbox.events
         for event in events:
-            if isinstance(event, HandoffReserved):
-                self._expect(event)
-            elif isinstance(event, HandoffDelivered):
-                self._borrowed.pop(event.request_id, None)
-            elif isinstance(event, _ENDS):
-                self._let_go(event.request_id)
-            elif isinstance(event, KVEvents | KVSnapshot) and not self._publishes_kv:
-                continue
-            if not isinstance(event, _NOT_NEWS):
+            kind = type(event)
+            if kind not in _NOT_NEWS:
                 self._has_news = True
-            outbox.events.append(event)
+                if kind in _HANDOFFS:
+                    self._follow(event)
+            elif kind is not StepFinished and not self._publishes_kv:
+                continue
+            reported.append(event)
+
+    def _follow(self, event: Event) -> None:
+        """An attempt moves on: what its transfer needs."""
+        if isinstance(event, HandoffReserved):
+            self._expect(event)
+        elif isinstance(event, HandoffDelivered):
+            self._borrowed.pop(event.request_id, None)
+        elif isinstance(event, RequestFinished | HandoffReleased | HandoffExpired):
+            self._let_go(event.request_id)
 
     def _open(self, prefill: Prefill, request: Request, start: int) -> None:
         """Begin to send: the target has its blocks, and the first ``start`` tokens."""

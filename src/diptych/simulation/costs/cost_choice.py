@@ -1,7 +1,8 @@
 """Which cost model prices a model on a device: the one asked for, or the best there is, and a description of it.
 
 ``auto`` takes measured layers of this very model, device and number of devices, then tables of measured operators,
-then the roofline, and never mixes two of them. Among several layer tables these rules decide, each where those before
+then the roofline. Layers are scaled where fewer bits are asked than were measured, so that they are never slower; else
+two kinds are never mixed. Among several layer tables these rules decide, each where those before
 it leave a tie: kernels of the asked engine (of vLLM, if none is asked); of the version nearest to the asked one (the
 newest, if none is asked); fewer parts assumed. Operators that no engine runs like that ("unfused") are priced only by
 the name of their table.
@@ -25,6 +26,7 @@ from diptych.simulation.costs.layer_tables import (
     layer_table_names,
     load_layer_table,
 )
+from diptych.simulation.costs.narrowed_tables import narrowed
 from diptych.simulation.costs.operator_tables import operator_table_cost
 from diptych.simulation.costs.operators import US
 from diptych.simulation.costs.profiled import ProfileInfo, load_profile, profile_names
@@ -156,7 +158,8 @@ def _priced(name: str, wanted: Wanted) -> tuple[CostModel, str]:
         table = next((name for name in names if _holds(layer_table_info(name), wanted)), None)
         if table is not None:
             cost = _table(table, wanted)
-            return cost, f"measured layers of {cost.info.model} on {_fleet(cost.info)}"
+            bits = "" if wanted.is_16_bits else f", scaled to {wanted.weights.name} (KV {wanted.kv_bits} bits)"
+            return cost, f"measured layers of {cost.info.model} on {_fleet(cost.info)}{bits}"
         if name != "auto":
             known = ", ".join(layer_table_names())
             raise ConfigError(f"cost is {name!r}, which does not hold {wanted}; the tables are {known}", param="cost")
@@ -191,6 +194,9 @@ def _profile(name: str, wanted: Wanted) -> tuple[CostModel, str]:
 def _table(name: str, wanted: Wanted) -> LayerTableCost:
     """The layers of a table behind the host of the asked engine; without one, behind its own."""
     table = load_layer_table(name, skew=wanted.skew)
+    if not wanted.is_16_bits:
+        split, kv_bits = wanted.parallelism, wanted.kv_bits
+        table = narrowed(table, wanted.model, wanted.hardware, split, wanted.weights, kv_bits)
     if wanted.engine is None:
         return table
     constant = Curve((1.0,), (US * wanted.hardware.achieved.step_overhead_s,))
@@ -234,10 +240,11 @@ def _version(name: str) -> tuple[str, int]:
 
 
 def _holds(info: TableInfo | ProfileInfo, wanted: Wanted) -> bool:
-    """Whether measurements are of what is wanted: the same device, sharing of the model, dimensions, and 16 bits."""
+    """Whether measurements are of what is wanted: the same device, sharing of the model, dimensions. Whole steps have
+    16 bits; layers can be scaled (narrowed_tables.py)."""
     return (
         _parallelism(info) == wanted.parallelism
-        and wanted.is_16_bits
+        and (wanted.is_16_bits or isinstance(info, TableInfo))
         and load_hardware(info.hardware).name == wanted.hardware.name
         and _dimensions(load_model(info.model)) == _dimensions(wanted.model)
     )

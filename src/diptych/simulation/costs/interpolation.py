@@ -11,6 +11,8 @@ from itertools import pairwise
 
 from diptych.control.errors import ConfigError
 
+FAR = 64.0  # times the last knot
+
 
 @dataclass(frozen=True, slots=True)
 class Curve:
@@ -80,15 +82,15 @@ class Surface:
         return value + weight * (high(y) - value) if weight else value
 
     def rising(self) -> "Surface":
-        """A surface that falls along neither variable: its rows made rising, and each at least the row before it."""
+        """A surface that falls along neither variable: its rows made rising, and each at least the row before it, up to
+        a knot far beyond the last."""
+        far = FAR * max(row.knots[-1] for row in self.rows)
         rows: list[Curve] = []
         for row in self.rows:
             curve = row.rising()
-            if rows:
-                lower = rows[-1]
-                knots = sorted({*curve.knots, *lower.knots})
-                curve = Curve(tuple(knots), tuple(max(curve(knot), lower(knot)) for knot in knots))
-            rows.append(curve)
+            lower = rows[-1] if rows else curve
+            knots = sorted({*curve.knots, *lower.knots, far})
+            rows.append(Curve(tuple(knots), tuple(max(curve(knot), lower(knot)) for knot in knots)))
         return Surface(self.knots, tuple(rows))
 
     def at_least(self, floor: float) -> "Surface":

@@ -235,12 +235,13 @@ def _sum(knots: tuple[float, ...], parts: Sequence[Sequence[float]]) -> Curve:
 
 
 def _token_knots(operators: OperatorTables, model: ModelSpec) -> tuple[float, ...]:
-    """Token counts that any product was measured at: the same for all bits, so that fewer are never slower between
-    two knots either."""
+    """Token counts that any product was measured at, and some beyond: the same for all bits, so that fewer are never
+    slower between two knots either."""
     curves = [curve for table in operators.linear.values() for curve in table.curves.values()]
     if model.moe:
         curves += [curve for table in operators.experts.curves.values() for curve in table.values()]
-    return tuple(sorted({knot for curve in curves for knot in curve.knots}))
+    knots = {knot for curve in curves for knot in curve.knots}
+    return tuple(sorted(knots | {max(knots) * factor for factor in (2, 4, 8)}))
 
 
 def _products_us(

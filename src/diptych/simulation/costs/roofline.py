@@ -129,7 +129,7 @@ class RooflineCost:
         self._step_ns += self._attention.launch_ns + (self._windowed.op.launch_ns if self._windowed else 0.0)
         self._step_ns += self._linear.launch_ns if self._linear else 0.0
         self._token_ns = NS * (elementwise_bytes(model, tensor) / rate + messages.byte_s)
-        self._tokens_ns = lru_cache(CACHE_LIMIT)(self._price_tokens)
+        self.tokens_ns = lru_cache(CACHE_LIMIT)(self._price_tokens)
         self._lines = cache(self._decode_lines)
 
     def decode_line(self, num_seqs: int, context: int) -> DecodeLine:
@@ -153,7 +153,7 @@ class RooflineCost:
             starts = max(-(-starts // groups), max([chunk.start for chunk in output.prefills]))
             sampled = -(-sampled // groups)
         mine = -(-num_seqs // groups)
-        total = self._tokens_ns(tokens + mine, features.prefill_tokens + num_seqs) + self._sampling_ns(sampled + mine)
+        total = self.tokens_ns(tokens + mine, features.prefill_tokens + num_seqs) + self._sampling_ns(sampled + mine)
         total += attention.pair_ns * pairs + attention.token_ns * tokens + attention.start_ns * starts
         if self._windowed:
             total += self._windowed.prefill_ns(output.prefills, tokens, groups)
@@ -168,7 +168,7 @@ class RooflineCost:
         attention = self._attention
         mine = -(-num_seqs // self._groups)
         share = mine / num_seqs
-        base = self._tokens_ns(mine, num_seqs) + self._sampling_ns(mine) + attention.seq_ns * mine
+        base = self.tokens_ns(mine, num_seqs) + self._sampling_ns(mine) + attention.seq_ns * mine
         if self._linear:
             base += self._linear.seq_ns * mine
         if self._windowed:

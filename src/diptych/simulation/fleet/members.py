@@ -80,7 +80,7 @@ def make_workers(
             scenario.swap_block_ns if own_swap_ns is None else own_swap_ns,
             reports_load=has_costs or bool(cluster.max_untouched_per_worker),
             publishes_kv=has_costs and len(members) > 1,
-            copy_block_ns=scenario.copy_block_ns if pool is None or pool.copy_block_ns is None else pool.copy_block_ns,
+            copy_block_ns=pool.copy_block_ns if pool else 0,
             pipeline=pipeline,
             stall_ns=scenario.pools.stall_ns if scenario.pools else 0,
         )

@@ -22,8 +22,8 @@ class Pool:
     engine, cost: of one lane, whose KV cache is its share of the replica's; the cost model prices a whole pass (None:
     those of the scenario). nics: network cards of a replica, each of which carries the link's bandwidth in each
     direction. layout: how the KV of a token is cut (ways of tensor parallelism, stages); a receiver with another layout
-    than the sender cuts it anew, at ``relayout_bytes_per_s`` (0: in no time). swap_block_ns, copy_block_ns: None: the
-    scenario's.
+    than the sender cuts it anew, at ``relayout_bytes_per_s`` (0: in no time). swap_block_ns: None: the scenario's.
+    copy_block_ns: copying one block to another within the memory of a host.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Pool:
     layout: tuple[int, int] = (1, 1)
     relayout_bytes_per_s: int = 0
     swap_block_ns: int | None = None
-    copy_block_ns: int | None = None
+    copy_block_ns: int = 0
 
     def __post_init__(self) -> None:
         for name, least in (("replicas", 0), ("stages", 1), ("nics", 1), ("relayout_bytes_per_s", 0)):

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from diptych.compiled_modules import mypyc_attr
 from diptych.control.cluster.cluster_core import ClusterCore
 from diptych.control.cluster.cluster_events import (
     Arrived,
@@ -38,7 +39,7 @@ from diptych.control.engine.reports import LoadReport
 from diptych.control.engine.worker_core import TransferAction, TransferEvent
 from diptych.control.errors import ErrorRecord
 from diptych.control.events import Event, FirstToken, HandoffDelivered, RequestFinished
-from diptych.control.request import RequestOptions, Submission
+from diptych.control.request import DEFAULT_OPTIONS, RequestOptions, Submission
 from diptych.control.router.cost_router import CostRouter
 from diptych.control.step import SchedulerOutput
 from diptych.simulation.collector import Collector
@@ -58,6 +59,7 @@ FRONT_END = -1  # in the log: the front end instead of a worker
 Progress = Callable[[int], None]  # how many requests have ended
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class SimulatedCluster:
     """Everything that happens in one simulation."""
 
@@ -141,7 +143,8 @@ class SimulatedCluster:
 
     def _submit(self, number: int, spec: RequestSpec, client: int) -> None:
         request_id, now = str(number), self.environment.now
-        options = RequestOptions(priority=spec.priority, slo=spec.slo)
+        is_plain = spec.slo is None and not spec.priority
+        options = DEFAULT_OPTIONS if is_plain else RequestOptions(priority=spec.priority, slo=spec.slo)
         self._open[request_id] = ClientRequest(number, spec, request_id, options, now, client)
         hashes: tuple[bytes, ...] = ()
         if self._hashes_matter and spec.hash_ids:

@@ -9,7 +9,6 @@ lasts depends on the other lanes.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -66,19 +65,29 @@ class WorkerModel:
     stall_ns: int = 0
 
 
-@dataclass(slots=True)
 class _Run:
     """What is under way: ``num_steps`` steps of one plan, from ``start_ns`` to ``end_ns``. waits_ns: of that, for the
     stages of a pipeline."""
 
-    output: SchedulerOutput
-    start_ns: int
-    end_ns: int
-    num_steps: int
-    used_blocks: int
-    timer: int = 0
-    last_start_ns: int = 0
-    waits_ns: int = 0
+    __slots__ = ("end_ns", "last_start_ns", "num_steps", "output", "start_ns", "timer", "used_blocks", "waits_ns")
+
+    def __init__(
+        self,
+        output: SchedulerOutput,
+        start_ns: int,
+        end_ns: int,
+        num_steps: int,
+        used_blocks: int,
+        waits_ns: int = 0,
+    ) -> None:
+        self.output = output
+        self.start_ns = start_ns
+        self.end_ns = end_ns
+        self.num_steps = num_steps
+        self.used_blocks = used_blocks
+        self.timer = 0
+        self.last_start_ns = 0
+        self.waits_ns = waits_ns
 
 
 class SimulatedWorker:
@@ -113,7 +122,7 @@ class SimulatedWorker:
     def _start(self) -> None:
         """Begin, or begin again after a crash, empty."""
         worker = self._worker
-        engine = EngineCore(self.config, deepcopy(worker.model))
+        engine = EngineCore(self.config, worker.model.copy())
         self.core = WorkerCore(engine, publishes_kv=worker.publishes_kv, reports_load=worker.reports_load)
         self.executor = SimulatedExecutor(worker.cost, self.config.cache.block_size)
         self._inbox.clear()
@@ -243,9 +252,9 @@ class SimulatedWorker:
 
     def _flush(self, ended: SchedulerOutput | None = None) -> None:
         """Carry out the actions of the core and report its events."""
-        outbox = self.core.take_outbox()
-        if outbox.is_empty:
+        if not self.core.has_output:
             return
+        outbox = self.core.take_outbox()
         surroundings = self._surroundings
         for action in outbox.before:
             surroundings.on_transfer_action(self.number, action)
