@@ -33,9 +33,7 @@ MODULES = tuple(
     f"diptych.{folder}.{name}"
     for folder, names in {
         "control.admission": ("admission_queue", "fair_queue"),
-        "control.cluster": (
-            *("attempts", "cluster_core", "cluster_recording", "load_book", "membership", "open_request", "relocation"),
-        ),
+        "control.cluster": ("attempts", "cluster_core", "cluster_recording", "load_book", "membership", "open_request"),
         "control.engine": ("engine_core", "leases", "recording", "worker_core"),
         "control.engine.kvcache": ("block_pool", "demand", "host_tier", "kv_cache_manager", "prefix_cache"),
         "control.engine.scheduler": (

@@ -521,7 +521,6 @@ def test_a_handoff_on_its_way_to_a_worker_that_drains_goes_to_another() -> None:
         Drop(here, "a"),
         Restarted("a", "a~1", 0),
         Reserve(there, "a", "a~1", 0, LEASE, False),
-        Prefill(P, "a", "a~1", 0, there, NOT_RESERVED, (), LEASE),
     ]
     assert isinstance(commands[-1], Prefill) and commands[-1].worker == P
 

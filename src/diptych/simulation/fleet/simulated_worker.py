@@ -72,13 +72,7 @@ class _Run:
     __slots__ = ("end_ns", "last_start_ns", "num_steps", "output", "start_ns", "timer", "used_blocks", "waits_ns")
 
     def __init__(
-        self,
-        output: SchedulerOutput,
-        start_ns: int,
-        end_ns: int,
-        num_steps: int,
-        used_blocks: int,
-        waits_ns: int = 0,
+        self, output: SchedulerOutput, start_ns: int, end_ns: int, num_steps: int, used_blocks: int, waits_ns: int = 0
     ) -> None:
         self.output = output
         self.start_ns = start_ns
