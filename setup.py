@@ -1,12 +1,20 @@
 """Builds the native kernels when a C++ compiler is at hand. Without one the install succeeds and torch does the work.
 
-The library is plain C++ loaded through ctypes. It chooses its instructions at run time, so one build serves every
-x86-64 machine. It is not linked against an OpenMP runtime: at load time it takes the one that torch has brought into
-the process, so that there is one thread pool.
+With DIPTYCH_COMPILE=1 the control code and the simulator become machine code, too (mypyc; diptych/compiled_modules.py
+says which modules, and why). Without it, or when that fails, they run as Python and decide the same.
+
+The library of kernels is plain C++ loaded through ctypes. It chooses its instructions at run time, so one build serves
+every x86-64 machine. It is not linked against an OpenMP runtime: at load time it takes the one that torch has brought
+into the process, so that there is one thread pool.
 """
 
+import os
 import platform
+import runpy
 import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -20,17 +28,58 @@ QUANTIZED = ("quantized_gemm", "quantized_tiles", "whole_numbers")
 HEADERS = ("kernels", "kernel_set", "gemm", "elementwise", "attention", "decode_step", "barrier", *QUANTIZED, *VECTORS)
 
 
+COMPILES = os.environ.get("DIPTYCH_COMPILE", "0") not in ("", "0")
+MYPY = "mypy>=2.4,<3"  # brings mypyc
+
+
 class OptionalBuild(build_ext):
     """A failing compiler is a warning, not an error."""
 
+    modules: dict[str, Any]  # diptych/compiled_modules.py
+    compiled: list[Extension]
+    compiled_from: str  # the record of the sources as they were before mypyc read them
+
+    def finalize_options(self) -> None:
+        self.modules = runpy.run_path("src/diptych/compiled_modules.py")
+        self.compiled_from = self.modules["record"](Path("src/diptych"))
+        self.compiled = compiled_extensions(self.modules) if COMPILES else []
+        self.distribution.ext_modules = [*(self.distribution.ext_modules or []), *self.compiled]
+        super().finalize_options()
+
     def run(self) -> None:
+        record = Path(self.get_ext_fullpath("diptych.compiled_modules")).parent / self.modules["RECORD"]
+        libraries = [Path(self.get_ext_fullpath(extension.name)) for extension in self.compiled]
+        for old in (record, *libraries) if libraries else ():
+            old.unlink(missing_ok=True)
         try:
             super().run()
         except Exception as error:
             print(f"warning: native kernels were not built ({error}); torch will do the work, slower", file=sys.stderr)
+        if libraries and all(library.exists() for library in libraries):
+            record.write_text(self.compiled_from)
+        elif libraries:
+            print("warning: the control code was not compiled; it runs as Python, slower", file=sys.stderr)
 
     def get_export_symbols(self, ext: Extension) -> list[str]:
         return []
+
+
+def compiled_extensions(modules: dict[str, Any]) -> list[Extension]:
+    """The modules that run as machine code. Nothing where mypyc is missing or fails. What they import need not be
+    installed where they are compiled."""
+    options = ["--follow-imports=silent", "--ignore-missing-imports"]
+    paths = [str(modules["source"](Path("src/diptych"), module)) for module in modules["MODULES"]]
+    try:
+        from mypyc.build import mypycify
+
+        extensions: list[Extension] = mypycify([*options, *paths], group_name="diptych", opt_level="2", debug_level="0")
+    except (ImportError, SystemExit) as error:
+        print(f"warning: the control code was not compiled ({error}); it runs as Python, slower", file=sys.stderr)
+        return []
+    for extension in extensions:
+        extension.optional = True
+        extension.extra_compile_args.append("-ffp-contract=off")  # a product and a sum round twice, as in Python
+    return extensions
 
 
 def native_extensions(system: str, machine: str) -> list[Extension]:
@@ -50,4 +99,8 @@ def native_extensions(system: str, machine: str) -> list[Extension]:
 
 
 if __name__ == "__main__":
-    setup(ext_modules=native_extensions(sys.platform, platform.machine()), cmdclass={"build_ext": OptionalBuild})
+    setup(
+        ext_modules=native_extensions(sys.platform, platform.machine()),
+        cmdclass={"build_ext": OptionalBuild},
+        setup_requires=[MYPY] if COMPILES and not find_spec("mypy") else [],
+    )

@@ -12,10 +12,33 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from diptych import compiled_modules
 from diptych.processor import read_processor
 
 RESULTS = Path(__file__).parent / "results"
 FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8")
+
+
+AS_PYTHON = """
+import runpy, sys
+from diptych import compiled_modules
+compiled_modules.use_sources()
+sys.argv.pop(0)
+sys.path[0] = sys.argv[0].rpartition("/")[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def ways_to_run() -> list[str]:
+    """How control code and simulator can run here."""
+    return ["compiled", "Python"] if compiled_modules.is_built() else ["Python"]
+
+
+def run_as(way: str, script: str, *arguments: str) -> Any:
+    """What a script prints as JSON, in a process of its own with control code and simulator "compiled" or "Python"."""
+    start = [script] if way == "compiled" else ["-c", AS_PYTHON, script]
+    done = subprocess.run([sys.executable, *start, *arguments], check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout)
 
 
 def machine() -> dict[str, Any]:

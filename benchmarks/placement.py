@@ -19,13 +19,8 @@ from typing import Any
 
 from common import report
 
-from diptych.control.admission.admission_queue import (
-    SERVICE_CLASSES,
-    AdmissionConfig,
-    AdmissionQueue,
-    QueuedRequest,
-    ServiceClassConfig,
-)
+from diptych.control.admission.admission_config import AdmissionConfig, ServiceClassConfig
+from diptych.control.admission.admission_queue import SERVICE_CLASSES, AdmissionQueue, QueuedRequest
 from diptych.control.engine.reports import LoadReport
 from diptych.control.request import RequestOptions, Submission
 from diptych.control.router.cost_router import CostRouter

@@ -23,6 +23,7 @@ from diptych.simulation.costs.roofline import RooflineCost
 from diptych.simulation.fleet.pools import Pools
 from diptych.simulation.hardware import load_hardware
 from diptych.simulation.models import kv_capacity_tokens, load_model
+from diptych.simulation.parallelism import Parallelism
 from diptych.simulation.results import summarize
 from diptych.simulation.run import simulate
 from diptych.simulation.scenario import Scenario
@@ -36,7 +37,7 @@ SPLITS = ((4, 12), (6, 10), (7, 9), (8, 8), (9, 7), (10, 6), (12, 4))
 def run(num_prefill: int, num_decode: int, rate_scale: float) -> dict[str, Any]:
     """One split."""
     model, hardware = load_model("llama-2-70b"), load_hardware("a100-80gb")
-    tokens = kv_capacity_tokens(model, hardware, tensor_parallel=8)
+    tokens = kv_capacity_tokens(model, hardware, parallelism=Parallelism(8))
     worker = EngineConfig(
         CacheConfig(num_blocks=tokens // BLOCK, block_size=BLOCK),
         SchedulerConfig(order="fcfs", budget=BudgetConfig("fixed", 4096), max_num_seqs=256, max_waiting=100_000),
@@ -46,7 +47,7 @@ def run(num_prefill: int, num_decode: int, rate_scale: float) -> dict[str, Any]:
     pools = Pools(
         num_prefill=num_prefill, num_decode=num_decode, kv_bytes_per_token=model.kv_bytes_per_token(), link="eth400"
     )
-    cost = RooflineCost(model, hardware, 8)
+    cost = RooflineCost(model, hardware, Parallelism(8))
     workload = load_trace("mooncake-conversation").scaled(rate_scale)
     result = simulate(Scenario(engine=worker, cost=cost, workload=workload, pools=pools))
     summary = summarize(result)

@@ -17,9 +17,11 @@ after seeing both: ``plain, first round counted`` is the other.
     step of 2,048 or 8,192 tokens, or whole and before decodes; host time of a step = a + b * concurrency; time in front
     of the engine = f + g * concurrency (added to TTFT).
 Training and tested rows never meet: ``half`` trains on the rows whose id has an even SHA-256 (groups: engine, model,
-GPU); ``model`` trains on Qwen3-32B and tests the Llama models (groups: engine). The host's a and b are fitted to TPOT,
-because each token waits for one step; then all rows are simulated again with them. What there is to choose from was
-drawn up with all rows in sight; the choice itself sees training rows only. ``shared`` rows are those that
+GPU); ``model`` trains on Qwen3-32B and tests the Llama models (groups: engine); ``engine`` trains on the same half as
+``half`` with one group for each engine generation (vLLM 0.12: Qwen3-32B only, see below) and a constant time in front
+of the engine: what catalogue/engines.toml holds of vllm-0.12, trtllm and sglang. The host's a and b are fitted to
+TPOT, because each token waits for one step; then all rows are simulated again with them. What there is to choose from
+was drawn up with all rows in sight; the choice itself sees training rows only. ``shared`` rows are those that
 aiconfigurator predicts, without any fit to them: ``plain`` is the even comparison.
 
 What remains. Llama-3.1-8B-FP8 with vLLM on H200: at the stated concurrency these rows answer up to 118,000 prompt
@@ -50,13 +52,15 @@ from common import report
 
 from diptych.control.config import BudgetConfig, BudgetName, CacheConfig, EngineConfig, SchedulerConfig
 from diptych.report.statistics import percentile
+from diptych.simulation.costs.cost_model import CostModel
 from diptych.simulation.costs.interpolation import Curve
 from diptych.simulation.costs.layer_tables import LayerTableCost
 from diptych.simulation.costs.operator_tables import operator_table_cost
 from diptych.simulation.hardware import load_hardware
 from diptych.simulation.models import kv_capacity_tokens, load_model
+from diptych.simulation.parallelism import Parallelism
 from diptych.simulation.run import simulate
-from diptych.simulation.scenario import Scenario
+from diptych.simulation.scenario import Scenario, load_balancer
 from diptych.simulation.weight_precision import GPU_WEIGHTS
 from diptych.workload.spec import RequestSpec
 
@@ -164,10 +168,14 @@ def read_points(path: Path) -> list[Point]:
 
 
 @cache
-def cost_of(model: str, hardware: str, devices: int, weight_bits: int) -> LayerTableCost:
+def operators_of(model: str, hardware: str, devices: int, weight_bits: int) -> LayerTableCost:
     """The operator tables of a worker, without the host."""
     return operator_table_cost(
-        load_model(MODELS[model]), load_hardware(hardware), devices, weight_bits=weight_bits, step_overhead_s=0.0
+        load_model(MODELS[model]),
+        load_hardware(hardware),
+        Parallelism(devices),
+        weight_bits=weight_bits,
+        step_overhead_s=0.0,
     )
 
 
@@ -175,13 +183,17 @@ def cost_of(model: str, hardware: str, devices: int, weight_bits: int) -> LayerT
 def simulated(
     point: Point, budget: tuple[BudgetName, int], shortest: float, host_us: float
 ) -> list[tuple[float, float]]:
-    """(mean TTFT, mean TPOT) in milliseconds, with the first round left out or not."""
+    """``served`` with the operator tables and a constant host."""
+    operators = operators_of(point.model, point.hardware, point.devices, point.weight_bits)
+    return served(point, operators.with_host(Curve((1.0,), (host_us,)), "given"), budget, shortest)
+
+
+def served(point: Point, cost: CostModel, budget: tuple[BudgetName, int], shortest: float) -> list[tuple[float, float]]:
+    """(mean TTFT, mean TPOT) in milliseconds of the closed loop, with the first round left out or not."""
     model, hardware = load_model(MODELS[point.model]), load_hardware(point.hardware)
     capacity = kv_capacity_tokens(
-        model, hardware, tensor_parallel=point.devices, weights=GPU_WEIGHTS[point.weight_bits]
+        model, hardware, parallelism=Parallelism(point.devices), weights=GPU_WEIGHTS[point.weight_bits]
     )
-    operators = cost_of(point.model, point.hardware, point.devices, point.weight_bits)
-    tables = replace(operators.tables, overhead=Curve((1.0,), (host_us,)))
     kind, tokens = budget
     worker = EngineConfig(
         cache=CacheConfig(
@@ -199,8 +211,8 @@ def simulated(
         max_model_len=point.prompt_tokens + point.output_tokens,
     )
     clients = Clients(point.concurrency, point, shortest)
-    cost = LayerTableCost(operators.info, tables)
-    table = simulate(Scenario(engine=worker, cost=cost, workload=clients)).requests
+    scenario = Scenario(engine=worker, cost=cost, workload=clients, cluster=load_balancer())
+    table = simulate(scenario).requests
     rows = sorted(table.completed_rows(), key=lambda row: (table.arrival_ns[row], table.number[row]))
     assert len(rows) == len(clients), "a request failed"
     means = []
@@ -237,10 +249,10 @@ def best_line(
     return min((error(pair), pair) for pair in steps)
 
 
-def fit(points: Sequence[Point]) -> Setting:
+def fit(points: Sequence[Point], front_per_client: Sequence[float] = FRONT_MS_PER_CLIENT) -> Setting:
     """The setting with the least sum of median errors of TTFT and TPOT on these points."""
     host = [(a / 1000, b / 1000) for a, b in product(STEP_US, STEP_US_PER_CLIENT)]
-    front = list(product(FRONT_MS, FRONT_MS_PER_CLIENT))
+    front = list(product(FRONT_MS, front_per_client))
     choices = []
     for budget, shortest, skip in product(BUDGETS, (1.0, SHORTEST), (0, 1)):
         setting = Setting(budget, shortest, skip)
@@ -294,11 +306,22 @@ def group_of(point: Point) -> str:
     return f"{point.engine} {point.model.split('/')[-1]} {point.hardware}"
 
 
+def generation(point: Point) -> str:
+    """The engine of the catalogue that a point belongs to; "": of an unrecorded version, or impossible (see above)."""
+    if point.engine == "vllm":
+        return "vllm-0.12" if point.model == "Qwen/Qwen3-32B" else ""
+    return "" if point.model == "meta-llama/Meta-Llama-3.1-70B" else point.engine
+
+
 def split_rows(
-    name: str, train: Sequence[Point], test: Sequence[Point], key: Callable[[Point], str]
+    name: str,
+    train: Sequence[Point],
+    test: Sequence[Point],
+    key: Callable[[Point], str],
+    front_per_client: Sequence[float] = FRONT_MS_PER_CLIENT,
 ) -> tuple[list[Row], list[Row]]:
     """Errors of one split, and the settings that were chosen."""
-    settings = {group: fit(points) for group, points in grouped(train, key).items()}
+    settings = {group: fit(points, front_per_client) for group, points in grouped(train, key).items()}
     known = [point for point in test if key(point) in settings]
 
     def setting_of(point: Point) -> Setting:
@@ -326,13 +349,19 @@ def main() -> None:
     rows = [errors("all, plain", points, plain)]
     rows.append(errors("all, plain, first round counted", points, lambda point: replace(plain(point), skip=0)))
     rows += [errors(f"plain, {group}", found, plain) for group, found in grouped(points, group_of).items()]
-    half, half_settings = split_rows(
-        "half", [p for p in points if p.is_even], [p for p in points if not p.is_even], group_of
-    )
+    even, odd = [p for p in points if p.is_even], [p for p in points if not p.is_even]
+    known = [[p for p in half if generation(p)] for half in (even, odd)]
     qwen = [p for p in points if p.model.startswith("Qwen")]
     llama = [p for p in points if not p.model.startswith("Qwen")]
-    model, model_settings = split_rows("model", qwen, llama, lambda point: point.engine)
-    report("served points (R11)", [*rows, *half, *model], options.json, settings=[*half_settings, *model_settings])
+    settings = []
+    for found, chosen in (
+        split_rows("engine", *known, generation, (0.0,)),
+        split_rows("half", even, odd, group_of),
+        split_rows("model", qwen, llama, lambda point: point.engine),
+    ):
+        rows += found
+        settings += chosen
+    report("served points (R11)", rows, options.json, settings=settings)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,20 @@
 """What one scheduling decision costs: begin_step + end_step with N running decodes, without executing anything.
 
-    python benchmarks/scheduler.py [--json results/scheduler.json]
+    python benchmarks/scheduler.py [--json scheduler.json]
 
-Steps are timed one by one over several block boundaries, with requests that end and others that are admitted in
-their place, so that the mean holds the whole upkeep and not only the quiet steps.
+Measured with the control code compiled, where it is (scripts/compile), and as Python, in processes of their own. Steps
+are timed one by one over several block boundaries, with requests that end and others that are admitted in their place,
+so that the mean holds the whole upkeep and not only the quiet steps.
 """
 
 import argparse
+import json
 import statistics
 import time
 from collections.abc import Iterator
+from typing import Any
 
-from common import report
+from common import report, run_as, ways_to_run
 
 from diptych.control.config import BudgetConfig, CacheConfig, EngineConfig, SchedulerConfig
 from diptych.control.engine.engine_core import EngineCore
@@ -49,31 +52,40 @@ def make_requests() -> Iterator[Request]:
         number += 1
 
 
+def measure(num_running: int, num_steps: int) -> dict[str, Any]:
+    """One batch size, in this process."""
+    config = EngineConfig(
+        cache=CacheConfig(num_blocks=num_running * 40 + 100, block_size=32),
+        scheduler=SchedulerConfig(
+            order="fcfs", budget=BudgetConfig("fixed", 4096 + num_running), max_num_seqs=num_running
+        ),
+    )
+    samples = steps(EngineCore(config), make_requests(), num_running, num_steps)
+    ordered = sorted(samples)
+    return {
+        "running": num_running,
+        "mean_us": round(statistics.fmean(samples), 1),
+        "p50_us": round(ordered[len(ordered) // 2], 1),
+        "p99_us": round(ordered[int(len(ordered) * 0.99)], 1),
+    }
+
+
 def main() -> None:
     """Measure several batch sizes and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--running", default="1,32,256,1024,2048")
+    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    rows = []
-    for num_running in map(int, options.running.split(",")):
-        config = EngineConfig(
-            cache=CacheConfig(num_blocks=num_running * 40 + 100, block_size=32),
-            scheduler=SchedulerConfig(
-                order="fcfs", budget=BudgetConfig("fixed", 4096 + num_running), max_num_seqs=num_running
-            ),
-        )
-        samples = steps(EngineCore(config), make_requests(), num_running, options.steps)
-        ordered = sorted(samples)
-        rows.append(
-            {
-                "running": num_running,
-                "mean_us": round(statistics.fmean(samples), 1),
-                "p50_us": round(ordered[len(ordered) // 2], 1),
-                "p99_us": round(ordered[int(len(ordered) * 0.99)], 1),
-            }
-        )
+    if options.one:
+        print(json.dumps(measure(options.one, options.steps)))
+        return
+    rows = [
+        {"code": way, **run_as(way, __file__, "--one", num_running, "--steps", str(options.steps))}
+        for way in ways_to_run()
+        for num_running in options.running.split(",")
+    ]
     report("scheduler", rows, options.json)
 
 

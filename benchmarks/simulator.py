@@ -4,33 +4,35 @@
 
 trace: the Azure 2023 conversation trace (19,366 requests in 3,502 s) on one worker, Llama-3-8B on an H100, shape
 chunked, step durations from measured layers. strides off: the same run, every decode step on its own (the same log).
-fleet: 1, 10 and 100 such workers, each with the trace's rate and lengths (Poisson), least-loaded routing; with the
-default, 100 workers see 1,000,000 requests. Each run is a process of its own on one core; memory is its peak.
+fleet: 1, 10 and 100 such workers behind the front end of ``diptych serve`` (kv_aware, admission queue), each with
+the trace's rate and lengths (Poisson); with the default, 100 workers see 1,000,000 requests. balanced: the same behind
+a load balancer that counts requests. Each run is a process of its own on one core; memory is its peak. All of it
+with control code and simulator compiled, where they are (scripts/compile), and as Python: --ways names them.
 """
 
 import argparse
 import json
 import resource
-import subprocess
 import sys
 from statistics import median
 from typing import Any
 
-from common import report
+from common import report, run_as, ways_to_run
 
+from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.config import CacheConfig, EngineConfig, shape_preset
 from diptych.control.slo import NS_PER_MS, Slo
 from diptych.simulation.costs.layer_tables import load_layer_table
 from diptych.simulation.results import SimulationResult, summarize
 from diptych.simulation.run import simulate
-from diptych.simulation.scenario import Scenario
+from diptych.simulation.scenario import Scenario, load_balancer
 from diptych.workload.build import build
 from diptych.workload.description import LengthsConfig, TraceConfig, WorkloadConfig
 
 RATE = 19_366 / 3_502  # requests per second and worker
 
 
-def scenario(workload: WorkloadConfig, num_workers: int = 1, *, fast_forward: bool = True) -> Scenario:
+def scenario(workload: WorkloadConfig, cluster: ClusterConfig, num_workers: int = 1, **changes: Any) -> Scenario:
     """Llama-3-8B on H100s."""
     return Scenario(
         engine=EngineConfig(
@@ -42,24 +44,25 @@ def scenario(workload: WorkloadConfig, num_workers: int = 1, *, fast_forward: bo
         cost=load_layer_table("h100-llama-3.1-8b"),
         workload=build(workload, seed=1),
         num_workers=num_workers,
-        fast_forward=fast_forward,
+        cluster=cluster,
+        **changes,
     )
 
 
 def run(case: str, requests_per_worker: int) -> dict[str, Any]:
     """One case, in this process."""
     kind, _, count = case.partition(" ")
-    if kind == "fleet":
+    if kind in ("fleet", "balanced"):
         workers = int(count)
         config = WorkloadConfig(
             num_requests=requests_per_worker * workers,
             rate=RATE * workers,
             lengths=LengthsConfig(pairs="azure-conv"),
         )
-        result = simulate(scenario(config, workers))
+        result = simulate(scenario(config, load_balancer() if kind == "balanced" else ClusterConfig(), workers))
     else:
         trace = WorkloadConfig(trace=TraceConfig(path="azure-conv"))
-        result = simulate(scenario(trace, fast_forward=kind == "trace"))
+        result = simulate(scenario(trace, ClusterConfig(), fast_forward=kind == "trace"))
     return row(result)
 
 
@@ -85,27 +88,28 @@ def main() -> None:
     parser.add_argument("--json")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--requests-per-worker", type=int, default=10_000)
+    parser.add_argument("--cases", default="trace,strides off,fleet 1,fleet 10,fleet 100,balanced 1,balanced 100")
+    parser.add_argument("--ways", default=",".join(ways_to_run()))
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         print(json.dumps(run(options.one, options.requests_per_worker)))
         return
-    cases = ["trace", "strides off", "fleet 1", "fleet 10", "fleet 100"]
-    runs: dict[str, list[dict[str, Any]]] = {case: [] for case in cases}
+    cases = [(way, case) for case in options.cases.split(",") for way in options.ways.split(",")]
+    runs: dict[tuple[str, str], list[dict[str, Any]]] = {case: [] for case in cases}
     for repeat in range(options.repeats):
-        for case in cases:
-            if case == "fleet 100" and repeat:
+        for way, case in cases:
+            if case.endswith(" 100") and repeat:
                 continue  # minutes long, and long enough to be steady
-            command = [sys.executable, __file__, "--one", case]
-            command += ["--requests-per-worker", str(options.requests_per_worker)]
-            output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-            runs[case].append(json.loads(output))
-            print(f"{case}: {runs[case][-1]['seconds']:.1f} s", file=sys.stderr)
+            found = run_as(way, __file__, "--one", case, "--requests-per-worker", str(options.requests_per_worker))
+            runs[way, case].append(found)
+            print(f"{case}, {way}: {found['seconds']:.1f} s", file=sys.stderr)
     rows = []
-    for case in cases:
-        seconds = sorted(one["seconds"] for one in runs[case])
-        middle = next(one for one in runs[case] if one["seconds"] >= median(seconds))
-        rows.append({"case": case, **middle, "fastest s": seconds[0], "slowest s": seconds[-1], "runs": len(seconds)})
+    for (way, case), found in runs.items():
+        seconds = sorted(one["seconds"] for one in found)
+        middle = next(one for one in found if one["seconds"] >= median(seconds))
+        spread = {"fastest s": seconds[0], "slowest s": seconds[-1], "runs": len(seconds)}
+        rows.append({"case": case, "code": way, **middle, **spread})
     report("simulator", rows, options.json)
 
 

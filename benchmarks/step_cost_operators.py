@@ -53,6 +53,7 @@ from diptych.simulation.costs.operators import (
 )
 from diptych.simulation.hardware import load_hardware
 from diptych.simulation.models import load_model
+from diptych.simulation.parallelism import Parallelism
 
 Row = dict[str, Any]
 Keep = Callable[[int, int], bool]  # (index of a knot, number of knots) -> stays in the table
@@ -164,7 +165,7 @@ def operator_rows(tables: OperatorTables, seed: int) -> Iterator[Row]:
         ):
             yield line(tables, name, "batch", split, batch_errors(surfaces, keep(split, seed)))
             yield line(tables, name, "shape", split, head_errors(table_, keep(split, seed)))
-        experts = list(tables.experts.curves.values())
+        experts = [curve for curves in tables.experts.curves.values() for curve in curves.values()]
         yield line(tables, "experts", "tokens", split, curve_errors(experts, keep(split, seed)))
         reduces = list(tables.all_reduce.values())
         yield line(tables, "all-reduce", "tokens", split, curve_errors(reduces, keep(split, seed)))
@@ -286,8 +287,8 @@ def step_errors(
     for name, devices in MODELS:
         model = load_model(name)
         layers = model.layers
-        whole = layer_tables(tables, model, devices, bits, 16)
-        asked = layer_tables(thin, model, devices, bits, 16)
+        whole = layer_tables(tables, model, Parallelism(devices), bits, 16)
+        asked = layer_tables(thin, model, Parallelism(devices), bits, 16)
         measured = whole.decode_attention
         largest = {batch: row.knots[-1] for batch, row in zip(measured.knots, measured.rows, strict=True)}
         for batch, context in decodes:

@@ -27,6 +27,7 @@ from diptych.control.errors import ConfigError
 from diptych.simulation.costs.roofline import RooflineCost
 from diptych.simulation.hardware import load_hardware
 from diptych.simulation.models import kv_capacity_tokens, load_model
+from diptych.simulation.parallelism import Parallelism
 from diptych.simulation.run import simulate
 from diptych.simulation.scenario import Scenario
 from diptych.simulation.weight_precision import GPU_WEIGHTS
@@ -75,7 +76,7 @@ def predict(row: dict[str, str], **settings: Any) -> tuple[float, float]:
     is_fp8 = row["precision"] == "fp8"
     bits: dict[str, Any] = {"weights": GPU_WEIGHTS[8 if is_fp8 else 16], "kv_bits": 8 if is_fp8 else 16}
     clients, prompt, output = int(row["batch_size"]), int(row["isl"]), int(row["osl"])
-    capacity = kv_capacity_tokens(model, hardware, tensor_parallel=size, step_tokens=STEP_TOKENS, **bits)
+    capacity = kv_capacity_tokens(model, hardware, parallelism=Parallelism(size), step_tokens=STEP_TOKENS, **bits)
     blocks = min(capacity, clients * (prompt + output + BLOCK) + STEP_TOKENS) // BLOCK
     worker = EngineConfig(
         cache=CacheConfig(num_blocks=blocks, block_size=BLOCK, enable_prefix_cache=False),
@@ -84,7 +85,7 @@ def predict(row: dict[str, str], **settings: Any) -> tuple[float, float]:
         ),
         max_model_len=prompt + output + BLOCK,
     )
-    cost = RooflineCost(model, hardware, size, **bits, **settings)
+    cost = RooflineCost(model, hardware, Parallelism(size), **bits, **settings)
     result = simulate(Scenario(engine=worker, cost=cost, workload=Clients(clients, prompt, output)))
     table = result.requests
     rows = table.completed_rows()

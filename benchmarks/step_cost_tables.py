@@ -78,9 +78,8 @@ def compare(
             predicted = tables.decode_attention(batch, context)
         else:
             part, measured = "mixed attention", profile.mixed[chunk, start, batch, context]
-            predicted = tables.prefill_attention(chunk, start) + tables.decode_attention(batch, context)
             assert tables.mixed_attention is not None
-            predicted *= tables.mixed_attention((chunk, start, batch, context))
+            predicted = tables.mixed_attention((chunk, start, batch, context))
         parts[part].append((predicted, measured))
         count = min(counts, key=lambda count: abs(count - chunk - batch))
         steps.append(
@@ -141,9 +140,8 @@ def part_of(profile: profiles.Profile, kept: Sequence[set[int]]) -> profiles.Pro
 def held_out(folder: Path) -> list[Row]:
     """Part 1."""
     rows = []
-    for name, hardware, model, layers, experts, top_k in derive.VLLM_PROFILES:
-        path = folder / "llmservingsim/profiles" / hardware / model / "bf16/tp1"
-        profile = profiles.read_vllm(path, layers, experts, top_k)
+    for published in derive.VLLM_PROFILES:
+        name, profile = published.name, published.read(folder)
         axes = list(zip(*profile.mixed, strict=True))
         finer = any(chunk & (chunk - 1) for chunk in profile.prefill)
         kept = [powers(axis) if finer else every_other(axis) for axis in axes]
@@ -154,11 +152,13 @@ def held_out(folder: Path) -> list[Row]:
         ]
         rows += compare(name, profile, cost, unseen)
     for name, read in (
-        ("a6000-llama-3.1-8b", derive.read_a6000_8b),
+        ("a6000-llama-3.1-8b", lambda folder: derive.read_a6000_8b(folder, 1)),
+        ("a6000-llama-3.1-8b-eager", derive.read_a6000_8b_eager),
         ("h100-llama-3.1-70b-tp4-eager", derive.read_h100_70b_eager),
-        ("h100-llama-3.1-70b-tp4", derive.read_h100_70b),
-        ("h100-llama-3.1-8b", derive.read_h100_8b),
-        ("a100-llama-2-70b-tp2", derive.read_a100_70b),
+        ("h100-llama-3.1-70b-tp4", lambda folder: derive.read_h100_llama_3(folder, "70B", 4)),
+        ("h100-llama-3.1-8b", lambda folder: derive.read_h100_llama_3(folder, "8B", 1)),
+        ("h100-llama-3.1-8b-tp2", lambda folder: derive.read_h100_llama_3(folder, "8B", 2)),
+        ("a100-llama-2-70b-tp2-vidur", derive.read_a100_70b),
     ):
         profile = read(folder)
         shown = profile
@@ -167,7 +167,8 @@ def held_out(folder: Path) -> list[Row]:
             shown = replace(profile, tokens={count: profile.tokens[count] for count in sorted(counts)})
         if sum(map(len, profile.decode.values())) < 1000:  # its attention ships whole
             contexts = every_other(context for row in profile.decode.values() for context in row)
-            kept = [every_other(profile.prefill), {0, 8192}, every_other(profile.decode), contexts]
+            starts = {start for row in profile.prefill.values() for start in row}
+            kept = [every_other(profile.prefill), starts, every_other(profile.decode), contexts]
             shown = replace(part_of(profile, kept), tokens=profile.tokens)
         table = derive.thin_table(shown, HEADER)
         held = {
@@ -194,6 +195,7 @@ def yi_table(folder: Path) -> tuple[LayerTableCost, float]:
     prefill = {
         int(row["batch_num_prefill_tokens"]): 1e6 * float(row["batch_execution_time"])
         for row in profiles.rows_of(folder / "figure-2/prefill.csv")
+        if row["inter_batch_delay"]  # the first batch of that run (256 tokens) took longer than one of 512
     }
     decode = {
         int(float(row["batch_size"])): 1e6 * float(row["batch_execution_time"])

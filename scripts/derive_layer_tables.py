@@ -8,14 +8,16 @@ input gives the same bytes. Reading the all-reduce tables (parquet) needs pyarro
 
 What is done to the measurements: the operators of all layers are summed into one curve over the tokens of a step, the
 collectives of tensor parallelism (which no layer profile holds) are added from all-reduce measurements of the same
-GPU, dense grids are thinned, and attention of mixed steps is kept as a factor on the sum of its two parts.
+GPU or, where there are none, from the law of its link, dense grids are thinned, and attention of mixed steps is kept as
+a factor on the sum of its two parts. What no source measured stands in a table's ``assumptions``.
 """
 
 import argparse
 import gzip
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from layer_profiles import (
@@ -25,14 +27,20 @@ from layer_profiles import (
     Table,
     as_curve,
     curve,
-    custom_all_reduce,
-    fused_kernels,
-    host_overhead,
-    read_artifact,
+    expert_time,
     read_vidur,
     read_vllm,
     vidur_all_reduce,
-    vllm_attention,
+)
+from served_profiles import (
+    H100_ALL_REDUCE,
+    H100_ATTENTION,
+    link_all_reduce,
+    read_a6000_8b,
+    read_a6000_8b_eager,
+    read_h100_70b_eager,
+    read_h100_llama_3,
+    read_vidur_layers,
 )
 
 from diptych.simulation.costs.interpolation import Surface
@@ -43,6 +51,7 @@ LLMSERVINGSIM = "casys-kaist/LLMServingSim @ 5daddb2"
 VIDUR = "microsoft/vidur @ 7d47513 (attention: history, blob ee3dec76)"
 AICONFIGURATOR = "ai-dynamo/aiconfigurator @ 095f58a"
 NO_OVERHEAD = "0: the profile holds kernels only, and no source measures the host's part for this engine"
+UNFUSED_ENGINE = "ISPASS'26 artifact: operators of one layer, unfused"
 ASYNC_OVERHEAD = "0: vLLM 0.19 schedules asynchronously, which hides the host's work; gaps between kernels are not held"
 
 
@@ -130,14 +139,22 @@ def whole_table(profile: Profile, header: Table) -> Table:
 
 def thin_table(profile: Profile, header: Table) -> Table:
     """A subset of a dense profile; the rest of its points test it."""
-    counts = thin_tokens(profile.tokens)
+    return {
+        **sparse_table(profile, header),
+        "prefill_attention": surface(thin_prefill(profile.prefill)),
+        "decode_attention": surface(thin_decode(profile.decode)),
+    }
+
+
+def sparse_table(profile: Profile, header: Table) -> Table:
+    """A profile whose attention was measured at few points; its token counts are thinned."""
     return {
         **header,
         "num_layers": profile.num_layers,
-        "tokens": curve(profile.tokens, counts),
+        "tokens": curve(profile.tokens, thin_tokens(profile.tokens)),
         "sequences": curve(profile.sequences, [count for count in thin_tokens(profile.sequences) if count <= 512]),
-        "prefill_attention": surface(thin_prefill(profile.prefill)),
-        "decode_attention": surface(thin_decode(profile.decode)),
+        "prefill_attention": surface(profile.prefill),
+        "decode_attention": surface(profile.decode),
     }
 
 
@@ -171,18 +188,23 @@ def thin_prefill(prefill: Rows) -> Rows:
     return rows
 
 
-def header(name: str, hardware: str, model: str, tensor_parallel: int, engine: str, sources: list[Table]) -> Table:
-    """What every table says about itself."""
-    asynchronous = "0.19" in engine
+def header(
+    name: str, hardware: str, model: str, tensor_parallel: int, engine: str, sources: list[Table], kernels: str = ""
+) -> Table:
+    """What every table says about itself. kernels: see TableInfo."""
     return {
         "name": name,
         "hardware": hardware,
         "model": model,
         "tensor_parallel": tensor_parallel,
+        "data_parallel": 1,
+        "expert_parallel": 1,
         "engine": engine,
+        "kernels": kernels,
+        "assumptions": [],
         "sources": sources,
         "overhead": {"knots": [1], "us": [0.0]},
-        "overhead_source": ASYNC_OVERHEAD if asynchronous else NO_OVERHEAD,
+        "overhead_source": ASYNC_OVERHEAD if kernels == "vllm-0.19" else NO_OVERHEAD,
         "skew_alpha": 0.0,
     }
 
@@ -200,52 +222,84 @@ PER_SEQUENCE = "contexts of decodes divided by the batch; batches not measured u
 THINNED = "operators of all layers summed; token counts, batches and contexts thinned; rounded"
 
 
-VLLM_PROFILES = (  # name, hardware, model, layers, experts, experts of each token
-    ("rtx4090-llama-3.1-8b", "RTX4090", "meta-llama/Llama-3.1-8B", 32, 0, 0),
-    ("rtxpro6000-llama-3.1-8b", "RTXPRO6000", "meta-llama/Llama-3.1-8B", 32, 0, 0),
-    ("rtxpro6000-qwen3-32b", "RTXPRO6000", "Qwen/Qwen3-32B", 64, 0, 0),
-    ("rtxpro6000-qwen3-30b-a3b", "RTXPRO6000", "Qwen/Qwen3-30B-A3B-Instruct-2507", 48, 128, 8),
+@dataclass(frozen=True)
+class VllmProfile:
+    """A profile of vLLM 0.19. skew_alpha: alpha_default of the profile's meta.yaml (0: not measured). groups: of
+    devices with sequences of their own, which share the experts out among them."""
+
+    name: str
+    hardware: str
+    model: str
+    layers: int
+    hidden: int
+    tensor_parallel: int = 1
+    skew_alpha: float = 0.0
+    experts: int = 0
+    experts_per_token: int = 0
+    groups: int = 1
+
+    @property
+    def path(self) -> str:
+        """The folder of the profile."""
+        return f"{self.hardware}/{self.model}/bf16/tp{self.tensor_parallel}"
+
+    def read(self, folder: Path) -> Profile:
+        """The measurements; without groups with the experts and the collectives."""
+        profile = read_vllm(folder / "llmservingsim/profiles" / self.path, self.layers)
+        if self.groups > 1:
+            return profile
+        tokens = {count: value + self.shared_us(folder, count) for count, value in profile.tokens.items()}
+        return replace(profile, tokens=tokens)
+
+    def shared_us(self, folder: Path, tokens: int) -> float:
+        """What all devices do together in all layers: experts, and two all-reduces or, between groups, sending tokens
+        to their experts and the sums back."""
+        devices, total = self.tensor_parallel * self.groups, 0.0
+        if self.experts:
+            root = folder / "llmservingsim/profiles" / self.hardware / self.model
+            path = root / "bf16/tp1/moe.csv"  # the only one that was measured
+            total += experts_of(path, self.experts, self.experts_per_token, devices)(tokens)
+        if devices > 1:
+            total += (2 if self.groups == 1 else 1) * link_all_reduce(self.hardware, devices, self.hidden)(tokens)
+        return self.layers * total
+
+
+experts_of = cache(expert_time)
+LLAMA_8B, QWEN_32B, QWEN_30B_A3B = "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-32B", "Qwen/Qwen3-30B-A3B-Instruct-2507"
+VLLM_PROFILES = (
+    VllmProfile("rtx4090-llama-3.1-8b", "RTX4090", LLAMA_8B, 32, 4096),
+    VllmProfile("rtxpro6000-llama-3.1-8b", "RTXPRO6000", LLAMA_8B, 32, 4096, 1, 0.0543),
+    VllmProfile("rtxpro6000-llama-3.1-8b-tp2", "RTXPRO6000", LLAMA_8B, 32, 4096, 2, 0.0654),
+    VllmProfile("rtxpro6000-qwen3-32b", "RTXPRO6000", QWEN_32B, 64, 5120, 1, 0.057),
+    VllmProfile("rtxpro6000-qwen3-32b-tp2", "RTXPRO6000", QWEN_32B, 64, 5120, 2, 0.0649),
+    VllmProfile("rtxpro6000-qwen3-30b-a3b", "RTXPRO6000", QWEN_30B_A3B, 48, 2048, 1, 0.0645, 128, 8),
+    VllmProfile("rtxpro6000-qwen3-30b-a3b-tp2", "RTXPRO6000", QWEN_30B_A3B, 48, 2048, 2, 0.0748, 128, 8),
+    VllmProfile("rtxpro6000-qwen3-30b-a3b-dp2-ep2", "RTXPRO6000", QWEN_30B_A3B, 48, 2048, 1, 0.0645, 128, 8, groups=2),
 )
-SKEW_ALPHA = {  # alpha_default of tensor parallelism 1 in each profile's meta.yaml; the RTX 4090's was not measured
-    "meta-llama/Llama-3.1-8B": 0.0543,
-    "Qwen/Qwen3-32B": 0.057,
-    "Qwen/Qwen3-30B-A3B-Instruct-2507": 0.0645,
-}
-H100_ATTENTION = "systems/data/h100_sxm/attention/vllm/0.24.0"
-H100_ALL_REDUCE = "systems/data/h100_sxm/comm/vllm/0.24.0/custom_allreduce_perf.parquet"
-
-
-def read_a6000_8b(folder: Path) -> Profile:
-    """Llama-3.1-8B on one A6000."""
-    path = folder / "llmservingsim/profiles/v0/A6000/meta-llama/Llama-3.1-8B/tp1"
-    return read_artifact(path, 32, lambda tokens: 0.0)
-
-
-def read_h100_70b(folder: Path) -> Profile:
-    """Llama-3.1-70B on four H100 as a serving engine runs it: the artifact's matrix multiplications, vLLM's norms,
-    rotary embedding, attention and all-reduce."""
-    path = folder / "llmservingsim/profiles/v0/H100/meta-llama/Llama-3.1-70B/tp4"
-    reduce_us = custom_all_reduce(folder / "aiconfigurator" / H100_ALL_REDUCE, 4, 8192)
-    kernels_us = fused_kernels(folder / "vidur/compute/h100/meta-llama/Llama-2-70b-hf/mlp.csv.gz", 4)
-    profile = read_artifact(path, 80, lambda tokens: 2 * reduce_us(tokens) + kernels_us(tokens), fused=True)
-    prefill, decode = vllm_attention(folder / "aiconfigurator" / H100_ATTENTION, 16, 2)
-    return replace(profile, prefill=prefill, decode=decode)
-
-
-def read_h100_8b(folder: Path) -> Profile:
-    """Llama-3.1-8B on one H100, in the same way."""
-    kernels_us = fused_kernels(folder / "vidur/compute/h100/meta-llama/Llama-2-7b-hf/mlp.csv.gz", 1)
-    path = folder / "llmservingsim/profiles/v0/H100/meta-llama/Llama-3.1-8B/tp1"
-    profile = read_artifact(path, 32, kernels_us, fused=True)
-    prefill, decode = vllm_attention(folder / "aiconfigurator" / H100_ATTENTION, 32, 8)
-    return replace(profile, prefill=prefill, decode=decode)
-
-
-def read_h100_70b_eager(folder: Path) -> Profile:
-    """Llama-3.1-70B on four H100 as the artifact measured it, and vLLM's all-reduce."""
-    path = folder / "llmservingsim/profiles/v0/H100/meta-llama/Llama-3.1-70B/tp4"
-    reduce_us = custom_all_reduce(folder / "aiconfigurator" / H100_ALL_REDUCE, 4, 8192)
-    return read_artifact(path, 80, lambda tokens: 2 * reduce_us(tokens))
+LINK = (
+    "two all-reduces a layer take 2 x 20 us + bytes / (16 GB/s): the link that LLMServingSim's authors state for their "
+    "host of RTX PRO 6000, without a measurement"
+)
+EXCHANGE = LINK.replace("two all-reduces a layer take", "sending tokens to their experts and sums back takes")
+GROUPS = "both groups of devices have equal numbers of tokens and sequences"
+UNIFORM = "every token chooses its experts at random"
+HALF_EXPERTS = "each device computes half of the experts' work in half of the time that one device takes for it"
+A6000_KERNELS = (
+    "norms and rotary embedding follow the roofline of the hardware entry",
+    "decode attention is that of vLLM 0.19 on an RTX 4090, slower by the ratio of the memory bandwidths",
+)
+LATER_STARTS = (
+    "prompts after a prefix take the time of their (query, key) pairs; only prompts without one were measured"
+)
+VIDUR_LAYERS = (  # hardware, prefix of the names, folder of the dimensions, model, numbers of devices
+    ("a100-80gb", "a100", "Llama-2-7b-hf", "meta-llama/Llama-2-7b-hf", (1, 2, 4)),
+    ("a100-80gb", "a100", "Meta-Llama-3-8B", "meta-llama/Meta-Llama-3-8B", (1, 2, 4, 8)),
+    ("a100-80gb", "a100", "Llama-2-70b-hf", "meta-llama/Llama-2-70b-hf", (2, 4, 8)),
+    ("a100-80gb", "a100", "Meta-Llama-3-70B", "meta-llama/Meta-Llama-3-70B", (2, 4, 8)),
+    ("h100-sxm", "h100", "Llama-2-7b-hf", "meta-llama/Llama-2-7b-hf", (1, 2, 4)),
+    ("h100-sxm", "h100", "Llama-2-70b-hf", "meta-llama/Llama-2-70b-hf", (2, 4, 8)),
+    ("h100-sxm", "h100", "Llama-2-70b-hf", "meta-llama/Llama-3.1-70B", (2, 8)),
+)
 
 
 def read_a100_70b(folder: Path) -> Profile:
@@ -255,69 +309,103 @@ def read_a100_70b(folder: Path) -> Profile:
     return read_vidur(path / "mlp.csv.gz", path / "attention_tp2_flashattention_history.csv.gz", 80, reduce_us)
 
 
+def vllm_tables(folder: Path) -> Iterable[Table]:
+    """Whole profiles of vLLM 0.19."""
+    for profile in VLLM_PROFILES:
+        extra = "; experts at the number that uniform routing touches" if profile.experts else ""
+        origin = source(LLMSERVINGSIM, f"profiler/perf/{profile.path}", "MIT", SUMMED + extra)
+        devices, engine = profile.tensor_parallel, "vLLM 0.19.0, eager kernels"
+        head = header(profile.name, profile.hardware, profile.model, devices, engine, [origin], "vllm-0.19")
+        head["skew_alpha"] = profile.skew_alpha
+        head["data_parallel"] = head["expert_parallel"] = profile.groups
+        head["assumptions"] = [
+            *([UNIFORM] if profile.experts else []),
+            *([HALF_EXPERTS] if profile.experts and devices * profile.groups > 1 else []),
+            *([LINK] if devices > 1 else []),
+            *([GROUPS, EXCHANGE] if profile.groups > 1 else []),
+        ]
+        table = whole_table(measured := profile.read(folder), head)
+        if profile.groups > 1:
+            counts = [profile.groups * count for count in measured.tokens]
+            table["shared"] = curve({count: profile.shared_us(folder, count) for count in counts})
+        yield table
+
+
+def a6000_tables(folder: Path) -> Iterable[Table]:
+    """Llama-3.1-8B on A6000: with the kernels of a serving engine, and as the artifact measured its operators."""
+    name, root = "a6000-llama-3.1-8b", "profiler/v0/perf_models/A6000/meta-llama/Llama-3.1-8B"
+    other = source(LLMSERVINGSIM, "profiler/perf/RTX4090/meta-llama/Llama-3.1-8B/bf16/tp1", "MIT", A6000_KERNELS[1])
+    for devices in (1, 2):
+        changes = f"{THINNED}; without norms, rotary embedding and decode attention"
+        sources = [source(LLMSERVINGSIM, f"{root}/tp{devices}", "MIT", changes), other]
+        suffix = "" if devices == 1 else "-tp2"
+        engine = "ISPASS'26 artifact, attention of vLLM 0.19"
+        head = header(name + suffix, "A6000", LLAMA_8B, devices, engine, sources, "vllm-0.19")
+        head["assumptions"] = [*A6000_KERNELS, *([LINK] if devices > 1 else [])]
+        head["overhead_source"] = NO_OVERHEAD
+        yield thin_table(read_a6000_8b(folder, devices), head)
+    origin = source(LLMSERVINGSIM, f"{root}/tp1", "MIT", f"{THINNED}; {PER_SEQUENCE}")
+    head = header(f"{name}-eager", "A6000", LLAMA_8B, 1, UNFUSED_ENGINE, [origin], "unfused")
+    yield thin_table(read_a6000_8b_eager(folder), head)
+
+
 def h100_tables(folder: Path) -> Iterable[Table]:
-    """Llama-3.1-70B on four H100: as the artifact measured its operators; with the kernels of a serving engine in
-    place of those that none runs like that; and with the host's part of a synchronous engine added."""
-    model, name = "meta-llama/Llama-3.1-70B", "h100-llama-3.1-70b-tp4"
-    artifact = "profiler/v0/perf_models/H100/meta-llama/Llama-3.1-70B/tp4"
+    """Llama-3.1 on H100: with the kernels of a serving engine, and (70B) as the artifact measured its operators."""
+    large, model = "h100-llama-3.1-70b-tp4", "meta-llama/Llama-3.1-70B"
     core = "aic-core/src/aiconfigurator_core"
-    added = "two all-reduces a layer, of the step's tokens times 8192 values, in a CUDA graph, added to the dense curve"
+    added = "two all-reduces a layer, of the activations of the step, in a CUDA graph, added to the dense curve"
     network = source(AICONFIGURATOR, f"{core}/{H100_ALL_REDUCE}", "Apache-2.0", added)
-    sources = [source(LLMSERVINGSIM, artifact, "MIT", f"{THINNED}; {PER_SEQUENCE}"), network]
-    head = header(f"{name}-eager", "H100", model, 4, "ISPASS'26 artifact: operators of one layer, unfused", sources)
+    artifact = "profiler/v0/perf_models/H100/meta-llama/Llama-3.1-"
+    sources = [source(LLMSERVINGSIM, f"{artifact}70B/tp4", "MIT", f"{THINNED}; {PER_SEQUENCE}"), network]
+    head = header(f"{large}-eager", "H100", model, 4, UNFUSED_ENGINE, sources, "unfused")
     yield thin_table(read_h100_70b_eager(folder), head)
-    yield from served_tables(folder, name, model, 4, network)
-    yield from served_tables(folder, "h100-llama-3.1-8b", "meta-llama/Llama-3.1-8B", 1, None)
+    for name, size, devices in ((large, "70B", 4), ("h100-llama-3.1-8b", "8B", 1), ("h100-llama-3.1-8b-tp2", "8B", 2)):
+        dimensions = "Llama-2-70b-hf" if size == "70B" else "Llama-2-7b-hf"
+        heads = f"{(64 if size == '70B' else 32) // devices} query heads, {8 // devices} key-value heads"
+        kernels = f"norms and rotary embedding at tensor parallelism {devices}, added to the dense curve"
+        sources = [
+            source(LLMSERVINGSIM, f"{artifact}{size}/tp{devices}", "MIT",
+                   f"{THINNED}; without norms, rotary embedding and attention"),
+            source(VIDUR, f"data/profiling/compute/h100/meta-llama/{dimensions}/mlp.csv", "MIT", kernels),
+            source(AICONFIGURATOR, f"{core}/{H100_ATTENTION}", "Apache-2.0", heads),
+            *([network] if devices > 1 else []),
+        ]  # fmt: skip
+        engine = "fused kernels, attention of vLLM 0.24"
+        head = header(name, "H100", f"meta-llama/Llama-3.1-{size}", devices, engine, sources, "vllm-0.24")
+        head["assumptions"] = [LATER_STARTS]
+        yield thin_table(read_h100_llama_3(folder, size, devices), head)
 
 
-def served_tables(folder: Path, name: str, model: str, tensor_parallel: int, network: Table | None) -> Iterable[Table]:
-    """Kernels as a serving engine runs them: with an asynchronous host, then with a synchronous one."""
-    is_large = tensor_parallel > 1
-    artifact = f"profiler/v0/perf_models/H100/{model}/tp{tensor_parallel}"
-    dimensions = "Llama-2-70b-hf" if is_large else "Llama-2-7b-hf"
-    heads = "16 query heads, 2 key-value heads" if is_large else "32 query heads, 8 key-value heads"
-    kernels = f"norms and rotary embedding at tensor parallelism {tensor_parallel}, added to the dense curve"
-    sources = [
-        source(LLMSERVINGSIM, artifact, "MIT", f"{THINNED}; without norms, rotary embedding and attention"),
-        source(VIDUR, f"data/profiling/compute/h100/meta-llama/{dimensions}/mlp.csv", "MIT", kernels),
-        source(AICONFIGURATOR, f"aic-core/src/aiconfigurator_core/{H100_ATTENTION}", "Apache-2.0",
-               f"{heads}; later starts of prompts from the time of a (query, key) pair"),
-        *([network] if network else []),
-    ]  # fmt: skip
-    profile = read_h100_70b(folder) if is_large else read_h100_8b(folder)
-    engine = "fused kernels, attention of vLLM 0.24"
-    head = header(name, "H100", model, tensor_parallel, engine, sources)
-    yield thin_table(profile, head)
-    measured_on = f"{dimensions}, tensor parallelism {tensor_parallel}, host of an A100"
-    changes = f"scheduling, inputs, sampler and outputs summed by batch ({measured_on})"
-    host = source(VIDUR, "data/profiling/a100/cpu_overheads (history, blob bf106186)", "MIT", changes)
-    engine = f"{engine}, synchronous host"
-    head = header(f"{name}-sync", "H100", model, tensor_parallel, engine, [*sources, host])
-    overheads = folder / "vidur/compute/a100_cpu_overheads_history.csv"
-    head["overhead"] = host_overhead(overheads, f"meta-llama/{dimensions}", tensor_parallel)
-    head["overhead_source"] = "measured on the host of a synchronous engine of 2024; see sources"
-    yield thin_table(profile, head)
+def vidur_tables(folder: Path) -> Iterable[Table]:
+    """Layers as vidur measured them, behind vLLM's attention, output layer and all-reduce; and Llama-2-70B on two A100
+    with vidur's own attention."""
+    for hardware, prefix, dimensions, model, sizes in VIDUR_LAYERS:
+        version = "0.14" if prefix == "a100" else "0.24"
+        changes = f"{THINNED}; layers of {dimensions}, norms with their additions"
+        origin = source(VIDUR, f"data/profiling/compute/{prefix}/meta-llama/{dimensions}/mlp.csv", "MIT", changes)
+        added = f"attention, output layer and all-reduce of vLLM {version}, as catalogue/operators holds them"
+        kernels = source(
+            AICONFIGURATOR, f"aic-core/src/aiconfigurator_core/systems/data/{prefix}_sxm", "Apache-2.0", added
+        )
+        short = model.partition("/")[2].lower().removeprefix("meta-").removesuffix("-hf")
+        for devices in sizes:
+            name = f"{prefix}-{short}" + (f"-tp{devices}" if devices > 1 else "")
+            engine = f"vidur's layers, attention of vLLM {version}"
+            head = header(name, hardware, model, devices, engine, [origin, kernels], f"vllm-{version}")
+            head["assumptions"] = [LATER_STARTS, "the sampler follows the roofline of the hardware entry"]
+            yield sparse_table(read_vidur_layers(folder, hardware, dimensions, model, devices), head)
+    changes = THINNED + "; all-reduce of two GPUs of a DGX; the profile holds no output layer and no sampler"
+    origin = source(VIDUR, "data/profiling/{compute,network}/a100*", "MIT", changes)
+    model, engine = "meta-llama/Llama-2-70b-hf", "vidur's profiler, FlashAttention"
+    head = header("a100-llama-2-70b-tp2-vidur", "A100-80GB", model, 2, engine, [origin], "vidur")
+    head["assumptions"] = ["the output layer and the sampler take no time"]
+    yield thin_table(read_a100_70b(folder), head)
 
 
 def derive(folder: Path) -> Iterable[Table]:
     """All tables, one after the other."""
-    for name, hardware, model, layers, experts, top_k in VLLM_PROFILES:
-        path = f"{hardware}/{model}/bf16/tp1"
-        extra = "; experts at the number that uniform routing touches" if experts else ""
-        origin = source(LLMSERVINGSIM, f"profiler/perf/{path}", "MIT", SUMMED + extra)
-        head = header(name, hardware, model, 1, "vLLM 0.19.0, eager kernels", [origin])
-        head["skew_alpha"] = 0.0 if hardware == "RTX4090" else SKEW_ALPHA[model]
-        yield whole_table(read_vllm(folder / "llmservingsim/profiles" / path, layers, experts, top_k), head)
-    path = "profiler/v0/perf_models/A6000/meta-llama/Llama-3.1-8B/tp1"
-    origin = source(LLMSERVINGSIM, path, "MIT", f"{THINNED}; {PER_SEQUENCE}")
-    head = header("a6000-llama-3.1-8b", "A6000", "meta-llama/Llama-3.1-8B", 1, "ISPASS'26 artifact", [origin])
-    yield thin_table(read_a6000_8b(folder), head)
-    yield from h100_tables(folder)
-    changes = THINNED + "; all-reduce of two GPUs of a DGX; the profile holds no output layer and no sampler"
-    origin = source(VIDUR, "data/profiling/{compute,network}/a100*", "MIT", changes)
-    model = "meta-llama/Llama-2-70b-hf"
-    head = header("a100-llama-2-70b-tp2", "A100-80GB", model, 2, "vidur's profiler, FlashAttention", [origin])
-    yield thin_table(read_a100_70b(folder), head)
+    for tables in (vllm_tables, a6000_tables, h100_tables, vidur_tables):
+        yield from tables(folder)
 
 
 def main() -> None:

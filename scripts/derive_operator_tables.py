@@ -21,9 +21,9 @@ REPOSITORY = "ai-dynamo/aiconfigurator @ 095f58a"
 LICENCE = "Apache-2.0, Copyright (c) 2025-2026 NVIDIA CORPORATION & AFFILIATES"
 CHANGES = (
     "matrix products with both dimensions from 128 on, in bfloat16 and per-tensor fp8; attention without a window, "
-    "of head dimensions 64 and 128; experts in bfloat16, split by width only, of one routing distribution; all-reduce "
-    "in a captured graph and NCCL's; milliseconds became microseconds, rounded to four digits; rows measured twice "
-    "were averaged"
+    "of head dimensions 64 and 128; experts in bfloat16, block-wise fp8 and int4, split by width or by expert, of one "
+    "routing distribution; all-reduce in a captured graph and NCCL's; milliseconds became microseconds, rounded to "
+    "four digits; rows measured twice were averaged"
 )
 GPUS = {  # name in the hardware catalogue: folder of the source
     "a100-80gb": "a100_sxm",
@@ -35,6 +35,9 @@ GPUS = {  # name in the hardware catalogue: folder of the source
 SMALLEST = 128  # dimension of a matrix; models have no smaller one
 HEAD_DIMS = (64, 128)
 ROUTING = "power_law_1.01"  # expert popularity ~ rank ** -1.01, the one that every GPU was measured with
+# By bits. 8: blocks of 128 x 128 weights with a scale, as the 8-bit checkpoints of DeepSeek and Qwen have them; the
+# per-tensor kernels that were measured are slower than those of 16 bits on the same GPU, and no engine would take them.
+EXPERT_TYPES = {"16": "bfloat16", "8": "fp8_block", "4": "int4_wo"}
 Table = dict[str, Any]
 
 
@@ -81,12 +84,13 @@ def attention(frame: pandas.DataFrame, knot: str) -> list[Table]:
     return tables
 
 
-def experts(frame: pandas.DataFrame) -> list[Table]:
-    """For each shape of experts and number of devices that share their width, a curve over tokens."""
-    frame = frame[(frame.moe_dtype == "bfloat16") & (frame.moe_ep_size == 1) & (frame.distribution == ROUTING)]
-    frame = frame[frame.moe_tp_size <= 8]
-    keys = ["hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size"]
-    names = ("hidden", "intermediate", "experts_per_token", "experts", "tensor_parallel")
+def experts(frame: pandas.DataFrame, dtype: str) -> list[Table]:
+    """For each shape of experts, and each number of devices that share their width or have experts of their own, a
+    curve over tokens."""
+    frame = frame[(frame.moe_dtype == dtype) & (frame.distribution == ROUTING)]
+    frame = frame[(frame.moe_tp_size <= 8) & (frame.moe_ep_size <= 32)]
+    keys = ["hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size", "moe_ep_size"]
+    names = ("hidden", "intermediate", "experts_per_token", "experts", "tensor_parallel", "expert_parallel")
     return [
         {**dict(zip(names, (int(value) for value in key), strict=True)), **curve(rows, "num_tokens")}
         for key, rows in frame.groupby(keys)
@@ -124,7 +128,7 @@ def derive(folder: Path, name: str) -> Table:
         "gemm": {"16": gemm(products, "bfloat16"), "8": gemm(products, "fp8")},
         "prefill_attention": attention(frames["context_attention"], "isl"),
         "decode_attention": attention(frames["generation_attention"], "step"),
-        "experts": experts(frames["moe"]),
+        "experts": {bits: experts(frames["moe"], dtype) for bits, dtype in EXPERT_TYPES.items()},
         "all_reduce": all_reduce(frames["custom_allreduce"], frames["nccl"]),
     }
 

@@ -46,16 +46,13 @@ def as_curve(table: Table) -> Curve:
     return Curve(tuple(map(float, table["knots"])), tuple(table["us"]))
 
 
-def read_vllm(folder: Path, num_layers: int, num_experts: int = 0, top_k: int = 0) -> Profile:
-    """A profile of vLLM 0.19 (LLMServingSim's present format): dense, per_sequence, attention, moe."""
+def read_vllm(folder: Path, num_layers: int) -> Profile:
+    """A profile of vLLM 0.19 (LLMServingSim's present format): dense, per_sequence, attention. Without experts and
+    collectives."""
     times = {"embedding": 1, "final_layernorm": 1, "layernorm": 2 * num_layers}
     tokens: dict[int, float] = defaultdict(float)
     for row in rows_of(folder / "dense.csv"):
         tokens[int(row["tokens"])] += times.get(row["layer"], num_layers) * float(row["time_us"])
-    if num_experts:
-        experts = expert_time(folder / "moe.csv", num_experts, top_k)
-        for count in tokens:
-            tokens[count] += num_layers * experts(count)
     sequences: dict[int, float] = defaultdict(float)
     for row in rows_of(folder / "per_sequence.csv"):
         sequences[int(row["sequences"])] += float(row["time_us"])
@@ -72,16 +69,27 @@ def read_vllm(folder: Path, num_layers: int, num_experts: int = 0, top_k: int = 
     return profile
 
 
-def expert_time(path: Path, num_experts: int, top_k: int) -> Callable[[int], float]:
-    """Microseconds of the experts of one layer, when routing is uniform: E * (1 - (1 - k/E)^tokens) of E experts are
-    touched by a step on average."""
+def expert_time(path: Path, num_experts: int, top_k: int, num_devices: int = 1) -> Callable[[int], float]:
+    """Microseconds of the experts of one layer on one device, when routing is uniform: E * (1 - (1 - k/E)^tokens) of E
+    experts are touched by a step on average.
+
+    Measured was one device that holds all of them. On one of several, the time is that of its share of the experts and
+    of the visits, whether it holds whole experts or a part of each: both bytes and products are that share.
+    """
     by_tokens: dict[int, dict[int, float]] = defaultdict(dict)
     for row in rows_of(path):
         by_tokens[int(row["tokens"])][int(row["activated_experts"])] = float(row["time_us"])
     counts = sorted(by_tokens)
     curves = tuple(as_curve(curve(by_tokens[count])) for count in counts)
     measured = Surface(tuple(map(float, counts)), curves)
-    return lambda tokens: measured(tokens, num_experts * (1.0 - (1.0 - top_k / num_experts) ** tokens))
+    fewest = min(by_tokens[counts[0]])
+
+    def time(tokens: int) -> float:
+        touched = num_experts * (1.0 - (1.0 - top_k / num_experts) ** tokens) / num_devices
+        share = measured(tokens / num_devices, max(touched, fewest))
+        return share * min(1.0, touched / fewest)  # fewer experts than were ever measured: as many bytes less
+
+    return time
 
 
 UNFUSED = ("input_layernorm", "post_layernorm", "rope")
@@ -153,17 +161,6 @@ def fused_kernels(compute: Path, tensor_parallel: int) -> Callable[[int], float]
             names = ("input_layernorm", "post_attention_layernorm", "attn_rope")
             points[int(row["num_tokens"])] = 1000 * sum(float(row[f"time_stats.{name}.median"]) for name in names)
     return as_curve(curve(points))
-
-
-def host_overhead(path: Path, model: str, tensor_parallel: int) -> Table:
-    """Microseconds of the host's part of a step of a synchronous engine, by sequences: scheduling, preparing inputs,
-    sampling, processing outputs (vidur's measurements, medians)."""
-    points: dict[int, float] = {}
-    for row in rows_of(path):
-        if row["model_name"] == model and row["tensor_parallel_degree"] == str(tensor_parallel):
-            names = ("schedule", "prepare_inputs_e2e", "sampler_e2e", "process_model_outputs")
-            points[int(row["batch_size"])] = 1000 * sum(float(row[f"{name}_median"]) for name in names)
-    return curve(points)
 
 
 def attention_points(path: Path) -> tuple[Rows, Rows]:

@@ -9,7 +9,7 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from diptych import __version__
+from diptych import __version__, compiled_modules
 from diptych.cli import main as cli
 from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.config import CapsConfig, SchedulerConfig, ShapeName, shape_preset
@@ -36,7 +36,8 @@ def test_every_command_and_each_of_its_options_says_what_it_does(name: str) -> N
 
 def test_version() -> None:
     result = CliRunner().invoke(cli.app, ["version"])
-    assert result.output == f"diptych {__version__}\n"
+    how = compiled_modules.what_runs()
+    assert result.output == f"diptych {__version__} (control code and simulator: {how})\n"
 
 
 def scheduler(**changes: Any) -> SchedulerConfig:

@@ -5,12 +5,16 @@
 
 from typing import TYPE_CHECKING, Any
 
+from diptych import compiled_modules
+
 if TYPE_CHECKING:
     from diptych.control.request import SamplingParams
     from diptych.serving.async_llm import AsyncLLM
     from diptych.serving.llm import LLM
 
 __version__ = "0.1.0"
+if not compiled_modules.is_built():
+    compiled_modules.use_sources()
 __all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
 
 

@@ -1,13 +1,12 @@
 """Sessions: warm-up, series of rates, the search for goodput, and servers that go away between two runs."""
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
 import pytest
 
-from diptych.bench import tables
-from diptych.bench.goodput import GoodputSearch, SearchConfig
 from diptych.bench.objectives import LatencyObjectives
 from diptych.bench.session import (
     FEW_REQUESTS,
@@ -23,6 +22,8 @@ from diptych.bench.session import (
 from diptych.bench.target import TargetConfig
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_MS
+from diptych.report.text import goodput_table
+from diptych.search.goodput_search import GoodputSearch, SearchConfig
 from diptych.workload.build import ArrivalConfig, LengthConfig, LengthsConfig, WorkloadConfig
 
 from .conftest import fake_sse_server
@@ -109,7 +110,8 @@ def test_the_search_does_not_blame_a_rate_for_a_server_that_went_away() -> None:
     (found, probes), broken = measured(loopback_config(TWENTY, fake=QUICK, slo=SLO), use)
     assert len(probes) == found.num_probes == 1 and found.rate == 100.0 and not found.is_bracketed
     assert broken is not None
-    assert tables.goodput_table(found, 0.9).rows[0] == ("goodput, 90.0 % in time", "at least 100.00 requests/s")
+    rows = goodput_table({**asdict(found), "config": asdict(SearchConfig())}).rows
+    assert rows[0] == ("goodput, 90.0 % in time", "at least 100.00 requests/s")
 
 
 def test_goodput_is_what_two_slots_can_do() -> None:

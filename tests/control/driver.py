@@ -89,6 +89,8 @@ class Driver:
         self.now += self.cost(output)
         self.log += self.core.end_step(result, self.now)
         self.core.kv.check()
+        batch = self.core.scheduler.batch
+        assert batch.output_tokens == sum(batch.num_outputs(request) for request in batch)
         return output
 
     def check_step(self, output: SchedulerOutput) -> None:

@@ -6,13 +6,8 @@ from typing import Any
 
 import pytest
 
-from diptych.control.admission.admission_queue import (
-    SERVICE_CLASSES,
-    AdmissionConfig,
-    AdmissionQueue,
-    QueuedRequest,
-    ServiceClassConfig,
-)
+from diptych.control.admission.admission_config import AdmissionConfig, ServiceClassConfig
+from diptych.control.admission.admission_queue import SERVICE_CLASSES, AdmissionQueue, QueuedRequest
 from diptych.control.admission.fair_queue import FairQueue
 from diptych.control.errors import ConfigError, InvalidRequestError, OverloadedError
 from diptych.control.request import RequestOptions, Submission

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from diptych.control.admission.admission_queue import AdmissionConfig
+from diptych.control.admission.admission_config import AdmissionConfig
 from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.cluster.cluster_core import ClusterCore
 from diptych.control.cluster.cluster_events import (
@@ -22,6 +22,7 @@ from diptych.control.cluster.cluster_events import (
     WorkerUp,
 )
 from diptych.control.commands import (
+    NOT_RESERVED,
     AskKVSnapshot,
     Command,
     Configure,
@@ -34,6 +35,7 @@ from diptych.control.commands import (
     Renew,
     Reserve,
     Restarted,
+    Send,
     Serve,
 )
 from diptych.control.config import shape_preset
@@ -114,14 +116,27 @@ def the_end(commands: Sequence[Command]) -> End:
 
 def test_the_way_of_a_handoff() -> None:
     fleet = Fleet("prefill", "decode")
-    assert fleet.submit() == [Reserve(D, "a", "a", 0, LEASE, False)]
-    assert fleet.reserved() == [Prefill(P, "a", "a", 0, D, 16, (), LEASE)]
+    ahead = Prefill(P, "a", "a", 0, D, NOT_RESERVED, (), LEASE)
+    assert fleet.submit() == [Reserve(D, "a", "a", 0, LEASE, False), ahead]
+    assert fleet.reserved() == [Send(P, "a", 16)]
     assert fleet.prefilled() == []
     assert fleet.delivered() == [Release(P, "a")]
     assert fleet.report(P, HandoffReleased(0, "a")) == []
     (end,) = fleet.finished(D)
     assert isinstance(end, End) and end.finished is not None and end.error is None
     fleet.core.check_idle()
+
+
+def test_a_stream_that_lost_its_worker_is_computed_when_it_has_a_place() -> None:
+    fleet = Fleet("prefill", "decode", "decode")
+    (reserve, _) = fleet.submit()
+    assert isinstance(reserve, Reserve)
+    fleet.report(reserve.worker, HandoffReserved(fleet.now, "a", 0, (1,)))
+    fleet.prefilled()
+    again = fleet.tell(WorkerDown(reserve.worker, {"a": 1}))[-1]
+    assert isinstance(again, Reserve) and again.num_output_tokens == 1
+    (prefill,) = fleet.report(again.worker, HandoffReserved(fleet.now, "a~1", 16, (1,)))
+    assert prefill == Prefill(P, "a", "a~1", 1, again.worker, 16, (), LEASE)
 
 
 def test_blocks_of_one_memory_domain_are_borrowed_and_leases_are_not_needed() -> None:
@@ -155,7 +170,7 @@ def test_a_cancel_reaches_every_state(stage: int) -> None:
     for step in (fleet.reserved, fleet.prefilled, fleet.delivered)[:stage]:
         step()
     at = {command.worker for command in fleet.tell(Cancelled("a")) if isinstance(command, Drop)}
-    assert at == ({D} if stage == 0 else {P, D})
+    assert at == {P, D}
     for worker in at:
         fleet.report(worker, HandoffReleased(0, "a"))
     fleet.core.check_idle()
@@ -170,9 +185,8 @@ def test_losing_either_worker_of_a_handoff_under_way_begins_another_attempt_on_t
         step()
     commands = fleet.tell(WorkerDown(lost, {"a": 1} if stage == 2 else {}))
     left = D if lost == P else P
-    drops: list[Command] = [] if stage == 0 and lost == D else [Drop(left, "a")]
     count = int(stage == 2)
-    assert commands == [*drops, Restarted("a", "a~1", count), Serve(left, "a", "a~1", count)]
+    assert commands == [Drop(left, "a"), Restarted("a", "a~1", count), Serve(left, "a", "a~1", count)]
 
 
 def test_losing_the_prefill_worker_after_the_delivery_changes_nothing() -> None:
@@ -242,7 +256,8 @@ def test_a_recalled_prompt_gives_up_its_blocks_and_waits_again() -> None:
     fleet = Fleet("prefill", "decode")
     fleet.submit()
     fleet.reserved()
-    again = [Restarted("a", "a~1", 0), Reserve(D, "a", "a~1", 0, LEASE, False)]
+    ahead = Prefill(P, "a", "a~1", 0, D, NOT_RESERVED, (), LEASE)
+    again = [Restarted("a", "a~1", 0), Reserve(D, "a", "a~1", 0, LEASE, False), ahead]
     assert recall(fleet) == [Drop(P, "a"), Drop(D, "a"), *again]
     assert recall(fleet) == [], "a doubled message recalls nothing"
     fleet.report(P, HandoffReleased(0, "a"))
@@ -279,7 +294,7 @@ def test_a_recall_is_no_failure_however_often_it_comes(policy: str) -> None:
     for epoch in range(9):
         attempt = f"a~{epoch}" if epoch else "a"
         fleet.reserved(attempt)
-        assert recall(fleet, attempt)[-1] == Reserve(D, "a", f"a~{epoch + 1}", 0, LEASE, False)
+        assert recall(fleet, attempt)[-2] == Reserve(D, "a", f"a~{epoch + 1}", 0, LEASE, False)
         for worker in (P, D):
             fleet.report(worker, HandoffReleased(0, attempt))
     assert fleet.core.num_open == 1 and not fleet.core.counts["retried"]
@@ -305,7 +320,7 @@ def test_a_broken_transfer_follows_the_policy(policy: str) -> None:
     assert {Drop(P, "a"), Drop(D, "a")} <= set(commands)
     last = commands[-1]
     if policy == "retry":
-        assert isinstance(last, Reserve)
+        assert isinstance(last, Prefill) and isinstance(commands[-2], Reserve)
     elif policy == "local":
         assert isinstance(last, Serve)
     else:
@@ -321,7 +336,8 @@ def test_leases_are_renewed_while_a_handoff_is_under_way_and_their_loss_is_a_los
     assert fleet.tell(Tick()) == [Renew(D, ("a",)), Renew(P, ("a",))]
     commands = fleet.report(D, HandoffExpired(0, "a", False))
     assert Drop(P, "a") in commands and Drop(D, "a") not in commands
-    assert isinstance(commands[-1], Reserve) and commands[-1].attempt_id == "a~1"
+    assert [type(command) for command in commands[-2:]] == [Reserve, Prefill]
+    assert isinstance(commands[-1], Prefill) and commands[-1].attempt_id == "a~1"
 
 
 def test_an_answer_that_ends_with_its_first_token_frees_the_place_that_was_reserved() -> None:
@@ -441,10 +457,10 @@ def test_a_changed_role_counts_for_the_next_request_and_for_none_before() -> Non
     assert fleet.tell(RoleChanged(2, "prefill")) == []
     fleet.tell(RoleChanged(P, "decode"))
     fleet.report(commands[0].worker, HandoffReserved(fleet.now, "a", 0, (1,)))
-    (reserve,) = fleet.submit("b")
+    reserve, prefill = fleet.submit("b")
     assert isinstance(reserve, Reserve) and reserve.worker in (0, 1)
-    (prefill,) = fleet.report(reserve.worker, HandoffReserved(fleet.now, "b", 0, (1,)))
     assert isinstance(prefill, Prefill) and prefill.worker == 2
+    assert fleet.report(reserve.worker, HandoffReserved(fleet.now, "b", 0, (1,))) == [Send(2, "b", 0)]
 
 
 def streaming(fleet: Fleet, request_id: str = "a") -> int:
@@ -495,16 +511,18 @@ def test_what_has_no_token_yet_or_must_stay_whole_begins_anew_elsewhere(num_toke
 
 def test_a_handoff_on_its_way_to_a_worker_that_drains_goes_to_another() -> None:
     fleet = Fleet("prefill", "decode", "decode")
-    (reserve,) = fleet.submit()
+    reserve, _ = fleet.submit()
     assert isinstance(reserve, Reserve)
     here, there = reserve.worker, 3 - reserve.worker
     fleet.report(here, HandoffReserved(fleet.now, "a", 0, (5,)))
-    assert fleet.tell(DrainStarted(here)) == [
+    commands = fleet.tell(DrainStarted(here))
+    assert commands[:-1] == [
         Drop(P, "a"),
         Drop(here, "a"),
         Restarted("a", "a~1", 0),
         Reserve(there, "a", "a~1", 0, LEASE, False),
     ]
+    assert isinstance(commands[-1], Prefill) and commands[-1].worker == P
 
 
 def test_a_drained_worker_says_so_once_when_nothing_is_left_and_gets_nothing_before_it_is_used_again() -> None:
@@ -594,7 +612,7 @@ def test_workers_never_await_one_another_in_a_circle() -> None:
     fleet.delivered("a")
     fleet.finished(D, "a")
     fleet.tell(RoleChanged(D, "prefill"))
-    (reserve,) = fleet.submit("c")
+    reserve, _ = fleet.submit("c")
     assert isinstance(reserve, Reserve) and reserve.worker == P
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from diptych.control.admission.admission_queue import AdmissionConfig, ServiceClassConfig
+from diptych.control.admission.admission_config import AdmissionConfig, ServiceClassConfig
 from diptych.control.cluster.cluster_config import ClusterConfig, cluster_config
 from diptych.control.config import (
     BudgetConfig,

@@ -15,11 +15,11 @@ from diptych.control.slo import LatencyBreakdown, Slo
 from diptych.control.step import StepFeatures, StepResult, chunk_attention
 
 
-def core_of(model: StepTimeModel | None = None, *, num_blocks: int = 34, **changes: Any) -> EngineCore:
+def core_of(*, num_blocks: int = 34, **changes: Any) -> EngineCore:
     """Blocks of 16 tokens, of which two are never promised; at most 64 tokens a step; a context of 1000 tokens."""
     settings = SchedulerConfig("fcfs", BudgetConfig("fixed", 64), max_num_seqs=16, max_waiting=2)
     config = EngineConfig(CacheConfig(num_blocks, 16, watermark_blocks=2), settings, max_model_len=1000)
-    return EngineCore(config.with_(**changes), model)
+    return EngineCore(config.with_(**changes))
 
 
 def step(core: EngineCore, now: int, took_ns: int = 10, **result: Any) -> list[Event]:
@@ -148,21 +148,19 @@ def test_a_step_is_measured_from_its_begin_to_its_end() -> None:
 
 
 def test_the_model_learns_from_steps_what_they_computed_and_how_long_that_took() -> None:
-    seen: list[tuple[StepFeatures, int]] = []
-
-    class Watched(StepTimeModel):
-        def observe(self, features: StepFeatures, duration_ns: int) -> None:
-            seen.append((features, duration_ns))
-
-    core = core_of(Watched())
+    core, taught = core_of(), StepTimeModel()
     core.add_request(Request("a", 80, 4), 0)
     for now, took_ns in ((0, 40), (50, 30), (100, 7)):
         step(core, now, took_ns)
-    assert seen == [
+    for features, took_ns in (
         (StepFeatures(64, chunk_attention(0, 64)), 40),
         (StepFeatures(16, chunk_attention(64, 16)), 30),
         (StepFeatures(0, 0, 1, 81), 7),
-    ]
+    ):
+        assert core.model.coefficients != taught.coefficients
+        taught.observe(features, took_ns)
+    assert core.model.num_observed == taught.num_observed
+    assert core.model.coefficients == taught.coefficients
 
 
 def test_changes_of_the_cache_are_numbered_from_one_and_a_snapshot_says_which_it_covers() -> None:

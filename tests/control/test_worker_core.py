@@ -2,7 +2,17 @@
 
 import pytest
 
-from diptych.control.commands import AskKVSnapshot, Drop, ForgetPeer, Prefill, Release, Renew, Reserve
+from diptych.control.commands import (
+    NOT_RESERVED,
+    AskKVSnapshot,
+    Drop,
+    ForgetPeer,
+    Prefill,
+    Release,
+    Renew,
+    Reserve,
+    Send,
+)
 from diptych.control.config import BudgetConfig, CacheConfig, EngineConfig, SchedulerConfig
 from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.kvcache.prefix_cache import hash_blocks
@@ -40,9 +50,9 @@ BLOCK = 16
 PROMPT = hash_blocks(list(range(100)), BLOCK)
 
 
-def worker_of(*, publishes_kv: bool = True, reports_load: bool = True) -> WorkerCore:
+def worker_of(*, publishes_kv: bool = True, reports_load: bool = True, max_model_len: int = 8192) -> WorkerCore:
     settings = SchedulerConfig("fcfs", BudgetConfig("fixed", 48), max_num_seqs=16)
-    engine = EngineCore(EngineConfig(CacheConfig(32, BLOCK), settings))
+    engine = EngineCore(EngineConfig(CacheConfig(32, BLOCK), settings, max_model_len=max_model_len))
     return WorkerCore(engine, publishes_kv=publishes_kv, reports_load=reports_load)
 
 
@@ -85,6 +95,84 @@ def test_kv_leaves_behind_the_tokens_of_its_step_in_whole_blocks_and_the_commit_
     assert (outbox.before, outbox.events) == ([CancelTransfer("a")], [HandoffReleased(60, "a")])
     worker.begin_step(70)
     assert worker.is_idle
+
+
+def ahead(worker: WorkerCore, attempt_id: str = "a", max_tokens: int = 8) -> Outbox:
+    worker.prefill(Prefill(0, "a", attempt_id, 0, 7, NOT_RESERVED, (), 0), request(attempt_id, max_tokens), 0)
+    return worker.take_outbox()
+
+
+def test_a_prompt_computed_ahead_of_its_place_sends_nothing_and_gives_no_token_before_there_is_one() -> None:
+    worker = worker_of(max_model_len=200)
+    assert ahead(worker).before == []
+    for now in (0, 20, 40):
+        outbox = step(worker, now)
+        assert outbox.after == [] and not any(isinstance(event, FirstToken) for event in outbox.events)
+    assert worker.is_withheld("a")
+    worker.handle(Send(0, "a", 32), 60)
+    outbox = worker.take_outbox()
+    blocks = tuple(range(7))
+    assert outbox.before == [OpenTransfer("a", 7, 32)]
+    assert outbox.events == [FirstToken(60, "a")]
+    assert outbox.after == [SendChunk("a", 32, 68, blocks, True), CommitTransfer("a", 0, 60)]
+    assert not worker.is_withheld("a")
+    worker.handle(Send(0, "a", 32), 61)  # the message came twice
+    assert worker.take_outbox().is_empty
+    worker.handle(Release(0, "a"), 70)
+    worker.begin_step(80)
+    worker.take_outbox()
+    assert worker.is_idle
+
+
+def test_a_place_that_is_found_while_the_prompt_is_computed_lets_the_rest_stream() -> None:
+    worker = worker_of(max_model_len=200)
+    ahead(worker)
+    step(worker, 0)
+    worker.handle(Send(0, "a", 0), 15)
+    blocks = tuple(range(7))
+    assert worker.take_outbox().after == [SendChunk("a", 0, 48, blocks, False)]
+    assert step(worker, 20).after == [SendChunk("a", 48, 48, blocks, False)]
+    last = step(worker, 40)
+    assert last.after == [SendChunk("a", 96, 4, blocks, True), CommitTransfer("a", 0, 50)]
+    assert FirstToken(50, "a") in last.events
+
+
+def test_the_news_of_a_place_may_overtake_the_prompt() -> None:
+    worker = worker_of(max_model_len=200)
+    worker.handle(Send(0, "a", 32), 0)
+    assert worker.take_outbox().is_empty
+    assert ahead(worker).before == [OpenTransfer("a", 7, 32)]
+    assert not worker.is_withheld("a")
+
+
+def test_prompts_computed_ahead_leave_room_for_one_whose_place_is_found() -> None:
+    worker = worker_of(max_model_len=160)  # 10 blocks of 32, and 4 for growth: two prompts of 7 fit ahead
+
+    def computed(begun_ns: int) -> set[str]:
+        for now in range(begun_ns, begun_ns + 200, 20):
+            if (output := worker.begin_step(now)) is not None:
+                worker.end_step(output, StepResult(output.step_id), now + 10)
+        return {name for name, held in worker.engine.requests.items() if held.is_handed_off}
+
+    for name in "abcd":
+        worker.prefill(Prefill(0, "a", name, 0, 7, NOT_RESERVED, (), 0), Request(name, 100, 8), 0)
+    assert computed(0) == {"a", "b"}
+    assert worker.engine.stats().num_waiting == 2
+    worker.handle(Send(0, "d", 0), 300)
+    assert computed(300) == {"a", "b", "d"}  # before one that came before it
+    worker.handle(Send(0, "a", 0), 600)
+    worker.handle(Release(0, "a"), 610)
+    worker.handle(Drop(0, "b"), 610)
+    assert computed(620) == {"c", "d"}
+
+
+def test_an_answer_that_ends_with_its_first_token_ends_though_it_was_withheld() -> None:
+    worker = worker_of(max_model_len=200)
+    ahead(worker, max_tokens=1)
+    for now in (0, 20):
+        step(worker, now)
+    (end,) = [event for event in step(worker, 40).events if isinstance(event, RequestFinished)]
+    assert (end.latency.num_output_tokens, end.latency.ttft_ns) == (1, 50)
 
 
 def test_of_borrowed_blocks_nothing_is_sent_but_the_commit() -> None:

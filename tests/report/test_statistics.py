@@ -42,8 +42,8 @@ def test_a_distribution_does_not_depend_on_the_order(values: list[int], random: 
     assert distribution_ms(shuffled) == distribution_ms(values)
 
 
-def test_nothing_measured_is_zero_and_draws_nothing() -> None:
-    assert distribution_ms([]) == dict.fromkeys(("mean", "p50", "p90", "p95", "p99", "max"), 0.0)
+def test_nothing_measured_is_none_and_draws_nothing() -> None:
+    assert distribution_ms([]) == dict.fromkeys(("mean", "p50", "p90", "p95", "p99", "max"))
     assert (cumulative([]), weighted_cumulative({}, 1.0)) == ([], [])
 
 

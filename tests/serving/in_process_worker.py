@@ -48,6 +48,7 @@ from diptych.serving.link.messages import (
 )
 from diptych.serving.worker.connector_driver import ConnectorDriver
 from diptych.serving.worker.request_intake import RequestIntake
+from diptych.serving.worker.withheld_tokens import WithheldTokens
 from diptych.simulation.costs.cost_model import CostModel
 from diptych.simulation.environment import MESSAGE, STEP_END
 
@@ -203,6 +204,7 @@ class InProcessEngine:
         self._transfers = ConnectorDriver(self.core, self._intake, self.connector if place else None)
         self._worker = worker
         self._host = host
+        self._withheld = WithheldTokens(self.core)
         self._inbox: deque[Order] = deque()
         self._step: SchedulerOutput | None = None  # under way
 
@@ -238,7 +240,7 @@ class InProcessEngine:
         while self._inbox:
             self._take(self._inbox.popleft(), now)
         core.end_turn(now)
-        self._flush()
+        self._flush(self._withheld.release())
         while (output := core.begin_step(now)) is not None:
             self._flush()
             if output.is_compute:
@@ -263,7 +265,7 @@ class InProcessEngine:
             return
         result = self.runner.execute(output)
         self.core.end_step(output, result, self._host.time.now)
-        self._flush(result.payload)
+        self._flush(self._withheld.hold_back(result.payload))
         self.turn()
 
     def _take(self, order: Order, now: int) -> None:
@@ -346,6 +348,10 @@ class InProcessConnector:
     def cancel(self, attempt_id: str) -> None:
         """See KVConnector."""
         self._sending.pop(attempt_id, None)
+
+    def is_sending(self, attempt_id: str) -> bool:
+        """Whether a transfer of it is open here."""
+        return attempt_id in self._sending
 
     def break_off(self, attempt_id: str) -> None:
         """The sender cannot go on, as if the link were gone."""

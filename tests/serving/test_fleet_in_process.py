@@ -10,7 +10,7 @@ from virtual_time import in_virtual_time, virtual_time
 from diptych.control.cluster.cluster_config import ClusterConfig, cluster_config
 from diptych.control.cluster.cluster_core import ClusterCore
 from diptych.control.cluster.cluster_events import ClusterEvent, Reported
-from diptych.control.commands import Command
+from diptych.control.cluster.cluster_recording import RecordingClusterCore
 from diptych.control.engine.reports import LoadReport
 from diptych.control.errors import ConfigError, UnavailableError, WorkerError
 from diptych.control.events import (
@@ -60,26 +60,22 @@ EXAMPLES: dict[type, Event] = {
 }
 
 
-class SpyCore(ClusterCore):
-    """A ClusterCore that keeps what it is told."""
+class Spy:
+    """What a ClusterCore is told."""
 
     def __init__(self, config: ClusterConfig) -> None:
-        super().__init__(config)
         self.seen: list[ClusterEvent] = []
-
-    def on_event(self, event: ClusterEvent, now: int) -> list[Command]:
-        self.seen.append(event)
-        return super().on_event(event, now)
+        self.core = RecordingClusterCore(config, lambda row: self.seen.append(row[1]))
 
     def reported(self) -> list[Event]:
         return [event for report in self.seen if isinstance(report, Reported) for event in report.events]
 
 
-def spy_on(setup: InProcessFleet) -> SpyCore:
-    """From now on the fleet asks a core that remembers, and that knows the same workers."""
+def spy_on(setup: InProcessFleet) -> Spy:
+    """From now on the fleet asks a core whose inputs are remembered, and that knows the same workers."""
     fleet = setup.fleet
-    spy = SpyCore(fleet.core.config)
-    fleet.core = spy
+    spy = Spy(fleet.core.config)
+    fleet.core = spy.core
     for worker in setup.workers:
         assert worker.engine is not None
         fleet.on_message(worker.number, worker.engine.ready())
@@ -115,7 +111,7 @@ def test_the_prefill_worker_hands_over_to_the_decode_worker(transfer: str) -> No
                 HandoffReserved, RequestQueued, RequestAdmitted, FirstToken, HandoffDelivered, HandoffReleased,
                 RequestFinished,
             ]  # fmt: skip
-            assert spy.counts["handoffs"] == 1
+            assert spy.core.counts["handoffs"] == 1
             assert setup.fleet.metrics.fleet.num_transfers == 1
 
     scenario()
@@ -206,7 +202,7 @@ def test_either_worker_of_a_handoff_may_be_lost_at_any_time(after: type[Event], 
             await setup.when(lambda: any(isinstance(event, after) for event in spy.reported()))
             setup.workers[lost].lose()
             assert await setup.client.read("a") == expected(PROMPT, 20)
-            await setup.when(lambda: len(spy.members.up) == 2)
+            await setup.when(lambda: len(spy.core.members.up) == 2)
             await setup.check_nothing_is_left()
 
     scenario()
@@ -222,8 +218,8 @@ def test_a_prompt_whose_blocks_a_stream_needs_is_served_by_its_next_attempt(tran
             await setup.when(lambda: any(isinstance(event, HandoffReserved) for event in spy.reported()))
             setup.workers[1].report(HandoffRecalled(setup.time.now, "a"))
             assert await setup.client.read("a") == expected(PROMPT, 20)
-            assert spy.counts["recalled"] == spy.counts["handoffs"] == 1
-            assert not spy.counts["retried"]
+            assert spy.core.counts["recalled"] == spy.core.counts["handoffs"] == 1
+            assert not spy.core.counts["retried"]
             await setup.check_nothing_is_left()
 
     scenario()
@@ -255,11 +251,12 @@ async def test_a_broken_transfer_begins_another_attempt() -> None:
     async with in_process_fleet(prefill=1, decode=1, cluster=ALWAYS, transfer="tcp") as setup:
         spy = spy_on(setup)
         setup.client.submit("a", PROMPT)
-        await setup.when(lambda: any(isinstance(event, RequestQueued) for event in spy.reported()))
-        assert setup.workers[0].engine is not None
-        setup.workers[0].engine.connector.break_off("a")
+        engine = setup.workers[0].engine
+        assert engine is not None
+        await setup.when(lambda: engine.connector.is_sending("a"))
+        engine.connector.break_off("a")
         assert await setup.client.read("a") == expected(PROMPT, 8)
-        assert spy.counts["lost_transfer"] == 1
+        assert spy.core.counts["lost_transfer"] == 1
         await setup.check_nothing_is_left()
 
 
@@ -348,7 +345,7 @@ async def test_events_and_load_reach_the_core_together_in_their_order_and_others
         spy = spy_on(setup)
         load = LoadReport(1, 2, 3, 4, 5.0, 6.0)
         known = list(EXAMPLES.values())
-        others = [kind for kind in EVENT_CLASSES.values() if kind not in spy.reads]
+        others = [kind for kind in EVENT_CLASSES.values() if kind not in spy.core.reads]
         assert others, "the core reads everything: then the filter in Fleet can go"
         setup.workers[0].report(*known, load=load)
         assert spy.seen == [Reported(0, known, load)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from servers import RunningServer
 
-from diptych import __version__
+from diptych import __version__, compiled_modules
 from diptych.processor import read_processor
 from diptych.runtime.instruction_set import choose
 from diptych.serving.answers.tokenizer import Tokenizer
@@ -231,6 +231,7 @@ def test_models_health_ready_version_and_metrics(client: openai.OpenAI, server: 
         assert httpx.get(server.url + path).status_code == 200
     assert httpx.get(server.url + "/version").json() == {
         "version": __version__,
+        "control": compiled_modules.what_runs(),
         "instruction_set": choose(torch.bfloat16),
         "weights": "bfloat16",
         "processor": read_processor().describe(1),

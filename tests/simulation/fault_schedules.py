@@ -6,14 +6,14 @@ Used by test_faults.py (some hundreds of schedules) and benchmarks/fault_schedul
 import random
 from dataclasses import replace
 
-from diptych.control.admission.admission_queue import AdmissionConfig, ServiceClassConfig
+from diptych.control.admission.admission_config import AdmissionConfig, ServiceClassConfig
 from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.cluster.cluster_events import ClusterEvent, WorkerDown, WorkerUp
 from diptych.control.commands import Command, Drained, Drop, End, Prefill, Release, Renew, Reserve, Restarted, Serve
 from diptych.control.config import AdmissionName, BudgetConfig, CapsConfig, EngineConfig
 from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.reports import LoadReport
-from diptych.control.events import Event, HandoffRecalled, HandoffReserved, RequestFinished
+from diptych.control.events import Event, FirstToken, HandoffRecalled, HandoffReserved, RequestFinished
 from diptych.control.request import FinishReason
 from diptych.control.router.routing import RoutingConfig
 from diptych.control.router.topology import ROLES, Role
@@ -259,6 +259,9 @@ class AuditedCluster(SimulatedCluster):
         for event in events:
             if isinstance(event, HandoffReserved):
                 self._reserved[event.request_id] = self.lives.life(worker)
+            elif isinstance(event, FirstToken) and (request := self._of_attempt(event.request_id)):
+                has_place = not request.is_handoff or event.request_id in self._reserved
+                assert has_place, f"{event.request_id} has a token and no place to go on"
             elif isinstance(event, HandoffRecalled):
                 self._recalled.add(event.request_id)
         super().on_report(worker, events, load, ended)

@@ -12,18 +12,14 @@ import pytest
 from typer.testing import CliRunner
 
 from diptych.cli import main as cli
-from diptych.cli.simulate import PATHS, command_line, overrides, parse_window
+from diptych.cli.simulate import command_line, overrides, parse_window
+from diptych.cli.simulate_options import PATHS
 from diptych.control.config import CacheConfig, shape_preset
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo
 from diptych.simulation.costs.fitted import Calibration, FittedCost, write_calibration
-from diptych.simulation.settings import (
-    plain,
-    prepare,
-    read_settings,
-    scheduler_of,
-    settings_from,
-)
+from diptych.simulation.prepare import scheduler_of
+from diptych.simulation.settings import plain, prepare, read_settings, settings_from
 from diptych.simulation.sweep import grid, parse_sweep, run_points, setting_path
 from tests.test_cli import given as served
 
@@ -47,7 +43,11 @@ def test_json_is_one_object_and_equal_runs_print_equal_bytes() -> None:
     first, second = invoke(*BASE, "--json"), invoke(*BASE, "--json")
     assert first.stdout == second.stdout
     data = json.loads(first.stdout)
-    assert set(data) == {"settings", "values", "cost_model", "summary", "classes", "economy", "num_events"}
+    assert set(data) == {
+        "settings", "values", "cost_model", "assumptions", "workload", "fleet", "summary", "failure_messages",
+        "classes", "pools", "economy", "num_events",
+    }  # fmt: skip
+    assert (data["fleet"]["devices"], data["workload"]["num_requests"]) == (1, 40)
     assert data["summary"]["num_completed"] == 40
     assert data["settings"]["workload"]["num_requests"] == 40
     assert settings_from(data["settings"]).seed == 1
@@ -182,6 +182,102 @@ def test_a_fleet_of_roles_and_its_failures_become_a_scenario() -> None:
     assert (scenario.watch.detection_ns, scenario.watch.heartbeat_ns) == (5 * NS_PER_MS, NS_PER_S)
 
 
+POOLS = """
+model = "llama-3.1-70b"
+tensor_parallel = 4
+[pools]
+link = "eth200"
+nics = 2
+stall_ms = 3
+decode = "3xa100-80gb:tp4,pp2,weight_bits=8"
+burst = 1
+[pools.prefill]
+replicas = 2
+hardware = "h100"
+tensor_parallel = 8
+[pools.prefill.scheduler]
+max_batched_tokens = 4096
+"""
+
+
+def pools_file(folder: Path) -> Path:
+    path = folder / "fleet.toml"
+    path.write_text(POOLS)
+    return path
+
+
+def test_named_pools_have_devices_costs_and_memory_of_their_own(tmp_path: Path) -> None:
+    settings = read_settings(pools_file(tmp_path), overrides({"hardware": "h200", "pool": ["burst=2"], "prefill": 1}))
+    assert settings_from(plain(settings)) == settings
+    prepared = prepare(settings)
+    prefill, decode, burst = prepared.pools
+    assert [pool.name for pool in prepared.pools] == ["prefill", "decode", "burst"]
+    assert [pool.role for pool in prepared.pools] == ["prefill", "decode", "both"]
+    assert [(pool.num_devices, pool.num_workers) for pool in prepared.pools] == [(8, 1), (24, 6), (8, 2)]
+    assert [pool.hardware and pool.hardware.name for pool in prepared.pools] == ["h100-sxm", "a100-80gb", "h200"]
+    assert prefill.engine.scheduler.budget.max_batched_tokens == 4096
+    assert prefill.engine.scheduler.budget.idle_target_ns and not burst.engine.scheduler.budget.idle_target_ns
+    whole = prepare(settings_from({"model": "llama-3.1-70b", "hardware": "a100-80gb", "tensor_parallel": 4,
+                                   "pipeline_parallel": 2, "weight_bits": 8})).pools[0]  # fmt: skip
+    assert decode.engine.cache == whole.engine.cache
+    pools = prepared.scenario.pools
+    assert pools is not None and pools.stall_ns == 3 * NS_PER_MS
+    assert [place.replica for place in pools.places()] == [0, 1, 1, 2, 2, 3, 3, 4, 5]
+    assert [(pool.nics, pool.layout) for pool in pools.pools] == [(2, (8, 1)), (2, (4, 2)), (2, (4, 1))]
+    assert "prefill: measured layers" in prepared.cost_model and "; decode: " in prepared.cost_model
+
+
+def test_every_pool_has_a_row_and_the_fleet_costs_their_sum(tmp_path: Path) -> None:
+    words = (str(pools_file(tmp_path)), "--hardware", "h100", "--rate", "4", "--num-requests", "30")
+    result = invoke(*words)
+    assert result.exit_code == 0, result.output
+    assert "Pools" in result.output and "a100-80gb (tp4-pp2)" in result.output
+    data = json.loads(invoke(*words, "--json").stdout)
+    assert [pool["num_gpus"] for pool in data["pools"]] == [16, 24, 4]
+    assert data["economy"]["num_gpus"] == 44
+    assert data["economy"]["usd"] == pytest.approx(sum(pool["usd"] for pool in data["pools"]))
+    assert all(0 <= pool["busy"] <= 1 for pool in data["pools"])
+
+
+@pytest.mark.parametrize(
+    ("pools", "message"),
+    [
+        ({"prefill": 1, "decode": "2xh100:tp4,zz"}, "pools.decode is '2xh100:tp4,zz'; 'zz' is none of tpN"),
+        ({"prefill": 1, "decode": {"replicas": -1}}, "pools.decode.replicas is -1; it must be `?int`? >= 0"),
+        ({"prefill": {"role": "cook"}}, "pools.prefill.role is 'cook'; one of"),
+        ({"prefill": {"colour": 1}, "decode": 1}, "pools.prefill: object contains unknown field"),
+        ({"prefill": 1}, "pools.decode is 0"),
+        ({"prefill": 1, "decode": "1xtoaster"}, "hardware 'toaster'"),
+        ({"link": "rope", "prefill": 1, "decode": 1}, "link is 'rope'"),
+    ],
+)
+def test_impossible_pools_are_refused_with_their_path(pools: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        prepare(settings_from({**SMALL, "pools": pools}))
+
+
+def test_settings_of_pools_can_be_swept_and_assigned() -> None:
+    assert setting_path("prefill") == "pools.prefill"
+    assert setting_path("pools.decode.tensor_parallel") == "pools.decode.tensor_parallel"
+    assert setting_path("pools.big.scheduler.max_num_seqs") == "pools.big.scheduler.max_num_seqs"
+    with pytest.raises(ConfigError, match="not a setting"):
+        setting_path("pools.decode.colour")
+    settings = settings_from({**SMALL, "pools": {"prefill": "2xh200", "decode": 1}})
+    points = grid(settings, [parse_sweep("pools.prefill=1,3"), parse_sweep("pools.decode.tensor_parallel=1,2")])
+    pools = [point.pools.named for _, point in points]
+    assert [pool["prefill"].replicas for pool in pools] == [1, 1, 3, 3]
+    assert {pool["prefill"].hardware for pool in pools} == {"h200"}
+    assert [pool["decode"].tensor_parallel for pool in pools] == [1, 2, 1, 2]
+
+
+def test_a_fault_of_a_replica_strikes_all_lanes_of_its_pipeline() -> None:
+    raw = {**SMALL, "pipeline_parallel": 2, "replicas": 2, "faults": [{"kind": "crash", "replica": 1, "at_s": 1,
+           "duration_s": 1}]}  # fmt: skip
+    scenario = prepare(settings_from(raw)).scenario
+    assert scenario.num_workers == 4
+    assert [fault.worker for fault in scenario.faults] == [2, 3]
+
+
 def test_settings_become_a_scenario() -> None:
     settings = settings_from(
         {
@@ -206,10 +302,11 @@ def test_settings_become_a_scenario() -> None:
 def test_auto_takes_measured_layers_where_there_are_any_and_says_so() -> None:
     measured = prepare(settings_from({**SMALL, "model": "llama-3.1-8b", "hardware": "rtx-4090"}))
     assert measured.cost.words.startswith("measured layers of meta-llama/Llama-3.1-8B on 1 x RTX4090")
-    summed = prepare(settings_from({**SMALL, "model": "llama-3.1-70b", "tensor_parallel": 8}))
-    assert summed.cost.words.startswith("measured operators, summed over the layers of llama-3.1-70b on 8 x h100-sxm")
+    summed = prepare(settings_from({**SMALL, "model": "llama-3.1-70b", "hardware": "h200", "tensor_parallel": 8}))
+    assert summed.cost.words.startswith("measured operators, summed over the layers of llama-3.1-70b on 8 x h200")
     other = prepare(settings_from({**SMALL, "hardware": "mi300x"}))
-    assert other.cost.words == "roofline of llama-3-8b on 1 x mi300x, with measured efficiencies"
+    assert other.cost.words == "roofline of llama-3-8b on 1 x mi300x, with assumed efficiencies"
+    assert other.cost.assumptions[0].startswith("mi300x: every achieved share")
 
 
 def test_a_calibration_brings_its_model_its_cache_and_its_context_length(tmp_path: Path) -> None:
@@ -238,6 +335,21 @@ def test_the_grammar_of_sweeps() -> None:
     for text in ("rate", "rate=", "rate=1:2:3:4", "rate=1:2:0", "rate=a:b", "rate=1,1", "rate=1:1e6", "what=1"):
         with pytest.raises(ConfigError):
             parse_sweep(text)
+
+
+def test_a_run_in_which_every_request_fails_shows_why_and_ends_with_an_error() -> None:
+    words = (*BASE, "--max-model-len", "100")
+    result = invoke(*words)
+    assert result.exit_code == 1
+    assert "failed: too long for the context or the KV cache" in result.stdout
+    assert result.stderr.startswith("error: every request failed (context_length_exceeded): ")
+    as_json = invoke(*words, "--json")
+    assert as_json.exit_code == 1
+    assert json.loads(as_json.stdout)["summary"]["failures"] == {"context_length_exceeded": 40}
+    swept = invoke(*words, "--sweep", "rate=4,8", "--workers", "1")
+    assert swept.exit_code == 1 and "failed" in swept.stdout
+    partly = invoke(*BASE, "--sweep", "max_model_len=100,8192", "--workers", "1")
+    assert partly.exit_code == 0, partly.output
 
 
 def test_points_are_the_same_in_any_number_of_processes() -> None:

@@ -13,16 +13,22 @@ from diptych.control.config import CacheConfig, EngineConfig, shape_preset
 from diptych.control.events import StepFinished
 from diptych.control.slo import NS_PER_S, Slo
 from diptych.report.plots import linear_scale, linear_ticks, log_scale, log_ticks
-from diptych.report.text import class_table, latency_table, resource_table, service_table, sweep_table
+from diptych.report.text import class_table, dollars, latency_table, resource_table, service_table
+from diptych.simulation.costs.cost_choice import CostChoice
 from diptych.simulation.event_log import EventLog
 from diptych.simulation.faults import Fault
 from diptych.simulation.hardware import Hardware, load_hardware
-from diptych.simulation.report.economy import economy
+from diptych.simulation.models import load_model
+from diptych.simulation.parallelism import Parallelism
+from diptych.simulation.prepare import PreparedPool
+from diptych.simulation.report.economy import economy, pool_rows
 from diptych.simulation.report.outcome import outcome, records
 from diptych.simulation.report.series import in_system, phase_series
 from diptych.simulation.report.simulation_page import Page, render
+from diptych.simulation.report.simulation_tables import cost_notes, simulated_table, sweep_table, sweep_tables
 from diptych.simulation.report.simulation_trace import trace
-from diptych.simulation.results import SimulationResult
+from diptych.simulation.report.workload_figures import workload_figures
+from diptych.simulation.results import GapHistogram, RequestTable, SimulationResult, WorkerUsage
 from diptych.simulation.run import simulate_with_log
 from diptych.simulation.scenario import Scenario
 from diptych.timeline.lanes import Window
@@ -51,6 +57,13 @@ class Arrivals:
 
     def __len__(self) -> int:
         return self.count
+
+
+def pool(device: Hardware, replicas: int = 1, tensor_parallel: int = 1, **changes: Any) -> PreparedPool:
+    """Some workers of this device."""
+    choice = CostChoice(LinearCost(6e6, 40e3, 2, 50e3, 15), "a line", (load_model("llama-3-8b"), device), 8192)
+    engine = EngineConfig(CacheConfig(num_blocks=600, block_size=16))
+    return PreparedPool("all", "both", replicas, Parallelism(tensor_parallel), engine, choice, **changes)
 
 
 def run(
@@ -83,7 +96,7 @@ def hardware(price_per_hour: float, power_w: float) -> Hardware:
 def point(result: SimulationResult, **changes: Any) -> dict[str, Any]:
     """The record of a run."""
     given = {"settings": {"model": "<script>alert(1)</script>"}, "cost_model": "linear & plain", **changes}
-    return outcome(result, num_gpus=2, hardware=hardware(3.0, 700.0), **given)
+    return outcome(result, pools=[pool(hardware(3.0, 700.0), tensor_parallel=2)], **given)
 
 
 class Checker(HTMLParser):
@@ -149,6 +162,76 @@ def test_a_page_without_events_or_completed_requests_still_renders() -> None:
     check_page(render(Page(title="t", lead="l", command="c", point=point(result), result=result)))
 
 
+def numbers_in(data: Any) -> Iterator[Any]:
+    """The leaves of plain data."""
+    for value in data.values() if isinstance(data, dict) else data if isinstance(data, list) else ():
+        yield from numbers_in(value) if isinstance(value, dict | list) else (value,)
+
+
+def test_what_was_not_measured_is_blank_and_never_zero() -> None:
+    result, _ = run(3, num_blocks=6)
+    data = point(result)
+    summary = data["summary"]
+    assert summary["num_completed"] == 0 and summary["failures"] == {"context_length_exceeded": 3}
+    for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms", "queue_ms"):
+        assert set(numbers_in(summary[name])) == {None}, name
+    assert summary["cached_token_share"] is None
+    assert {cell for row in latency_table(summary).rows for cell in row[1:]} == {"-"}
+    answers, prices, _ = sweep_tables([], [data])
+    assert answers.rows == (("0.0 %", "0.00", "0.00", "0", "-", "-", "3", "-"),)  # no request was in time: measured
+    assert set(prices.rows[0][2:]) == {"-"}
+    assert "TTFT" in [row[0] for row in latency_table(summary).rows]
+    empty, _ = run(1, num_blocks=6)
+    assert empty.duration_ns == 0
+    assert set(point(empty)["summary"]["utilization"].values()) == {None}
+    assert point(empty)["summary"]["throughput_rps"] is None
+
+
+def test_every_failed_request_has_a_reason_and_the_table_counts_them() -> None:
+    result, _ = run(3, num_blocks=6)
+    data = point(result)
+    assert ("failed: too long for the context or the KV cache", "3") in service_table(
+        data["summary"], data["economy"]
+    ).rows
+    assert "the KV cache holds 32" in data["failure_messages"]["context_length_exceeded"]
+    rows = [json.loads(line) for line in records(result.requests)]
+    assert {row["failure"] for row in rows} == {"context_length_exceeded"}
+    answered, _ = run(3)
+    assert {json.loads(line)["failure"] for line in records(answered.requests)} == {None}
+
+
+def test_a_run_says_what_it_simulated() -> None:
+    result, _ = run()
+    data = point(result, assumptions=["a device: nothing was measured"])
+    workload = data["workload"]
+    assert (workload["rate_rps"], workload["gap_cv"]) == (pytest.approx(25.0), 0.0)
+    assert workload["prompt_tokens"]["max"] == 2500 and workload["output_tokens"]["p50"] == pytest.approx(30.5)
+    assert workload["shared_token_share"] is None  # of requests that ran, it is not known
+    shown = dict(simulated_table(data).rows)
+    assert shown["KV cache"] == "9,600 tokens" and shown["devices"] == "2 x h100-sxm (1 replica)"
+    assert cost_notes([data]) == ["Step durations: linear & plain", "Assumed: a device: nothing was measured"]
+
+
+def test_points_of_different_cost_models_say_which_is_whose() -> None:
+    result, _ = run(10)
+    points = [point(result, cost_model=name) for name in ("tables", "roofline", "tables")]
+    assert [row[-1] for row in sweep_tables([], points)[-1].rows] == ["[1]", "[2]", "[1]"]
+    assert cost_notes(points) == ["Step durations [1]: tables", "Step durations [2]: roofline"]
+
+
+def test_what_could_have_been_shared_is_counted_in_the_order_of_arrival() -> None:
+    specs = [
+        RequestSpec(
+            arrival_ns=index * NS_PER_S, prompt_tokens=tokens, output_tokens=8, hash_ids=ids, hash_block_tokens=32
+        )
+        for index, (tokens, ids) in enumerate([(64, (1, 2)), (64, (1, 2)), (100, (1, 3, 4)), (64, (5, 2))])
+    ]
+    figures = workload_figures(specs)
+    assert figures["shared_token_share"] == (0 + 63 + 32 + 0) / 292  # the last token of a prompt is always computed
+    assert workload_figures([])["prompt_tokens"]["mean"] is None
+    assert workload_figures(specs[:1])["gap_cv"] is None
+
+
 def test_a_page_of_a_sweep_draws_numbers_and_words() -> None:
     result, _ = run(10)
     shapes = [point(result, values={"shape": name, "rate": rate}) for name in ("a", "b<") for rate in range(9)]
@@ -166,24 +249,43 @@ def test_the_tables_have_a_cell_for_every_column() -> None:
     one = point(result)
     summary = one["summary"]
     tables = [latency_table(summary), service_table(summary, one["economy"]), resource_table(summary)]
-    for table in [*tables, class_table(one["classes"]), sweep_table([], [one])]:
+    tables += [simulated_table(one), *sweep_tables([], [one])]
+    for table in [*tables, class_table(one["classes"])]:
         assert {len(row) for row in table.rows} == {len(table.columns)}
     assert list(one["classes"]) == ["chat", "long <i>"]
     assert sum(each["num_requests"] for each in one["classes"].values()) == summary["num_requests"]
 
 
-def test_money_and_energy_follow_the_gpu_hours() -> None:
+def test_money_and_energy_are_the_sums_over_pools() -> None:
+    pools = [{"num_gpus": 4, "usd": 4.0, "kwh": 0.6}, {"num_gpus": 2, "usd": 1.0, "kwh": 0.1}]
     summary = {
-        "duration_s": 1800.0,
-        "output_tokens_per_s": 1000.0,
-        "utilization": {"prefill": 0.1, "mixed": 0.2, "decode": 0.2},
-    }
-    spent = economy(summary, 4, hardware(2.0, 500.0))
-    assert spent["usd"] == 4.0  # two GPU hours
-    assert spent["usd_per_million_output_tokens"] == pytest.approx(4.0 / 1.8)
-    assert spent["kwh"] == pytest.approx(2 * 0.3)
-    unknown = economy(summary, 4, None)
+        "duration_s": 1800.0, "num_completed": 5000, "prompt_tokens": 7_200_000, "output_tokens": 1_800_000
+    }  # fmt: skip
+    spent = economy(summary, pools)
+    assert (spent["num_gpus"], spent["gpu_hours"], spent["usd"]) == (6, 3.0, 5.0)
+    assert spent["usd_per_million_output_tokens"] == pytest.approx(5.0 / 1.8)
+    assert spent["usd_per_million_prompt_tokens"] == pytest.approx(5.0 / 7.2)
+    assert spent["usd_per_million_tokens"] == pytest.approx(5.0 / 9.0)
+    assert spent["usd_per_request"] == pytest.approx(5.0 / 5000)
+    assert spent["kwh"] == pytest.approx(0.7)
+    unknown = economy(summary, [*pools, {"num_gpus": 1, "usd": None, "kwh": None}])
     assert unknown["usd"] is None and unknown["kwh_per_million_output_tokens"] is None
+    assert [dollars(value) for value in (None, 0.0, 0.0000978, 0.153, 2.0, 1234.5)] == [
+        "-", "$0.00", "$0.0000978", "$0.153", "$2.00", "$1,234.50"
+    ]  # fmt: skip
+    nothing = economy({**summary, "num_completed": 0, "prompt_tokens": 0, "output_tokens": 0}, pools)
+    assert nothing["usd"] == 5.0 and nothing["usd_per_request"] is None and nothing["usd_per_million_tokens"] is None
+
+
+def test_a_pool_pays_for_its_own_devices_by_its_own_workers() -> None:
+    busy, idle = WorkerUsage(100, busy_decode_ns=900 * NS_PER_S), WorkerUsage(100)
+    result = SimulationResult(RequestTable(), GapHistogram(), [busy, idle, idle], 1800 * NS_PER_S)
+    device = hardware(2.0, 500.0)
+    first, second = pool_rows(result, [pool(device, tensor_parallel=4), pool(device, 2, price_per_hour=5.0)])
+    assert (first["busy"], second["busy"]) == (0.5, 0.0)
+    assert (first["usd"], second["usd"]) == (4.0, 5.0)  # two GPU hours, and one of another price
+    assert first["kwh"] == pytest.approx(2 * 0.3)
+    assert second["kwh"] == pytest.approx(0.1)
 
 
 def test_every_request_is_one_record() -> None:

@@ -1,21 +1,27 @@
 """The roofline: laws that any cost model keeps, and a few measured steps it must come close to."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
 from diptych.control.errors import ConfigError
 from diptych.control.step import ScheduledPrefill, SchedulerOutput, StepFeatures, chunk_attention
+from diptych.simulation.costs.collectives import pipeline_hops
 from diptych.simulation.costs.cost_model import UNBOUNDED
-from diptych.simulation.costs.roofline import RooflineCost, expert_ns, expert_ops
+from diptych.simulation.costs.layer_shapes import EXPERT_IMBALANCE
+from diptych.simulation.costs.roofline import ExpertOps, RooflineCost
 from diptych.simulation.hardware import load_hardware
 from diptych.simulation.models import load_model
+from diptych.simulation.parallelism import ONE_DEVICE, Parallelism
 from diptych.simulation.weight_precision import GPU_WEIGHTS, MatrixFormat
 
 
 def roofline(model: str, hardware: str, tensor_parallel: int = 1, weight_bits: int = 16) -> RooflineCost:
-    return RooflineCost(load_model(model), load_hardware(hardware), tensor_parallel, weights=GPU_WEIGHTS[weight_bits])
+    return RooflineCost(
+        load_model(model), load_hardware(hardware), Parallelism(tensor_parallel), weights=GPU_WEIGHTS[weight_bits]
+    )
 
 
 def plan(chunks: tuple[tuple[int, int], ...] = (), num_decodes: int = 0, context: int = 0) -> SchedulerOutput:
@@ -68,11 +74,13 @@ def test_the_latent_line_changes_slope_without_a_jump_when_compute_takes_over() 
 
 def test_experts_are_read_once_however_many_tokens_visit_them() -> None:
     model, hardware = load_model("qwen3-30b-a3b"), load_hardware("h100")
-    op = expert_ops(model, hardware, 1, MatrixFormat())[0]
-    assert model.moe is not None
-    one, many, more = (expert_ns(op, model.moe, n) / op.count - op.launch_ns for n in (1, 256, 512))
-    assert one == pytest.approx(8 * (op.weight_ns + op.token_io_ns))
-    assert more - many == pytest.approx(256 * 8 * op.token_io_ns, rel=0.01)
+    experts = ExpertOps.of(model, hardware, ONE_DEVICE, MatrixFormat())
+    assert experts is not None
+    kernels = [op.kernels[0] for op in experts.ops]
+    launches = sum(kernel.launch_ns for kernel in kernels)
+    one, many, more = (experts.total_ns(n) / model.num_moe_layers - launches for n in (1, 256, 512))
+    assert one == pytest.approx(8 * sum(kernel.weight_ns + kernel.io_ns for kernel in kernels))
+    assert more - many == pytest.approx(256 * 8 * sum(kernel.io_ns for kernel in kernels), rel=0.01)
 
 
 def test_order_of_calls_changes_nothing() -> None:
@@ -98,8 +106,56 @@ def test_measured_steps_are_near() -> None:
     assert large.step_ns(plan(((0, 8192),))) / 1e6 == pytest.approx(1863, rel=0.15)
 
 
+def test_a_pass_through_a_pipeline_takes_the_whole_models_time_and_its_hops() -> None:
+    model, hardware = load_model("llama-3.1-70b"), load_hardware("h100")
+    whole, staged = (RooflineCost(model, hardware, Parallelism(4, stages)) for stages in (1, 4))
+    hops_ns = 1e9 * pipeline_hops(hardware, Parallelism(4, 4)).seconds(64 * 2 * model.hidden)
+    step = plan(num_decodes=64, context=64_000)
+    assert staged.step_ns(step) - whole.step_ns(step) == pytest.approx(hops_ns, abs=2)
+
+
+def test_the_fullest_group_sets_the_pace() -> None:
+    cost = RooflineCost(load_model("deepseek-v3"), load_hardware("h200"), Parallelism(data=8), weights=GPU_WEIGHTS[8])
+    spread, full = (cost.step_ns(plan(num_decodes=n, context=n * 4000)) for n in (8, 9))
+    assert full > spread  # a ninth sequence is the second of one group
+    steps = [cost.step_ns(plan(num_decodes=n, context=n * 4000)) for n in range(9, 17)]
+    assert steps == sorted(steps)
+    alone, two = cost.step_ns(plan(((0, 2048),))), cost.step_ns(plan(((0, 2048), (0, 2048))))
+    assert alone < two < 1.5 * alone  # another prompt is another group's
+
+
+def test_experts_of_their_own_are_visited_by_a_share_of_the_tokens() -> None:
+    model, hardware = load_model("qwen3-235b-a22b"), load_hardware("h100")
+    alone, cut, whole = (
+        ExpertOps.of(model, hardware, split, MatrixFormat())
+        for split in (ONE_DEVICE, Parallelism(8), Parallelism(8, expert=8))
+    )
+    assert alone is not None and cut is not None and whole is not None
+    assert cut.total_ns(64) < alone.total_ns(64) / 6
+    assert whole.total_ns(64) < alone.total_ns(64) / 6  # as many bytes
+    even = replace(whole, imbalance=1.0)
+    assert whole.total_ns(65_536) == pytest.approx(EXPERT_IMBALANCE * even.total_ns(65_536), rel=0.02)
+
+
+def test_what_is_assumed_is_said() -> None:
+    def said(hardware: str, split: Parallelism = ONE_DEVICE, bits: int = 16) -> str:
+        model = "qwen3-235b-a22b"
+        weights = GPU_WEIGHTS[bits]
+        return " ".join(RooflineCost(load_model(model), load_hardware(hardware), split, weights=weights).assumptions)
+
+    assert said("h100") == ""
+    assert "link of 16 GB/s and 20 us" in said("rtx-pro-6000", Parallelism(2))
+    assert "16 GB/s" not in said("rtx-pro-6000")
+    assert "8 bits" in said("rtx-pro-6000", bits=8)
+    assert "W4A8" in said("h100", bits=4)
+    assert "InfiniBand NDR" in said("h100", Parallelism(16))
+    assert "pipeline" in said("h100", Parallelism(4, 2))
+    assert "busiest group" in said("h100", Parallelism(8, expert=8))
+    assert "data-parallel" in said("h100", Parallelism(data=8))
+
+
 def test_impossible_splits_are_refused() -> None:
     with pytest.raises(ConfigError, match="tensor_parallel is 3"):
         roofline("llama-3.1-8b", "h100", 3)
-    with pytest.raises(ConfigError, match="joins at most 8 devices"):
-        roofline("llama-3.1-8b", "h100", 16)
+    with pytest.raises(ConfigError, match="joins at most 1 x cpu"):
+        roofline("llama-3.1-8b", "cpu-epyc-9004-2c", 2)

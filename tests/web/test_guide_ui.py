@@ -139,7 +139,7 @@ def test_the_roofline_moves_with_the_batch(browser: Any, guide: str) -> None:
 def test_prompts_are_added_changed_and_removed_and_the_streams_stand_still(browser: Any, guide: str) -> None:
     with watched(browser, f"{guide}guide/interference") as page:
         page.wait_for_selector(QUIET)
-        assert "31.2 ×" in page.locator("#tiles").inner_text()
+        assert "30.9 ×" in page.locator("#tiles").inner_text()
         page.click("#add-long")
         page.click("#add-short")
         settle(page)

@@ -1,4 +1,4 @@
-"""Which charts a page of measurements has: distributions, what happened over time, and curves over the rate.
+"""Which charts a page of measurements has: distributions and what happened over time.
 
 Owns captions and the choice of scales; report/plots.py draws.
 """
@@ -11,9 +11,9 @@ from diptych.bench.option_grammar import time as in_words
 from diptych.bench.request_records import ClientRecord
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 from diptych.report.charts import distribution_chart, in_system_chart, time_scale, waits_chart
-from diptych.report.plots import SHARES, Chart, Line, LineChart, Rule, Scale, linear_scale, log_scale
+from diptych.report.plots import Chart, Line, LineChart, Rule, Scale, linear_scale
 from diptych.report.statistics import count_over_time, cumulative
-from diptych.report.text import milliseconds, percent
+from diptych.report.text import milliseconds
 
 NUM_BINS = 80
 
@@ -76,46 +76,6 @@ def gap_charts(found: Mapping[str, Any]) -> list[Chart]:
         ),
         _around(found["around"], long_tokens),
     ]
-
-
-def rate_charts(points: Sequence[Mapping[str, Any]], target: float | None, found: float | None) -> list[Chart]:
-    """Attainment and tails over the rate; target: the share that was asked for, found: the answer of a search."""
-    ordered = sorted(points, key=lambda point: float(point["rate"]))
-    x = log_scale([point["rate"] for point in ordered], "requests per second, log scale")
-    rules = [Rule(found, f"goodput {found:.3g}/s", "s-target")] if found and len(ordered) > 1 else []
-    judged = [point for point in ordered if point["attainment"] is not None]
-    charts: list[Chart] = [_attainment(judged, target, x, rules)] if judged else []
-    for key, name, style in (
-        ("ttft_ms", "TTFT", "s-prefill"),
-        ("tpot_ms", "TPOT", "s-decode"),
-        ("itl_ms", "ITL", "s-whole"),
-    ):
-        tails = {
-            which: [(point["rate"], max(1e-3, point["summary"][key][which])) for point in ordered]
-            for which in ("p50", "p99")
-        }
-        facts = "; ".join(f"{rate:.3g}/s: {milliseconds(height)} ms" for rate, height in tails["p99"])
-        lines = [Line("p50", tails["p50"], style, markers=True), Line("p99", tails["p99"], "s-mixed", markers=True)]
-        y = log_scale([height for line in lines for _, height in line.points], "milliseconds, log scale")
-        charts.append(LineChart(name, "Median and 99th percentile.", f"p99: {facts}", lines, x, y, rules))
-    return charts
-
-
-def _attainment(
-    judged: Sequence[Mapping[str, Any]], target: float | None, x: Scale, rules: Sequence[Rule]
-) -> LineChart:
-    spots = [(point["rate"], point["attainment"]) for point in judged]
-    low, high = ([(point["rate"], point["attainment_interval"][end]) for point in judged] for end in (0, 1))
-    lines = [
-        Line("attainment", spots, "s-decode-solid", markers=True),
-        Line("95 % interval", low, "s-mixed"),
-        Line("", high, "s-mixed"),
-    ]
-    if target is not None:
-        lines.append(Line(f"asked for: {percent(target)}", [(x.low, target), (x.high, target)], "s-target"))
-    facts = "; ".join(f"{rate:.3g}/s: {percent(share)}" for rate, share in spots)
-    caption = "Share of requests that met their objectives."
-    return LineChart("Attainment", caption, facts, lines, x, SHARES, rules)
 
 
 def _around(around: Mapping[str, Any], long_tokens: int) -> LineChart:

@@ -1,37 +1,12 @@
-"""Confidence intervals of measured shares and rates. Resampling is seeded: equal measurements have equal intervals."""
+"""Confidence intervals of measured rates. Resampling is seeded: equal measurements have equal intervals."""
 
-import math
 from collections.abc import Sequence
-from statistics import NormalDist
-from typing import NamedTuple
 
-from diptych.report.statistics import percentile
+from diptych.report.statistics import CONFIDENCE, Interval, percentile
 from diptych.workload.distributions import Stream
 
-CONFIDENCE = 0.95
 RESAMPLES = 2000
 BINS = 60
-
-
-class Interval(NamedTuple):
-    """low .. high, at a confidence that the caller chose; an array of two numbers in JSON."""
-
-    low: float
-    high: float
-
-
-def wilson(met: int, judged: int, confidence: float = CONFIDENCE) -> Interval:
-    """Of a share: the score interval of Wilson, J. Am. Stat. Assoc. 22 (1927). It takes requests as independent; those
-    that share a queue are alike, so that the true interval is somewhat wider."""
-    if not 0 <= met <= judged:
-        raise ValueError(f"{met} of {judged} is no share")
-    if judged == 0:
-        return Interval(0.0, 1.0)
-    z = NormalDist().inv_cdf(0.5 + confidence / 2)
-    share, square = met / judged, z * z / judged
-    centre = (share + square / 2) / (1 + square)
-    reach = z / (1 + square) * math.sqrt(share * (1 - share) / judged + square / (4 * judged))
-    return Interval(0.0 if met == 0 else centre - reach, 1.0 if met == judged else centre + reach)
 
 
 def block_bootstrap(counts: Sequence[int], seconds_per_bin: float, confidence: float = CONFIDENCE) -> Interval | None:

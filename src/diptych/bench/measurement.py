@@ -10,14 +10,14 @@ from typing import Any
 
 import msgspec
 
-from diptych.bench.goodput import GoodputResult, SearchConfig
-from diptych.bench.intervals import wilson
 from diptych.bench.load import LoadResult
 from diptych.bench.option_grammar import in_words
 from diptych.bench.session import Probe, Session
 from diptych.bench.stalls import longest_gaps
 from diptych.bench.summary import classes, summarize
 from diptych.processor import read_processor
+from diptych.report.statistics import wilson
+from diptych.search.goodput_search import GoodputResult, SearchConfig
 
 LIBRARIES = ("diptych", "msgspec", "uvloop")
 

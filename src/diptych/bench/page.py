@@ -12,6 +12,7 @@ from diptych.bench.request_records import ClientRecord
 from diptych.bench.stalls import Stall
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 from diptych.report import pages
+from diptych.report.charts import rate_charts
 from diptych.report.pages import Report, Section
 from diptych.report.text import headline, latency_table, milliseconds, number, percent
 
@@ -58,7 +59,7 @@ def _run(data: Mapping[str, Any], records: Sequence[Sequence[ClientRecord]]) -> 
 def _series(data: Mapping[str, Any], records: Sequence[Sequence[ClientRecord]]) -> list[Section]:
     goodput = data.get("goodput")
     target = goodput["config"]["attainment"] if goodput else None
-    drawn = charts.rate_charts(data["points"], target, goodput["estimate"] if goodput else None)
+    drawn = rate_charts(data["points"], target, goodput["estimate"] if goodput else None)
     return [Section(heading="Over the rate", charts=drawn, tables=tables.probe_tables(data["points"]))]
 
 

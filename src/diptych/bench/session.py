@@ -17,12 +17,12 @@ import msgspec.structs
 import uvloop
 
 from diptych.bench.conversations import Conversations
-from diptych.bench.goodput import GoodputResult, GoodputSearch, RateResult, SearchConfig
 from diptych.bench.load import Load, LoadOptions, LoadProgress, LoadResult, Watcher, ramped
 from diptych.bench.objectives import LatencyObjectives
 from diptych.bench.request_records import verdicts
 from diptych.bench.target import Target, TargetConfig, client_for
 from diptych.control.errors import ConfigError
+from diptych.search.goodput_search import GoodputResult, GoodputSearch, RateResult, SearchConfig
 from diptych.workload.build import WorkloadConfig, build
 from diptych.workload.spec import ClosedLoop, RequestSpec
 

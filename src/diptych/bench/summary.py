@@ -11,15 +11,15 @@ from itertools import chain
 from typing import Any
 
 from diptych.bench.health import Health
-from diptych.bench.intervals import CONFIDENCE, Interval, binned, block_bootstrap, wilson
+from diptych.bench.intervals import binned, block_bootstrap
 from diptych.bench.load import LoadResult
 from diptych.bench.request_records import ClientRecord, verdicts
 from diptych.control.slo import NS_PER_S
-from diptych.report.statistics import distribution_ms
+from diptych.report.statistics import CONFIDENCE, Interval, distribution_ms, wilson
 
 
 def summarize(result: LoadResult) -> dict[str, Any]:
-    """Latencies in ms, rates per second, shares 0 to 1, intervals as [low, high]."""
+    """Latencies in ms, rates per second, shares 0 to 1, intervals as [low, high]. What was not measured is None."""
     records = result.records
     done = [record for record in records if record.is_completed]
     seconds = result.duration_ns / NS_PER_S
@@ -43,10 +43,10 @@ def summarize(result: LoadResult) -> dict[str, Any]:
         "missed": missed(records),
         "goodput_rps": met / seconds if judged and seconds else None,
         "goodput_interval": _rate_interval(good, len(records), result.duration_ns) if judged else None,
-        "throughput_rps": len(done) / seconds if seconds else 0.0,
+        "throughput_rps": len(done) / seconds if seconds else None,
         "throughput_interval": _rate_interval(done, len(records), result.duration_ns),
-        "output_tokens_per_s": outputs / seconds if seconds else 0.0,
-        "total_tokens_per_s": (outputs + prompts) / seconds if seconds else 0.0,
+        "output_tokens_per_s": outputs / seconds if seconds else None,
+        "total_tokens_per_s": (outputs + prompts) / seconds if seconds else None,
         "tokens_per_event": outputs / events if events else None,
         "cached_token_share": sum(cached) / prompts if cached and prompts else None,
         "turns": None if result.turns is None else asdict(result.turns),
@@ -68,7 +68,7 @@ def client(health: Health) -> dict[str, Any]:
     }
 
 
-def latencies(done: Sequence[ClientRecord]) -> dict[str, dict[str, float]]:
+def latencies(done: Sequence[ClientRecord]) -> dict[str, dict[str, float | None]]:
     """Of completed requests. itl: gaps between events with tokens; normalized: end-to-end time per token of the answer
     (Orca, OSDI 2022)."""
     return {

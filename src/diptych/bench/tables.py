@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from diptych.bench.goodput import GoodputResult, GoodputSearch
 from diptych.bench.health import worst_problems
 from diptych.bench.objectives import NO_ANSWER
 from diptych.bench.session import Probe
 from diptych.bench.stalls import Stall
 from diptych.report import text
-from diptych.report.text import Table, milliseconds, number, percent
+from diptych.report.text import Table, milliseconds, number, percent, rate, runs_table, with_unit
+from diptych.search.goodput_search import GoodputSearch
 
 STATISTICS = ("p50", "p90", "p95", "p99", "max", "mean")
 
@@ -30,14 +30,14 @@ def service_table(summary: Mapping[str, Any]) -> Table:
     rows = [
         ("requests", f"{summary['num_requests']:,}{note}", ""),
         ("time", f"{number(summary['duration_s'])} s", ""),
-        ("sent", f"{number(summary['sent_rps'], 2)} requests/s", ""),
-        ("throughput", f"{number(summary['throughput_rps'], 2)} requests/s", _spread(summary, "throughput")),
-        ("output", f"{number(summary['output_tokens_per_s'], 0)} tokens/s", ""),
-        ("prompt + output", f"{number(summary['total_tokens_per_s'], 0)} tokens/s", ""),
+        ("sent", with_unit(summary["sent_rps"], 2, "requests/s"), ""),
+        ("throughput", with_unit(summary["throughput_rps"], 2, "requests/s"), _spread(summary, "throughput")),
+        ("output", with_unit(summary["output_tokens_per_s"], 0, "tokens/s"), ""),
+        ("prompt + output", with_unit(summary["total_tokens_per_s"], 0, "tokens/s"), ""),
     ]
     if summary["attainment"] is not None:
         low, high = summary["attainment_interval"]
-        rows.insert(0, ("goodput", f"{number(summary['goodput_rps'], 2)} requests/s", _spread(summary, "goodput")))
+        rows.insert(0, ("goodput", with_unit(summary["goodput_rps"], 2, "requests/s"), _spread(summary, "goodput")))
         rows.insert(0, ("attainment", percent(summary["attainment"]), f"{percent(low)} to {percent(high)}"))
         rows[2:2] = [(_missed_name(name), f"{count:,} requests", "") for name, count in summary["missed"].items()]
     if summary["cached_token_share"] is not None:
@@ -95,37 +95,16 @@ def error_table(errors: Mapping[str, int]) -> Table:
     return Table("Errors", ("", "requests"), tuple((error, f"{count:,}") for error, count in errors.items()))
 
 
-def _probe_table(points: Sequence[Mapping[str, Any]]) -> Table:
-    rows = [
-        (
-            rate(point["rate"]),
-            f"{point['judged']:,}",
-            ("<= " if point["summary"]["ended"] == "given up" else "") + percent(point["attainment"]),
-            number(point["summary"]["goodput_rps"], 2),
-            number(point["summary"]["output_tokens_per_s"], 0),
-            *(milliseconds(point["summary"][key]["p99"]) for key in ("ttft_ms", "tpot_ms", "itl_ms")),
-        )
-        for point in points
-    ]
-    columns = ("rate/s", "requests", "in time", "good/s", "tokens/s", "TTFT p99", "TPOT p99", "ITL p99")
-    return Table("Runs, ms", columns, tuple(rows))
-
-
 def probe_tables(points: Sequence[Mapping[str, Any]]) -> list[Table]:
     """Of a series or search: its runs, and the objectives that were missed, if any."""
     names = list(dict.fromkeys(name for point in points for name in point["summary"]["missed"]))
     if not names:
-        return [_probe_table(points)]
+        return [runs_table(points)]
     rows = [
         (rate(point["rate"]), *(f"{point['summary']['missed'].get(name, 0):,}" for name in names)) for point in points
     ]
     missed = Table("Objectives missed, requests", ("rate/s", *map(_objective, names)), tuple(rows))
-    return [_probe_table(points), missed]
-
-
-def rate(per_second: float) -> str:
-    """A rate of requests, with as many digits as tell rates of a search apart."""
-    return number(per_second, 3 if per_second < 10 else 2)
+    return [runs_table(points), missed]
 
 
 def probe_line(probe: Probe, search: GoodputSearch | None = None) -> str:
@@ -140,22 +119,6 @@ def probe_line(probe: Probe, search: GoodputSearch | None = None) -> str:
     return line
 
 
-def goodput_table(found: GoodputResult, share: float) -> Table:
-    """The answer of a search."""
-    if found.rate is None:
-        answer = "no rate was found"
-    else:
-        answer = f"{'' if found.is_bracketed else 'at least '}{rate(found.estimate or found.rate)} requests/s"
-    rows = [
-        (f"goodput, {percent(share)} in time", answer),
-        ("highest rate that held", _rate(found.rate)),
-        ("surely above", _rate(found.low)),
-        ("surely below", _rate(found.high)),
-        ("runs", f"{found.num_probes:,}"),
-    ]
-    return Table("Goodput", ("", "value"), tuple(rows))
-
-
 def missed_words(missed: Mapping[str, int]) -> str:
     """``ITL 12, TTFT 3``: requests by the objective that they missed; empty when none did."""
     return ", ".join(f"{_objective(name)} {count:,}" for name, count in missed.items())
@@ -167,10 +130,6 @@ def _objective(name: str) -> str:
 
 def _missed_name(name: str) -> str:
     return name if name == NO_ANSWER else f"missed {name.upper()}"
-
-
-def _rate(per_second: float | None) -> str:
-    return "-" if per_second is None else rate(per_second)
 
 
 def _spread(summary: Mapping[str, Any], name: str) -> str:

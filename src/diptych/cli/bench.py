@@ -80,7 +80,7 @@ def bench(
     assign: Annotated[list[str] | None, option("Any setting: PATH=VALUE. Repeatable.", WORKLOAD, "--set")] = None,
     slo: Annotated[Text, option("Any of ttft, tpot, itl, e2e: ttft=2s,itl=60ms.", OBJECTIVES)] = None,
     find_goodput: Annotated[bool, option("Search the highest rate that meets them.", OBJECTIVES)] = False,
-    attainment: Annotated[Number, option("Share of requests that must meet them. Default: 0.9.", OBJECTIVES)] = None,
+    attainment: Annotated[Number, option("Share of requests that must meet them: 0.9 or 90.", OBJECTIVES)] = None,
     tolerance: Annotated[Number, option("The search ends at two rates this close. Default: 0.05.", OBJECTIVES)] = None,
     probe: Annotated[Text, option("Length of a run of a search or series. Default: 30s.", OBJECTIVES)] = None,
     rates: Annotated[Text, option("A run at each rate: 1,2,4.", OBJECTIVES)] = None,
@@ -257,7 +257,8 @@ def _rates(given: Mapping[str, Any]) -> Measure:
 
 def _goodput(given: Mapping[str, Any]) -> Measure:
     from diptych.bench import measurement, tables
-    from diptych.bench.goodput import SearchConfig
+    from diptych.report.text import goodput_table
+    from diptych.search.goodput_search import SearchConfig
 
     config = SearchConfig(**_given(given, ("attainment", "tolerance")))
     seconds = _probe_s(given)
@@ -271,7 +272,7 @@ def _goodput(given: Mapping[str, Any]) -> Measure:
             on_probe=lambda probe, search: live.say(tables.probe_line(probe, search)),
         )
         data = measurement.search(found, config, probes)
-        shown = [*tables.probe_tables(data["points"]), tables.goodput_table(found, config.attainment)]
+        shown = [*tables.probe_tables(data["points"]), goodput_table(data["goodput"])]
         return data, shown, [], [probe.result for probe in probes]
 
     return measure

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from diptych import __version__
+from diptych import __version__, compiled_modules
 from diptych.cli.bench import bench
 from diptych.cli.calibrate import calibrate, replay
 from diptych.cli.error_messages import errors_in_words
@@ -215,8 +215,8 @@ def generate(
 
 @app.command()
 def version() -> None:
-    """Print the version."""
-    print(f"diptych {__version__}")
+    """Print the version, and whether the control code and the simulator are compiled."""
+    print(f"diptych {__version__} (control code and simulator: {compiled_modules.what_runs()})")
 
 
 for command in (bench, calibrate, replay, simulate, guide):

@@ -1,8 +1,10 @@
 """What the commands declare their options with."""
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
+from functools import wraps
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_type_hints
 
 import typer
 
@@ -20,6 +22,27 @@ Strings: TypeAlias = list[str] | None
 def option(help_text: str, panel: str, *names: str, **settings: Any) -> Any:
     """An option in one panel of a command's help."""
     return typer.Option(*names, help=help_text, rich_help_panel=panel, **settings)
+
+
+def takes(options: type) -> Callable[[Callable[[dict[str, Any]], None]], Callable[..., None]]:
+    """Makes a command of a function of the values of many options by name. options: a class whose annotated attributes
+    declare them, with their defaults."""
+    hints = get_type_hints(options, include_extras=True)
+    parameters = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=getattr(options, name), annotation=hint)
+        for name, hint in hints.items()
+    ]
+
+    def decorate(function: Callable[[dict[str, Any]], None]) -> Callable[..., None]:
+        @wraps(function)
+        def command(**given: Any) -> None:
+            function(given)
+
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = hints
+        return command
+
+    return decorate
 
 
 def picked(given: Mapping[str, Any], *names: str) -> dict[str, Any]:

@@ -1,128 +1,65 @@
 """``diptych simulate``: the command line of the simulator.
 
-Owns option names, their help and the output in the terminal. Holds no logic that a library user would miss: settings
-come from simulation/settings.py, figures from simulation/report/.
+What the options ask for, and the output in the terminal; the options themselves are in simulate_options.py. Holds no
+logic that a library user would miss: settings come from simulation/settings.py, figures from simulation/report/.
 """
 
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from diptych.cli.error_messages import errors_in_words
-from diptych.cli.options import Number, Switch, Text, Whole, option
+from diptych.cli.options import takes
 from diptych.cli.output import check_folders, print_tables, progress_bar, write_file
+from diptych.cli.simulate_options import PATHS, SimulateOptions
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_S
 
 if TYPE_CHECKING:
+    from diptych.simulation.questions import Asked, Question
     from diptych.simulation.settings import Settings
     from diptych.simulation.sweep import Run
     from diptych.timeline.lanes import Window
 
-FLEET, WORKLOAD, OBJECTIVES = "Model and fleet", "Workload", "Objectives"
-SCHEDULER, MEMORY, OUTPUT = "Scheduler (details; --shape presets them)", "Memory", "Output"
 OUTPUTS = ("records", "timeline", "report")  # options that name a file to be written
+SEARCHES: "Mapping[str, Asked]" = {"find_goodput": "goodput", "fewest_devices": "devices"}
+ONLY_WITH = {  # options that mean something only with others
+    "attainment": ("find_goodput", "fewest_devices"),
+    "probe": ("find_goodput", "fewest_devices"),
+    "tolerance": ("find_goodput",),
+}
 MAX_REQUESTS_WITH_EVENTS = 200_000  # of a report: above, its charts that need the event log are left out
 
-# Options that are settings, by their dotted path in the file.
-PATHS = {
-    **{name: name for name in ("model", "hardware", "tensor_parallel", "weight_bits", "quantize")},
-    **{name: name for name in ("kv_bits", "cost", "shape")},
-    **{name: name for name in ("replicas", "routing", "disaggregate", "on_failure", "max_model_len", "seed")},
-    **{name: f"workload.{name}" for name in ("rate", "num_requests")},
-    **{name: f"pools.{name}" for name in ("prefill", "decode", "both", "link", "hosts")},
-    "arrivals": "workload.arrivals.kind",
-    "prompt_tokens": "workload.lengths.prompt.mean",
-    "output_tokens": "workload.lengths.output.mean",
-    "trace": "workload.trace.path",
-    "ttft_slo_ms": "slo.ttft_ms",
-    "tpot_slo_ms": "slo.tpot_ms",
-    **{name: f"scheduler.{name}" for name in ("order", "budget", "max_batched_tokens", "step_target_ms")},
-    **{name: f"scheduler.{name}" for name in ("max_num_seqs", "max_waiting", "max_partial_prefills")},
-    **{name: f"scheduler.{name}" for name in ("max_long_partial_prefills", "long_prefill_threshold")},
-    **{name: f"scheduler.{name}" for name in ("preemption", "preempt_for_priority")},
-    **{name: f"memory.{name}" for name in ("block_size", "prefix_cache", "kv_cache_tokens")},
-    "kv_cache_memory": "memory.kv_cache_bytes",
-    "swap_memory": "memory.swap_bytes",
-}
 
-
-def simulate(
-    config: Annotated[Path | None, typer.Argument(help="TOML file of settings; options override it.")] = None,
-    model: Annotated[Text, option("Model of the catalogue, or a config.json.", FLEET)] = None,
-    hardware: Annotated[Text, option("Device of the catalogue.", FLEET)] = None,
-    tensor_parallel: Annotated[Whole, option("Devices per worker.", FLEET)] = None,
-    weight_bits: Annotated[Whole, option("Bits of a weight on a GPU: 16, 8 or 4.", FLEET)] = None,
-    quantize: Annotated[Text, option("Weights on a CPU, as for serve: none, int8 or int4.", FLEET)] = None,
-    kv_bits: Annotated[Whole, option("Bits of a cached number: 16 or 8.", FLEET)] = None,
-    cost: Annotated[Text, option("Step durations: auto, tables, operators, roofline, or a file.", FLEET)] = None,
-    replicas: Annotated[Whole, option("Workers that prefill and decode (without --prefill, --decode).", FLEET)] = None,
-    prefill: Annotated[Whole, option("Workers that only prefill (with --decode).", FLEET)] = None,
-    decode: Annotated[Whole, option("Workers that decode prompts of the prefill workers.", FLEET)] = None,
-    both: Annotated[Whole, option("Workers that do both, beside those.", FLEET)] = None,
-    link: Annotated[Text, option("Link between workers: ib400, eth100, nvlink4, shared_memory, ...", FLEET)] = None,
-    hosts: Annotated[Whole, option("Hosts whose workers share memory (0: each worker has its own).", FLEET)] = None,
-    routing: Annotated[Text, option("kv_aware, least_loaded, power_of_two or round_robin.", FLEET)] = None,
-    disaggregate: Annotated[Text, option("Separate prefill from decode: auto, always or never.", FLEET)] = None,
-    on_failure: Annotated[Text, option("Requests of a lost worker: retry, local or fail.", FLEET)] = None,
-    max_model_len: Annotated[Whole, option("Context length. Default: the model's own.", FLEET)] = None,
-    rate: Annotated[Number, option("Requests per second.", WORKLOAD)] = None,
-    num_requests: Annotated[Whole, option("Requests in all.", WORKLOAD)] = None,
-    arrivals: Annotated[Text, option("poisson, gamma, constant, on_off or closed.", WORKLOAD)] = None,
-    prompt_tokens: Annotated[Number, option("Mean length of a prompt.", WORKLOAD)] = None,
-    output_tokens: Annotated[Number, option("Mean length of an answer.", WORKLOAD)] = None,
-    trace: Annotated[Text, option("azure-conv, mooncake-conversation, or a file.", WORKLOAD)] = None,
-    seed: Annotated[Whole, option("Seed of everything random; equal seeds give equal runs.", WORKLOAD)] = None,
-    ttft_slo_ms: Annotated[Number, option("Time to first token, for requests that name none.", OBJECTIVES)] = None,
-    tpot_slo_ms: Annotated[Number, option("Time per later token, for requests that name none.", OBJECTIVES)] = None,
-    shape: Annotated[Text, option("unified: prompts first. chunked: between decodes.", OBJECTIVES)] = None,
-    order: Annotated[Text, option("fcfs, priority, shortest or deadline.", SCHEDULER)] = None,
-    budget: Annotated[Text, option("What limits a step: whole, fixed or slo.", SCHEDULER)] = None,
-    max_batched_tokens: Annotated[Whole, option("Tokens of one step at most.", SCHEDULER)] = None,
-    step_target_ms: Annotated[Number, option("Time of one step with --budget slo.", SCHEDULER)] = None,
-    max_num_seqs: Annotated[Whole, option("Requests running at once.", SCHEDULER)] = None,
-    max_waiting: Annotated[Whole, option("Requests that may wait per worker.", SCHEDULER)] = None,
-    max_partial_prefills: Annotated[Whole, option("Prompts partly computed at once (0: no limit).", SCHEDULER)] = None,
-    max_long_partial_prefills: Annotated[Whole, option("Of these, long ones (0: no limit).", SCHEDULER)] = None,
-    long_prefill_threshold: Annotated[Whole, option("A prompt with more uncached tokens is long.", SCHEDULER)] = None,
-    preemption: Annotated[Text, option("When a decode loses its blocks: recompute or swap.", SCHEDULER)] = None,
-    preempt_for_priority: Annotated[Switch, option("Displace running requests of lower priority.", SCHEDULER)] = None,
-    block_size: Annotated[Whole, option("Tokens per KV block.", MEMORY)] = None,
-    kv_cache_tokens: Annotated[Whole, option("KV cache in tokens. Default: what fits.", MEMORY)] = None,
-    kv_cache_memory: Annotated[Text, option("KV cache of each GPU, such as 20GiB.", MEMORY)] = None,
-    swap_memory: Annotated[Text, option("Host memory for swapped requests.", MEMORY)] = None,
-    prefix_cache: Annotated[Switch, option("Reuse the KV of equal prompt beginnings.", MEMORY)] = None,
-    assign: Annotated[list[str] | None, option("Any setting: PATH=VALUE. Repeatable.", OUTPUT, "--set")] = None,
-    sweep: Annotated[list[str] | None, option("NAME=from:to:step or a,b,c. Twice: a grid.", OUTPUT)] = None,
-    workers: Annotated[Whole, option("Processes of a sweep. Default: one per core.", OUTPUT)] = None,
-    as_json: Annotated[bool, option("One JSON object on standard output.", OUTPUT, "--json")] = False,
-    records: Annotated[Path | None, option("Write one JSON line per request.", OUTPUT)] = None,
-    report: Annotated[Path | None, option("Write a page with charts (HTML).", OUTPUT)] = None,
-    timeline: Annotated[Path | None, option("Write a trace for Perfetto (JSON).", OUTPUT)] = None,
-    timeline_window: Annotated[Text, option("Part of it, in seconds: from:to.", OUTPUT)] = None,
-) -> None:
+@takes(SimulateOptions)
+def simulate(options: dict[str, Any]) -> None:
     """Simulate serving: the real scheduler under a virtual clock, on modelled hardware."""
-    given = {name: value for name, value in locals().items() if value is not None and value != []}
+    given = {name: value for name, value in options.items() if value is not None and value != []}
     given = {name: value for name, value in given.items() if name in PATHS or value is not False}
     with errors_in_words():
-        (_simulate_sweep if sweep else _simulate_one)(given)
+        asked = question(given)
+        if "sweep" in given:
+            _simulate_sweep(given, asked)
+        elif asked:
+            _answer(given, asked)
+        else:
+            _simulate_one(given)
 
 
 def overrides(given: Mapping[str, Any]) -> dict[str, Any]:
     """What the options set, by dotted path. Raises ConfigError."""
     from diptych.serving.link.engine_options import parse_bytes
+    from diptych.simulation.pool_settings import parse_pool
     from diptych.simulation.sweep import assigned
 
     values = {path: given[name] for name, path in PATHS.items() if name in given}
     for name in ("kv_cache_memory", "swap_memory"):
         if name in given:
             values[PATHS[name]] = parse_bytes(given[name], name)
-    return values | assigned(given.get("assign", ()))
+    pools = [parse_pool(text) for text in given.get("pool", ())]
+    return values | {f"pools.{name}": pool for name, pool in pools} | assigned(given.get("assign", ()))
 
 
 def command_line(given: Mapping[str, Any]) -> str:
@@ -146,6 +83,80 @@ def command_line(given: Mapping[str, Any]) -> str:
     return shlex.join(words)
 
 
+def question(given: Mapping[str, Any]) -> "Question | None":
+    """What the options ask to be searched; None: nothing. Raises ConfigError."""
+    from diptych.bench.option_grammar import duration_s
+    from diptych.search.goodput_search import SearchConfig
+    from diptych.simulation.questions import Question
+
+    modes = [name for name in SEARCHES if name in given]
+    if len(modes) > 1:
+        raise ConfigError(f"{modes[0]} and {modes[1]} are two searches; give only one of them", param=modes[1])
+    for name, wanted in ONLY_WITH.items():
+        if name in given and not set(wanted) & set(modes):
+            options = " or ".join(f"--{mode.replace('_', '-')}" for mode in wanted)
+            raise ConfigError(f"{name} has no effect without {options}", param=name)
+    if not modes:
+        return None
+    return Question(
+        asked=SEARCHES[modes[0]],
+        search=SearchConfig(**{name: given[name] for name in ("attainment", "tolerance") if name in given}),
+        probe_s=duration_s(given["probe"], "probe") if "probe" in given else None,
+    )
+
+
+def _answer(given: Mapping[str, Any], asked: "Question") -> None:
+    """One search."""
+    from diptych.report.text import goodput_table, latency_table, runs_table, service_table
+    from diptych.simulation.questions import answer
+    from diptych.simulation.report.simulation_page import Page, render
+    from diptych.simulation.report.simulation_tables import cost_notes, fleet_search_tables, simulated_table
+    from diptych.simulation.report.titles import search_lead, title
+    from diptych.simulation.settings import read_settings
+
+    _only_single(given, "a search")
+    settings = read_settings(given.get("config"), overrides(given))
+    check_folders({name: given.get(name) for name in OUTPUTS})
+    with progress_bar(quiet="as_json" in given) as show:
+        found = answer(settings, asked, on_probe=show)
+    point = found.best.point
+    data = {
+        "mode": next(name for name, kind in SEARCHES.items() if kind == asked.asked),
+        asked.asked: found.result,
+        "points": found.probes,
+        "best": point,
+    }
+    notes = cost_notes([point])
+    if "report" in given:
+        page = Page(
+            title=title(settings),
+            lead=search_lead(settings, asked.asked, found.result),
+            command=command_line(given),
+            point=point,
+            result=found.best.result,
+            search=data,
+        )
+        notes.append(write_file(given["report"], [render(page).encode()]))
+    if "as_json" in given:
+        _print_json(data)
+    else:
+        if asked.asked == "goodput":
+            tables = [runs_table(found.probes), goodput_table(found.result)]
+        else:
+            tables = fleet_search_tables(found.result, found.probes)
+        tables.append(latency_table(point["summary"]))
+        tables += [simulated_table(point), service_table(point["summary"], point["economy"])]
+        print_tables(tables, notes, num_narrow=2)
+    _fail_if_all_failed([point])
+
+
+def _only_single(given: Mapping[str, Any], what: str) -> None:
+    """Raise ConfigError for options that mean something for a single run alone."""
+    for name in ("timeline", "timeline_window", "records"):
+        if name in given:
+            raise ConfigError(f"{name} is for a single run and has no effect with {what}", param=name)
+
+
 def _simulate_one(given: Mapping[str, Any]) -> None:
     from diptych.simulation.settings import read_settings
     from diptych.simulation.sweep import run_here
@@ -167,28 +178,33 @@ def _simulate_one(given: Mapping[str, Any]) -> None:
     notes = _write_files(run, settings, window, given)
     if "as_json" in given:
         _print_json(run.point)
+        _fail_if_all_failed([run.point])
         return
-    from diptych.report.text import class_table, latency_table, resource_table, service_table
+    from diptych.report.text import class_table, latency_table, pool_table, resource_table, service_table
+    from diptych.simulation.report.simulation_tables import cost_notes, simulated_table
 
     point = run.point
     tables = [latency_table(point["summary"])]
     if point["classes"]:
         tables.append(class_table(point["classes"]))
-    tables += [service_table(point["summary"], point["economy"]), resource_table(point["summary"])]
+    if len(point["pools"]) > 1:
+        tables.append(pool_table(point["pools"]))
+    tables += [simulated_table(point), service_table(point["summary"], point["economy"])]
+    tables.append(resource_table(point["summary"]))
     took = f"{len(run.result.requests):,} requests simulated in {run.result.wall_s:.2f} s"
-    print_tables(tables, [f"Step durations: {point['cost_model']}", took, *notes], num_narrow=2)
+    print_tables(tables, [*cost_notes([point]), took, *_failure_notes(point), *notes], num_narrow=3)
+    _fail_if_all_failed([point])
 
 
-def _simulate_sweep(given: Mapping[str, Any]) -> None:
-    from diptych.report.text import sweep_table
+def _simulate_sweep(given: Mapping[str, Any], asked: "Question | None") -> None:
+    from diptych.simulation.questions import answer_points
     from diptych.simulation.report.simulation_page import Page, render
+    from diptych.simulation.report.simulation_tables import cost_notes, sweep_tables
     from diptych.simulation.report.titles import sweep_lead, title
     from diptych.simulation.settings import read_settings
     from diptych.simulation.sweep import grid, parse_sweep, run_points
 
-    for name in ("timeline", "timeline_window", "records"):
-        if name in given:
-            raise ConfigError(f"{name} is for a single run and has no effect with --sweep", param=name)
+    _only_single(given, "--sweep")
     workers = given.get("workers", os.cpu_count() or 1)
     if workers < 1:
         raise ConfigError(f"workers is {workers}; it must be at least 1", param="workers")
@@ -198,23 +214,26 @@ def _simulate_sweep(given: Mapping[str, Any]) -> None:
     check_folders({name: given.get(name) for name in OUTPUTS})
     with progress_bar(quiet="as_json" in given) as show:
         stage = f"{len(points)} points"
-        outcomes = run_points(points, num_workers=workers, on_done=lambda done: show(stage, done / len(points)))
+        run = run_points if asked is None else partial(answer_points, question=asked)
+        outcomes = run(points, num_workers=workers, on_done=lambda done: show(stage, done / len(points)))
     names = [sweep.name for sweep in sweeps]
-    notes = [f"Step durations: {outcomes[0]['cost_model']}"]
+    notes = cost_notes(outcomes)
     if "report" in given:
         page = Page(
-            title=title(settings),
+            title=title(settings, sweeps),
             lead=sweep_lead(settings, sweeps),
             command=command_line(given),
             point=outcomes[0],
             sweep_names=names,
             sweep=outcomes,
+            asked=None if asked is None else asked.asked,
         )
         notes.append(write_file(given["report"], [render(page).encode()]))
     if "as_json" in given:
         _print_json({"sweep": names, "points": outcomes})
     else:
-        print_tables([sweep_table(names, outcomes)], notes)
+        print_tables(sweep_tables(names, outcomes, None if asked is None else asked.asked), notes)
+    _fail_if_all_failed(outcomes)
 
 
 def _write_files(run: "Run", settings: "Settings", window: "Window", given: Mapping[str, Any]) -> list[str]:
@@ -243,6 +262,21 @@ def _write_files(run: "Run", settings: "Settings", window: "Window", given: Mapp
                 f"more than {MAX_REQUESTS_WITH_EVENTS:,} requests: the page has no phases and no KV use over time"
             )
     return notes
+
+
+def _failure_notes(point: Mapping[str, Any]) -> list[str]:
+    """An example of each reason for which requests failed."""
+    failures, messages = point["summary"]["failures"], point["failure_messages"]
+    return [f"{count:,} x {reason}: {messages.get(reason, '')}".rstrip(": ") for reason, count in failures.items()]
+
+
+def _fail_if_all_failed(points: Sequence[Mapping[str, Any]]) -> None:
+    """What was simulated is shown all the same. Raises ConfigError when no request of any point was answered."""
+    if any(point["summary"]["num_completed"] for point in points):
+        return
+    reasons = dict.fromkeys(reason for point in points for reason in point["summary"]["failures"])
+    messages = [message for point in points for message in point["failure_messages"].values()]
+    raise ConfigError(": ".join([f"every request failed ({', '.join(reasons)})", *messages[:1]]), param="workload")
 
 
 def parse_window(text: str | None) -> "Window":

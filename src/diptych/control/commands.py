@@ -12,6 +12,8 @@ from diptych.control.errors import DiptychError
 from diptych.control.events import RequestFinished
 from diptych.control.request import FinishReason, Standing
 
+NOT_RESERVED = -1  # of Prefill.num_cached_tokens
+
 
 def attempt_id_of(request_id: str, epoch: int) -> str:
     """The name of attempt number ``epoch`` (0: the first) of a request."""
@@ -46,8 +48,9 @@ class Reserve:
 class Prefill:
     """Prefill for another worker, then send KV and commit to ``target``.
 
-    num_cached_tokens: leading tokens that the target has already. block_ids: the target's blocks when they are
-    borrowed (the prefill computes straight into them), else (). lease_ns: as for Reserve, of the finished blocks.
+    num_cached_tokens: leading tokens that the target has already (NOT_RESERVED: it has no blocks yet; nothing is sent
+    and no token given before Send). block_ids: the target's blocks when they are borrowed (the prefill computes
+    straight into them), else (). lease_ns: as for Reserve, of the finished blocks.
     """
 
     worker: int
@@ -63,6 +66,21 @@ class Prefill:
     def borrowed(self) -> bool:
         """Whether the prefill computes into the target's blocks."""
         return bool(self.block_ids)
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the prefill begins before the target has blocks."""
+        return self.num_cached_tokens == NOT_RESERVED
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """The target has blocks for an attempt whose Prefill was ahead of them, and the KV of ``num_cached_tokens`` leading
+    tokens: send the rest, and give the first token."""
+
+    worker: int
+    attempt_id: str
+    num_cached_tokens: int
 
 
 def standing_of(command: Serve | Reserve | Prefill) -> Standing:
@@ -148,5 +166,5 @@ class Drained:
     worker: int
 
 
-WorkerCommand = Serve | Reserve | Prefill | Release | Drop | Renew | AskKVSnapshot | ForgetPeer | Configure
+WorkerCommand = Serve | Reserve | Prefill | Send | Release | Drop | Renew | AskKVSnapshot | ForgetPeer | Configure
 Command = WorkerCommand | Restarted | End | Drained

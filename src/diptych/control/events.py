@@ -144,12 +144,13 @@ class RequestFinished:
         return self.error.message if self.error else ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepFinished:
     """One step of the executor, with what it computed; the timeline and the step-time model read this.
 
     num_steps > 1 (only under virtual time): so many decode steps in a row with the same batch and nothing between
-    them. step_id, decode_context and predicted_ns are those of the first, end_ns is that of the last.
+    them. step_id, decode_context and predicted_ns are those of the first, end_ns is that of the last. Never changed
+    (and not frozen only because one is made in every step).
     """
 
     step_id: int

@@ -161,6 +161,7 @@ class Request:
         "handoff_end_ns",
         "hands_off",
         "host_block_ids",
+        "is_ahead",
         "is_long",
         "last_resume_tick",
         "lease_ns",
@@ -208,6 +209,7 @@ class Request:
         self.first_step_ns: int | None = None
         self.first_token_ns: int | None = None
         self.hands_off = False  # after the first token another worker decodes it
+        self.is_ahead = False  # with hands_off: that worker has no blocks for it yet
         self.borrowed_block_ids: tuple[int, ...] = ()  # of the worker that will decode it: computed into directly
         self.num_borrowed_tokens = 0  # leading tokens whose KV these blocks hold already
         self.lease_ns = 0  # with hands_off: how long its blocks are kept without a renewal (0: without limit)

@@ -36,6 +36,11 @@ class Slo:
         return self.tpot_ns is None or tpot_ns is None or tpot_ns <= self.tpot_ns
 
 
+def objectives(own: Slo | None, default: Slo) -> Slo:
+    """The objectives of a request that may have some of its own."""
+    return default if own is None else own.or_else(default)
+
+
 @dataclass(frozen=True, slots=True)
 class LatencyBreakdown:
     """Where the time of one request went, in nanoseconds: queue + prefill + handoff + decode == total, exactly.
@@ -50,6 +55,11 @@ class LatencyBreakdown:
     decode_ns: int
     num_output_tokens: int
     handoff_ns: int = 0
+
+    def queued_for(self, unseen_ns: int) -> "LatencyBreakdown":
+        """The same request, which had been queued for so long before."""
+        parts = (self.prefill_ns, self.decode_ns, self.num_output_tokens, self.handoff_ns)
+        return LatencyBreakdown(self.queue_ns + unseen_ns, *parts)
 
     @property
     def total_ns(self) -> int:

@@ -149,6 +149,9 @@ class LineChart:
         for line in self.lines:
             spots = [_at(self.x.place(px), self.y.place(py)) for px, py in line.points]
             path = "M" + "L".join(f"{px:.1f} {py:.1f}" for px, py in spots) if spots else ""
+            if self.x.words:  # nothing lies between two words: a stem for each
+                ground = _at(0.0, self.y.place(self.y.low))[1]
+                path = "".join(f"M{px:.1f} {ground:.1f}L{px:.1f} {py:.1f}" for px, py in spots)
             marks.append(f'<path class="line {line.style}" d="{path}"/>')
             if line.markers:
                 for (px, py), (value, height) in zip(spots, line.points, strict=True):

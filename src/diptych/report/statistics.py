@@ -1,11 +1,39 @@
-"""Statistics of latencies as reports give them: percentiles, distributions, what happened over time. Without numpy."""
+"""Statistics of latencies as reports give them: percentiles, distributions, shares, what happened over time.
 
+Without numpy. A distribution of nothing is None, not 0.
+"""
+
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import NormalDist
+from typing import NamedTuple
 
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 
 PERCENTILES = (50.0, 90.0, 95.0, 99.0)
+CONFIDENCE = 0.95
+
+
+class Interval(NamedTuple):
+    """low .. high, at a confidence that the caller chose; an array of two numbers in JSON."""
+
+    low: float
+    high: float
+
+
+def wilson(met: int, judged: int, confidence: float = CONFIDENCE) -> Interval:
+    """Of a share: the score interval of Wilson, J. Am. Stat. Assoc. 22 (1927). It takes requests as independent; those
+    that share a queue are alike, so that the true interval is somewhat wider."""
+    if not 0 <= met <= judged:
+        raise ValueError(f"{met} of {judged} is no share")
+    if judged == 0:
+        return Interval(0.0, 1.0)
+    z = NormalDist().inv_cdf(0.5 + confidence / 2)
+    share, square = met / judged, z * z / judged
+    centre = (share + square / 2) / (1 + square)
+    reach = z / (1 + square) * math.sqrt(share * (1 - share) / judged + square / (4 * judged))
+    return Interval(0.0 if met == 0 else centre - reach, 1.0 if met == judged else centre + reach)
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
@@ -18,12 +46,18 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
-def distribution_ms(values_ns: Iterable[int]) -> dict[str, float]:
-    """mean, p50, p90, p95, p99 and max in milliseconds."""
-    ordered = sorted(values_ns)
-    spread = {f"p{percent:g}": percentile(ordered, percent) / NS_PER_MS for percent in PERCENTILES}
-    mean = sum(ordered) / len(ordered) / NS_PER_MS if ordered else 0.0
-    return {"mean": mean, **spread, "max": (ordered[-1] if ordered else 0) / NS_PER_MS}
+def distribution(values: Iterable[float], unit: float = 1.0) -> dict[str, float | None]:
+    """mean, p50, p90, p95, p99 and max, in ``unit``; None of each where there are no values."""
+    ordered = sorted(values)
+    if not ordered:
+        return dict.fromkeys(("mean", *(f"p{percent:g}" for percent in PERCENTILES), "max"))
+    spread = {f"p{percent:g}": percentile(ordered, percent) / unit for percent in PERCENTILES}
+    return {"mean": sum(ordered) / len(ordered) / unit, **spread, "max": ordered[-1] / unit}
+
+
+def distribution_ms(values_ns: Iterable[int]) -> dict[str, float | None]:
+    """The distribution of nanoseconds, in milliseconds."""
+    return distribution(values_ns, NS_PER_MS)
 
 
 def cumulative(values: Sequence[float], num_points: int = 160) -> list[tuple[float, float]]:

@@ -1,7 +1,6 @@
 """Models as their dimensions: parameters, weight bytes, KV bytes, and how many tokens of KV fit beside the weights.
 
-Owns the reading of catalogue/models.toml and of Hugging Face config.json files. Must never guess a dimension: what a
-file does not say is an error. Durations are the business of costs/.
+Read from catalogue/models.toml; hub_config.py reads config.json files. Durations are the business of costs/.
 """
 
 import json
@@ -13,8 +12,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from diptych.control.errors import ConfigError, UnsupportedModelError
+from diptych.control.errors import ConfigError
 from diptych.simulation.hardware import Hardware
+from diptych.simulation.parallelism import ONE_DEVICE, Parallelism
 from diptych.simulation.weight_precision import GPU_WEIGHTS, WeightPrecision
 
 # What an engine takes besides weights and KV: the context of the driver, kernels, captured graphs, and activations.
@@ -27,7 +27,7 @@ DEFAULT_STEP_TOKENS = 2048
 class MoESpec:
     """Mixture of experts: each token visits ``experts_per_token`` of ``experts`` and all ``shared`` ones.
 
-    intermediate: width of one expert. dense_layers: the first layers, which have an ordinary MLP.
+    intermediate: width of one expert. dense_layers: how many layers have an ordinary MLP.
     """
 
     experts: int
@@ -51,9 +51,59 @@ class MLASpec:
     value_dim: int
 
 
+@dataclass(frozen=True, slots=True)
+class WindowSpec:
+    """``layers`` of the model attend to the last ``tokens`` tokens alone, and keep the KV of no more."""
+
+    tokens: int
+    layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinearAttentionSpec:
+    """``layers`` of the model have a state of fixed size in place of KV: Gated DeltaNet (arXiv:2412.06464, section 3)
+    as in Qwen3-Next. A head keeps a matrix of key_dim x value_dim numbers in 32 bits, and the convolution before it the
+    last ``conv_width`` - 1 inputs in 16."""
+
+    layers: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int = 4
+
+    @property
+    def key_width(self) -> int:
+        """Of all heads."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_width(self) -> int:
+        """Of all heads."""
+        return self.value_heads * self.value_dim
+
+    def shapes(self, hidden: int) -> tuple[tuple[int, int], ...]:
+        """(outputs, inputs) of the matrices of one layer: queries, keys, values and the gate; the two gates of the
+        recurrence; the output."""
+        return (
+            (2 * self.key_width + 2 * self.value_width, hidden),
+            (2 * self.value_heads, hidden),
+            (hidden, self.value_width),
+        )
+
+    @property
+    def state_bytes(self) -> int:
+        """Of one sequence, over all layers."""
+        convolution = (2 * self.key_width + self.value_width) * (self.conv_width - 1) * 2
+        return self.layers * (4 * self.value_heads * self.key_dim * self.value_dim + convolution)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """Dimensions of one decoder. Counts below are of numbers (parameters), bytes where the name says so."""
+    """Dimensions of one decoder. Counts below are of numbers (parameters), bytes where the name says so.
+
+    gated_attention: queries have a gate of their own width. checkpoint_bits, expert_bits: of the matrices and of the
+    experts in the published checkpoint (0: as the others)."""
 
     name: str
     hidden: int
@@ -71,8 +121,13 @@ class ModelSpec:
     norm_bias: bool = False
     qk_norm: bool = False
     learned_positions: int = 0
+    gated_attention: bool = False
+    checkpoint_bits: int = 16
+    expert_bits: float = 0.0
     moe: MoESpec | None = None
     mla: MLASpec | None = None
+    window: WindowSpec | None = None
+    linear: LinearAttentionSpec | None = None
 
     def __post_init__(self) -> None:
         for name in ("hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "max_context"):
@@ -80,6 +135,32 @@ class ModelSpec:
                 raise ConfigError(f"{name} of {self.name} is {getattr(self, name)}; it must be at least 1", param=name)
         if self.heads % self.kv_heads:
             raise ConfigError(f"heads ({self.heads}) is no multiple of kv_heads ({self.kv_heads})", param="kv_heads")
+        if self.full_layers < 0:
+            message = f"{self.name} has {self.layers} layers; those with windows and with linear attention are more"
+            raise ConfigError(message, param="layers")
+        if self.mla and (self.window or self.linear):
+            raise ConfigError(f"{self.name} has latent attention beside windows or linear attention", param="mla")
+
+    @property
+    def attention_layers(self) -> int:
+        """Layers with queries, keys and values, whose KV is kept."""
+        return self.layers - (self.linear.layers if self.linear else 0)
+
+    @property
+    def full_layers(self) -> int:
+        """Layers that attend to the whole context."""
+        return self.attention_layers - (self.window.layers if self.window else 0)
+
+    def kv_layers(self, context: int = 0) -> float:
+        """Layers that keep all tokens of a sequence of ``context`` tokens; one with a window counts for the share that
+        it keeps (0: a sequence within the window)."""
+        kept = min(1.0, self.window.tokens / context) if self.window and context else 1.0
+        return self.full_layers + (self.window.layers * kept if self.window else 0)
+
+    @property
+    def state_bytes(self) -> int:
+        """What a sequence keeps whatever its length, over all layers."""
+        return self.linear.state_bytes if self.linear else 0
 
     @property
     def query_width(self) -> int:
@@ -97,7 +178,8 @@ class ModelSpec:
     def attention_shapes(self) -> tuple[tuple[int, int], ...]:
         """(outputs, inputs) of the matrices around the attention of one layer."""
         if self.mla is None:
-            return (self.query_width + self.kv_width, self.hidden), (self.hidden, self.query_width)
+            queries = (2 if self.gated_attention else 1) * self.query_width
+            return (queries + self.kv_width, self.hidden), (self.hidden, self.query_width)
         mla, hidden, heads = self.mla, self.hidden, self.heads
         query = heads * (mla.nope_dim + mla.rope_dim)
         return (
@@ -134,7 +216,10 @@ class ModelSpec:
 
     def layer_parameters(self, *, active: bool = False) -> int:
         """Matrices of all layers; with ``active``, those that one token visits."""
-        total = self.layers * self.attention_parameters + (self.layers - self.num_moe_layers) * self.mlp_parameters
+        total = self.attention_layers * self.attention_parameters
+        total += (self.layers - self.num_moe_layers) * self.mlp_parameters
+        if self.linear:
+            total += self.linear.layers * sum(outputs * inputs for outputs, inputs in self.linear.shapes(self.hidden))
         if self.moe:
             experts = (self.moe.experts_per_token if active else self.moe.experts) + self.moe.shared
             total += self.num_moe_layers * (experts * self.expert_parameters + self.moe.experts * self.hidden)
@@ -144,7 +229,9 @@ class ModelSpec:
     def layer_outputs(self) -> int:
         """Output channels of the matrices of all layers: each has a scale where weights are quantised by channel."""
         up = 2 if self.gated_mlp else 1
-        total = self.layers * sum(outputs for outputs, _ in self.attention_shapes)
+        total = self.attention_layers * sum(outputs for outputs, _ in self.attention_shapes)
+        if self.linear:
+            total += self.linear.layers * sum(outputs for outputs, _ in self.linear.shapes(self.hidden))
         total += (self.layers - self.num_moe_layers) * (up * self.intermediate + self.hidden)
         if self.moe:
             experts = (self.moe.experts + self.moe.shared) * (up * self.moe.intermediate + self.hidden)
@@ -177,84 +264,141 @@ class ModelSpec:
         """Parameters that one token visits (as papers count them, embeddings included)."""
         return self.num_parameters - self.layer_parameters() + self.layer_parameters(active=True)
 
-    def kv_bytes_per_token(self, dtype_bytes: float = 2) -> int:
+    def kv_bytes_per_token(self, dtype_bytes: float = 2, context: int = 0) -> int:
         """KV bytes of one token over all layers: 2 * layers * kv_heads * head_dim * dtype_bytes; with MLA
-        layers * (kv_rank + rope_dim) * dtype_bytes."""
-        return round(self.layers * self.kv_width * dtype_bytes)
+        layers * (kv_rank + rope_dim) * dtype_bytes. With windows or linear attention: what a sequence of ``context``
+        tokens keeps, over its tokens (0: of a sequence within the window, without the state)."""
+        state = self.state_bytes / context if context else 0.0
+        return round(self.kv_layers(context) * self.kv_width * dtype_bytes + state)
+
+    @property
+    def routed_parameters(self) -> int:
+        """Matrices of all routed experts."""
+        return self.num_moe_layers * self.moe.experts * self.expert_parameters if self.moe else 0
+
+    @property
+    def routed_outputs(self) -> int:
+        """Output channels of the matrices of all routed experts."""
+        if self.moe is None:
+            return 0
+        up = 2 if self.gated_mlp else 1
+        return self.num_moe_layers * self.moe.experts * (up * self.moe.intermediate + self.hidden)
+
+    def routed_bytes(self, weights: WeightPrecision) -> int:
+        """Bytes of all routed experts in their format."""
+        return weights.expert_format.num_bytes(self.routed_outputs, self.routed_parameters)
 
     def weight_bytes(self, weights: WeightPrecision = GPU_WEIGHTS[16]) -> int:
-        """Bytes of all parameters: matrices of the layers, embeddings and lm_head in their formats, vectors in 16
-        bits."""
-        layers = weights.layers.num_bytes(self.layer_outputs, self.layer_parameters())
+        """Bytes of all parameters: matrices of the layers, routed experts, embeddings and lm_head in their formats,
+        vectors in 16 bits."""
+        outputs, parameters = self.layer_outputs - self.routed_outputs, self.layer_parameters() - self.routed_parameters
+        layers = weights.layers.num_bytes(outputs, parameters) + self.routed_bytes(weights)
         num_heads = weights.tied_copies if self.tied_embeddings else 2
         head = num_heads * weights.head.num_bytes(self.vocab, self.head_parameters)
         return layers + head + 2 * self.vector_parameters
 
 
-def kv_bytes_per_gpu(model: ModelSpec, tensor_parallel: int = 1, kv_bits: int = 16) -> int:
-    """KV bytes of one token on each GPU. KV heads are split, and copied when there are fewer heads than GPUs; the
-    latent of MLA belongs to all heads and lies on every GPU whole."""
-    if model.mla:
-        return model.kv_bytes_per_token(kv_bits / 8)
-    heads = -(-model.kv_heads // tensor_parallel)
-    return round(2 * model.layers * heads * model.head_dim * kv_bits / 8)
+def kv_bytes_per_gpu(
+    model: ModelSpec, parallelism: Parallelism = ONE_DEVICE, kv_bits: int = 16, context: int = 0
+) -> int:
+    """KV bytes of one token on each GPU of its group that holds the largest stage. KV heads are split, and copied when
+    there are fewer heads than GPUs; the latent of MLA belongs to all heads and lies on every GPU whole. context: of the
+    sequence, where it matters (``ModelSpec.kv_bytes_per_token``)."""
+    stage = -(-model.layers // parallelism.pipeline) / model.layers
+    layers = model.kv_layers(context) * stage
+    state = model.state_bytes * stage / parallelism.tensor / context if context else 0.0
+    width = model.kv_width
+    if model.mla is None:
+        width = 2 * -(-model.kv_heads // parallelism.tensor) * model.head_dim
+    return round(layers * width * kv_bits / 8 + state)
+
+
+def device_weight_bytes(model: ModelSpec, parallelism: Parallelism, weights: WeightPrecision) -> int:
+    """Bytes of weights on a device of the largest stage.
+
+    Matrices are cut over the tensor-parallel devices, routed experts over all devices of a stage. A stage has its share
+    of the layers, rounded up; the first has the embeddings and the last the lm_head, of which one is counted.
+    """
+    total = model.weight_bytes(weights)
+    routed = model.routed_bytes(weights) if parallelism.data > 1 else 0
+    if parallelism.pipeline > 1:
+        head = weights.head.num_bytes(model.vocab, model.head_parameters)
+        num_heads = weights.tied_copies if model.tied_embeddings else 2
+        share = -(-model.layers // parallelism.pipeline)
+        total = head + (total - num_heads * head) * share // model.layers
+        routed = routed * share // model.layers
+    return (total - routed) // parallelism.tensor + routed // parallelism.stage_devices
 
 
 def kv_capacity_tokens(
     model: ModelSpec,
     hardware: Hardware,
     *,
-    tensor_parallel: int = 1,
+    parallelism: Parallelism = ONE_DEVICE,
     weights: WeightPrecision = GPU_WEIGHTS[16],
     kv_bits: int = 16,
     utilization: float = 0.9,
     step_tokens: int = DEFAULT_STEP_TOKENS,
+    context: int = 0,
 ) -> int:
-    """Tokens of KV that fit: memory * utilization - weights / tensor_parallel - reserve, over the bytes of a token.
+    """Tokens of KV that fit in all data-parallel groups together: memory * utilization - weights - reserve of a device,
+    over the bytes of a token in sequences of ``context`` tokens (see ``ModelSpec.kv_bytes_per_token``).
 
     The reserve is 0.9 GB for the engine and the activations of a step of ``step_tokens`` tokens (two residual streams,
     the input and the output of the widest MLP, in 16 bits). Raises ConfigError when no token fits.
     """
     if not 0 < utilization <= 1:
         raise ConfigError(f"utilization is {utilization}; it must be in (0, 1]", param="utilization")
-    check_tensor_parallel(model, tensor_parallel)
-    weight_bytes = model.weight_bytes(weights) // tensor_parallel
+    check_parallelism(model, parallelism)
+    weight_bytes = device_weight_bytes(model, parallelism, weights)
     usable = int(hardware.memory_bytes * utilization)
-    width = 2 * model.hidden + (3 if model.gated_mlp else 2) * model.intermediate // tensor_parallel
+    width = 2 * model.hidden + (3 if model.gated_mlp else 2) * model.intermediate // parallelism.tensor
     left = usable - weight_bytes - ENGINE_RESERVE_BYTES - 2 * step_tokens * width
-    tokens = left // kv_bytes_per_gpu(model, tensor_parallel, kv_bits)
+    tokens = left // kv_bytes_per_gpu(model, parallelism, kv_bits, context)
     if tokens < 1:
         raise ConfigError(
-            f"{model.name} does not fit on {tensor_parallel} x {hardware.name}: its weights take "
+            f"{model.name} does not fit on {parallelism.devices} x {hardware.name}: its weights take "
             f"{weight_bytes / 1e9:.1f} GB of each at {weights.name}, {usable / 1e9:.1f} GB are usable "
             f"({utilization:.0%} of {hardware.memory_bytes / 1e9:.1f} GB); {_cure(hardware)}",
             param="tensor_parallel",
         )
-    return tokens
+    return tokens * parallelism.data
 
 
 def _cure(hardware: Hardware) -> str:
     return "set quantize" if hardware.kind == "cpu" else "raise tensor_parallel or lower weight_bits"
 
 
-def check_tensor_parallel(model: ModelSpec, tensor_parallel: int) -> None:
-    """Raise ConfigError unless the heads can be split over that many GPUs."""
-    if tensor_parallel < 1 or model.heads % tensor_parallel:
+def check_parallelism(model: ModelSpec, parallelism: Parallelism) -> None:
+    """Raise ConfigError unless the model can be split like that."""
+    if model.heads % parallelism.tensor:
         raise ConfigError(
-            f"tensor_parallel is {tensor_parallel}; it must divide the {model.heads} heads of {model.name}",
+            f"tensor_parallel is {parallelism.tensor}; it must divide the {model.heads} heads of {model.name}",
             param="tensor_parallel",
+        )
+    if parallelism.pipeline > model.layers:
+        raise ConfigError(
+            f"pipeline_parallel is {parallelism.pipeline}; {model.name} has {model.layers} layers",
+            param="pipeline_parallel",
+        )
+    for name, size in (("expert_parallel", parallelism.expert), ("data_parallel", parallelism.data)):
+        if size > 1 and model.moe is None:
+            raise ConfigError(
+                f"{name} is {size}; {model.name} has no experts (for more copies set replicas)", param=name
+            )
+    if model.moe and model.moe.experts % parallelism.expert:
+        raise ConfigError(
+            f"expert_parallel is {parallelism.expert}; it must divide the {model.moe.experts} experts of {model.name}",
+            param="expert_parallel",
         )
 
 
-def load_model(name: str, *, extra: Path | None = None) -> ModelSpec:
+def load_model(name: str) -> ModelSpec:
     """A model of the catalogue by name or alias (case does not matter), or of a Hugging Face directory or config.json.
 
-    ``extra``: a file in the format of catalogue/models.toml whose entries come first. Raises ConfigError for a name
-    that is in neither.
+    Raises ConfigError for a name that is neither.
     """
-    entries = dict(_catalogue())
-    if extra is not None:
-        entries.update(_parse(extra.read_text(), str(extra)))
+    entries = _catalogue()
     spec = entries.get(name.lower())
     if spec is not None:
         return spec
@@ -262,6 +406,8 @@ def load_model(name: str, *, extra: Path | None = None) -> ModelSpec:
     if path.is_dir():
         path = path / "config.json"
     if path.suffix == ".json" and path.is_file():
+        from diptych.simulation.hub_config import model_from_config  # it makes the records of this module
+
         return model_from_config(json.loads(path.read_text()), path.parent.name)
     known = ", ".join(sorted({entry.name for entry in entries.values()}))
     raise ConfigError(f"model {name!r} is neither in the catalogue nor a config.json; known: {known}", param="model")
@@ -270,6 +416,9 @@ def load_model(name: str, *, extra: Path | None = None) -> ModelSpec:
 def model_names() -> tuple[str, ...]:
     """Names of the catalogue, without aliases, in its order."""
     return tuple(dict.fromkeys(spec.name for spec in _catalogue().values()))
+
+
+PARTS: Mapping[str, Any] = {"moe": MoESpec, "mla": MLASpec, "window": WindowSpec, "linear": LinearAttentionSpec}
 
 
 @cache
@@ -290,70 +439,11 @@ def _parse(text: str, source: str) -> dict[str, ModelSpec]:
             raise ConfigError(f"{source}: {name} has unknown fields {sorted(unknown)}", param="model")
         values.setdefault("head_dim", values.get("hidden", 0) // max(1, values.get("heads", 1)))
         try:
-            values["moe"] = MoESpec(**values["moe"]) if "moe" in values else None
-            values["mla"] = MLASpec(**values["mla"]) if "mla" in values else None
+            for key, kind in PARTS.items():
+                values[key] = kind(**values[key]) if key in values else None
             spec = ModelSpec(name=name, **values)
         except TypeError as error:
             raise ConfigError(f"{source}: {name}: {error}", param="model") from error
         for key in (name, *aliases):
             entries[key.lower()] = spec
     return entries
-
-
-_PLAIN = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3", "yi")
-
-
-def model_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
-    """The model that a Hugging Face config.json describes. Raises UnsupportedModelError for other families."""
-    kind = config.get("model_type", "")
-    if kind not in _PLAIN:
-        raise UnsupportedModelError(f"model_type is {kind!r}; known: {', '.join(_PLAIN)}", param="model")
-    missing = [
-        key
-        for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-        if key not in config
-    ]
-    if missing:
-        raise ConfigError(f"config.json of {name} lacks {', '.join(missing)}", param="model")
-    heads = config["num_attention_heads"]
-    return ModelSpec(
-        name=name,
-        hidden=config["hidden_size"],
-        layers=config["num_hidden_layers"],
-        heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        intermediate=config["intermediate_size"],
-        vocab=config["vocab_size"],
-        max_context=config.get("max_position_embeddings", 2048),
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        qkv_bias=kind == "qwen2" or bool(config.get("attention_bias", False)),
-        qk_norm=kind.startswith("qwen3"),
-        moe=_moe(config),
-        mla=_mla(config),
-    )
-
-
-def _moe(config: Mapping[str, Any]) -> MoESpec | None:
-    experts = config.get("n_routed_experts") or config.get("num_local_experts") or config.get("num_experts")
-    if not experts:
-        return None
-    return MoESpec(
-        experts=experts,
-        experts_per_token=config["num_experts_per_tok"],
-        intermediate=config.get("moe_intermediate_size") or config["intermediate_size"],
-        shared=config.get("n_shared_experts") or 0,
-        dense_layers=config.get("first_k_dense_replace", 0),
-    )
-
-
-def _mla(config: Mapping[str, Any]) -> MLASpec | None:
-    if not config.get("kv_lora_rank"):
-        return None
-    return MLASpec(
-        q_rank=config.get("q_lora_rank") or 0,
-        kv_rank=config["kv_lora_rank"],
-        rope_dim=config["qk_rope_head_dim"],
-        nope_dim=config["qk_nope_head_dim"],
-        value_dim=config["v_head_dim"],
-    )

@@ -19,5 +19,10 @@ def packed_names(folder: str) -> tuple[str, ...]:
 @cache
 def packed_table(folder: str, name: str) -> dict[str, Any]:
     """The content of a table, as plain data."""
+    return msgspec.json.decode(packed_json(folder, name), type=dict[str, Any])
+
+
+def packed_json(folder: str, name: str) -> bytes:
+    """The content of a table as JSON."""
     packed = (resources.files("diptych.simulation.catalogue") / folder / f"{name}{SUFFIX}").read_bytes()
-    return msgspec.json.decode(gzip.decompress(packed), type=dict[str, Any])
+    return gzip.decompress(packed)

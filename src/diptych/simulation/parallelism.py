@@ -41,3 +41,16 @@ class Parallelism:
     def devices(self) -> int:
         """Devices of one worker."""
         return self.stage_devices * self.pipeline
+
+    @property
+    def is_tensor_only(self) -> bool:
+        """Whether the devices only cut matrices, as most measurements were taken."""
+        return self.devices == self.tensor and self.expert == 1
+
+    def __str__(self) -> str:
+        """Such as tp8 or tp4-pp2; what is 1 is left out, but the first."""
+        rest = (("pp", self.pipeline), ("ep", self.expert), ("dp", self.data))
+        return "-".join([f"tp{self.tensor}", *(f"{name}{size}" for name, size in rest if size > 1)])
+
+
+ONE_DEVICE = Parallelism()

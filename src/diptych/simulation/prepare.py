@@ -1,26 +1,158 @@
-"""From settings to sizes: KV blocks, the pools of a fleet, the price of a swap.
+"""From settings to sizes: KV blocks, the pools of a fleet and what prices them, the price of a swap.
 
 Owns the arithmetic of memory. Must never read a file or know an option's name beyond the settings' own.
 """
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
-from diptych.control.config import CacheConfig, EngineConfig, SchedulerConfig, prefill_scheduler
+import msgspec.structs
+
+from diptych.control.config import CacheConfig, EngineConfig, SchedulerConfig, prefill_scheduler, scheduler_config
 from diptych.control.errors import ConfigError
-from diptych.control.slo import NS_PER_S
-from diptych.simulation.costs.cost_choice import CostChoice
+from diptych.control.router.topology import Role
+from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo
+from diptych.simulation.costs.cost_choice import CostChoice, choose_cost
 from diptych.simulation.costs.fitted import Calibration
 from diptych.simulation.fleet.links import Link
-from diptych.simulation.fleet.pools import Pools
-from diptych.simulation.models import kv_bytes_per_gpu, kv_capacity_tokens
+from diptych.simulation.fleet.pools import Pool, Pools
+from diptych.simulation.hardware import Hardware
+from diptych.simulation.models import ModelSpec, kv_bytes_per_gpu, kv_capacity_tokens
+from diptych.simulation.parallelism import Parallelism
+from diptych.workload.build import build
+from diptych.workload.spec import ClosedLoop
 
 if TYPE_CHECKING:
     from diptych.simulation.settings import Settings
 
+FIRST_REQUESTS = 1000  # of the workload, whose lengths stand for all
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPool:
+    """Equal replicas, and what prices them. engine: of one lane of a replica's pipeline. nics: None: the fleet's.
+    price_per_hour: None: the hardware's."""
+
+    name: str
+    role: Role
+    replicas: int
+    parallelism: Parallelism
+    engine: EngineConfig
+    choice: CostChoice
+    swap_block_ns: int = 0
+    nics: int | None = None
+    price_per_hour: float | None = None
+    copy_block_ns: int = 0
+
+    @property
+    def num_workers(self) -> int:
+        """Lanes of all its replicas."""
+        return self.replicas * self.parallelism.pipeline
+
+    @property
+    def num_devices(self) -> int:
+        """Of all its replicas."""
+        return self.replicas * self.parallelism.devices
+
+    @property
+    def hardware(self) -> Hardware | None:
+        """The device, if it is one of the catalogue."""
+        return self.choice.hardware
+
+
+def prepare_pool(
+    name: str,
+    role: Role,
+    replicas: int,
+    settings: "Settings",
+    slo: Slo,
+    skew: float = 1.0,
+    *,
+    nics: int | None = None,
+    price_per_hour: float | None = None,
+) -> PreparedPool:
+    """A fleet of equal replicas with these settings, or the pool of that name in one. skew: longest context of a decode
+    batch over its mean. Raises ConfigError."""
+    parallelism = settings.parallelism
+    choice = choose_cost(
+        settings.cost,
+        model=settings.model,
+        hardware=settings.hardware,
+        parallelism=parallelism,
+        weight_bits=settings.weight_bits,
+        kv_bits=settings.kv_bits,
+        quantize=settings.quantize,
+        engine=settings.engine,
+        skew=skew,
+    )
+    scheduler = scheduler_of(settings)
+    cache = cache_config(settings, scheduler, choice)
+    stages = parallelism.pipeline
+    engine = EngineConfig(
+        cache=replace(cache, num_blocks=cache.num_blocks // stages, num_host_blocks=cache.num_host_blocks // stages),
+        scheduler=prefill_scheduler(scheduler, slo) if role == "prefill" else scheduler,
+        slo=slo,
+        max_model_len=settings.max_model_len or choice.max_model_len,
+    )
+    swap_ns, copy_ns = swap_block_ns(settings, choice), copy_block_ns(settings, choice)
+    return PreparedPool(name, role, replicas, parallelism, engine, choice, swap_ns, nics, price_per_hour, copy_ns)
+
+
+def scheduler_of(settings: "Settings") -> SchedulerConfig:
+    """What ``diptych serve`` would run with the same options. Raises ConfigError."""
+    return scheduler_config(settings.shape, **msgspec.structs.asdict(settings.scheduler))
+
+
+def fleet_pools(settings: "Settings", pools: Sequence[PreparedPool]) -> Pools | None:
+    """The pools of the simulated fleet; None for equal workers without a pipeline. Raises ConfigError."""
+    network = settings.pools
+    if not network.in_use and pools[0].parallelism.pipeline == 1:
+        return None
+    roles = {pool.role for pool in pools}
+    for role in ("prefill", "decode"):
+        if not roles & {role, "both"}:
+            raise ConfigError(f"pools.{role} is 0; with separate pools there is at least 1 of either", param="pools")
+    if network.in_use and settings.replicas != 1:
+        raise ConfigError(f"replicas is {settings.replicas}, but the pools say how many there are", param="replicas")
+    sources = [pool.choice.source for pool in pools]
+    models = [source[0] for source in sources if not isinstance(source, Calibration)]
+    if len(models) < len(sources):
+        raise ConfigError(
+            "pools need a model of the catalogue, whose KV size is known; cost is a calibration", param="cost"
+        )
+    return Pools(
+        kv_bytes_per_token=models[0].kv_bytes_per_token(settings.kv_bits // 8, mean_context(settings, models[0])),
+        link=network.link,
+        num_hosts=network.hosts,
+        stall_ns=round(network.stall_ms * NS_PER_MS),
+        named=tuple(_as_pool(pool, network.nics) for pool in pools),
+    )
+
+
+def _as_pool(pool: PreparedPool, nics: int) -> Pool:
+    """KV in another cut is read and written once more by the devices that hold it (assumed: at their full memory
+    bandwidth, all at once)."""
+    assert pool.hardware is not None, "a calibration has no pools"
+    holders = pool.parallelism.tensor * pool.parallelism.pipeline
+    return Pool(
+        name=pool.name,
+        role=pool.role,
+        replicas=pool.replicas,
+        stages=pool.parallelism.pipeline,
+        engine=pool.engine,
+        cost=pool.choice.cost,
+        nics=pool.nics or nics,
+        layout=(pool.parallelism.tensor, pool.parallelism.pipeline),
+        relayout_bytes_per_s=int(pool.hardware.memory_bandwidth) * holders // 2,
+        swap_block_ns=pool.swap_block_ns,
+        copy_block_ns=pool.copy_block_ns,
+    )
+
 
 def cache_config(settings: "Settings", scheduler: SchedulerConfig, choice: CostChoice) -> CacheConfig:
-    """The KV cache of one worker: as the settings say, as a calibration has it, or what fits beside the weights."""
+    """The KV cache of one replica: as the settings say, as a calibration has it, or what fits beside the weights."""
     memory = settings.memory
     if isinstance(choice.source, Calibration):
         cache = choice.source.cache
@@ -29,56 +161,46 @@ def cache_config(settings: "Settings", scheduler: SchedulerConfig, choice: CostC
         return replace(cache, enable_prefix_cache=memory.prefix_cache)
     model, hardware = choice.source
     assert choice.weights is not None, "only a calibration has weights of its own"
-    token_bytes = kv_bytes_per_gpu(model, settings.tensor_parallel, settings.kv_bits)
+    context = mean_context(settings, model)
+    token_bytes = kv_bytes_per_gpu(model, settings.parallelism, settings.kv_bits, context)
+    holders = settings.parallelism.tensor * settings.parallelism.pipeline  # devices that hold parts of one token
     tokens = memory.kv_cache_tokens
     if tokens is None and memory.kv_cache_bytes is not None:
-        tokens = memory.kv_cache_bytes // token_bytes
+        tokens = memory.kv_cache_bytes // token_bytes * settings.parallelism.data
     if tokens is None:
         tokens = kv_capacity_tokens(
             model,
             hardware,
-            tensor_parallel=settings.tensor_parallel,
+            parallelism=settings.parallelism,
             weights=choice.weights,
             kv_bits=settings.kv_bits,
             utilization=memory.gpu_memory_utilization,
             step_tokens=scheduler.budget.max_batched_tokens,
+            context=context,
         )
     return CacheConfig(
         num_blocks=tokens // memory.block_size,
         block_size=memory.block_size,
-        num_host_blocks=memory.swap_bytes // (memory.block_size * token_bytes * settings.tensor_parallel),
+        num_host_blocks=memory.swap_bytes // (memory.block_size * token_bytes * holders),
         enable_prefix_cache=memory.prefix_cache,
     )
 
 
-def fleet_pools(settings: "Settings", choice: CostChoice, worker: EngineConfig) -> Pools | None:
-    """Separate prefill and decode workers, if the settings say so. Raises ConfigError."""
-    pools = settings.pools
-    if not pools.prefill and not pools.decode and not pools.both:
-        return None
-    for name, count in (("prefill", pools.prefill), ("decode", pools.decode)):
-        if not count and not pools.both:
-            raise ConfigError(f"pools.{name} is 0; with separate pools there is at least 1 of either", param="pools")
-    if settings.replicas != 1:
-        raise ConfigError(
-            f"replicas is {settings.replicas}, but pools.prefill and pools.decode say how many there are",
-            param="replicas",
-        )
-    if isinstance(choice.source, Calibration):
-        raise ConfigError(
-            "pools need a model of the catalogue, whose KV size is known; cost is a calibration", param="cost"
-        )
-    model, _ = choice.source
-    kv_bytes = model.kv_bytes_per_token(settings.kv_bits // 8)
-    return Pools(
-        num_prefill=pools.prefill,
-        num_decode=pools.decode,
-        num_both=pools.both,
-        num_hosts=pools.hosts,
-        kv_bytes_per_token=kv_bytes,
-        link=pools.link,
-        prefill=worker.with_(scheduler=prefill_scheduler(worker.scheduler, worker.slo)),
-    )
+def mean_context(settings: "Settings", model: ModelSpec) -> int:
+    """Tokens of a running sequence on average over the workload's first requests: the prompt and half of the answer.
+    0 where it does not matter, because every layer of the model keeps every token.
+
+    Layers with a window or with linear attention keep as much of a long sequence as of one a little shorter. The cache
+    counts tokens, so what such layers keep is spread over the tokens of a sequence of this length.
+    """
+    if model.window is None and model.linear is None:
+        return 0
+    workload = build(settings.workload, settings.seed)
+    if isinstance(workload, ClosedLoop):
+        specs = [spec for _ in range(FIRST_REQUESTS) if (spec := workload.next_request(0, 0)) is not None]
+    else:
+        specs = list(islice(workload, FIRST_REQUESTS))
+    return max(1, sum(2 * spec.prompt_tokens + spec.output_tokens for spec in specs) // (2 * len(specs)))
 
 
 def copy_block_ns(settings: "Settings", choice: CostChoice) -> int:
@@ -86,7 +208,8 @@ def copy_block_ns(settings: "Settings", choice: CostChoice) -> int:
     if isinstance(choice.source, Calibration):
         return 0
     model, hardware = choice.source
-    block_bytes = settings.memory.block_size * kv_bytes_per_gpu(model, settings.tensor_parallel, settings.kv_bits)
+    context = mean_context(settings, model)
+    block_bytes = settings.memory.block_size * kv_bytes_per_gpu(model, settings.parallelism, settings.kv_bits, context)
     return round(2 * block_bytes * NS_PER_S / hardware.memory_bandwidth)
 
 
@@ -94,7 +217,7 @@ def swap_block_ns(settings: "Settings", choice: CostChoice) -> int:
     """Every GPU copies its share of a block over its own link."""
     if not settings.memory.swap_bytes or isinstance(choice.source, Calibration):
         return 0
-    block_bytes = settings.memory.block_size * kv_bytes_per_gpu(
-        choice.source[0], settings.tensor_parallel, settings.kv_bits
-    )
+    model = choice.source[0]
+    context = mean_context(settings, model)
+    block_bytes = settings.memory.block_size * kv_bytes_per_gpu(model, settings.parallelism, settings.kv_bits, context)
     return block_bytes * NS_PER_S // Link.named(settings.memory.swap_link).bandwidth

@@ -110,6 +110,7 @@ class _ReplayedEngine:
         self._start_ns: int | None = None
         self._output = SchedulerOutput(0)  # of the newest step
         self._usage = WorkerUsage(report.config.cache.num_blocks)
+        self._ahead: set[str] = set()  # prompts that the next "add" is of
         self._numbers: dict[str, tuple[int, int]] = {}  # of requests in the worker: place of arrival, time of it
         self._num_arrivals = 0
         self._collector = Collector(1)
@@ -133,6 +134,11 @@ class _ReplayedEngine:
                 self._tick(now)
                 times = {"first_step_ns": first_step_ns, "first_token_ns": first_token_ns}
                 self._take(core.deliver(request_id, now, **times))
+            case ["ahead", request_id]:
+                self._ahead.add(request_id)
+            case ["placed", now, request_id]:
+                self._tick(now)
+                self._take(core.place_found(request_id, now))
             case ["release", now, request_id]:
                 self._tick(now)
                 self._take(core.release(request_id, now))
@@ -192,6 +198,8 @@ class _ReplayedEngine:
         )
         request.hands_off, request.lease_ns, borrowed, request.num_borrowed_tokens, *standing = handoff
         request.borrowed_block_ids = tuple(borrowed)
+        request.is_ahead = request_id in self._ahead
+        self._ahead.discard(request_id)
         request.standing_at_arrival = Standing(*standing or (Standing.NEW,))  # unknown before version 5
         self._numbers[request_id] = (self._num_arrivals, now)
         self._num_arrivals += 1

@@ -5,11 +5,13 @@ Times are integer nanoseconds of the simulation's clock.
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
+from diptych.control.errors import ErrorRecord
 from diptych.control.events import RequestFinished
 from diptych.control.request import FinishReason
 from diptych.control.slo import NS_PER_MS, NS_PER_S
@@ -37,6 +39,7 @@ class RequestTable:
     slo_met: "array[int]" = field(default_factory=lambda: array("b"))  # 1, 0, or -1: it had no objective
     worker: "array[int]" = field(default_factory=lambda: array("i"))  # -1: refused before any
     kind: list[str] = field(default_factory=list)  # interned class names
+    errors: dict[int, ErrorRecord] = field(default_factory=dict)  # by row, of requests that ended in an error
 
     def __len__(self) -> int:
         return len(self.number)
@@ -58,6 +61,8 @@ class RequestTable:
         self.slo_met.append(-1 if event.slo_met is None else int(event.slo_met))
         self.worker.append(worker)
         self.kind.append(kind)
+        if event.error is not None:
+            self.errors[len(self.kind) - 1] = event.error
 
     def is_completed(self, row: int) -> bool:
         """Whether the request got its whole answer."""
@@ -66,6 +71,14 @@ class RequestTable:
     def completed_rows(self) -> list[int]:
         """Rows of requests that got their whole answer."""
         return [row for row in range(len(self)) if self.is_completed(row)]
+
+    def failure(self, row: int) -> str | None:
+        """Why the request did not get its whole answer: the code of its error (as the server answers it), or
+        ``abort`` where its client went away; None where it did."""
+        if self.is_completed(row):
+            return None
+        error = self.errors.get(row)
+        return REASONS[self.reason[row]].value if error is None else error.code or error.kind
 
     def ttft_ns(self, row: int) -> int:
         """Arrival to first token."""
@@ -140,6 +153,17 @@ class GapHistogram:
         total = sum(self.weights.values())
         return 1000.0 * sum(gap * count for gap, count in self.weights.items()) / total if total else 0.0
 
+    def distribution_ms(self) -> dict[str, float | None]:
+        """As report.statistics has it of values: None of each figure when there are no gaps."""
+        if not self.weights:
+            return distribution_ms(())
+        spread = zip(PERCENTILES, self.percentiles(PERCENTILES), strict=True)
+        return {
+            "mean": self.mean_ns() / NS_PER_MS,
+            **{f"p{percent:g}": value / NS_PER_MS for percent, value in spread},
+            "max": max(self.weights) / 1000,
+        }
+
 
 @dataclass(slots=True)
 class SimulationResult:
@@ -155,7 +179,8 @@ class SimulationResult:
 
 
 def summarize(result: SimulationResult, rows: Sequence[int] | None = None) -> dict[str, Any]:
-    """The report as plain data: latencies in ms, rates per second, shares 0 to 1. ``rows``: only these requests."""
+    """The report as plain data: latencies in ms, rates per second, shares 0 to 1. What was not measured is None.
+    ``rows``: only these requests. failures: how many requests failed, by reason."""
     table = result.requests
     every = range(len(table)) if rows is None else rows
     done = [row for row in every if table.is_completed(row)]
@@ -163,10 +188,6 @@ def summarize(result: SimulationResult, rows: Sequence[int] | None = None) -> di
     judged = [row for row in every if table.slo_met[row] >= 0]
     met = sum(table.slo_met[row] == 1 for row in judged)
     tpots = [tpot for row in done if (tpot := table.tpot_ns(row)) is not None]
-    gaps = result.gaps.percentiles(PERCENTILES)
-    itl = {"mean": result.gaps.mean_ns() / NS_PER_MS}
-    itl |= {f"p{percent:g}": value / NS_PER_MS for percent, value in zip(PERCENTILES, gaps, strict=True)}
-    itl["max"] = max(result.gaps.weights, default=0) / 1000
     outputs = sum(table.output_tokens[row] for row in done)
     prompts = sum(table.prompt_tokens[row] for row in done)
     handoffs = {"handoff_ms": distribution_ms(table.handoff_ns[row] for row in done)} if any(table.handoff_ns) else {}
@@ -174,35 +195,53 @@ def summarize(result: SimulationResult, rows: Sequence[int] | None = None) -> di
         "num_requests": len(every),
         "num_completed": len(done),
         "num_failed": len(every) - len(done),
+        "failures": failures(table, every),
         "duration_s": seconds,
         "ttft_ms": distribution_ms(table.ttft_ns(row) for row in done),
         "tpot_ms": distribution_ms(tpots),
-        "itl_ms": itl,
+        "itl_ms": result.gaps.distribution_ms(),
         "e2e_ms": distribution_ms(table.e2e_ns(row) for row in done),
         "queue_ms": distribution_ms(table.queue_ns[row] for row in done),
         **handoffs,
         "attainment": met / len(judged) if judged else None,
         "goodput_rps": met / seconds if judged and seconds else None,
-        "throughput_rps": len(done) / seconds if seconds else 0.0,
-        "output_tokens_per_s": outputs / seconds if seconds else 0.0,
-        "total_tokens_per_s": (outputs + prompts) / seconds if seconds else 0.0,
-        "cached_token_share": sum(table.cached_tokens[row] for row in done) / prompts if prompts else 0.0,
+        "throughput_rps": len(done) / seconds if seconds else None,
+        "prompt_tokens": prompts,
+        "output_tokens": outputs,
+        "output_tokens_per_s": outputs / seconds if seconds else None,
+        "total_tokens_per_s": (outputs + prompts) / seconds if seconds else None,
+        "cached_token_share": sum(table.cached_tokens[row] for row in done) / prompts if prompts else None,
         "preemptions": sum(table.preemptions[row] for row in every),
         "utilization": utilization(result),
     }
 
 
-def utilization(result: SimulationResult) -> dict[str, float]:
-    """Shares of the fleet's time by phase, and of its KV blocks."""
-    span = max(1, result.duration_ns) * max(1, len(result.workers))
+def failures(table: RequestTable, rows: Iterable[int]) -> dict[str, int]:
+    """How many of these requests failed, by reason, the most frequent first (the table's order between equals)."""
+    return dict(Counter(why for row in rows if (why := table.failure(row)) is not None).most_common())
+
+
+def failure_messages(table: RequestTable) -> dict[str, str]:
+    """The first error message of each reason, in the order of the rows."""
+    messages: dict[str, str] = {}
+    for error in table.errors.values():
+        messages.setdefault(error.code or error.kind, error.message)
+    return messages
+
+
+def utilization(result: SimulationResult) -> dict[str, float | None]:
+    """Shares of the fleet's time by phase, and of its KV blocks; None when no time passed."""
     usage = result.workers
+    span = result.duration_ns * len(usage)
+    if not span:
+        return dict.fromkeys(("prefill", "decode", "mixed", "down", "idle", "kv_mean", "kv_peak"))
     busy = {
         "prefill": sum(worker.busy_prefill_ns for worker in usage) / span,
         "decode": sum(worker.busy_decode_ns for worker in usage) / span,
         "mixed": sum(worker.busy_mixed_ns for worker in usage) / span,
         "down": sum(worker.down_ns for worker in usage) / span,
     }
-    blocks = sum(worker.num_blocks for worker in usage) * max(1, result.duration_ns)
+    blocks = sum(worker.num_blocks for worker in usage) * result.duration_ns
     return {
         **busy,
         "idle": max(0.0, 1.0 - sum(busy.values())),

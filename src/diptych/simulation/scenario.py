@@ -1,8 +1,8 @@
-"""What to simulate: a fleet of equal workers, a workload, faults and a seed, in one frozen record."""
+"""What to simulate: a fleet, a workload, faults and a seed, in one frozen record."""
 
 from dataclasses import dataclass, field, replace
 
-from diptych.control.admission.admission_queue import AdmissionConfig, ServiceClassConfig
+from diptych.control.admission.admission_config import AdmissionConfig, ServiceClassConfig
 from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.config import EngineConfig, SchedulerConfig
 from diptych.control.errors import ConfigError
@@ -45,11 +45,12 @@ class Scenario:
 
     cluster: the settings of the front end's ClusterCore (default: as ``diptych serve``; links, objectives and seed are
     filled in). record_events: keep the whole event log (memory grows with the run). fast_forward: take decode steps in
-    which nothing can change all at once; the log is the same either way. pools: prefill and decode on separate workers
-    (then they say how many there are). warm_up: measured steps that the step-time model begins with, as a live worker's
+    which nothing can change all at once; the log is the same either way (lanes of a pipeline take step after step).
+    pools: workers that differ in role, settings or cost (then they say how many there are; engine and cost are those of
+    pools that have none of their own). warm_up: measured steps that the step-time model begins with, as a live worker's
     does (empty: the usual ones, at what the cost model says). front_end: what passes before a request reaches the
     cluster; part of its queueing time. swap_block_ns: copying one block between device and host, one after the other.
-    watch: how failures are noticed. copy_block_ns: copying one block to another within the memory of a host.
+    watch: how failures are noticed.
     """
 
     engine: EngineConfig
@@ -65,7 +66,6 @@ class Scenario:
     pools: Pools | None = None
     front_end: FrontEnd = field(default_factory=FrontEnd)
     swap_block_ns: int = 0
-    copy_block_ns: int = 0
     warm_up: tuple[tuple[StepFeatures, int], ...] = ()
     watch: Watch = field(default_factory=Watch)
 
@@ -84,7 +84,8 @@ class Scenario:
         """``cluster`` with the links between these workers, their objectives, and the seed."""
         links = LinkCosts()
         if self.pools is not None:
-            network = LinkCost(*LINKS[self.pools.link])
+            bandwidth, latency_ns = LINKS[self.pools.link]
+            network = LinkCost(bandwidth * min(pool.nics for pool in self.pools.pools), latency_ns)
             near_ns = LINKS["shared_memory"][1]
             links = LinkCosts(self.pools.kv_bytes_per_token, memory_latency_ns=near_ns, host=network, network=network)
         routing = replace(self.cluster.routing, links=links, seed=self.seed)

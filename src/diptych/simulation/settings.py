@@ -9,60 +9,45 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import msgspec.inspect
 import msgspec.structs
 
 from diptych.control.cluster.cluster_config import ClusterConfig, OnFailure, cluster_config
-from diptych.control.config import (
-    BudgetName,
-    EngineConfig,
-    OrderName,
-    PreemptionName,
-    SchedulerConfig,
-    ShapeName,
-    scheduler_config,
-)
+from diptych.control.config import ShapeName
 from diptych.control.errors import ConfigError
 from diptych.control.router.routing import Disaggregate, RoutingName
 from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo
-from diptych.simulation.costs.cost_choice import CostChoice, choose_cost
+from diptych.simulation.context_skew import context_skew
+from diptych.simulation.costs.cost_choice import CostChoice
 from diptych.simulation.costs.fitted import Calibration
 from diptych.simulation.faults import FAULTS, MESSAGE_FAULTS, WORKER_FAULTS, Fault, FaultKind, Watch, random_faults
-from diptych.simulation.front_end import FrontEnd
-from diptych.simulation.prepare import cache_config, copy_block_ns, fleet_pools, swap_block_ns
+from diptych.simulation.fleet.pools import Pools
+from diptych.simulation.number_limits import AtLeastOne, AtLeastZero, NotNegative, Positive, Share
+from diptych.simulation.parallelism import Parallelism
+from diptych.simulation.pool_settings import (
+    NETWORK,
+    PoolSettings,
+    PoolsSettings,
+    plain_pools,
+    pool_tables,
+    pools_from,
+    with_pool,
+)
+from diptych.simulation.prepare import PreparedPool, fleet_pools, prepare_pool
 from diptych.simulation.scenario import ADMIT_ALL, Scenario
+from diptych.simulation.scheduler_settings import SchedulerSettings
 from diptych.simulation.weight_precision import QuantizeName
 from diptych.workload.build import build
 from diptych.workload.description import SettingsTable, WorkloadConfig
 
-AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
-AtLeastZero = Annotated[int, msgspec.Meta(ge=0)]
-Positive = Annotated[float, msgspec.Meta(gt=0)]
-NotNegative = Annotated[float, msgspec.Meta(ge=0)]
-Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
-
-
-class SchedulerSettings(SettingsTable, frozen=True, kw_only=True):
-    """Details on top of the shape's preset; the names of ``diptych serve``. None: as the preset has it."""
-
-    order: OrderName | None = None
-    budget: BudgetName | None = None
-    max_batched_tokens: int | None = None
-    step_target_ms: Positive | None = None
-    max_num_seqs: int | None = None
-    max_waiting: int | None = None
-    max_partial_prefills: int | None = None
-    max_long_partial_prefills: int | None = None
-    long_prefill_threshold: int | None = None
-    preemption: PreemptionName | None = None
-    preempt_for_priority: bool = False
+Struct = TypeVar("Struct", bound=msgspec.Struct)
 
 
 class MemorySettings(SettingsTable, frozen=True, kw_only=True):
-    """The KV cache of one worker. kv_cache_tokens or kv_cache_bytes (of each GPU) replace what fits beside the
+    """The KV cache of one replica. kv_cache_tokens or kv_cache_bytes (of each GPU) replace what fits beside the
     weights in ``gpu_memory_utilization`` of the memory; swap_bytes: host memory for swapped requests, which
     travel over ``swap_link`` (one of simulation/fleet/links.py)."""
 
@@ -80,19 +65,6 @@ class SloSettings(SettingsTable, frozen=True, kw_only=True):
 
     ttft_ms: Positive | None = None
     tpot_ms: Positive | None = None
-
-
-class PoolSettings(SettingsTable, frozen=True, kw_only=True):
-    """Prefill and decode on separate workers, and workers that do both (0 of all: together, on ``replicas`` of them).
-    link: the name of one of fleet/links.py; every worker has one of its own in each direction. hosts: workers
-    are dealt out to so many hosts, and those of one host borrow blocks of each other instead of sending them (0: each
-    is on a host of its own)."""
-
-    prefill: AtLeastZero = 0
-    decode: AtLeastZero = 0
-    both: AtLeastZero = 0
-    link: str = "ib400"
-    hosts: AtLeastZero = 0
 
 
 class WatchSettings(SettingsTable, frozen=True, kw_only=True):
@@ -122,18 +94,25 @@ class RandomFaultSettings(SettingsTable, frozen=True, kw_only=True):
 
 
 class Settings(SettingsTable, frozen=True, kw_only=True):
-    """One simulation. ``model`` and ``hardware``: names of the catalogue (or a config.json); not needed when ``cost``
-    is a file of ``diptych calibrate``, which knows both. routing to max_queued: as for ``diptych serve`` (None: its
-    defaults). weight_bits: of a GPU. quantize: on a CPU, as for ``diptych serve``; with a calibration it may only agree
-    with what was measured (None: that, or "none"). admit_all: refuse no request, however long it would wait."""
+    """One simulation. model: a name of the catalogue, or a config.json. hardware: a name of the catalogue, a file in
+    its format, or a table (hardware.py). Neither is needed when ``cost`` is a file of ``diptych calibrate``.
+    tensor_parallel to data_parallel: see Parallelism. routing to max_queued: as for ``diptych serve`` (None: its
+    defaults). weight_bits: of a GPU (None: what the checkpoint has). quantize: on a CPU, as for ``diptych serve``; with
+    a calibration it may only agree with what was measured (None: that, or "none"). engine: one of serving_engine.py,
+    whose host prepares the steps and whose front end takes the requests (None: as the cost model has it). admit_all:
+    refuse no request, however long it would wait."""
 
     model: str | None = None
-    hardware: str | None = None
+    hardware: str | dict[str, Any] | None = None
     tensor_parallel: AtLeastOne = 1
-    weight_bits: Literal[4, 8, 16] = 16
+    pipeline_parallel: AtLeastOne = 1
+    expert_parallel: AtLeastOne = 1
+    data_parallel: AtLeastOne = 1
+    weight_bits: Literal[4, 8, 16] | None = None
     quantize: QuantizeName | None = None
     kv_bits: Literal[8, 16] = 16
     cost: str = "auto"
+    engine: str | None = None
     shape: ShapeName = "chunked"
     replicas: AtLeastOne = 1
     routing: RoutingName | None = None
@@ -148,23 +127,61 @@ class Settings(SettingsTable, frozen=True, kw_only=True):
     memory: MemorySettings = MemorySettings()
     slo: SloSettings = SloSettings()
     workload: WorkloadConfig = WorkloadConfig()
-    pools: PoolSettings = PoolSettings()
+    pools: PoolsSettings = PoolsSettings()
     faults: tuple[FaultSettings, ...] = ()
     random_faults: RandomFaultSettings | None = None
     watch: WatchSettings = WatchSettings()
 
     @property
-    def num_workers(self) -> int:
+    def parallelism(self) -> Parallelism:
+        """How the devices of one worker share the model. Raises ConfigError."""
+        return Parallelism(self.tensor_parallel, self.pipeline_parallel, self.expert_parallel, self.data_parallel)
+
+    @property
+    def num_replicas(self) -> int:
         """Of the whole fleet."""
-        return self.pools.prefill + self.pools.decode + self.pools.both or self.replicas
+        return sum(pool.replicas for pool in self.pools.in_use.values()) or self.replicas
+
+    def of_pool(self, pool: PoolSettings) -> "Settings":
+        """The settings of a fleet that is this pool alone."""
+        details = msgspec.structs.asdict(pool.scheduler).items()
+        changed = {name: value for name, value in details if value not in (None, False)}
+        return msgspec.structs.replace(
+            self,
+            **pool.changes(),
+            memory=msgspec.structs.replace(self.memory, **pool.memory_changes()),
+            scheduler=msgspec.structs.replace(self.scheduler, **changed),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A scenario, what it is priced with, and what the workers cost."""
+    """A scenario, and its pools with what they are priced with (one where the settings name none)."""
 
     scenario: Scenario
-    cost: CostChoice
+    pools: tuple[PreparedPool, ...]
+
+    @property
+    def cost(self) -> CostChoice:
+        """Of the first pool."""
+        return self.pools[0].choice
+
+    @property
+    def cost_model(self) -> str:
+        """What prices the steps, in words."""
+        words = {pool.name: pool.choice.words for pool in self.pools}
+        if len(set(words.values())) == 1:
+            return self.cost.words
+        return "; ".join(f"{name}: {text}" for name, text in words.items())
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What was not measured, in sentences: of each pool's cost model, and of the handoffs between them."""
+        sentences = [sentence for pool in self.pools for sentence in pool.choice.assumptions]
+        pools = self.scenario.pools
+        if pools is not None and len({pool.layout for pool in pools.pools}) > 1:
+            sentences.append("the receiver cuts KV anew at the full memory bandwidth of its devices")
+        return tuple(dict.fromkeys(sentences))
 
 
 def read_settings(path: Path | None = None, overrides: Mapping[str, Any] | None = None) -> Settings:
@@ -187,77 +204,103 @@ def read_settings(path: Path | None = None, overrides: Mapping[str, Any] | None 
 
 def settings_from(raw: Mapping[str, Any]) -> Settings:
     """Settings from plain data. Raises ConfigError."""
+    pools = raw.get("pools")
+    if isinstance(pools, Mapping):
+        tables = pool_tables(pools)
+        for name, table in tables.items():
+            if name not in NETWORK:
+                _converted(table, PoolSettings, f"pools.{name}")
+        raw = {**raw, "pools": pools_from(tables)}
+    return _converted(raw, Settings)
+
+
+def _converted(raw: Any, struct: type[Struct], prefix: str = "") -> Struct:
+    """A record of this kind; ``prefix``: the path of the data in the settings. Raises ConfigError."""
     try:
-        return msgspec.convert(raw, Settings)
+        return msgspec.convert(raw, struct)
     except msgspec.ValidationError as error:
         message, _, where = str(error).partition(" - at `$")
-        path = where.rstrip("`").lstrip(".")
-        path = re.sub(r"\[\.\.\.\]", "", path)
-        raise ConfigError(_in_words(raw, path, message.replace("`", "")), param=path or None) from None
+        path = re.sub(r"\[\.\.\.\]", "", where.rstrip("`").lstrip("."))
+        full = ".".join(part for part in (prefix, path) if part)
+        words = _in_words(full, _value_at(raw, path), choices(path, struct), message.replace("`", ""))
+        raise ConfigError(words, param=full or None) from None
 
 
 def plain(settings: Settings) -> dict[str, Any]:
     """The settings that differ from their defaults, as plain data that ``settings_from`` reads."""
     data = msgspec.to_builtins(settings)
     assert isinstance(data, dict)
-    return data
+    return {**data, "pools": plain_pools(data["pools"])} if "pools" in data else data
 
 
 def with_value(raw: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """A copy with the value at a dotted path replaced. Raises ConfigError when the path leads through no table."""
+    """A copy with the value at a dotted path replaced. Raises ConfigError when the path leads through no table.
+
+    A device is both a name and a table: ``hardware = "h100"`` and ``hardware.like = "h100"`` are the same, so that a
+    field of it can be set beside its name."""
     name, _, rest = path.partition(".")
+    inner = raw.get(name, {})
+    if name == "hardware":
+        if rest and isinstance(inner, str):
+            inner = {"like": inner}
+        elif not rest and isinstance(raw.get(name), Mapping) and isinstance(value, str):
+            value = {**inner, "like": value}
     if not rest:
         return {**raw, name: value}
-    inner = raw.get(name, {})
     if not isinstance(inner, Mapping):
         raise ConfigError(f"{path}: {name} is {inner!r}, no table", param=path)
+    if name == "pools":
+        inner, value = with_pool(inner, rest, value)
     return {**raw, name: with_value(inner, rest, value)}
 
 
 def prepare(settings: Settings, *, record_events: bool = False, most_recorded: int | None = None) -> Prepared:
-    """The scenario together with the choice of its cost model. Raises ConfigError.
+    """The scenario together with the choice of its cost models. Raises ConfigError.
 
     most_recorded: with more requests than that, events are not kept after all.
     """
-    scheduler = scheduler_of(settings)
-    choice = choose_cost(
-        settings.cost,
-        model=settings.model,
-        hardware=settings.hardware,
-        tensor_parallel=settings.tensor_parallel,
-        weight_bits=settings.weight_bits,
-        kv_bits=settings.kv_bits,
-        quantize=settings.quantize,
-    )
     workload = build(settings.workload, settings.seed)
-    engine = EngineConfig(
-        cache=cache_config(settings, scheduler, choice),
-        scheduler=scheduler,
-        slo=Slo(_nanoseconds(settings.slo.ttft_ms), _nanoseconds(settings.slo.tpot_ms)),
-        max_model_len=settings.max_model_len or choice.max_model_len,
-    )
+    pools = _prepared_pools(settings, context_skew(workload))
+    first = pools[0]
+    source = first.choice.source
+    fleet = fleet_pools(settings, pools)
     scenario = Scenario(
-        engine=engine,
-        cost=choice.cost,
+        engine=first.engine,
+        cost=first.choice.cost,
         workload=workload,
-        num_workers=settings.num_workers,
+        num_workers=settings.num_replicas,
         cluster=_cluster(settings),
-        faults=_faults(settings),
+        faults=_faults(settings, fleet),
         watch=_watch(settings.watch),
-        pools=fleet_pools(settings, choice, engine),
-        front_end=choice.source.front_end if isinstance(choice.source, Calibration) else FrontEnd(),
-        swap_block_ns=swap_block_ns(settings, choice),
-        copy_block_ns=copy_block_ns(settings, choice),
-        warm_up=choice.source.warm_up if isinstance(choice.source, Calibration) else (),
+        pools=fleet,
+        front_end=first.choice.front_end,
+        swap_block_ns=first.swap_block_ns,
+        warm_up=source.warm_up if isinstance(source, Calibration) else (),
         seed=settings.seed,
         record_events=record_events and (most_recorded is None or len(workload) <= most_recorded),
     )
-    return Prepared(scenario, choice)
+    return Prepared(scenario, pools)
 
 
-def scheduler_of(settings: Settings) -> SchedulerConfig:
-    """What ``diptych serve`` would run with the same options. Raises ConfigError."""
-    return scheduler_config(settings.shape, **msgspec.structs.asdict(settings.scheduler))
+def _prepared_pools(settings: Settings, skew: float) -> tuple[PreparedPool, ...]:
+    """The pools that the settings name, or the whole fleet as one. skew: of the contexts of a decode batch."""
+    slo = Slo(_nanoseconds(settings.slo.ttft_ms), _nanoseconds(settings.slo.tpot_ms))
+    named = settings.pools.in_use
+    if not named:
+        return (prepare_pool("all", "both", settings.replicas, settings, slo, skew),)
+    return tuple(
+        prepare_pool(
+            name,
+            settings.pools.role(name),
+            pool.replicas,
+            settings.of_pool(pool),
+            slo,
+            skew,
+            nics=pool.nics,
+            price_per_hour=pool.price_per_hour,
+        )
+        for name, pool in named.items()
+    )
 
 
 def _cluster(settings: Settings) -> ClusterConfig:
@@ -272,8 +315,9 @@ def _cluster(settings: Settings) -> ClusterConfig:
     return replace(config, admission=ADMIT_ALL) if settings.admit_all else config
 
 
-def _faults(settings: Settings) -> tuple[Fault, ...]:
-    scripted = tuple(
+def _faults(settings: Settings, fleet: Pools | None) -> tuple[Fault, ...]:
+    """Faults of replicas, as faults of their workers."""
+    faults = tuple(
         Fault(
             fault.kind,
             fault.replica,
@@ -283,22 +327,29 @@ def _faults(settings: Settings) -> tuple[Fault, ...]:
         )
         for fault in settings.faults
     )
-    for index, fault in enumerate(scripted):
-        if fault.worker >= settings.num_workers:
+    for index, fault in enumerate(faults):
+        if fault.worker >= settings.num_replicas:
             raise ConfigError(
-                f"faults[{index}].replica is {fault.worker}; it must be below replicas ({settings.num_workers})",
+                f"faults[{index}].replica is {fault.worker}; it must be below replicas ({settings.num_replicas})",
                 param="faults",
             )
-    drawn = settings.random_faults
-    if drawn is None:
-        return scripted
-    return scripted + random_faults(
-        settings.seed,
-        num_workers=settings.num_workers,
-        kinds=FAULTS if settings.num_workers != settings.replicas else WORKER_FAULTS + MESSAGE_FAULTS,
-        until_ns=round(drawn.until_s * NS_PER_S),
-        count=drawn.count,
-        mean_duration_ns=round(drawn.mean_duration_s * NS_PER_S),
+    if drawn := settings.random_faults:
+        faults += random_faults(
+            settings.seed,
+            num_workers=settings.num_replicas,
+            kinds=FAULTS if settings.pools.in_use else WORKER_FAULTS + MESSAGE_FAULTS,
+            until_ns=round(drawn.until_s * NS_PER_S),
+            count=drawn.count,
+            mean_duration_ns=round(drawn.mean_duration_s * NS_PER_S),
+        )
+    if fleet is None:
+        return faults
+    places = fleet.places()
+    return tuple(
+        replace(fault, worker=worker)
+        for fault in faults
+        for worker, place in enumerate(places)
+        if place.replica == fault.worker
     )
 
 
@@ -314,11 +365,10 @@ def _nanoseconds(milliseconds: float | None) -> int | None:
     return None if milliseconds is None else int(milliseconds * NS_PER_MS)
 
 
-def _in_words(raw: Mapping[str, Any], path: str, message: str) -> str:
+def _in_words(path: str, value: Any, known: tuple[Any, ...], message: str) -> str:
     """What is wrong with the value at a path: msgspec writes "Expected int >= 1, got str"."""
-    value = _value_at(raw, path)
     if message.startswith("Invalid enum value"):
-        return f"{path} is {value!r}; one of {', '.join(map(str, choices(path)))}"
+        return f"{path} is {value!r}; one of {', '.join(map(str, known))}"
     if message.startswith("Expected"):
         return f"{path} is {value!r}; it must be {message.removeprefix('Expected ').partition(',')[0]}"
     where = f"{path}: " if path else ""

@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from difflib import get_close_matches
@@ -20,15 +21,21 @@ import msgspec
 
 from diptych.control.errors import ConfigError, DiptychError
 from diptych.simulation.event_log import EventLog
+from diptych.simulation.hardware import hardware_fields
+from diptych.simulation.pool_settings import NETWORK, pool_path
+from diptych.simulation.prepare import scheduler_of
 from diptych.simulation.report.outcome import outcome
+from diptych.simulation.report.workload_figures import workload_figures
 from diptych.simulation.results import SimulationResult
 from diptych.simulation.run import Progress, simulate_with_log
-from diptych.simulation.settings import Prepared, Settings, plain, prepare, scheduler_of, settings_from, with_value
+from diptych.simulation.settings import Prepared, Settings, plain, prepare, settings_from, with_value
+from diptych.workload.spec import ClosedLoop
 
 MAX_POINTS = 1000
 ALIASES = {"rate": "workload.rate", "chunk": "scheduler.max_batched_tokens"}
 
 Value = int | float | str
+Task = Callable[[bytes], bytes]  # one point, from JSON to JSON; a function of a module, so that processes find it
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +76,8 @@ def setting_path(name: str) -> str:
     that name, by its last part. Raises ConfigError."""
     if name in ALIASES:
         return ALIASES[name]
+    if path := pool_path(name):
+        return path
     paths = tuple(_paths(Settings))
     matches = [path for path in paths if path == name] or [path for path in paths if path.split(".")[-1] == name]
     if len(matches) > 1:
@@ -137,13 +146,14 @@ def run_here(
     """Simulate one point in this process; the arguments are those of ``prepare``. Raises ConfigError."""
     prepared = prepare(settings, record_events=record_events, most_recorded=most_recorded)
     result, log = simulate_with_log(prepared.scenario, progress)
-    choice = prepared.cost
+    workload = prepared.scenario.workload
     point = outcome(
         result,
         settings=plain(settings),
-        cost_model=choice.words,
-        num_gpus=settings.num_workers * settings.tensor_parallel,
-        hardware=choice.hardware,
+        cost_model=prepared.cost_model,
+        pools=prepared.pools,
+        assumptions=prepared.assumptions,
+        workload=None if isinstance(workload, ClosedLoop) else workload_figures(workload),
         values=values,
     )
     return Run(point, result, log, prepared)
@@ -159,20 +169,42 @@ def run_points(
 
     on_done: called with the number of points that are done.
     """
-    tasks = [msgspec.json.encode((values, plain(settings))) for values, settings in points]
+    return run_tasks(_run_task, points, num_workers=num_workers, on_done=on_done)
+
+
+def run_tasks(
+    task: Task,
+    points: Sequence[tuple[Mapping[str, Value], Settings]],
+    *extras: Any,
+    num_workers: int,
+    on_done: Callable[[int], None] | None = None,
+) -> list[dict[str, Any]]:
+    """What a task makes of every point, in their order, from ``num_workers`` processes. extras: plain data that each
+    task gets after the values and the settings of its point. Raises ConfigError."""
+    tasks = [msgspec.json.encode((values, plain(settings), *extras)) for values, settings in points]
     num_workers = min(num_workers, len(tasks))
     if num_workers <= 1:
-        return _collect(map(_run_task, tasks), on_done)
+        return _collect(map(task, tasks), on_done)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(num_workers, mp_context=context, initializer=_end_silently) as pool:
         try:
-            return _collect(pool.map(_run_task, tasks), on_done)
+            return _collect(pool.map(task, tasks), on_done)
         except BrokenProcessPool:
             message = "a process of the sweep was killed; was the memory used up? Fewer workers need less of it"
             raise DiptychError(message, param="workers") from None
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+@contextmanager
+def errors_at(values: Mapping[str, Any]) -> Iterator[None]:
+    """A DiptychError says at which values of the sweep it happened."""
+    try:
+        yield
+    except DiptychError as error:
+        where = ", ".join(f"{name}={value}" for name, value in values.items())
+        raise ConfigError(f"at {where}: {error.message}") from None
 
 
 def _end_silently() -> None:
@@ -183,11 +215,8 @@ def _end_silently() -> None:
 def _run_task(task: bytes) -> bytes:
     """One point, from JSON to JSON. Raises ConfigError saying at which values."""
     values, raw = msgspec.json.decode(task)
-    try:
+    with errors_at(values):
         return msgspec.json.encode(run_here(settings_from(raw), values=values).point)
-    except DiptychError as error:
-        where = ", ".join(f"{name}={value}" for name, value in values.items())
-        raise ConfigError(f"at {where}: {error.message}") from None
 
 
 def _collect(answers: Iterable[bytes], on_done: Callable[[int], None] | None) -> list[dict[str, Any]]:
@@ -218,8 +247,12 @@ def _range(text: str, listed: str) -> tuple[Value, ...]:
 
 
 def _paths(struct: type, prefix: str = "") -> Iterator[str]:
-    """Dotted paths of all settings but those inside lists."""
+    """Dotted paths of all settings but those inside lists and those of pools (see pool_path)."""
     for field in msgspec.inspect.type_info(struct).fields:  # type: ignore[attr-defined]
+        if prefix == "pools." and field.name not in NETWORK:
+            continue
+        if field.name == "hardware":
+            yield from (f"{prefix}hardware.{name}" for name in hardware_fields())
         kinds = getattr(field.type, "types", (field.type,))
         inner = [kind.cls for kind in kinds if hasattr(kind, "cls") and hasattr(kind, "fields")]
         if inner:

@@ -5,7 +5,7 @@ lm_head in 16. ``quantize`` is ``diptych serve --quantize`` on a CPU: whole numb
 lm_head included, multiplied in 8 bits because activations are quantised when they come.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from diptych.control.errors import ConfigError
@@ -36,21 +36,32 @@ class MatrixFormat:
 
 @dataclass(frozen=True, slots=True)
 class WeightPrecision:
-    """name: for people. bits: 16, 8 or 4. layers: the matrices of the layers. head: embeddings and lm_head. Norms,
-    biases and routers of experts have 16 bits. tied_copies: how often an embedding that the lm_head shares is kept: on
-    a CPU in 16 bits twice, as rows to look up and packed to multiply."""
+    """name: for people. bits: 16, 8 or 4. layers: the matrices of the layers. head: embeddings and lm_head. experts:
+    the routed experts (None: as the layers). Norms, biases and routers of experts have 16 bits. tied_copies: how often
+    an embedding that the lm_head shares is kept: on a CPU in 16 bits twice, as rows to look up and packed to
+    multiply."""
 
     name: str
     bits: int = 16
     layers: MatrixFormat = MatrixFormat()
     head: MatrixFormat = MatrixFormat()
     tied_copies: int = 1
+    experts: MatrixFormat | None = None
+
+    @property
+    def expert_format(self) -> MatrixFormat:
+        """Of the routed experts."""
+        return self.experts or self.layers
+
+    def with_experts(self, bits: float) -> "WeightPrecision":
+        """The same, with routed experts of other bits, which are widened to bf16 to be multiplied."""
+        return replace(self, name=f"{self.name}, experts {bits:g} bits", experts=MatrixFormat(bits))
 
 
 GPU_WEIGHTS = {  # by weight_bits
     16: WeightPrecision("16 bits"),
     8: WeightPrecision("8 bits", 8, MatrixFormat(8.0, 0, ("fp8", "int8"))),
-    4: WeightPrecision("4 bits", 4, MatrixFormat(4.0)),
+    4: WeightPrecision("4 bits", 4, MatrixFormat(4.0, 0, ("fp8", "int8"))),  # W4A8, as in QServe (arXiv:2405.04532)
 }
 _INT8 = MatrixFormat(8.0, SCALE_BITS, ("int8",))
 _INT4 = MatrixFormat(4.0 + GROUP_SCALE_BITS / GROUP_SIZE, 0, ("int8",))

@@ -1,8 +1,8 @@
 """Attempts to serve requests, each on one worker or on two: which worker holds what of it, and which commands it gets.
 
-              Reserve            HandoffReserved        FirstToken           HandoffDelivered
+          Reserve, Prefill*      HandoffReserved        FirstToken           HandoffDelivered
     (begin) ----------> RESERVING ------------> PREFILLING -------> SENDING ----------------> DELIVERED --.
-       |                    |        Prefill         |  (KV streams)   |         Release           |      |
+       |                    |    Send, Prefill**     |  (KV streams)   |         Release           |      |
        | Serve              |                        |                 |                           |      | the decode
        '--> SERVING --------+------------------------+-----------------+---------------------------'      | worker
                             |  cancelled, recalled, a worker lost, a lease expired, a transfer failed,    | finishes
@@ -10,14 +10,16 @@
                             v                                                                             v
                          CLOSING: a worker that may hold something is told to drop it --- acknowledged --> gone
 
-Reserve first: nothing is computed before there is a place for it. In DELIVERED the prefill worker is not needed any
-more.
+Reserve first: no KV travels and no token is given before there is a place for them, so that no stream waits for one. In
+DELIVERED the prefill worker is not needed any more.
 
 A decode worker recalls a reservation when a stream there has no blocks (HandoffRecalled): the attempt closes, unless
 its prompt is computed, and the request begins another.
 
-Two ways to hand over. *Copied*: the prefill worker has blocks of its own and sends their content; the decode worker
-fences by ignoring attempts that it has forgotten. *Borrowed* (one memory domain): the prefill worker computes into the
+Two ways to hand over. *Copied* (* in the picture): the prefill worker has blocks of its own and sends their content. It
+begins at once, because a decode worker answers between two steps only, and sends when it may; unless the prompt is a
+stream that another worker lost, which begins when it has its place. The decode worker fences by ignoring attempts that
+it has forgotten. *Borrowed* (**, one memory domain): the prefill worker computes into the
 decode worker's blocks, so these must not be given to another request while it may still write: a dropped attempt leaves
 the decode worker only after the prefill worker has reported that it forgot it, or is known to be dead.
 
@@ -32,7 +34,7 @@ from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 
-from diptych.control.commands import Command, Drop, Prefill, Release, Renew, Reserve, Serve
+from diptych.control.commands import NOT_RESERVED, Command, Drop, Prefill, Release, Renew, Reserve, Send, Serve
 from diptych.control.request import FinishReason
 
 
@@ -106,26 +108,23 @@ class Attempt:
         if not self.is_handoff:
             self.state = AttemptState.SERVING
             return [Serve(self.decode, *names)]
-        return [Reserve(self.decode, *names, self._lease_ns, self.is_borrowed)]
+        reserve = Reserve(self.decode, *names, self._lease_ns, self.is_borrowed)
+        runs_ahead = not self.is_borrowed and not self.num_output_tokens  # a stream waits for no prompt, so for no room
+        return [reserve, self._prefill(NOT_RESERVED)] if runs_ahead else [reserve]
 
     def on_reserved(self, num_cached_tokens: int, block_ids: tuple[int, ...]) -> list[Command]:
         """The decode worker has the blocks, and the KV of the leading ``num_cached_tokens`` already."""
         if self.state is not AttemptState.RESERVING:
             return []
         self.state = AttemptState.PREFILLING
+        if self.is_at_prefill:
+            return [Send(self.prefill, self.attempt_id, num_cached_tokens)]
+        return [self._prefill(num_cached_tokens, block_ids if self.is_borrowed else ())]
+
+    def _prefill(self, num_cached_tokens: int, block_ids: tuple[int, ...] = ()) -> Prefill:
         self.is_at_prefill = True
-        return [
-            Prefill(
-                self.prefill,
-                self.request_id,
-                self.attempt_id,
-                self.num_output_tokens,
-                self.decode,
-                num_cached_tokens,
-                block_ids if self.is_borrowed else (),
-                self._lease_ns,
-            )
-        ]
+        names = (self.request_id, self.attempt_id, self.num_output_tokens)
+        return Prefill(self.prefill, *names, self.decode, num_cached_tokens, block_ids, self._lease_ns)
 
     def on_first_token(self) -> None:
         """The prefill worker has computed everything."""

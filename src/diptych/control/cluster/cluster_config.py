@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from diptych.control.admission.admission_queue import AdmissionConfig
+from diptych.control.admission.admission_config import AdmissionConfig
 from diptych.control.config import changed
 from diptych.control.errors import ConfigError
 from diptych.control.router.routing import Disaggregate, RoutingConfig, RoutingName

@@ -79,9 +79,9 @@ class SchedulerChanged:
     scheduler: SchedulerConfig
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reported:
-    """What happened on a worker, in order, and its load after that."""
+    """What happened on a worker, in order, and its load after that. Never changed (see StepFinished)."""
 
     worker: int
     events: Sequence[Event] = ()

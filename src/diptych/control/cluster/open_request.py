@@ -8,7 +8,7 @@ from diptych.control.cluster.cluster_config import OnFailure
 from diptych.control.errors import DiptychError, WorkerError
 from diptych.control.events import RequestFinished
 from diptych.control.request import FinishReason, Submission
-from diptych.control.slo import Slo, breakdown_from_times
+from diptych.control.slo import Slo, breakdown_from_times, objectives
 
 MAX_SUSPICIONS = 2  # workers that died while they computed this prompt, before it is refused
 MAX_DEATHS = 5  # workers that died while they held this request, likewise
@@ -111,23 +111,27 @@ class OpenRequest:
             latency = breakdown_from_times(self.arrival_ns, self.first_step_ns, self.first_token_ns, now, num_tokens)
         elif event.reason is not FinishReason.ERROR:
             unseen_ns = now - self.arrival_ns - latency.total_ns
-            latency = replace(latency, queue_ns=latency.queue_ns + max(0, unseen_ns))
+            if unseen_ns > 0:
+                latency = latency.queued_for(unseen_ns)
         num_cached = self.num_cached_tokens if self.epoch > 0 else max(self.num_cached_tokens, event.num_cached_tokens)
         slo_met = event.slo_met
         if slo_met is not None and event.reason in (FinishReason.STOP, FinishReason.LENGTH):
-            slo_met = (submission.options.slo or Slo()).or_else(default).is_met(latency)
-        return replace(
-            event,
-            request_id=submission.request_id,
-            num_prompt_tokens=submission.num_prompt_tokens,
-            num_cached_tokens=num_cached,
-            latency=latency,
-            slo_met=slo_met,
+            slo_met = objectives(submission.options.slo, default).is_met(latency)
+        return RequestFinished(
+            event.time_ns,
+            submission.request_id,
+            event.reason,
+            submission.num_prompt_tokens,
+            num_cached,
+            event.num_preemptions,
+            latency,
+            slo_met,
+            event.error,
         )
 
     def complete(self, reason: FinishReason, now: int, default: Slo) -> RequestFinished:
         """Its end when all its tokens have come and no worker reports the end."""
-        slo = (self.submission.options.slo or Slo()).or_else(default)
+        slo = objectives(self.submission.options.slo, default)
         latency = breakdown_from_times(self.arrival_ns, self.first_step_ns, self.first_token_ns, now, self.num_tokens)
         return RequestFinished(
             now,

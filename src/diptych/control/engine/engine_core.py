@@ -5,7 +5,6 @@ driver's whole job is to call ``begin_step``, let an executor run the plan, and 
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from diptych.control.config import EngineConfig, SchedulerConfig
 from diptych.control.engine.kvcache.kv_cache_manager import KVCacheManager
@@ -35,16 +34,10 @@ from diptych.control.events import (
     StepFinished,
 )
 from diptych.control.request import FinishReason, Request, Standing
-from diptych.control.slo import Slo, breakdown_from_times
+from diptych.control.slo import Slo, breakdown_from_times, objectives
 from diptych.control.step import SchedulerOutput, StepFeatures, StepResult
 
 NUM_DROPPED = 4096  # dropped attempts that are remembered, lest they come later
-
-
-@dataclass(frozen=True, slots=True)
-class _RunningStep:
-    output: SchedulerOutput
-    begun_ns: int
 
 
 class EngineCore:
@@ -58,7 +51,8 @@ class EngineCore:
         self.requests: dict[str, Request] = {}
         self.leases = Leases()
         self._dropped: dict[str, None] = {}  # oldest first
-        self._step: _RunningStep | None = None  # between begin_step and end_step
+        self._plan: SchedulerOutput | None = None  # between begin_step and end_step
+        self._begun_ns = 0
         self._finished_ids: list[str] = []  # ended since the last plan: the next one says so to the executor
         self._num_arrivals = 0
         self._num_steps = 0
@@ -138,6 +132,17 @@ class EngineCore:
             events.append(self._finish(request, FinishReason.LENGTH, now))
         return events
 
+    def place_found(self, request_id: str, now: int) -> list[Event]:
+        """The worker that will decode a prompt which is computed here ahead has blocks for it: its first token may be
+        given, if it is known."""
+        request = self.requests[request_id]
+        request.is_ahead = False
+        self.scheduler.place_found(request)
+        if not request.is_handed_off:
+            return []
+        request.first_token_ns = now
+        return [FirstToken(now, request_id)]
+
     def release(self, request_id: str, now: int) -> list[Event]:
         """Another worker has taken over a prompt that was prefilled here: give up its blocks. Unknown ids are answered
         too; one whose prefill is not over is left alone."""
@@ -185,7 +190,7 @@ class EngineCore:
     def begin_step(self, now: int) -> SchedulerOutput | None:
         """The plan of the next step, or None when there is nothing to do. Events that planning causes are returned by
         ``end_step`` or ``take_events``."""
-        assert self._step is None, "the step before has not ended"
+        assert self._plan is None, "the step before has not ended"
         if not self.has_work:
             return None
         output, events = self.scheduler.schedule(self._num_steps, tuple(self._finished_ids), now)
@@ -194,7 +199,7 @@ class EngineCore:
             return None
         self._num_steps += 1
         self._finished_ids.clear()
-        self._step = _RunningStep(output, now)
+        self._plan, self._begun_ns = output, now
         return output
 
     def end_step(
@@ -205,9 +210,8 @@ class EngineCore:
         num_steps: the plan was taken so many times in a row (at most its max_repeats), the last time from
         ``last_start_ns`` on; ``result`` is that of the last. 0: it was broken off, after the end of all its requests.
         """
-        step, self._step = self._step, None
-        assert step is not None, "no step has begun"
-        output = step.output
+        output, self._plan = self._plan, None
+        assert output is not None, "no step has begun"
         assert result.step_id == output.step_id, f"result of step {result.step_id}, expected {output.step_id}"
         if num_steps > 1:
             assert num_steps <= output.max_repeats, f"{num_steps} steps of a plan for {output.max_repeats}"
@@ -230,7 +234,7 @@ class EngineCore:
             if request.request_id in self.requests:
                 events.append(self._finish(request, FinishReason.LENGTH, now))
         if output.is_compute:
-            events.append(self._measure(step, now, num_steps, last_start_ns))
+            events.append(self._measure(output, now, num_steps, last_start_ns))
         events += self._kv_events(now)
         return events
 
@@ -273,11 +277,12 @@ class EngineCore:
         return []
 
     def _effective_slo(self, own: Slo | None) -> Slo | None:
-        merged = (own or Slo()).or_else(self.config.slo)
-        return merged if merged != Slo() else None
+        merged = objectives(own, self.config.slo)
+        return merged if merged.ttft_ns or merged.tpot_ns else None
 
     def _refusal(self, request: Request) -> RequestError | None:
-        return refusal(request, self.config, self.kv.capacity_tokens, len(self.scheduler.waiting))
+        num_waiting = len(self.scheduler.waiting) + len(self.scheduler.parked)
+        return refusal(request, self.config, self.kv.capacity_tokens, num_waiting)
 
     def _end_prefills(self, output: SchedulerOutput, now: int, events: list[Event]) -> list[Request]:
         """Confirm the step's chunks. Returns requests whose first token was also their last."""
@@ -286,7 +291,7 @@ class EngineCore:
             request = self.requests.get(chunk.request_id)
             if request is None:  # aborted while the step ran
                 continue
-            if chunk.is_last and request.first_token_ns is None:
+            if chunk.is_last and request.first_token_ns is None and not request.is_ahead:
                 request.first_token_ns = now
                 events.append(FirstToken(now, request.request_id))
             request.num_computed_tokens = chunk.start + chunk.num_tokens
@@ -310,23 +315,22 @@ class EngineCore:
                 computed = self.scheduler.batch.num_computed(request)
             self.kv.remember_computed(request, computed)
 
-    def _measure(self, step: _RunningStep, now: int, num_steps: int, last_start_ns: int | None) -> StepFinished:
-        output = step.output
+    def _measure(self, output: SchedulerOutput, now: int, num_steps: int, last_start_ns: int | None) -> StepFinished:
         features = output.features
         if num_steps and self.model.wants(features, self.scheduler.batch.ticks_completed):
             if num_steps > 1:
                 context = features.decode_context + (num_steps - 1) * features.decode_seqs
                 features = StepFeatures(0, 0, features.decode_seqs, context)
-            self.model.observe(features, now - (step.begun_ns if last_start_ns is None else last_start_ns))
-        return StepFinished(
-            step_id=output.step_id,
-            start_ns=step.begun_ns,
-            end_ns=now,
-            prefills=tuple((chunk.request_id, chunk.start, chunk.num_tokens) for chunk in output.prefills),
-            num_decodes=output.num_decodes,
-            decode_context=output.features.decode_context,
-            predicted_ns=output.predicted_ns,
-            num_steps=max(1, num_steps),
+            self.model.observe(features, now - (self._begun_ns if last_start_ns is None else last_start_ns))
+        return StepFinished(  # (by position, which is faster)
+            output.step_id,
+            self._begun_ns,
+            now,
+            tuple([(chunk.request_id, chunk.start, chunk.num_tokens) for chunk in output.prefills]),
+            output.num_decodes,
+            output.features.decode_context,
+            output.predicted_ns,
+            max(1, num_steps),
         )
 
     def _forget(self, request: Request) -> None:
@@ -348,6 +352,8 @@ class EngineCore:
         self, request: Request, reason: FinishReason, now: int, error: ErrorRecord | None = None
     ) -> RequestFinished:
         self.leases.end(request.request_id)
+        if request.is_ahead and request.is_handed_off:  # its first token was its last
+            request.first_token_ns = now
         num_outputs = self.scheduler.remove(request)
         self.kv.release(request)
         del self.requests[request.request_id]

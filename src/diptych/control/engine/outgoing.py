@@ -45,29 +45,43 @@ class Outgoing:
 
     def in_step(self, prefills: Iterable[ScheduledPrefill]) -> list[SendChunk]:
         """What ``on_step`` will give when a step has computed these: its layers may be sent as they are computed."""
-        chunks = []
-        for prefill in prefills:
-            progress = self._progress.get(prefill.request_id)
-            if progress is None:
-                continue
-            end = prefill.start + prefill.num_tokens
-            is_last = end >= progress.num_tokens
-            end = progress.num_tokens if is_last else end - end % self._block_size
-            count = 0 if progress.is_borrowed else max(0, end - progress.sent)
-            if count or is_last:
-                start = progress.sent if count else end
-                chunks.append(SendChunk(prefill.request_id, start, count, prefill.block_ids, is_last))
-        return chunks
+        chunks = (
+            self._chunk(prefill.request_id, prefill.start + prefill.num_tokens, prefill.block_ids)
+            for prefill in prefills
+        )
+        return [chunk for chunk in chunks if chunk is not None]
 
     def on_step(self, prefills: Iterable[ScheduledPrefill]) -> list[SendChunk]:
         """What may be sent now that a step has computed these. An attempt is forgotten with its last chunk."""
         chunks = self.in_step(prefills)
         for chunk in chunks:
-            if chunk.is_last:
-                del self._progress[chunk.attempt_id]
-            else:
-                self._progress[chunk.attempt_id].sent = chunk.start + chunk.num_tokens
+            self._sent(chunk)
         return chunks
+
+    def catch_up(self, attempt_id: str, end: int, block_ids: tuple[int, ...]) -> SendChunk | None:
+        """What may be sent of the first ``end`` tokens, which were computed before ``begin``."""
+        chunk = self._chunk(attempt_id, end, block_ids)
+        if chunk is not None:
+            self._sent(chunk)
+        return chunk
+
+    def _chunk(self, attempt_id: str, end: int, block_ids: tuple[int, ...]) -> SendChunk | None:
+        """What is to be sent when so many tokens are computed."""
+        progress = self._progress.get(attempt_id)
+        if progress is None:
+            return None
+        is_last = end >= progress.num_tokens
+        end = progress.num_tokens if is_last else end - end % self._block_size
+        count = 0 if progress.is_borrowed else max(0, end - progress.sent)
+        if not count and not is_last:
+            return None
+        return SendChunk(attempt_id, progress.sent if count else end, count, block_ids, is_last)
+
+    def _sent(self, chunk: SendChunk) -> None:
+        if chunk.is_last:
+            del self._progress[chunk.attempt_id]
+        else:
+            self._progress[chunk.attempt_id].sent = chunk.start + chunk.num_tokens
 
     def drop(self, attempt_id: str) -> None:
         """The attempt ended otherwise."""

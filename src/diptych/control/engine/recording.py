@@ -8,7 +8,9 @@ holds counts, ids, times and block hashes, never tokens. Rows go to a callable, 
     add                         now, request (see request_row)
     reserve                     now, request: blocks for a prompt that another worker computes
     deliver                     now, id, first_step_ns, first_token_ns: its KV is here
-    release                     now, id: another worker has taken it over
+    ahead                       id: the "add" that follows is of a prompt whose decode worker has no blocks yet
+placed                      now, id: that worker has blocks
+release                     now, id: another worker has taken it over
     drop                        now, id, reason: end it wherever it is
     renew                       now, ids: their leases begin again
     expire                      now: leases run out
@@ -50,6 +52,8 @@ class RecordingEngineCore(EngineCore):
 
     def add_request(self, request: Request, now: int) -> list[Event]:
         """See EngineCore."""
+        if request.is_ahead:
+            self._write(("ahead", request.request_id))
         self._write(("add", now, request_row(request)))
         return super().add_request(request, now)
 
@@ -97,6 +101,11 @@ class RecordingEngineCore(EngineCore):
         if expired:
             self._write(("expire", now))
         return expired
+
+    def place_found(self, request_id: str, now: int) -> list[Event]:
+        """See EngineCore."""
+        self._write(("placed", now, request_id))
+        return super().place_found(request_id, now)
 
     def release(self, request_id: str, now: int) -> list[Event]:
         """See EngineCore."""

@@ -51,7 +51,7 @@ class EngineStats:
 def engine_stats(scheduler: Scheduler, kv: KVCacheManager, model: StepTimeModel) -> EngineStats:
     """The snapshot of now."""
     return EngineStats(
-        num_waiting=len(scheduler.waiting) + len(scheduler.incoming.waiting),
+        num_waiting=len(scheduler.waiting) + len(scheduler.parked) + len(scheduler.incoming.waiting),
         num_prefilling=len(scheduler.prefilling),
         num_decoding=len(scheduler.batch) + len(scheduler.joining),
         num_swapped=len(scheduler.swapped),
@@ -80,6 +80,6 @@ def load_report(
         fixed_ns=fixed_ns,
         sequence_ns=sequence_ns,
         context_ns=context_ns,
-        output_tokens=sum(scheduler.batch.num_outputs(request) for request in scheduler.batch),
+        output_tokens=scheduler.batch.output_tokens,
         tpot_ns=0 if budget.kind == "whole" else config.slo.tpot_ns or budget.target_ns,
     )

@@ -18,10 +18,10 @@ tokens leave before the KV that was computed with them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from diptych.control.commands import AskKVSnapshot, Configure, Drop, ForgetPeer, Prefill, Release, Renew, Reserve
-from diptych.control.engine.engine_core import EngineCore
+from diptych.control.commands import AskKVSnapshot, Configure, Drop, ForgetPeer, Prefill, Release, Renew, Reserve, Send
+from diptych.control.engine.engine_core import NUM_DROPPED, EngineCore
 from diptych.control.engine.outgoing import Outgoing, SendChunk
 from diptych.control.engine.reports import LoadReport
 from diptych.control.events import (
@@ -42,8 +42,8 @@ from diptych.control.slo import NS_PER_MS
 from diptych.control.step import SchedulerOutput, StepResult
 
 REPORT_INTERVAL_NS = 200 * NS_PER_MS  # a worker reports its load at most this often
-_ENDS = (RequestFinished, HandoffReleased, HandoffExpired)
-_NOT_NEWS = (StepFinished, KVEvents, KVSnapshot)
+_HANDOFFS = frozenset((HandoffReserved, HandoffDelivered, HandoffReleased, HandoffExpired, RequestFinished))
+_NOT_NEWS = frozenset((StepFinished, KVEvents, KVSnapshot))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +124,16 @@ class TransferBroken:
 TransferEvent = ChunkArrived | TransferCommitted | TransferBroken
 
 
-@dataclass(slots=True)
 class Outbox:
     """What the driver is to do: ``before``, then send ``events`` and ``load`` as one report, then ``after``."""
 
-    before: list[TransferAction] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
-    load: LoadReport | None = None
-    after: list[TransferAction] = field(default_factory=list)
+    __slots__ = ("after", "before", "events", "load")
+
+    def __init__(self) -> None:
+        self.before: list[TransferAction] = []
+        self.events: list[Event] = []
+        self.load: LoadReport | None = None
+        self.after: list[TransferAction] = []
 
     @property
     def is_empty(self) -> bool:
@@ -148,6 +150,7 @@ class WorkerCore:
         self._reports_load = reports_load
         self._outgoing = Outgoing(engine.config.cache.block_size)
         self._targets: dict[str, Prefill] = {}  # attempts that are prefilled here and not released yet
+        self._early: dict[str, Send] = {}  # that came before their Prefill, or after its end; oldest first
         self._borrowed: dict[str, bool] = {}  # attempts to come -> whether another worker computes into our blocks
         self._outbox = Outbox()
         self._has_news = True  # since the last report of the load
@@ -167,23 +170,26 @@ class WorkerCore:
     def prefill(self, command: Prefill, request: Request, now: int) -> None:
         """Prefill an attempt for another worker."""
         attempt_id = command.attempt_id
-        request.hands_off = True
+        request.hands_off, request.is_ahead = True, command.is_ahead
         request.lease_ns = command.lease_ns
         if command.borrowed:
             request.borrowed_block_ids = command.block_ids
             request.num_borrowed_tokens = command.num_cached_tokens
         self._note(self.engine.add_request(request, now))
         if attempt_id in self.engine.requests:
-            num_tokens = request.num_prompt_tokens
-            start = num_tokens if command.borrowed else command.num_cached_tokens
             self._targets[attempt_id] = command
-            self._outgoing.begin(attempt_id, start, num_tokens, is_borrowed=command.borrowed)
-            self._outbox.before.append(OpenTransfer(attempt_id, command.target, start))
+            if not command.is_ahead:
+                start = request.num_prompt_tokens if command.borrowed else command.num_cached_tokens
+                self._open(command, request, start)
+            elif send := self._early.pop(attempt_id, None):
+                self._send(send, now)
 
-    def handle(self, command: Release | Drop | Renew | AskKVSnapshot | ForgetPeer | Configure, now: int) -> None:
+    def handle(self, command: Send | Release | Drop | Renew | AskKVSnapshot | ForgetPeer | Configure, now: int) -> None:
         """A command that needs no tokens."""
         self._has_news = True
         match command:
+            case Send():
+                self._send(command, now)
             case Release():
                 self._note(self.engine.release(command.attempt_id, now))
             case Drop():
@@ -196,6 +202,11 @@ class WorkerCore:
                 self._forget_peer(command.peer, now)
             case Configure():
                 self.engine.configure(command.scheduler)
+
+    def is_withheld(self, attempt_id: str) -> bool:
+        """Whether no token of the attempt may be given yet."""
+        request = self.engine.requests.get(attempt_id)
+        return request is not None and request.is_ahead
 
     def note(self, events: Sequence[Event]) -> None:
         """Events of a call that the driver made to the engine itself (a request that the executor refused)."""
@@ -252,13 +263,7 @@ class WorkerCore:
         if not len(self._outgoing) or not num_steps:
             return
         for chunk in self._outgoing.on_step(output.prefills):
-            if chunk.num_tokens:
-                self._outbox.after.append(chunk)
-            if chunk.is_last:
-                request = self.engine.requests[chunk.attempt_id]
-                assert request.first_step_ns is not None and request.first_token_ns is not None
-                commit = CommitTransfer(chunk.attempt_id, request.first_step_ns, request.first_token_ns)
-                self._outbox.after.append(commit)
+            self._post(chunk)
 
     def end_turn(self, now: int) -> None:
         """The turn's inputs are handled: give up leases that were not renewed, and report the load when that is due.
@@ -285,6 +290,11 @@ class WorkerCore:
         return outbox
 
     @property
+    def has_output(self) -> bool:
+        """Whether ``take_outbox`` would return anything to be done."""
+        return not self._outbox.is_empty
+
+    @property
     def is_idle(self) -> bool:
         """Whether nothing is left of any attempt (for tests)."""
         return not (len(self._outgoing) or self._targets or self._borrowed or self.engine.has_work)
@@ -292,19 +302,60 @@ class WorkerCore:
     # -- what follows from events -------------------------------------------------------------------------------------
 
     def _note(self, events: Sequence[Event]) -> None:
-        outbox = self._outbox
+        reported = self._outbox.events
         for event in events:
-            if isinstance(event, HandoffReserved):
-                self._expect(event)
-            elif isinstance(event, HandoffDelivered):
-                self._borrowed.pop(event.request_id, None)
-            elif isinstance(event, _ENDS):
-                self._let_go(event.request_id)
-            elif isinstance(event, KVEvents | KVSnapshot) and not self._publishes_kv:
-                continue
-            if not isinstance(event, _NOT_NEWS):
+            kind = type(event)
+            if kind not in _NOT_NEWS:
                 self._has_news = True
-            outbox.events.append(event)
+                if kind in _HANDOFFS:
+                    self._follow(event)
+            elif kind is not StepFinished and not self._publishes_kv:
+                continue
+            reported.append(event)
+
+    def _follow(self, event: Event) -> None:
+        """An attempt moves on: what its transfer needs."""
+        if isinstance(event, HandoffReserved):
+            self._expect(event)
+        elif isinstance(event, HandoffDelivered):
+            self._borrowed.pop(event.request_id, None)
+        elif isinstance(event, RequestFinished | HandoffReleased | HandoffExpired):
+            self._let_go(event.request_id)
+
+    def _open(self, prefill: Prefill, request: Request, start: int) -> None:
+        """Begin to send: the target has its blocks, and the first ``start`` tokens."""
+        attempt_id = prefill.attempt_id
+        self._outgoing.begin(attempt_id, start, request.num_prompt_tokens, is_borrowed=prefill.borrowed)
+        self._outbox.before.append(OpenTransfer(attempt_id, prefill.target, start))
+
+    def _send(self, command: Send, now: int) -> None:
+        """The target of an attempt that is computed ahead has blocks: send what is computed already, and give the first
+        token if it is known. Messages may come twice, and in another order."""
+        attempt_id = command.attempt_id
+        prefill, request = self._targets.get(attempt_id), self.engine.requests.get(attempt_id)
+        if prefill is None or request is None:
+            self._early[attempt_id] = command
+            if len(self._early) > NUM_DROPPED:
+                del self._early[next(iter(self._early))]
+            return
+        if not request.is_ahead:
+            return
+        events = self.engine.place_found(attempt_id, now)
+        self._open(prefill, request, command.num_cached_tokens)
+        chunk = self._outgoing.catch_up(attempt_id, request.num_computed_tokens, tuple(request.block_ids))
+        if chunk is not None:
+            self._post(chunk)
+        self._note(events)
+
+    def _post(self, chunk: SendChunk) -> None:
+        """Send this chunk, and the commit after the last one."""
+        if chunk.num_tokens:
+            self._outbox.after.append(chunk)
+        if chunk.is_last:
+            request = self.engine.requests[chunk.attempt_id]
+            assert request.first_step_ns is not None and request.first_token_ns is not None
+            commit = CommitTransfer(chunk.attempt_id, request.first_step_ns, request.first_token_ns)
+            self._outbox.after.append(commit)
 
     def _expect(self, event: HandoffReserved) -> None:
         attempt_id = event.request_id
@@ -318,6 +369,7 @@ class WorkerCore:
     def _let_go(self, attempt_id: str) -> None:
         if self._targets.pop(attempt_id, None) is not None:
             self._outgoing.drop(attempt_id)
+            self._outbox.after = [action for action in self._outbox.after if action.attempt_id != attempt_id]
             self._outbox.before.append(CancelTransfer(attempt_id))
         if self._borrowed.pop(attempt_id, None) is not None:
             self._outbox.before.append(ForgetTransfer(attempt_id))

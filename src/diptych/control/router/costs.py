@@ -120,7 +120,7 @@ class WorkerView:
 
     work, memory: dispatches that no report covers yet, as (time from which one does, nanoseconds or blocks).
     streams, context, growth: the requests that decode there or are about to, their expected mean context in all, and
-    the tokens that they are expected to generate. prices: what follows from all that.
+    the tokens that they are expected to generate.
     """
 
     report: LoadReport | None = None
@@ -134,7 +134,17 @@ class WorkerView:
     context: int = 0
     growth: int = 0
     busy: BusyShare = field(default_factory=BusyShare)
-    prices: WorkerPrices = field(default_factory=unknown_prices)
+    _prices: WorkerPrices = field(default_factory=unknown_prices)
+    _terms: tuple[int, int, int] | None = None  # of the prices that are still to be made
+
+    @property
+    def prices(self) -> WorkerPrices:
+        """What follows from all that, as of the last ``reprice``. Most workers change several times between decisions,
+        so prices are made when they are read."""
+        if self._terms is not None:
+            price_ns, now, block_size = self._terms
+            self._prices, self._terms = self._priced(price_ns, now, block_size), None
+        return self._prices
 
     def send(self, request_id: str, covered_ns: int, work_ns: int, num_blocks: int) -> None:
         """A dispatch; reports from ``covered_ns`` on know of it."""
@@ -177,11 +187,13 @@ class WorkerView:
         self.growth += sign * num_output_tokens
 
     def reprice(self, price_ns: int, now: int = 0, block_size: int = 1) -> None:
-        """After a change: everything that costs depend on besides the prompt."""
+        """After a change, and before the next: what costs depend on besides the prompt is another now."""
+        self._terms = (price_ns, now, block_size)
+
+    def _priced(self, price_ns: int, now: int, block_size: int) -> WorkerPrices:
         report = self.report
         if report is None:
-            self.prices = unknown_prices(self.work_sum_ns)
-            return
+            return unknown_prices(self.work_sum_ns)
         used = report.used_blocks + self.memory_sum
         if self.growth:
             used += max(0, self.growth - report.output_tokens) // block_size
@@ -196,7 +208,7 @@ class WorkerView:
         lasting = LASTING if self.role == "both" else 1.0
         alone_ns = report.fixed_ns + report.sequence_ns
         load_ns = (base_ns + report.sequence_ns) * slower + report.sequence_ns * others - alone_ns
-        self.prices = WorkerPrices(  # (by position, which is faster)
+        return WorkerPrices(  # (by position, which is faster)
             self.work_sum_ns * stretch + memory_ns,
             memory_ns,
             report.time_ns + report.backlog_ns,

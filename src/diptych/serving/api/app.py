@@ -14,7 +14,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ValidationError
 from pydantic.json_schema import models_json_schema
 
-from diptych import __version__
+from diptych import __version__, compiled_modules
 from diptych.control.errors import InvalidRequestError
 from diptych.serving.api import error_responses as errors
 from diptych.serving.api import protocol
@@ -251,11 +251,12 @@ def _add_information_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/version", responses={**no_key, 200: {"model": protocol.VersionReply}})
     async def version() -> Response:
-        """The version of this server; once it is loaded, its processor, the instruction set of its CPU kernels and the
-        formats of its weights."""
+        """The version of this server and how its control code runs; once it is loaded, its processor, the instruction
+        set of its CPU kernels and the formats of its weights."""
         known = llm.ready
         names = ("instruction_set", "processor", "weights")
-        return _json({"version": __version__, **{name: getattr(known, name, "") or None for name in names}})
+        machine = {name: getattr(known, name, "") or None for name in names}
+        return _json({"version": __version__, "control": compiled_modules.what_runs(), **machine})
 
     @app.get("/metrics", responses={**no_key, 200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
     async def metrics() -> Response:

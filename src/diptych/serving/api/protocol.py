@@ -280,10 +280,12 @@ class StatusReply(BaseModel):
 
 
 class VersionReply(BaseModel):
-    """The reply of /version. instruction_set: of the kernels on a CPU; processor: its name, the cores of a worker, its
-    caches: both null on a GPU. weights: their formats, such as bfloat16 or int8. All null while the workers load."""
+    """The reply of /version. control: how the control code runs, "compiled" or "Python". instruction_set: of the
+    kernels on a CPU; processor: its name, the cores of a worker, its caches: both null on a GPU. weights: their
+    formats, such as bfloat16 or int8. These three are null while the workers load."""
 
     version: str
+    control: str
     instruction_set: str | None
     processor: str | None
     weights: str | None

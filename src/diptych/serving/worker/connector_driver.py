@@ -86,6 +86,7 @@ class ConnectorDriver:
                 assert tokens is not None, "the last chunk of a prompt gives a token"
                 connector.commit(action.attempt_id, _payload(action, tokens))
             case CancelTransfer():
+                self._addresses.pop(action.attempt_id, None)
                 connector.cancel(action.attempt_id)
             case ForgetTransfer():
                 connector.forget(action.attempt_id)

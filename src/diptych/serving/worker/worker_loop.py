@@ -48,6 +48,7 @@ from diptych.serving.link.messages import (
 from diptych.serving.worker.connector_driver import ConnectorDriver
 from diptych.serving.worker.load_engine import LoadedEngine, Report, connect_peers, load_engine
 from diptych.serving.worker.request_intake import RequestIntake, Runner
+from diptych.serving.worker.withheld_tokens import WithheldTokens
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +87,7 @@ class Worker:
         self._inbox: deque[Order | Shutdown] = deque()
         self._step: SchedulerOutput | None = None  # the one that is executed
         self._chunks: list[SendChunk] = []  # what is sent of it
+        self._withheld = WithheldTokens(core)
         self._has_stats = True  # that were not reported
         self._next_stats_ns = 0
         self._is_running = True
@@ -105,7 +107,7 @@ class Worker:
                 self._transfers.on_event(event, now)
             self._take_messages(now)
             core.end_turn(now)
-            self._flush(now)
+            self._flush(now, self._withheld.release())
             output, result = core.begin_step(now) if self._is_running else None, None
             self._flush(now)  # before the step, which may take long
             if output is not None:
@@ -154,7 +156,7 @@ class Worker:
             self._core.end_step(output, StepResult(output.step_id), now, num_steps=0)
             return
         self._core.end_step(output, result, now)
-        self._flush(now, result.payload)
+        self._flush(now, self._withheld.hold_back(result.payload))
 
     def _flush(self, now: int, tokens: StepTokens | None = None) -> None:
         """Carry out the actions of the core and report the events, also those that the actions cause."""

@@ -1,1 +1,1 @@
-"""How long a step takes: cost models behind one seam (see interface.py)."""
+"""How long a step takes: cost models behind one seam (see cost_model.py)."""

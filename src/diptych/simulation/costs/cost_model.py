@@ -18,8 +18,9 @@ UNBOUNDED = 2**62
 class DecodeLine:
     """Duration of a pure decode step with a given number of sequences, as a function of the context.
 
-    step_ns(context) = max(1, floor((intercept + slope * context) / 2**FRACTION_BITS)), for contexts (the sum over the
-    sequences of the tokens each attends to) below ``until_context``. Both coefficients are integers >= 0.
+    step_ns(context) = floor((intercept + slope * context) / 2**FRACTION_BITS) >= 1, for contexts (the sum over the
+    sequences of the tokens each attends to) below ``until_context``. Both coefficients are integers, the slope >= 0;
+    the intercept of a steep piece of a table, which holds far from 0 only, may be negative.
     """
 
     intercept: int
@@ -30,7 +31,10 @@ class DecodeLine:
     def of(cls, intercept_ns: float, slope_ns: float, until_context: int = UNBOUNDED) -> "DecodeLine":
         """A line from nanoseconds and nanoseconds per context token (at least 1 ns a step)."""
         scale = 1 << FRACTION_BITS
-        return cls(max(scale, round(intercept_ns * scale)), max(0, round(slope_ns * scale)), until_context)
+        intercept = round(intercept_ns * scale)
+        return cls(
+            max(scale, intercept) if intercept >= 0 else intercept, max(0, round(slope_ns * scale)), until_context
+        )
 
     def step_ns(self, context: int) -> int:
         """Duration of one step."""

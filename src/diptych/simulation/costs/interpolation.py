@@ -11,6 +11,8 @@ from itertools import pairwise
 
 from diptych.control.errors import ConfigError
 
+FAR = 64.0  # times the last knot
+
 
 @dataclass(frozen=True, slots=True)
 class Curve:
@@ -40,6 +42,10 @@ class Curve:
         if index < 0:
             return self.values[0]
         return self.values[index] + self.slopes[index] * (x - self.knots[index])
+
+    def rising(self) -> "Curve":
+        """The nearest curve that never falls (least squares at the knots: see ``rising_values``)."""
+        return Curve(self.knots, rising_values(self.values))
 
     def segment(self, x: float) -> tuple[float, float, float]:
         """(value at 0, slope, end) of the straight line that the curve follows from ``x`` to ``end`` (exclusive)."""
@@ -75,6 +81,24 @@ class Surface:
         value = low(y)
         return value + weight * (high(y) - value) if weight else value
 
+    def rising(self) -> "Surface":
+        """A surface that falls along neither variable: its rows made rising, and each at least the row before it, up to
+        a knot far beyond the last."""
+        far = FAR * max(row.knots[-1] for row in self.rows)
+        rows: list[Curve] = []
+        for row in self.rows:
+            curve = row.rising()
+            lower = rows[-1] if rows else curve
+            knots = sorted({*curve.knots, *lower.knots, far})
+            rows.append(Curve(tuple(knots), tuple(max(curve(knot), lower(knot)) for knot in knots)))
+        return Surface(self.knots, tuple(rows))
+
+    def at_least(self, floor: float) -> "Surface":
+        """No value below ``floor``."""
+        return Surface(
+            self.knots, tuple(Curve(row.knots, tuple(max(floor, v) for v in row.values)) for row in self.rows)
+        )
+
     def between(self, x: float) -> tuple[Curve, Curve, float]:
         """Two rows and the weight of the second: the surface at ``x`` is low + weight * (high - low)."""
         index = bisect_right(self.knots, x) - 1
@@ -84,6 +108,14 @@ class Surface:
         if index + 1 == len(self.knots):
             return self.rows[index], self.doubled, x / knot - 1.0
         return self.rows[index], self.rows[index + 1], (x - knot) / (self.knots[index + 1] - knot)
+
+
+def lower_of(first: Surface, second: Surface) -> Surface:
+    """The lower of two surfaces at all knots of both."""
+    knots = sorted({*first.knots, *second.knots})
+    columns = sorted({knot for surface in (first, second) for row in surface.rows for knot in row.knots})
+    rows = [Curve(tuple(columns), tuple(min(first(x, y), second(x, y)) for y in columns)) for x in knots]
+    return Surface(tuple(knots), tuple(rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +137,19 @@ class Grid:
         if size != len(self.values):
             raise ConfigError(f"a grid of {size} points has {len(self.values)} values")
         object.__setattr__(self, "strides", tuple(reversed(strides)))
+
+    def nearest(self, point: Sequence[float]) -> tuple[float, ...]:
+        """The point of the grid's box that is nearest to ``point``."""
+        return tuple([min(max(x, axis[0]), axis[-1]) for axis, x in zip(self.axes, point, strict=True)])
+
+    def rising(self) -> "Grid":
+        """The least grid that is nowhere below this one and falls along no axis."""
+        values = list(self.values)
+        for axis, stride in zip(self.axes, self.strides, strict=True):
+            for offset in range(len(values)):
+                if offset // stride % len(axis):
+                    values[offset] = max(values[offset], values[offset - stride])
+        return Grid(self.axes, tuple(values))
 
     def __call__(self, point: Sequence[float]) -> float:
         """The value at ``point`` (one coordinate an axis)."""
@@ -130,6 +175,19 @@ class Grid:
                 corners = [(base + offset, share) for base, share in corners]
         values = self.values
         return sum([values[offset] * share for offset, share in corners])
+
+
+def rising_values(values: Sequence[float]) -> tuple[float, ...]:
+    """The never falling numbers with the least sum of squared differences to these: neighbours that fall are replaced
+    by their mean (pool adjacent violators: R. Barlow et al., Statistical Inference under Order Restrictions, 1972)."""
+    pools: list[tuple[float, int]] = []  # (sum, how many)
+    for value in values:
+        total, count = value, 1
+        while pools and pools[-1][0] * count > total * pools[-1][1]:
+            before, more = pools.pop()
+            total, count = total + before, count + more
+        pools.append((total, count))
+    return tuple(total / count for total, count in pools for _ in range(count))
 
 
 def _upper_slope(knots: Sequence[float], values: Sequence[float]) -> float:

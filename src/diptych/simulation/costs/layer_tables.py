@@ -6,28 +6,29 @@ is looked up in the tables. Never mixes tables, and never scales one GPU's numbe
 
 Attention is looked up at the mean context of the decode batch, because tables hold batches of equal contexts. A skewed
 batch takes a little longer: alpha of the way from the time at its mean context to the time at its longest, with alpha
-as measured; ``skew`` says how many times the mean the longest context is. Several chunks in a step count as one chunk
-with the same tokens and the same (query, key) pairs; when they have fewer pairs than one causal chunk of that many
-tokens, as several short prompts do, as its share of that chunk's time above a launch's, but never less than the slowest
-of them takes alone. Prefill and decode in one step take the sum of the two alone, times a measured factor where the
-profile has mixed steps.
+as measured; ``skew`` says how many times the mean the longest context is. Several chunks in a step take a launch and
+what each of them takes above it, but no longer than one chunk of all their tokens after the longest of their prefixes.
+Prefill and decode in one step take the sum of the two alone, or what was measured where the profile has mixed steps
+(of several chunks, the one that decodes slow down most).
 """
 
 import math
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import msgspec
 
 from diptych.control.errors import ConfigError
-from diptych.control.step import ScheduledPrefill, SchedulerOutput, chunk_attention
+from diptych.control.step import SchedulerOutput
 from diptych.simulation.costs.cost_model import UNBOUNDED, DecodeLine
 from diptych.simulation.costs.interpolation import Curve, Grid, Surface
-from diptych.simulation.packed_tables import packed_names, packed_table
+from diptych.simulation.packed_tables import packed_json, packed_names, packed_table
 
 NS_PER_US = 1000.0
+UNFUSED = "unfused"  # kernels of tables whose operators no engine runs like that
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,12 @@ class TableSource:
 
 @dataclass(frozen=True, slots=True)
 class TableInfo:
-    """What a table describes. skew_alpha: see the module; 0: not measured."""
+    """What a table describes. skew_alpha: see the module; 0: not measured. tensor_parallel, data_parallel,
+    expert_parallel: see Parallelism.
+
+    kernels: the engine whose kernels these are, with its version ("vllm-0.24"), or "unfused": operators as no engine
+    runs them. assumptions: sentences about what of the table was not measured.
+    """
 
     name: str
     hardware: str
@@ -53,6 +59,10 @@ class TableInfo:
     overhead_source: str
     skew_alpha: float
     sources: tuple[TableSource, ...]
+    kernels: str = ""
+    data_parallel: int = 1
+    expert_parallel: int = 1
+    assumptions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +71,10 @@ class LayerTables:
 
     tokens: all dense operators of all layers, by tokens of the step (with the collectives). sequences: output layer
     and sampler, by sequences that sample. prefill_attention: one layer, by (chunk, tokens before it). decode_attention:
-    one layer, by (sequences, context of each). mixed_attention: factor on the sum of both, by (chunk, tokens before
-    it, sequences, context of each); None: 1. overhead: what the host adds to a step, by sequences in it.
+    one layer, by (sequences, context of each). mixed_attention: both in one step, by (chunk, tokens before it,
+    sequences, context of each); None: the sum of both. overhead: what the host adds to a step, by sequences in it.
+    groups: data-parallel groups with sequences of their own, of which the fullest sets the pace: the others are of one
+    group then. shared: what all groups compute together, by tokens of all of them.
     """
 
     tokens: Curve
@@ -71,6 +83,22 @@ class LayerTables:
     decode_attention: Surface
     mixed_attention: Grid | None
     overhead: Curve
+    groups: int = 1
+    shared: Curve | None = None
+
+    def rising(self) -> "LayerTables":
+        """Without the noise that makes more work faster than less: no curve falls any more."""
+        mixed = self.mixed_attention
+        return LayerTables(
+            tokens=self.tokens.rising(),
+            sequences=self.sequences.rising(),
+            prefill_attention=self.prefill_attention.rising(),
+            decode_attention=self.decode_attention.rising(),
+            mixed_attention=None if mixed is None else mixed.rising(),
+            overhead=self.overhead.rising(),
+            groups=self.groups,
+            shared=None if self.shared is None else self.shared.rising(),
+        )
 
 
 class LayerTableCost:
@@ -82,6 +110,16 @@ class LayerTableCost:
         self.tables = tables
         self._lines = cache(self._make_lines)
 
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What of the table was not measured."""
+        return self.info.assumptions
+
+    def with_host(self, host_us: Curve, source: str) -> "LayerTableCost":
+        """The same devices behind another host: ``host_us`` microseconds by the sequences of a step."""
+        info = replace(self.info, name=f"{self.name}+{source}", overhead_source=source)
+        return LayerTableCost(info, replace(self.tables, overhead=host_us))
+
     def decode_line(self, num_seqs: int, context: int) -> DecodeLine:
         """See CostModel: the segment of the interpolated table around the mean context."""
         ends, lines = self._lines(num_seqs)
@@ -89,38 +127,59 @@ class LayerTableCost:
 
     def step_ns(self, output: SchedulerOutput) -> int:
         """See CostModel."""
-        features = output.features
-        if not output.prefills:
+        features, chunks = output.features, output.prefills
+        if not chunks:
             return self.decode_line(features.decode_seqs, features.decode_context).step_ns(features.decode_context)
-        tables, num_decodes = self.tables, features.decode_seqs
-        num_samples = num_decodes + sum([chunk.is_last for chunk in output.prefills])
-        total = tables.overhead(num_decodes + len(output.prefills))
-        total += tables.tokens(features.prefill_tokens + num_decodes)
+        tables, groups, num_decodes = self.tables, self.tables.groups, features.decode_seqs
+        num_samples = num_decodes + sum([chunk.is_last for chunk in chunks])
+        tokens = features.prefill_tokens
+        if groups > 1:
+            tokens = max(-(-tokens // groups), max([chunk.num_tokens for chunk in chunks]))
+        total = tables.overhead(-(-(num_decodes + len(chunks)) // groups))
+        total += tables.tokens(tokens - (-num_decodes // groups))
+        if tables.shared is not None:
+            total += tables.shared(features.prefill_tokens + num_decodes)
         if num_samples:
-            total += tables.sequences(num_samples)
+            total += tables.sequences(-(-num_samples // groups))
         total += self.info.num_layers * self._attention_us(output)
         return max(1, round(total * NS_PER_US))
 
     def _attention_us(self, output: SchedulerOutput) -> float:
-        """Attention of one layer in a step with prefills."""
-        features, tables = output.features, self.tables
-        tokens, pairs = features.prefill_tokens, features.prefill_attention
-        alone = chunk_attention(0, tokens)
-        start = max(0.0, (pairs - alone) / tokens)
-        time = self._prefill_us(tokens, start)
-        if len(output.prefills) > 1:
-            least = tables.prefill_attention(0, 0)  # what a launch takes, whatever it computes
-            share = min(1.0, pairs / alone)
-            time = max(least + (time - least) * share, self._slowest(output.prefills))
-        if features.decode_seqs:
-            context = features.decode_context / features.decode_seqs
-            time += tables.decode_attention(features.decode_seqs, context)
-            if tables.mixed_attention is not None:
-                time *= tables.mixed_attention((tokens, start, features.decode_seqs, context))
-        return time
+        """Attention of one layer in a step with prefills; see the module."""
+        tables, chunks, groups = self.tables, output.prefills, self.tables.groups
+        seqs = output.features.decode_seqs
+        context = output.features.decode_context / seqs if seqs else 0.0
+        seqs = -(-seqs // groups)
+        decode = tables.decode_attention(seqs, context) if seqs else 0.0
+        if len(chunks) == 1:
+            alone = self._prefill_us(chunks[0].num_tokens, chunks[0].start)
+            return alone + self._added_us(chunks[0].num_tokens, chunks[0].start, alone, seqs, context, decode)
+        times = [self._prefill_us(chunk.num_tokens, chunk.start) for chunk in chunks]
+        tokens, longest = output.features.prefill_tokens, max([chunk.start for chunk in chunks])
+        whole = self._prefill_us(tokens, longest)
+        least = tables.prefill_attention(0, 0)  # what a launch takes, whatever it computes
+        apart = least + max(sum([time - least for time in times]) / groups, max(times) - least)
+        if not seqs or tables.mixed_attention is None:
+            return min(apart, whole) + decode
+        apart += max(
+            [
+                self._added_us(chunk.num_tokens, chunk.start, time, seqs, context, decode)
+                for chunk, time in zip(chunks, times, strict=True)
+            ]
+        )
+        return min(apart, whole + self._added_us(tokens, longest, whole, seqs, context, decode))
 
-    def _slowest(self, prefills: tuple[ScheduledPrefill, ...]) -> float:
-        return max([self._prefill_us(chunk.num_tokens, chunk.start) for chunk in prefills])
+    def _added_us(self, tokens: int, start: int, prefill: float, seqs: int, context: float, decode: float) -> float:
+        """What a decode batch that takes ``decode`` alone adds to a chunk that takes ``prefill`` alone."""
+        mixed, tables = self.tables.mixed_attention, self.tables
+        if not seqs or mixed is None:
+            return decode
+        near = mixed.nearest((tokens, start, seqs, context))
+        time = mixed(near)
+        if near != (tokens, start, seqs, context):  # outside the grid as much longer as the two alone are
+            time += prefill - tables.prefill_attention(near[0], near[1])
+            time += decode - tables.decode_attention(near[2], near[3])
+        return max(time, prefill, decode) - prefill
 
     def _prefill_us(self, tokens: int, start: float) -> float:
         """Prefill attention of one layer; a chunk larger than any measured one as several of the largest."""
@@ -135,8 +194,11 @@ class LayerTableCost:
     def _make_lines(self, num_seqs: int) -> tuple[list[int], list[DecodeLine]]:
         """The lines of one batch size and where each but the last ends (in context tokens, exclusive)."""
         tables = self.tables
-        low, high, weight = tables.decode_attention.between(num_seqs)
-        fixed = tables.overhead(num_seqs) + tables.tokens(num_seqs) + tables.sequences(num_seqs)
+        mine = -(-num_seqs // tables.groups)
+        low, high, weight = tables.decode_attention.between(mine)
+        fixed = tables.overhead(mine) + tables.tokens(mine) + tables.sequences(mine)
+        if tables.shared is not None:
+            fixed += tables.shared(num_seqs)
         scale = self.info.num_layers * NS_PER_US
         ends: list[int] = []
         lines: list[DecodeLine] = []
@@ -150,25 +212,22 @@ class LayerTableCost:
             intercept_ns = fixed * NS_PER_US + scale * attention
             is_last = end == float("inf")
             until = UNBOUNDED if is_last else math.ceil(end * num_seqs)
-            lines.append(_line(intercept_ns, scale * slope / num_seqs, ends[-1] if ends else 0, until))
+            lines.append(DecodeLine.of(intercept_ns, scale * slope / num_seqs, until))
             if is_last:
                 return ends, lines
             ends.append(until)
             mean = end
 
 
-def _line(intercept_ns: float, slope_ns: float, start: int, until: int) -> DecodeLine:
-    """A line that may fall (a table is noisy): then a level one at the middle of its segment, because neither
-    coefficient of a DecodeLine is negative."""
-    if slope_ns < 0:
-        middle = start if until == UNBOUNDED else (start + until) / 2
-        return DecodeLine.of(intercept_ns + slope_ns * middle, 0.0, until)
-    return DecodeLine.of(intercept_ns, slope_ns, until)
-
-
 def layer_table_names() -> tuple[str, ...]:
     """Names that ``load_layer_table`` knows, in order."""
     return packed_names("tables")
+
+
+@cache
+def layer_table_info(name: str) -> TableInfo:
+    """What a shipped table says about itself."""
+    return msgspec.json.decode(packed_json("tables", name), type=TableInfo)
 
 
 def load_layer_table(name: str, *, skew: float = 1.0) -> LayerTableCost:
@@ -185,18 +244,29 @@ def parse_layer_table(data: dict[str, Any], *, skew: float = 1.0) -> LayerTableC
     """The cost model of a table as plain data (the JSON that scripts/derive_layer_tables.py writes)."""
     if not skew >= 1:
         raise ConfigError(f"skew is {skew}; the longest context over the mean is at least 1", param="skew")
-    mixed = data.get("mixed_attention")
+    prefill = _surface(data["prefill_attention"])
+    decode = _skewed(_surface(data["decode_attention"]), data["skew_alpha"], skew)
     tables = LayerTables(
         tokens=_curve(data["tokens"]),
         sequences=_curve(data["sequences"]),
-        prefill_attention=_surface(data["prefill_attention"]),
-        decode_attention=_skewed(_surface(data["decode_attention"]), data["skew_alpha"], skew),
-        mixed_attention=None
-        if mixed is None
-        else Grid(tuple(tuple(map(float, axis)) for axis in mixed["axes"]), tuple(mixed["factors"])),
+        prefill_attention=prefill,
+        decode_attention=decode,
+        mixed_attention=_mixed(data.get("mixed_attention"), prefill, decode),
         overhead=_curve(data["overhead"]),
+        groups=data.get("data_parallel", 1),
+        shared=_curve(data["shared"]) if "shared" in data else None,
     )
-    return LayerTableCost(msgspec.convert(data, TableInfo), tables)
+    return LayerTableCost(msgspec.convert(data, TableInfo), tables.rising())
+
+
+def _mixed(data: dict[str, Any] | None, prefill: Surface, decode: Surface) -> Grid | None:
+    """Microseconds from factors on the sum of both."""
+    if data is None:
+        return None
+    axes = tuple(tuple(map(float, axis)) for axis in data["axes"])
+    alone = [[surface(x, y) for x, y in product(*pair)] for surface, pair in ((prefill, axes[:2]), (decode, axes[2:]))]
+    sums = [first + second for first, second in product(*alone)]
+    return Grid(axes, tuple(factor * us for factor, us in zip(data["factors"], sums, strict=True)))
 
 
 def _curve(data: dict[str, Any]) -> Curve:

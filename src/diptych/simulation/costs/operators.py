@@ -1,31 +1,39 @@
 """Measured operators of one GPU, and the look-up of those that were not measured.
 
-Owns the reading of catalogue/operators/ and its interpolation. Must never fill a table of one GPU with numbers of
-another. Knows nothing of steps and layers (operator_tables.py).
+Reads catalogue/operators/ and interpolates; a table of one GPU is never filled with numbers of another. Steps and
+layers are the business of operator_tables.py.
 
 A matrix product of unmeasured dimensions takes its roofline time (the hardware entry's law) times the ratio of measured
 time to roofline at the four measured neighbours, weighted linearly; between measured token counts the time itself is
 linear. Attention of heads that were not measured together is looked up with as many queries to a KV head, and the
 batch scaled by the heads; between measured lengths of prompts it follows the roofline's shape. Experts of unmeasured
 shape take the nearest shape's time, scaled by the rooflines of both.
+
+Fewer bits than 16 take what was measured with them, but never longer than the same with more bits (engines have
+kernels that widen the weights to 16 bits as they read them); what was not measured with them takes the time of the next
+more bits, scaled by the rooflines of both.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise, product
 from typing import Any
 
 import msgspec
 
 from diptych.control.errors import ConfigError
+from diptych.simulation.costs.collectives import between_hosts, num_hosts
 from diptych.simulation.costs.interpolation import Curve, Surface
-from diptych.simulation.costs.layer_tables import TableSource
-from diptych.simulation.costs.roofline import expert_ns, expert_ops
-from diptych.simulation.hardware import Hardware
+from diptych.simulation.costs.layer_shapes import MatrixShape
+from diptych.simulation.costs.layer_tables import NS_PER_US, TableSource
+from diptych.simulation.costs.roofline import ACTIVATION_BYTES, ExpertOps, kernel_of, linear_op
+from diptych.simulation.hardware import Hardware, load_hardware
 from diptych.simulation.models import ModelSpec, MoESpec
 from diptych.simulation.packed_tables import packed_names, packed_table
-from diptych.simulation.weight_precision import MatrixFormat
+from diptych.simulation.parallelism import Parallelism
+from diptych.simulation.weight_precision import GPU_WEIGHTS
 
 US = 1e6
 
@@ -67,14 +75,9 @@ class LinearTable:
         return total / weights if weights else None
 
     def roofline_us(self, m: int, n: int, k: int) -> float:
-        """max(FLOP, bytes) + launch, with the shares of the hardware entry."""
-        hardware, achieved = self.hardware, self.hardware.achieved
-        low = self.weight_bits == 8
-        flops = hardware.flops["fp8"] * achieved.fp8_compute if low else hardware.flops["bf16"] * achieved.gemm_compute
-        item = self.weight_bits / 8
-        memory = (item * (m + n) * k + 2 * m * n) / (hardware.memory_bandwidth * achieved.gemm_memory)
-        launch = achieved.fp8_launch_s if low else achieved.gemm_launch_s
-        return US * (max(2 * m * n * k / flops, memory) + launch)
+        """The law of the hardware entry, in the arithmetic that was measured."""
+        weights = GPU_WEIGHTS[self.weight_bits].layers
+        return kernel_of(self.hardware, MatrixShape(1, k, n), weights, weights.peak(self.hardware)).ns(m) / NS_PER_US
 
 
 def _neighbours(knots: Sequence[int], x: int) -> tuple[tuple[int, float], ...]:
@@ -104,6 +107,10 @@ class AttentionTable:
     """Microseconds of attention of one layer, by (batch, length), for each measured set of heads."""
 
     surfaces: Mapping[AttentionHeads, Surface]
+
+    def has_bits(self, kv_bits: int) -> bool:
+        """Whether anything was measured with so many bits of KV."""
+        return any(heads.kv_bits == kv_bits for heads in self.surfaces)
 
     def surface(self, heads: AttentionHeads) -> Surface:
         """The surface of these heads: the measured one, or the nearest with batch and time scaled.
@@ -139,53 +146,82 @@ def _ratio(a: int, b: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertTable:
-    """Microseconds of the experts of one layer by tokens, for each measured (experts, hidden size, devices)."""
+class ExpertKey:
+    """What the routed experts of a layer were measured with: ``inside`` devices cut the width of each, ``groups`` of
+    them have experts of their own. moe: without shared experts and dense layers."""
 
-    curves: Mapping[tuple[MoESpec, int, int], Curve]  # MoESpec without shared experts and dense layers
+    moe: MoESpec
+    hidden: int
+    inside: int
+    groups: int
 
-    def curve(self, model: ModelSpec, hardware: Hardware, tensor_parallel: int) -> Curve:
-        """The measured curve, or that of the nearest shape times the ratio of both rooflines.
-
-        Raises ConfigError when nothing was measured for so many devices.
-        """
+    @classmethod
+    def of(cls, model: ModelSpec, parallelism: Parallelism) -> "ExpertKey":
+        """Of a model with experts."""
         assert model.moe is not None
-        wanted = replace(model.moe, shared=0, dense_layers=0)
-        known = self.curves.get((wanted, model.hidden, tensor_parallel))
-        if known is not None:
-            return known
-        same = [key for key in self.curves if key[2] == tensor_parallel]
-        if not same:
-            raise ConfigError(
-                f"tensor_parallel is {tensor_parallel}; no experts were measured on so many {hardware.name}",
-                param="tensor_parallel",
-            )
-        nearest = min(same, key=lambda key: _shape_distance(wanted, model.hidden, key[0], key[1]))
-        curve = self.curves[nearest]
-        like = replace(model, moe=nearest[0], hidden=nearest[1])
-        values = tuple(
-            value * _expert_us(model, hardware, tensor_parallel, tokens) / _expert_us(like, hardware, tensor_parallel,
-                                                                                     tokens)
-            for tokens, value in zip(curve.knots, curve.values, strict=True)
-        )  # fmt: skip
-        return Curve(curve.knots, values)
+        moe = replace(model.moe, shared=0, dense_layers=0)
+        return cls(moe, model.hidden, parallelism.stage_devices // parallelism.expert, parallelism.expert)
+
+    def distance(self, other: "ExpertKey") -> float:
+        """Product of the ratios of all dimensions, above 1."""
+        return (
+            _ratio(self.moe.experts, other.moe.experts)
+            * _ratio(self.moe.experts_per_token, other.moe.experts_per_token)
+            * _ratio(self.moe.intermediate, other.moe.intermediate)
+            * _ratio(self.hidden, other.hidden)
+            * _ratio(self.inside, other.inside) ** 2
+            * _ratio(self.groups, other.groups) ** 2
+        )
+
+    def roofline(self, like: ModelSpec, hardware: Hardware, bits: int) -> Callable[[float], float]:
+        """Nanoseconds of the experts of a layer by tokens, with the MLPs of ``like`` (only ratios are used)."""
+        model = replace(like, moe=self.moe, hidden=self.hidden)
+        split = Parallelism(self.inside * self.groups, expert=self.groups)
+        ops = ExpertOps.of(model, hardware, split, GPU_WEIGHTS[bits].layers)
+        assert ops is not None
+        return lambda tokens: ops.total_ns(int(tokens)) / model.layers
 
 
-def _shape_distance(wanted: MoESpec, hidden: int, other: MoESpec, other_hidden: int) -> float:
-    """Product of the ratios of all dimensions, above 1."""
-    return (
-        _ratio(wanted.experts, other.experts)
-        * _ratio(wanted.experts_per_token, other.experts_per_token)
-        * _ratio(wanted.intermediate, other.intermediate)
-        * _ratio(hidden, other_hidden)
-    )
+@dataclass(frozen=True, slots=True)
+class ExpertTable:
+    """Microseconds of the routed experts of a layer by tokens, for each measured shape, by bits of the weights."""
+
+    hardware: Hardware
+    curves: Mapping[int, Mapping[ExpertKey, Curve]]
+
+    def curve(self, model: ModelSpec, parallelism: Parallelism, bits: int = 16) -> Curve:
+        """Of a model with experts: measured, or of the nearest shape and split, scaled by the rooflines of both."""
+        key = ExpertKey.of(model, parallelism)
+        narrow = self._nearest(model, key, bits)
+        if bits == 16:
+            assert narrow is not None, "every GPU was measured with 16 bits"
+            return narrow
+        wide = self.curve(model, parallelism, 2 * bits)
+        if narrow is not None:
+            knots = sorted({*wide.knots, *narrow.knots})
+            return Curve(tuple(knots), tuple(min(wide(knot), narrow(knot)) for knot in knots))
+        return _scaled(wide, key.roofline(model, self.hardware, bits), key.roofline(model, self.hardware, 2 * bits))
+
+    def is_measured(self, model: ModelSpec, parallelism: Parallelism, bits: int) -> bool:
+        """Whether this very shape was."""
+        return ExpertKey.of(model, parallelism) in self.curves.get(bits, {})
+
+    def _nearest(self, model: ModelSpec, key: ExpertKey, bits: int) -> Curve | None:
+        known = self.curves.get(bits)
+        if not known:
+            return None
+        nearest = min(known, key=key.distance)
+        curve = known[nearest]
+        if nearest == key:
+            return curve
+        laws = [wanted.roofline(model, self.hardware, bits) for wanted in (key, nearest)]
+        return _scaled(curve, *laws)
 
 
-def _expert_us(model: ModelSpec, hardware: Hardware, tensor_parallel: int, tokens: float) -> float:
-    """Roofline of the experts of all layers (only ratios of it are used)."""
-    assert model.moe is not None
-    ops = expert_ops(model, hardware, tensor_parallel, MatrixFormat())
-    return sum(expert_ns(op, model.moe, int(tokens)) / op.count for op in ops)
+def _scaled(curve: Curve, law: Callable[[float], float], measured: Callable[[float], float]) -> Curve:
+    """The curve times the ratio of two laws at each knot."""
+    pairs = zip(curve.knots, curve.values, strict=True)
+    return Curve(curve.knots, tuple(value * law(knot) / measured(knot) for knot, value in pairs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +237,33 @@ class OperatorTables:
     decode_attention: AttentionTable
     experts: ExpertTable
     all_reduce: Mapping[int, Curve]
+
+    def on(self, hardware: Hardware) -> "OperatorTables":
+        """The same measurements of a device whose links, memory or price are others."""
+        linear = {bits: LinearTable(hardware, bits, table.curves) for bits, table in self.linear.items()}
+        return replace(self, hardware=hardware, linear=linear, experts=replace(self.experts, hardware=hardware))
+
+    def linear_us(self, bits: int, m: int, shape: MatrixShape) -> float:
+        """Microseconds of one product of ``m`` rows with weights of so many bits (16, 8 or 4)."""
+        n, k = shape.outputs, shape.inputs
+        wide = self.linear[16].us(m, n, k)
+        if bits == 16:
+            return wide
+        if 8 in self.linear:
+            us = min(wide, self.linear[8].us(m, n, k))
+        else:
+            us = wide * self._law(8, m, shape) / self._law(16, m, shape)
+        return us if bits == 8 else us * self._law(4, m, shape) / self._law(8, m, shape)
+
+    def all_reduce_us(self, num_devices: int, num_values: float) -> float:
+        """Microseconds of a sum of so many 16-bit values; over several hosts, of a sum inside each that was measured
+        and one between them (costs/collectives.py). Raises ConfigError."""
+        inside = -(-num_devices // num_hosts(self.hardware, num_devices))
+        between = between_hosts(self.hardware, num_devices).seconds(ACTIVATION_BYTES * num_values)
+        return self.all_reduce[inside](num_values) + US * between if inside > 1 else US * between
+
+    def _law(self, bits: int, m: int, shape: MatrixShape) -> float:
+        return linear_op(self.hardware, replace(shape, count=1), GPU_WEIGHTS[bits].layers).total_ns(m)
 
 
 def refined(curve: Curve, law: Callable[[float], float]) -> Curve:
@@ -234,13 +297,27 @@ def operator_table_names() -> tuple[str, ...]:
 
 
 def load_operator_tables(hardware: Hardware) -> OperatorTables:
-    """The operators of a GPU. Raises ConfigError for one that is not in ``operator_table_names()``."""
+    """The operators of a GPU. Raises ConfigError for one that is not in ``operator_table_names()``, or whose speed was
+    changed from the catalogue's, which was measured."""
     names = operator_table_names()
     if hardware.name not in names:
         raise ConfigError(
             f"hardware is {hardware.name!r}; operators were measured on {', '.join(names)}", param="hardware"
         )
-    data = operator_data(hardware.name)
+    measured = _measured(hardware.name)
+    known = measured.hardware
+    if (hardware.flops, hardware.memory_bandwidth) != (known.flops, known.memory_bandwidth):
+        raise ConfigError(
+            f"the flops or the memory_bandwidth of hardware are not those of the {hardware.name} that was measured",
+            param="hardware",
+        )
+    return measured.on(hardware)
+
+
+@cache
+def _measured(name: str) -> OperatorTables:
+    """The operators of a GPU of the catalogue."""
+    hardware, data = load_hardware(name), operator_data(name)
     return OperatorTables(
         hardware=hardware,
         engine=data["engine"],
@@ -252,7 +329,14 @@ def load_operator_tables(hardware: Hardware) -> OperatorTables:
         },
         prefill_attention=_attention(data["prefill_attention"]),
         decode_attention=_attention(data["decode_attention"]),
-        experts=ExpertTable({_expert_key(row): curve_of(row) for row in data["experts"]}),
+        experts=ExpertTable(
+            hardware,
+            {
+                int(bits): {_expert_key(row): curve_of(row) for row in rows}
+                for bits, rows in data["experts"].items()
+                if rows
+            },
+        ),
         all_reduce={row["devices"]: curve_of(row) for row in reversed(data["all_reduce"])},  # vLLM's kernel wins
     )
 
@@ -276,6 +360,6 @@ def _attention(entries: Sequence[Mapping[str, Any]]) -> AttentionTable:
     return AttentionTable(surfaces)
 
 
-def _expert_key(row: Mapping[str, Any]) -> tuple[MoESpec, int, int]:
+def _expert_key(row: Mapping[str, Any]) -> ExpertKey:
     moe = MoESpec(row["experts"], row["experts_per_token"], row["intermediate"])
-    return moe, row["hidden"], row["tensor_parallel"]
+    return ExpertKey(moe, row["hidden"], row["tensor_parallel"], row["expert_parallel"])

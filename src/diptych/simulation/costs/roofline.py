@@ -1,20 +1,31 @@
 """Step durations from first principles: FLOPs and bytes over what a device was measured to reach.
 
-Owns the arithmetic; every constant comes from the hardware entry (the laws are written in catalogue/hardware.toml).
-Must never hold a figure of one device or model, and never call the mathematical library: sums, products, quotients and
-comparisons of floats are the same on every platform.
+The arithmetic of the laws in catalogue/hardware.toml, whose entries hold every constant. The mathematical library is
+never called: sums, products, quotients and comparisons of floats are the same on every platform.
 
-The roofline: S. Williams, A. Waterman, D. Patterson, CACM 52(4), 2009. Experts touched by n tokens:
-E * (1 - (1 - k/E)^n), each token choosing k of E at random.
+The roofline: S. Williams, A. Waterman, D. Patterson, CACM 52(4), 2009. A pass through a pipeline takes what its stages
+take one after the other, and a hop between them. Data-parallel groups share a step's sequences evenly, a chunk stays in
+one group, and the fullest group sets the pace of all.
 """
 
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
-from diptych.control.step import SchedulerOutput
+from diptych.control.step import SchedulerOutput, chunk_attention
+from diptych.simulation.costs.assumptions import assumptions_of, model_assumptions
+from diptych.simulation.costs.bounded_attention import LinearAttention, WindowedAttention
+from diptych.simulation.costs.collectives import MessageCost, all_reduce, all_to_all, pipeline_hops
 from diptych.simulation.costs.cost_model import UNBOUNDED, DecodeLine
+from diptych.simulation.costs.layer_shapes import (
+    EXPERT_IMBALANCE,
+    MatrixShape,
+    expert_shape,
+    linear_shapes,
+    touched_share,
+)
 from diptych.simulation.hardware import Hardware
-from diptych.simulation.models import ModelSpec, MoESpec, check_tensor_parallel
+from diptych.simulation.models import ModelSpec, MoESpec, check_parallelism
+from diptych.simulation.parallelism import ONE_DEVICE, Parallelism
 from diptych.simulation.weight_precision import GPU_WEIGHTS, MatrixFormat, WeightPrecision
 
 NS = 1e9
@@ -26,21 +37,30 @@ CACHE_LIMIT = 65_536
 
 
 @dataclass(frozen=True, slots=True)
-class LinearOp:
-    """A linear layer on one device: max(token_compute * n, weight + token_io * n) + launch nanoseconds for n tokens,
-    ``count`` times a step."""
+class Kernel:
+    """One way to multiply: max(compute * rows, weight + io * rows) + launch nanoseconds for so many rows."""
 
-    count: int
-    token_compute_ns: float
+    compute_ns: float
     weight_ns: float
-    token_io_ns: float
+    io_ns: float
     launch_ns: float
 
-    def total_ns(self, num_tokens: int) -> float:
+    def ns(self, rows: float, matrices: float = 1.0) -> float:
+        """Of ``rows`` rows, of which each meets one of ``matrices`` matrices that are read."""
+        compute, memory = self.compute_ns * rows, self.weight_ns * matrices + self.io_ns * rows
+        return (compute if compute > memory else memory) + self.launch_ns
+
+
+@dataclass(frozen=True, slots=True)
+class LinearOp:
+    """``count`` products a step of one shape, each by the fastest of the kernels that there are for its format."""
+
+    count: int
+    kernels: tuple[Kernel, ...]
+
+    def total_ns(self, rows: float, matrices: float = 1.0) -> float:
         """Nanoseconds of all ``count`` of them."""
-        compute = self.token_compute_ns * num_tokens
-        memory = self.weight_ns + self.token_io_ns * num_tokens
-        return self.count * ((compute if compute > memory else memory) + self.launch_ns)
+        return self.count * min([kernel.ns(rows, matrices) for kernel in self.kernels])
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,46 +80,56 @@ class AttentionOp:
     seq_ns: float
     launch_ns: float
 
+    def decode_ns(self, num_seqs: float, context: float) -> float:
+        """Of the sequences of a step, without the launch."""
+        memory = self.context_ns * context + self.row_ns * num_seqs
+        return max(memory, self.context_compute_ns * context) + self.seq_ns * num_seqs
+
 
 class RooflineCost:
-    """CostModel of ``tensor_parallel`` devices that run one worker.
+    """CostModel of the devices of one worker.
 
     weights: products run in 8 bits where their format allows it and the device has a peak for it, else in bf16.
     step_overhead_s: host time of a step in place of the hardware entry's.
     For one number of sequences the decode step is one line, or two where attention changes from memory to compute
-    (latent attention with many heads).
+    (latent attention with many heads), or where contexts fill the window of some layers.
     """
 
     def __init__(
         self,
         model: ModelSpec,
         hardware: Hardware,
-        tensor_parallel: int = 1,
+        parallelism: Parallelism = ONE_DEVICE,
         *,
         weights: WeightPrecision = GPU_WEIGHTS[16],
         kv_bits: int = 16,
         step_overhead_s: float | None = None,
     ) -> None:
-        check_tensor_parallel(model, tensor_parallel)
-        self.name = f"roofline:{model.name}:{hardware.name}:tp{tensor_parallel}:{weights.name}:kv{kv_bits}"
-        achieved = hardware.achieved
-        self._ops = linear_ops(model, hardware, tensor_parallel, weights.layers)
-        self._experts = expert_ops(model, hardware, tensor_parallel, weights.layers)
-        self._moe = model.moe
-        self._attention = attention_op(model, hardware, tensor_parallel, kv_bits)
+        check_parallelism(model, parallelism)
+        self.name = f"roofline:{model.name}:{hardware.name}:{parallelism}:{weights.name}:kv{kv_bits}"
+        self.assumptions = (*assumptions_of(hardware, parallelism, weights), *model_assumptions(model, weights))
+        achieved, tensor = hardware.achieved, parallelism.tensor
+        self._groups = parallelism.data
+        self._ops = tuple(linear_op(hardware, shape, weights.layers) for shape in linear_shapes(model, tensor))
+        self._experts = ExpertOps.of(model, hardware, parallelism, weights.expert_format)
+        self._attention = attention_op(model, hardware, tensor, kv_bits, model.full_layers)
+        self._windowed = self._linear = None
+        if model.window:
+            op = attention_op(model, hardware, tensor, kv_bits, model.window.layers)
+            self._windowed = WindowedAttention(model.window.tokens, op)
+        if model.linear:
+            self._linear = LinearAttention.of(model.linear, hardware, tensor)
+        self._head = linear_op(hardware, MatrixShape(1, model.hidden, -(-model.vocab // tensor)), weights.head)
         rate = hardware.memory_bandwidth * achieved.elementwise_memory
-        self._head = _linear(hardware, 1, model.hidden, -(-model.vocab // tensor_parallel), weights.head)
         self._sampled_ns = NS * SAMPLER_BYTES * model.vocab / rate
         overhead = achieved.step_overhead_s if step_overhead_s is None else step_overhead_s
         kernels = model.layers * KERNELS_PER_LAYER + model.num_moe_layers * KERNELS_PER_MOE_LAYER
-        reduces = 2 * model.layers
-        link = hardware.interconnect
-        latency = link.all_reduce_s(tensor_parallel, 0)
-        message = link.all_reduce_s(tensor_parallel, ACTIVATION_BYTES * model.hidden) - latency
-        self._step_ns = NS * (overhead + kernels * achieved.elementwise_launch_s + reduces * latency)
-        self._step_ns += self._attention.launch_ns
-        self._token_ns = NS * (elementwise_bytes(model, tensor_parallel) / rate + reduces * message)
-        self._tokens_ns = lru_cache(CACHE_LIMIT)(self._price_tokens)
+        messages = collective_costs(model, hardware, parallelism)
+        self._step_ns = NS * (overhead + kernels * achieved.elementwise_launch_s + messages.latency_s)
+        self._step_ns += self._attention.launch_ns + (self._windowed.op.launch_ns if self._windowed else 0.0)
+        self._step_ns += self._linear.launch_ns if self._linear else 0.0
+        self._token_ns = NS * (elementwise_bytes(model, tensor) / rate + messages.byte_s)
+        self.tokens_ns = lru_cache(CACHE_LIMIT)(self._price_tokens)
         self._lines = cache(self._decode_lines)
 
     def decode_line(self, num_seqs: int, context: int) -> DecodeLine:
@@ -113,102 +143,142 @@ class RooflineCost:
         num_seqs, context = features.decode_seqs, features.decode_context
         if not output.prefills:
             return self.decode_line(num_seqs, context).step_ns(context)
-        sampled, starts = num_seqs, 0
-        for chunk in output.prefills:
-            starts += chunk.start
-            sampled += chunk.is_last
-        attention = self._attention
-        total = self._tokens_ns(features.prefill_tokens + num_seqs) + self._sampling_ns(sampled)
-        total += attention.pair_ns * features.prefill_attention + attention.token_ns * features.prefill_tokens
-        total += attention.start_ns * starts
+        groups, attention = self._groups, self._attention
+        starts = sum([chunk.start for chunk in output.prefills])
+        sampled = sum([chunk.is_last for chunk in output.prefills])
+        tokens, pairs = features.prefill_tokens, features.prefill_attention
+        if groups > 1:
+            tokens = max(-(-tokens // groups), max([chunk.num_tokens for chunk in output.prefills]))
+            pairs = max(-(-pairs // groups), max([chunk_attention(c.start, c.num_tokens) for c in output.prefills]))
+            starts = max(-(-starts // groups), max([chunk.start for chunk in output.prefills]))
+            sampled = -(-sampled // groups)
+        mine = -(-num_seqs // groups)
+        total = self.tokens_ns(tokens + mine, features.prefill_tokens + num_seqs) + self._sampling_ns(sampled + mine)
+        total += attention.pair_ns * pairs + attention.token_ns * tokens + attention.start_ns * starts
+        if self._windowed:
+            total += self._windowed.prefill_ns(output.prefills, tokens, groups)
+        if self._linear:
+            total += self._linear.token_ns * tokens + self._linear.chunk_ns * -(-len(output.prefills) // groups)
         if num_seqs:
-            total += self._decode_attention_ns(num_seqs, context)
+            total += self._decode_attention_ns(mine, context * mine / num_seqs)
         return max(1, int(total))
 
     def _decode_lines(self, num_seqs: int) -> tuple[DecodeLine, int, DecodeLine]:
-        """(line, context from which the second holds, second line)."""
+        """(line, context from which the second holds, second line), by the context of all groups."""
         attention = self._attention
-        base = self._tokens_ns(num_seqs) + self._sampling_ns(num_seqs) + attention.seq_ns * num_seqs
-        io = attention.row_ns * num_seqs
-        excess = attention.context_compute_ns - attention.context_ns
+        mine = -(-num_seqs // self._groups)
+        share = mine / num_seqs
+        base = self.tokens_ns(mine, num_seqs) + self._sampling_ns(mine) + attention.seq_ns * mine
+        if self._linear:
+            base += self._linear.seq_ns * mine
+        if self._windowed:
+            base += self._windowed.op.seq_ns * mine
+            slope, more = (
+                share * max(attention.context_ns, attention.context_compute_ns),
+                share * self._windowed.slope_ns,
+            )
+            full = self._windowed.tokens * num_seqs
+            bounded = DecodeLine.of(base, slope + more, full + 1)
+            return bounded, full + 1, DecodeLine.of(base + more * full, slope)
+        io = attention.row_ns * mine
+        excess = share * (attention.context_compute_ns - attention.context_ns)
         if excess <= 0:
-            line = DecodeLine.of(base + io, attention.context_ns)
+            line = DecodeLine.of(base + io, share * attention.context_ns)
             return line, UNBOUNDED, line
         switch = int(io / excess) + 1
-        bounded = DecodeLine.of(base + io, attention.context_ns, switch)
-        return bounded, switch, DecodeLine.of(base, attention.context_compute_ns)
+        bounded = DecodeLine.of(base + io, share * attention.context_ns, switch)
+        return bounded, switch, DecodeLine.of(base, share * attention.context_compute_ns)
 
-    def _decode_attention_ns(self, num_seqs: int, context: int) -> float:
-        attention = self._attention
-        memory = attention.context_ns * context + attention.row_ns * num_seqs
-        return max(memory, attention.context_compute_ns * context) + attention.seq_ns * num_seqs
+    def _decode_attention_ns(self, num_seqs: int, context: float) -> float:
+        total = self._attention.decode_ns(num_seqs, context)
+        if self._windowed:
+            total += self._windowed.decode_ns(num_seqs, context)
+        return total + (self._linear.seq_ns * num_seqs if self._linear else 0.0)
 
     def _sampling_ns(self, num_sampled: int) -> float:
         return self._head.total_ns(num_sampled) + self._sampled_ns * num_sampled if num_sampled else 0.0
 
-    def _price_tokens(self, num_tokens: int) -> float:
-        """Everything but attention over the context and the sampling, for a step of so many tokens."""
-        total = self._step_ns + self._token_ns * num_tokens + sum(op.total_ns(num_tokens) for op in self._ops)
-        if self._moe:
-            total += sum(expert_ns(op, self._moe, num_tokens) for op in self._experts)
-        return total
+    def _price_tokens(self, num_tokens: int, of_all: int) -> float:
+        """Everything but attention over the context and the sampling, for a step of so many tokens of one group, and
+        of all groups together."""
+        total = self._step_ns + self._token_ns * num_tokens + sum([op.total_ns(num_tokens) for op in self._ops])
+        return total + self._experts.total_ns(of_all) if self._experts else total
 
 
-def linear_ops(
-    model: ModelSpec, hardware: Hardware, tensor_parallel: int, weights: MatrixFormat
-) -> tuple[LinearOp, ...]:
-    """The dense linear layers of a model: around the attention, and the MLPs (or the shared experts and the router)."""
-    tp, hidden = tensor_parallel, model.hidden
-    shapes: list[tuple[int, int, int, MatrixFormat]] = []  # (times a step, inputs, outputs, format)
-    if model.mla is None:
-        kv = 2 * -(-model.kv_heads // tp) * model.head_dim
-        shapes.append((model.layers, hidden, model.query_width // tp + kv, weights))
-        shapes.append((model.layers, model.query_width // tp, hidden, weights))
-    else:
-        mla, heads = model.mla, model.heads // tp
-        query = heads * (mla.nope_dim + mla.rope_dim)
-        shapes.append((model.layers, hidden, mla.q_rank + model.kv_width, weights))
-        shapes.append((model.layers, mla.q_rank or hidden, query, weights))
-        shapes.append((model.layers, mla.kv_rank, heads * (mla.nope_dim + mla.value_dim), weights))
-        shapes.append((model.layers, heads * mla.value_dim, hidden, weights))
-    up = 2 if model.gated_mlp else 1
-    widths = [(model.layers - model.num_moe_layers, model.intermediate)]
-    if model.moe:
-        shapes.append((model.num_moe_layers, hidden, model.moe.experts, MatrixFormat()))
-        widths.append((model.num_moe_layers, model.moe.shared * model.moe.intermediate))
-    for count, width in widths:
-        if count and width:
-            shapes.append((count, hidden, up * width // tp, weights))
-            shapes.append((count, width // tp, hidden, weights))
-    return tuple(_linear(hardware, *shape) for shape in shapes)
+@dataclass(frozen=True, slots=True)
+class ExpertOps:
+    """The routed experts on one device: all visits of its group are computed, the experts touched are read.
+
+    imbalance: visits of the busiest group over the mean.
+    """
+
+    moe: MoESpec
+    ops: tuple[LinearOp, LinearOp]
+    experts: int
+    groups: int
+    imbalance: float
+
+    @classmethod
+    def of(
+        cls, model: ModelSpec, hardware: Hardware, parallelism: Parallelism, weights: MatrixFormat
+    ) -> "ExpertOps | None":
+        """None without experts."""
+        shape = expert_shape(model, parallelism)
+        if model.moe is None or shape is None:
+            return None
+        up = MatrixShape(shape.count, shape.inputs, (2 if model.gated_mlp else 1) * shape.width)
+        down = MatrixShape(shape.count, shape.width, shape.inputs)
+        ops = linear_op(hardware, up, weights), linear_op(hardware, down, weights)
+        groups = parallelism.expert
+        return cls(model.moe, ops, shape.experts, groups, EXPERT_IMBALANCE if groups > 1 else 1.0)
+
+    def total_ns(self, num_tokens: int) -> float:
+        """Of all layers, for so many tokens of the whole worker."""
+        visits = num_tokens * self.moe.experts_per_token
+        share = min(visits, visits * self.imbalance / self.groups)
+        touched = self.experts * touched_share(self.moe, num_tokens)
+        return sum([op.total_ns(share, touched) for op in self.ops])
 
 
-def expert_ops(
-    model: ModelSpec, hardware: Hardware, tensor_parallel: int, weights: MatrixFormat
-) -> tuple[LinearOp, ...]:
-    """The two linear layers of one expert, whose width is split over the devices (see ``expert_ns``)."""
-    if model.moe is None:
-        return ()
-    width, count = max(1, model.moe.intermediate // tensor_parallel), model.num_moe_layers
-    up = 2 if model.gated_mlp else 1
+def collective_costs(model: ModelSpec, hardware: Hardware, parallelism: Parallelism) -> MessageCost:
+    """What the devices of a worker send to each other in a step: latency, and seconds for each token of a group.
+
+    A layer sums its activations over the tensor-parallel devices after the attention and after the MLP.
+    """
+    hidden = ACTIVATION_BYTES * model.hidden
+    inside = all_reduce(hardware, parallelism.tensor).times(num_sums(model, parallelism), hidden)
     return (
-        _linear(hardware, count, model.hidden, up * width, weights),
-        _linear(hardware, count, width, model.hidden, weights),
+        inside + expert_exchange(model, hardware, parallelism) + pipeline_hops(hardware, parallelism).times(1, hidden)
     )
 
 
-def expert_ns(op: LinearOp, moe: MoESpec, num_tokens: int) -> float:
-    """Nanoseconds of a grouped linear layer: all visits are computed, the weights of the experts touched are read."""
-    visits = num_tokens * moe.experts_per_token
-    touched = moe.experts * (1.0 - _power(1.0 - moe.experts_per_token / moe.experts, num_tokens))
-    memory = op.weight_ns * touched + op.token_io_ns * visits
-    return op.count * (max(op.token_compute_ns * visits, memory) + op.launch_ns)
+def num_sums(model: ModelSpec, parallelism: Parallelism) -> int:
+    """Sums over the tensor-parallel devices in a step."""
+    return 2 * model.layers - (model.num_moe_layers if parallelism.data > 1 else 0)
 
 
-def attention_op(model: ModelSpec, hardware: Hardware, tensor_parallel: int, kv_bits: int) -> AttentionOp:
-    """Attention of one device's heads. Grouped heads share a read of the KV; the latent is read once for all heads,
-    decode computes in it (queries absorb the up-projection: DeepSeek-V2, section 2.1.3)."""
-    achieved, layers, heads = hardware.achieved, model.layers, model.heads // tensor_parallel
+def expert_exchange(model: ModelSpec, hardware: Hardware, parallelism: Parallelism) -> MessageCost:
+    """What groups with their own sequences send to each other for the experts they share, in the place of a sum.
+
+    Where every expert is cut over all devices: a sum over all of them (every device has every token). With whole
+    experts on some devices two exchanges: tokens go to the groups of their experts, and come back (Switch transformer,
+    arXiv:2101.03961, section 2; DeepSeek-V3, arXiv:2412.19437, section 3.2); the slices of a token's devices are
+    gathered.
+    """
+    if parallelism.data == 1 or model.moe is None:
+        return MessageCost()
+    layers, everybody, hidden = model.num_moe_layers, parallelism.stage_devices, ACTIVATION_BYTES * model.hidden
+    if parallelism.expert == 1:
+        return all_reduce(hardware, everybody).times(layers, parallelism.data * hidden)
+    copies = min(model.moe.experts_per_token, parallelism.expert) * (everybody // parallelism.expert)
+    exchange = all_to_all(hardware, everybody).times(2 * layers, copies * hidden / parallelism.tensor)
+    return exchange + all_reduce(hardware, parallelism.tensor).times(layers, hidden / 2)
+
+
+def attention_op(model: ModelSpec, hardware: Hardware, tensor_parallel: int, kv_bits: int, layers: int) -> AttentionOp:
+    """Attention of one device's heads in so many layers. Grouped heads share a read of the KV; the latent is read once
+    for all heads, decode computes in it (queries absorb the up-projection: DeepSeek-V2, section 2.1.3)."""
+    achieved, heads = hardware.achieved, model.heads // tensor_parallel
     compute = NS * layers / (hardware.flops["bf16"] * achieved.attention_compute)
     io = NS * layers / (hardware.memory_bandwidth * achieved.attention_io)
     read = NS * layers / (hardware.memory_bandwidth * achieved.decode_memory)
@@ -249,27 +319,23 @@ def elementwise_bytes(model: ModelSpec, tensor_parallel: int) -> float:
     return ACTIVATION_BYTES * model.layers * (norms + activation + rotary)
 
 
-def _linear(hardware: Hardware, count: int, inputs: int, outputs: int, weights: MatrixFormat) -> LinearOp:
-    achieved, peak = hardware.achieved, weights.peak(hardware)
-    low = peak != "bf16"
-    share = achieved.fp8_compute if low else achieved.gemm_compute
+def linear_op(hardware: Hardware, shape: MatrixShape, weights: MatrixFormat) -> LinearOp:
+    """One matrix product on one device: in the arithmetic of the weights' format where the device has it, or with the
+    weights widened to bf16 as they are read (Marlin, arXiv:2408.11743), whichever is faster."""
+    form = MatrixFormat() if shape.is_router else weights
+    peaks = dict.fromkeys(("bf16", form.peak(hardware)))
+    return LinearOp(shape.count, tuple(kernel_of(hardware, shape, form, peak) for peak in peaks))
+
+
+def kernel_of(hardware: Hardware, shape: MatrixShape, weights: MatrixFormat, peak: str) -> Kernel:
+    """A product of one shape in the arithmetic ``peak`` (a key of the device's flops)."""
+    achieved, low = hardware.achieved, peak != "bf16"
     memory = hardware.memory_bandwidth * achieved.gemm_memory
-    input_bytes = 1 if low else ACTIVATION_BYTES
-    return LinearOp(
-        count=count,
-        token_compute_ns=NS * 2 * inputs * outputs / (hardware.flops[peak] * share),
-        weight_ns=NS * (inputs * outputs * weights.bits + outputs * weights.scale_bits) / 8 / memory,
-        token_io_ns=NS * (inputs * input_bytes + outputs * ACTIVATION_BYTES) / memory,
+    share = achieved.fp8_compute if low else achieved.gemm_compute
+    weight_bits = shape.inputs * shape.outputs * weights.bits + shape.outputs * weights.scale_bits
+    return Kernel(
+        compute_ns=NS * 2 * shape.inputs * shape.outputs / (hardware.flops[peak] * share),
+        weight_ns=NS * weight_bits / 8 / memory,
+        io_ns=NS * (shape.inputs * (1 if low else ACTIVATION_BYTES) + shape.outputs * ACTIVATION_BYTES) / memory,
         launch_ns=NS * (achieved.fp8_launch_s if low else achieved.gemm_launch_s),
     )
-
-
-def _power(base: float, exponent: int) -> float:
-    """base ** exponent by squaring: the same bits on every platform, unlike the mathematical library."""
-    result = 1.0
-    while exponent:
-        if exponent & 1:
-            result *= base
-        base *= base
-        exponent >>= 1
-    return result

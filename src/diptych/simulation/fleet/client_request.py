@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from diptych.control.errors import ErrorRecord
 from diptych.control.events import RequestFinished
 from diptych.control.request import FinishReason, RequestOptions
-from diptych.control.slo import LatencyBreakdown, Slo
+from diptych.control.slo import LatencyBreakdown, Slo, objectives
 from diptych.workload.spec import RequestSpec
 
 
@@ -68,10 +68,10 @@ class ClientRequest:
         before_ns = self.submitted_ns - self.spec.arrival_ns
         if not before_ns or event.reason is FinishReason.ERROR:
             return event
-        latency = replace(event.latency, queue_ns=event.latency.queue_ns + before_ns)
+        latency = event.latency.queued_for(before_ns)
         slo_met = event.slo_met
         if slo_met is not None and event.reason in (FinishReason.STOP, FinishReason.LENGTH):
-            slo_met = (self.spec.slo or Slo()).or_else(default).is_met(latency)
+            slo_met = objectives(self.spec.slo, default).is_met(latency)
         return replace(event, latency=latency, slo_met=slo_met)
 
     def abandoned(self, now: int, account: LatencyBreakdown | None, default: Slo) -> RequestFinished:

@@ -7,7 +7,8 @@ sends what when is decided by diptych.control.
 
 A chunk begins to travel when its step has ended, as it does from a GPU. CPU workers send its layers while others are
 computed: where their link keeps up with the prefill, what is left at its end is about one layer of the last chunk, and
-here the whole of it.
+here the whole of it. Between workers whose devices cut the KV differently the same bytes travel, and when all are
+there, the receiver copies them once more into its own cut.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,8 +29,10 @@ from diptych.control.engine.worker_core import (
     TransferEvent,
 )
 from diptych.control.router.topology import WorkerInfo
+from diptych.control.slo import NS_PER_S
 from diptych.simulation.environment import MESSAGE, Environment
 from diptych.simulation.fleet.links import Link, Network
+from diptych.simulation.fleet.pools import Pools
 
 Tell = Callable[[int, TransferEvent], None]  # (worker, what happened)
 
@@ -48,14 +51,14 @@ class _Sender:
 
 
 class KVTransfers:
-    """All connectors. ``link``: of every worker, in each direction. Workers of one memory domain only send commits."""
+    """All connectors. The lanes of a replica share its network cards, and a transfer uses all of them: each device
+    sends its own part. Workers of one memory domain only send commits."""
 
     def __init__(
         self,
         environment: Environment,
         infos: Sequence[WorkerInfo],
-        link: str,
-        kv_bytes_per_token: int,
+        pools: Pools,
         resume_ns: int,
         tell: Tell,
     ) -> None:
@@ -63,16 +66,26 @@ class KVTransfers:
         self.on_arrival: Callable[[str, int, int], None] | None = None  # (attempt id, sender, receiver): for tests
         self._environment = environment
         self._domains = [info.memory_domain for info in infos]
-        self._bytes_per_token = kv_bytes_per_token
+        self._bytes_per_token = pools.kv_bytes_per_token
         self._resume_ns = resume_ns
         self._tell = tell
         self._network = Network(environment)
-        self._out = [Link.named(link) for _ in infos]
-        self._in = [Link.named(link) for _ in infos]
+        self._places = pools.places()
+        self._out = self._cards(pools.link)
+        self._in = self._cards(pools.link)
         self._outages = [0] * len(infos)  # how many; odd while the link is down
         self._lost: set[int] = set()  # workers without a process
         self._expected: dict[tuple[int, str], None] = {}
         self._senders: dict[tuple[int, str], _Sender] = {}
+
+    def _cards(self, name: str) -> list[Link]:
+        """For each worker the cards of its replica, in one direction."""
+        of_replica: dict[int, Link] = {}
+        for place in self._places:
+            if place.replica not in of_replica:
+                link = of_replica[place.replica] = Link.named(name)
+                link.bandwidth *= place.pool.nics
+        return [of_replica[place.replica] for place in self._places]
 
     def __len__(self) -> int:
         """Ends of attempts that have not been settled."""
@@ -189,7 +202,19 @@ class KVTransfers:
         del self._expected[key]
         transfer_ns = 0 if sender.first_ns < 0 else self._environment.now - sender.first_ns
         times = (commit.first_step_ns, commit.first_token_ns)
-        self._tell(sender.target, TransferCommitted(sender.attempt_id, *times, sender.num_bytes, transfer_ns))
+        committed = TransferCommitted(sender.attempt_id, *times, sender.num_bytes, transfer_ns)
+        if relayout_ns := self._relayout_ns(sender):
+            at_ns = self._environment.now + relayout_ns
+            self._environment.at(at_ns, MESSAGE, partial(self._tell, sender.target, committed))
+        else:
+            self._tell(sender.target, committed)
+
+    def _relayout_ns(self, sender: _Sender) -> int:
+        """What the receiver takes to cut the KV anew."""
+        source, target = self._places[sender.source].pool, self._places[sender.target].pool
+        if source.layout == target.layout or not target.relayout_bytes_per_s:
+            return 0
+        return -(-sender.num_bytes * NS_PER_S // target.relayout_bytes_per_s)
 
     def _watch(self, sender: _Sender) -> None:
         """This attempt sends something: while a link is down, give it up in time."""

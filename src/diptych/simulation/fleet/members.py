@@ -1,6 +1,7 @@
 """The workers of a fleet: as the front end knows them, and as they run.
 
-Owns which settings each has and which blocks of a memory domain are its own.
+Owns which settings and which cost model each has, which pipeline it is a lane of, and which blocks of a memory domain
+are its own.
 """
 
 from collections.abc import Sequence
@@ -10,7 +11,8 @@ from diptych.control.config import EngineConfig
 from diptych.control.engine.scheduler.step_time import StepTimeModel
 from diptych.control.router.topology import WorkerInfo
 from diptych.simulation.environment import Environment
-from diptych.simulation.fleet.pools import Pools
+from diptych.simulation.fleet.pipeline import Pipeline
+from diptych.simulation.fleet.pools import Place, Pools
 from diptych.simulation.fleet.simulated_worker import Auditor, SimulatedWorker, Surroundings, WorkerModel
 from diptych.simulation.fleet.warmed_up_model import warmed_up_model
 from diptych.simulation.scenario import Scenario
@@ -18,32 +20,32 @@ from diptych.simulation.scenario import Scenario
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One worker of a fleet: as the front end knows it, and its settings."""
+    """One worker of a fleet: as the front end knows it, its settings, and where it is (None: there are no pools)."""
 
     info: WorkerInfo
     config: EngineConfig
+    place: Place | None = None
 
 
 def fleet(engine: EngineConfig, num_workers: int, pools: Pools | None) -> list[Member]:
     """All workers. Those that share memory number their blocks one after the other."""
+    if pools is None:
+        cache = engine.cache
+        infos = [WorkerInfo(worker, "both", cache.num_blocks, cache.block_size) for worker in range(num_workers)]
+        return [Member(info, engine) for info in infos]
     members = []
     ends: dict[int, int] = {}  # host -> blocks of the workers so far
-    for worker in range(num_workers):
-        if pools is None:
-            cache = engine.cache
-            members.append(Member(WorkerInfo(worker, "both", cache.num_blocks, cache.block_size), engine))
-            continue
-        role = pools.role(worker)
-        config = pools.prefill if pools.prefill is not None and role == "prefill" else engine
-        host = worker % pools.num_hosts if pools.num_hosts else worker
+    for worker, place in enumerate(pools.places()):
+        config = place.pool.engine or engine
+        host = place.replica % pools.num_hosts if pools.num_hosts else place.replica
         domain = host if pools.num_hosts else None
         if domain is not None:
             first_block = ends.get(host, 0)
             ends[host] = first_block + config.cache.num_blocks
             config = replace(config, cache=replace(config.cache, first_block=first_block))
         cache = config.cache
-        info = WorkerInfo(worker, role, cache.num_blocks, cache.block_size, f"host{host}", domain)
-        members.append(Member(info, config))
+        info = WorkerInfo(worker, place.pool.role, cache.num_blocks, cache.block_size, f"host{host}", domain)
+        members.append(Member(info, config, place))
     return members
 
 
@@ -55,23 +57,32 @@ def make_workers(
     auditor: Auditor | None,
 ) -> list[SimulatedWorker]:
     """The workers; those that differ in the place of their blocks alone share what warm-up taught them."""
-    models: dict[EngineConfig, StepTimeModel] = {}
+    models: dict[tuple[EngineConfig, int], StepTimeModel] = {}
+    pipelines: dict[int, Pipeline] = {}  # of the replicas that have one
     workers = []
     cluster = scenario.cluster_config
     has_costs = cluster.routing.routing == "kv_aware"
     for member in members:
-        kind = member.config.with_(cache=replace(member.config.cache, first_block=0))
+        pool = member.place.pool if member.place else None
+        cost = (pool and pool.cost) or scenario.cost
+        kind = (member.config.with_(cache=replace(member.config.cache, first_block=0)), id(cost))
         if kind not in models:
-            models[kind] = warmed_up_model(kind, scenario.cost, scenario.warm_up)
+            models[kind] = warmed_up_model(kind[0], cost, scenario.warm_up)
+        pipeline = None
+        if pool is not None and member.place is not None and pool.stages > 1:
+            pipeline = pipelines.setdefault(member.place.replica, Pipeline(pool.stages))
+        own_swap_ns = pool.swap_block_ns if pool else None
         worker = WorkerModel(
             member.config,
-            scenario.cost,
+            cost,
             models[kind],
             scenario.fast_forward,
-            scenario.swap_block_ns,
+            scenario.swap_block_ns if own_swap_ns is None else own_swap_ns,
             reports_load=has_costs or bool(cluster.max_untouched_per_worker),
             publishes_kv=has_costs and len(members) > 1,
-            copy_block_ns=scenario.copy_block_ns,
+            copy_block_ns=pool.copy_block_ns if pool else 0,
+            pipeline=pipeline,
+            stall_ns=scenario.pools.stall_ns if scenario.pools else 0,
         )
         workers.append(SimulatedWorker(member.info.number, worker, environment, surroundings, auditor))
     return workers

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from diptych.compiled_modules import mypyc_attr
 from diptych.control.cluster.cluster_core import ClusterCore
 from diptych.control.cluster.cluster_events import (
     Arrived,
@@ -38,7 +39,7 @@ from diptych.control.engine.reports import LoadReport
 from diptych.control.engine.worker_core import TransferAction, TransferEvent
 from diptych.control.errors import ErrorRecord
 from diptych.control.events import Event, FirstToken, HandoffDelivered, RequestFinished
-from diptych.control.request import RequestOptions, Submission
+from diptych.control.request import DEFAULT_OPTIONS, RequestOptions, Submission
 from diptych.control.router.cost_router import CostRouter
 from diptych.control.step import SchedulerOutput
 from diptych.simulation.collector import Collector
@@ -58,6 +59,7 @@ FRONT_END = -1  # in the log: the front end instead of a worker
 Progress = Callable[[int], None]  # how many requests have ended
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class SimulatedCluster:
     """Everything that happens in one simulation."""
 
@@ -88,14 +90,8 @@ class SimulatedCluster:
         self._channels = ControlChannels(self.environment, len(members), scenario.faults, scenario.seed)
         self.transfers: KVTransfers | None = None
         if (pools := scenario.pools) is not None:
-            self.transfers = KVTransfers(
-                self.environment,
-                self.infos,
-                pools.link,
-                pools.kv_bytes_per_token,
-                scenario.watch.resume_ns,
-                self._on_transfer_event,
-            )
+            resume_ns = scenario.watch.resume_ns
+            self.transfers = KVTransfers(self.environment, self.infos, pools, resume_ns, self._on_transfer_event)
         self.lives = ProcessLives(self.environment, scenario.watch, self.workers, self)
 
     @property
@@ -147,7 +143,8 @@ class SimulatedCluster:
 
     def _submit(self, number: int, spec: RequestSpec, client: int) -> None:
         request_id, now = str(number), self.environment.now
-        options = RequestOptions(priority=spec.priority, slo=spec.slo)
+        is_plain = spec.slo is None and not spec.priority
+        options = DEFAULT_OPTIONS if is_plain else RequestOptions(priority=spec.priority, slo=spec.slo)
         self._open[request_id] = ClientRequest(number, spec, request_id, options, now, client)
         hashes: tuple[bytes, ...] = ()
         if self._hashes_matter and spec.hash_ids:

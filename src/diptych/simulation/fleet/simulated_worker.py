@@ -3,12 +3,12 @@
 Owns when turns happen and when steps end. It decides nothing: the core decides what runs, the cost model how long it
 takes. Messages are taken between steps, as a live worker does. A run of decode steps in which nothing is to be
 decided is one event; a message that comes meanwhile cuts it at the end of the step that is then under way, exactly
-where a worker that takes step after step would read it.
+where a worker that takes step after step would read it. The lanes of a pipeline take step after step: how long one
+lasts depends on the other lanes.
 """
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -24,6 +24,7 @@ from diptych.control.slo import LatencyBreakdown, breakdown_from_times
 from diptych.control.step import SchedulerOutput
 from diptych.simulation.costs.cost_model import CostModel, DecodeLine
 from diptych.simulation.environment import MESSAGE, STEP_END, Environment
+from diptych.simulation.fleet.pipeline import Pipeline
 from diptych.simulation.fleet.simulated_executor import SimulatedExecutor
 from diptych.simulation.results import WorkerUsage
 from diptych.workload.spec import RequestSpec
@@ -49,7 +50,8 @@ class Surroundings(Protocol):
 @dataclass(frozen=True, slots=True)
 class WorkerModel:
     """What equal workers share: settings, costs, and the step-time model as warm-up leaves it. reports_load,
-    publishes_kv: whether there is a router that reads that."""
+    publishes_kv: whether there is a router that reads that. pipeline: of the replica that the worker is a lane of.
+    stall_ns: see Pools."""
 
     engine: EngineConfig
     cost: CostModel
@@ -59,19 +61,27 @@ class WorkerModel:
     reports_load: bool = True
     publishes_kv: bool = True
     copy_block_ns: int = 0
+    pipeline: Pipeline | None = None
+    stall_ns: int = 0
 
 
-@dataclass(slots=True)
 class _Run:
-    """What is under way: ``num_steps`` steps of one plan, from ``start_ns`` to ``end_ns``."""
+    """What is under way: ``num_steps`` steps of one plan, from ``start_ns`` to ``end_ns``. waits_ns: of that, for the
+    stages of a pipeline."""
 
-    output: SchedulerOutput
-    start_ns: int
-    end_ns: int
-    num_steps: int
-    used_blocks: int
-    timer: int = 0
-    last_start_ns: int = 0
+    __slots__ = ("end_ns", "last_start_ns", "num_steps", "output", "start_ns", "timer", "used_blocks", "waits_ns")
+
+    def __init__(
+        self, output: SchedulerOutput, start_ns: int, end_ns: int, num_steps: int, used_blocks: int, waits_ns: int = 0
+    ) -> None:
+        self.output = output
+        self.start_ns = start_ns
+        self.end_ns = end_ns
+        self.num_steps = num_steps
+        self.used_blocks = used_blocks
+        self.timer = 0
+        self.last_start_ns = 0
+        self.waits_ns = waits_ns
 
 
 class SimulatedWorker:
@@ -100,12 +110,13 @@ class SimulatedWorker:
         self._transfers: deque[TransferEvent] = deque()
         self._run: _Run | None = None
         self._wake_ns: int | None = None  # when a turn is asked for
+        self._num_taken = 0  # requests whose KV came since the last step began
         self._start()
 
     def _start(self) -> None:
         """Begin, or begin again after a crash, empty."""
         worker = self._worker
-        engine = EngineCore(self.config, deepcopy(worker.model))
+        engine = EngineCore(self.config, worker.model.copy())
         self.core = WorkerCore(engine, publishes_kv=worker.publishes_kv, reports_load=worker.reports_load)
         self.executor = SimulatedExecutor(worker.cost, self.config.cache.block_size)
         self._inbox.clear()
@@ -114,6 +125,7 @@ class SimulatedWorker:
             self._environment.cancel(self._run.timer)
             self._run = None
         self._wake_ns = None
+        self._num_taken = 0
 
     @property
     def engine(self) -> EngineCore:
@@ -209,6 +221,7 @@ class SimulatedWorker:
             event = self._transfers.popleft()
             if core.on_transfer(event, now) and isinstance(event, TransferCommitted):
                 self.executor.deliver(event.attempt_id)
+                self._num_taken += 1
         while self._inbox:
             self._inbox.popleft()(now)
         core.end_turn(now)
@@ -233,9 +246,9 @@ class SimulatedWorker:
 
     def _flush(self, ended: SchedulerOutput | None = None) -> None:
         """Carry out the actions of the core and report its events."""
-        outbox = self.core.take_outbox()
-        if outbox.is_empty:
+        if not self.core.has_output:
             return
+        outbox = self.core.take_outbox()
         surroundings = self._surroundings
         for action in outbox.before:
             surroundings.on_transfer_action(self.number, action)
@@ -270,9 +283,15 @@ class SimulatedWorker:
     def _price(self, output: SchedulerOutput, now: int) -> _Run:
         used = self.engine.kv.pool.num_used
         limit = self.executor.begin(output)
-        is_plain = self._slowness == 1000 and not output.swap_out and not output.swap_in
+        stall_ns = self._stall_ns(output) if self._worker.stall_ns else 0
+        pipeline = self._worker.pipeline
+        if pipeline is not None:
+            pass_ns = self._step_ns(output)
+            end_ns = pipeline.enter(now, pass_ns) + stall_ns
+            return _Run(output, now, end_ns, 1, used, waits_ns=end_ns - now - pass_ns)
+        is_plain = self._slowness == 1000 and not (output.swap_out or output.swap_in or stall_ns)
         if not self._worker.fast_forward or limit == 1 or not is_plain:
-            return _Run(output, now, now + self._step_ns(output), 1, used)
+            return _Run(output, now, now + self._step_ns(output) + stall_ns, 1, used)
         return self._price_run(_Run(output, now, 0, limit, used))
 
     def _step_ns(self, output: SchedulerOutput) -> int:
@@ -280,6 +299,13 @@ class SimulatedWorker:
         duration = self._worker.cost.step_ns(output) + copies * self._worker.swap_block_ns
         duration += len(output.block_copies) * self._worker.copy_block_ns
         return max(1, duration * self._slowness // 1000)
+
+    def _stall_ns(self, output: SchedulerOutput) -> int:
+        """What the step loses to KV that came since the last one, and to KV that leaves with its end."""
+        requests = self.engine.requests
+        num_leaving = sum(chunk.is_last and requests[chunk.request_id].hands_off for chunk in output.prefills)
+        num_taken, self._num_taken = self._num_taken, 0
+        return (num_taken + num_leaving) * self._worker.stall_ns
 
     def _price_run(self, run: _Run) -> _Run:
         """Set the end of a run of decode steps: exact sums along the lines of the cost model."""
@@ -365,7 +391,7 @@ class SimulatedWorker:
     def _account(self, run: _Run, num_steps: int, now: int) -> None:
         """Count ``num_steps`` of a run as done (0: of a step that was broken off, only the time)."""
         usage, output = self.usage, run.output
-        duration = max(0, now - max(run.start_ns, self._last_end_ns))
+        duration = max(0, now - max(run.start_ns, self._last_end_ns) - run.waits_ns)
         self._last_end_ns = now
         tokens = output.num_decodes * num_steps
         grown = max(0, tokens - output.num_decodes) // self.config.cache.block_size  # on average, within a run

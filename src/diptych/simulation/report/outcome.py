@@ -3,15 +3,16 @@
 Owns the shape of that record. Holds nothing that a second run would not give again (no wall-clock times).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from diptych.control.slo import NS_PER_S
-from diptych.simulation.hardware import Hardware
-from diptych.simulation.report.economy import economy
-from diptych.simulation.results import REASONS, RequestTable, SimulationResult, summarize
+from diptych.simulation.prepare import PreparedPool
+from diptych.simulation.report.economy import economy, pool_rows
+from diptych.simulation.report.workload_figures import measured_figures
+from diptych.simulation.results import REASONS, RequestTable, SimulationResult, failure_messages, summarize
 
 FLEET_WIDE = ("itl_ms", "utilization", "preemptions")  # of the whole fleet, so no class has its own
 
@@ -21,19 +22,33 @@ def outcome(
     *,
     settings: Mapping[str, Any],
     cost_model: str,
-    num_gpus: int,
-    hardware: Hardware | None = None,
+    pools: Sequence[PreparedPool],
+    assumptions: Sequence[str] = (),
+    workload: Mapping[str, Any] | None = None,
     values: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The record. values: the swept settings and what they are at this point."""
+    """The record. pools: of the fleet, in the order of their workers. assumptions: what of the cost models was not
+    measured, in sentences. workload: see workload_figures.py (None: of the requests that ran). values: the swept
+    settings and what they are at this point."""
     summary = summarize(result)
+    rows = pool_rows(result, pools)
     return {
         "settings": dict(settings),
         "values": dict(values or {}),
         "cost_model": cost_model,
+        "assumptions": list(assumptions),
+        "workload": dict(measured_figures(result.requests) if workload is None else workload),
+        "fleet": {
+            "replicas": sum(pool["replicas"] for pool in rows),
+            "devices": sum(pool["num_gpus"] for pool in rows),
+            "hardware": list(dict.fromkeys(pool["hardware"] for pool in rows if pool["hardware"])),
+            "kv_cache_tokens": sum(pool["kv_tokens"] for pool in rows),
+        },
         "summary": summary,
+        "failure_messages": failure_messages(result.requests),
         "classes": classes(result),
-        "economy": economy(summary, num_gpus, hardware),
+        "pools": rows,
+        "economy": economy(summary, rows),
         "num_events": result.num_events,
     }
 
@@ -63,6 +78,7 @@ def records(table: RequestTable) -> Iterable[bytes]:
             "kind": table.kind[row],
             "replica": table.worker[row],
             "reason": REASONS[table.reason[row]],
+            "failure": table.failure(row),
             "arrival_s": table.arrival_ns[row] / NS_PER_S,
             "queue_s": table.queue_ns[row] / NS_PER_S,
             "ttft_s": table.ttft_ns(row) / NS_PER_S if has_token else None,

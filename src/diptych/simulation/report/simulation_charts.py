@@ -91,20 +91,30 @@ def time_charts(result: SimulationResult, events: Sequence[LoggedEvent], kv_capa
     return [*charts, phases, _held(series.edges_s, series.context_tokens, kv_capacity_tokens, time_scale(duration_ns))]
 
 
-def sweep_charts(names: Sequence[str], points: Sequence[Mapping[str, Any]]) -> list[Chart]:
-    """Curves over the first swept value, one per value of the second."""
+def sweep_charts(names: Sequence[str], points: Sequence[Mapping[str, Any]], asked: str | None = None) -> list[Chart]:
+    """Curves over the first swept value, one per value of the second. asked: what was searched at each point."""
+    if asked is not None:
+        chart = {
+            "goodput": ("Goodput", "Highest rate that keeps the objectives, requests per second.", "estimate"),
+            "devices": ("Fewest devices", "Devices of the smallest fleet that keeps the objectives.", "devices"),
+        }[asked]
+        caption = "$ per million output tokens, at the answer."
+        return [
+            _swept(chart[0], chart[1], names, points, (asked, chart[2])),
+            _swept("Price", caption, names, points, ("economy", "usd_per_million_output_tokens")),
+        ]
     if any(point["summary"]["attainment"] is not None for point in points):
         met = "that met their objectives."
         charts = [
-            _swept("Attainment", f"Share of requests {met}", names, points, ("attainment",), SHARES),
-            _swept("Goodput", f"Requests per second {met}", names, points, ("goodput_rps",)),
+            _swept("Attainment", f"Share of requests {met}", names, points, ("summary", "attainment"), SHARES),
+            _swept("Goodput", f"Requests per second {met}", names, points, ("summary", "goodput_rps")),
         ]
     else:
-        charts = [_swept("Throughput", "Requests answered per second.", names, points, ("throughput_rps",))]
+        charts = [_swept("Throughput", "Requests answered per second.", names, points, ("summary", "throughput_rps"))]
     return [
         *charts,
-        _swept("TTFT p99, ms", "One in a hundred waits longer.", names, points, ("ttft_ms", "p99")),
-        _swept("TPOT p99, ms", "One in a hundred is slower.", names, points, ("tpot_ms", "p99")),
+        _swept("TTFT p99, ms", "One in a hundred waits longer.", names, points, ("summary", "ttft_ms", "p99")),
+        _swept("TPOT p99, ms", "One in a hundred is slower.", names, points, ("summary", "tpot_ms", "p99")),
     ]
 
 
@@ -132,7 +142,7 @@ def _swept(
     x = _swept_scale(names[0], [point["values"][names[0]] for point in points])
     groups: dict[str, list[tuple[float, float]]] = {}
     for point in points:
-        value = point["summary"]
+        value: Any = point
         for part in key:
             value = value[part]
         if value is None:

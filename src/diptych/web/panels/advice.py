@@ -32,12 +32,12 @@ class AdvisedShape(msgspec.Struct, frozen=True, kw_only=True):
     goodput_rps: float
     late_share: float
     slow_share: float
-    ttft_ms: dict[str, float]
-    tpot_ms: dict[str, float]
-    itl_p99_ms: float
+    ttft_ms: dict[str, float | None]
+    tpot_ms: dict[str, float | None]
+    itl_p99_ms: float | None
     usd_per_hour: float
     usd_per_thousand_good: float | None
-    busy: dict[str, float]
+    busy: dict[str, float | None]
     capacity_rps: float = 0.0
     holds_more: bool = False  # the search ended there
 

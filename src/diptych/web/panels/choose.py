@@ -16,7 +16,7 @@ from diptych.control.errors import ConfigError
 from diptych.simulation.costs.cost_model import CostModel
 from diptych.simulation.results import SimulationResult, summarize
 from diptych.simulation.run import simulate
-from diptych.simulation.settings import Settings, prepare, settings_from
+from diptych.simulation.settings import Settings, plain, prepare, settings_from
 from diptych.web.panels.advice import TARGET, AdvisedShape, recommend
 from diptych.web.panels.machine import Machine, about, machine, step_ns
 from diptych.web.panels.query import Query
@@ -173,7 +173,7 @@ def _simulated(settings: bytes) -> SimulationResult:
 
 def candidate(chosen: Machine, query: ChooseQuery, plan: Plan, rate: float) -> AdvisedShape:
     """What a plan does at this rate."""
-    result = _simulated(msgspec.json.encode(settings_of(chosen, query, plan, rate)))
+    result = _simulated(msgspec.json.encode(plain(settings_of(chosen, query, plan, rate))))
     summary, table = summarize(result), result.requests
     rows = table.completed_rows()
     late = sum(table.ttft_ns(row) > query.ttft_ms * 1e6 for row in rows)

@@ -54,9 +54,9 @@ def duration(ns: float) -> str:
     return f"{significant(ns)} ns" if ns else "0 ms"
 
 
-def milliseconds(ms: float) -> str:
-    """The same of milliseconds."""
-    return duration(ms * 1e6)
+def milliseconds(ms: float | None) -> str:
+    """The same of milliseconds; a dash where nothing was measured."""
+    return "-" if ms is None else duration(ms * 1e6)
 
 
 def percent(share: float) -> str:

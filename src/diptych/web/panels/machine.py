@@ -13,8 +13,9 @@ from diptych.control.step import ScheduledPrefill, SchedulerOutput, StepFeatures
 from diptych.simulation.costs.cost_choice import CostChoice, choose_cost
 from diptych.simulation.costs.cost_model import CostModel
 from diptych.simulation.fleet.links import LINKS
-from diptych.simulation.hardware import Hardware, hardware_names, load_hardware
+from diptych.simulation.hardware import Hardware, catalogue_hardware, hardware_names
 from diptych.simulation.models import ModelSpec, kv_capacity_tokens, load_model, model_names
+from diptych.simulation.parallelism import Parallelism
 from diptych.simulation.weight_precision import GPU_WEIGHTS, weight_precision
 
 SIZES = (1, 2, 4, 8)
@@ -89,7 +90,7 @@ def _model_text(name: str) -> str:
 def machine(model: str, hardware: str, num_gpus: int = 0, weight_bits: int = 0) -> Machine:
     """num_gpus 0: the fewest that hold the model. weight_bits 0: 16, or fewer where 16 do not fit. Raises ConfigError
     when it does not fit."""
-    spec, device = load_model(model), load_hardware(hardware)
+    spec, device = load_model(model), catalogue_hardware(hardware)
     size, bits = _smallest_with(spec, device, num_gpus, weight_bits or WEIGHT_BITS[0])
     if not size:
         for other in WEIGHT_BITS[1:] if not weight_bits and device.kind == "gpu" else ():
@@ -106,7 +107,7 @@ def machine(model: str, hardware: str, num_gpus: int = 0, weight_bits: int = 0) 
             param="model",
         )
     choice = choose_cost(
-        "auto", model=spec.name, hardware=device.name, tensor_parallel=size, weight_bits=bits, kv_bits=16
+        "auto", model=spec.name, hardware=device.name, parallelism=Parallelism(size), weight_bits=bits, kv_bits=16
     )
     return Machine(spec, device, size, bits, choice)
 
@@ -114,13 +115,13 @@ def machine(model: str, hardware: str, num_gpus: int = 0, weight_bits: int = 0) 
 def _smallest_with(model: ModelSpec, hardware: Hardware, num_gpus: int, weight_bits: int) -> tuple[int, int]:
     """(the fewest GPUs that hold the weights and a useful KV cache, the bits); 0: it does not fit. With ``num_gpus``
     given, only that many are tried, and any cache will do."""
-    most = max(hardware.interconnect.all_reduce_latency_s, default=1)
+    most = hardware.interconnect.max_devices
     weights = weight_precision(hardware, weight_bits)
     for size in (num_gpus,) if num_gpus else SIZES:
-        if model.heads % size or size > max(1, most):
+        if model.heads % size or size > most:
             continue
         try:
-            tokens = kv_capacity_tokens(model, hardware, tensor_parallel=size, weights=weights)
+            tokens = kv_capacity_tokens(model, hardware, parallelism=Parallelism(size), weights=weights)
         except ConfigError:
             continue
         if num_gpus or tokens >= min(MIN_KV_TOKENS, model.max_context):

@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from diptych.control.step import chunk_attention
 from diptych.simulation.models import ModelSpec, kv_capacity_tokens
+from diptych.simulation.parallelism import Parallelism
 from diptych.simulation.weight_precision import GPU_WEIGHTS
 from diptych.web.panels.formula import Formula, duration, formula, large, scaled, significant
 from diptych.web.panels.machine import Machine, about, machine, step_ns
@@ -246,7 +247,10 @@ def _notes(chosen: Machine, query: RooflineQuery, phases: dict[str, dict[str, An
         f"time or for {query.batch:,}.",
     ]
     capacity = kv_capacity_tokens(
-        chosen.model, chosen.hardware, tensor_parallel=chosen.num_gpus, weights=GPU_WEIGHTS[chosen.weight_bits]
+        chosen.model,
+        chosen.hardware,
+        parallelism=Parallelism(chosen.num_gpus),
+        weights=GPU_WEIGHTS[chosen.weight_bits],
     )
     if query.batch * query.context > capacity:
         notes.append(

@@ -4,7 +4,6 @@ A block is in exactly one state: in use (references > 0), cached (no reference, 
 free. "Recently used" is the order of releases, never a clock.
 """
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -26,7 +25,7 @@ class BlockPool:
         self.first_block = first_block
         self.prefix_cache = PrefixCache()
         self._enable_prefix_cache = enable_prefix_cache
-        self._references = array("i", bytes(4 * (first_block + num_blocks)))
+        self._references = [0] * (first_block + num_blocks)
         self._free = list(reversed(_block_ids(first_block, num_blocks)))  # a stack; low ids first
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._stored: dict[bytes, None] = {}  # since the last ``drain_changes``, and still there

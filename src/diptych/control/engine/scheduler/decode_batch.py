@@ -6,7 +6,6 @@ calendar under the tick at which it happens. A step therefore costs what changes
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from diptych.control.request import Request
@@ -14,14 +13,16 @@ from diptych.control.request import Request
 UNLIMITED = 2**62
 
 
-@dataclass(slots=True)
 class _Stay:
     """One stay of a request in the batch."""
 
-    request: Request
-    joined_tick: int
-    tokens_at_join: int  # KV length before its first step here
-    outputs_at_join: int
+    __slots__ = ("joined_tick", "outputs_at_join", "request", "tokens_at_join")
+
+    def __init__(self, request: Request, joined_tick: int, tokens_at_join: int, outputs_at_join: int) -> None:
+        self.request = request
+        self.joined_tick = joined_tick
+        self.tokens_at_join = tokens_at_join  # KV length before its first step here
+        self.outputs_at_join = outputs_at_join
 
 
 class DecodeBatch:
@@ -38,6 +39,7 @@ class DecodeBatch:
         self.ticks_scheduled = 0
         self.ticks_completed = 0
         self.context = 0  # tokens that the members attend to in the next step
+        self._outputs_before = 0  # sum over the members: sampled tokens less decode steps, when they joined
 
     def __len__(self) -> int:
         return len(self._stays)
@@ -65,12 +67,14 @@ class DecodeBatch:
         tpot = (request.slo.tpot_ns if request.slo else None) or 0
         self._tpot_counts[tpot] = self._tpot_counts.get(tpot, 0) + 1
         self.context += num_tokens + 1
+        self._outputs_before += num_outputs - stay.joined_tick
 
     def leave(self, request: Request) -> None:
         """Take a member out. Its counts become what they are when the step under way, if there is one, is done."""
         stay = self._stays.pop(request.request_id)
         ticks = self.ticks_scheduled - stay.joined_tick
         self.context -= stay.tokens_at_join + ticks + 1
+        self._outputs_before -= stay.outputs_at_join - stay.joined_tick
         request.num_computed_tokens = request.num_scheduled_tokens = stay.tokens_at_join + ticks
         request.num_output_tokens = stay.outputs_at_join + ticks
         tpot = (request.slo.tpot_ns if request.slo else None) or 0
@@ -125,6 +129,11 @@ class DecodeBatch:
                 assert block_id is not None, "a plan was repeated further than it allows"
                 self.block_added(request)
         self.ticks_scheduled = last
+
+    @property
+    def output_tokens(self) -> int:
+        """Sampled tokens of all members, confirmed steps only."""
+        return self._outputs_before + len(self._stays) * self.ticks_completed
 
     def num_outputs(self, request: Request) -> int:
         """Sampled tokens of a member, confirmed steps only."""

@@ -46,6 +46,7 @@ class _Verdict(Enum):
     ADMITTED = 0
     SKIP = 1  # not this one, but perhaps those behind it
     STOP = 2  # no other waiting request in this step
+    PARK = 3  # not this one before something changes
 
 
 class Scheduler:
@@ -53,9 +54,11 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig, kv: KVCacheManager, model: StepTimeModel) -> None:
         self._slo = config.slo
+        self._longest = kv.num_blocks_for(config.max_model_len)
         self._kv = kv
         self._model = model
         self.waiting = WaitingQueue()
+        self.parked = WaitingQueue()  # of those that wait: no room to compute them ahead of their decode workers
         self.prefilling: dict[str, Request] = {}
         self.joining: dict[str, Request] = {}  # prefilled, or last chunk handed out; they decode from the next step on
         self.batch = DecodeBatch(kv.block_size)
@@ -63,6 +66,7 @@ class Scheduler:
         self.interrupted: dict[str, Request] = {}  # streams in ``waiting``
         self.incoming = Incoming()  # prefilled elsewhere
         self.outgoing: dict[str, Request] = {}  # prefilled here, to be decoded elsewhere
+        self._ahead: dict[str, int] = {}  # blocks of those computed here whose decode worker has none for them yet
         self.lengths = OutputLengths()
         self.preemption = Preemption(kv, self.batch)
         self._num_departures = 0
@@ -78,8 +82,8 @@ class Scheduler:
         self._budget = make_budget(settings.budget, self._slo, self._model)
         self._caps = Caps(settings.caps)
         self.preemption.config = settings.preemption
-        waiting = self.waiting.requests()
-        self.waiting = WaitingQueue()
+        waiting = [*self.waiting.requests(), *self.parked.requests()]
+        self.waiting, self.parked = WaitingQueue(), WaitingQueue()
         for request in waiting:
             self._queue(request)
         for request in (*self.incoming.waiting.values(), *self.incoming.reserved.values(), *self.swapped.values()):
@@ -107,12 +111,19 @@ class Scheduler:
         request.order_key = self._order.key(request)
         self.incoming.add(request)
 
+    def place_found(self, request: Request) -> None:
+        """The worker that will decode this one has blocks for it."""
+        self._ahead.pop(request.request_id, None)
+        if request.request_id in self.parked:
+            self.parked.remove(request)
+            self.waiting.push(request, is_long=request.is_long)
+
     def backlog_ns(self) -> int:
         """Prompt work of all that wait here or are half done, as the step-time model sees it."""
         work = self._model.prefill_work_ns
         waiting = sum(
             work(request.cached_tokens_at_arrival, request.num_tokens - request.cached_tokens_at_arrival)
-            for request in self.waiting
+            for request in (*self.waiting, *self.parked)
         )
         admitted = self.prefilling.values()
         return waiting + sum(
@@ -124,12 +135,15 @@ class Scheduler:
         """The request ends, wherever it is. Returns its confirmed output tokens."""
         request_id, outputs = request.request_id, request.num_output_tokens
         self._num_departures += 1
+        self._ahead.pop(request_id, None)
         if request_id in self.batch:
             outputs = self.batch.num_outputs(request)
             self.batch.leave(request)
         elif request_id in self.waiting:
             self.waiting.remove(request)
             self.interrupted.pop(request_id, None)
+        elif request_id in self.parked:
+            self.parked.remove(request)
         else:
             for place in (self.prefilling, self.joining, self.swapped, self.outgoing):
                 place.pop(request_id, None)
@@ -264,6 +278,7 @@ class Scheduler:
     def _plan_prefills(self, plan: StepPlan) -> None:
         """Admitted and waiting prompts in one order, each as far as budget, caps and memory allow."""
         self._refused.clear()
+        self._unpark()
         if not self.waiting and not self.prefilling:
             return
         self._budget.open(StepFeatures(0, 0, plan.num_decodes, plan.decode_context), self.batch)
@@ -283,6 +298,9 @@ class Scheduler:
                 if verdict is _Verdict.SKIP:
                     self.waiting.remove(head)
                     skipped.append(head)
+                elif verdict is _Verdict.PARK:
+                    self.waiting.remove(head)
+                    self.parked.push(head, is_long=head.is_long)
                 open_to_new = verdict is not _Verdict.STOP and len(skipped) < MAX_SKIPPED
             else:
                 break
@@ -310,6 +328,8 @@ class Scheduler:
             self.joining[request.request_id] = request
 
     def _try_admit(self, plan: StepPlan, request: Request) -> _Verdict:
+        if request.is_ahead and self._kv.num_blocks_for(request.num_tokens) > self._room_ahead:
+            return _Verdict.PARK
         if self._order.defer(request, plan.now):
             return _Verdict.SKIP
         cached = self._kv.cached_blocks(request)
@@ -336,6 +356,8 @@ class Scheduler:
             request.num_cached_tokens = start
         plan.events.append(RequestAdmitted(plan.now, request.request_id, start, is_first))
         self.prefilling[request.request_id] = request
+        if request.is_ahead:
+            self._ahead[request.request_id] = len(request.block_ids)
         if not is_stream:
             self._caps.started(is_long=request.is_long)
         self._run_chunk(plan, request, chunk)
@@ -352,6 +374,24 @@ class Scheduler:
         needed = self._kv.num_blocks_for(num_tokens) + self._kv.config.watermark_blocks - self._kv.pool.num_available
         for reserved in self.incoming.recall(request, needed):
             plan.events.append(HandoffRecalled(plan.now, reserved.request_id))
+
+    @property
+    def _room_ahead(self) -> int:
+        """Blocks for prompts whose decode workers have none for them yet: a prompt of any length would still find room
+        beside them. So these never keep one from being computed that a decode worker holds blocks for, and workers do
+        not wait for one another in a circle."""
+        taken = sum(self._ahead.values()) + self._longest + self._kv.config.watermark_blocks
+        return self._kv.pool.num_blocks - taken
+
+    def _unpark(self) -> None:
+        """Prompts that there is room for again queue again."""
+        room = self._room_ahead if self.parked else 0
+        while (request := self.parked.head()) is not None:
+            room -= self._kv.num_blocks_for(request.num_tokens)
+            if room < 0:
+                return
+            self.parked.remove(request)
+            self.waiting.push(request, is_long=request.is_long)
 
     def _seat(self, plan: StepPlan, request: Request, cached: list[int]) -> bool:
         """Whether there is a seat and memory, if need be after displacing less important requests."""
@@ -418,6 +458,7 @@ class Scheduler:
         self._refused.clear()  # both queues may have been asked before this, in the same plan
         self._refused_incoming.clear()
         if self.prefilling.pop(victim.request_id, None) is not None:
+            self._ahead.pop(victim.request_id, None)
             self.preemption.displace(plan, victim)
         elif self.preemption.preempt(plan, victim, by_priority=by_priority):
             victim.order_key = self._order.key(victim)

@@ -42,6 +42,12 @@ class _Statistics:
         )  # fmt: skip
         self._sums = [FORGET * old + new for old, new in zip(self._sums, products, strict=True)]
 
+    def copy(self) -> "_Statistics":
+        """The same sums, to be added to apart."""
+        other = _Statistics()
+        other._sums = self._sums  # replaced, never changed
+        return other
+
     def gram(self) -> list[Vector]:
         """X'WX as a full matrix."""
         triangle = iter(self._sums)
@@ -66,6 +72,14 @@ class StepTimeModel:
         self.spread = 1.0  # high recent quantile of measured / predicted, at least 1
         self._kinds = (_Statistics(), _Statistics())
         self._outliers = 0
+
+    def copy(self) -> "StepTimeModel":
+        """A model that knows what this one knows, and learns apart from it."""
+        other = StepTimeModel(self.coefficients)
+        other.num_observed, other._outliers = self.num_observed, self._outliers
+        other.relative_error, other.spread = self.relative_error, self.spread
+        other._kinds = (self._kinds[0].copy(), self._kinds[1].copy())
+        return other
 
     @property
     def is_trusted(self) -> bool:

@@ -74,7 +74,7 @@ function draw({ shapes, recommendation, machine, target }) {
   showMachine(machine);
 }
 
-const both = ({ p50, p90 }) => (p90 < 1000 ? `${significant(p50)} / ${significant(p90)} ms` : `${milliseconds(p50)} / ${milliseconds(p90)}`);
+const both = ({ p50, p90 }) => (p90 !== null && p90 < 1000 ? `${significant(p50)} / ${significant(p90)} ms` : `${milliseconds(p50)} / ${milliseconds(p90)}`);
 
 const capacity = (result) => (result.capacity_rps ? `${result.holds_more ? "more than " : ""}${significant(result.capacity_rps)} per s` : "nothing found");
 

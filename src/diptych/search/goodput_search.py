@@ -9,8 +9,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from diptych.bench.intervals import Interval, wilson
 from diptych.control.errors import ConfigError
+from diptych.report.statistics import Interval, wilson
 
 Verdict = Literal["above", "below", "unclear"]
 MOST = 1e6  # requests per second
@@ -19,8 +19,9 @@ HALVINGS = 6  # below the first rate: then the answer is that there is no such r
 
 @dataclass(frozen=True, kw_only=True)
 class SearchConfig:
-    """attainment: share of requests that must meet their objectives. tolerance: the search ends when the rates on both
-    sides are closer than this share. repeats: how often a rate is measured at most. max_probes: in all."""
+    """attainment: share of requests that must meet their objectives; from 50 on in percent. tolerance: the
+    search ends when the rates on both sides are closer than this share. repeats: how often a rate is measured at most.
+    max_probes: in all."""
 
     attainment: float = 0.9
     tolerance: float = 0.05
@@ -29,8 +30,11 @@ class SearchConfig:
     confidence: float = 0.9
 
     def __post_init__(self) -> None:
-        if not 0 < self.attainment < 1:
-            raise ConfigError(f"attainment is {self.attainment}; it must be in (0, 1)", param="attainment")
+        if not (0 < self.attainment < 1 or 50 <= self.attainment < 100):
+            message = f"attainment is {self.attainment}; it must be in (0, 1), or in [50, 100) percent"
+            raise ConfigError(message, param="attainment")
+        if self.attainment > 1:
+            object.__setattr__(self, "attainment", self.attainment / 100)
         if not 0.001 <= self.tolerance <= 1:
             raise ConfigError(f"tolerance is {self.tolerance}; it must be in [0.001, 1]", param="tolerance")
         if self.repeats < 1 or self.max_probes < 2:

@@ -4,9 +4,10 @@ import random
 
 import pytest
 
-from diptych.bench.goodput import GoodputSearch, SearchConfig
-from diptych.bench.intervals import block_bootstrap, wilson
+from diptych.bench.intervals import block_bootstrap
 from diptych.control.errors import ConfigError
+from diptych.report.statistics import wilson
+from diptych.search.goodput_search import GoodputSearch, SearchConfig
 
 
 def attainment(rate: float, capacity: float) -> float:
@@ -68,7 +69,7 @@ def test_a_hopeless_run_can_be_cut_short() -> None:
     assert search.is_hopeless(20, 100)
 
 
-@pytest.mark.parametrize("share", [0.0, 1.0, 1.5])
+@pytest.mark.parametrize("share", [0.0, 1.0, 1.5, 49.0, 100.0])
 def test_an_attainment_that_is_no_share_is_refused(share: float) -> None:
     with pytest.raises(ConfigError, match="attainment"):
         SearchConfig(attainment=share)

@@ -1,0 +1,100 @@
+"""Which modules run as machine code (mypyc's, where a build has made it), and which as Python.
+
+Python imports the machine code that lies beside a source before the source, however old it is. So a build leaves a
+record of the sources that it read, and ``import diptych`` compares it with what is there: if one of them has changed,
+or there is no record, all run from their sources. All or none, because compiled modules rely on each other's layout.
+
+Deciding and simulating spend their time in many short calls: nothing of it is worth compiling alone, and a call between
+two compiled modules costs a tenth of one that crosses over. So what takes part in every step or every request is
+compiled together. Records (events, commands, plans, settings) are not: others encode, copy and replace them.
+"""
+
+import sys
+from collections.abc import Sequence
+from hashlib import blake2b
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mypy_extensions import mypyc_attr as mypyc_attr
+else:
+
+    def mypyc_attr(**options: Any) -> Any:
+        """What mypyc is to know of a class. It reads its own function of this name when it compiles."""
+        return lambda cls: cls
+
+
+PACKAGE = Path(__file__).parent
+RECORD = "compiled_modules.txt"
+MODULES = tuple(
+    f"diptych.{folder}.{name}"
+    for folder, names in {
+        "control.admission": ("admission_queue", "fair_queue"),
+        "control.cluster": ("attempts", "cluster_core", "cluster_recording", "load_book", "membership", "open_request"),
+        "control.engine": ("engine_core", "leases", "recording", "worker_core"),
+        "control.engine.kvcache": ("block_pool", "demand", "host_tier", "kv_cache_manager", "prefix_cache"),
+        "control.engine.scheduler": (
+            *("budget", "caps", "decode_batch", "incoming", "preemption", "scheduler", "step_plan", "step_time"),
+            *("stride", "waiting_queue"),
+        ),
+        "control.router": (
+            *("candidates", "cost_router", "costs", "hit_watch", "load_router", "output_length", "pairing"),
+            "prefix_index",
+        ),
+        "simulation": ("collector", "environment", "results"),
+        "simulation.costs": ("cost_model", "interpolation"),
+        "simulation.fleet": (
+            *("client_request", "control_channels", "simulated_cluster", "simulated_executor", "simulated_worker"),
+        ),
+    }.items()
+    for name in names
+)  # fmt: skip
+
+
+class SourceFinder:
+    """An import finder that knows the sources of MODULES, and nothing else."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """See importlib.abc.MetaPathFinder."""
+        return spec_from_file_location(name, source(PACKAGE, name)) if name in MODULES else None
+
+
+def source(package: Path, module: str) -> Path:
+    """The file that a module is written in."""
+    return package.parent.joinpath(*module.split(".")).with_suffix(".py")
+
+
+def record(package: Path) -> str:
+    """What a build that reads these sources now leaves behind: the kind of Python, and the digest of each source."""
+    lines = [
+        f"{blake2b(source(package, module).read_bytes(), digest_size=16).hexdigest()} {module}" for module in MODULES
+    ]
+    return "\n".join([str(sys.implementation.cache_tag), *lines, ""])
+
+
+def is_built(package: Path = PACKAGE) -> bool:
+    """Whether there is machine code of these very sources, for this Python."""
+    try:
+        return (package / RECORD).read_text() == record(package)
+    except OSError:
+        return False
+
+
+def use_sources() -> None:
+    """Import MODULES from their sources from now on. Call this before anything of them is imported."""
+    if not runs_sources():
+        sys.meta_path.insert(0, SourceFinder)
+
+
+def runs_sources() -> bool:
+    """Whether MODULES are Python in this process."""
+    return SourceFinder in sys.meta_path
+
+
+def what_runs() -> str:
+    """For people: how the control code and the simulator run in this process."""
+    return "Python" if runs_sources() else "compiled"

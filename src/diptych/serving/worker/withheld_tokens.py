@@ -1,0 +1,40 @@
+"""First tokens of prompts that were computed before their decode workers had blocks for them: no client gets one before
+the stream has a place to go on."""
+
+from diptych.control.engine.worker_core import WorkerCore
+from diptych.control.step import StepTokens, TokenLogprobs
+
+
+class WithheldTokens:
+    """Those of one worker."""
+
+    def __init__(self, core: WorkerCore) -> None:
+        self._core = core
+        self._tokens: dict[str, tuple[int, TokenLogprobs | None]] = {}
+
+    def hold_back(self, tokens: StepTokens | None) -> StepTokens | None:
+        """The tokens of a step that may be given now; the others stay here."""
+        held = {name for name in tokens.request_ids if self._core.is_withheld(name)} if tokens else set()
+        if tokens is None or not held:
+            return tokens
+        given = StepTokens([], [], dict(tokens.logprobs), tokens.prompt_logprobs)
+        for name, token_id in zip(tokens.request_ids, tokens.token_ids, strict=True):
+            if name in held:
+                self._tokens[name] = (token_id, given.logprobs.pop(name, None))
+            else:
+                given.request_ids.append(name)
+                given.token_ids.append(token_id)
+        return given
+
+    def release(self) -> StepTokens | None:
+        """Those that may be given since the last call; what became of dropped attempts is forgotten."""
+        free = [name for name in self._tokens if not self._core.is_withheld(name)]
+        released = StepTokens([], [])
+        for name in free:
+            token_id, logprobs = self._tokens.pop(name)
+            if name in self._core.engine.requests:
+                released.request_ids.append(name)
+                released.token_ids.append(token_id)
+                if logprobs is not None:
+                    released.logprobs[name] = logprobs
+        return released if released.request_ids else None
