@@ -218,8 +218,8 @@ def test_a_prompt_whose_blocks_a_stream_needs_is_served_by_its_next_attempt(tran
             await setup.when(lambda: any(isinstance(event, HandoffReserved) for event in spy.reported()))
             setup.workers[1].report(HandoffRecalled(setup.time.now, "a"))
             assert await setup.client.read("a") == expected(PROMPT, 20)
-            assert spy.counts["recalled"] == spy.counts["handoffs"] == 1
-            assert not spy.counts["retried"]
+            assert spy.core.counts["recalled"] == spy.core.counts["handoffs"] == 1
+            assert not spy.core.counts["retried"]
             await setup.check_nothing_is_left()
 
     scenario()
