@@ -1,7 +1,7 @@
 """How long does a running stream stand still when it loses its KV blocks? Fleets of all shapes, simulated with the code
 that serves, under more load than they hold and with little memory.
 
-    python benchmarks/preempted_streams.py [--seeds 5] [--only WORD] [--json preempted_streams.json]
+    python benchmarks/preempted_streams.py [--seeds 3] [--only WORD] [--json preempted_streams.json]
 
 A worker expects answers as long as those of late; some are longer, and then a stream loses its blocks. It waits for
 other streams to end, never for prompts (see diptych.control.engine.scheduler.scheduler). The seeds vary everything
@@ -45,6 +45,9 @@ LOADS = {
     "the same, TPOT 10 ms": f"{SHIFT} --ttft-slo-ms 5000 --tpot-slo-ms 10",
     "unified, answers of 400": f"{SMALL} --shape unified",
     "unified, answers get longer": f"{SHIFT} --shape unified",
+    "unified, prompts without answers": (
+        "--trace {flood} --shape unified --kv-cache-tokens 100000 --set admit_all=true"
+    ),
 }
 COMMON = "--model llama-3-8b --hardware h100-sxm --json"
 
@@ -60,14 +63,26 @@ def write_shift(path: Path, prompts: range, seed: int) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
+def write_flood(path: Path, seed: int) -> None:
+    """Twenty streams of 400 tokens, then 1,500 prompts of 1,000 to 3,000 tokens with answers of one token, at 50/s."""
+    rng = random.Random(seed)
+    arrival_s, lines = 1.0, ["arrival_s,prompt_tokens,output_tokens"]
+    lines += [f"{number * 0.01:.6f},300,400" for number in range(20)]
+    for _ in range(1500):
+        arrival_s += rng.expovariate(50)
+        lines.append(f"{arrival_s:.6f},{rng.randrange(1000, 3000)},1")
+    path.write_text("\n".join(lines) + "\n")
+
+
 def simulate(load: str, seed: int) -> dict[str, Any]:
     """The summary of one run."""
     command = "from diptych.cli.main import main; main()"
     with tempfile.TemporaryDirectory() as folder:
-        shift, long = Path(folder) / "shift.csv", Path(folder) / "long.csv"
+        shift, long, flood = (Path(folder) / f"{name}.csv" for name in ("shift", "long", "flood"))
         write_shift(shift, range(100, 900), seed)
         write_shift(long, range(2000, 6000), seed)
-        load = load.format(shift=shift, long=long)
+        write_flood(flood, seed)
+        load = load.format(shift=shift, long=long, flood=flood)
         arguments = ["simulate", *COMMON.split(), *load.split(), "--seed", str(seed)]
         done = subprocess.run([sys.executable, "-c", command, *arguments], capture_output=True, text=True, check=True)
     result: dict[str, Any] = json.loads(done.stdout)
@@ -100,7 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json")
     parser.add_argument("--only", default="")
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
     rows = []
     for name, load in LOADS.items():

@@ -38,11 +38,8 @@ VARIANTS = (  # ends of runs that show what a part matters, beside the run that 
     "R10 RTXPRO6000",  # as if all contexts of a batch were equal; "skew" is as in diptych simulate
 )
 CAUSES = {  # (beginning of the target, beginning of the metric): why its goal is missed
-    ("R8 PDD 15 ms", "TTFT"): "a prefill worker here computes while its place on the decode side is reserved",
     ("R9 H100 SM", ""): "the engine of the run is older than the measured kernels, and slower at small batches",
-    ("R5 OPT-13B vLLM", ""): "by the published fit a prompt of 1,500 tokens takes the whole objective alone",
-    ("R5 OPT-66B vLLM", ""): "answers of a few tokens miss their TPOT: 5 of 100 in the surrogate, 17 in the log",
-    ("R5 OPT-175B", ""): "no profile was published for this size; the extrapolation is too fast",
+    ("R5 OPT-13B vLLM", ""): "by the published fit a prompt of 1,717 tokens takes the whole objective alone",
     ("R12 prompt of 16383", ""): "in the source this prompt takes 20 % longer whole than in chunks of 2,048",
     ("R12 step, 4D", ""): "the source gives 68.1 ms here and 48.8 ms for the same step in its figure 2",
 }
@@ -124,10 +121,11 @@ def served_points() -> Iterable[Line]:
 def papers() -> Iterable[Line]:
     """R5, R14."""
     for row in record("reproduce_papers-R5")["rows"]:
-        if row.get("lengths", "reweighted") == "reweighted":
-            target = f"R5 {row['model'].upper()} {row['system']}"
+        if row.get("requests") == "as run" and "rate at 90 %" in row:
+            target = f"R5 {row['model'].upper()} {row['system']} ({row['points off']} points off the curve)"
+            goal = "15 % or 5 points"
             rate, published = row["rate at 90 %"], row["published"]
-            yield Line(target, "requests/s/GPU at 90 %", published, rate, row["error_%"], "25 %", row["goal (25 %)"])
+            yield Line(target, "requests/s/GPU at 90 %", published, rate, row["error_%"], goal, row[f"goal ({goal})"])
     for row in record("reproduce_papers-R14")["rows"]:
         if (row["decode times"], row["batching"]) == ("as-simulated", "mixed"):
             limit = f"{row['kept at']} / {row['missed at']}"

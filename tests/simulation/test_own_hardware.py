@@ -100,6 +100,19 @@ def test_a_device_with_other_figures_is_priced_by_the_roofline_which_says_what_w
     assert found.cost.decode_line(8, 8000).step_ns(8000) < step
 
 
+def test_a_device_of_a_file_can_have_another_price_and_what_is_wrong_is_said_of_the_file(tmp_path: Path) -> None:
+    path = own(tmp_path, '[box]\nlike = "h100"\nmemory_bandwidth = 2e12\nprice_per_hour = 1.0')
+    assert read_settings(None, {"hardware": path}).hardware == path
+    changed = read_settings(None, {"hardware": path, "hardware.price_per_hour": 3.0}).hardware
+    assert changed == {"like": path, "price_per_hour": 3.0}
+    device = load_hardware(changed)
+    assert (device.name, device.price_per_hour) == ("box", 3.0)
+    assert device.sources["assumed"].startswith("memory_bandwidth as given")
+    own(tmp_path, '[box]\nlike = "h100"\nmemory_bandwith = 2e12')
+    with pytest.raises(ConfigError, match=r"own\.toml: box: memory_bandwith is not a field"):
+        load_hardware(changed)
+
+
 def test_fields_of_the_device_can_be_swept_and_so_can_the_device_beside_a_price() -> None:
     settings = read_settings(None, {"model": "llama-3-8b", "hardware": "h100"})
     points = [changed.hardware for _, changed in grid(settings, [parse_sweep("hardware.price_per_hour=1,2")])]

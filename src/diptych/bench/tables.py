@@ -9,7 +9,7 @@ from diptych.bench.objectives import NO_ANSWER
 from diptych.bench.session import Probe
 from diptych.bench.stalls import Stall
 from diptych.report import text
-from diptych.report.text import Table, milliseconds, number, percent, rate, runs_table
+from diptych.report.text import Table, milliseconds, number, percent, rate, runs_table, with_unit
 from diptych.search.goodput_search import GoodputSearch
 
 STATISTICS = ("p50", "p90", "p95", "p99", "max", "mean")
@@ -30,14 +30,14 @@ def service_table(summary: Mapping[str, Any]) -> Table:
     rows = [
         ("requests", f"{summary['num_requests']:,}{note}", ""),
         ("time", f"{number(summary['duration_s'])} s", ""),
-        ("sent", f"{number(summary['sent_rps'], 2)} requests/s", ""),
-        ("throughput", f"{number(summary['throughput_rps'], 2)} requests/s", _spread(summary, "throughput")),
-        ("output", f"{number(summary['output_tokens_per_s'], 0)} tokens/s", ""),
-        ("prompt + output", f"{number(summary['total_tokens_per_s'], 0)} tokens/s", ""),
+        ("sent", with_unit(summary["sent_rps"], 2, "requests/s"), ""),
+        ("throughput", with_unit(summary["throughput_rps"], 2, "requests/s"), _spread(summary, "throughput")),
+        ("output", with_unit(summary["output_tokens_per_s"], 0, "tokens/s"), ""),
+        ("prompt + output", with_unit(summary["total_tokens_per_s"], 0, "tokens/s"), ""),
     ]
     if summary["attainment"] is not None:
         low, high = summary["attainment_interval"]
-        rows.insert(0, ("goodput", f"{number(summary['goodput_rps'], 2)} requests/s", _spread(summary, "goodput")))
+        rows.insert(0, ("goodput", with_unit(summary["goodput_rps"], 2, "requests/s"), _spread(summary, "goodput")))
         rows.insert(0, ("attainment", percent(summary["attainment"]), f"{percent(low)} to {percent(high)}"))
         rows[2:2] = [(_missed_name(name), f"{count:,} requests", "") for name, count in summary["missed"].items()]
     if summary["cached_token_share"] is not None:

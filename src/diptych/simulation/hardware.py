@@ -264,14 +264,16 @@ def _resolved(name: str, entry: dict[str, Any], where: str, own: Entries) -> tup
     own = {other: found for other, found in own.items() if found[0] != name}  # what is like itself means the catalogue
     if ".toml" in key:
         base_name, base, own = _in_file(str(like))
+        load_hardware(str(like))  # what is wrong in the file is said of the file
     elif key in own or key in _catalogue():
         base_name, base = own.get(key) or _catalogue()[key]
     else:
         known = ", ".join(dict.fromkeys(full_name for full_name, _ in (*own.values(), *_catalogue().values())))
         raise ConfigError(f"{where}: like is {like!r}; one of {known}", param="hardware")
     base_name, base = _resolved(base_name, dict(base), where, own)
-    changed = [path for path, _ in _leaves(entry) if not path.startswith("sources")]
-    if set(changed) <= set(PRICES_AND_SIZES):
+    paths = [path for path, _ in _leaves(entry) if not path.startswith("sources")]
+    changed = [path for path in paths if path not in PRICES_AND_SIZES]
+    if not changed:
         name = base_name
     else:
         kept = {key: text for key, text in base.get("sources", {}).items() if key.startswith("assumed_")}

@@ -243,7 +243,7 @@ def with_value(raw: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
     if name == "hardware":
         if rest and isinstance(inner, str):
             inner = {"like": inner}
-        elif not rest and isinstance(inner, Mapping) and isinstance(value, str):
+        elif not rest and isinstance(raw.get(name), Mapping) and isinstance(value, str):
             value = {**inner, "like": value}
     if not rest:
         return {**raw, name: value}

@@ -81,7 +81,7 @@ class ClusterCore:
         self._open: dict[str, OpenRequest] = {}
         self.attempts = AttemptTable(self.config.lease_ns)
         self._parked: dict[str, int] = {}  # request id -> until when it waits for a worker
-        self.loads = LoadBook(self.members)
+        self.loads = LoadBook(self.members, self.admission if self.config.max_untouched_per_worker else None)
         self._num_untouched = 0
         self._relocation = Relocation(self)
         self._handlers: dict[type, Callable[[Any, int], list[Command]]] = {
@@ -330,7 +330,7 @@ class ClusterCore:
         commands: list[Command] = []
         if was_up:
             self.router.set_down(worker)
-            self.tell_admission()
+            self.loads.collect_prices()
         for attempt in self.attempts.of_worker(worker):
             entry = self.current(attempt)
             commands += self._forgotten(attempt, worker, now)
@@ -374,13 +374,7 @@ class ClusterCore:
     def on_load(self, worker: int, load: LoadReport) -> None:
         """A worker that may be used has this load."""
         self.router.on_load(worker, load)
-        self.tell_admission()
-
-    def tell_admission(self) -> None:
-        """What a waiting prompt token costs, where requests wait there."""
-        token_ns = self.loads.waiting_token_ns() if self.config.max_untouched_per_worker else None
-        if token_ns is not None:
-            self.admission.on_load(token_ns)
+        self.loads.reprice(worker)
 
     def _take_queued(self, worker: int, event: RequestQueued, now: int) -> list[Command]:
         entry = self.current(self.attempts.get(event.request_id))

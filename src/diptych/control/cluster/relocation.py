@@ -32,7 +32,7 @@ class Relocation:
         if worker not in core.members.up:
             return []
         core.router.set_role(worker, event.role)
-        core.tell_admission()
+        core.loads.collect_prices()
         moved = self._move_all(worker, event.progress, now) if event.role == "prefill" else []
         return moved + core.dispatch(now)
 
@@ -45,7 +45,7 @@ class Relocation:
         if worker not in core.members.up:
             return []
         core.router.set_down(worker)
-        core.tell_admission()
+        core.loads.collect_prices()
         return self._move_all(worker, event.progress, now)
 
     def on_drain_ended(self, event: DrainEnded, now: int) -> list[Command]:

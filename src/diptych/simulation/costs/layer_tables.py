@@ -146,35 +146,40 @@ class LayerTableCost:
 
     def _attention_us(self, output: SchedulerOutput) -> float:
         """Attention of one layer in a step with prefills; see the module."""
+        tables, chunks, groups = self.tables, output.prefills, self.tables.groups
         seqs = output.features.decode_seqs
         context = output.features.decode_context / seqs if seqs else 0.0
-        chunks, groups = output.prefills, self.tables.groups
         seqs = -(-seqs // groups)
+        decode = tables.decode_attention(seqs, context) if seqs else 0.0
         if len(chunks) == 1:
-            return self._chunk_us(chunks[0].num_tokens, chunks[0].start, seqs, context)
-        alone = [self._prefill_us(chunk.num_tokens, chunk.start) for chunk in chunks]
-        mixed = [self._chunk_us(chunk.num_tokens, chunk.start, seqs, context) for chunk in chunks]
-        least = self.tables.prefill_attention(0, 0)  # what a launch takes, whatever it computes
-        apart = least + max(sum([time - least for time in alone]) / groups, max(alone) - least)
-        apart += max([both - time for both, time in zip(mixed, alone, strict=True)])
-        longest = max([chunk.start for chunk in chunks])
-        return min(apart, self._chunk_us(output.features.prefill_tokens, longest, seqs, context))
+            alone = self._prefill_us(chunks[0].num_tokens, chunks[0].start)
+            return alone + self._added_us(chunks[0].num_tokens, chunks[0].start, alone, seqs, context, decode)
+        times = [self._prefill_us(chunk.num_tokens, chunk.start) for chunk in chunks]
+        tokens, longest = output.features.prefill_tokens, max([chunk.start for chunk in chunks])
+        whole = self._prefill_us(tokens, longest)
+        least = tables.prefill_attention(0, 0)  # what a launch takes, whatever it computes
+        apart = least + max(sum([time - least for time in times]) / groups, max(times) - least)
+        if not seqs or tables.mixed_attention is None:
+            return min(apart, whole) + decode
+        apart += max(
+            [
+                self._added_us(chunk.num_tokens, chunk.start, time, seqs, context, decode)
+                for chunk, time in zip(chunks, times, strict=True)
+            ]
+        )
+        return min(apart, whole + self._added_us(tokens, longest, whole, seqs, context, decode))
 
-    def _chunk_us(self, tokens: int, start: int, seqs: int, context: float) -> float:
-        """Attention of one layer over a chunk, and over a decode batch if there is one."""
-        tables = self.tables
-        prefill = self._prefill_us(tokens, start)
-        if not seqs:
-            return prefill
-        decode = tables.decode_attention(seqs, context)
-        if tables.mixed_attention is None:
-            return prefill + decode
-        near = tables.mixed_attention.nearest((tokens, start, seqs, context))
-        time = tables.mixed_attention(near)
+    def _added_us(self, tokens: int, start: int, prefill: float, seqs: int, context: float, decode: float) -> float:
+        """What a decode batch that takes ``decode`` alone adds to a chunk that takes ``prefill`` alone."""
+        mixed, tables = self.tables.mixed_attention, self.tables
+        if not seqs or mixed is None:
+            return decode
+        near = mixed.nearest((tokens, start, seqs, context))
+        time = mixed(near)
         if near != (tokens, start, seqs, context):  # outside the grid as much longer as the two alone are
             time += prefill - tables.prefill_attention(near[0], near[1])
             time += decode - tables.decode_attention(near[2], near[3])
-        return max(time, prefill, decode)
+        return max(time, prefill, decode) - prefill
 
     def _prefill_us(self, tokens: int, start: float) -> float:
         """Prefill attention of one layer; a chunk larger than any measured one as several of the largest."""
