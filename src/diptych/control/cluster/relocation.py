@@ -56,7 +56,7 @@ class Relocation:
         core.router.set_up(core.members.infos[worker])
         if load := core.loads.get(worker):
             core.on_load(worker, load)
-        return [AskKVSnapshot(worker), *core.dispatch(now), *core.place_parked(now)]
+        return [AskKVSnapshot(worker), *core.place_parked(now), *core.dispatch(now)]
 
     def newly_drained(self) -> list[Command]:
         """Workers that nothing is left of since the last event."""
