@@ -30,7 +30,7 @@ export class Admin {
     $("#admin-drain").addEventListener("click", () => this.#change({ drain: !this.#isDraining() }, this.#isDraining() ? "It is used again" : "It gets nothing new, and hands its streams to others"));
     $("#admin-remove").addEventListener("click", () => {
       const { worker } = this.#selected();
-      if (confirm(`Drain worker ${worker} and stop its process?`)) this.#do("DELETE", `admin/workers/${worker}`, null, `Worker ${worker} is being drained`, "It has stopped");
+      if (window.confirm(`Drain worker ${worker} and stop its process?`)) this.#do("DELETE", `admin/workers/${worker}`, null, `Worker ${worker} is being drained`, "It has stopped");
     });
   }
 
