@@ -94,6 +94,11 @@ def commit() -> str:
         return "unknown"
 
 
+def command() -> str:
+    """How this benchmark was called; of absolute paths their last names."""
+    return " ".join([Path(word).name if word.startswith("/") else word for word in sys.argv])
+
+
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Rows as aligned text; a row with other columns than the one before it begins a table of its own."""
     if not rows:
@@ -122,6 +127,6 @@ def report(name: str, rows: Sequence[dict[str, Any]], path: str | None = None, *
     if path:
         target = Path(path) if os.sep in path else RESULTS / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        record = {"benchmark": name, "command": " ".join(sys.argv), "machine": machine(), **extra, "rows": list(rows)}
+        record = {"benchmark": name, "command": command(), "machine": machine(), **extra, "rows": list(rows)}
         target.write_text(json.dumps(record, indent=1) + "\n")
         print(f"written to {target}", file=sys.stderr)
