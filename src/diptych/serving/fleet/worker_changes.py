@@ -181,10 +181,6 @@ class WorkerChanges:
         """Whether it gets nothing new."""
         return worker in self._draining
 
-    def is_stopped(self, worker: int) -> bool:
-        """Whether it was removed."""
-        return worker in self._stopped
-
     def _settings(self, worker: int, role: Role) -> SchedulerConfig:
         base = self._schedulers.get(worker, self._started)
         return prefill_scheduler(base, self._slo) if role == "prefill" else base
