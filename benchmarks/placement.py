@@ -74,7 +74,7 @@ def placements(kind: str, count: int = 3000) -> list[dict[str, Any]]:
             router.on_admitted(str(number), worker, route.num_cached_tokens)
         router.on_first_token(str(number))
         if number >= STREAMS * WORKERS // 2:
-            router.on_ended(str(number - STREAMS * WORKERS // 2), rng.randrange(1, 512))
+            router.on_ended(str(number - STREAMS * WORKERS // 2))
         followed.append(time.thread_time() - begun)
         worker = number % WORKERS
         sequence = len(chains[worker::WORKERS]) + number // WORKERS + 1

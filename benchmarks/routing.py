@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 from common import report
 
+from diptych.control.cluster.cluster_config import cluster_config
 from diptych.control.config import CacheConfig, EngineConfig, shape_preset
 from diptych.control.router.routing import RoutingName
 from diptych.control.slo import NS_PER_MS, Slo
@@ -32,7 +33,8 @@ def trace(routing: RoutingName, num_workers: int = 8) -> dict[str, Any]:
     )
     workload = load_trace("mooncake-conversation").rows(0, 4000)
     cost = load_layer_table("h100-llama-3.1-70b-tp4")
-    scenario = Scenario(engine=worker, cost=cost, workload=workload, num_workers=num_workers, routing=routing)
+    front_end = cluster_config(routing=routing)
+    scenario = Scenario(engine=worker, cost=cost, workload=workload, num_workers=num_workers, cluster=front_end)
     result = simulate(scenario)
     summary = summarize(result)
     return {

@@ -16,32 +16,27 @@ from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from mypy_extensions import mypyc_attr as mypyc_attr
-else:
-
-    def mypyc_attr(**options: Any) -> Any:
-        """What mypyc is to know of a class. It reads its own function of this name when it compiles."""
-        return lambda cls: cls
-
 
 PACKAGE = Path(__file__).parent
 RECORD = "compiled_modules.txt"
 MODULES = tuple(
     f"diptych.{folder}.{name}"
     for folder, names in {
+        "control": ("length_predictor", "length_watch"),
         "control.admission": ("admission_queue", "fair_queue"),
-        "control.cluster": ("attempts", "cluster_core", "cluster_recording", "load_book", "membership", "open_request"),
+        "control.cluster": (
+            *("attempts", "block_reports", "cluster_core", "cluster_recording", "load_book", "membership"),
+            "open_request",
+        ),
         "control.engine": ("engine_core", "leases", "recording", "worker_core"),
         "control.engine.kvcache": ("block_pool", "demand", "host_tier", "kv_cache_manager", "prefix_cache"),
         "control.engine.scheduler": (
-            *("budget", "caps", "decode_batch", "incoming", "preemption", "scheduler", "step_plan", "step_time"),
-            *("stride", "waiting_queue"),
+            *("budget", "caps", "decode_batch", "incoming", "preemption", "scheduler", "speculation", "step_plan"),
+            *("step_time", "stride", "waiting_queue"),
         ),
         "control.router": (
-            *("candidates", "cost_router", "costs", "hit_watch", "load_router", "output_length", "pairing"),
+            *("candidates", "cost_router", "costs", "hit_watch", "load_router", "pairing"),
+            "idle_trials",
             "prefix_index",
         ),
         "simulation": ("collector", "environment", "results"),

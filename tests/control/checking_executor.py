@@ -4,9 +4,11 @@ Every slot of its KV cache holds the fingerprint of the whole token prefix that 
 stale or shared-by-mistake block is an assertion error. Token ids are a pure function of (request, position).
 """
 
+import random
+
 from diptych.control.engine.kvcache.prefix_cache import hash_block, hash_blocks, root_hash
 from diptych.control.request import FinishReason, Request
-from diptych.control.step import SchedulerOutput, StepResult
+from diptych.control.step import Extra, Offer, SchedulerOutput, StepResult
 
 
 class Sequence:
@@ -19,6 +21,8 @@ class Sequence:
         self.blocks: list[int] = []
         self.computed = 0
         self.hashes = list(hash_blocks(prompt, block_size))
+        self.offered: list[int] = []  # tokens that may come next
+        self.num_forced = 0  # of these, at the front
 
 
 class CheckingExecutor:
@@ -31,6 +35,7 @@ class CheckingExecutor:
         self.sequences: dict[str, Sequence] = {}
         self.batch: dict[str, None] = {}
         self.next_step = 0
+        self.guesses: random.Random | None = None  # offers drafts, right and wrong, and forced tokens
 
     def add(self, request: Request, prompt: list[int], stop_after: int | None = None) -> None:
         """The driver hands over the tokens of a request that the core has queued."""
@@ -72,13 +77,22 @@ class CheckingExecutor:
             if chunk.is_last:
                 self._sample(chunk.request_id, stopped)
                 self.batch[chunk.request_id] = None
-        assert output.features.decode_context == (
-            sum(self.sequences[request_id].computed + 1 for request_id in decoding)
+        rows = {extra.request_id: extra.num_tokens for extra in output.extra_rows}
+        assert len(rows) == len(output.extra_rows) and rows.keys() <= set(decoding) and all(rows.values())
+        assert output.features.decode_seqs == len(decoding) + sum(rows.values())
+        assert output.features.decode_context == sum(
+            self.sequences[request_id].computed + 1 + more
+            for request_id in decoding
+            for more in range(rows.get(request_id, 0) + 1)
         )
+        extra = []
         for request_id in decoding:
             self._compute(request_id, 1, full)
             self._sample(request_id, stopped)
-        return StepResult(output.step_id, tuple(stopped), tuple(full))
+            if request_id in rows:
+                extra.append(self._verify(request_id, rows[request_id], stopped, full))
+        offers = [offer for request_id in self.batch if (offer := self._offer(request_id))] if decoding else []
+        return StepResult(output.step_id, tuple(stopped), tuple(full), extra=tuple(extra), offers=tuple(offers))
 
     def _compute(self, request_id: str, num_tokens: int, full: list[tuple[str, bytes]]) -> None:
         sequence, size = self.sequences[request_id], self.block_size
@@ -94,6 +108,42 @@ class CheckingExecutor:
             start = len(sequence.hashes) * size
             sequence.hashes.append(hash_block(parent, sequence.tokens[start : start + size]))
             full.append((request_id, sequence.hashes[-1]))
+
+    def _verify(
+        self,
+        request_id: str,
+        num_rows: int,
+        stopped: list[tuple[str, FinishReason]],
+        full: list[tuple[str, bytes]],
+    ) -> Extra:
+        """Compute offered tokens behind the newest one, and keep those that the model would have chosen."""
+        sequence, size = self.sequences[request_id], self.block_size
+        assert num_rows <= len(sequence.offered), "more rows than tokens were offered"
+        for position in range(sequence.computed, sequence.computed + num_rows):  # right or wrong, they are written
+            self.device[sequence.blocks[position // size]][position % size] = "a draft"
+        num_accepted = 0
+        while num_accepted < num_rows and sequence.tokens[-1] == sequence.offered[num_accepted]:
+            if stopped and stopped[-1][0] == request_id:
+                break
+            num_accepted += 1
+            self._compute(request_id, 1, full)
+            self._sample(request_id, stopped)
+        assert num_accepted >= min(num_rows, sequence.num_forced) or (stopped and stopped[-1][0] == request_id)
+        return Extra(request_id, num_rows, num_accepted, min(num_rows, sequence.num_forced))
+
+    def _offer(self, request_id: str) -> Offer | None:
+        sequence, rng = self.sequences[request_id], self.guesses
+        if rng is None or rng.random() < 0.3:
+            return None
+        sequence.num_forced = rng.choice((0, 0, 0, 1, 4))
+        count = sequence.num_forced + rng.randrange(5)
+        sequence.offered, tokens, chances = [], list(sequence.tokens), []
+        for place in range(count):
+            is_right = place < sequence.num_forced or rng.random() < 0.7
+            tokens.append(token_at(tokens) if is_right else 998)
+            sequence.offered.append(tokens[-1])
+            chances.append(1.0 if place < sequence.num_forced else chances[-1] * 0.9 if chances else 0.9)
+        return Offer(request_id, tuple(chances)) if count else None
 
     def _sample(self, request_id: str, stopped: list[tuple[str, FinishReason]]) -> None:
         sequence = self.sequences[request_id]

@@ -14,6 +14,13 @@ from tests.control.checking_executor import CheckingExecutor
 from tests.control.stream_law import StreamLaw
 
 
+def expect_answers(core: EngineCore, num_tokens: int, count: int = 100) -> None:
+    """Teach the core, by ``count`` answers, that they end after so many tokens. With few it admits too much."""
+    lengths = core.scheduler.lengths
+    for _ in range(count):
+        lengths.observe(lengths.group("standard", 100), num_tokens)
+
+
 @dataclass
 class Driver:
     """Runs one worker; ``cost`` turns a plan into nanoseconds."""
@@ -108,7 +115,7 @@ class Driver:
             longs = [r for r in in_step if core.requests[r].is_long]
             assert len(longs) <= caps.max_long_partial_prefills
         assert scheduler.num_running <= self.config.scheduler.max_num_seqs
-        tokens = output.features.prefill_tokens + output.num_decodes
+        tokens = output.features.prefill_tokens + output.features.decode_seqs
         if settings.budget.kind != "whole":
             assert self.is_configured or tokens <= settings.budget.max_batched_tokens
         else:

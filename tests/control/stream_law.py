@@ -32,6 +32,7 @@ class StreamLaw:
         self._waits: dict[str, _Wait] = {}
         self._holders: set[str] = set()  # of blocks or a reservation, as of the plan before
         self._num_ahead = 0
+        self._lost_before: set[str] = set()  # streams that lost their blocks under other rules
 
     def check(self, output: SchedulerOutput) -> None:
         """A plan was made."""
@@ -41,6 +42,7 @@ class StreamLaw:
         if settings is not self._settings or settings.preemption.from_waiting:
             self._settings = settings  # other rules from now on; or a more important request may go first
             self._waits.clear()
+            self._lost_before = {*scheduler.interrupted, *scheduler.swapped}
         elif self._waits or scheduler.interrupted or scheduler.swapped:
             self._check_waits(output)
         reserved = scheduler.incoming
@@ -76,7 +78,8 @@ class StreamLaw:
             wait = self._waits.get(request.request_id)
             before = {other.request_id: self._left(other) for other in waiting[:place]}
             if wait is None:
-                self._check_loss(request)
+                if request.request_id not in self._lost_before:
+                    self._check_loss(request)
                 self.num_waits += 1
                 wait = _Wait(now, now + max(batch.values(), default=0) + sum(before.values()) + sum(computing.values()))
                 wait.counted = {*batch, *before, *computing}
@@ -93,6 +96,7 @@ class StreamLaw:
             )
             waits[request.request_id] = wait
         self._waits = waits
+        self._lost_before &= waits.keys()
 
     def _check_loss(self, lost: Request) -> None:
         """A stream lost its blocks in this plan: no prompt that is computed for this worker had any left."""

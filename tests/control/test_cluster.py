@@ -374,6 +374,37 @@ def test_an_answer_that_two_attempts_gave_is_accounted_for_once_from_its_arrival
     fleet.core.check_idle()
 
 
+def expected_answer(fleet: Fleet) -> int:
+    lengths = fleet.core.lengths
+    return lengths.mean(lengths.group("standard", 100), 0, 1000)
+
+
+def test_an_answer_that_two_attempts_gave_teaches_its_whole_length() -> None:
+    fleet = Fleet("both", "both")
+    for number in range(40):
+        name = str(number)
+        (serve,) = fleet.tell(Arrived(Submission(name, 100, 1000)))
+        assert isinstance(serve, Serve)
+        fleet.report(serve.worker, FirstToken(0, name))
+        commands = fleet.tell(WorkerDown(serve.worker, {name: 30}))
+        (again,) = [command for command in commands if isinstance(command, Serve)]
+        fleet.report(again.worker, FirstToken(0, f"{name}~1"))
+        fleet.report(again.worker, fleet.end(f"{name}~1", FinishReason.STOP, 10))
+        fleet.up(serve.worker)
+    assert expected_answer(fleet) == pytest.approx(40, rel=0.15)
+
+
+@pytest.mark.parametrize(("reason", "expected"), [(FinishReason.ABORT, 240), (FinishReason.STOP, 3)])
+def test_an_answer_whose_client_went_away_is_no_short_answer(reason: FinishReason, expected: int) -> None:
+    fleet = Fleet("both")
+    for number in range(40):
+        fleet.submit(str(number))
+        fleet.report(0, FirstToken(0, str(number)))
+        fleet.tell(Cancelled(str(number), 3, reason))
+        fleet.report(0, fleet.end(str(number), reason, 4))
+    assert expected_answer(fleet) == pytest.approx(expected, rel=0.1, abs=1)
+
+
 def test_time_in_the_admission_queue_counts_as_queueing() -> None:
     fleet = Fleet("both", max_untouched_per_worker=1)
     fleet.submit("a")

@@ -195,12 +195,14 @@ def test_options_of_the_front_end_change_its_defaults_one_by_one() -> None:
     given = cluster_config(
         routing="round_robin",
         disaggregate="never",
+        deflection="objective",
         on_failure="fail",
         max_untouched_per_worker=0,
         max_queued=5,
         max_queued_per_key=2,
     )
     assert (given.routing.routing, given.routing.disaggregate) == ("round_robin", "never")
+    assert given.routing.deflection == "objective"
     assert (given.on_failure, given.max_untouched_per_worker) == ("fail", 0)
     assert (given.admission.max_queued, given.admission.max_queued_per_tenant) == (5, 2)
 

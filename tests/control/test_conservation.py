@@ -20,7 +20,7 @@ from diptych.control.config import (
 from diptych.control.events import RequestFinished
 from diptych.control.request import FinishReason
 from diptych.control.slo import NS_PER_MS, Slo
-from tests.control.driver import Driver
+from tests.control.driver import Driver, expect_answers
 
 
 def random_config(rng: random.Random) -> EngineConfig:
@@ -62,9 +62,10 @@ def run_scenario(seed: int) -> Driver:
     driver = Driver(random_config(rng), seed=seed)
     stems = [[rng.randrange(1000) for _ in range(60)] for _ in range(2)]
     alive: list[str] = []
+    if rng.random() < 0.5:
+        driver.executor.guesses = random.Random(seed)
     if rng.random() < 0.5:  # a core that expects short answers, admits too much and must preempt
-        for _ in range(20):
-            driver.core.scheduler.lengths.observe(1)
+        expect_answers(driver.core, 1)
     for number in range(rng.choice([3, 15, 40])):
         for _ in range(rng.choice([0, 0, 1, 5])):
             driver.step()

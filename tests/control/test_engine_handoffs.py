@@ -20,6 +20,7 @@ from diptych.control.events import (
 )
 from diptych.control.request import Request
 from diptych.control.step import ScheduledPrefill, StepResult
+from tests.control.driver import expect_answers
 
 BLOCK = 16
 BLOCKS = tuple(range(7))
@@ -250,8 +251,7 @@ def test_a_step_that_was_broken_off_teaches_nothing_and_leaves_nothing() -> None
 
 def test_a_preempted_stream_gets_blocks_before_a_prompt_that_another_worker_prefills() -> None:
     worker = core(num_blocks=24)
-    for _ in range(20):
-        worker.scheduler.lengths.observe(1)  # it expects short answers, admits too much, and must preempt
+    expect_answers(worker, 1)
     now = 0
 
     def step() -> list[Event]:
@@ -273,8 +273,7 @@ def test_a_preempted_stream_gets_blocks_before_a_prompt_that_another_worker_pref
 def test_a_stream_that_loses_its_blocks_in_the_plan_in_which_it_is_taken_over_was_never_in_the_batch() -> None:
     """The executor applies ``paused`` before ``resumed``: it would decode a request that has no blocks."""
     worker = core(num_blocks=16)
-    for _ in range(20):
-        worker.scheduler.lengths.observe(1)
+    expect_answers(worker, 1)
     assert worker.reserve(Request("a", 6 * BLOCK, 20), 0) == []
     assert worker.begin_step(0) is None
     blocks = worker.kv.pool.allocate(worker.kv.pool.num_available)

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from diptych.control.engine.kvcache.block_pool import BlockPool
-from diptych.control.engine.kvcache.demand import MIN_HISTORY, OutputLengths, future_peak_blocks
+from diptych.control.engine.kvcache.demand import future_peak_blocks
 from diptych.control.engine.kvcache.prefix_cache import hash_block, hash_blocks, root_hash
 
 
@@ -86,21 +86,6 @@ def test_the_future_peak_is_that_of_a_simulation() -> None:
         assert future_peak_blocks(demands, 4) == simulated
 
 
-def test_expected_length_is_a_quantile_of_those_longer_than_what_is_there() -> None:
-    lengths = OutputLengths()
-    assert lengths.expected_remaining(0, 50) == 50
-    assert lengths.expected_remaining(0, 5000) == 256
-    for value in range(1, 101):
-        lengths.observe(value)
-    assert lengths.expected_remaining(0, 5000) == 81
-    assert lengths.expected_remaining(90, 5000) == 9
-    assert lengths.expected_remaining(200, 5000) == 200
-    assert lengths.expected_remaining(0, 10) == 10
-    for _ in range(300):
-        lengths.observe(7)
-    assert lengths.expected_remaining(0, 5000) == 7
-
-
 def test_releasing_twice_is_caught() -> None:
     pool = BlockPool(1)
     block = pool.allocate(1)
@@ -121,12 +106,3 @@ def test_a_block_that_came_and_went_between_two_publications_is_never_heard_of()
     assert pool.drain_changes() == ((), ())
     pool.allocate(1)
     assert pool.drain_changes() == ((), (b"a",))
-
-
-def test_lengths_count_when_there_are_enough_of_them() -> None:
-    lengths = OutputLengths()
-    for _ in range(MIN_HISTORY - 1):
-        lengths.observe(1)
-    assert (MIN_HISTORY, lengths.expected_remaining(0, 1000)) == (16, 256)
-    lengths.observe(1)
-    assert lengths.expected_remaining(0, 1000) == 1

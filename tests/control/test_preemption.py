@@ -12,7 +12,7 @@ from diptych.control.config import (
     SchedulerConfig,
 )
 from diptych.control.events import RequestAdmitted, RequestPreempted, RequestResumed
-from tests.control.driver import Driver
+from tests.control.driver import Driver, expect_answers
 
 
 def make(order: OrderName, preemption: PreemptionConfig, *, num_blocks: int = 400, max_num_seqs: int = 16) -> Driver:
@@ -82,8 +82,7 @@ def test_a_request_without_blocks_enough_displaces_nothing_when_all_victims_were
 @pytest.mark.parametrize("order", ["fcfs", "shortest", "deadline"])
 def test_a_request_that_lost_its_blocks_comes_back_before_new_ones(order: OrderName) -> None:
     driver = make(order, PreemptionConfig("recompute"), num_blocks=16)
-    for _ in range(20):  # expects short answers, and admits too much
-        driver.core.scheduler.lengths.observe(1)
+    expect_answers(driver.core, 1)
     driver.add("a", 100, 100)
     driver.add("b", 80, 100)
     while not preempted(driver):

@@ -23,7 +23,7 @@ from diptych.control.events import RequestPreempted, RequestResumed, StepFinishe
 from diptych.control.request import FinishReason, Request
 from diptych.control.slo import NS_PER_MS, Slo
 from diptych.control.step import StepFeatures, StepResult
-from tests.control.driver import Driver
+from tests.control.driver import Driver, expect_answers
 
 
 def make(
@@ -51,8 +51,7 @@ def make(
 
 def optimistic(driver: Driver) -> Driver:
     """Make the core expect answers of one token, so that it admits too much."""
-    for _ in range(20):
-        driver.core.scheduler.lengths.observe(1)
+    expect_answers(driver.core, 1)
     return driver
 
 
@@ -110,6 +109,13 @@ def test_the_earliest_deadline_goes_first_and_a_hopeless_one_steps_back() -> Non
     driver.run()
     assert driver.first_token_ns("tight") < driver.first_token_ns("relaxed")
     assert driver.finished()["hopeless"].reason is FinishReason.LENGTH
+
+
+def test_a_hopeless_request_that_is_alone_is_computed_at_once() -> None:
+    driver = make("deadline", BudgetConfig("fixed", 32))
+    driver.now = 10**9
+    driver.add("hopeless", 8, slo=Slo(ttft_ns=1))
+    assert driver.core.begin_step(driver.now) is not None
 
 
 def test_unified_runs_prompts_whole_and_before_decodes() -> None:

@@ -126,3 +126,44 @@ def test_a_grown_model_is_fitted_again_once_in_so_many_steps() -> None:
     assert young[REFIT_EVERY:] == list(range(2 * REFIT_EVERY, 32 * REFIT_EVERY, REFIT_EVERY))
     grown = [count for count in fits if count >= 32 * REFIT_EVERY]
     assert grown == list(range(32 * REFIT_EVERY, model.num_observed + 1, 4 * REFIT_EVERY))
+
+
+def test_a_model_whose_machine_gets_other_cores_goes_on_with_scaled_prices_and_relearns() -> None:
+    """Half the cores: prefill takes twice as long, decodes (bound by memory) 1.4 times."""
+    rng, model = random.Random(6), StepTimeModel()
+    for at in range(300):
+        features = random_features(rng, prefill=at % 2 == 0)
+        model.observe(features, duration(features))
+
+    def now(features: StepFeatures) -> int:
+        work = (0.0, TRUTH[1] * features.prefill_tokens, TRUTH[2] * features.prefill_attention)
+        return int(2 * sum(work) + 1.4 * (duration(features) - sum(work)))
+
+    prompt, stream = StepFeatures(512, chunk_attention(1000, 512), 0, 0), StepFeatures(0, 0, 8, 4000)
+    model.rescale(2.0)
+    assert model.predict_ns(prompt) == pytest.approx(2 * duration(prompt), rel=0.02)
+    assert model.predict_ns(stream) == pytest.approx(2 * duration(stream), rel=0.02)
+    for _ in range(12):
+        features = random_features(rng, prefill=False)
+        model.observe(features, now(features))
+    assert model.predict_ns(stream) == pytest.approx(now(stream), rel=0.05)
+    assert model.predict_ns(prompt) == pytest.approx(now(prompt), rel=0.15)
+    for at in range(40):
+        features = random_features(rng, prefill=at % 2 == 0)
+        model.observe(features, now(features))
+    assert model.predict_ns(prompt) == pytest.approx(now(prompt), rel=0.03)
+    assert model.predict_ns(stream) == pytest.approx(now(stream), rel=0.03)
+
+
+def test_a_rescaled_model_learns_from_its_first_step() -> None:
+    """Wrong by a factor of 5, which a trusted model would take for an outlier."""
+    rng, model = random.Random(7), StepTimeModel()
+    for _ in range(100):
+        features = random_features(rng)
+        model.observe(features, duration(features))
+    model.rescale(1.5)
+    for _ in range(REFIT_EVERY):
+        features = random_features(rng)
+        model.observe(features, 5 * duration(features))
+    features = random_features(rng)
+    assert model.predict_ns(features) == pytest.approx(5 * duration(features), rel=0.15)

@@ -26,7 +26,7 @@ from diptych.control.events import (
 )
 from diptych.control.request import Request, RequestOptions, Standing
 from diptych.control.step import SchedulerOutput, StepResult
-from tests.control.driver import Driver
+from tests.control.driver import Driver, expect_answers
 
 BLOCK = 16
 ORDERS: tuple[OrderName, ...] = ("fcfs", "priority", "shortest", "deadline")
@@ -35,8 +35,7 @@ ORDERS: tuple[OrderName, ...] = ("fcfs", "priority", "shortest", "deadline")
 def make(num_blocks: int, scheduler: SchedulerConfig, *, num_host_blocks: int = 0) -> Driver:
     """A worker that expects short answers: it admits too much, and its streams must grow into something."""
     driver = Driver(EngineConfig(CacheConfig(num_blocks, BLOCK, num_host_blocks, watermark_blocks=0), scheduler))
-    for _ in range(20):
-        driver.core.scheduler.lengths.observe(1)
+    expect_answers(driver.core, 1)
     return driver
 
 
@@ -188,8 +187,7 @@ class Worker:
         self.log: list[Event] = []
         scheduler = SchedulerConfig(**changes)  # type: ignore[arg-type]
         self.core = EngineCore(EngineConfig(CacheConfig(num_blocks, BLOCK, 40), scheduler))
-        for _ in range(20):
-            self.core.scheduler.lengths.observe(1)
+        expect_answers(self.core, 1)
 
     def step(self) -> SchedulerOutput | None:
         self.now += 1
@@ -313,8 +311,7 @@ def test_a_request_that_displaces_others_is_admitted_with_the_plan_that_displace
         driver.add(f"stream{number}", 60, 40, priority=priority)
     for _ in range(8):
         driver.step()
-    for _ in range(200):
-        driver.core.scheduler.lengths.observe(100)
+    expect_answers(driver.core, 100, count=1000)
     driver.add("high", 130, 100, priority=0)
     driver.step()
     assert preempted(driver) == [("stream2", True), ("stream1", True)]

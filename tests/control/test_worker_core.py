@@ -13,6 +13,7 @@ from diptych.control.commands import (
     Reserve,
     Send,
 )
+from diptych.control.compute_share import ComputeShare
 from diptych.control.config import BudgetConfig, CacheConfig, EngineConfig, SchedulerConfig
 from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.kvcache.prefix_cache import hash_blocks
@@ -41,6 +42,7 @@ from diptych.control.events import (
     PeerForgotten,
     RequestFinished,
     RequestQueued,
+    Resized,
     TransferFailed,
 )
 from diptych.control.request import FinishReason, Request
@@ -333,3 +335,17 @@ def test_a_snapshot_follows_the_changes_that_it_contains() -> None:
     assert published == [KVEvents(10, 1, PROMPT[:3], ())]
     worker.handle(AskKVSnapshot(0), 15)
     assert worker.take_outbox().events == [KVSnapshot(15, 1, PROMPT[:3])]
+
+
+def test_a_worker_with_a_quarter_of_its_cores_reports_its_work_as_four_times_as_long() -> None:
+    worker = worker_of()
+    worker.end_turn(0)
+    before = worker.take_outbox().load
+    worker.on_resized(ComputeShare((3,), 1), 4.0, 5)
+    worker.end_turn(REPORT_INTERVAL_NS)
+    outbox = worker.take_outbox()
+    assert outbox.events == [Resized(5, ComputeShare((3,), 1))]
+    assert before is not None and outbox.load is not None
+    assert outbox.load.token_ns == pytest.approx(4 * before.token_ns)
+    worker.on_resized(ComputeShare((3,), 1), 1.0, 6, "CPU 9 is gone")
+    assert worker.take_outbox().events == [Resized(6, ComputeShare((3,), 1), "CPU 9 is gone")]

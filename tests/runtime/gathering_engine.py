@@ -48,8 +48,8 @@ class GatheringEngine(LocalEngine):
             tokens = outcome.tokens
             for request_id, token_id in zip(tokens.request_ids, tokens.token_ids, strict=True):
                 self._open[request_id].token_ids.append(token_id)
-            for request_id, entry in tokens.logprobs.items():
-                self._open[request_id].logprobs.append(entry)
+            for index, entry in tokens.logprobs.items():
+                self._open[tokens.request_ids[index]].logprobs.append(entry)
             for request_id, (first, entries) in tokens.prompt_logprobs.items():
                 self._open[request_id].prompt_logprobs += [None] * (first == 1) + entries
             self._take(outcome.events)

@@ -113,8 +113,9 @@ def crowded_engine(shared: ModelRunner, preemption: str, num_blocks: int) -> Gat
     config = engine_config(shared, fixed_budget(64, preemption))
     config = config.with_(cache=replace(config.cache, num_blocks=num_blocks, watermark_blocks=0))
     engine = GatheringEngine(shared, config)
-    for _ in range(64):
-        engine.core.scheduler.lengths.observe(2)
+    lengths = engine.core.scheduler.lengths
+    for _ in range(200):
+        lengths.observe(lengths.group("standard", 64), 2)
     return engine
 
 

@@ -1,14 +1,23 @@
 """CPUs and threads of a worker."""
 
+import itertools
 import logging
+import os
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
+from diptych.control.compute_share import ComputeShare
 from diptych.control.errors import ConfigError
+from diptych.control.step import SchedulerOutput, StepResult
 from diptych.processor import Processor, read_processor
-from diptych.runtime.threads import configure_threads
+from diptych.runtime.model_runner import ModelRunner
+from diptych.runtime.threads import TASKS, ThreadPool, configure_threads
+from tests.runtime.checkpoints import prompt_of, runner
+from tests.runtime.driving import generate, greedy
 
 USABLE = read_processor().usable
 FIRST = USABLE[0]
@@ -56,3 +65,59 @@ def test_more_threads_than_cpus_or_foreign_cpus_are_refused() -> None:
         configure_threads(0)
     with pytest.raises(ConfigError, match="cores is"):
         configure_threads(1, [100_000])
+
+
+def test_a_pool_is_resized_live_and_every_thread_of_the_process_goes_with_it() -> None:
+    if not TASKS.is_dir():
+        pytest.skip("the system has no /proc")
+    before = os.sched_getaffinity(0)
+    waiting = threading.Event()
+    other = threading.Thread(target=waiting.wait)
+    other.start()
+    try:
+        pool = ThreadPool(configure_threads(len(USABLE), USABLE, bind=True))
+        assert pool.num_units == len(read_processor().cores_of(USABLE))
+        pool.resize(ComputeShare((FIRST,), 1))
+        assert pool.share == ComputeShare((FIRST,), 1) and torch.get_num_threads() == 1 == pool.num_units
+        assert all(os.sched_getaffinity(int(task.name)) == {FIRST} for task in TASKS.iterdir())
+        pool.resize(ComputeShare(USABLE, len(USABLE)))
+        assert torch.get_num_threads() == len(USABLE)
+        assert other.native_id and os.sched_getaffinity(other.native_id) == set(USABLE)
+        with pytest.raises(ConfigError, match="cores is"):
+            pool.resize(ComputeShare((100_000,), 1))
+        assert pool.share == ComputeShare(USABLE, len(USABLE))
+    finally:
+        waiting.set()
+        other.join()
+        for task in TASKS.iterdir():
+            os.sched_setaffinity(int(task.name), before)
+
+
+class ResizedRunner:
+    """A runner whose number of threads changes from step to step."""
+
+    def __init__(self, model: ModelRunner, counts: list[int]) -> None:
+        self._model = model
+        self._counts = itertools.cycle(counts)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def execute(self, output: SchedulerOutput) -> StepResult:
+        torch.set_num_threads(next(self._counts))
+        return self._model.execute(output)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_answers_are_equal_bit_for_bit_with_any_number_of_threads_also_when_it_changes_midway(family: str) -> None:
+    model = runner(family)
+    prompt, sampling = prompt_of(150), greedy(24, logprobs=3)
+
+    def answer(counts: list[int]) -> list[object]:
+        """Tokens and log probabilities of each step."""
+        _, results = generate(ResizedRunner(model, counts), prompt, [100, 50], sampling)
+        return [(result.payload.token_ids, result.payload.logprobs) for result in results]
+
+    alone = answer([1])
+    assert answer([2]) == alone
+    assert answer([4, 1, 3, 2]) == alone

@@ -16,7 +16,8 @@ from servers import CLI, RunningServer, fake_server, running
 @pytest.fixture(scope="session")
 def server() -> Iterator[RunningServer]:
     """``diptych serve`` with the bundled model on a free port."""
-    with running((*CLI, "serve", "--port", "0", "--kv-cache-memory", "64MiB", "--threads", "1")) as one:
+    memory = ("--kv-cache-memory", "64MiB", "--explain-misses", "text")
+    with running((*CLI, "serve", "--port", "0", *memory, "--threads", "1")) as one:
         yield one
 
 

@@ -10,6 +10,7 @@ from diptych.control.request import FinishReason, RequestOptions, SamplingParams
 from diptych.control.slo import LatencyBreakdown
 from diptych.control.step import TokenLogprobs
 from diptych.serving.answers.answer_stream import AnswerStream, Generation
+from diptych.serving.answers.grammar.grammar_text import Grammar
 from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.fleet.fleet import Fleet
 from diptych.serving.link.engine_options import BUNDLED_MODEL, EngineOptions
@@ -34,7 +35,8 @@ class Submitted:
 
 class FakeLLM:
     """What the routes need of an AsyncLLM. error: every request fails with it, after ``fail_after`` tokens.
-    pause_after: tokens after which an answer waits for ``go_on``. refusal: what a text to encode raises."""
+    pause_after: tokens after which an answer waits for ``go_on``. refusal: what a text to encode raises. answer: what
+    every answer says, as far as max_tokens allows."""
 
     def __init__(
         self,
@@ -43,9 +45,12 @@ class FakeLLM:
         fail_after: int = 0,
         pause_after: int | None = None,
         refusal: BaseException | None = None,
+        answer: str | None = None,
+        tokenizer: Tokenizer = TOKENIZER,
     ) -> None:
         self.options = EngineOptions()
-        self.tokenizer = TOKENIZER
+        self.tokenizer = tokenizer
+        self._answer_ids = None if answer is None else tokenizer.encode(answer, add_special_tokens=False)
         self.metrics = ServingMetrics()
         self.timeline = Timeline()
         self.fleet = Fleet(self.options)  # without workers
@@ -55,6 +60,7 @@ class FakeLLM:
         self.is_routable = True
         self.num_open = 0
         self.submitted: list[Submitted] = []
+        self.grammars: list[Grammar] = []  # that were tried; each passes
         self.go_on = asyncio.Event()
         self._refusal = refusal
         self._error, self._fail_after, self._pause_after = error, fail_after, pause_after
@@ -75,14 +81,25 @@ class FakeLLM:
     async def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         return self.tokenizer.encode_chat(messages, **options)
 
+    async def try_grammar(self, grammar: Grammar) -> str:
+        self.grammars.append(grammar)
+        return grammar.text
+
     async def decode_all(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[str]:
         return [self.tokenizer.decode(prompt, **options) for prompt in prompts]
 
     def submit(
-        self, prompts: Sequence[list[int]], sampling: SamplingParams, request_id: str, options: RequestOptions
+        self,
+        prompts: Sequence[list[int]],
+        sampling: SamplingParams,
+        request_id: str,
+        options: RequestOptions,
+        shown: Mapping[int, str] = {},
     ) -> Generation:
         streams = [
-            AnswerStream(f"{request_id}-{number}", number, prompts[number // sampling.n], sampling, self.tokenizer)
+            AnswerStream(
+                f"{request_id}-{number}", number, prompts[number // sampling.n], sampling, self.tokenizer, shown=shown
+            )
             for number in range(len(prompts) * sampling.n)
         ]
         generation = Generation(request_id, streams)
@@ -101,7 +118,9 @@ class FakeLLM:
         for stream in generation.streams:
             if sampling.prompt_logprobs is not None:
                 stream.add_prompt_logprobs(1, [_logprobs(token, 1) for token in stream.prompt_token_ids[1:]])
-        for step in range(sampling.max_tokens):
+        scripted = self._answer_ids
+        num_tokens = sampling.max_tokens if scripted is None else min(sampling.max_tokens, len(scripted))
+        for step in range(num_tokens):
             if self._error is not None and step == self._fail_after:
                 generation.fail(self._error)
                 return
@@ -109,15 +128,15 @@ class FakeLLM:
                 await self.go_on.wait()
             await asyncio.sleep(0)
             for stream in generation.streams:
-                token_id = len(stream.prompt_token_ids) + step
+                token_id = len(stream.prompt_token_ids) + step if scripted is None else scripted[step]
                 logprobs = None if sampling.logprobs is None else _logprobs(token_id, sampling.logprobs)
                 stream.push(token_id, logprobs=logprobs)
                 stream.mark()
-                if step == sampling.max_tokens - 1:
+                if step == num_tokens - 1:
                     num_prompt = len(stream.prompt_token_ids)
-                    stream.end(
-                        RequestFinished(0, stream.request_id, FinishReason.LENGTH, num_prompt, 1, 0, LATENCY, None)
-                    )
+                    is_whole = scripted is not None and num_tokens == len(scripted)
+                    reason = FinishReason.STOP if is_whole else FinishReason.LENGTH
+                    stream.end(RequestFinished(0, stream.request_id, reason, num_prompt, 1, 0, LATENCY, None))
             generation.deliver()
 
 

@@ -70,6 +70,7 @@ class FakeRunner:
         salt: str | None = None,
         block_hashes: Sequence[bytes] | None = None,
         output_token_ids: Sequence[int] = (),
+        constraint: object = None,
     ) -> None:
         """Remember it."""
         assert request_id not in self.requests, request_id
@@ -124,10 +125,10 @@ class FakeRunner:
         state = self.requests[request_id]
         token_id = (len(state.prompt) + state.num_outputs) % VOCAB_SIZE
         state.num_outputs += 1
+        if state.sampling.logprobs is not None:
+            payload.logprobs[len(payload.token_ids)] = fake_logprobs(token_id, state.sampling.logprobs)
         payload.request_ids.append(request_id)
         payload.token_ids.append(token_id)
-        if state.sampling.logprobs is not None:
-            payload.logprobs[request_id] = fake_logprobs(token_id, state.sampling.logprobs)
         if state.num_outputs <= state.sampling.min_tokens:
             return False
         is_eos = token_id == EOS_TOKEN and not state.sampling.ignore_eos

@@ -9,15 +9,18 @@ from in_process_fleet import BLOCK_SIZE, NUM_BLOCKS, Client, engine_options
 from in_process_worker import COST, MAX_MODEL_LEN, Host
 
 from diptych.control.cluster.cluster_config import ClusterConfig, cluster_config
+from diptych.control.compute_share import ComputeShare
 from diptych.control.config import CacheConfig, EngineConfig, prefill_scheduler
 from diptych.control.request import RequestOptions
 from diptych.control.router.topology import Role
 from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo
+from diptych.processor import Processor
 from diptych.serving.fleet.fleet import Fleet
 from diptych.serving.fleet.fleet_options import FleetOptions
+from diptych.serving.fleet.worker_groups import WorkerGroup
 from diptych.simulation.environment import MESSAGE
 from diptych.simulation.faults import Fault
-from diptych.simulation.fleet.pools import Pools
+from diptych.simulation.fleet.pools import Pool, Pools
 from diptych.simulation.scenario import Scenario, WorkerChange
 from diptych.workload.spec import RequestSpec
 
@@ -39,11 +42,24 @@ class Script:
     losses: tuple[tuple[int, int, int], ...] = ()
     changes: tuple[WorkerChange, ...] = ()
     slo: Slo = field(default_factory=Slo)
+    groups: tuple[WorkerGroup, ...] = ()  # instead of prefill, decode, both
+
+    @property
+    def num_workers(self) -> int:
+        """Of the whole fleet."""
+        return self.prefill + self.decode + self.both + sum(group.replicas for group in self.groups)
+
+    @property
+    def machine(self) -> Processor:
+        """Of the live fleet: a core for each worker."""
+        return Processor(
+            "a processor", tuple((cpu,) for cpu in range(self.num_workers)), tuple(range(self.num_workers))
+        )
 
     @property
     def transfer(self) -> str:
         """The live fleet's connector."""
-        if self.prefill + self.decode + self.both == 1:
+        if self.num_workers == 1:
             return "auto"
         return "shared_memory" if (self.prefill or self.decode) and self.link == "shared_memory" else "tcp"
 
@@ -51,7 +67,12 @@ class Script:
     def workers(self) -> FleetOptions:
         """As the live fleet takes it."""
         return FleetOptions(
-            prefill=self.prefill, decode=self.decode, both=self.both, transfer=self.transfer, cluster=self.cluster
+            prefill=self.prefill,
+            decode=self.decode,
+            both=None if self.groups else self.both,
+            transfer=self.transfer,
+            cluster=self.cluster,
+            groups=self.groups,
         )
 
     def _with_settings(self, change: WorkerChange) -> WorkerChange:
@@ -81,17 +102,31 @@ class Script:
                 link=self.link,
                 prefill=replace(engine, scheduler=prefill_scheduler(engine.scheduler, self.slo)),
             )
+        if self.groups:
+            named = tuple(
+                Pool(name=group.name, role="both", replicas=group.replicas, engine=_of_group(engine, group))
+                for group in self.groups
+            )
+            pools = Pools(kv_bytes_per_token=BYTES_PER_TOKEN, link=self.link, named=named)
+        shares = tuple(ComputeShare((cpu,), 1) for cpu in range(self.num_workers))
         return Scenario(
             engine=engine,
             cost=COST,
             workload=list(self.requests),
-            num_workers=self.both,
+            num_workers=self.both or self.num_workers,
+            shares=shares if self.num_workers > 1 else (),
             cluster=self.cluster,
             pools=pools,
             faults=tuple(Fault("crash", worker, at_ns, back_ns) for at_ns, worker, back_ns in self.losses),
             worker_changes=tuple(self._with_settings(change) for change in self.changes),
             fast_forward=fast_forward,
         )
+
+
+def _of_group(engine: EngineConfig, group: WorkerGroup) -> EngineConfig:
+    assert group.kv_cache_tokens is not None
+    cache = CacheConfig(group.kv_cache_tokens // BLOCK_SIZE, BLOCK_SIZE)
+    return replace(engine, cache=cache, max_model_len=group.max_model_len or MAX_MODEL_LEN)
 
 
 def prompt_of(number: int, spec: RequestSpec) -> list[int]:
@@ -160,6 +195,8 @@ async def play(script: Script, fleet: Fleet, host: Host) -> None:
             time.at(change.at_ns, MESSAGE, partial(fleet.changes.change_role, change.worker, change.role))
         if change.scheduler is not None:
             time.at(change.at_ns, MESSAGE, partial(fleet.changes.change_scheduler, change.worker, change.scheduler))
+        if change.share is not None:
+            time.at(change.at_ns, MESSAGE, partial(fleet.changes.change_share, change.worker, change.share))
         if change.is_draining is not None:
             drain = fleet.changes.drain if change.is_draining else fleet.changes.use_again
             time.at(change.at_ns, MESSAGE, partial(drain, change.worker))

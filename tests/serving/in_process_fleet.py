@@ -11,6 +11,7 @@ from virtual_time import VirtualTime, virtual_time
 from diptych.control.cluster.cluster_config import ClusterConfig, cluster_config
 from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.request import DEFAULT_OPTIONS, RequestOptions, SamplingParams, Submission
+from diptych.processor import Processor
 from diptych.runtime.kv_geometry import read_kv_geometry
 from diptych.serving.answers.answer_stream import AnswerStream, Generation
 from diptych.serving.answers.tokenizer import Tokenizer
@@ -52,7 +53,7 @@ class Client:
         stream = AnswerStream(request_id, 0, list(prompt), params, TOKENIZER, options)
         generation = self.generations[request_id] = Generation(request_id, [stream])
         self.fleet.streams.add([stream])
-        hashes = hash_blocks(list(prompt), BLOCK_SIZE) if self._needs_hashes else ()
+        hashes = hash_blocks(list(prompt), BLOCK_SIZE, options.cache_salt) if self._needs_hashes else ()
         self.fleet.submit([Submission(request_id, len(prompt), params.max_tokens, hashes, options)])
         return generation.streams[0]
 
@@ -99,7 +100,11 @@ class InProcessFleet:
 
 @asynccontextmanager
 async def in_process_fleet(
-    *, cluster: ClusterConfig | None = None, options: EngineOptions | None = None, **workers: Any
+    *,
+    cluster: ClusterConfig | None = None,
+    options: EngineOptions | None = None,
+    processor: Processor | None = None,
+    **workers: Any,
 ) -> AsyncIterator[InProcessFleet]:
     """A fleet that is ready; ``workers``: how many of which kind (see FleetOptions)."""
     settings = FleetOptions(**workers)
@@ -107,7 +112,7 @@ async def in_process_fleet(
         settings = replace(settings, cluster=cluster)
     time = virtual_time()
     host = Host(time)
-    fleet = Fleet(options or engine_options(), settings, host, clock=time.clock)
+    fleet = Fleet(options or engine_options(), settings, host, clock=time.clock, processor=processor)
     await fleet.start()
     try:
         assert fleet.ready is not None

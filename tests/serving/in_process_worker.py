@@ -9,7 +9,6 @@ simulator: which of two workers ends its step first within a nanosecond does not
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -17,7 +16,8 @@ from fake_worker import EOS_TOKEN, VOCAB_SIZE, FakeRunner
 from tests.simulation.linear_cost import LinearCost
 from virtual_time import VirtualTime
 
-from diptych.control.commands import Prefill, Reserve, Serve
+from diptych.control.commands import Prefill, Reserve, Resize, Serve
+from diptych.control.compute_share import ComputeShare
 from diptych.control.config import CacheConfig, EngineConfig
 from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.reports import LoadReport
@@ -27,10 +27,11 @@ from diptych.control.errors import DiptychError, ErrorRecord, WorkerError
 from diptych.control.events import Event
 from diptych.control.slo import NS_PER_MS
 from diptych.control.step import SchedulerOutput, StepTokens
+from diptych.runtime.kv_geometry import read_kv_geometry
 from diptych.runtime.transfer.connector import Committed, ConnectorEvent
 from diptych.serving.fleet.exit_status import Loss
 from diptych.serving.fleet.worker_port import WorkerListener, WorkerState
-from diptych.serving.link.engine_options import EngineOptions
+from diptych.serving.link.engine_options import EngineOptions, parse_cores
 from diptych.serving.link.heartbeat import Pulse
 from diptych.serving.link.messages import (
     Failed,
@@ -59,14 +60,14 @@ DETECTION_NS, RESTART_NS = 10 * NS_PER_MS, 50 * NS_PER_MS
 
 @dataclass
 class Host:
-    """What the workers of a test share. num_blocks: of each, where the options give it no share of a pool. model: what
-    warm-up would have taught them. refusal: an error with which a worker refuses to start, by number. bytes_per_token,
+    """What the workers of a test share. num_blocks: of each, where the options do not say it. model: what warm-up has
+    taught one of these settings. refusal: an error with which a worker refuses to start, by number. bytes_per_token,
     travel_ns: of KV, and how long so many bytes travel."""
 
     time: VirtualTime
     cost: CostModel = COST
     num_blocks: int = 256
-    model: StepTimeModel = field(default_factory=StepTimeModel)
+    model: Callable[[EngineConfig], StepTimeModel] = lambda config: StepTimeModel()
     bytes_per_token: int = 0
     travel_ns: Callable[[int], int] = lambda num_bytes: NS_PER_MS
     refusal: dict[int, DiptychError] = field(default_factory=dict)
@@ -193,18 +194,27 @@ class InProcessEngine:
         self.connector = InProcessConnector(worker.number, host)
         place = options.place
         pool = place.pool if place else None
-        num_blocks, first_block = (pool.num_blocks, pool.first_block) if pool else (host.num_blocks, 0)
-        cache = CacheConfig(num_blocks, options.memory.block_size, first_block=first_block)
+        geometry = read_kv_geometry(options.model, options.device.dtype, options.memory.block_size)
+        own = geometry.blocks_within(options.memory.kv_cache_bytes or 0) or host.num_blocks
+        num_blocks, first_block = (pool.num_blocks, pool.first_block) if pool else (own, 0)
+        names = options.explains_misses
+        cache = CacheConfig(num_blocks, options.memory.block_size, first_block=first_block, names_evictors=names)
         length = options.max_model_len or MAX_MODEL_LEN
         config = EngineConfig(cache, options.scheduler, options.slo, length)
-        publishes_kv = place is not None and place.publishes_blocks
-        self.core = WorkerCore(EngineCore(config, deepcopy(host.model)), publishes_kv=publishes_kv)
+        publishes_kv = names or (place is not None and place.publishes_blocks)
+        self.core = WorkerCore(EngineCore(config, host.model(config)), publishes_kv=publishes_kv)
         self.runner = FakeRunner()
         self._intake = RequestIntake(self.core, self.runner)
         self._transfers = ConnectorDriver(self.core, self._intake, self.connector if place else None)
         self._worker = worker
         self._host = host
         self._withheld = WithheldTokens(self.core)
+        self._share = ComputeShare()
+        if options.device.cores is not None:
+            cpus = parse_cores(options.device.cores)
+            self._share = ComputeShare(cpus, options.device.threads or len(cpus))
+        self._first_share = self._share
+        self._slowness = 1000  # per mille
         self._inbox: deque[Order] = deque()
         self._step: SchedulerOutput | None = None  # under way
 
@@ -223,6 +233,7 @@ class InProcessEngine:
             address=self.connector.address,
             num_blocks=cache.num_blocks,
             block_size=cache.block_size,
+            share=self._share,
         )
 
     def take(self, orders: Iterable[Order]) -> None:
@@ -245,7 +256,7 @@ class InProcessEngine:
             self._flush()
             if output.is_compute:
                 self._step = output
-                end_ns = now + max(1, self._host.cost.step_ns(output))
+                end_ns = now + max(1, self._host.cost.step_ns(output) * self._slowness // 1000)
                 self._host.time.at(end_ns, STEP_END + self._worker.number, self._end_step)
                 return
             core.end_step(output, self.runner.execute(output), now)
@@ -275,6 +286,11 @@ class InProcessEngine:
             if isinstance(command, Prefill):
                 self._transfers.set_address(command.attempt_id, order.address)
             self._intake.begin(command, order.tokens, now)
+        elif isinstance(command, Resize):
+            ratio = self._share.num_units / command.share.num_units
+            self._share = command.share
+            self._slowness = round(1000 * self._first_share.num_units / command.share.num_units)
+            self.core.on_resized(self._share, ratio, now)
         else:
             self.core.handle(command, now)
 

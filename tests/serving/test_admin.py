@@ -10,9 +10,11 @@ import pytest
 from in_process_fleet import ALWAYS, InProcessFleet, expected, in_process_fleet
 from virtual_time import in_virtual_time
 
+from diptych.control.cluster.core_split import CoreSplit
 from diptych.control.config import shape_preset
 from diptych.control.errors import ConfigError, ConflictError, NotFoundError
 from diptych.control.slo import NS_PER_S
+from diptych.processor import Processor
 from diptych.serving.api.app import build_app
 from diptych.serving.async_llm import AsyncLLM
 
@@ -111,6 +113,77 @@ async def test_a_shape_is_the_preset_with_the_limits_of_the_start() -> None:
             setup.fleet.changes.change_shape(2, "chunked")
 
 
+FOUR_CORES = Processor("a processor", ((0, 4), (1, 5), (2, 6), (3, 7)), tuple(range(8)))
+
+
+@in_virtual_time
+async def test_a_role_change_moves_cores_by_the_rule_while_streams_run() -> None:
+    split = CoreSplit(prefill=3)
+    async with in_process_fleet(prefill=1, decode=1, core_split=split, processor=FOUR_CORES) as setup:
+        changes, infos = setup.fleet.changes, setup.fleet.members.infos
+        assert [str(infos[worker].share) for worker in (0, 1)] == ["CPUs 0-2,4-6, 3 threads", "CPUs 3,7, 1 thread"]
+        stream = setup.client.submit("a", PROMPT, max_tokens=600)
+        await setup.when(lambda: stream.num_tokens > 5)
+        changes.change_role(0, "both")
+        changes.change_role(1, "prefill")
+        await setup.when(lambda: infos[1].share.num_threads == 3)
+        assert infos[0].share.cpus == (0, 4)
+        assert await setup.client.read("a") == expected(PROMPT, 600)
+        await setup.check_nothing_is_left()
+
+
+@in_virtual_time
+async def test_cores_follow_workers_that_come_and_go_and_survive_a_crash() -> None:
+    split = CoreSplit()
+    async with in_process_fleet(both=2, max_workers=3, core_split=split, processor=FOUR_CORES) as setup:
+        changes, infos = setup.fleet.changes, setup.fleet.members.infos
+        await changes.add()
+        await setup.time.until(setup.time.now + NS_PER_S)
+        assert [infos[worker].share.num_threads for worker in range(3)] == [2, 1, 1]
+        used = [cpu for worker in range(3) for cpu in infos[worker].share.cpus]
+        assert sorted(used) == list(range(8))
+        setup.workers[0].lose(restart_ns=NS_PER_S)
+        await changes.remove(2)
+        await setup.time.until(setup.time.now + 3 * NS_PER_S)
+        assert sorted(infos[0].share.cpus + infos[1].share.cpus) == list(range(8))
+
+
+@in_virtual_time
+async def test_cores_that_a_worker_cannot_use_are_refused_before_anything_changes() -> None:
+    async with in_process_fleet(both=2, processor=FOUR_CORES) as setup, client_of(setup) as client:
+        for body, words in (
+            ({"cores": "8"}, "CPU 8 is not one of"),
+            ({"cores": "two"}, "expected a list such as 0-3,8"),
+            ({"multiprocessors": 66}, "worker 1 has no GPU"),
+            ({"cores": "1", "multiprocessors": 66}, "not both"),
+        ):
+            refused = await client.post("/admin/workers/1", json={"role": "decode", **body})
+            assert refused.status_code == 400 and words in refused.json()["error"]["message"]
+        assert setup.fleet.role(1) == "both"
+        assert (await client.post("/admin/workers/1", json={"cores": "3,7"})).status_code == 200
+        await setup.time.until(setup.time.now + NS_PER_S)
+        seen = (await client.get("/admin/workers")).json()["workers"][1]
+        assert (seen["cores"], seen["threads"]) == ("3,7", 2)
+        assert (await client.get("/ui/state")).json()["workers"][1]["computes_on"] == "CPUs 3,7, 2 threads"
+
+
+@in_virtual_time
+async def test_cores_are_divided_by_another_rule_while_serving() -> None:
+    async with in_process_fleet(prefill=1, decode=1, processor=FOUR_CORES) as setup, client_of(setup) as client:
+        infos = setup.fleet.members.infos
+        assert [infos[worker].share.num_threads for worker in (0, 1)] == [2, 2]
+        divided = await client.post("/admin/core_split", json={"split": "decode=3"})
+        assert (divided.status_code, divided.json()["core_split"]) == (200, "prefill=1,decode=3,both=1")
+        await setup.time.until(setup.time.now + NS_PER_S)
+        assert [infos[worker].share.num_threads for worker in (0, 1)] == [1, 3]
+        refused = await client.post("/admin/core_split", json={"split": "decode=many"})
+        assert refused.status_code == 400 and "core_split is 'decode=many'" in refused.json()["error"]["message"]
+    alone = Processor("a processor", ((0,),), (0,))
+    async with in_process_fleet(both=2, processor=alone) as setup, client_of(setup) as client:
+        refused = await client.post("/admin/core_split", json={"split": "decode=3"})
+        assert refused.status_code == 409 and "1 cores for 2 workers" in refused.json()["error"]["message"]
+
+
 # -- over HTTP --------------------------------------------------------------------------------------------------------
 
 
@@ -126,13 +199,15 @@ async def client_of(
 
 @in_virtual_time
 async def test_the_operators_routes_change_workers_and_show_them() -> None:
-    async with in_process_fleet(both=2, max_workers=3) as setup, client_of(setup) as client:
-        both = [
-            {"worker": number, "role": "both", "state": "ready", "restarts": 0, "open_requests": 0} for number in (0, 1)
-        ]
-        assert (await client.get("/admin/workers")).json() == {"workers": both, "max_workers": 3}
+    machine = Processor("a processor", ((0,), (1,)), (0, 1))
+    async with in_process_fleet(both=2, max_workers=3, processor=machine) as setup, client_of(setup) as client:
+        idle = {"role": "both", "state": "ready", "restarts": 0, "open_requests": 0, "max_sequence_tokens": 2048}
+        units = {"threads": 1, "multiprocessors": None, "is_pinned": False}
+        both = [{"worker": number, **idle, "cores": str(number), **units} for number in (0, 1)]
+        assert (await client.get("/admin/workers")).json() == {"workers": both, "max_workers": 3, "core_split": None}
         changed = await client.post("/admin/workers/1", json={"role": "decode", "shape": "unified"})
-        assert changed.status_code == 200 and changed.json()["role"] == "decode"
+        assert changed.status_code == 200 and changed.json()["role"] == "decode" and changed.json()["is_pinned"]
+        assert not (await client.post("/admin/workers/1", json={"pin": False})).json()["is_pinned"]
         drained = await client.post("/admin/workers/1", json={"drain": True})
         assert drained.json()["state"] == "draining" and setup.fleet.timeline.workers[1].state == "draining"
         assert (await client.post("/admin/workers/1", json={"drain": False})).json()["state"] == "ready"

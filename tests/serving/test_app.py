@@ -13,9 +13,16 @@ from tokenizers import Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 
 from diptych.control.errors import DiptychError
+from diptych.control.events import RequestAdmitted
 from diptych.serving.api import protocol
 from diptych.serving.api.app import build_app
 from diptych.serving.api.middleware import tenant_of
+from diptych.serving.fleet.fleet import Fleet
+from diptych.serving.fleet.fleet_options import FleetOptions
+from diptych.serving.link.engine_options import ExplainMisses
+from diptych.serving.misses.difference import TextDifference
+from diptych.serving.misses.miss_watch import ExplainedMiss
+from diptych.serving.misses.sealed_tokens import SealedTokens
 
 pytestmark = pytest.mark.asyncio
 COMPLETION = {"prompt": [5, 6], "max_tokens": 3}
@@ -305,3 +312,52 @@ async def test_any_odd_value_in_a_message_is_served_or_refused() -> None:
                 assert reply.status_code in (200, 400), message
                 if reply.status_code == 400:
                     assert str(error_of(reply)["param"]).startswith("messages"), message
+
+
+def explaining(explain: ExplainMisses = "on") -> FakeLLM:
+    """A server that explains prefix misses, with one explained already."""
+    llm = FakeLLM()
+    llm.fleet = Fleet(llm.options, FleetOptions(explain_misses=explain))
+    watch = llm.fleet.misses
+    assert watch is not None
+    prompt = SealedTokens(list(range(100)), 32, None)
+    watch.explainer.on_arrived("r", prompt)
+    [miss] = watch.explainer.on_events(0, [RequestAdmitted(5, "r", 0, True)], 7)
+    watch.recent.append(ExplainedMiss(miss, TextDifference("before", "secret was", "secret now", "an id")))
+    llm.metrics.misses = watch.explainer
+    return llm
+
+
+async def test_misses_are_listed_and_their_texts_only_for_the_administrator() -> None:
+    reply = await call("GET", "/cache/misses", llm=explaining())
+    found = reply.json()
+    assert (found["requests"], found["reasons"], found["computed"]) == (1, {"never_seen": 1}, {"new": 100})
+    assert found["words"] == ["Of 100 prompt tokens, 0 % were cached and 100 were computed; 100 % of these were new."]
+    assert found["recent"][0]["request_id"] == "r"
+    assert "secret" not in reply.text
+    keys: dict[str, Any] = {"api_keys": ("key",), "admin_key": "admin"}
+    path = "/admin/cache/misses"
+    assert (await call("GET", path, llm=explaining("text"), **keys)).status_code == 401
+    headers = {"authorization": "Bearer admin"}
+    reply = await call("GET", path, llm=explaining("text"), headers=headers, **keys)
+    assert reply.json()["recent"][0]["text"]["now"] == "secret now"
+    assert (await call("GET", "/cache/misses?limit=1000", llm=explaining())).status_code == 400
+    metrics = (await call("GET", "/metrics", llm=explaining())).text
+    assert 'diptych:prefix_miss_requests_total{model_name="fake",reason="never_seen"} 1.0' in metrics
+    assert 'diptych:prefill_tokens_by_cause_total{cause="new",model_name="fake"} 100.0' in metrics
+
+
+async def test_a_server_that_explains_no_misses_says_how_to_start_it() -> None:
+    reply = await call("GET", "/cache/misses")
+    assert (reply.status_code, error_of(reply)["message"]) == (
+        404, "prefix misses are not explained; start the server with --explain-misses on",
+    )  # fmt: skip
+    reply = await call("POST", "/v1/completions", {**COMPLETION, "return_prefix_misses": True})
+    assert (reply.status_code, error_of(reply)["param"]) == (400, "return_prefix_misses")
+
+
+async def test_the_usage_of_a_stream_says_why_its_prompt_missed() -> None:
+    body = {**COMPLETION, "return_prefix_misses": True, "stream": True}
+    text = (await call("POST", "/v1/completions", body, llm=explaining())).text
+    usage = json.loads(text.split("data: ")[-2])["usage"]
+    assert usage["prompt_tokens_details"]["prefix_misses"] == [None]  # it ended before a worker began with it

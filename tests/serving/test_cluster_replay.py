@@ -104,6 +104,3 @@ def test_a_file_of_another_kind_is_refused(recording: list[Any], tmp_path: Path)
     header = recording[0] | {"version": 99}
     with pytest.raises(ConfigError, match="version 99"):
         replay_cluster(write(tmp_path / "newer.jsonl", [header, *recording[1:]]))
-    header = recording[0] | {"extra_costs": ["MyCost"]}
-    with pytest.raises(ConfigError, match="MyCost"):
-        replay_cluster(write(tmp_path / "costs.jsonl", [header, *recording[1:]]))

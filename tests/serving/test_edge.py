@@ -25,7 +25,7 @@ SPACES = "x" + " " * 10_100_000 + "x"  # more than a regular expression may go b
 
 
 def request(body: bytes, *headers: str, path: str = "/v1/completions", length: int | None = None) -> bytes:
-    lines = [f"POST {path} HTTP/1.1", "Host: x", f"Content-Length: {length or len(body)}", *headers]
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", f"Content-Length: {length or len(body)}", *headers]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
@@ -78,7 +78,7 @@ def half_close(client: socket.socket) -> None:
     [
         b"",
         b"POST /v1/comp",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConte",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConte",
         request(b"", length=100),
         request(b'{"prompt": [1', length=100),
         request(b'{"prompt": "' + b"x" * 100_000, length=1_000_000),
@@ -87,8 +87,8 @@ def half_close(client: socket.socket) -> None:
         request(LONG),
         request(LONG.replace(b"true}", b"false}")),
         request(b'{"prompt": "%b"}' % (b"x " * 200_000), path="/tokenize"),
-        b"GET /timeline HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 50,
+        b"GET /timeline HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n" * 50,
         request(LONG) + request(b"", length=100),
     ],
     ids=[
@@ -122,7 +122,7 @@ def test_a_client_that_breaks_off_in_the_middle_of_its_stream_ends_it(
 def test_broken_http_and_upgrades_write_nothing_into_the_log(quiet: RunningServer) -> None:
     upgrade = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABk")
     body = b'{"prompt": [1, 2], "max_tokens": 1}'
-    websocket = b"GET /x HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+    websocket = b"GET /x HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
     for _ in range(20):
         for data, status in (
             (b"garbage\r\n\r\n", b"400"),
@@ -194,7 +194,7 @@ def test_a_flood_of_wrong_values_is_a_400_at_once(quiet: RunningServer) -> None:
 
 # -- file descriptors -------------------------------------------------------------------------------------------------
 
-READY = b"GET /ready HTTP/1.1\r\nHost: x\r\n\r\n"
+READY = b"GET /ready HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 def limited(log: Path, *arguments: str) -> Any:

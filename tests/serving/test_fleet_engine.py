@@ -13,6 +13,7 @@ from diptych.control.request import SamplingParams
 from diptych.serving.async_llm import AsyncLLM
 from diptych.serving.fleet.fleet import Fleet
 from diptych.serving.fleet.fleet_options import FleetOptions
+from diptych.serving.fleet.worker_groups import WorkerGroup
 from diptych.serving.link.engine_options import DeviceOptions, EngineOptions, MemoryOptions
 from diptych.serving.llm import LLM
 
@@ -63,3 +64,14 @@ async def test_two_workers_say_what_one_says(
             await asyncio.sleep(0.05)
             os.kill(process_of(fleet, 1), signal.SIGKILL)
             assert await running == whole
+
+
+@pytest.mark.asyncio
+async def test_a_small_and_a_large_worker_say_what_one_says(whole: list[list[int]]) -> None:
+    options = EngineOptions(device=DeviceOptions(device="cpu", dtype="float32"), warm_up=False)
+    small = WorkerGroup(name="small", max_model_len=128, kv_cache_tokens=1024)
+    large = WorkerGroup(name="large", kv_cache_tokens=2048)
+    async with AsyncLLM(options, Fleet(options, FleetOptions(groups=(small, large)))) as llm:
+        assert llm.ready is not None and llm.ready.sequence_limits[0] == 128 < llm.ready.max_model_len
+        assert await answers(llm) == whole
+        assert await answers(llm) == whole

@@ -11,6 +11,7 @@ from diptych.control.cluster.cluster_config import ClusterConfig, cluster_config
 from diptych.control.cluster.cluster_core import ClusterCore
 from diptych.control.cluster.cluster_events import ClusterEvent, Reported
 from diptych.control.cluster.cluster_recording import RecordingClusterCore
+from diptych.control.compute_share import ComputeShare
 from diptych.control.engine.reports import LoadReport
 from diptych.control.errors import ConfigError, UnavailableError, WorkerError
 from diptych.control.events import (
@@ -28,6 +29,7 @@ from diptych.control.events import (
     RequestAdmitted,
     RequestFinished,
     RequestQueued,
+    Resized,
     TransferFailed,
 )
 from diptych.control.request import FinishReason
@@ -56,6 +58,7 @@ EXAMPLES: dict[type, Event] = {
         KVEvents(1, 1, (b"a",), ()),
         KVSnapshot(1, 1, (b"a",)),
         PeerForgotten(1, 1),
+        Resized(1, ComputeShare((0,), 1)),
     )
 }
 

@@ -3,20 +3,23 @@
 import logging
 import signal
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from diptych.control.cluster.cluster_config import ClusterConfig, cluster_config
+from diptych.control.cluster.core_split import CoreSplit
 from diptych.control.errors import ConfigError
 from diptych.control.router.routing import RoutingName
 from diptych.processor import Processor
 from diptych.serving.fleet.exit_status import count_oom_kills, in_words, is_crash
-from diptych.serving.fleet.fleet import joint_ready
 from diptych.serving.fleet.fleet_options import FleetOptions, divide_cores
 from diptych.serving.fleet.fleet_plan import plan_fleet
 from diptych.serving.fleet.hang_watch import verdict
+from diptych.serving.fleet.joint_ready import joint_ready
+from diptych.serving.fleet.worker_groups import WorkerGroup
 from diptych.serving.link.engine_options import DeviceOptions, EngineOptions, MemoryOptions
 from diptych.serving.link.heartbeat import Pulse
 from diptych.serving.link.messages import Ready
@@ -100,6 +103,24 @@ def test_a_fleet_divides_the_cores_of_its_processor(
     assert [(options.device.cores, options.device.threads) for options in plan.options] == told
 
 
+def test_a_core_split_is_whole_cores_by_role_for_all_workers_that_may_come() -> None:
+    processor = Processor("a processor", ((0, 4), (1, 5), (2, 6), (3, 7)), tuple(range(8)))
+    fleet = FleetOptions(prefill=1, decode=1, transfer="tcp", core_split=CoreSplit(prefill=3))
+    cpu = EngineOptions(device=DeviceOptions(device="cpu"))
+    plan = plan_fleet(cpu, fleet, processor)
+    assert [(options.device.cores, options.device.threads) for options in plan.options] == [
+        ("0,1,2,4,5,6", 3),
+        ("3,7", 1),
+    ]
+    with pytest.raises(ConfigError, match="4 cores for 5 workers"):
+        plan_fleet(cpu, replace(fleet, max_workers=5), processor)
+    with pytest.raises(ConfigError, match="core_split and threads exclude each other"):
+        plan_fleet(EngineOptions(device=DeviceOptions(device="cpu", threads=1)), fleet, processor)
+    for changes in ({"both": 1}, {"both": 2, "cores_per_worker": "1"}):
+        with pytest.raises(ConfigError, match="core_split"):
+            FleetOptions(core_split=CoreSplit(), **changes)
+
+
 def test_each_worker_is_told_its_place() -> None:
     options = EngineOptions(
         memory=MemoryOptions(kv_cache_bytes=2**20), device=DeviceOptions(device="cpu"), record="run.jsonl"
@@ -128,6 +149,87 @@ def test_each_worker_is_told_its_place() -> None:
         )
 
 
+CPU = EngineOptions(device=DeviceOptions(device="cpu"), memory=MemoryOptions(kv_cache_bytes=2**22))
+SMALL = WorkerGroup(name="small", replicas=2, max_model_len=1000)
+LARGE = WorkerGroup(name="large", max_model_len=4000, kv_cache_bytes=2**24)
+
+
+def test_each_worker_has_what_its_group_says() -> None:
+    plan = plan_fleet(CPU, FleetOptions(groups=(LARGE, SMALL), max_workers=4))
+    try:
+        assert [options.max_model_len for options in plan.options] == [4000, 1000, 1000, None]
+        counts = [options.place.pool.num_blocks for options in plan.options if options.place and options.place.pool]
+        assert counts[0] == 4 * counts[1] and counts[1] == counts[2] == counts[3]
+        assert plan.copies == (0, 0, 0, 0) and len(plan.memories) == 1
+    finally:
+        plan.close()
+
+
+def test_workers_with_other_weights_share_no_memory() -> None:
+    rough = WorkerGroup(name="rough", quantize="int8", replicas=2)
+    plan = plan_fleet(CPU, FleetOptions(groups=(SMALL, rough)))
+    try:
+        assert plan.copies == (0, 0, 1, 1)
+        assert [plan.memory_domain(worker) for worker in range(4)] == [0, 0, 1, 1]
+        places = [options.place for options in plan.options if options.place]
+        assert places[0].weights_fd == places[1].weights_fd != places[2].weights_fd
+        assert [place.pool.first_block > 0 for place in places if place.pool] == [False, True, False, True]
+        assert len(set(plan.pass_fds)) == 4
+    finally:
+        plan.close()
+
+
+def test_a_prefill_worker_with_other_weights_than_all_decode_workers_is_refused() -> None:
+    groups = (WorkerGroup(name="p", role="prefill", quantize="int8"), WorkerGroup(name="d", role="decode"))
+    with pytest.raises(ConfigError, match="no worker can decode with the weights of worker 0"):
+        plan_fleet(CPU, FleetOptions(groups=groups, transfer="tcp"))
+
+
+@pytest.mark.parametrize(
+    ("cores", "told"),
+    [
+        ({}, ["0", "1", "2"]),
+        ({"large": "1-2"}, ["1,2", "0", "3"]),
+        ({"large": 2}, ["0,1", "2", "3"]),
+        ({"large": "0", "small": "2-3"}, ["0", "2", "3"]),
+    ],
+)
+def test_groups_that_name_no_cores_divide_what_the_others_leave(cores: dict[str, str | int], told: list[str]) -> None:
+    groups = tuple(replace(group, cores=cores.get(group.name)) for group in (LARGE, SMALL))
+    processor = Processor("a processor", ((0,), (1,), (2,), (3,)), (0, 1, 2, 3))
+    plan = plan_fleet(CPU, FleetOptions(groups=groups, transfer="tcp"), processor)
+    assert [options.device.cores for options in plan.options] == told
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"groups": (LARGE, LARGE)}, "two pools have one name"),
+        ({"groups": (LARGE,), "both": 2}, "both is 2, but the pools"),
+        ({"groups": (LARGE,), "cores_per_worker": "1"}, "cores_per_worker is 1, but the pools"),
+        ({"groups": (replace(LARGE, role="prefill"),)}, "no worker can decode"),
+    ],
+)
+def test_groups_that_contradict_other_settings_are_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        FleetOptions(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"replicas": 0}, "replicas of g is 0"),
+        ({"max_model_len": 1}, "max_model_len of g is 1"),
+        ({"kv_cache_bytes": 1, "kv_cache_tokens": 1}, "give one of them"),
+        ({"cores": "a-b"}, "expected a list"),
+        ({"cores": 0}, "cores of g is 0"),
+    ],
+)
+def test_a_group_that_no_worker_could_have_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        WorkerGroup(name="g", **changes)
+
+
 @pytest.mark.parametrize(("routing", "publishes"), [("kv_aware", True), ("least_loaded", False)])
 def test_workers_say_what_they_cache_only_where_the_router_reads_it(routing: RoutingName, publishes: bool) -> None:
     fleet = FleetOptions(both=2, transfer="tcp", cluster=cluster_config(routing=routing))
@@ -135,11 +237,14 @@ def test_workers_say_what_they_cache_only_where_the_router_reads_it(routing: Rou
     assert [options.place and options.place.publishes_blocks for options in plan.options] == [publishes, publishes]
 
 
-def test_the_fleet_can_do_what_all_can_and_holds_what_the_largest_decoder_holds() -> None:
+def test_a_fleet_holds_what_its_largest_decoder_holds() -> None:
     known = {0: ready(9000, 512), 1: ready(1000, 256), 2: ready(2000, 512)}
     joint = joint_ready(("prefill", "decode", "decode"), known)
-    assert (joint.max_model_len, joint.kv_capacity_tokens, joint.max_waiting, joint.max_num_seqs) == (256, 2000, 8, 8)
-    assert joint.description == "1 prefill + 2 decode; each: a worker"
+    assert (joint.max_model_len, joint.kv_capacity_tokens, joint.max_waiting, joint.max_num_seqs) == (512, 2000, 8, 8)
+    assert joint.sequence_limits == [256, 512]
+    assert joint.description == "1 prefill + 2 decode; 2 x context 512: a worker; 1 x context 256: a worker"
+    equal = joint_ready(("prefill", "decode"), {0: ready(), 1: ready()})
+    assert equal.description == "1 prefill + 1 decode; each: a worker"
     assert joint_ready(("both",), {0: ready()}).description == "a worker"
 
 

@@ -1,7 +1,7 @@
 """The open answers of a front end: each token reaches its client once, from the worker that the attempt is on."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -145,7 +145,7 @@ def test_the_first_token_of_a_handoff_counts_once_whoever_says_it_first(is_repor
     open_ = Open()
     answer = open_.answer("a", worker=PREFILL, logprobs=0)
     if is_reported:
-        tokens = StepTokens(["a"], [10], {"a": TokenLogprobs(10, -1.0)})
+        tokens = StepTokens(["a"], [10], {0: TokenLogprobs(10, -1.0)})
         open_.streams.on_tokens(PREFILL, tokens, NO_STOPS)
     takeover = open_.streams.on_delivered(DECODE, "a", 10, TokenLogprobs(10, -1.0))
     assert takeover is not None and takeover.sender == PREFILL
@@ -269,7 +269,9 @@ class BrokenDetokenizer:
 class BrokenTokenizer(Tokenizer):
     """Of a model whose text fails."""
 
-    def detokenizer(self, prompt_token_ids: Sequence[int]) -> BrokenDetokenizer:  # type: ignore[override]
+    def detokenizer(  # type: ignore[override]
+        self, prompt_token_ids: Sequence[int], shown: Mapping[int, str] = {}
+    ) -> BrokenDetokenizer:
         return BrokenDetokenizer()
 
 
@@ -315,3 +317,32 @@ async def test_a_reader_is_told_once_per_report_and_only_when_there_is_something
     [delta] = await reader  # the end goes to ``read``
     assert (delta.token_ids, delta.finish_reason) == ([], "length")
     assert generation.is_exhausted
+
+
+def test_an_answer_that_ends_leaves_what_the_front_end_saw_of_it() -> None:
+    opened = Open()
+    slo = Slo(10**9, 10**8)
+    opened.generation(options=RequestOptions(slo=slo, service_class="batch"))
+    opened.streams.on_placed("a", "a", 1)
+    opened.tokens(1, a=5)
+    opened.tokens(1, a=6)
+    record = opened.streams.answer_of("a", finished(num_tokens=2), 10**15)
+    assert record is not None
+    assert (record.worker, record.num_prompt_tokens, record.num_output_tokens) == (1, 3, 2)
+    assert (record.ttft_slo_ns, record.tpot_slo_ns, record.service_class) == (slo.ttft_ns, slo.tpot_ns, "batch")
+    assert 0 < record.submitted_ns <= record.first_token_ns <= record.last_token_ns
+    assert opened.streams.answer_of("b", None, 0) is None
+
+
+def test_tokens_that_nobody_reads_are_counted_as_unread() -> None:
+    opened = Open()
+    generation = opened.generation()
+    opened.streams.on_placed("a", "a", 0)
+    opened.tokens(0, a=5)
+    opened.streams.deliver()  # its reader is busy, with a client that does not read
+    assert generation.unread_ns == 0
+    generation.take()
+    assert generation.unread_ns > 0
+    before = generation.unread_ns
+    generation.take()
+    assert generation.unread_ns == before

@@ -11,11 +11,11 @@ from diptych.control.errors import ContextLengthError, InvalidRequestError, NotF
 from diptych.control.request import RequestOptions
 from diptych.control.slo import Slo
 from diptych.serving.api import protocol
+from diptych.serving.api.conversation import conversation
 from diptych.serving.api.error_responses import invalid_body
 from diptych.serving.api.parameters import (
     UNSUPPORTED,
     check_model,
-    conversation,
     given_prompts,
     max_tokens_of,
     options_of,

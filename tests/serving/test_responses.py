@@ -12,10 +12,12 @@ from fake_llm import FakeLLM
 from diptych.control.errors import ContextLengthError, DiptychError, OverloadedError, WorkerError
 from diptych.control.request import RequestOptions, SamplingParams
 from diptych.serving.answers.answer_stream import Delta
+from diptych.serving.api.dialect import CHAT
 from diptych.serving.api.direct_body import DIRECT_BODY
-from diptych.serving.api.responses import DONE, GenerationResponse
+from diptych.serving.api.responses import GenerationResponse
 
 pytestmark = pytest.mark.asyncio
+DONE = CHAT.done
 
 
 class Words:
@@ -79,6 +81,9 @@ class Direct:
     def takes_more(self) -> bool:
         return not self._is_full
 
+    def count_unsent(self) -> int:
+        return 0
+
     def write(self, body: bytes) -> None:
         self.written.append(body)
 
@@ -114,6 +119,25 @@ async def test_what_a_connection_takes_at_once_is_written_at_once(is_full: bool)
     assert bool(direct.written) != is_full
     sent = b"".join(sorted([*client.body.split(b";"), *b"".join(direct.written).split(b";")]))
     assert sent == b"".join(sorted([*b"2;3;4;5;usage;".split(b";"), DONE]))
+
+
+class OddWords(Words):
+    """A Writer that keeps even tokens to itself."""
+
+    def events(self, deltas: Iterable[Delta]) -> bytes:
+        return b"".join(b"%d;" % token for delta in deltas for token in delta.token_ids if token % 2)
+
+
+async def test_a_delta_that_gives_no_event_writes_nothing() -> None:
+    for direct in (Direct(is_full=False), None):
+        client = Client()
+        await run(
+            response(FakeLLM(), stream=True, writer=OddWords()),
+            client,
+            **({DIRECT_BODY: {"body": direct}} if direct else {}),
+        )
+        assert b"" not in (direct.written if direct else [])
+        assert all(message.get("body") != b"" for message in client.sent)
 
 
 @pytest.mark.parametrize("stream", [True, False])

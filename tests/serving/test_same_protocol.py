@@ -25,10 +25,12 @@ from diptych.control.cluster.cluster_events import (
 )
 from diptych.control.cluster.cluster_recording import RecordingClusterCore, Row, canonical_command
 from diptych.control.commands import End, Restarted
+from diptych.control.compute_share import ComputeShare
 from diptych.control.config import BudgetConfig, SchedulerConfig
 from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.slo import NS_PER_S
 from diptych.serving.fleet.fleet import Fleet
+from diptych.serving.fleet.worker_groups import WorkerGroup
 from diptych.simulation.fleet.links import LINKS
 from diptych.simulation.fleet.simulated_cluster import SimulatedCluster
 from diptych.simulation.fleet.simulated_executor import block_hashes
@@ -55,12 +57,16 @@ def live(script: Script) -> list[Row]:
     @in_virtual_time
     async def run() -> None:
         time, scenario = virtual_time(), script.scenario(fast_forward=False)
-        host = Host(time, model=warmed_up_model(scenario.engine, COST), bytes_per_token=BYTES_PER_TOKEN)
+        host = Host(time, model=lambda config: warmed_up_model(config, COST), bytes_per_token=BYTES_PER_TOKEN)
         if script.transfer == "tcp":
             bytes_per_s, latency_ns = LINKS[script.link]
             host.travel_ns = lambda num_bytes: 2 * latency_ns + -(-num_bytes * NS_PER_S // bytes_per_s)
         fleet = Fleet(
-            engine_options(slo=script.slo, max_model_len=MAX_MODEL_LEN), script.workers, host, clock=time.clock
+            engine_options(slo=script.slo, max_model_len=MAX_MODEL_LEN),
+            script.workers,
+            host,
+            clock=time.clock,
+            processor=script.machine,
         )
         await fleet.start()
         fleet.core = RecordingClusterCore(scenario.cluster_config, rows.append)
@@ -211,6 +217,23 @@ SCRIPTS: dict[str, Script] = {
         both=2,
         losses=((95 * MS, 0, 50 * MS),),
         changes=(WorkerChange(5 * MS, 0, scheduler=SMALL_STEPS), WorkerChange(92 * MS, 1, scheduler=SMALL_STEPS)),
+    ),
+    "cores that move": Script(
+        SERVED,
+        both=2,
+        changes=(
+            WorkerChange(5 * MS, 0, share=ComputeShare((0, 1), 2)),
+            WorkerChange(92 * MS, 0, share=ComputeShare((0,), 1)),
+        ),
+    ),
+    "streams that give way": Script(
+        (*(request(2 + number, 288 + number, 31 - number) for number in range(5)), request(65, 1500, 3)),
+        groups=(
+            WorkerGroup(name="small", max_model_len=512, kv_cache_tokens=256 * BLOCK_SIZE),
+            WorkerGroup(name="large", max_model_len=2048, kv_cache_tokens=80 * BLOCK_SIZE),
+        ),
+        link="ib400",
+        losses=((1 * MS, 0, 40 * MS),),
     ),
 }
 

@@ -6,7 +6,7 @@ import httpx
 import openai
 import pytest
 import torch
-from servers import RunningServer
+from servers import RunningServer, wait_until
 
 from diptych import __version__, compiled_modules
 from diptych.processor import read_processor
@@ -197,6 +197,27 @@ def test_usage_tells_cached_tokens_and_a_latency_that_adds_up(client: openai.Ope
     assert chunks[-1].usage.latency["total_ms"] > 0
 
 
+def test_usage_tells_which_token_broke_the_prefix(client: openai.OpenAI, server: RunningServer) -> None:
+    def miss(prompt: list[int], **fields: Any) -> dict[str, Any]:
+        usage = complete(client, prompt=prompt, **extra(return_prefix_misses=True, **fields)).usage
+        [found] = usage.prompt_tokens_details.prefix_misses
+        assert sum(found["computed"].values()) == usage.prompt_tokens - usage.prompt_tokens_details.cached_tokens
+        return dict(found)
+
+    prompt = TOKENIZER.encode("# 12:30:59\nimport abc\nfrom typing import Protocol\n" + "x = frozenset()\n" * 20)
+    answer = complete(client, prompt=prompt, max_tokens=80, **extra(return_token_ids=True, ignore_eos=True))
+    turn = [*prompt, *answer.choices[0].token_ids]
+    following = miss([*turn, 7, 8, 9])
+    assert (following["reason"], following["first_token"]) == ("never_seen", len(turn) - 1)
+    assert set(following["computed"]) <= {"new", "block_rounding"}  # every full block of the answer was found, too
+    edited = miss([*turn[:100], 7, *turn[101:]])
+    assert (edited["reason"], edited["first_token"]) == ("differs", 100)
+    assert miss(prompt, cache_salt="another")["reason"] == "other_salt"
+    found = httpx.get(f"{server.url}/admin/cache/misses", params={"limit": 2}).json()
+    assert found["recent"][1]["text"]["now"] != found["recent"][1]["text"]["was"]
+    assert found["history"]["keeps_text"]
+
+
 def test_chat_whole_and_streamed_agree(client: openai.OpenAI) -> None:
     whole = chat(client).choices[0]
     assert whole.message.role == "assistant"
@@ -244,11 +265,17 @@ def test_models_health_ready_version_and_metrics(client: openai.OpenAI, server: 
         ('vllm:request_success_total{finished_reason="length"}', 1),
         ("vllm:time_to_first_token_seconds_count", 1),
         ("vllm:e2e_request_latency_seconds_count", 1),
-        ("vllm:inter_token_latency_seconds_count", 11),
         ("diptych:requests_with_slo_total", 1),
         ("diptych:requests_meeting_slo_total", 1),
     ):
         assert after[name] - before[name] == by, name
+    names = ("vllm:inter_token_latency_seconds_count", "vllm:spec_decode_num_accepted_tokens_total")
+
+    def num_later_tokens() -> float:  # a step gives one, and the guessed ones that were right
+        now = server.metrics()
+        return sum(now[name] - before[name] for name in names)
+
+    wait_until(lambda: num_later_tokens() == 11)  # workers count guesses in their next report
     for name in ("vllm:kv_cache_usage_perc", "vllm:num_preemptions_total", "diptych:step_time_model_error"):
         assert name in after
 
@@ -288,7 +315,7 @@ def test_tokenize_and_detokenize_are_inverse(server: RunningServer) -> None:
         ({"seed": 2**63}, 400, "seed"),
         ({"suffix": "x"}, 400, "suffix"),
         ({"best_of": 3}, 400, "best_of"),
-        ({"guided_json": {}}, 400, "guided_json"),
+        ({"guided_json": {"type": "nothing"}}, 400, "guided_json"),
         ({"ttft_slo_ms": 0}, 400, "ttft_slo_ms"),
         ({"stream_options": {"include_usage": True}}, 400, "stream_options"),
         ({"stream": True, "stream_options": {"include_usage": 1}}, 400, "stream_options.include_usage"),
@@ -311,7 +338,7 @@ def test_a_wrong_completion_is_refused_and_its_field_named(
         ({"messages": [{"content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "nothing"}}, "response_format.type"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"max_completion_tokens": 8192}, "max_completion_tokens"),
         ({"logprobs": 3}, "logprobs"),

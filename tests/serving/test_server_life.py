@@ -56,7 +56,14 @@ def test_fifty_streams_at_once_each_get_their_own_tokens(fake: RunningServer) ->
 def test_a_slow_reader_gets_everything_and_holds_nobody_up(fake: RunningServer) -> None:
     fields = {"prompt": [9] * 100, "max_tokens": 1500, "ignore_eos": True, "return_token_ids": True, "stream": True}
     data = json.dumps({**fields, "logprobs": 5}).encode()  # about a megabyte of events
-    head = ("POST /v1/completions HTTP/1.1", "Host: x", f"Content-Length: {len(data)}", "Connection: close", "", "")
+    head = (
+        "POST /v1/completions HTTP/1.1",
+        "Host: localhost",
+        f"Content-Length: {len(data)}",
+        "Connection: close",
+        "",
+        "",
+    )
     with socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         address = urlsplit(fake.url)

@@ -184,13 +184,33 @@ def test_counts_of_workers_never_fall_and_lose_nothing_when_workers_die(
     assert metrics.num_worker_losses == deaths
 
 
+def test_speculation_counts_under_the_names_of_vllm_and_survives_its_workers() -> None:
+    metrics = ServingMetrics()
+    metrics.on_stats(
+        0, EngineStats(num_drafts=3, num_draft_tokens=9, num_forced_tokens=4, accepted_draft_tokens=(2, 1))
+    )
+    metrics.on_stats(1, EngineStats(num_drafts=1, num_draft_tokens=4, accepted_draft_tokens=(1, 1, 1, 0)))
+    metrics.fleet.on_worker_lost(0)
+    metrics.on_stats(0, EngineStats(num_drafts=1, num_draft_tokens=1, accepted_draft_tokens=(1,)))
+    text = metrics.text().decode()
+    for line in (
+        'vllm:spec_decode_num_drafts_total{model_name="default"} 5.0',
+        'vllm:spec_decode_num_draft_tokens_total{model_name="default"} 14.0',
+        'vllm:spec_decode_num_accepted_tokens_total{model_name="default"} 7.0',
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="default",position="0"} 4.0',
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="default",position="2"} 1.0',
+        'diptych:forced_tokens_computed_total{model_name="default"} 4.0',
+    ):
+        assert line in text, line
+
+
 def test_transfers_and_the_clusters_own_counts_are_there_with_their_reasons() -> None:
     metrics = ServingMetrics()
     counts = {
         "placed_remote": 3, "placed_both": 2, "lost_worker": 1, "refused_queue_full": 4, "expired_deadline": 5,
         "retried": 6, "poison": 7, "leases_expired": 8, "recalled": 9,
     }  # fmt: skip
-    metrics.fleet.view = lambda: FleetView(counts=counts, alarm="the index is wrong")
+    metrics.fleet.view = lambda: FleetView(counts=counts, alarm="the index is wrong", length_errors={"learned": 0.2})
     metrics.on_transfer(1000, 3 * NS_PER_MS)
     metrics.on_transfer(24, 5 * NS_PER_MS)
     assert value(metrics, "diptych:handoffs_total") == 2
@@ -206,3 +226,4 @@ def test_transfers_and_the_clusters_own_counts_are_there_with_their_reasons() ->
     assert value(metrics, "diptych:kv_leases_expired_total") == 8
     assert value(metrics, "diptych:handoffs_recalled_total") == 9
     assert value(metrics, "diptych:router_cache_alarm") == 1
+    assert value(metrics, "diptych:output_length_error", expectation="learned") == 0.2

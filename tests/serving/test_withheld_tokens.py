@@ -14,11 +14,11 @@ def test_a_token_waits_for_its_place_and_the_others_of_its_step_do_not() -> None
         step(worker, now)
     withheld = WithheldTokens(worker)
     likely = TokenLogprobs(11, -0.5)
-    tokens = StepTokens(["a", "b"], [11, 12], {"a": likely})
+    tokens = StepTokens(["a", "b"], [11, 12], {0: likely})
     assert withheld.hold_back(tokens) == StepTokens(["b"], [12])
     assert withheld.release() is None
     worker.handle(Send(0, "a", 0), 60)
-    assert withheld.release() == StepTokens(["a"], [11], {"a": likely})
+    assert withheld.release() == StepTokens(["a"], [11], {0: likely})
     assert withheld.release() is None
 
 

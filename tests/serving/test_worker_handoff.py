@@ -8,6 +8,8 @@ import pytest
 from fake_worker import FAIL_TOKEN
 from worker_peers import ThreadPeer, attempt, fake_peer, hand_off
 
+from diptych.control.commands import Resize
+from diptych.control.compute_share import ComputeShare
 from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.events import (
     FirstToken,
@@ -19,6 +21,7 @@ from diptych.control.events import (
     KVSnapshot,
     PeerForgotten,
     RequestAdmitted,
+    Resized,
     TransferFailed,
 )
 from diptych.control.request import FinishReason
@@ -219,6 +222,21 @@ def test_nothing_touches_the_blocks_of_a_worker_once_it_is_forgotten(pair: tuple
     assert prefill.wait_end("other").reason is FinishReason.LENGTH
     decode.drop("borrowing")
     decode.wait_end("borrowing")
+
+
+def test_a_worker_says_what_it_computes_on_from_now_on_and_goes_on(
+    pair: tuple[ThreadPeer, ThreadPeer],
+) -> None:
+    prefill, _ = pair
+    prefill.serve(attempt("before", PROMPT))
+    prefill.wait_end("before")
+    prefill.order(Resize(0, ComputeShare((0,), 1)))
+    prefill.order(Resize(0, ComputeShare((7,), 1)))
+    taken, refused = prefill.until(lambda: prefill.of_kind(Resized) if len(prefill.of_kind(Resized)) == 2 else None)
+    assert (taken.share, taken.message) == (ComputeShare((0,), 1), "")
+    assert (refused.share, refused.message) == (taken.share, "cores is (7,); there are four")
+    prefill.serve(attempt("after", PROMPT))
+    assert prefill.wait_end("after").reason is FinishReason.LENGTH
 
 
 def test_changes_of_the_prefix_cache_are_reported_with_numbers_and_all_of_it_when_asked(

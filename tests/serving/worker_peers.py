@@ -27,11 +27,13 @@ from diptych.control.commands import (
     Serve,
     WorkerCommand,
 )
+from diptych.control.compute_share import ComputeShare
 from diptych.control.config import BudgetConfig, CacheConfig, EngineConfig, SchedulerConfig
 from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.recording import RecordingEngineCore
 from diptych.control.engine.reports import LoadReport
 from diptych.control.engine.worker_core import WorkerCore
+from diptych.control.errors import ConfigError
 from diptych.control.events import Event, HandoffExpired, HandoffReleased, HandoffReserved, RequestFinished
 from diptych.control.request import FinishReason, SamplingParams
 from diptych.control.step import TokenLogprobs
@@ -213,6 +215,24 @@ def hand_off(prefill: Peer, decode: Peer, request: Attempt, *, borrowed: bool) -
     return reserved
 
 
+class FourCores:
+    """A ComputeDevice of four cores. A step on it takes as long as on any other."""
+
+    def __init__(self) -> None:
+        self.share = ComputeShare((0, 1, 2, 3), 4)
+
+    @property
+    def num_units(self) -> int:
+        """Threads."""
+        return self.share.num_threads
+
+    def resize(self, share: ComputeShare) -> None:
+        """See ComputeDevice."""
+        if not set(share.cpus) <= {0, 1, 2, 3}:
+            raise ConfigError(f"cores is {share.cpus}; there are four", param="cores")
+        self.share = share
+
+
 class ThreadPeer(Peer):
     """A Worker on a thread of this process."""
 
@@ -224,7 +244,7 @@ class ThreadPeer(Peer):
         self.engine, self.runner, self.connector, self.recorder = engine, runner, connector, recorder
         self.core = WorkerCore(engine)
         self._there = there
-        worker = Worker(self.core, runner, there, connector=connector)
+        worker = Worker(self.core, runner, there, connector=connector, device=FourCores())
         runner.on_layer = worker.on_layer
         self._thread = threading.Thread(target=worker.run, name=connector.address)
         self._thread.start()

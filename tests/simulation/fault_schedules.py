@@ -20,7 +20,8 @@ from diptych.control.router.topology import ROLES, Role
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 from diptych.control.step import SchedulerOutput
 from diptych.simulation.faults import FAULTS, Watch, random_faults
-from diptych.simulation.fleet.pools import Pools
+from diptych.simulation.fleet.guesses import Guesses
+from diptych.simulation.fleet.pools import Pool, Pools
 from diptych.simulation.fleet.simulated_cluster import SimulatedCluster
 from diptych.simulation.results import REASONS
 from diptych.simulation.scenario import Scenario, WorkerChange
@@ -191,10 +192,41 @@ def random_schedule(seed: int, *, fast_forward: bool = True) -> Scenario:
             max_lost_tokens=rng.choice([0, 3]),
         ),
         faults=faults,
+        guesses=Guesses(0.6, 0.7) if seed % 4 == 3 else None,
         worker_changes=random_changes(random.Random(-seed), worker, pools, num_workers, arrival_ns + 100 * NS_PER_MS),
         seed=seed,
         record_events=True,
         fast_forward=fast_forward,
+    )
+
+
+def unequal_schedule(seed: int) -> Scenario:
+    """The same day for workers of which some take half the context, have half the blocks, or other weights."""
+    scenario, rng = random_schedule(seed), random.Random(seed)
+    large, pools = scenario.engine, scenario.pools
+    if pools is None:
+        return scenario
+    cache = large.cache
+    half = replace(cache, num_blocks=max(cache.watermark_blocks + 1, cache.num_blocks // 2))
+    kinds = (
+        large,
+        replace(large, max_model_len=large.max_model_len // 2),
+        replace(large, max_model_len=large.max_model_len // 2, cache=half),
+    )
+    named = [
+        Pool(name=str(worker), role=pools.role(worker), engine=rng.choice(kinds), model_copy=rng.choice((0, 0, 0, 1)))
+        for worker in range(scenario.num_workers)
+    ]
+    named[-1] = replace(named[-1], engine=large)  # it decodes: those that prefill come first
+    return replace(
+        scenario,
+        pools=Pools(
+            kv_bytes_per_token=pools.kv_bytes_per_token,
+            link=pools.link,
+            num_hosts=pools.num_hosts,
+            named=tuple(named),
+        ),
+        worker_changes=tuple(change for change in scenario.worker_changes if change.scheduler is None),
     )
 
 
@@ -293,9 +325,9 @@ class AuditedCluster(SimulatedCluster):
             self._owner_of[command.attempt_id] = command.target
         super()._carry_out(command)
 
-    def _change(self, change: WorkerChange) -> None:
+    def change(self, change: WorkerChange) -> None:
         self._is_changing = True
-        super()._change(change)
+        super().change(change)
         self._is_changing = False
 
     def _restart(self, command: Restarted) -> None:

@@ -184,12 +184,13 @@ def test_a_fleet_of_roles_and_its_failures_become_a_scenario() -> None:
 
 POOLS = """
 model = "llama-3.1-70b"
+weight_bits = 8
 tensor_parallel = 4
 [pools]
 link = "eth200"
 nics = 2
 stall_ms = 3
-decode = "3xa100-80gb:tp4,pp2,weight_bits=8"
+decode = "3xa100-80gb:tp4,pp2"
 burst = 1
 [pools.prefill]
 replicas = 2
@@ -225,6 +226,17 @@ def test_named_pools_have_devices_costs_and_memory_of_their_own(tmp_path: Path) 
     assert [place.replica for place in pools.places()] == [0, 1, 1, 2, 2, 3, 3, 4, 5]
     assert [(pool.nics, pool.layout) for pool in pools.pools] == [(2, (8, 1)), (2, (4, 2)), (2, (4, 1))]
     assert "prefill: measured layers" in prepared.cost_model and "; decode: " in prepared.cost_model
+
+
+def test_pools_with_other_weights_hand_nothing_over(tmp_path: Path) -> None:
+    path = pools_file(tmp_path)
+    with pytest.raises(ConfigError, match="no pool can decode with the weights of prefill"):
+        prepare(read_settings(path, {"hardware": "h100", "pools.prefill.weight_bits": 4}))
+    changes = {"hardware": "h100", "pools.burst.weight_bits": 4, "pools.burst.max_model_len": 9000}
+    prepared = prepare(read_settings(path, changes))
+    assert prepared.scenario.pools is not None
+    assert [pool.model_copy for pool in prepared.scenario.pools.pools] == [0, 0, 1]
+    assert [pool.engine.max_model_len for pool in prepared.pools] == [131_072, 131_072, 9000]
 
 
 def test_every_pool_has_a_row_and_the_fleet_costs_their_sum(tmp_path: Path) -> None:

@@ -220,13 +220,17 @@ def test_impossible_pools_are_refused_by_name() -> None:
         Pools(num_prefill=0, num_decode=1, kv_bytes_per_token=1)
 
 
+def of_hundred_blocks(pools: Pools) -> Scenario:
+    engine = EngineConfig(CacheConfig(100), shape_preset("chunked"), max_model_len=1000)
+    return replace(scenario([], pools), engine=engine)
+
+
 def test_workers_of_one_host_share_one_range_of_blocks() -> None:
-    worker = EngineConfig(CacheConfig(100), shape_preset("chunked"), max_model_len=1000)
     pools = Pools(num_prefill=2, num_decode=2, kv_bytes_per_token=1, num_hosts=2)
-    members = fleet(worker, pools.num_workers, pools)
+    members = fleet(of_hundred_blocks(pools))
     assert [member.config.cache.first_block for member in members] == [0, 0, 100, 100]
     assert [member.info.memory_domain for member in members] == [0, 1, 0, 1]
-    alone = fleet(worker, 2, replace(pools, num_prefill=1, num_decode=1, num_hosts=0))
+    alone = fleet(of_hundred_blocks(replace(pools, num_prefill=1, num_decode=1, num_hosts=0)))
     assert [member.info.memory_domain for member in alone] == [None, None]
 
 

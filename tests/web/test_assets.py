@@ -43,7 +43,8 @@ def preloaded(html: str) -> list[str]:
 
 def test_every_page_preloads_what_its_script_imports_and_nothing_else() -> None:
     live = (STATIC / "ui" / "index.html").read_text()
-    pages = {"ui/live.js": live, "compare/compare.js": page("compare")}
+    reference = (STATIC / "reference" / "index.html").read_text()
+    pages = {"ui/live.js": live, "compare/compare.js": page("compare"), "reference/reference.js": reference}
     pages |= {f"guide/{chapter.name}.js": page(chapter.name) for chapter in CHAPTERS}
     for script, html in pages.items():
         assert preloaded(html) == imported_modules(script), script

@@ -94,6 +94,18 @@ def test_a_real_split_server_is_shown_as_it_works(browser: Any, tmp_path: Path) 
         wait_until(lambda: server.metrics()["vllm:num_requests_running"] == 0)
 
 
+def test_the_page_says_why_prompts_were_computed(browser: Any) -> None:
+    settings = {"step_ms": 1, "fleet": {"explain_misses": "on"}}
+    with fake_server(**settings) as server, watched(browser, f"{server.url}/ui") as page:
+        wait_live(page)
+        page.click("#send-short")
+        wait_until(lambda: "never seen" in text(page, "#misses-recent"))
+        assert "of these were new" in text(page, "#misses-words")
+        assert "new text" in text(page, "#misses-causes")
+        assert overflow(page) == 0
+        assert serious_findings(page) == []
+
+
 def test_a_stream_that_waits_for_a_prompt_is_shown_as_stalled_with_the_reason(browser: Any) -> None:
     settings = {"step_ms": 4, "tokens_per_s": 5000, "scheduler": {"budget": {"kind": "whole"}}}
     with fake_server(**settings) as server, watched(browser, f"{server.url}/ui?long=2048&span=4") as page:
@@ -291,3 +303,13 @@ def test_the_whole_page_is_small(browser: Any, split: RunningServer) -> None:
         )
     assert 15 <= len(files) <= 30
     assert sum(files) <= 300_000
+
+
+def test_the_reference_is_drawn_without_any_other_host(browser: Any, split: RunningServer) -> None:
+    with watched(browser, f"{split.url}/docs") as page:
+        page.locator("#paths section").first.wait_for()
+        assert "/v1/chat/completions" in text(page, "#contents")
+        body = page.locator("section", has=page.locator("h2", has_text="/v1/chat/completions"))
+        assert "cache_salt" in body.inner_text() and "integer, 1 to 128" in body.inner_text()
+        assert overflow(page) == 0
+        assert serious_findings(page) == []

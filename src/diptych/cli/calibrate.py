@@ -29,6 +29,7 @@ from diptych.serving.link.engine_options import (
 if TYPE_CHECKING:
     from diptych.simulation.cluster_replay import ClusterReplayReport
     from diptych.simulation.costs.fitted import Calibration
+    from diptych.simulation.planner_replay import PlannerReplayReport
     from diptych.simulation.replay import Difference, ReplayReport
 
 BUSY = 0.5  # load average from which a measurement is doubtful
@@ -126,21 +127,28 @@ def replay(
     Ends with status 1 at the first decision that differs.
     """
     from diptych.control.cluster.cluster_recording import CLUSTER_FORMAT
+    from diptych.control.planner.planner_recording import PLANNER_FORMAT
     from diptych.simulation.cluster_replay import replay_cluster
+    from diptych.simulation.planner_replay import replay_planner
     from diptych.simulation.recordings import recording_format
     from diptych.simulation.replay import replay as replay_recording
 
     with errors_in_words():
-        is_cluster = recording_format(file) == CLUSTER_FORMAT
-        is_identical = _show_cluster(replay_cluster(file)) if is_cluster else _show_worker(replay_recording(file))
+        kind = recording_format(file)
+        if kind == CLUSTER_FORMAT:
+            is_identical = _show_front_end(replay_cluster(file), "a front end")
+        elif kind == PLANNER_FORMAT:
+            is_identical = _show_front_end(replay_planner(file), "a planner")
+        else:
+            is_identical = _show_worker(replay_recording(file))
     if not is_identical:
         raise typer.Exit(1)
 
 
-def _show_cluster(report: "ClusterReplayReport") -> bool:
+def _show_front_end(report: "ClusterReplayReport | PlannerReplayReport", whose: str) -> bool:
     console = Console(highlight=False)
     ending = "" if report.is_complete else " (it was cut off: the end is missing)"
-    console.print(f"{report.path}, of a front end, written by diptych {report.diptych}{ending}")
+    console.print(f"{report.path}, of {whose}, written by diptych {report.diptych}{ending}")
     console.print(f"{report.num_events} events")
     return _show_verdict(console, report.num_decisions, report.difference)
 

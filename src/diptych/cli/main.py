@@ -6,6 +6,7 @@ command ends in a call of another package.
 
 import logging
 import sys
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,27 +14,37 @@ from typing import Annotated, Any, Literal
 import typer
 
 from diptych import __version__, compiled_modules
+from diptych.cli.advise import advise
+from diptych.cli.alerts import alerts
 from diptych.cli.bench import bench
 from diptych.cli.calibrate import calibrate, replay
+from diptych.cli.diagnose import diagnose
 from diptych.cli.error_messages import errors_in_words
 from diptych.cli.guide import guide
 from diptych.cli.options import Number, Strings, Text, Whole, model_name, model_path, option, picked
+from diptych.cli.plan import plan
 from diptych.cli.simulate import simulate
 from diptych.control.cluster.cluster_config import OnFailure, cluster_config
+from diptych.control.cluster.core_split import parse_core_split
 from diptych.control.config import BudgetName, OrderName, PreemptionName, ShapeName, scheduler_config
-from diptych.control.router.routing import Disaggregate, RoutingName
+from diptych.control.planner.planner_config import PlanMode, PlannerConfig
+from diptych.control.router.routing import Deflection, Disaggregate, RoutingName
 from diptych.control.slo import NS_PER_MS, Slo
 from diptych.runtime.transfer import CONNECTORS
 from diptych.runtime.transfer.connector import CodecName
+from diptych.serving.api.manners import Manners, is_loopback
 from diptych.serving.fleet.fleet_options import FleetOptions
+from diptych.serving.fleet.worker_groups import WorkerGroup
 from diptych.serving.link.engine_options import (
     DeviceName,
     DeviceOptions,
     DTypeName,
     EngineOptions,
+    ExplainMisses,
     InstructionSetName,
     MemoryOptions,
     QuantizeName,
+    SpeculationName,
     parse_bytes,
     parse_cores,
 )
@@ -51,26 +62,37 @@ TRANSFERS = "|".join(("auto", *CONNECTORS))  # FleetOptions refuses other names
 MODEL, SERVER, OBJECTIVES, WORKERS = "Model", "Server", "Objectives", "Workers"
 ISA_HELP = "Instructions of the CPU kernels; auto: the fastest set of this machine."
 QUANTIZE_HELP = "Weights of 8 or 4 bits, made from the checkpoint's when it is loaded; on a CPU."
+SPECULATION_HELP = "Guess tokens from prompt and answer, and verify several at once; auto: where no token changes."
 UNTOUCHED_NAMES = ("--max-untouched-per-worker", "--edge-depth")  # the second is the old name
 UNTOUCHED_HELP = "Requests per worker without a first token; more wait in the queue (0: none wait). Default: 64."
 BOTH_HELP = "Workers that do both. Default: 1 if there is no other."
+CORE_SPLIT_HELP = "Cores by role, such as prefill=3,decode=1 (weights); divided again when a role changes."
+FLEET_HELP = "TOML file of unequal workers: tables [pools.NAME], as for diptych simulate."
+POOL_HELP = "NAME=POOL, such as large=1:max_model_len=131072,kv_cache_bytes=8GiB. Repeatable."
+DEFLECTION_HELP = "Prompts of a busy decode worker: short ones, or any that its streams' objective leaves room for."
 MAX_QUEUED_HELP = "Requests that may wait in the queue; more get 429. Default: 4096."
 ADMIN_KEY_HELP = "Ask for this key at /admin. Default: only programs on this machine are answered there."
 API_KEY_HELP = "Accept this key (Authorization: Bearer KEY). Repeatable; each key is a tenant, tenants share fairly."
+MISSES_HELP = "Say why prompts were not in the prefix cache. text: keep prompts in memory, to show what differs."
+CORS_HELP = "Origin whose web pages may use the API, such as https://example.org (*: all). Repeatable."
+LOG_HELP = "Append a JSON line per request to this file (-: standard error), without prompts and answers."
+HOST_HELP = "Name by which the server may be called, besides addresses and localhost. Repeatable."
 SCHEDULER, MEMORY, MACHINE = "Scheduler (details; --shape presets them)", "Memory", "Machine"
 
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 SCHEDULER_OPTIONS = tuple(name for name in signature(scheduler_config).parameters if name != "shape")
+TWIN_COMMAND = (sys.executable, "-m", "diptych.simulation.twin.twin_process")
+SHAPES: tuple[ShapeName, ...] = ("chunked", "unified")
+SHAPE_HELP = "unified: prompts first. chunked: between decodes. Default: chunked, and --plan may change it."
+PLAN_HELP = "Change roles and shapes to fit the load: by itself (auto), or only say so (advise). Default: advise."
 CLUSTER_OPTIONS = tuple(signature(cluster_config).parameters)
 
 
 @app.command()
 def serve(
     model: Annotated[Path | None, option("Model directory, or GGUF file. Default: bundled.", MODEL)] = None,
-    served_model_name: Annotated[
-        Text, option("Name for clients. Default: that of the directory or file.", MODEL)
-    ] = None,
+    served_model_name: Annotated[Text, option("Name for clients. Default: the model's own.", MODEL)] = None,
     max_model_len: Annotated[Whole, option("Context length. Default: the model's own.", MODEL)] = None,
     dtype: Annotated[DTypeName, option("Arithmetic; auto: the checkpoint's own.", MODEL)] = "auto",
     host: Annotated[str, option("Address to listen on. 0.0.0.0: reachable from everywhere.", SERVER)] = "127.0.0.1",
@@ -79,6 +101,13 @@ def serve(
     admin_key: Annotated[Text, option(ADMIN_KEY_HELP, SERVER, envvar="DIPTYCH_ADMIN_KEY")] = None,
     max_waiting: Annotated[Whole, option("Requests that may wait on each worker; more get 429.", SERVER)] = None,
     max_body: Annotated[str, option("Largest request body; more gets 413.", SERVER)] = "16MiB",
+    cors_origin: Annotated[Strings, option(CORS_HELP, SERVER)] = None,
+    allowed_host: Annotated[Strings, option(HOST_HELP, SERVER)] = None,
+    access_log: Annotated[Text, option(LOG_HELP, SERVER)] = None,
+    strict: Annotated[bool, option("Refuse fields of requests that this server does not know.", SERVER)] = False,
+    responses: Annotated[
+        Path | None, option("Keep /v1/responses in this SQLite file. Default: memory.", SERVER)
+    ] = None,
     drain_timeout: Annotated[float, option("Seconds for running requests after SIGTERM.", SERVER)] = 30.0,
     log_level: Annotated[LogLevel, option("How much the server logs.", SERVER)] = "warning",
     record: Annotated[Path | None, option("Record all decisions to this file, for diptych replay.", SERVER)] = None,
@@ -86,8 +115,12 @@ def serve(
     decode: Annotated[int, option("Workers that decode.", WORKERS)] = 0,
     both: Annotated[Whole, option(BOTH_HELP, WORKERS, "--both", "--workers")] = None,
     max_workers: Annotated[Whole, option("Workers that there may be, with those added later.", WORKERS)] = None,
+    fleet: Annotated[Path | None, option(FLEET_HELP, WORKERS)] = None,
+    pool: Annotated[Strings, option(POOL_HELP, WORKERS)] = None,
+    plan: Annotated[PlanMode | None, option(PLAN_HELP, WORKERS)] = None,
     routing: Annotated[RoutingName | None, option("How workers are chosen.", WORKERS)] = None,
     disaggregate: Annotated[Disaggregate | None, option("Whether two workers share a request.", WORKERS)] = None,
+    deflection: Annotated[Deflection | None, option(DEFLECTION_HELP, WORKERS)] = None,
     transfer: Annotated[
         str, option("KV between workers; auto: shared memory on CPUs, else TCP.", WORKERS, metavar=f"<{TRANSFERS}>")
     ] = "auto",
@@ -95,12 +128,14 @@ def serve(
     on_failure: Annotated[OnFailure | None, option("What becomes of the requests of a lost worker.", WORKERS)] = None,
     heartbeat_timeout: Annotated[float, option("Seconds without heartbeat until a worker is killed.", WORKERS)] = 10.0,
     cores_per_worker: Annotated[Text, option("Cores per worker: a number, or lists of CPUs 0-3/4-7.", WORKERS)] = None,
+    core_split: Annotated[Text, option(CORE_SPLIT_HELP, WORKERS)] = None,
     max_untouched_per_worker: Annotated[Whole, option(UNTOUCHED_HELP, WORKERS, *UNTOUCHED_NAMES)] = None,
     max_queued: Annotated[Whole, option(MAX_QUEUED_HELP, WORKERS)] = None,
     max_queued_per_key: Annotated[Whole, option("Of these, requests of one API key (0: no limit).", WORKERS)] = None,
     ttft_slo_ms: Annotated[Number, option("Time to first token, for requests that name none.", OBJECTIVES)] = None,
     tpot_slo_ms: Annotated[Number, option("Time per later token, for requests that name none.", OBJECTIVES)] = None,
-    shape: Annotated[ShapeName, option("unified: prompts first. chunked: between decodes.", OBJECTIVES)] = "chunked",
+    shape: Annotated[ShapeName | None, option(SHAPE_HELP, OBJECTIVES)] = None,
+    speculation: Annotated[SpeculationName, option(SPECULATION_HELP, OBJECTIVES)] = "auto",
     order: Annotated[OrderName | None, option("Which waiting request goes first.", SCHEDULER)] = None,
     budget: Annotated[BudgetName | None, option("What limits a step: prompts, tokens or time.", SCHEDULER)] = None,
     max_batched_tokens: Annotated[Whole, option("Tokens of one step at most.", SCHEDULER)] = None,
@@ -115,6 +150,7 @@ def serve(
     kv_cache_memory: Annotated[Text, option("KV cache per worker, such as 2GiB. Default: a share.", MEMORY)] = None,
     swap_memory: Annotated[str, option("Host memory for swapped requests.", MEMORY)] = "0",
     prefix_cache: Annotated[bool, option("Reuse the KV of equal prompt beginnings.", MEMORY)] = True,
+    explain_misses: Annotated[ExplainMisses, option(MISSES_HELP, MEMORY)] = "off",
     device: Annotated[DeviceName, option("Where to compute.", MACHINE)] = "auto",
     threads: Annotated[Whole, option("Compute threads per worker. Default: one per physical core.", MACHINE)] = None,
     cores: Annotated[Text, option("CPUs to compute on, such as 0-3: one thread each.", MACHINE)] = None,
@@ -144,19 +180,42 @@ def engine_options(given: dict[str, Any]) -> EngineOptions:
             swap_bytes=parse_bytes(given["swap_memory"], "swap_memory"),
             prefix_cache=given["prefix_cache"],
         ),
-        scheduler=scheduler_config(given["shape"], **picked(given, *SCHEDULER_OPTIONS)),
+        scheduler=scheduler_config(given["shape"] or SHAPES[0], **picked(given, *SCHEDULER_OPTIONS)),
         slo=slo,
         max_model_len=given["max_model_len"],
+        speculation=given["speculation"],
         record=None if given["record"] is None else str(given["record"].resolve()),
     )
 
 
 def fleet_options(given: dict[str, Any]) -> FleetOptions:
     """The workers from the values of the options of ``serve``. Raises ConfigError."""
-    return FleetOptions(
+    found = FleetOptions(
         **picked(given, "prefill", "decode", "both", "max_workers", "transfer", "kv_codec", "cores_per_worker"),
+        explain_misses=given["explain_misses"],
+        groups=_groups(given),
         heartbeat_timeout_s=given["heartbeat_timeout"],
+        core_split=parse_core_split(given["core_split"]) if given["core_split"] else None,
         cluster=cluster_config(**picked(given, *CLUSTER_OPTIONS)),
+    )
+    is_planned = len(found.slots) > 1 and not found.groups
+    mode: PlanMode = given["plan"] or ("advise" if is_planned else "off")
+    has_chosen = any(
+        given[name] for name in ("shape", *SCHEDULER_OPTIONS)
+    )  # settings that a change of shape would lose
+    shapes = (given["shape"] or SHAPES[0],) if has_chosen else SHAPES
+    return replace(found, plan=PlannerConfig(mode, shapes=shapes), twin_command=TWIN_COMMAND)
+
+
+def _groups(given: dict[str, Any]) -> tuple[WorkerGroup, ...]:
+    if given["fleet"] is None and not given["pool"]:
+        return ()
+    from diptych.cli.fleet_file import worker_groups
+
+    return worker_groups(
+        given["fleet"],
+        given["pool"] or (),
+        picked(given | {"shape": given["shape"] or SHAPES[0]}, "shape", *SCHEDULER_OPTIONS),
     )
 
 
@@ -172,15 +231,27 @@ def _serve(options: EngineOptions, workers: FleetOptions, name: str, given: dict
     from diptych.serving.fleet.fleet import Fleet
 
     server = ServerOptions(
-        **picked(given, "host", "port", "log_level"),
+        **picked(given, "host", "port", "log_level", "responses"),
         served_model_name=name,
         api_keys=tuple(given["api_key"] or ()),
         admin_key=given["admin_key"] or None,
         max_body_bytes=parse_bytes(given["max_body"], "max_body"),
         drain_timeout_s=given["drain_timeout"],
+        manners=manners(given),
     )
     with StartScreen(name, has_key=bool(server.api_keys)) as screen:
         run_server(AsyncLLM(options, Fleet(options, workers)), server, screen.on_loading, screen.on_ready)
+
+
+def manners(given: dict[str, Any]) -> Manners:
+    """How the server behaves towards clients. Raises ConfigError."""
+    return Manners(
+        cors_origins=tuple(given["cors_origin"] or ()),
+        allowed_hosts=tuple(given["allowed_host"] or ()),
+        only_local=is_loopback(given["host"]) and not given["api_key"],
+        access_log=given["access_log"],
+        is_strict=given["strict"],
+    )
 
 
 @app.command()
@@ -219,7 +290,7 @@ def version() -> None:
     print(f"diptych {__version__} (control code and simulator: {compiled_modules.what_runs()})")
 
 
-for command in (bench, calibrate, replay, simulate, guide):
+for command in (advise, alerts, bench, calibrate, diagnose, plan, replay, simulate, guide):
     app.command()(command)
 
 

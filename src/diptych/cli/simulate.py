@@ -62,10 +62,10 @@ def overrides(given: Mapping[str, Any]) -> dict[str, Any]:
     return values | {f"pools.{name}": pool for name, pool in pools} | assigned(given.get("assign", ()))
 
 
-def command_line(given: Mapping[str, Any]) -> str:
+def command_line(given: Mapping[str, Any], command: str = "simulate") -> str:
     """The command that gives the same again."""
     names = {"as_json": "json", "assign": "set"}
-    words = ["diptych", "simulate"]
+    words = ["diptych", command]
     if "config" in given:
         words.append(str(given["config"]))
     for name, value in given.items():
@@ -181,7 +181,7 @@ def _simulate_one(given: Mapping[str, Any]) -> None:
         _fail_if_all_failed([run.point])
         return
     from diptych.report.text import class_table, latency_table, pool_table, resource_table, service_table
-    from diptych.simulation.report.simulation_tables import cost_notes, simulated_table
+    from diptych.simulation.report.simulation_tables import cost_notes, misses_table, simulated_table
 
     point = run.point
     tables = [latency_table(point["summary"])]
@@ -191,6 +191,8 @@ def _simulate_one(given: Mapping[str, Any]) -> None:
         tables.append(pool_table(point["pools"]))
     tables += [simulated_table(point), service_table(point["summary"], point["economy"])]
     tables.append(resource_table(point["summary"]))
+    if "misses" in point:
+        tables.append(misses_table(point["misses"]))
     took = f"{len(run.result.requests):,} requests simulated in {run.result.wall_s:.2f} s"
     print_tables(tables, [*cost_notes([point]), took, *_failure_notes(point), *notes], num_narrow=3)
     _fail_if_all_failed([point])

@@ -15,7 +15,10 @@ PATHS = {
     **{name: name for name in ("model", "hardware", "tensor_parallel", "weight_bits", "quantize")},
     **{name: name for name in ("pipeline_parallel", "expert_parallel", "data_parallel")},
     **{name: name for name in ("kv_bits", "cost", "engine", "shape")},
-    **{name: name for name in ("replicas", "routing", "disaggregate", "on_failure", "max_model_len", "seed")},
+    **{
+        name: name
+        for name in ("replicas", "routing", "disaggregate", "deflection", "on_failure", "max_model_len", "seed")
+    },
     **{name: f"workload.{name}" for name in ("rate", "num_requests")},
     **{name: f"pools.{name}" for name in ("prefill", "decode", "both", "link", "nics", "hosts")},
     "arrivals": "workload.arrivals.kind",
@@ -31,6 +34,9 @@ PATHS = {
     **{name: f"memory.{name}" for name in ("block_size", "prefix_cache", "kv_cache_tokens")},
     "kv_cache_memory": "memory.kv_cache_bytes",
     "swap_memory": "memory.swap_bytes",
+    "guess_coverage": "speculation.coverage",
+    "guess_acceptance": "speculation.acceptance",
+    "explain_misses": "explain_misses",
 }
 
 
@@ -59,6 +65,7 @@ class SimulateOptions:
     hosts: Annotated[Whole, option("Hosts whose workers share memory (0: each worker has its own).", FLEET)] = None
     routing: Annotated[Text, option("kv_aware, least_loaded, power_of_two or round_robin.", FLEET)] = None
     disaggregate: Annotated[Text, option("Separate prefill from decode: auto, always or never.", FLEET)] = None
+    deflection: Annotated[Text, option("Prompts of a busy decode worker: short, or objective.", FLEET)] = None
     on_failure: Annotated[Text, option("Requests of a lost worker: retry, local or fail.", FLEET)] = None
     max_model_len: Annotated[Whole, option("Context length. Default: the model's own.", FLEET)] = None
     rate: Annotated[Number, option("Requests per second.", WORKLOAD)] = None
@@ -76,6 +83,8 @@ class SimulateOptions:
     tolerance: Annotated[Number, option("The search ends at two rates this close. Default: 0.05.", OBJECTIVES)] = None
     probe: Annotated[Text, option("Shortest run of a search. Default: 60s.", OBJECTIVES)] = None
     shape: Annotated[Text, option("unified: prompts first. chunked: between decodes.", OBJECTIVES)] = None
+    guess_coverage: Annotated[Number, option("Share of tokens behind which tokens are guessed.", OBJECTIVES)] = None
+    guess_acceptance: Annotated[Number, option("Probability that a guessed token is right.", OBJECTIVES)] = None
     order: Annotated[Text, option("fcfs, priority, shortest or deadline.", SCHEDULER)] = None
     budget: Annotated[Text, option("What limits a step: whole, fixed or slo.", SCHEDULER)] = None
     max_batched_tokens: Annotated[Whole, option("Tokens of one step at most.", SCHEDULER)] = None
@@ -92,6 +101,7 @@ class SimulateOptions:
     kv_cache_memory: Annotated[Text, option("KV cache of each GPU, such as 20GiB.", MEMORY)] = None
     swap_memory: Annotated[Text, option("Host memory for swapped requests.", MEMORY)] = None
     prefix_cache: Annotated[Switch, option("Reuse the KV of equal prompt beginnings.", MEMORY)] = None
+    explain_misses: Annotated[Switch, option("Say what prefills were spent on.", OUTPUT)] = None
     assign: Annotated[list[str] | None, option("Any setting: PATH=VALUE. Repeatable.", OUTPUT, "--set")] = None
     sweep: Annotated[list[str] | None, option("NAME=from:to:step or a,b,c. Twice: a grid.", OUTPUT)] = None
     workers: Annotated[Whole, option("Processes of a sweep. Default: one per core.", OUTPUT)] = None

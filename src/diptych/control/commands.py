@@ -7,6 +7,7 @@ attempt is a request: ``request_id`` in EngineCore and in its events is the id o
 
 from dataclasses import dataclass
 
+from diptych.control.compute_share import ComputeShare
 from diptych.control.config import SchedulerConfig
 from diptych.control.errors import DiptychError
 from diptych.control.events import RequestFinished
@@ -141,6 +142,14 @@ class Configure:
 
 
 @dataclass(frozen=True, slots=True)
+class Resize:
+    """Compute on this share of the machine from the next step on. Answered by Resized."""
+
+    worker: int
+    share: ComputeShare
+
+
+@dataclass(frozen=True, slots=True)
 class Restarted:
     """The request begins another attempt after ``num_output_tokens`` of its answer: from now on its tokens come under
     ``attempt_id``."""
@@ -166,5 +175,16 @@ class Drained:
     worker: int
 
 
-WorkerCommand = Serve | Reserve | Prefill | Send | Release | Drop | Renew | AskKVSnapshot | ForgetPeer | Configure
-Command = WorkerCommand | Restarted | End | Drained
+@dataclass(frozen=True, slots=True)
+class GiveWay:
+    """This request fits into few workers, and this one has too little free memory for it: answered by WayGiven, which
+    says how far the requests there are."""
+
+    worker: int
+    request_id: str
+
+
+WorkerCommand = (
+    Serve | Reserve | Prefill | Send | Release | Drop | Renew | AskKVSnapshot | ForgetPeer | Configure | Resize
+)
+Command = WorkerCommand | Restarted | End | Drained | GiveWay

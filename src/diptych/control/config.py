@@ -38,7 +38,7 @@ class CacheConfig:
     num_host_blocks: the host tier for swapping (0: none). admission: a prompt is let in when the expected peak of all
     that run fits ("expected"), or as soon as its own blocks do ("greedy", as other engines do: more run at once, more
     are preempted). first_block: the number of the first block; workers that share one pool of memory number theirs
-    one after the other.
+    one after the other. names_evictors: KV events say for which requests blocks were evicted.
     """
 
     num_blocks: int
@@ -48,6 +48,7 @@ class CacheConfig:
     enable_prefix_cache: bool = True
     admission: AdmissionName = "expected"
     first_block: int = 0
+    names_evictors: bool = False
 
     def __post_init__(self) -> None:
         _require(self.block_size >= 1, f"block_size is {self.block_size}; it must be at least 1", "block_size")

@@ -3,6 +3,7 @@
     DiptychError
     |-- ConfigError              a setting is wrong (also a ValueError)
     |   `-- UnsupportedModelError    a checkpoint asks for something we do not have
+    |-- ConstraintError          an answer under a grammar cannot go on (also a ValueError)
     |-- RequestError             one request cannot be served; carries its HTTP status
     |   |-- InvalidRequestError      400
     |   |   `-- ContextLengthError       400, code context_length_exceeded
@@ -47,6 +48,10 @@ class UnsupportedModelError(ConfigError):
     """A checkpoint needs a feature that this engine does not have; the message names it."""
 
     code = "unsupported_model"
+
+
+class ConstraintError(DiptychError, ValueError):
+    """A constraint of an answer (see constraint.py) allows no token, or was given one that it does not allow."""
 
 
 class RequestError(DiptychError):

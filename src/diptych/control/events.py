@@ -7,9 +7,11 @@ Times are integer nanoseconds of the worker's own monotonic clock. A step's toke
 from dataclasses import dataclass
 from typing import get_args
 
+from diptych.control.compute_share import ComputeShare
 from diptych.control.errors import ErrorRecord
 from diptych.control.request import DEFAULT_OPTIONS, FinishReason, RequestOptions
 from diptych.control.slo import LatencyBreakdown
+from diptych.control.step import Extra
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +152,8 @@ class StepFinished:
 
     num_steps > 1 (only under virtual time): so many decode steps in a row with the same batch and nothing between
     them. step_id, decode_context and predicted_ns are those of the first, end_ns is that of the last. Never changed
-    (and not frozen only because one is made in every step).
+    (and not frozen only because one is made in every step). extra: of members of the batch that computed more than one
+    token; decode_context counts all of these.
     """
 
     step_id: int
@@ -161,17 +164,25 @@ class StepFinished:
     decode_context: int
     predicted_ns: int
     num_steps: int = 1
+    extra: tuple[Extra, ...] = ()
+
+    @property
+    def num_extra_tokens(self) -> int:
+        """Tokens that members of the decode batch got beside one each."""
+        return sum([extra.num_accepted for extra in self.extra])
 
 
 @dataclass(frozen=True, slots=True)
 class KVEvents:
     """Changes of the worker's prefix cache, numbered from 1: hashes that can no longer be found, then hashes that can
-    (parents first)."""
+    (parents first). evicted_for: where a worker names them, the requests that needed the evicted blocks, with how many
+    of them, in their order."""
 
     time_ns: int
     sequence: int
     stored: tuple[bytes, ...] = ()
     evicted: tuple[bytes, ...] = ()
+    evicted_for: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +202,16 @@ class PeerForgotten:
     peer: int
 
 
+@dataclass(frozen=True, slots=True)
+class Resized:
+    """The worker computes on ``share`` from its next step on. message: why it is not the one that it was ordered to use
+    ("": it is)."""
+
+    time_ns: int
+    share: ComputeShare
+    message: str = ""
+
+
 Event = (
     RequestQueued
     | RequestAdmitted
@@ -208,6 +229,7 @@ Event = (
     | KVEvents
     | KVSnapshot
     | PeerForgotten
+    | Resized
 )
 
 EVENT_CLASSES: dict[str, type[Event]] = {cls.__name__: cls for cls in get_args(Event)}  # by name, for messages and logs

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 
 from diptych.control.errors import InvalidRequestError
+from diptych.control.length_predictor import LengthGroup
 from diptych.control.slo import Slo
 
 MAX_LOGPROBS = 20
@@ -33,8 +34,10 @@ class SamplingParams:
     """How to pick tokens. The names and defaults are those of the OpenAI API and of vLLM.
 
     temperature 0 is greedy. top_k 0 or -1 keeps all. logprobs/prompt_logprobs: number of alternatives per position
-    (0: only the chosen token). seed None: one is drawn per request by the front end. Raises InvalidRequestError
-    naming the field, the value and the limit.
+    (0: only the chosen token). seed None: one is drawn per request by the front end. grammar: that the answer follows,
+    in Lark ("": none). forces_tokens: tokens of which the grammar leaves no choice are not sampled. thinking_budget:
+    tokens of reasoning after which its closing mark (thinking_end) follows; thinking_begin: the opening mark, where the
+    prompt does not end with it. Raises InvalidRequestError naming the field, the value and the limit.
     """
 
     max_tokens: int = 16
@@ -54,6 +57,11 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: str = ""
+    forces_tokens: bool = True
+    thinking_budget: int | None = None
+    thinking_begin: tuple[int, ...] = ()
+    thinking_end: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -75,6 +83,10 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None:
                 _check_range(name, value, 0, MAX_LOGPROBS)
+        if self.thinking_budget is not None:
+            _check_range("thinking_budget", self.thinking_budget, 0, math.inf)
+            if not self.thinking_end:
+                raise InvalidRequestError("thinking_budget needs thinking_end, which is empty", param="thinking_end")
         if self.seed is not None:
             _check_range("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
         for bias in self.logit_bias.values():
@@ -165,6 +177,7 @@ class Request:
         "is_long",
         "last_resume_tick",
         "lease_ns",
+        "length_group",
         "max_tokens",
         "num_borrowed_tokens",
         "num_cached_tokens",
@@ -226,6 +239,7 @@ class Request:
         self.cached_tokens_at_arrival = 0
         self.num_preemptions = 0
         self.last_resume_tick = 0
+        self.length_group: LengthGroup | None = None  # requests whose answers tell how long its own will be
         self.is_long = False  # by the caps' threshold, decided when it is queued and again when it is admitted
 
     @classmethod

@@ -4,6 +4,11 @@ A plan names only what changes. The executor keeps its own decode batch: every m
 step whose ``num_decodes`` is not 0; a plan says which requests joined, which left, and which blocks were appended. A
 steady decode step is therefore described by a plan of constant size, however large the batch is.
 
+A member may compute more than one token in a step. The executor may know what comes next in its answer: tokens that a
+constraint forces, or a draft that it found in the prompt (an Offer). The plan of the next step takes as many of them as
+it wants (an ExtraRows), and the step computes them as if they had been sampled. The model's own choices at these
+positions say how many were right; only these, and the choice that follows them, are tokens of the answer.
+
 The records of plans and results are replaced, never changed. (They are not frozen only because some are made in every
 step, and a frozen one takes four times as long to make.)
 """
@@ -43,6 +48,15 @@ class ResumedDecode:
     block_ids: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class ExtraRows:
+    """A member of the decode batch computes ``num_tokens`` (>= 1) of the tokens of its last Offer besides its newest
+    one. Its blocks hold them all."""
+
+    request_id: str
+    num_tokens: int
+
+
 @dataclass(slots=True)
 class SchedulerOutput:
     """The plan of one step. Executors apply it in this order: finished, paused, swap_out, block_copies, swap_in,
@@ -55,7 +69,8 @@ class SchedulerOutput:
     decode batch that compute a token in this step (0: the decode batch rests). max_repeats: if no message arrives, this
     many steps (>= 1) in a row decide nothing: the batch stays, no request ends before the last of them, and the blocks
     that members need meanwhile are there. A live executor runs one step of it and asks again; a simulated one may take
-    them at once and say so to ``EngineCore.end_step``.
+    them at once and say so to ``EngineCore.end_step``. extra_rows: members of the decode batch that compute more than
+    one token; the features count each of these tokens as a decode.
     """
 
     step_id: int
@@ -71,6 +86,7 @@ class SchedulerOutput:
     predicted_ns: int = 0
     max_repeats: int = 1
     block_copies: tuple[tuple[int, int], ...] = ()
+    extra_rows: tuple[ExtraRows, ...] = ()
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -88,7 +104,8 @@ class StepFeatures:
     """What the duration of a step depends on (the regressors of the step-time model).
 
     prefill_attention: sum over chunks of the (query, key) pairs: n*start + n*(n+1)/2.
-    decode_context: sum over decode sequences of the tokens that each attends to.
+    decode_seqs: rows of decode sequences: one for each, and its extra rows.
+    decode_context: sum over these of the tokens that each attends to.
     """
 
     prefill_tokens: int = 0
@@ -119,25 +136,57 @@ PromptLogprobs = dict[str, tuple[int, list[TokenLogprobs]]]
 
 @dataclass(slots=True)
 class StepTokens:
-    """The tokens of one step, for the driver: request_ids[i] got token_ids[i].
+    """The tokens of one step, for the driver: request_ids[i] got token_ids[i]. A request that got several is there
+    several times in a row, in the order of its tokens.
 
-    logprobs: only of requests that asked. prompt_logprobs: (position of the first, one entry per prompt position) of
-    the chunk that was computed; a prompt's first token has none, nor have tokens found in the prefix cache.
+    logprobs: by index of the token; only of requests that asked. prompt_logprobs: (position of the first, one entry per
+    prompt position) of the chunk that was computed; a prompt's first token has none, nor have tokens found in the
+    prefix cache.
     """
 
     request_ids: list[str]
     token_ids: list[int]
-    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: PromptLogprobs = field(default_factory=dict)
+
+    def is_last(self, index: int) -> bool:
+        """Whether this token is the last that its request got in the step."""
+        return index + 1 == len(self.request_ids) or self.request_ids[index + 1] != self.request_ids[index]
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """The executor knows what may follow the newest token of a request, at least one token.
+
+    chances[i]: the probability that the first i + 1 of these tokens will all be right, as measured so far; falling. A
+    token that is forced has that of the token before it (1 for the first).
+    """
+
+    request_id: str
+    chances: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """What came of a member's ExtraRows. num_tokens: how many were computed. num_accepted: how many of these are tokens
+    of its answer, so that it got one more than these. num_forced: how many of the computed were forced."""
+
+    request_id: str
+    num_tokens: int
+    num_accepted: int
+    num_forced: int = 0
 
 
 @dataclass(slots=True)
 class StepResult:
-    """What the executor reports. Each decode member and each last prefill chunk of the step sampled one token.
+    """What the executor reports. Each decode member and each last prefill chunk of the step sampled one token; a member
+    with extra rows, as many more as its Extra says.
 
     stopped: requests whose sampled token ends them (end-of-sequence, stop token id).
     full_blocks: (request_id, hash) of blocks of *output* that became full and computed in this step, in order.
     failed: requests that the executor could not compute, with the message for their client.
+    extra: one for each of the plan's extra_rows, but for those that failed.
+    offers: what may come next. An offer stands for the next step in which its request decodes.
     payload: the tokens themselves, for the driver; the control code never looks at them.
     """
 
@@ -146,6 +195,8 @@ class StepResult:
     full_blocks: tuple[tuple[str, bytes], ...] = ()
     failed: tuple[tuple[str, str], ...] = ()
     payload: StepTokens | None = None
+    extra: tuple[Extra, ...] = ()
+    offers: tuple[Offer, ...] = ()
 
 
 class StepBrokenOff(Exception):

@@ -56,6 +56,11 @@ class GraphedModel:
         captured.graph.replay()
         return captured.hidden
 
+    def forget(self) -> None:
+        """Capture every size again when it comes."""
+        self._seen.clear()
+        self._captured.clear()
+
     def _capture(self, batch: InputBatch) -> _Captured:
         """Record the forward pass over copies of the batch's tensors, for any context length."""
         tensors = {

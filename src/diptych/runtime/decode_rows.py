@@ -94,15 +94,26 @@ class DecodeRows:
         self.block_tables[slot, self.num_blocks[slot]] = block_id
         self.num_blocks[slot] += 1
 
-    def tokens_of(self, slot: int) -> npt.NDArray[np.int32]:
-        """All tokens of a member up to the input of the next step (a view, valid until the batch changes)."""
-        return self.token_ids[slot, : self.positions[slot] + 1]
+    def tokens_of(self, slot: int, num_ahead: int = 0) -> npt.NDArray[np.int32]:
+        """All tokens of a member up to the input of the next step, and so many behind it (a view, valid until the batch
+        changes)."""
+        return self.token_ids[slot, : self.positions[slot] + 1 + num_ahead]
 
-    def slot_mapping(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """Where K and V of the inputs of slots [first, last) go: block id * block_size + offset."""
-        blocks, offsets = np.divmod(self.positions[first:last], self.block_size)
-        block_ids = self.block_tables[np.arange(first, last), blocks]
-        return block_ids.astype(np.int64) * self.block_size + offsets
+    def slot_mapping(self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Where K and V of these positions of these slots go: block id * block_size + offset."""
+        blocks, offsets = np.divmod(positions, self.block_size)
+        return self.block_tables[slots, blocks].astype(np.int64) * self.block_size + offsets
+
+    def write_ahead(self, request_id: str, token_ids: Sequence[int]) -> int:
+        """Put tokens that may come next behind the input of a member. Returns its slot."""
+        slot = self._slot_of[request_id]
+        first = self.positions[slot] + 1
+        self.token_ids[slot, first : first + len(token_ids)] = token_ids
+        return slot
+
+    def accept(self, slot: int, num_tokens: int) -> None:
+        """So many tokens behind the input were right, and are computed. ``advance`` brings the one after them."""
+        self.positions[slot] += num_tokens
 
     def advance(self, first: int, last: int, token_ids: npt.NDArray[np.int64]) -> None:
         """Slots [first, last) computed their inputs and sampled ``token_ids``, which are the next inputs."""

@@ -11,7 +11,7 @@ The loop below LLM. The live worker in serving has the same one around sockets.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diptych.control.config import CacheConfig, EngineConfig, SchedulerConfig
 from diptych.control.engine.engine_core import EngineCore
@@ -19,7 +19,11 @@ from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.events import Event
 from diptych.control.request import FinishReason, Request, RequestOptions, SamplingParams
 from diptych.control.step import StepTokens
+from diptych.runtime.answer_constraint import constraint_of
 from diptych.runtime.model_runner import ModelRunner
+
+if TYPE_CHECKING:
+    from diptych.runtime.grammar import Grammars
 
 Clock = Callable[[], int]  # nanoseconds
 
@@ -55,23 +59,33 @@ def engine_config(
 class LocalEngine:
     """Runs requests, one step at a time."""
 
-    def __init__(self, core: EngineCore, runner: ModelRunner, clock: Clock = time.perf_counter_ns) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        runner: ModelRunner,
+        clock: Clock = time.perf_counter_ns,
+        grammars: "Grammars | None" = None,
+    ) -> None:
         self.core = core
         self.runner = runner
+        self._grammars = grammars
         self._clock = clock
 
     def add(
         self, request_id: str, prompt_token_ids: Sequence[int], sampling: SamplingParams, *, salt: str | None = None
     ) -> list[Event]:
         """Queue a request. Requests share the prefix cache where their ``salt`` is equal. Raises InvalidRequestError,
-        ContextLengthError or OverloadedError when it is refused; then nothing has happened."""
+        ContextLengthError, ConstraintError or OverloadedError when it is refused; then nothing has happened."""
         hashes = hash_blocks(prompt_token_ids, self.core.config.cache.block_size, salt)
         options = RequestOptions(cache_salt=salt)
         request = Request.for_sampling(
             request_id, len(prompt_token_ids), sampling, block_hashes=hashes, options=options
         )
         self.core.check_request(request)
-        self.runner.add_request(request_id, prompt_token_ids, sampling, salt=salt, block_hashes=hashes)
+        constraint = constraint_of(sampling, self._grammars)
+        self.runner.add_request(
+            request_id, prompt_token_ids, sampling, salt=salt, block_hashes=hashes, constraint=constraint
+        )
         return self.core.add_request(request, self._clock())
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> list[Event]:

@@ -17,17 +17,17 @@ stop token id) is part of StepTokens; hiding it from the client is the driver's 
 Owns the tokens, the decode batch and the KV memory. Never decides what runs, never reads a clock, never looks at text.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from diptych.control.constraint import TokenConstraint
 from diptych.control.errors import ConfigError
 from diptych.control.request import FinishReason, SamplingParams
-from diptych.control.step import PromptLogprobs, SchedulerOutput, StepResult, StepTokens, TokenLogprobs
+from diptych.control.step import Extra, Offer, PromptLogprobs, SchedulerOutput, StepResult, StepTokens, TokenLogprobs
 from diptych.runtime.attention import make_attention
 from diptych.runtime.attention.attention_backend import AttentionBackend
 from diptych.runtime.checkpoint import open_checkpoint
@@ -41,26 +41,20 @@ from diptych.runtime.layers.layer_loader import LayerLoader
 from diptych.runtime.loader import Progress, Weights, resolve_dtype
 from diptych.runtime.model_config import ModelConfig
 from diptych.runtime.models.registry import MODELS, LanguageModel, read_model_config
+from diptych.runtime.offered_tokens import OfferedTokens
 from diptych.runtime.ops import make_ops
 from diptych.runtime.request_state import RequestState, check_tokens
 from diptych.runtime.rope import RotaryTables
-from diptych.runtime.sampler import (
-    RowSampling,
-    SamplingError,
-    row_as_float32,
-    sample_greedy,
-    sample_row,
-    token_logprobs,
-    uniforms,
-)
+from diptych.runtime.sampler import row_as_float32, token_logprobs
 from diptych.runtime.shared_pool import SharedPool
 from diptych.runtime.shared_weights import load_shared, weights_key
 from diptych.runtime.step_layout import StepLayout, lay_out_decodes, lay_out_step
+from diptych.runtime.step_sampling import Sampled, StepSampling
 from diptych.runtime.weight_format import QUANTIZATIONS
 from diptych.runtime.weight_memory import PrivateMemory, WeightMemory
 
+SPECULATIONS = ("auto", "on", "off")  # auto: where each row is computed the same whatever is beside it
 SCORED_ROWS_AT_ONCE = 64  # logits of prompt tokens are computed in slices: a whole prompt's would take gigabytes
-NOT_A_NUMBER = "the model computed a logit that is not a number"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +66,7 @@ class RunnerConfig:
     instruction_set.choose. quantize: weights in floating point become whole numbers, see QUANTIZATIONS. shared_pool:
     the KV cache lies in a pool that other workers map, too; ``num_blocks`` of its blocks are this worker's.
     shared_weights: the descriptor of a file in memory that holds the weights for all workers, or will when the first of
-    them has loaded. These four on the cpu only.
+    them has loaded. These four on the cpu only. speculation: see SPECULATIONS.
     """
 
     model: str | Path
@@ -88,16 +82,7 @@ class RunnerConfig:
     quantize: str = "none"
     shared_pool: SharedPool | None = None
     shared_weights: int | None = None
-
-
-@dataclass(slots=True)
-class _Sampled:
-    """What the sampling rows of a step got. is_silent: rows that failed, now or in an earlier step, or had ended."""
-
-    token_ids: npt.NDArray[np.int64]
-    is_silent: npt.NDArray[np.bool_]
-    failed: list[tuple[str, str]] = field(default_factory=list)
-    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
+    speculation: str = "off"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +97,7 @@ class LoadedModel:
 
 
 class ModelRunner:
-    """One model and its KV memory."""
+    """One model and its KV memory. offered: what is guessed of tokens that come next (None: nothing)."""
 
     def __init__(
         self,
@@ -121,6 +106,7 @@ class ModelRunner:
         kv: KVTensors,
         max_num_seqs: int,
         max_model_len: int,
+        offered: OfferedTokens | None = None,
     ) -> None:
         self.loaded = loaded
         self.model = model = loaded.model
@@ -142,6 +128,8 @@ class ModelRunner:
         self._ends_sequence = np.zeros(self.model_config.vocab_size, dtype=np.bool_)
         eos = [token for token in self.model_config.eos_token_ids if token < self.model_config.vocab_size]
         self._ends_sequence[eos] = True
+        self._sampling = StepSampling(self._batch, self._ends_sequence)
+        self._offered = offered or OfferedTokens(drafts=False)
 
     def add_request(
         self,
@@ -152,11 +140,13 @@ class ModelRunner:
         salt: str | None = None,
         block_hashes: Sequence[bytes] | None = None,
         output_token_ids: Sequence[int] = (),
+        constraint: TokenConstraint | None = None,
     ) -> None:
         """Make a request known.
 
         salt and block_hashes: as for control's Request (the hashes of all full blocks; computed when not given).
         output_token_ids: tokens that another worker sampled already; for control they are part of the prompt.
+        constraint: what the answer may look like; a new one, which is given the output tokens here.
         Raises InvalidRequestError for token ids outside of the vocabulary, ConfigError for an id that is in use.
         """
         if request_id in self._requests:
@@ -164,7 +154,9 @@ class ModelRunner:
         token_ids = [*prompt_token_ids, *output_token_ids]
         vocab_size = self.model_config.vocab_size
         check_tokens(token_ids, sampling, vocab_size)
-        state = RequestState(request_id, token_ids, len(prompt_token_ids), sampling)
+        if constraint is not None and output_token_ids:
+            constraint.accept(output_token_ids)
+        state = RequestState(request_id, token_ids, len(prompt_token_ids), sampling, constraint)
         stop_ids = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             stop_ids.update(self.model_config.eos_token_ids)
@@ -189,6 +181,11 @@ class ModelRunner:
         on_layer = self.on_layer if self.attention.device.type == "cpu" else None
         return self.model.forward(ForwardPass(batch, self.kv.layers, self.attention, on_layer))
 
+    def forget_graphs(self) -> None:
+        """Steps were captured for compute units that are not used any more: capture them again."""
+        if self._graphs is not None:
+            self._graphs.forget()
+
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> StepResult:
         """Run one step: see SchedulerOutput for the order of things. Failures of single requests are reported."""
@@ -196,15 +193,20 @@ class ModelRunner:
         if not output.is_compute:
             return StepResult(output.step_id, payload=StepTokens([], []))
         layout = self._lay_out(output)
+        self._sampling.begin(layout)
         hidden = self.forward(layout.batch)
         prompt_logprobs = self._score_prompts(layout, hidden)
-        full_blocks = self._hash_full_blocks(layout)
         if layout.num_samples == 0:
             payload = StepTokens([], [], prompt_logprobs=prompt_logprobs)
-            return StepResult(output.step_id, full_blocks=full_blocks, payload=payload)
-        sampled = self._sample(layout, self.model.logits(hidden[: layout.num_samples]))
+            return StepResult(output.step_id, full_blocks=self._hash_full_blocks(layout), payload=payload)
+        sampled = self._sampling.sample(layout, self.model.logits(hidden[: layout.num_samples]))
+        extra = self._extra(layout, sampled)
+        full_blocks = self._hash_full_blocks(layout)
         payload, stopped = self._conclude(layout, sampled, prompt_logprobs)
-        return StepResult(output.step_id, stopped, full_blocks, tuple(sampled.failed), payload)
+        offers = self._offers(layout, sampled, {request_id for request_id, _ in stopped})
+        return StepResult(
+            output.step_id, stopped, full_blocks, tuple(sampled.failed), payload, extra=extra, offers=offers
+        )
 
     def _apply_membership(self, output: SchedulerOutput) -> None:
         batch = self._batch
@@ -227,17 +229,22 @@ class ModelRunner:
     def _lay_out(self, output: SchedulerOutput) -> StepLayout:
         batch = self._batch
         assert output.num_decodes in (0, len(batch)), f"{output.num_decodes} decodes planned, {len(batch)} are here"
+        extra = {}
+        for rows in output.extra_rows:
+            offered = self._requests[rows.request_id].offered[: rows.num_tokens]
+            assert len(offered) == rows.num_tokens, f"{rows.num_tokens} extra rows planned, {len(offered)} are offered"
+            extra[batch.write_ahead(rows.request_id, offered)] = rows.num_tokens
         if not output.prefills:
-            return lay_out_decodes(batch, self.attention.device)
+            return lay_out_decodes(batch, extra, self.attention.device)
         states = [self._requests[chunk.request_id] for chunk in output.prefills]
-        return lay_out_step(batch, output.num_decodes, output.prefills, states, self.attention.device)
+        return lay_out_step(batch, output.num_decodes, extra, output.prefills, states, self.attention.device)
 
     def _hash_full_blocks(self, layout: StepLayout) -> tuple[tuple[str, bytes], ...]:
-        """Blocks with output tokens that this step completes; called before the batch advances."""
+        """Blocks with output tokens that this step completes; called before the batch advances to its new inputs."""
         batch, full = self._batch, []
-        num_decodes = layout.batch.num_decodes
-        computed = batch.positions[:num_decodes] + 1
-        for slot in np.flatnonzero(computed % self.block_size == 0):
+        computed = batch.positions[layout.first_slot : layout.num_members] + 1
+        may_be_full = {*np.flatnonzero(computed % self.block_size == 0).tolist(), *layout.extra}
+        for slot in sorted(may_be_full):
             full += batch.states[slot].hash_through(int(computed[slot]), batch.token_ids[slot])
         for chunk in layout.chunks:
             state, end = chunk.state, chunk.plan.start + chunk.plan.num_tokens
@@ -245,49 +252,62 @@ class ModelRunner:
                 full += state.hash_through(end, state.token_ids)
         return tuple(full)
 
-    def _sample(self, layout: StepLayout, logits: torch.Tensor) -> _Sampled:
-        """One token per sampling slot."""
-        batch, first, last = self._batch, layout.first_slot, layout.last_slot
-        token_ids, is_finite = sample_greedy(logits)
-        sampled = _Sampled(token_ids, ~is_finite)
-        for row in np.flatnonzero(~is_finite).tolist():
-            sampled.failed.append((batch.request_ids[first + row], NOT_A_NUMBER))
-        rows = np.flatnonzero(~batch.is_plain[first:last] & ~sampled.is_silent)
-        seeds = np.array([batch.states[first + row].sampling_seed for row in rows], dtype=np.int64)
-        numbers = uniforms(seeds, batch.positions[first + rows] + 1)
-        for row, uniform in zip(rows.tolist(), numbers.tolist(), strict=True):
-            state = batch.states[first + row]
-            values = row_as_float32(logits, row)
-            raw = values.copy() if state.params.logprobs is not None else values
-            tokens = batch.tokens_of(first + row)
-            parameters = RowSampling(state.params, uniform, tokens, state.num_prompt_tokens, state.stop_ids)
-            try:
-                token_ids[row] = sample_row(values, parameters)
-            except SamplingError as error:
-                sampled.failed.append((state.request_id, str(error)))
-                sampled.is_silent[row] = True
-                continue
-            if state.params.logprobs is not None:
-                entry = token_logprobs(raw, int(token_ids[row]), state.params.logprobs)
-                sampled.logprobs[state.request_id] = entry
-        return sampled
-
     def _conclude(
-        self, layout: StepLayout, sampled: _Sampled, prompt_logprobs: PromptLogprobs
+        self, layout: StepLayout, sampled: Sampled, prompt_logprobs: PromptLogprobs
     ) -> tuple[StepTokens, tuple[tuple[str, FinishReason], ...]]:
         """Advance the batch. Returns the tokens to report and who stopped."""
         batch, first, last = self._batch, layout.first_slot, layout.last_slot
         token_ids, is_silent = sampled.token_ids, sampled.is_silent
         batch.advance(first, last, token_ids)
         stops = self._ends_sequence[token_ids] & ~batch.ignores_eos[first:last]
-        for row in np.flatnonzero(batch.has_stop_ids[first:last]):
-            stops[row] |= int(token_ids[row]) in batch.states[first + row].stop_ids
-        request_ids, tokens = batch.request_ids[first:last], token_ids.tolist()
-        stopped = tuple((request_ids[row], FinishReason.STOP) for row in np.flatnonzero(stops & ~is_silent))
-        if is_silent.any():
-            reported = np.flatnonzero(~is_silent)
-            request_ids, tokens = [request_ids[row] for row in reported], [tokens[row] for row in reported]
-        return StepTokens(request_ids, tokens, sampled.logprobs, prompt_logprobs), stopped
+        for place in np.flatnonzero(batch.has_stop_ids[first:last]):
+            stops[place] |= int(token_ids[place]) in batch.states[first + place].stop_ids
+        request_ids = batch.request_ids[first:last]
+        stopped = tuple((request_ids[place], FinishReason.STOP) for place in np.flatnonzero(stops & ~is_silent))
+        if not (is_silent.any() or sampled.before or sampled.logprobs):
+            return StepTokens(request_ids, token_ids.tolist(), prompt_logprobs=prompt_logprobs), stopped
+        tokens = StepTokens([], [], prompt_logprobs=prompt_logprobs)
+        for number in np.flatnonzero(~is_silent).tolist():
+            for index, entry in enumerate(sampled.logprobs.get(number, ()), len(tokens.token_ids)):
+                tokens.logprobs[index] = entry
+            of_slot = [*sampled.before.get(number, ()), int(token_ids[number])]
+            tokens.request_ids += [request_ids[number]] * len(of_slot)
+            tokens.token_ids += of_slot
+        return tokens, stopped
+
+    def _extra(self, layout: StepLayout, sampled: Sampled) -> tuple[Extra, ...]:
+        """What came of the offered tokens that were computed; the batch gets those that were right."""
+        extra = []
+        for slot, num_tokens in layout.extra.items():
+            state, place = self._batch.states[slot], slot - layout.first_slot
+            if sampled.is_silent[place]:
+                continue
+            num_accepted = len(sampled.before.get(place, ()))
+            self._batch.accept(slot, num_accepted)
+            num_forced = min(num_tokens, state.num_forced)
+            extra.append(Extra(state.request_id, num_tokens, num_accepted, num_forced))
+        return tuple(extra)
+
+    def _offers(self, layout: StepLayout, sampled: Sampled, stopped: Collection[str]) -> tuple[Offer, ...]:
+        """What may come after the tokens of this step."""
+        batch, offers, drafts = self._batch, [], self._offered.drafts
+        num_members = layout.num_members  # those behind them may never decode here
+        for slot in range(layout.first_slot, layout.last_slot):
+            state = batch.states[slot]
+            if state.constraint is None and not (drafts and slot < num_members):
+                continue
+            if sampled.is_silent[slot - layout.first_slot] or state.request_id in stopped:
+                continue
+            tokens = batch.tokens_of(slot)
+            most = min(state.num_prompt_tokens + state.params.max_tokens, self.max_model_len)
+            try:
+                offer = self._offered.after(state, tokens, most - len(tokens) - 1)
+            except ValueError as error:
+                sampled.failed.append((state.request_id, str(error)))
+                continue
+            if offer is not None:
+                offers.append(offer)
+        return tuple(offers)
 
     def _score_prompts(self, layout: StepLayout, hidden: torch.Tensor) -> dict[str, tuple[int, list[TokenLogprobs]]]:
         """Log probabilities of prompt tokens, from the rows behind the sampled ones."""
@@ -344,7 +364,16 @@ def load_runner(config: RunnerConfig, progress: Progress | None = None) -> Model
         progress(checkpoint.num_bytes, checkpoint.num_bytes)
     kv = KVTensors(attention, num_blocks, config.num_host_blocks, config.shared_pool)
     loaded = LoadedModel(model, formats, instruction_set, "; ".join(filter(None, (note, why_private))))
-    return ModelRunner(loaded, attention, kv, config.max_num_seqs, max_model_len)
+    offered = OfferedTokens(drafts=speculates(config.speculation, instruction_set))
+    return ModelRunner(loaded, attention, kv, config.max_num_seqs, max_model_len, offered)
+
+
+def speculates(speculation: str, instruction_set: str) -> bool:
+    """Whether tokens are guessed; ``instruction_set``: of the kernels. Raises ConfigError for a word that is none of
+    SPECULATIONS."""
+    if speculation not in SPECULATIONS:
+        raise ConfigError(f"speculation is {speculation!r}; {', '.join(SPECULATIONS)}", param="speculation")
+    return speculation == "on" or (speculation == "auto" and instruction_set != TORCH)
 
 
 def _check_cpu_only(config: RunnerConfig, device: torch.device) -> None:

@@ -6,9 +6,11 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
+from diptych.control.constraint import TokenConstraint
 from diptych.control.engine.kvcache.prefix_cache import hash_block, hash_blocks, root_hash
 from diptych.control.errors import InvalidRequestError
 from diptych.control.request import SamplingParams
+from diptych.runtime.suffix_lookup import SuffixLookup
 
 
 class RequestState:
@@ -19,12 +21,16 @@ class RequestState:
 
     __slots__ = (
         "block_size",
+        "constraint",
         "has_stop_ids",
         "hash_parent",
         "is_plain",
+        "lookup",
+        "num_forced",
         "num_hashed_blocks",
         "num_prompt_tokens",
         "num_scored_tokens",
+        "offered",
         "params",
         "request_id",
         "sampling_seed",
@@ -33,7 +39,12 @@ class RequestState:
     )
 
     def __init__(
-        self, request_id: str, token_ids: Sequence[int], num_prompt_tokens: int, params: SamplingParams
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        num_prompt_tokens: int,
+        params: SamplingParams,
+        constraint: TokenConstraint | None = None,
     ) -> None:
         self.request_id = request_id
         self.token_ids: npt.NDArray[np.int32] = np.array(token_ids, dtype=np.int32)
@@ -42,7 +53,11 @@ class RequestState:
         self.sampling_seed = seed_of(request_id) if params.seed is None else params.seed
         self.stop_ids: tuple[int, ...] = ()
         self.has_stop_ids = bool(params.stop_token_ids)
-        self.is_plain = _is_plain(params)
+        self.is_plain = _is_plain(params) and constraint is None
+        self.constraint = constraint
+        self.offered: tuple[int, ...] = ()  # tokens that may follow the newest one
+        self.num_forced = 0  # of these, at the front
+        self.lookup: SuffixLookup | None = None  # where drafts come from, once its answer has begun
         self.num_scored_tokens = 0  # prompt tokens whose log probability was reported (the first has none)
         self.block_size = 1
         self.hash_parent = b""

@@ -1,23 +1,28 @@
-"""Which CPUs and how many threads a worker computes with. Changes the process: call it once, before the first step.
+"""Which CPUs and how many threads a worker computes with. Changes the process: between two steps, on their thread.
 
 There is one OpenMP pool (torch's); the native kernels run in it. By default it has one thread for each core: the
 kernels fill a core's execution units, so an SMT sibling adds nothing and takes half of the cache. More threads than
 CPUs make every parallel region wait for the scheduler of the operating system, and are refused.
 """
 
+import contextlib
 import ctypes
 import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from diptych.control.compute_share import ComputeShare
 from diptych.control.errors import ConfigError
 from diptych.processor import Processor, read_processor
 from diptych.runtime.native import load_native
 
 logger = logging.getLogger(__name__)
+
+TASKS = Path("/proc/self/task")  # a folder for each thread of this process
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +36,12 @@ class ThreadSettings:
     @property
     def processor_words(self) -> str:
         """The processor, with the number of its cores that have a thread."""
-        return self.processor.describe(min(self.num_threads, len(self.processor.cores_of(self.cores))))
+        return self.processor.describe(self.num_cores)
+
+    @property
+    def num_cores(self) -> int:
+        """Cores that have a thread."""
+        return min(self.num_threads, len(self.processor.cores_of(self.cores)))
 
     @property
     def words(self) -> str:
@@ -66,14 +76,48 @@ def configure_threads(
         raise ConfigError(f"threads is {count}; between 1 and {len(chosen)}, the number of CPUs", param="threads")
     if num_threads is not None:
         _warn(count, chosen, processor)
-    if cores is not None and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, chosen)
+    if cores is not None:
+        _pin_process(chosen)
     torch.set_num_threads(count)
     is_placed = cores is not None or count >= len(processor.cores_of(chosen))
     if bind and is_placed and count > 1 and (library := load_native()) is not None:
         places = (ctypes.c_int64 * count)(*processor.spread(chosen)[:count])
         library.functions.diptych_bind_threads(ctypes.addressof(places), count)
     return ThreadSettings(chosen, count, processor)
+
+
+class ThreadPool:
+    """The CPUs and threads of a process that serves, changed while it does (see ComputeDevice)."""
+
+    def __init__(self, settings: ThreadSettings) -> None:
+        self._settings = settings
+
+    @property
+    def share(self) -> ComputeShare:
+        """The present share."""
+        return ComputeShare(self._settings.cores, self._settings.num_threads)
+
+    @property
+    def num_units(self) -> int:
+        """Cores that have a thread."""
+        return self._settings.num_cores
+
+    def resize(self, share: ComputeShare) -> None:
+        """Compute on these CPUs with so many threads from the next step on; results stay the same, bit for bit.
+        Raises ConfigError as ``configure_threads`` does, and then nothing has changed."""
+        settings = self._settings
+        self._settings = configure_threads(share.num_threads, share.cpus, bind=True, processor=settings.processor)
+
+
+def _pin_process(cpus: Iterable[int]) -> None:
+    """All threads of this process may run on these CPUs, also those that it will make. Linux pins threads, not
+    processes: a new thread inherits from the one that makes it."""
+    if not hasattr(os, "sched_setaffinity"):
+        return
+    for thread in TASKS.iterdir() if TASKS.is_dir() else ():
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            os.sched_setaffinity(int(thread.name), cpus)
+    os.sched_setaffinity(0, cpus)
 
 
 def _warn(count: int, chosen: tuple[int, ...], processor: Processor) -> None:

@@ -19,6 +19,8 @@ from diptych.control.errors import ContextLengthError, InvalidRequestError, Over
 from diptych.control.request import DEFAULT_OPTIONS, MAX_SEED, RequestOptions, SamplingParams, Submission
 from diptych.control.slo import Slo
 from diptych.serving.answers.answer_stream import AnswerStream, Generation
+from diptych.serving.answers.grammar.grammar_checker import GrammarChecker, is_installed
+from diptych.serving.answers.grammar.grammar_text import Grammar
 from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.fleet.fleet import Fleet
 from diptych.serving.link.engine_options import EngineOptions
@@ -47,7 +49,10 @@ class AsyncLLM:
         self.timeline = self.fleet.timeline
         self.is_draining = False
         self._long_texts = asyncio.Semaphore(MAX_LONG_TEXTS)
+        self._grammars: GrammarChecker | None = None
         self._streams = self.fleet.streams
+        if self.fleet.misses is not None and self.tokenizer.has_text:
+            self.fleet.misses.decode = partial(self.tokenizer.decode, skip_special_tokens=False)
         fleet_options = self.fleet.fleet
         reads_hashes = fleet_options.cluster.routing.routing == "kv_aware" and len(fleet_options.slots) > 1
         self._needs_hashes = reads_hashes and self.options.memory.prefix_cache
@@ -72,6 +77,8 @@ class AsyncLLM:
         """Stop the workers; requests that still run fail with UnavailableError."""
         self.is_draining = True
         self._streams.fail_all(UnavailableError("the server is shutting down"))
+        if self._grammars is not None:
+            await self._grammars.close()
         await self.fleet.stop()
         self.timeline.close()
 
@@ -187,6 +194,20 @@ class AsyncLLM:
         decode = partial(self.tokenizer.decode, skip_special_tokens=skip_special_tokens, param=param)
         return await self._compute(lambda: [decode(prompt) for prompt in prompts], sum(map(len, prompts)))
 
+    async def try_grammar(self, grammar: Grammar) -> str:
+        """A grammar as SamplingParams take it, when it compiles in time. Raises InvalidRequestError."""
+        if not is_installed():
+            raise InvalidRequestError(
+                f"{grammar.param} needs llguidance: pip install 'diptych[structured]'",
+                param=grammar.param,
+                code="unsupported",
+            )
+        if self._grammars is None:
+            ready, tokenizer = self.require_ready(), self.tokenizer
+            vocab_size = max(ready.vocab_size, tokenizer.vocab_size)
+            self._grammars = GrammarChecker(tokenizer.fast.to_str(), list(ready.eos_token_ids), vocab_size)
+        return await self._grammars.check(grammar)
+
     async def _compute(self, work: Callable[[], Result], size: int) -> Result:
         """The result of ``work``, which runs in a thread when its input is long. Only MAX_LONG_TEXTS at a time: the
         encoding of ten megabytes of text takes a gigabyte of memory."""
@@ -201,8 +222,10 @@ class AsyncLLM:
         sampling: SamplingParams,
         request_id: str | None = None,
         options: RequestOptions = DEFAULT_OPTIONS,
+        shown: Mapping[int, str] = {},
     ) -> Generation:
-        """Send every prompt n times; sequence number i is answer ``i % n`` of prompt ``i // n``."""
+        """Send every prompt n times; sequence number i is answer ``i % n`` of prompt ``i // n``. shown: special tokens
+        that are part of the text."""
         ready = self.require_ready()
         count, limit = len(prompts) * sampling.n, ready.max_waiting + ready.max_num_seqs
         check_count(count, ready)
@@ -222,7 +245,7 @@ class AsyncLLM:
                 raise InvalidRequestError(f"request id {own_id!r} is in use", param="request_id")
             child = replace(sampling, n=1, seed=derive_seed(seed, number))
             prompt = prompts[number // sampling.n]
-            streams.append(AnswerStream(own_id, number, prompt, child, self.tokenizer, options))
+            streams.append(AnswerStream(own_id, number, prompt, child, self.tokenizer, options, shown))
         generation = Generation(request_id, streams)
         self._streams.add(streams)
         try:
@@ -263,8 +286,8 @@ def check_prompt(prompt: Sequence[int], sampling: SamplingParams, ready: Ready) 
         )
     if len(prompt) >= ready.max_model_len:
         raise ContextLengthError(
-            f"the prompt has {len(prompt)} tokens; the context holds {ready.max_model_len}, of which at least 1 is "
-            "for the answer",
+            f"This model's maximum context length is {ready.max_model_len} tokens; the prompt has {len(prompt)}, and "
+            "at least 1 is for the answer",
             param="prompt",
         )
     needed = min(len(prompt) + sampling.max_tokens, ready.max_model_len)

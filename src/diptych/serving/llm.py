@@ -31,6 +31,7 @@ from diptych.serving.link.engine_options import (
     InstructionSetName,
     MemoryOptions,
     QuantizeName,
+    SpeculationName,
 )
 from diptych.serving.output_builder import OutputBuilder
 from diptych.serving.outputs import RequestOutput
@@ -45,8 +46,8 @@ class LLM:
     """A model in this process.
 
     model: a Hugging Face directory or a GGUF file; None takes the bundled one. shape: chunked or unified.
-    kv_cache_bytes None: a share of the free memory. instruction_set, quantize: see DeviceOptions. ``ready`` says what
-    was loaded. Raises ConfigError for what cannot be loaded.
+    kv_cache_bytes None: a share of the free memory. instruction_set, quantize: see DeviceOptions. speculation: see
+    EngineOptions. ``ready`` says what was loaded. Raises ConfigError for what cannot be loaded.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class LLM:
         threads: int | None = None,
         instruction_set: str = "auto",
         quantize: str = "none",
+        speculation: str = "auto",
         shape: str = "chunked",
         max_model_len: int | None = None,
         options: EngineOptions | None = None,
@@ -75,13 +77,13 @@ class LLM:
                 memory=MemoryOptions(),
                 scheduler=shape_preset(cast(ShapeName, shape), max_waiting=2**31),
                 max_model_len=max_model_len,
-                warm_up=False,
+                speculation=cast(SpeculationName, speculation),
             )
         self.options = options
         self.tokenizer = Tokenizer(Path(options.model))
         loaded = load_engine(options, lambda stage, fraction=None: None)
         self.ready = loaded.ready
-        self._engine = LocalEngine(loaded.engine, loaded.runner)
+        self._engine = LocalEngine(loaded.engine, loaded.runner, grammars=loaded.grammars)
         self._open: dict[str, AnswerStream] = {}
         self._num_requests = 0
 
@@ -195,12 +197,12 @@ class LLM:
             if sequence := self._open.get(request_id):
                 sequence.add_prompt_logprobs(first, entries)
         matched = []
-        for request_id, token_id in zip(tokens.request_ids, tokens.token_ids, strict=True):
+        for index, (request_id, token_id) in enumerate(zip(tokens.request_ids, tokens.token_ids, strict=True)):
             if (sequence := self._open.get(request_id)) is None:
                 continue
-            logprobs = tokens.logprobs.get(request_id)
+            logprobs = tokens.logprobs.get(index)
             end = ended.get(request_id)
-            is_stop_token = end is not None and end.reason is FinishReason.STOP
+            is_stop_token = end is not None and end.reason is FinishReason.STOP and tokens.is_last(index)
             if sequence.push(token_id, is_stop_token=is_stop_token, logprobs=logprobs):
                 matched.append(request_id)
             sequence.mark()

@@ -11,7 +11,6 @@ from diptych.control.cluster.cluster_core import ClusterCore
 from diptych.control.cluster.cluster_events import CLUSTER_EVENT_CLASSES, ClusterEvent, Reported
 from diptych.control.cluster.cluster_recording import CLUSTER_FORMAT, CLUSTER_VERSION, CommandChain, commands_summary
 from diptych.control.engine.reports import LoadReport
-from diptych.control.errors import ConfigError
 from diptych.control.events import EVENT_CLASSES
 from diptych.simulation.recordings import read_recording
 from diptych.simulation.replay import Difference
@@ -39,11 +38,9 @@ class ClusterReplayReport:
 def replay_cluster(path: str | Path) -> ClusterReplayReport:
     """Give a fresh ClusterCore the events of the recording, and compare all commands; ends at the first difference.
 
-    Raises ConfigError when the file is no recording, or when it was made with routing costs that are not ours.
+    Raises ConfigError when the file is no recording.
     """
     recording = read_recording(Path(path), {CLUSTER_FORMAT: (CLUSTER_VERSION,)})
-    if costs := recording.header.get("extra_costs"):
-        raise ConfigError(f"{path} was recorded with the extra routing costs {', '.join(costs)}", param="path")
     report = ClusterReplayReport(
         recording.path, recording.diptych, msgspec.convert(recording.header["config"], ClusterConfig)
     )

@@ -48,7 +48,8 @@ class EventLog:
         is_decode = step.num_decodes > 0 and not step.prefills
         if run is not None:
             follows = run.end_ns == step.start_ns and run.step_id + run.num_steps == step.step_id
-            if is_decode and follows and run.num_decodes == step.num_decodes:
+            is_plain = not (run.extra or step.extra)
+            if is_decode and follows and is_plain and run.num_decodes == step.num_decodes:
                 self._runs[worker] = replace(run, end_ns=step.end_ns, num_steps=run.num_steps + step.num_steps)
                 return
             self._entries.append((worker, run))

@@ -12,7 +12,7 @@ file and on the command line alike:
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -30,8 +30,9 @@ OF_MEMORY = ("kv_cache_tokens", "kv_cache_bytes", "gpu_memory_utilization")  # o
 
 class PoolSettings(SettingsTable, frozen=True, kw_only=True):
     """Equal replicas. role: what their workers do (None: the one that the pool's name begins with, else both).
-    price_per_hour: of one device, in USD (None: as the catalogue has it). Everything else replaces the setting of that
-    name of the fleet, or of its table ``memory``; what is None, or left out of ``scheduler``, is the fleet's own."""
+    price_per_hour: of one device, in USD (None: as the catalogue has it). dtype, cores: for ``diptych serve --fleet``,
+    which reads the same file; the simulator leaves them aside. Everything else replaces the setting of that name of the
+    fleet, or of its table ``memory``; what is None, or left out of ``scheduler``, is the fleet's own."""
 
     role: Role | None = None
     replicas: AtLeastZero = 1
@@ -46,6 +47,9 @@ class PoolSettings(SettingsTable, frozen=True, kw_only=True):
     kv_cache_tokens: AtLeastOne | None = None
     kv_cache_bytes: AtLeastOne | None = None
     gpu_memory_utilization: Share | None = None
+    max_model_len: Annotated[int, msgspec.Meta(ge=2)] | None = None
+    dtype: Literal["auto", "bfloat16", "float32"] | None = None
+    cores: str | AtLeastOne | None = None
     shape: ShapeName | None = None
     scheduler: SchedulerSettings = SchedulerSettings()
     nics: AtLeastOne | None = None
@@ -53,7 +57,7 @@ class PoolSettings(SettingsTable, frozen=True, kw_only=True):
 
     def changes(self) -> dict[str, Any]:
         """What it changes of the fleet's settings, by name."""
-        names = (*PARALLEL.values(), "hardware", "cost", "weight_bits", "quantize", "shape")
+        names = (*PARALLEL.values(), "hardware", "cost", "weight_bits", "quantize", "shape", "max_model_len")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def memory_changes(self) -> dict[str, Any]:

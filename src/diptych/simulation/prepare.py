@@ -127,11 +127,29 @@ def fleet_pools(settings: "Settings", pools: Sequence[PreparedPool]) -> Pools | 
         link=network.link,
         num_hosts=network.hosts,
         stall_ns=round(network.stall_ms * NS_PER_MS),
-        named=tuple(_as_pool(pool, network.nics) for pool in pools),
+        named=tuple(_as_pool(pool, network.nics, copy) for pool, copy in zip(pools, _copies(pools), strict=True)),
     )
 
 
-def _as_pool(pool: PreparedPool, nics: int) -> Pool:
+def _copies(pools: Sequence[PreparedPool]) -> list[int]:
+    """Pools with equal weights have one number. Raises ConfigError for weights with which a phase cannot be done."""
+    precisions = [pool.choice.weights for pool in pools]
+    kinds = [own and (own.layers, own.head, own.experts) for own in precisions]
+    for kind in dict.fromkeys(kinds):
+        members = [pool for pool, own in zip(pools, kinds, strict=True) if own == kind]
+        roles = {pool.role for pool in members}
+        for role, missing in (("prefill", "decode"), ("decode", "prefill")):
+            if roles == {role}:
+                names = ", ".join(pool.name for pool in members)
+                raise ConfigError(
+                    f"no pool can {missing} with the weights of {names}: KV of other weights is never handed over",
+                    param="pools",
+                )
+    numbers = list(dict.fromkeys(kinds))
+    return [numbers.index(kind) for kind in kinds]
+
+
+def _as_pool(pool: PreparedPool, nics: int, model_copy: int) -> Pool:
     """KV in another cut is read and written once more by the devices that hold it (assumed: at their full memory
     bandwidth, all at once)."""
     assert pool.hardware is not None, "a calibration has no pools"
@@ -148,6 +166,7 @@ def _as_pool(pool: PreparedPool, nics: int) -> Pool:
         relayout_bytes_per_s=int(pool.hardware.memory_bandwidth) * holders // 2,
         swap_block_ns=pool.swap_block_ns,
         copy_block_ns=pool.copy_block_ns,
+        model_copy=model_copy,
     )
 
 

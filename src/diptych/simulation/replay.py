@@ -3,7 +3,7 @@
 Only its public methods are called, and only with inputs of the recording.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from diptych.control.errors import ConfigError, RequestError
 from diptych.control.events import Event, RequestFinished, StepFinished
 from diptych.control.request import FinishReason, Request, RequestOptions, Standing
 from diptych.control.slo import Slo
-from diptych.control.step import SchedulerOutput, StepFeatures, StepResult
+from diptych.control.step import Extra, Offer, SchedulerOutput, StepFeatures, StepResult
 from diptych.simulation.collector import Collector
 from diptych.simulation.recordings import read_recording
 from diptych.simulation.results import GapHistogram, RequestTable, SimulationResult, WorkerUsage
@@ -40,7 +40,8 @@ class Difference:
 @dataclass(slots=True)
 class ReplayReport:
     """What came out of a replay. ``result`` describes the requests and steps up to the first difference, with the
-    clock at 0 at the first input. is_complete: the recording has its closing line."""
+    clock at 0 at the first input. is_complete: the recording has its closing line. terms_ns: of the step-time model at
+    its end."""
 
     path: Path
     diptych: str  # version that wrote it
@@ -50,6 +51,7 @@ class ReplayReport:
     num_aborted: int = 0
     is_complete: bool = False
     difference: Difference | None = None
+    terms_ns: tuple[float, ...] = ()
     result: SimulationResult = field(default_factory=lambda: SimulationResult(RequestTable(), GapHistogram(), [], 0))
 
     @property
@@ -76,14 +78,15 @@ def recorded_steps(path: Path) -> RecordedSteps:
     return RecordedSteps(config, warm_up, list(measured_steps(rows)))
 
 
-def replay(path: str | Path) -> ReplayReport:
-    """Give a fresh engine the inputs of the recording and compare every plan; ends at the first difference.
+def replay(path: str | Path, on_events: Callable[[list[Event]], None] | None = None) -> ReplayReport:
+    """Give a fresh engine the inputs of the recording and compare every plan; ends at the first difference. on_events:
+    called with what the engine reports.
 
     Raises ConfigError when the file is no recording.
     """
     recording = read_recording(Path(path), {FORMAT: READABLE})
     report = ReplayReport(recording.path, recording.diptych, msgspec.convert(recording.header["config"], EngineConfig))
-    worker = _ReplayedEngine(report)
+    worker = _ReplayedEngine(report, on_events)
     for line, row in enumerate(recording.rows(), 2):
         try:
             difference = worker.apply(row, line)
@@ -102,7 +105,8 @@ def replay(path: str | Path) -> ReplayReport:
 class _ReplayedEngine:
     """A core on its way through a recording, and what it did."""
 
-    def __init__(self, report: ReplayReport) -> None:
+    def __init__(self, report: ReplayReport, on_events: Callable[[list[Event]], None] | None = None) -> None:
+        self._on_events = on_events
         self.core = EngineCore(report.config)
         self.now = 0
         self._report = report
@@ -162,6 +166,8 @@ class _ReplayedEngine:
                 core.observe(StepFeatures(*features), duration_ns)
             case ["configure", scheduler]:
                 core.configure(msgspec.convert(scheduler, SchedulerConfig))
+            case ["rescale", ratio]:
+                core.rescale(ratio)
             case ["refuse", *fields]:  # version 3
                 return self._refuse(*fields, line=line)
             case ["closed", *_]:
@@ -176,6 +182,7 @@ class _ReplayedEngine:
         result.requests, result.gaps = self._collector.requests, self._collector.gaps
         result.duration_ns = self.now - (self._start_ns or 0)
         result.workers = [self._usage]
+        self._report.terms_ns = self.core.model.coefficients
 
     def _tick(self, now: int) -> None:
         if self._start_ns is None:
@@ -242,7 +249,14 @@ class _ReplayedEngine:
         return Difference(line, self.now, describe(expected), here, text)
 
     def _end(
-        self, step_id: int, stopped: list[Any], full_blocks: list[Any], failed: list[Any], repeats: list[Any]
+        self,
+        step_id: int,
+        stopped: list[Any],
+        full_blocks: list[Any],
+        failed: list[Any],
+        repeats: list[Any],
+        extra: Sequence[Any] = (),
+        offers: Sequence[Any] = (),
     ) -> None:
         num_steps, last_start_ns = repeats or (1, None)
         result = StepResult(
@@ -250,6 +264,8 @@ class _ReplayedEngine:
             stopped=tuple((request_id, FinishReason(reason)) for request_id, reason in stopped),
             full_blocks=tuple((request_id, block_hash.encode()) for request_id, block_hash in full_blocks),
             failed=tuple((request_id, message) for request_id, message in failed),
+            extra=tuple(Extra(*fields) for fields in extra),
+            offers=tuple(Offer(request_id, tuple(chances)) for request_id, chances in offers),
         )
         events = self.core.end_step(result, self.now, num_steps=num_steps, last_start_ns=last_start_ns)
         self._take(events, self._output)
@@ -257,6 +273,8 @@ class _ReplayedEngine:
     def _take(self, events: list[Event], output: SchedulerOutput | None = None) -> None:
         """Note what happened; ``output``: the plan of the step that ended."""
         self._collector.take(0, events, output, self._usage)
+        if self._on_events is not None:
+            self._on_events(events)
         for event in events:
             if isinstance(event, StepFinished):
                 self._note_step(event)
@@ -267,7 +285,7 @@ class _ReplayedEngine:
     def _note_step(self, event: StepFinished) -> None:
         usage, duration_ns = self._usage, event.end_ns - event.start_ns
         tokens = sum(count for _, _, count in event.prefills)
-        usage.add_step(tokens, event.num_decodes, event.num_steps, duration_ns)
+        usage.add_step(tokens, event.num_decodes, event.num_steps, duration_ns, event.num_extra_tokens)
         blocks = round(self.core.stats().kv_usage * usage.num_blocks)
         usage.add_blocks(blocks, blocks, duration_ns)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from diptych.control.errors import ErrorRecord
 from diptych.control.events import RequestFinished
+from diptych.control.misses.miss_summary import MissSummary
 from diptych.control.request import FinishReason
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 from diptych.report.statistics import PERCENTILES, distribution_ms
@@ -110,10 +111,13 @@ class WorkerUsage:
     num_preemptions: int = 0
     down_ns: int = 0  # crashed or hung
 
-    def add_step(self, prefill_tokens: int, num_decodes: int, num_steps: int, duration_ns: int) -> None:
-        """Steps of one kind in a row; a step without prompt tokens counts as decode."""
+    def add_step(
+        self, prefill_tokens: int, num_decodes: int, num_steps: int, duration_ns: int, num_extra_tokens: int = 0
+    ) -> None:
+        """Steps of one kind in a row; a step without prompt tokens counts as decode. num_extra_tokens: that streams got
+        beside one each."""
         self.num_steps += num_steps
-        self.decode_tokens += num_decodes * num_steps
+        self.decode_tokens += num_decodes * num_steps + num_extra_tokens
         if not prefill_tokens:
             self.busy_decode_ns += duration_ns
         elif num_decodes:
@@ -175,6 +179,7 @@ class SimulationResult:
     duration_ns: int  # from 0 to the last event
     num_events: int = 0  # events handled by the environment
     wall_s: float = 0.0  # what the simulation itself took
+    misses: MissSummary | None = None  # what prefills were spent on; where misses were explained
     hit_error: float | None = None  # of routing kv_aware: |predicted - actual| cached share of the prompt tokens
 
 

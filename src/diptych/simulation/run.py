@@ -41,6 +41,7 @@ def simulate_with_log(scenario: Scenario, progress: Progress | None = None) -> t
         workers=[worker.usage for worker in cluster.workers],
         duration_ns=cluster.last_end_ns,
         hit_error=cluster.hit_error,
+        misses=cluster.misses.summary if cluster.misses else None,
         num_events=cluster.environment.num_events,
         wall_s=time.perf_counter() - begun,
     )

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 
 from diptych.control.admission.admission_config import AdmissionConfig, ServiceClassConfig
 from diptych.control.cluster.cluster_config import ClusterConfig
+from diptych.control.compute_share import ComputeShare
 from diptych.control.config import EngineConfig, SchedulerConfig
 from diptych.control.errors import ConfigError
 from diptych.control.router.routing import RoutingConfig, RoutingName
@@ -11,6 +12,7 @@ from diptych.control.router.topology import LinkCost, LinkCosts, Role
 from diptych.control.step import StepFeatures
 from diptych.simulation.costs.cost_model import CostModel
 from diptych.simulation.faults import Fault, Watch
+from diptych.simulation.fleet.guesses import Guesses
 from diptych.simulation.fleet.links import LINKS
 from diptych.simulation.fleet.pools import Pools
 from diptych.simulation.front_end import FrontEnd
@@ -29,14 +31,15 @@ def load_balancer(routing: RoutingName = "least_loaded") -> ClusterConfig:
 
 @dataclass(frozen=True, slots=True)
 class WorkerChange:
-    """From ``at_ns`` on a worker is meant for other work, schedules by other settings, or is drained or used again
-    (None: as before)."""
+    """From ``at_ns`` on a worker is meant for other work, schedules by other settings, is drained or used again, or
+    computes on another share (None: as before). Where workers give units to each other, the giver comes first."""
 
     at_ns: int
     worker: int
     role: Role | None = None
     scheduler: SchedulerConfig | None = None
     is_draining: bool | None = None
+    share: ComputeShare | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +53,10 @@ class Scenario:
     pools that have none of their own). warm_up: measured steps that the step-time model begins with, as a live worker's
     does (empty: the usual ones, at what the cost model says). front_end: what passes before a request reaches the
     cluster; part of its queueing time. swap_block_ns: copying one block between device and host, one after the other.
-    watch: how failures are noticed.
+    watch: how failures are noticed. shares: what each worker computes on at first, for which its cost model holds; on
+    other shares steps take longer or shorter in inverse proportion to the units (empty: of whole devices).
+    explain_misses: find out what every prefill was spent on. guesses: of tokens to come (None: steps compute one token
+    of a stream).
     """
 
     engine: EngineConfig
@@ -68,6 +74,9 @@ class Scenario:
     swap_block_ns: int = 0
     warm_up: tuple[tuple[StepFeatures, int], ...] = ()
     watch: Watch = field(default_factory=Watch)
+    shares: tuple[ComputeShare, ...] = ()
+    guesses: Guesses | None = None
+    explain_misses: bool = False
 
     def __post_init__(self) -> None:
         changes = ((change.role, change.is_draining) for change in self.worker_changes)
@@ -78,6 +87,10 @@ class Scenario:
             object.__setattr__(self, "num_workers", self.pools.num_workers)
         if self.num_workers < 1:
             raise ConfigError(f"num_workers is {self.num_workers}; it must be at least 1", param="num_workers")
+        if len(self.shares) not in (0, self.num_workers):
+            raise ConfigError(f"{len(self.shares)} shares for {self.num_workers} workers", param="shares")
+        if not self.shares and any(change.share is not None for change in self.worker_changes):
+            raise ConfigError("a worker can change its share only where shares are given", param="worker_changes")
 
     @property
     def cluster_config(self) -> ClusterConfig:

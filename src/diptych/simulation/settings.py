@@ -18,12 +18,13 @@ import msgspec.structs
 from diptych.control.cluster.cluster_config import ClusterConfig, OnFailure, cluster_config
 from diptych.control.config import ShapeName
 from diptych.control.errors import ConfigError
-from diptych.control.router.routing import Disaggregate, RoutingName
+from diptych.control.router.routing import Deflection, Disaggregate, RoutingName
 from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo
 from diptych.simulation.context_skew import context_skew
 from diptych.simulation.costs.cost_choice import CostChoice
 from diptych.simulation.costs.fitted import Calibration
 from diptych.simulation.faults import FAULTS, MESSAGE_FAULTS, WORKER_FAULTS, Fault, FaultKind, Watch, random_faults
+from diptych.simulation.fleet.guesses import Guesses
 from diptych.simulation.fleet.pools import Pools
 from diptych.simulation.number_limits import AtLeastOne, AtLeastZero, NotNegative, Positive, Share
 from diptych.simulation.parallelism import Parallelism
@@ -93,6 +94,21 @@ class RandomFaultSettings(SettingsTable, frozen=True, kw_only=True):
     mean_duration_s: Positive = 5.0
 
 
+class SpeculationSettings(SettingsTable, frozen=True, kw_only=True):
+    """Guessed tokens; see fleet/guesses.py. coverage: share of the tokens behind which there is a guess (0: nothing is
+    guessed). acceptance: probability that a guessed token is right when those before it are."""
+
+    coverage: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    acceptance: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+
+    def guesses(self) -> Guesses | None:
+        """The acceptance model. Raises ConfigError for one half of it."""
+        if bool(self.coverage) != (self.acceptance is not None):
+            words = f"speculation.coverage is {self.coverage:g} and speculation.acceptance is {self.acceptance}"
+            raise ConfigError(f"{words}; to guess tokens, set both", param="speculation")
+        return Guesses(self.coverage, self.acceptance) if self.acceptance is not None else None
+
+
 class Settings(SettingsTable, frozen=True, kw_only=True):
     """One simulation. model: a name of the catalogue, or a config.json. hardware: a name of the catalogue, a file in
     its format, or a table (hardware.py). Neither is needed when ``cost`` is a file of ``diptych calibrate``.
@@ -100,7 +116,7 @@ class Settings(SettingsTable, frozen=True, kw_only=True):
     defaults). weight_bits: of a GPU (None: what the checkpoint has). quantize: on a CPU, as for ``diptych serve``; with
     a calibration it may only agree with what was measured (None: that, or "none"). engine: one of serving_engine.py,
     whose host prepares the steps and whose front end takes the requests (None: as the cost model has it). admit_all:
-    refuse no request, however long it would wait."""
+    refuse no request, however long it would wait. explain_misses: say what prefills were spent on."""
 
     model: str | None = None
     hardware: str | dict[str, Any] | None = None
@@ -117,15 +133,18 @@ class Settings(SettingsTable, frozen=True, kw_only=True):
     replicas: AtLeastOne = 1
     routing: RoutingName | None = None
     disaggregate: Disaggregate | None = None
+    deflection: Deflection | None = None
     on_failure: OnFailure | None = None
     max_untouched_per_worker: AtLeastZero | None = None
     max_queued: AtLeastOne | None = None
     admit_all: bool = False
+    explain_misses: bool = False
     max_model_len: Annotated[int, msgspec.Meta(ge=2)] | None = None
     seed: int = 0
     scheduler: SchedulerSettings = SchedulerSettings()
     memory: MemorySettings = MemorySettings()
     slo: SloSettings = SloSettings()
+    speculation: SpeculationSettings = SpeculationSettings()
     workload: WorkloadConfig = WorkloadConfig()
     pools: PoolsSettings = PoolsSettings()
     faults: tuple[FaultSettings, ...] = ()
@@ -275,8 +294,10 @@ def prepare(settings: Settings, *, record_events: bool = False, most_recorded: i
         pools=fleet,
         front_end=first.choice.front_end,
         swap_block_ns=first.swap_block_ns,
+        guesses=settings.speculation.guesses(),
         warm_up=source.warm_up if isinstance(source, Calibration) else (),
         seed=settings.seed,
+        explain_misses=settings.explain_misses,
         record_events=record_events and (most_recorded is None or len(workload) <= most_recorded),
     )
     return Prepared(scenario, pools)
@@ -308,6 +329,7 @@ def _cluster(settings: Settings) -> ClusterConfig:
     config = cluster_config(
         routing=settings.routing,
         disaggregate=settings.disaggregate,
+        deflection=settings.deflection,
         on_failure=settings.on_failure,
         max_untouched_per_worker=settings.max_untouched_per_worker,
         max_queued=settings.max_queued,

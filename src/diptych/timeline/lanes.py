@@ -162,13 +162,14 @@ class Lane:
             if stay := self._stays.get(request_id):
                 stay.chunk_end_ns = step.end_ns
         run = self._run
-        same_batch = run is not None and not step.prefills and step.num_decodes == run.num_decodes
+        is_plain = not step.prefills and not step.extra
+        same_batch = run is not None and is_plain and step.num_decodes == run.num_decodes
         if run is not None and same_batch and step.start_ns == run.end_ns:
             self._run = replace(run, end_ns=step.end_ns)
             self._run_steps += step.num_steps
             return
         self._end_run()
-        if step.prefills or not self.joins_runs:
+        if not is_plain or not self.joins_runs:
             self._draw_step(step, step.num_steps, held)
         else:
             self._run, self._run_steps, self._run_held = step, step.num_steps, held
@@ -192,6 +193,9 @@ class Lane:
             "decode_context": step.decode_context,
             "predicted_ms": step.predicted_ns / 1e6,
         }
+        if step.extra:
+            details["guessed_tokens"] = sum(extra.num_tokens for extra in step.extra)
+            details["guessed_right"] = step.num_extra_tokens
         self.out.append(
             self._base("X", phase, start, tid=STEPS_LANE, dur=(end - start) / 1000, cname=COLOURS[phase], args=details)
         )

@@ -26,6 +26,7 @@ from diptych.control.events import (
 )
 from diptych.control.request import FinishReason, RequestOptions
 from diptych.control.slo import LatencyBreakdown
+from diptych.control.step import Extra
 from diptych.timeline.lanes import phase_of
 from diptych.timeline.roster import Changes
 
@@ -63,7 +64,8 @@ _NAMES = {cls: name for name, cls in _CLASSES.items()}
 
 class StepRecord(msgspec.Struct, frozen=True, gc=False, tag_field="kind", tag="step", omit_defaults=True):
     """One step. prefills: (request, first token, tokens). joined, left: changes of the decode batch since the worker's
-    step before (first take away, then add); in a step with num_decodes 0 the whole batch had to wait."""
+    step before (first take away, then add); in a step with num_decodes 0 the whole batch had to wait. extra: (request,
+    tokens computed besides its newest one, of these right, of these forced), of those of the batch that had any."""
 
     sequence: int
     worker: int
@@ -78,6 +80,7 @@ class StepRecord(msgspec.Struct, frozen=True, gc=False, tag_field="kind", tag="s
     epochs: tuple[int, ...] = ()  # of the prefills' requests, unless all are 0
     joined: AttemptIds = ()
     left: AttemptIds = ()
+    extra: tuple[tuple[str, int, int, int], ...] = ()
 
 
 class RequestRecord(msgspec.Struct, frozen=True, gc=False, tag_field="kind", tag="request", omit_defaults=True):
@@ -108,7 +111,8 @@ class TransferRecord(msgspec.Struct, frozen=True, gc=False, tag_field="kind", ta
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, gc=False, tag_field="kind", tag="worker", omit_defaults=True):
-    """A worker changed its state; left: the requests that were in its decode batch, when it holds none any more."""
+    """A worker changed its state, its role or its compute units; left: the requests that were in its decode batch, when
+    it holds none any more. computes_on: its units, in words ("": the whole device)."""
 
     sequence: int
     worker: int
@@ -117,6 +121,32 @@ class WorkerRecord(msgspec.Struct, frozen=True, gc=False, tag_field="kind", tag=
     role: str = ""
     detail: str = ""
     left: AttemptIds = ()
+    computes_on: str = ""
+
+
+class AnswerRecord(msgspec.Struct, frozen=True, gc=False, tag_field="kind", tag="answer", omit_defaults=True):
+    """An answer as the front end saw it, at its end. worker: that fed it last. submitted_ns: its prompt was tokens by
+    then. first_token_ns, last_token_ns: they came to the front end (0: there was none). unread_ns: how long tokens
+    waited because the client did not read; unsent_bytes: what it had not taken at the end. ttft_slo_ns, tpot_slo_ns:
+    its own objectives (0: none). cpu_wait_ns: of its worker until then (see EngineStats)."""
+
+    sequence: int
+    worker: int
+    time_ns: int
+    request_id: str
+    submitted_ns: int
+    first_token_ns: int = 0
+    last_token_ns: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    reason: str = ""
+    unread_ns: int = 0
+    ttft_slo_ns: int = 0
+    tpot_slo_ns: int = 0
+    service_class: str = "standard"
+    unsent_bytes: int = 0
+    cpu_wait_ns: int = 0
 
 
 class GapRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="gap"):
@@ -141,7 +171,7 @@ class HeaderRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="header"):
     decoding: Decoding
 
 
-Record = StepRecord | RequestRecord | TransferRecord | WorkerRecord
+Record = StepRecord | RequestRecord | TransferRecord | WorkerRecord | AnswerRecord
 
 
 def split_attempt_id(attempt_id: str) -> tuple[str, int]:
@@ -179,6 +209,12 @@ def step_record(sequence: int, worker: int, step: StepFinished, changes: Changes
         epochs,
         requests_of(changes[0]),
         requests_of(changes[1]),
+        tuple(
+            [
+                (split_attempt_id(extra.request_id)[0], extra.num_tokens, extra.num_accepted, extra.num_forced)
+                for extra in step.extra
+            ]
+        ),
     )
 
 
@@ -189,7 +225,7 @@ def request_record(sequence: int, worker: int, event: Milestone) -> RequestRecor
 
 
 def event_of(record: StepRecord | RequestRecord) -> StepFinished | Milestone:
-    """The event that a record was made of."""
+    """The event that a record was made of (but for the epochs of ``extra``)."""
     if isinstance(record, StepRecord):
         epochs = record.epochs or (0,) * len(record.prefills)
         prefills = tuple(
@@ -198,8 +234,9 @@ def event_of(record: StepRecord | RequestRecord) -> StepFinished | Milestone:
         )
         times = (record.start_ns, record.end_ns)
         return StepFinished(
-            record.step_id, *times, prefills, record.num_decodes, record.decode_context, record.predicted_ns
-        )
+            record.step_id, *times, prefills, record.num_decodes, record.decode_context, record.predicted_ns,
+            extra=tuple(Extra(*fields) for fields in record.extra),
+        )  # fmt: skip
     attempt_id, detail = attempt_id_of(record.request_id, record.epoch), dict(record.detail)
     if record.what == "finished":
         names = ("queue_ns", "prefill_ns", "decode_ns", "num_output_tokens", "handoff_ns")

@@ -10,10 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import msgspec
+
 from diptych.control.errors import ConfigError, OverloadedError
 from diptych.control.events import Event, FirstToken, HandoffReserved, StepFinished
 from diptych.timeline.records import (
     MAX_MESSAGE,
+    AnswerRecord,
     Decoding,
     GapRecord,
     HeaderRecord,
@@ -91,14 +94,16 @@ class Timeline:
                 self._follow(worker, event, roster)
                 self._append(request_record(self.next_sequence, worker, event))
 
-    def on_worker(self, worker: int, state: str, now: int, *, role: str = "", detail: str = "") -> None:
+    def on_worker(
+        self, worker: int, state: str, now: int, *, role: str = "", detail: str = "", computes_on: str = ""
+    ) -> None:
         """A worker's state at ``now``: starting, ready, draining, lost, stopped. role: prefill, decode or both ("": as
-        before)."""
+        before). computes_on: see WorkerRecord."""
         known = self.workers.get(worker)
         role = role or (known.role if known else "")
         roster = self._rosters.setdefault(worker, Roster())
         left = () if state in RUNNING_STATES else requests_of(roster.clear())
-        record = WorkerRecord(self.next_sequence, worker, now, state, role, detail[:MAX_MESSAGE], left)
+        record = WorkerRecord(self.next_sequence, worker, now, state, role, detail[:MAX_MESSAGE], left, computes_on)
         self.workers[worker] = record
         self._append(record)
 
@@ -118,6 +123,10 @@ class Timeline:
                 epoch,
             )
         )
+
+    def on_answer(self, answer: AnswerRecord) -> None:
+        """An answer has ended in the front end (its ``sequence`` is set here)."""
+        self._append(msgspec.structs.replace(answer, sequence=self.next_sequence))
 
     def since(self, sequence: int, limit: int | None = None) -> list[Record]:
         """Records with larger numbers that are still held, oldest first."""

@@ -54,6 +54,10 @@ class PanelWorker:
             if call.packs and len(body) >= GZIP_LEAST:
                 return Reply(body=gzip.compress(body, GZIP_LEVEL, mtime=0), is_packed=True)
             return Reply(body=body)
+        if call.kind == "diagnosis":
+            from diptych.diagnosis.live_diagnosis import live_diagnosis
+
+            return Reply(body=live_diagnosis(call.body))
         if call.kind == "begin":
             events = steps(read(ChooseQuery, call.query))
             first = next(events)

@@ -57,8 +57,8 @@ class Row:
             number = float(value)  # type: ignore[arg-type]
         except (TypeError, ValueError):
             raise self.error(name, value, "it must be a number") from None
-        if isinstance(value, bool) or not 0 <= number < 1e9:
-            raise self.error(name, value, "it must be in [0, 1e9)")
+        if isinstance(value, bool) or not 0 <= number < 9e9:
+            raise self.error(name, value, "it must be in [0, 9e9)")
         return number
 
     def text(self, name: str) -> str:

@@ -18,6 +18,8 @@ class RequestSpec:
     Empty: nothing is shared.
     kind: the class that reports group by (for example "chat", "long"). session: turns of one conversation.
     abort_after_ns: the client goes away this long after it asked.
+    is_running: its prompt was computed before it comes: it begins as a stream of a worker that decodes, which needs
+    blocks for it and nothing else.
     """
 
     arrival_ns: int
@@ -31,6 +33,7 @@ class RequestSpec:
     kind: str = ""
     session: int = -1
     abort_after_ns: int | None = None
+    is_running: bool = False
 
 
 class Workload(Protocol):

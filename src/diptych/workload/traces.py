@@ -28,6 +28,9 @@ COLUMNS = ("arrival_ns", "prompt_tokens", "output_tokens", "hash_ids", "labels",
 LENGTHS = {"azure": "GeneratedTokens", "mooncake": "output_length", "own": "output_tokens"}
 
 
+FIRST_DATE_NS = 10**9 * NS_PER_S  # an arrival from here on (2001) is a time since 1970
+
+
 @dataclass(frozen=True, slots=True)
 class Label:
     """What many rows have in common."""
@@ -208,7 +211,8 @@ class _Columns:
     def to_trace(self, name: str, form: str) -> Trace:
         """In order of arrival; recorded dates start at 0."""
         order = sorted(range(len(self.rows)), key=lambda index: self.rows[index][0])
-        origin = self.rows[order[0]][0] if form == "azure" else 0
+        first_ns = self.rows[order[0]][0]
+        origin = first_ns if form == "azure" or first_ns >= FIRST_DATE_NS else 0
         return Trace(
             name,
             array("q", (self.rows[index][0] - origin for index in order)),

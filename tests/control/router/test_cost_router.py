@@ -1,15 +1,15 @@
 """Which workers serve a request: the costs, the pairs, and what the front end remembers."""
 
 import random
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from diptych.control.engine.reports import LoadReport
 from diptych.control.errors import ConfigError
-from diptych.control.request import RequestOptions, Submission
+from diptych.control.request import Submission
 from diptych.control.router.cost_router import CostRouter
 from diptych.control.router.costs import (
     LASTING,
@@ -25,8 +25,7 @@ from diptych.control.router.costs import (
     work_ns,
 )
 from diptych.control.router.hit_watch import MIN_ADMISSIONS, WINDOW, HitWatch
-from diptych.control.router.output_length import OutputLengthClasses
-from diptych.control.router.routing import ExtraCost, Route, RoutingConfig, RoutingRequest
+from diptych.control.router.routing import Route, RoutingConfig, RoutingRequest
 from diptych.control.router.topology import Level, LinkCost, LinkCosts, Role, WorkerInfo, level
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 
@@ -56,11 +55,9 @@ def ask(
     *,
     hashes: tuple[bytes, ...] = (),
     hands_off: bool = True,
-    service_class: str = "standard",
     **more: Any,
 ) -> RoutingRequest:
-    options = RequestOptions(service_class=service_class)
-    return RoutingRequest(Submission(request_id, tokens, answer, hashes, options, hands_off), **more)
+    return RoutingRequest(Submission(request_id, tokens, answer, hashes, hands_off=hands_off), **more)
 
 
 def route(router: CostRouter, request: RoutingRequest, now: int = 0) -> Route:
@@ -99,15 +96,12 @@ def brute_force(router: CostRouter, request: RoutingRequest, answer: int, now: i
     longest = (num_tokens - 1) // SIZE * SIZE
     held = [min(matched * SIZE, longest) for matched in router.index.matches(request.submission.hashes, now)]
 
-    def fee_ns(worker: WorkerInfo) -> int:
-        return sum(extra.extra_ns(request, worker) for extra in router._config.extra_costs)
-
     costs = []
     for p, source in enumerate(workers):
         prices, left = views[p].prices, num_tokens - held[p]
         memory = prices.block * -(-(left + answer) // SIZE)
         own = queue_ns(prices, now) + prompt_ns(prices, left, held[p])
-        costs.append(own + answer_ns(prices, num_tokens, answer) + memory + fee_ns(source))
+        costs.append(own + answer_ns(prices, num_tokens, answer) + memory)
         for d, target in enumerate(workers):
             if p == d or source.role == "decode" or target.role == "prefill" or source.role == target.role == "both":
                 continue
@@ -119,22 +113,11 @@ def brute_force(router: CostRouter, request: RoutingRequest, answer: int, now: i
             work = work_ns(prices, num_tokens - cached, cached)
             cost += links.exposed_ns(level(source, target), num_tokens - held[d], int(work))
             cost += there.memory + answer_ns(there, num_tokens, answer)
-            cost += fee_ns(source) + fee_ns(target)
             costs.append(cost + there.block * -(-(num_tokens + answer - held[d]) // SIZE))
     return min(costs)
 
 
-@dataclass(frozen=True)
-class HostFee:
-    """An ExtraCost of one file: some hosts cost more, and long prompts more of it."""
-
-    fees_ns: Mapping[str, int]
-
-    def extra_ns(self, request: RoutingRequest, worker: WorkerInfo) -> int:
-        return self.fees_ns.get(worker.host, 0) * (1 + request.num_prompt_tokens // 100)
-
-
-def random_fleet(rng: random.Random, *extra_costs: ExtraCost) -> CostRouter:
+def random_fleet(rng: random.Random) -> CostRouter:
     """Any roles, hosts, memory domains, prices, loads and caches."""
     infos = []
     for number in range(rng.randrange(2, 14)):
@@ -142,7 +125,7 @@ def random_fleet(rng: random.Random, *extra_costs: ExtraCost) -> CostRouter:
         role: Role = rng.choice(("prefill", "decode", "both"))
         infos.append(WorkerInfo(number, role, 1000, SIZE, f"h{host}", rng.choice((None, host))))
     links = LinkCosts(bytes_per_token=rng.choice((0, 1000, 100_000)))
-    router = CostRouter(RoutingConfig(links=links, extra_costs=extra_costs))
+    router = CostRouter(RoutingConfig(links=links))
     for info in infos:
         router.set_up(info)
         report = LoadReport(
@@ -154,14 +137,13 @@ def random_fleet(rng: random.Random, *extra_costs: ExtraCost) -> CostRouter:
     return router
 
 
-@pytest.mark.parametrize("fees_ns", [{}, {"h0": 3 * NS_PER_MS, "h2": 40 * NS_PER_MS}], ids=["plain", "extra costs"])
 @pytest.mark.parametrize("seed", range(40))
-def test_no_way_to_serve_a_request_is_cheaper_than_the_one_chosen(seed: int, fees_ns: dict[str, int]) -> None:
+def test_no_way_to_serve_a_request_is_cheaper_than_the_one_chosen(seed: int) -> None:
     rng = random.Random(seed)
-    router = random_fleet(rng, *([HostFee(fees_ns)] if fees_ns else []))
+    router = random_fleet(rng)
     for number in range(15):
         request = ask(str(number), rng.randrange(1, 600), rng.randrange(2, 200), hashes=blocks(*range(40)))
-        answer = router.lengths.expected(router.lengths.name("standard", request.num_prompt_tokens), request.max_tokens)
+        answer = max(1, min(request.num_expected, request.max_tokens))
         least_ns = brute_force(router, request, answer, number)
         assert abs(route(router, request, number).cost_ns - least_ns) <= 1 + least_ns * 1e-9
 
@@ -187,7 +169,7 @@ def test_nothing_is_left_when_all_have_ended(seed: int) -> None:
         else:
             router.on_first_token(name)
     for name, _ in running:
-        router.on_ended(name, None)
+        router.on_ended(name)
     assert not router._sent
     for view, old in zip(router._views, before, strict=True):
         assert (view.streams, view.context, view.growth, view.work, view.memory) == (0, 0, 0, {}, {})
@@ -328,6 +310,14 @@ def test_a_short_or_cached_rest_is_computed_where_the_streams_are() -> None:
         assert route(swamped, ask("late", 1000)).reason == reason
 
 
+def test_with_objectives_as_the_limit_a_decode_worker_takes_long_prompts_while_its_steps_leave_room() -> None:
+    late = {0: replace(REPORT, backlog_ns=NS_PER_S)}
+    for streams, is_deflected in ((2, True), (44, False)):  # steps of 7 and of 49 ms, of 50 ms that they may take
+        router = router_of("prefill", "decode", reports=late, deflection="objective")
+        stream(router, 1, streams)
+        assert (route(router, ask("late", 4000)).prefill == 1) is is_deflected
+
+
 def test_one_token_needs_no_decode_worker_and_few_stay_with_their_prefill_worker() -> None:
     router = router_of("prefill", "decode")
     stream(router, 1, 4)
@@ -336,7 +326,7 @@ def test_one_token_needs_no_decode_worker_and_few_stay_with_their_prefill_worker
     router = router_of("prefill", "decode", links=far)
     stream(router, 1, 4)
     assert route(router, ask("two", 12_000, 2)).reason == "prefill_keeps"
-    router.on_ended("two", 2)
+    router.on_ended("two")
     assert route(router, ask("many", 12_000, 200)).reason == "remote"
 
 
@@ -388,12 +378,9 @@ def test_expected_answers_count_against_decode_memory() -> None:
     full = replace(REPORT, used_blocks=0, num_blocks=100)
     infos = [WorkerInfo(number, "both", 100, SIZE, memory_domain=0) for number in range(2)]
     router = router_of(*infos, reports={0: full, 1: full}, kv_price_ns=NS_PER_S)
-    for _ in range(32):
-        router.lengths.observe(router.lengths.name("batch", 16), 1000)
-        router.lengths.observe(router.lengths.name("interactive", 16), 2)
-    first = route(router, ask("essay", 16, 1200, service_class="batch"))
-    assert route(router, ask("next", 16, 1200, service_class="interactive")).decode != first.decode
-    router.on_ended("essay", 1000)
+    first = route(router, ask("essay", 16, 1200, num_expected=1000))
+    assert route(router, ask("next", 16, 1200, num_expected=2)).decode != first.decode
+    router.on_ended("essay")
     assert router._views[first.decode].growth == 0
 
 
@@ -496,7 +483,7 @@ def test_a_prefill_worker_is_free_after_the_first_token_and_the_decode_worker_af
     assert router._views[0].work and router._views[1].memory and router._views[1].streams == 1
     router.on_first_token("a")
     assert not router._views[0].work and router._views[1].streams == 1
-    router.on_ended("a", 7)
+    router.on_ended("a")
     assert not router._views[1].memory and router._views[1].streams == 0
 
 
@@ -505,7 +492,7 @@ def test_a_worker_that_comes_back_knows_nothing_of_what_it_was_given() -> None:
     route(router, ask())
     router.set_down(0)
     router.set_up(WorkerInfo(0, "both", 1000, SIZE, memory_domain=0))
-    router.on_ended("a", 3)
+    router.on_ended("a")
     assert router._views[0].streams == 0
     assert router._views[0].prices.standing == 0
 
@@ -515,7 +502,7 @@ def test_a_worker_that_comes_back_elsewhere_is_as_far_as_it_is_now() -> None:
     links = LinkCosts(memory_latency_ns=pool, network=LinkCost(1, network))
     router = router_of("prefill", "decode", disaggregate="always", links=links)
     near = route(router, ask()).cost_ns
-    router.on_ended("a", None)
+    router.on_ended("a")
     moved = WorkerInfo(1, "decode", 1000, SIZE, host="other", memory_domain=None)
     for info, further_ns in ((moved, network - pool), (replace(moved, host="local", memory_domain=0), 0)):
         router.set_down(1)
@@ -523,7 +510,7 @@ def test_a_worker_that_comes_back_elsewhere_is_as_far_as_it_is_now() -> None:
         router.on_load(1, REPORT)
         copy_ns = 50 * NS_PER_MS * -(-1000 // SIZE) // 1000 if further_ns else 0  # blocks that the sender fills too
         assert route(router, ask()).cost_ns == pytest.approx(near + further_ns + copy_ns, abs=10_000)
-        router.on_ended("a", None)
+        router.on_ended("a")
 
 
 def test_before_any_report_a_prompt_token_costs_the_same_everywhere_and_what_was_sent_is_in_front() -> None:
@@ -562,7 +549,7 @@ def test_prompts_of_long_ago_make_an_answer_no_dearer() -> None:
     def cost_ns(name: str, tokens: int, now: int) -> int:
         cost = route(router, ask(name, tokens), now).cost_ns
         router.on_first_token(name)
-        router.on_ended(name, None)
+        router.on_ended(name)
         return cost
 
     idle_ns = cost_ns("idle", 1000, 0)
@@ -625,17 +612,6 @@ def test_the_alarm_has_hysteresis() -> None:
     assert watch.alarm
 
 
-def test_answers_are_expected_by_band_and_by_size_of_prompt() -> None:
-    lengths = OutputLengthClasses()
-    for _ in range(20):
-        lengths.observe(lengths.name("batch", 10), 500)
-        lengths.observe(lengths.name("standard", 10), 5)
-    assert lengths.expected(lengths.name("batch", 10), 1000) == 500
-    assert lengths.expected(lengths.name("batch", 10), 100) == 100
-    assert lengths.expected(lengths.name("standard", 12), 1000) == 5
-    assert lengths.expected(lengths.name("standard", 5000), 1000) == 500  # a young class: the quantile of all
-
-
 def test_impossible_fleets_and_settings_are_refused() -> None:
     with pytest.raises(ConfigError, match="role"):
         WorkerInfo(0, "planner", 1, 1)  # type: ignore[arg-type]
@@ -645,3 +621,84 @@ def test_impossible_fleets_and_settings_are_refused() -> None:
         RoutingConfig(routing="nearest")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="kv_price_ns"):
         RoutingConfig(kv_price_ns=-1)
+
+
+# -- workers of unequal contexts and copies ----------------------------------------------------------------------------
+
+
+def unequal(*roles_and_lengths: tuple[Role, int], copies: Sequence[int] = ()) -> CostRouter:
+    """Workers with memory in abundance, whose contexts differ."""
+    pairs_of = enumerate(zip(roles_and_lengths, copies or [0] * len(roles_and_lengths), strict=True))
+    infos = [
+        WorkerInfo(number, role, 10_000, SIZE, memory_domain=copy, max_model_len=length, model_copy=copy)
+        for number, ((role, length), copy) in pairs_of
+    ]
+    return router_of(*infos, reports={info.number: REPORT for info in infos})
+
+
+def test_a_long_prompt_goes_to_the_worker_that_can_hold_it_however_busy_that_is() -> None:
+    router = unequal(("both", 1000), ("both", 13_000))
+    stream(router, 1, 20)
+    assert route(router, ask("long", 5000, 100)).decode == 1
+    assert route(router, ask("short", 500, 100)).decode == 0
+    assert route(router, ask("long answer", 500, 600)).decode == 1
+
+
+def test_the_large_worker_takes_short_prompts_while_it_is_idle() -> None:
+    router = unequal(("both", 1000), ("both", 13_000))
+    assert {route(router, ask(str(number), 500, 100)).decode for number in range(2)} == {0, 1}
+
+
+def test_a_long_prompt_waits_for_the_large_worker_instead_of_failing_on_a_small_one() -> None:
+    router = unequal(("both", 1000), ("both", 13_000))
+    router.set_down(1)
+    assert router.route(ask("long", 5000, 100), 0) is None
+    assert route(router, ask("short", 500, 100)).decode == 0
+    router.set_up(WorkerInfo(1, "both", 10_000, SIZE, memory_domain=0, max_model_len=13_000))
+    assert route(router, ask("long", 5000, 100), 1).decode == 1
+
+
+def test_a_wish_to_avoid_the_only_large_worker_is_given_up() -> None:
+    router = unequal(("both", 1000), ("both", 13_000))
+    assert route(router, ask("long", 5000, 100, avoid=frozenset({1}))).decode == 1
+
+
+def test_a_prefill_worker_need_not_hold_the_answer() -> None:
+    router = unequal(("prefill", 1000), ("decode", 13_000))
+    stream(router, 1, 8)
+    assert (route(router, ask("one", 900, 2000)).prefill, route(router, ask("two", 900, 2000)).decode) == (0, 1)
+    assert route(router, ask("long", 5000, 100)).prefill == 1
+    router.set_down(1)
+    assert router.route(ask("three", 900, 2000), 0) is None
+
+
+def test_only_workers_of_one_copy_share_a_request() -> None:
+    router = unequal(("prefill", 1000), ("decode", 1000), ("prefill", 1000), ("decode", 1000), copies=(0, 0, 1, 1))
+    for number in range(40):
+        found = route(router, ask(str(number), 300, 100))
+        assert (found.prefill < 2) == (found.decode < 2), found
+
+
+def test_a_stream_moves_to_a_worker_of_its_own_copy_or_not_at_all() -> None:
+    router = unequal(("both", 1000), ("both", 1000), ("both", 1000), copies=(0, 1, 0))
+    assert route(router, ask("stream", 100, 100, avoid=frozenset({1, 2}))).decode == 0
+    assert route(router, ask("stream", 100, 100, leaves=0)).decode == 2
+    router.set_down(0)
+    assert router.route(ask("stream", 100, 100, leaves=2), 0) is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_request_never_gets_a_worker_that_cannot_hold_it(seed: int) -> None:
+    rng = random.Random(seed)
+    kinds: list[tuple[Role, int]] = [
+        (rng.choice(("prefill", "decode", "both")), rng.choice((500, 2000, 9000))) for _ in range(rng.randrange(1, 8))
+    ]
+    router = unequal(*kinds, copies=[rng.randrange(2) for _ in kinds])
+    copies = [info.model_copy for info in router._workers]
+    largest = max(length for _, length in kinds)
+    for number in range(30):
+        prompt, answer = rng.randrange(1, largest), rng.randrange(1, 3000)
+        found = route(router, ask(str(number), prompt, answer))
+        assert kinds[found.decode][1] >= min(prompt + answer, largest)
+        assert kinds[found.prefill][1] > prompt or found.prefill == found.decode
+        assert copies[found.prefill] == copies[found.decode]

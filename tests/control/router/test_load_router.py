@@ -65,7 +65,7 @@ def test_a_stream_that_leaves_is_handed_to_another_worker_that_decodes(
     for worker in others:
         router.set_down(worker)
     assert router.route(leaving, 0) is None
-    router.on_ended("a", None)
+    router.on_ended("a")
     assert not any(
         picker._outstanding.get(worker) for picker in (router._prefills, router._decodes) for worker in range(3)
     )
@@ -98,7 +98,7 @@ def test_the_least_loaded_worker_is_the_one_with_the_fewest_requests_that_have_n
     count = roles.count("both") or roles.count("decode")
     first = [route(router, str(number)).decode for number in range(count)]
     assert len(set(first)) == count
-    router.on_ended("1", 10)
+    router.on_ended("1")
     assert route(router, "next").decode == first[1]
 
 
@@ -106,9 +106,9 @@ def test_a_request_that_one_worker_serves_whole_counts_where_answers_are_written
     router = router_of("decode", "decode", "prefill", routing="least_loaded")
     assert [route(router, name, hands_off=False).decode for name in "abcd"] == [0, 1, 2, 0]
     assert route(router, "shared").decode == 1
-    router.on_ended("b", 10)
-    router.on_ended("d", 10)
-    router.on_ended("a", 10)
+    router.on_ended("b")
+    router.on_ended("d")
+    router.on_ended("a")
     assert [route(router, f"more{number}").decode for number in range(3)] == [0, 0, 1]
 
 
@@ -117,7 +117,7 @@ def test_a_prefill_worker_is_free_when_its_prompt_is_computed() -> None:
     assert [route(router, name).prefill for name in "ab"] == [0, 1]
     router.on_first_token("b")
     assert [route(router, name).prefill for name in "cd"] == [1, 0]
-    router.on_ended("b", 10)  # its prompt is not counted off twice
+    router.on_ended("b")  # its prompt is not counted off twice
     assert [route(router, name).prefill for name in "ef"] == [1, 0]
 
 
@@ -126,7 +126,7 @@ def test_a_request_that_is_routed_again_is_counted_once() -> None:
     for _ in range(5):
         route(router, "again", avoid=frozenset({1}))
     assert route(router, "b").decode == 1
-    router.on_ended("again", None)
+    router.on_ended("again")
     assert [route(router, name).decode for name in "cde"] == [0, 0, 1]
 
 
@@ -165,3 +165,29 @@ def test_a_worker_whose_role_has_changed_gets_the_requests_of_its_new_role() -> 
     router.set_role(1, "prefill")
     assert {route(router, f"more{number}").prefill for number in range(4)} == {0, 1}
     assert {route(router, f"again{number}").decode for number in range(4)} == {2}
+
+
+@pytest.mark.parametrize("routing", LOAD_ROUTINGS)
+def test_a_request_never_gets_a_worker_that_cannot_hold_it(routing: RoutingName) -> None:
+    router = LoadRouter(RoutingConfig(routing=routing))
+    for number, length in enumerate((1000, 9000, 1000)):
+        router.set_up(WorkerInfo(number, "both", 1000, 16, max_model_len=length))
+    for number in range(12):
+        is_long = number % 2 == 0
+        found = router.route(RoutingRequest(Submission(str(number), 5000 if is_long else 50, 100)), 0)
+        assert found is not None
+        assert found.decode == 1 or not is_long
+    router.set_down(1)
+    assert router.route(RoutingRequest(Submission("long", 5000, 100)), 0) is None
+
+
+@pytest.mark.parametrize("routing", LOAD_ROUTINGS)
+def test_only_workers_of_one_copy_share_a_request(routing: RoutingName) -> None:
+    router = LoadRouter(RoutingConfig(routing=routing))
+    roles: tuple[Role, ...] = ("prefill", "decode", "prefill", "decode")
+    for number, role in enumerate(roles):
+        router.set_up(WorkerInfo(number, role, 1000, 16, model_copy=number // 2))
+    for number in range(12):
+        found = router.route(RoutingRequest(Submission(str(number), 50, 100)), 0)
+        assert found is not None and found.reason == "remote"
+        assert found.prefill // 2 == found.decode // 2

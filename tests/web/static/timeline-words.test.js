@@ -50,6 +50,14 @@ test("of lost records nothing is claimed", () => {
   assert.deepEqual(describe(model, { request, time: 1500, edge: 2010 }, NAME)[1], "not known: records of 1.3 µs were lost");
 });
 
+test("guessed tokens of a step are counted, and those that were right", () => {
+  const { model } = story();
+  model.add([{ ...step(12, 1, 2000, 2010, 1), extra: [["x", 5, 3, 0], ["y", 2, 0, 0]] }]);
+  const lane = [...model.lanes.values()][1];
+  const lines = describe(model, { lane, index: lane.steps.length - 1 }, NAME);
+  assert.ok(lines.includes("7 guessed tokens computed, 3 right"), lines.join("; "));
+});
+
 test("a step, a transfer, a worker that is away and an idle one are named", () => {
   const { model } = story();
   const [first, second] = model.lanes.values();

@@ -182,6 +182,10 @@ class AttemptTable:
     def __len__(self) -> int:
         return len(self._attempts)
 
+    def count_in(self, state: AttemptState) -> int:
+        """How many are in this state."""
+        return sum(attempt.state is state for attempt in self._attempts.values())
+
     def get(self, attempt_id: str) -> Attempt | None:
         """The attempt of this id, if a worker may hold something of it."""
         return self._attempts.get(attempt_id)

@@ -6,7 +6,7 @@ from typing import Literal
 from diptych.control.admission.admission_config import AdmissionConfig
 from diptych.control.config import changed
 from diptych.control.errors import ConfigError
-from diptych.control.router.routing import Disaggregate, RoutingConfig, RoutingName
+from diptych.control.router.routing import Deflection, Disaggregate, RoutingConfig, RoutingName
 from diptych.control.slo import NS_PER_S, Slo
 
 OnFailure = Literal["retry", "local", "fail"]
@@ -43,6 +43,7 @@ def cluster_config(
     *,
     routing: RoutingName | None = None,
     disaggregate: Disaggregate | None = None,
+    deflection: Deflection | None = None,
     on_failure: OnFailure | None = None,
     max_untouched_per_worker: int | None = None,
     max_queued: int | None = None,
@@ -53,7 +54,7 @@ def cluster_config(
     base = ClusterConfig()
     return changed(
         base,
-        routing=changed(base.routing, routing=routing, disaggregate=disaggregate),
+        routing=changed(base.routing, routing=routing, disaggregate=disaggregate, deflection=deflection),
         admission=changed(base.admission, max_queued=max_queued, max_queued_per_tenant=max_queued_per_key),
         on_failure=on_failure,
         max_untouched_per_worker=max_untouched_per_worker,

@@ -18,6 +18,7 @@ from typing import Any
 
 from diptych.control.admission.admission_queue import AdmissionQueue, QueuedRequest
 from diptych.control.cluster.attempts import Attempt, AttemptState, AttemptTable
+from diptych.control.cluster.block_reports import BlockReports
 from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.cluster.cluster_events import (
     Arrived,
@@ -25,19 +26,21 @@ from diptych.control.cluster.cluster_events import (
     ClusterEvent,
     DrainEnded,
     DrainStarted,
+    PartitionChanged,
     Reported,
     RoleChanged,
     SchedulerChanged,
     Tick,
+    WayGiven,
     WorkerDown,
     WorkerUp,
 )
 from diptych.control.cluster.load_book import LoadBook
 from diptych.control.cluster.membership import Membership
 from diptych.control.cluster.open_request import OpenRequest
+from diptych.control.cluster.partition import Partition
 from diptych.control.cluster.relocation import Relocation
 from diptych.control.commands import (
-    AskKVSnapshot,
     Command,
     Configure,
     End,
@@ -60,8 +63,11 @@ from diptych.control.events import (
     RequestAdmitted,
     RequestFinished,
     RequestQueued,
+    Resized,
     TransferFailed,
 )
+from diptych.control.length_predictor import LengthPredictor
+from diptych.control.length_watch import LengthWatch
 from diptych.control.request import FinishReason
 from diptych.control.router.routers import make_router
 from diptych.control.router.routing import Route, RoutingRequest
@@ -77,13 +83,17 @@ class ClusterCore:
         self.router = make_router(self.config.routing)
         self.admission = AdmissionQueue(self.config.admission)
         self.members = Membership()
+        self.lengths = LengthPredictor()
+        self.length_watch = LengthWatch()
         self.counts: Counter[str] = Counter()
-        self._open: dict[str, OpenRequest] = {}
+        self.requests: dict[str, OpenRequest] = {}  # that have not ended
         self.attempts = AttemptTable(self.config.lease_ns)
         self._parked: dict[str, int] = {}  # request id -> until when it waits for a worker
         self.loads = LoadBook(self.members, self.admission if self.config.max_untouched_per_worker else None)
         self._num_untouched = 0
         self._relocation = Relocation(self)
+        self._partition = Partition(self.members)
+        blocks = BlockReports(self.members, self.router, self.counts)
         self._handlers: dict[type, Callable[[Any, int], list[Command]]] = {
             Arrived: self._on_arrived,
             Cancelled: self._on_cancelled,
@@ -93,6 +103,8 @@ class ClusterCore:
             DrainStarted: self._relocation.on_drain_started,
             DrainEnded: self._relocation.on_drain_ended,
             SchedulerChanged: self._on_scheduler_changed,
+            PartitionChanged: self._partition.on_changed,
+            WayGiven: self._relocation.on_way_given,
             Reported: self._on_reported,
             Tick: self._on_tick,
         }
@@ -107,15 +119,16 @@ class ClusterCore:
             HandoffExpired: self._take_expired,
             TransferFailed: self._take_transfer_failed,
             RequestFinished: self._take_finished,
-            KVEvents: self._take_kv_events,
-            KVSnapshot: self._take_kv_snapshot,
+            KVEvents: blocks.take_changes,
+            KVSnapshot: blocks.take_snapshot,
             PeerForgotten: self._take_peer_forgotten,
+            Resized: self._partition.take_resized,
         }
 
     @property
     def num_open(self) -> int:
         """Requests that have not ended."""
-        return len(self._open)
+        return len(self.requests)
 
     @property
     def reads(self) -> frozenset[type]:
@@ -138,7 +151,7 @@ class ClusterCore:
 
     def check_idle(self) -> None:
         """Assert that nothing is left of any request (for tests)."""
-        assert not self._open and not self._parked, f"left behind: {list(self._open)[:5]}"
+        assert not self.requests and not self._parked, f"left behind: {list(self.requests)[:5]}"
         assert self._num_untouched == 0 and len(self.admission) == 0
         self.attempts.check_idle()
 
@@ -147,7 +160,7 @@ class ClusterCore:
     def _on_arrived(self, event: Arrived, now: int) -> list[Command]:
         submission = event.submission
         request_id = submission.request_id
-        if request_id in self._open:
+        if request_id in self.requests:
             raise ConfigError(f"request id {request_id!r} is in use", param="request_id")
         queued = QueuedRequest(submission, now, int(self.loads.least_token_ns * submission.num_prompt_tokens))
         waits = bool(self.config.max_untouched_per_worker or len(self.admission))  # else there is always room
@@ -155,11 +168,11 @@ class ClusterCore:
         if refusal is not None:
             self.counts[f"refused_{refusal.reason}"] += 1
             return [End(request_id, error=refusal.error)]
-        self._open[request_id] = OpenRequest(submission, now)
-        return self.dispatch(now) if waits else self._place(self._open[request_id], now)
+        entry = self.requests[request_id] = OpenRequest.arrived(submission, now, self.lengths)
+        return self.dispatch(now) if waits else self._place(entry, now)
 
     def _on_cancelled(self, event: Cancelled, now: int) -> list[Command]:
-        entry = self._open.get(event.request_id)
+        entry = self.requests.get(event.request_id)
         if entry is None:
             return []
         attempt = entry.attempt
@@ -171,8 +184,7 @@ class ClusterCore:
             if attempt is None or attempt.is_gone:
                 commands.append(self._end_stopped(entry, now))
         else:
-            self._settle(entry, event.num_tokens)
-            self.router.on_ended(event.request_id, None)
+            self._settle(entry, event.num_tokens, event.reason)
         return commands + self.dispatch(now)
 
     def dispatch(self, now: int) -> list[Command]:
@@ -185,21 +197,22 @@ class ClusterCore:
             request_id = self.admission.next(now, headroom)
             if request_id is None:
                 break
-            commands += self._place(self._open[request_id], now)
+            commands += self._place(self.requests[request_id], now)
         return commands
 
     def _place(self, entry: OpenRequest, now: int) -> list[Command]:
         """Begin the next attempt, or wait for a worker."""
         submission = entry.submission
         request_id = submission.request_id
-        asked = RoutingRequest(submission, entry.num_tokens, entry.avoid, entry.must_stay_whole)
+        num_expected = self.lengths.mean(entry.length_group, entry.num_tokens, submission.max_tokens)
+        asked = RoutingRequest(submission, entry.num_tokens, num_expected, entry.avoid, entry.must_stay_whole)
         route = self.router.route(asked, now)
         if route is not None and self.attempts.closes_circle(route.prefill, route.decode):
             route = self.router.route(replace(asked, must_stay_whole=True), now)
         if route is None:
             self._parked.setdefault(request_id, now + self.config.park_ns)
             return []
-        return self.begin(entry, route, now)
+        return self.begin(entry, route, now) + self._relocation.ask_for_way(entry, route.decode)
 
     def begin(self, entry: OpenRequest, route: Route, now: int) -> list[Command]:
         """The next attempt, on these workers."""
@@ -228,23 +241,26 @@ class ClusterCore:
         self, entry: OpenRequest, *, finished: RequestFinished | None = None, error: DiptychError | None = None
     ) -> End:
         """The request's one end (the caller closes its attempt)."""
-        num_tokens = finished.latency.num_output_tokens if finished else None
-        self._settle(entry, num_tokens or entry.num_tokens)
-        self.router.on_ended(entry.submission.request_id, num_tokens)
+        num_tokens = finished.latency.num_output_tokens if finished else 0
+        self._settle(entry, num_tokens or entry.num_tokens, finished.reason if finished else FinishReason.ERROR)
         return End(entry.submission.request_id, finished, error)
 
     def _end_stopped(self, entry: OpenRequest, now: int) -> End:
         """The client has a complete answer, and no worker reports the end of the request."""
         return self._end(entry, finished=entry.complete(FinishReason.STOP, now, self.config.slo))
 
-    def _settle(self, entry: OpenRequest, num_tokens: int) -> None:
+    def _settle(self, entry: OpenRequest, num_tokens: int, reason: FinishReason) -> None:
         """Forget the request, of whose answer the client has ``num_tokens``."""
         submission = entry.submission
+        self.lengths.observe(entry.length_group, num_tokens, is_cut=reason is not FinishReason.STOP)
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self.length_watch.observe(entry.num_expected, submission.max_tokens, num_tokens)
         self.touch(entry)
+        self.router.on_ended(submission.request_id)
         self._parked.pop(submission.request_id, None)
         self.admission.remove(submission.request_id)
         self.admission.on_service(submission.options.tenant, num_tokens, submission.options.service_class)
-        del self._open[submission.request_id]
+        del self.requests[submission.request_id]
 
     def touch(self, entry: OpenRequest) -> None:
         """The request got a token of this attempt, or ends."""
@@ -256,7 +272,7 @@ class ClusterCore:
 
     def _holder(self, attempt: Attempt | None) -> OpenRequest | None:
         """The request whose newest attempt this is, whatever its state."""
-        entry = self._open.get(attempt.request_id) if attempt else None
+        entry = self.requests.get(attempt.request_id) if attempt else None
         return entry if entry is not None and entry.attempt is attempt else None
 
     def current(self, attempt: Attempt | None) -> OpenRequest | None:
@@ -278,7 +294,7 @@ class ClusterCore:
         commands = self.attempts.close(attempt)
         entry.lose_attempt(num_tokens)
         self.touch(entry)
-        self.router.on_ended(attempt.request_id, None)
+        self.router.on_ended(attempt.request_id)
         self.counts[f"lost_{why}"] += 1
         if error := entry.verdict(why, self.config.on_failure, self.config.max_attempts):
             self.counts["poison"] += entry.is_poison
@@ -289,6 +305,7 @@ class ClusterCore:
         entry.must_stay_whole |= self.config.on_failure == "local"
         if why != "worker":  # a lost worker is not up anyway; of two that cannot hand over, either may be at fault
             entry.avoid = frozenset((attempt.prefill, attempt.decode))
+        entry.avoid |= self.members.of_other_copies(attempt.decode)
         self.counts["retried"] += 1
         return commands + self._place(entry, now)
 
@@ -299,7 +316,7 @@ class ClusterCore:
         self.members.on_ready(event.info)
         scheduler = self.members.schedulers.get(worker)
         configure: list[Command] = [] if scheduler is None else [Configure(worker, scheduler)]
-        return configure + self._admit_workers(now)
+        return configure + self._partition.on_up() + self._admit_workers(now)
 
     def _admit_workers(self, now: int) -> list[Command]:
         """Use the workers that may be used from now on."""
@@ -318,7 +335,7 @@ class ClusterCore:
         """A worker may be used from now on, by those that wait for one."""
         commands: list[Command] = []
         for request_id in list(self._parked):
-            if entry := self._open.get(request_id):
+            if entry := self.requests.get(request_id):
                 commands += self._place(entry, now)
         return commands
 
@@ -340,6 +357,7 @@ class ClusterCore:
                 num_tokens = event.progress.get(attempt.request_id, entry.num_tokens)
                 commands += self._lose(entry, "worker", now, num_tokens=num_tokens)
         commands += [ForgetPeer(peer, worker) for peer in peers]
+        commands += self._partition.on_down(worker)
         return commands + self._admit_workers(now)  # a worker may have waited only for the report of this one
 
     def _on_scheduler_changed(self, event: SchedulerChanged, now: int) -> list[Command]:
@@ -350,10 +368,10 @@ class ClusterCore:
         commands: list[Command] = []
         for request_id, refusal in self.admission.expired(now):
             self.counts[f"expired_{refusal.reason}"] += 1
-            commands.append(self._end(self._open[request_id], error=refusal.error))
+            commands.append(self._end(self.requests[request_id], error=refusal.error))
         for request_id in list(takewhile(lambda parked: self._parked[parked] <= now, self._parked)):
             error = UnavailableError("no worker that could take the request came up in time", code="no_worker")
-            commands.append(self._end(self._open[request_id], error=error))
+            commands.append(self._end(self.requests[request_id], error=error))
         commands += self.attempts.renew(now)
         return commands + self.dispatch(now)
 
@@ -409,7 +427,7 @@ class ClusterCore:
         commands = self.attempts.close(attempt)
         entry.withdraw_attempt()
         self.touch(entry)
-        self.router.on_ended(attempt.request_id, None)
+        self.router.on_ended(attempt.request_id)
         return commands + self._place(entry, now)
 
     def _take_first_token(self, worker: int, event: FirstToken, now: int) -> list[Command]:
@@ -472,19 +490,6 @@ class ClusterCore:
             commands.append(self._end(entry, finished=entry.account(event, now, self.config.slo)))
             commands += self.dispatch(now)
         return commands
-
-    def _take_kv_events(self, worker: int, event: KVEvents, now: int) -> list[Command]:
-        if not self.members.is_usable(worker) or self.router.on_kv_events(
-            worker, event.sequence, event.stored, event.evicted
-        ):
-            return []
-        self.counts["block_gaps"] += 1
-        return [AskKVSnapshot(worker)]
-
-    def _take_kv_snapshot(self, worker: int, event: KVSnapshot, now: int) -> list[Command]:
-        if self.members.is_usable(worker):
-            self.router.on_kv_snapshot(worker, event.sequence, event.hashes)
-        return []
 
     def _take_peer_forgotten(self, worker: int, event: PeerForgotten, now: int) -> list[Command]:
         self.members.on_forgotten(worker, event.peer)

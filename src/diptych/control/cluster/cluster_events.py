@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
+from diptych.control.compute_share import ComputeShare
 from diptych.control.config import SchedulerConfig
 from diptych.control.engine.reports import LoadReport
 from diptych.control.events import Event
@@ -72,11 +73,29 @@ class DrainEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class WayGiven:
+    """The answer to GiveWay: streams of this worker that others can take go on there, as far as the request needs their
+    memory. progress: as of WorkerDown."""
+
+    worker: int
+    request_id: str
+    progress: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerChanged:
     """From now on a worker schedules by these settings, also when it is started again."""
 
     worker: int
     scheduler: SchedulerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionChanged:
+    """From now on, also when they are started again, these workers compute on other shares of the machine.
+    shares: (worker, share), pairs because the keys of a recording are text."""
+
+    shares: tuple[tuple[int, ComputeShare], ...]
 
 
 @dataclass(slots=True)
@@ -102,6 +121,8 @@ ClusterEvent = (
     | DrainStarted
     | DrainEnded
     | SchedulerChanged
+    | PartitionChanged
+    | WayGiven
     | Reported
     | Tick
 )

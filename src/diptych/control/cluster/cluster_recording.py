@@ -97,7 +97,5 @@ class RowEncoder:
 
 
 def header(config: ClusterConfig) -> dict[str, Any]:
-    """The first line of a recording. Extra routing costs are code: only their names are written down."""
-    costs = [type(cost).__name__ for cost in config.routing.extra_costs]
-    config = replace(config, routing=replace(config.routing, extra_costs=()))
-    return {"format": CLUSTER_FORMAT, "version": CLUSTER_VERSION, "config": config, "extra_costs": costs}
+    """The first line of a recording."""
+    return {"format": CLUSTER_FORMAT, "version": CLUSTER_VERSION, "config": config}

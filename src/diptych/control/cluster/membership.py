@@ -7,6 +7,7 @@ more.
 
 from dataclasses import replace
 
+from diptych.control.compute_share import ComputeShare
 from diptych.control.config import SchedulerConfig
 from diptych.control.errors import ConflictError, NotFoundError
 from diptych.control.router.topology import Role, WorkerInfo
@@ -20,6 +21,7 @@ class Membership:
         self.up: dict[int, None] = {}  # in the order of their coming
         self.schedulers: dict[int, SchedulerConfig] = {}  # of workers whose settings were changed since the start
         self.draining: dict[int, bool] = {}  # worker -> whether nothing is left there
+        self.shortest = self.longest = 0  # of the longest sequences that each takes
         self._roles: dict[int, Role] = {}  # of workers whose roles were changed since the start
         self._ready: dict[int, None] = {}
         self._owed: dict[int, set[int]] = {}  # worker -> peers that may still write into its old memory
@@ -28,10 +30,22 @@ class Membership:
         """A new process of this worker serves."""
         self.infos[info.number] = replace(info, role=self._roles.get(info.number, info.role))
         self._ready[info.number] = None
+        limits = [known.max_sequence_tokens for known in self.infos.values()]
+        self.shortest, self.longest = min(limits), max(limits)
 
     def is_usable(self, worker: int) -> bool:
         """Whether it is up and not draining."""
         return worker in self.up and worker not in self.draining
+
+    @property
+    def are_unequal(self) -> bool:
+        """Whether some take longer sequences than others."""
+        return self.shortest < self.longest
+
+    def of_other_copies(self, worker: int) -> frozenset[int]:
+        """The workers with another copy of the model than this one."""
+        copy = self.infos[worker].model_copy
+        return frozenset(number for number, info in self.infos.items() if info.model_copy != copy)
 
     @property
     def usable(self) -> list[int]:
@@ -47,6 +61,10 @@ class Membership:
         """This worker has another role from now on, also when it is started again."""
         self._roles[worker] = role
         self.infos[worker] = replace(self.infos[worker], role=role)
+
+    def on_resized(self, worker: int, share: ComputeShare) -> None:
+        """The process of this worker computes on another share."""
+        self.infos[worker] = replace(self.infos[worker], share=share)
 
     def check_change(self, worker: int, role: Role | None) -> None:
         """Raise NotFoundError when the worker is not known, and ConflictError when with this role (None: drained) no

@@ -7,6 +7,7 @@ from diptych.control.cluster.attempts import Attempt
 from diptych.control.cluster.cluster_config import OnFailure
 from diptych.control.errors import DiptychError, WorkerError
 from diptych.control.events import RequestFinished
+from diptych.control.length_predictor import LengthGroup, LengthPredictor
 from diptych.control.request import FinishReason, Submission
 from diptych.control.slo import Slo, breakdown_from_times, objectives
 
@@ -21,6 +22,8 @@ class OpenRequest:
 
     submission: Submission
     arrival_ns: int
+    length_group: LengthGroup
+    num_expected: int  # tokens of the answer, as of its arrival
     first_step_ns: int | None = None
     first_token_ns: int | None = None
     num_cached_tokens: int = 0
@@ -35,6 +38,12 @@ class OpenRequest:
     is_computing: bool = False  # its prompt is being computed
     is_stopping: bool = False  # the client has a complete answer; only the worker's RequestFinished is missing
     avoid: frozenset[int] = frozenset()
+
+    @classmethod
+    def arrived(cls, submission: Submission, now: int, lengths: LengthPredictor) -> "OpenRequest":
+        """A new one."""
+        group = lengths.group(submission.options.service_class, submission.num_prompt_tokens, submission.hashes)
+        return cls(submission, now, group, lengths.mean(group, 0, submission.max_tokens))
 
     def on_admitted(self, num_cached_tokens: int, now: int) -> None:
         """Its prompt begins to be computed."""

@@ -3,6 +3,9 @@
 A worker that decodes a stream hands it to another as a prefill worker does a prompt: another attempt begins, with all
 tokens so far as its prompt, of which the worker has almost everything in its prefix cache. What has no token yet begins
 anew. A request that no other worker can take stays where it is, and ends there.
+
+Where workers are unequal, streams also make way for a request that only a large worker can hold. These are computed
+anew where they go: the worker's cache, which a handoff would read, is what the newcomer takes.
 """
 
 from collections.abc import Mapping
@@ -10,9 +13,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from diptych.control.cluster.attempts import Attempt
-from diptych.control.cluster.cluster_events import DrainEnded, DrainStarted, RoleChanged
+from diptych.control.cluster.cluster_events import DrainEnded, DrainStarted, RoleChanged, WayGiven
 from diptych.control.cluster.open_request import OpenRequest
-from diptych.control.commands import AskKVSnapshot, Command, Drained
+from diptych.control.commands import AskKVSnapshot, Command, Drained, GiveWay
 from diptych.control.router.routing import RoutingRequest
 
 if TYPE_CHECKING:
@@ -58,6 +61,68 @@ class Relocation:
             core.on_load(worker, load)
         return [AskKVSnapshot(worker), *core.place_parked(now), *core.dispatch(now)]
 
+    def ask_for_way(self, entry: OpenRequest, worker: int) -> list[Command]:
+        """A request that small workers cannot hold begins on this one: whether streams are to leave it."""
+        members, submission = self._core.members, entry.submission
+        if not members.are_unequal or submission.num_prompt_tokens + submission.max_tokens <= members.shortest:
+            return []
+        return [GiveWay(worker, submission.request_id)] if self._missing_blocks(entry, worker) > 0 else []
+
+    def on_way_given(self, event: WayGiven, now: int) -> list[Command]:
+        """See WayGiven. The longest streams go first, so that few have to."""
+        core, worker = self._core, event.worker
+        entry = core.requests.get(event.request_id)
+        if entry is None or entry.attempt is None or entry.attempt.decode != worker:
+            return []
+        missing, free = self._missing_blocks(entry, worker), self._free_elsewhere(worker, entry)
+        leaving = []
+        for attempt in core.attempts.of_worker(worker):
+            stream = core.current(attempt)
+            if stream is None or stream.is_stopping or stream.is_untouched or attempt.decode != worker:
+                continue
+            num_tokens = event.progress.get(attempt.request_id, stream.num_tokens)
+            if attempt.is_decoding:
+                leaving.append((self._num_blocks(stream, num_tokens, worker), num_tokens, attempt, stream))
+        leaving.sort(key=lambda found: -found[0])
+        commands: list[Command] = []
+        for num_blocks, num_tokens, attempt, stream in leaving:
+            if missing <= 0:
+                break
+            if num_blocks <= free and (moved := self._move(stream, attempt, num_tokens, now, is_whole=True)):
+                commands += moved
+                missing, free = missing - num_blocks, free - num_blocks
+        return commands
+
+    def _missing_blocks(self, entry: OpenRequest, worker: int) -> int:
+        """By how many blocks it exceeds what is free there."""
+        return self._num_blocks(entry, entry.num_tokens, worker) - self._free_blocks(worker, entry)
+
+    def _free_blocks(self, worker: int, newcomer: OpenRequest) -> int:
+        """Blocks that the worker's last report and the requests that are there leave for the newcomer."""
+        core = self._core
+        load, used = core.loads.get(worker), 0
+        for attempt in core.attempts.of_worker(worker):
+            entry = core.current(attempt)
+            if entry is not None and entry is not newcomer and attempt.decode == worker:
+                used += self._num_blocks(entry, entry.num_tokens, worker)
+        return core.members.infos[worker].num_blocks - max(used, load.used_blocks if load else 0)
+
+    def _num_blocks(self, entry: OpenRequest, num_output_tokens: int, worker: int) -> int:
+        """Of the prompt and the answer that is expected, when it has so many tokens by now."""
+        core, submission = self._core, entry.submission
+        answer = min(num_output_tokens, submission.max_tokens - 1)
+        answer += core.lengths.mean(entry.length_group, answer, submission.max_tokens)
+        return -(-(submission.num_prompt_tokens + answer) // core.members.infos[worker].block_size)
+
+    def _free_elsewhere(self, worker: int, newcomer: OpenRequest) -> int:
+        """Blocks that are free on the worker with the most of them among those that may take its streams over."""
+        members = self._core.members
+        strangers = members.of_other_copies(worker) | {worker}
+        others = [
+            other for other in members.usable if other not in strangers and members.infos[other].role != "prefill"
+        ]
+        return max((self._free_blocks(other, newcomer) for other in others), default=0)
+
     def newly_drained(self) -> list[Command]:
         """Workers that nothing is left of since the last event."""
         draining, attempts = self._core.members.draining, self._core.attempts
@@ -76,13 +141,18 @@ class Relocation:
                 commands += self._move(entry, attempt, progress.get(attempt.request_id, entry.num_tokens), now)
         return commands
 
-    def _move(self, entry: OpenRequest, attempt: Attempt, num_tokens: int, now: int) -> list[Command]:
-        """The request goes on elsewhere after ``num_tokens`` of its answer."""
+    def _move(
+        self, entry: OpenRequest, attempt: Attempt, num_tokens: int, now: int, *, is_whole: bool = False
+    ) -> list[Command]:
+        """The request goes on elsewhere after ``num_tokens`` of its answer. is_whole: the other worker computes all of
+        it anew."""
         core, submission = self._core, entry.submission
         if num_tokens >= submission.max_tokens or not core.members.num_usable:  # its end is on its way, or only here
             return []
         source = attempt.decode if attempt.is_decoding and not entry.is_untouched else None
-        asked = RoutingRequest(submission, num_tokens, must_stay_whole=entry.must_stay_whole, leaves=source)
+        num_expected = core.lengths.mean(entry.length_group, num_tokens, submission.max_tokens)
+        must_stay_whole = entry.must_stay_whole or is_whole
+        asked = RoutingRequest(submission, num_tokens, num_expected, must_stay_whole=must_stay_whole, leaves=source)
         route = core.router.route(asked, now)
         if route is None:
             return []

@@ -221,6 +221,8 @@ class EngineCore:
         reached_limit = self._end_prefills(output, now, events) if output.prefills else []
         if output.num_decodes:
             reached_limit += self.scheduler.batch.advance_completed()
+            reached_limit += self._take_extra(result)
+        self.scheduler.speculation.note(offer for offer in result.offers if offer.request_id in self.requests)
         for request_id, block_hash in result.full_blocks:
             self._remember_output_block(request_id, block_hash)
         for request_id, message in result.failed:
@@ -234,7 +236,7 @@ class EngineCore:
             if request.request_id in self.requests:
                 events.append(self._finish(request, FinishReason.LENGTH, now))
         if output.is_compute:
-            events.append(self._measure(output, now, num_steps, last_start_ns))
+            events.append(self._measure(output, now, result, num_steps, last_start_ns))
         events += self._kv_events(now)
         return events
 
@@ -249,6 +251,10 @@ class EngineCore:
         self._first_scheduler.check_change_to(scheduler)
         self.config = self.config.with_(scheduler=scheduler)
         self.scheduler.configure(scheduler)
+
+    def rescale(self, ratio: float) -> None:
+        """The worker computes on other units from now on: steps are expected to take ``ratio`` times as long."""
+        self.model.rescale(ratio)
 
     def observe(self, features: StepFeatures, duration_ns: int) -> None:
         """Teach the step-time model a step that was measured outside of the loop (warm-up, calibration)."""
@@ -274,6 +280,9 @@ class EngineCore:
         request.number = self._num_arrivals
         self._num_arrivals += 1
         self.requests[request.request_id] = request
+        request.length_group = self.scheduler.lengths.group(
+            request.options.service_class, request.num_prompt_tokens, request.block_hashes
+        )
         return []
 
     def _effective_slo(self, own: Slo | None) -> Slo | None:
@@ -304,6 +313,18 @@ class EngineCore:
                     reached_limit.append(request)
         return reached_limit
 
+    def _take_extra(self, result: StepResult) -> list[Request]:
+        """Confirm the tokens that members got beside one each. Returns requests for which they were the last."""
+        scheduler, reached_limit = self.scheduler, []
+        for extra in result.extra:
+            request = self.requests.get(extra.request_id)
+            if request is None or extra.request_id not in scheduler.batch:  # aborted while the step ran
+                continue
+            scheduler.speculation.count(extra)
+            if extra.num_accepted and scheduler.batch.got_more(request, extra.num_accepted):
+                reached_limit.append(request)
+        return reached_limit
+
     def _remember_output_block(self, request_id: str, block_hash: bytes) -> None:
         request = self.requests.get(request_id)
         if request is None:
@@ -315,9 +336,12 @@ class EngineCore:
                 computed = self.scheduler.batch.num_computed(request)
             self.kv.remember_computed(request, computed)
 
-    def _measure(self, output: SchedulerOutput, now: int, num_steps: int, last_start_ns: int | None) -> StepFinished:
+    def _measure(
+        self, output: SchedulerOutput, now: int, result: StepResult, num_steps: int, last_start_ns: int | None
+    ) -> StepFinished:
         features = output.features
-        if num_steps and self.model.wants(features, self.scheduler.batch.ticks_completed):
+        is_rare = features.decode_seqs != output.num_decodes  # and says what a row costs
+        if num_steps and (is_rare or self.model.wants(features, self.scheduler.batch.ticks_completed)):
             if num_steps > 1:
                 context = features.decode_context + (num_steps - 1) * features.decode_seqs
                 features = StepFeatures(0, 0, features.decode_seqs, context)
@@ -331,6 +355,7 @@ class EngineCore:
             output.features.decode_context,
             output.predicted_ns,
             max(1, num_steps),
+            result.extra,
         )
 
     def _forget(self, request: Request) -> None:
@@ -345,8 +370,9 @@ class EngineCore:
         if not self.kv.pool.has_changes:
             return []
         self._num_kv_events += 1
+        evicted_for = self.kv.pool.drain_evictors()
         stored, evicted = self.kv.pool.drain_changes()
-        return [KVEvents(now, self._num_kv_events, stored, evicted)]
+        return [KVEvents(now, self._num_kv_events, stored, evicted, evicted_for)]
 
     def _finish(
         self, request: Request, reason: FinishReason, now: int, error: ErrorRecord | None = None
@@ -358,8 +384,9 @@ class EngineCore:
         self.kv.release(request)
         del self.requests[request.request_id]
         self._finished_ids.append(request.request_id)
-        if reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self.scheduler.lengths.observe(num_outputs)
+        if request.length_group is not None and request.standing_at_arrival is not Standing.STREAM:
+            is_cut = reason is not FinishReason.STOP
+            self.scheduler.lengths.observe(request.length_group, num_outputs, is_cut=is_cut)
         return self._finished_event(request, reason, now, num_outputs, error)
 
     def _finished_event(

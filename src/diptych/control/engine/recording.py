@@ -15,10 +15,12 @@ release                     now, id: another worker has taken it over
     renew                       now, ids: their leases begin again
     expire                      now: leases run out
     abort                       now, id, reason
-    configure                   now, scheduler settings
+    configure                   scheduler settings
+    rescale                     how many times as long steps take from now on
     begin                       now, the plan (None: nothing to do)
     end                         now, step id, stopped, full blocks, failed, (number of steps, start of the last one)
-                                where end_step was told them, else ()
+                                where end_step was told them, else (); then, if there are any, what came of extra rows
+                                and offers, as (id, tokens, accepted, forced) and (id, chances)
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,7 +33,7 @@ from diptych.control.engine.engine_core import EngineCore
 from diptych.control.errors import ErrorRecord
 from diptych.control.events import Event
 from diptych.control.request import FinishReason, Request
-from diptych.control.step import SchedulerOutput, StepFeatures, StepResult, chunk_attention
+from diptych.control.step import Extra, Offer, SchedulerOutput, StepFeatures, StepResult, chunk_attention
 
 Row = tuple[Any, ...]
 
@@ -134,13 +136,19 @@ class RecordingEngineCore(EngineCore):
     ) -> list[Event]:
         """See EngineCore."""
         repeats = () if num_steps == 1 and last_start_ns is None else (num_steps, last_start_ns)
-        self._write(("end", now, result.step_id, result.stopped, result.full_blocks, result.failed, repeats))
+        more: Row = (extra_rows(result.extra), offer_rows(result.offers)) if result.extra or result.offers else ()
+        self._write(("end", now, result.step_id, result.stopped, result.full_blocks, result.failed, repeats, *more))
         return super().end_step(result, now, num_steps=num_steps, last_start_ns=last_start_ns)
 
     def configure(self, scheduler: SchedulerConfig) -> None:
         """See EngineCore."""
         self._write(("configure", scheduler))
         super().configure(scheduler)
+
+    def rescale(self, ratio: float) -> None:
+        """See EngineCore."""
+        self._write(("rescale", ratio))
+        super().rescale(ratio)
 
     def observe(self, features: StepFeatures, duration_ns: int) -> None:
         """See EngineCore."""
@@ -180,6 +188,16 @@ def measured_steps(rows: Iterable[Sequence[Any]]) -> Iterator[tuple[StepFeatures
             yield features, row[1] - begun_ns
 
 
+def extra_rows(extra: Iterable[Extra]) -> Row:
+    """What came of extra rows, as a row."""
+    return tuple((entry.request_id, entry.num_tokens, entry.num_accepted, entry.num_forced) for entry in extra)
+
+
+def offer_rows(offers: Iterable[Offer]) -> Row:
+    """Offers, as a row."""
+    return tuple((offer.request_id, offer.chances) for offer in offers)
+
+
 class DecisionChain:
     """The digest of all plans so far: each covers the ones before it, so that the last one stands for the whole run."""
 
@@ -212,6 +230,7 @@ def canonical_plan(output: SchedulerOutput) -> bytes:
         output.predicted_ns,
         output.max_repeats,
         *((output.block_copies,) if output.block_copies else ()),
+        *(([(rows.request_id, rows.num_tokens) for rows in output.extra_rows],) if output.extra_rows else ()),
     )
     return ascii(fields).encode()
 
@@ -222,8 +241,8 @@ def feature_row(features: StepFeatures) -> tuple[int, int, int, int]:
 
 
 def plan_summary(output: SchedulerOutput) -> tuple[Any, ...]:
-    """What a recording says of a plan besides its digest: (step id, chunks as (id, start, tokens, is last), decodes,
-    context of the decodes, predicted nanoseconds, number of each of finished, paused, swapped out, swapped in,
+    """What a recording says of a plan besides its digest: (step id, chunks as (id, start, tokens, is last), decoded
+    tokens, their context, predicted nanoseconds, number of each of finished, paused, swapped out, swapped in,
     resumed, new blocks; empty when all are zero)."""
     changes = tuple(
         len(part)
@@ -239,7 +258,7 @@ def plan_summary(output: SchedulerOutput) -> tuple[Any, ...]:
     return (
         output.step_id,
         tuple((chunk.request_id, chunk.start, chunk.num_tokens, chunk.is_last) for chunk in output.prefills),
-        output.num_decodes,
+        output.features.decode_seqs,
         output.features.decode_context,
         output.predicted_ns,
         changes if any(changes) else (),

@@ -34,7 +34,9 @@ class LoadReport:
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot of one worker for metrics. kv_usage: 0 to 1. step_time_error: recent mean relative error of the
-    step-time model, whose coefficients are in ns (a step, a prompt token, a pair, a sequence, a context token)."""
+    step-time model, whose coefficients are in ns (a step, a prompt token, a pair, a sequence, a context token).
+    num_drafts to accepted_draft_tokens: see Speculation. cpu_wait_ns: how long a thread of its process was ready to run
+    and had no core (its driver fills it in)."""
 
     num_waiting: int = 0
     num_prefilling: int = 0
@@ -46,6 +48,11 @@ class EngineStats:
     num_preemptions: int = 0
     step_time_error: float = 0.0
     step_time_coefficients: tuple[float, ...] = ()
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_forced_tokens: int = 0
+    accepted_draft_tokens: tuple[int, ...] = ()
+    cpu_wait_ns: int = 0
 
 
 def engine_stats(scheduler: Scheduler, kv: KVCacheManager, model: StepTimeModel) -> EngineStats:
@@ -61,6 +68,10 @@ def engine_stats(scheduler: Scheduler, kv: KVCacheManager, model: StepTimeModel)
         num_preemptions=scheduler.preemption.num_preemptions,
         step_time_error=model.relative_error,
         step_time_coefficients=model.coefficients,
+        num_drafts=scheduler.speculation.num_drafts,
+        num_draft_tokens=scheduler.speculation.num_draft_tokens,
+        num_forced_tokens=scheduler.speculation.num_forced_tokens,
+        accepted_draft_tokens=tuple(scheduler.speculation.accepted_at),
     )
 
 

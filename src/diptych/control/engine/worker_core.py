@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from diptych.control.commands import AskKVSnapshot, Configure, Drop, ForgetPeer, Prefill, Release, Renew, Reserve, Send
+from diptych.control.compute_share import ComputeShare
 from diptych.control.engine.engine_core import NUM_DROPPED, EngineCore
 from diptych.control.engine.outgoing import Outgoing, SendChunk
 from diptych.control.engine.reports import LoadReport
@@ -34,6 +35,7 @@ from diptych.control.events import (
     KVSnapshot,
     PeerForgotten,
     RequestFinished,
+    Resized,
     StepFinished,
     TransferFailed,
 )
@@ -202,6 +204,13 @@ class WorkerCore:
                 self._forget_peer(command.peer, now)
             case Configure():
                 self.engine.configure(command.scheduler)
+
+    def on_resized(self, share: ComputeShare, ratio: float, now: int, message: str = "") -> None:
+        """The worker computes on ``share`` from the next step on, where steps should take ``ratio`` times as long.
+        message: why it is not the share that was ordered."""
+        if ratio != 1.0:
+            self.engine.rescale(ratio)
+        self._note([Resized(now, share, message)])
 
     def is_withheld(self, attempt_id: str) -> bool:
         """Whether no token of the attempt may be given yet."""

@@ -49,7 +49,11 @@ class CandidateSearch:
         """A worker is new, or came back with another description: place all workers again."""
         workers = self._workers
         self._block_size = workers[0].block_size if workers else 1
-        self._least_blocks = min((worker.num_blocks for worker in workers), default=0)
+        self._longest = [worker.max_sequence_tokens for worker in workers]
+        self._longest_of_all = max(self._longest, default=0)
+        self._longest_of_each = min(self._longest, default=0)
+        self._copies = [worker.model_copy for worker in workers]
+        self._num_copies = len(set(self._copies))
         self._places, levels = _places(workers)
         self._num_places = len(levels)
         self._pairs = PairSearch(self._places, levels, self._config.links, self._block_size)
@@ -67,9 +71,20 @@ class CandidateSearch:
         return prefill, decode, [position for position in positions if views[position].role == "both"]
 
     def cheapest(self, request: RoutingRequest, num_output_tokens: int, now: int) -> Candidate | None:
-        """The cheapest; None when no worker is up. Preferences that leave no worker are given up."""
-        usable = self._usable(request) or self._up
-        return self._cheapest(self._demand(request, num_output_tokens, now), usable) if usable else None
+        """The cheapest; None when no worker is up that is large enough. The wish to avoid some is given up where it
+        leaves none."""
+        usable = self._usable(request)
+        if not usable:
+            return None
+        demand = self._demand(request, num_output_tokens, now)
+        if self._num_copies == 1:
+            return self._cheapest(demand, usable)
+        found = None
+        for copy in sorted({self._copies[at] for at in usable}):  # only workers of one copy share a request
+            best = self._cheapest(demand, [at for at in usable if self._copies[at] == copy])
+            if best is not None and (found is None or best.cost_ns < found.cost_ns):
+                found = best
+        return found
 
     def cheapest_move(self, request: RoutingRequest, source: int, num_output_tokens: int, now: int) -> Candidate:
         """The cheapest other worker for a stream of the worker at ``source``, which hands it over unless it may not.
@@ -85,9 +100,18 @@ class CandidateSearch:
         return self._as_whole(demand, (cost_ns, target), None)._replace(reason="moved")
 
     def movable_to(self, request: RoutingRequest, source: int) -> list[int]:
-        """The workers that may decode what runs at ``source``."""
-        views = self._views
-        return [at for at in self._usable(request) if at != source and views[at].role != "prefill"]
+        """The workers that may decode what runs at ``source``: the tokens of another copy would differ."""
+        views, copies, avoid, workers = self._views, self._copies, request.avoid, self._workers
+        most_tokens = self._most_tokens(request)
+        return [
+            at
+            for at in self._up
+            if at != source
+            and views[at].role != "prefill"
+            and self._longest[at] >= most_tokens
+            and copies[at] == copies[source]
+            and workers[at].number not in avoid
+        ]
 
     def _demand(self, request: RoutingRequest, num_output_tokens: int, now: int) -> RequestDemand:
         size, num_tokens = self._block_size, request.num_prompt_tokens
@@ -97,28 +121,34 @@ class CandidateSearch:
             hashes = hashes[:longest]
         held = [matched * size for matched in self._index.matches(hashes, now)]
         may_hand_off = request.hands_off and num_output_tokens > 1 and self._config.disaggregate != "never"
-        demand = RequestDemand(num_tokens, num_output_tokens, held, may_hand_off, now)
-        if extra_costs := self._config.extra_costs:
-            demand.extra_ns = [
-                sum(extra.extra_ns(request, worker) for extra in extra_costs) for worker in self._workers
-            ]
-        return demand
+        most_tokens = self._most_tokens(request)
+        return RequestDemand(num_tokens, num_output_tokens, held, may_hand_off, now, most_tokens)
 
     def _usable(self, request: RoutingRequest) -> list[int]:
-        """Workers that are not to be avoided and are large enough."""
-        num_blocks = -(-(request.num_prompt_tokens + request.max_tokens) // self._block_size)
-        avoid = request.avoid
-        if not avoid and num_blocks <= self._least_blocks:
+        """Workers that are large enough and not to be avoided, if that leaves any. One that only prefills need not hold
+        the answer as long as another can take it over."""
+        most_tokens, avoid = self._most_tokens(request), request.avoid
+        if not avoid and most_tokens <= self._longest_of_each:
             return self._up
-        workers = self._workers
-        return [at for at in self._up if workers[at].number not in avoid and workers[at].num_blocks >= num_blocks]
+        longest, num_prompt = self._longest, request.num_prompt_tokens
+        views, workers = self._views, self._workers
+        fitting = [at for at in self._up if longest[at] >= most_tokens]
+        usable = [at for at in fitting if workers[at].number not in avoid] or fitting
+        if usable and most_tokens > self._longest_of_each and request.hands_off:
+            helpers = [at for at in self._up if num_prompt < longest[at] < most_tokens and views[at].role == "prefill"]
+            usable = sorted(usable + [at for at in helpers if workers[at].number not in avoid])
+        return usable
+
+    def _most_tokens(self, request: RoutingRequest) -> int:
+        """Of prompt and answer; an answer ends at the largest context of the fleet at the latest."""
+        return min(request.num_prompt_tokens + request.max_tokens, self._longest_of_all)
 
     def _cheapest(self, demand: RequestDemand, usable: list[int]) -> Candidate | None:
         """Served whole, or by a pair, whichever costs less."""
         sources, targets, both = self._up_by_role if usable is self._up else self._by_role(usable)
         has_pair = demand.may_hand_off and bool((sources and targets) or (both and (sources or targets)))
         whole, decodes = self._targets(demand, both, (UNBOUNDED, -1), has_pair)
-        limit = self._config.max_local_tokens if has_pair else 0
+        limit = self._config.max_local_tokens if has_pair and self._config.deflection == "short" else 0
         single = (0.0, -1) if has_pair and self._config.disaggregate == "always" else whole  # (nothing beats 0)
         single, prefills = self._sources(demand, sources, single)
         single, more_decodes = self._targets(demand, targets, single, has_pair, limit)
@@ -133,25 +163,23 @@ class CandidateSearch:
                 pair = min((found for found in (pair, other) if found), default=None)
         if pair is not None and pair.cost_ns < whole[0]:
             return self._as_pair(demand, pair)
-        return self._as_whole(demand, whole, pair)
+        return self._as_whole(demand, whole, pair) if whole[1] >= 0 else None
 
     def _sources(self, demand: RequestDemand, positions: list[int], best: _Whole) -> tuple[_Whole, PrefillOffers]:
         """What workers that may compute the prompt offer, by memory domain, and ``best`` or the one of them that serves
         it whole for less."""
         views, now, steps, middle = self._views, demand.now, demand.num_steps, demand.middle
         least_ns, choice = best
-        domains, extra_ns = self._pairs.domains, demand.extra_ns
+        domains = self._pairs.domains
         offers: PrefillOffers = [[] for _ in range(self._pairs.num_domains)]
         for position in positions:
             prices = views[position].prices
             queue_ns = prices.standing
             if prices.idle_at > now:
                 queue_ns += (prices.idle_at - now) * prices.stretch
-            if extra_ns is not None:
-                queue_ns += extra_ns[position]
             offers[domains[position]].append((queue_ns, position, prices))
             cost_ns = queue_ns + steps * (prices.step + middle * prices.context)
-            if cost_ns < least_ns:
+            if cost_ns < least_ns and self._longest[position] >= demand.most_tokens:
                 cached = demand.held[position]
                 num_blocks = -(-(demand.num_tokens + demand.num_output_tokens - cached) // self._block_size)
                 cost_ns += prompt_ns(prices, demand.num_tokens - cached, cached) + prices.block * num_blocks
@@ -172,15 +200,12 @@ class CandidateSearch:
         num_tokens, num_pairs = num_prompt + demand.num_output_tokens, pairs(num_prompt, 0)
         num_blocks = -(-num_tokens // size)
         offers: list[DecodeOffer] = []
-        extra_ns = demand.extra_ns
         empty_ns, empty_at = [math.inf] * self._num_places, [-1] * self._num_places  # those that hold nothing, by place
         for position in positions:
             prices = views[position].prices
             cached = held[position]
             answer_ns = steps * (prices.step + middle * prices.context)
             answer_ns += prices.block * (-(-(num_tokens - cached) // size) if cached else num_blocks)
-            if extra_ns is not None:
-                answer_ns += extra_ns[position]
             if has_pair:
                 offer_ns = prices.memory + answer_ns
                 if cached:

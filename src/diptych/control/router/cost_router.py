@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from diptych.control.engine.reports import LoadReport
 from diptych.control.router.candidates import Candidate, CandidateSearch
-from diptych.control.router.costs import UNBOUNDED, WorkerView
+from diptych.control.router.costs import OBJECTIVE_POWER, UNBOUNDED, WorkerView
 from diptych.control.router.hit_watch import HitWatch
-from diptych.control.router.output_length import OutputLengthClasses
+from diptych.control.router.idle_trials import IdleTrials
 from diptych.control.router.prefix_index import PrefixIndex
 from diptych.control.router.routing import Route, RoutingConfig, RoutingRequest
 from diptych.control.router.topology import Role, WorkerInfo
@@ -26,7 +26,6 @@ class _Routed:
     decode: WorkerView
     num_prompt_tokens: int
     num_output_tokens: int  # expected
-    length_class: str
     positions: tuple[int, int]
     expected: dict[int, int]  # position -> tokens expected in its cache, until the worker reports what it found
 
@@ -36,14 +35,15 @@ class CostRouter:
 
     def __init__(self, config: RoutingConfig) -> None:
         self._config = config
+        self._loss_power = OBJECTIVE_POWER if config.deflection == "objective" else 1
         self._workers: list[WorkerInfo] = []
         self._views: list[WorkerView] = []
         self._position: dict[int, int] = {}  # number -> index of both lists
         self.index = PrefixIndex()
         self.watch = HitWatch()
-        self.lengths = OutputLengthClasses()
         self._sent: dict[str, _Routed] = {}
         self._search = CandidateSearch(self._workers, self._views, self.index, config)
+        self._trials = IdleTrials(self._workers, self._views)
         self._now = 0
 
     @property
@@ -70,12 +70,14 @@ class CostRouter:
         elif self._workers[position] != info:
             self._workers[position] = info
             self._search.place_workers()
-        self._begin_view(position, WorkerView(is_up=True, role=info.role))
+        self._begin_view(position, WorkerView(is_up=True, role=info.role, loss_power=self._loss_power))
 
     def set_down(self, worker: int) -> None:
         """See Router."""
         position = self._position[worker]
-        self._begin_view(position, WorkerView(is_up=False, role=self._views[position].role))
+        self._begin_view(
+            position, WorkerView(is_up=False, role=self._views[position].role, loss_power=self._loss_power)
+        )
 
     def set_role(self, worker: int, role: Role) -> None:
         """See Router."""
@@ -123,13 +125,11 @@ class CostRouter:
                 sent.prefill.drop(request_id)
             self._reprice(sent.prefill)
 
-    def on_ended(self, request_id: str, num_output_tokens: int | None) -> None:
+    def on_ended(self, request_id: str) -> None:
         """See Router."""
         sent = self._sent.pop(request_id, None)
         if sent is None:
             return
-        if num_output_tokens is not None:
-            self.lengths.observe(sent.length_class, num_output_tokens)
         sent.decode.join(-1, sent.num_prompt_tokens, sent.num_output_tokens)
         for view in (sent.prefill, sent.decode):
             view.drop(request_id)
@@ -143,21 +143,23 @@ class CostRouter:
         if source is not None and not self._search.movable_to(request, source):
             return None
         if request.request_id in self._sent:
-            self.on_ended(request.request_id, None)
+            self.on_ended(request.request_id)
         self._now = max(self._now, now)
-        name = self.lengths.name(request.submission.options.service_class, request.num_prompt_tokens)
-        num_output_tokens = max(1, self.lengths.expected(name, request.max_tokens))
+        if now >= self._trials.due_ns:
+            for view in self._trials.review(now):
+                self._reprice(view)
+        num_output_tokens = max(1, min(request.num_expected, request.max_tokens))
         if source is None:
             found = self._search.cheapest(request, num_output_tokens, now)
         else:
             found = self._search.cheapest_move(request, source, num_output_tokens, now)
         if found is None:
             return None
-        self._remember(request, found, num_output_tokens, name)
+        self._remember(request, found, num_output_tokens)
         prefill, decode = self._workers[found.source].number, self._workers[found.target].number
         return Route(prefill, decode, found.num_cached_tokens, found.cost_ns, found.reason)
 
-    def _remember(self, request: RoutingRequest, found: Candidate, num_output_tokens: int, name: str) -> None:
+    def _remember(self, request: RoutingRequest, found: Candidate, num_output_tokens: int) -> None:
         """Count it as sent, its answer as growing there, and its blocks as cached soon."""
         prefill, decode = self._views[found.source], self._views[found.target]
         num_tokens, size, request_id = request.num_prompt_tokens, self._workers[0].block_size, request.request_id
@@ -175,7 +177,7 @@ class CostRouter:
         self._reprice(prefill)
         self._reprice(decode)
         positions = (found.source, found.target)
-        self._sent[request_id] = _Routed(prefill, decode, num_tokens, num_output_tokens, name, positions, expected)
+        self._sent[request_id] = _Routed(prefill, decode, num_tokens, num_output_tokens, positions, expected)
         hashes = request.submission.hashes
         self.index.predict(found.target, hashes[found.target_cached // size :], self._now)
         if found.source != found.target and not found.is_borrowed:

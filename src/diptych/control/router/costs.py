@@ -28,6 +28,9 @@ LEAST_BUSY, LEAST_STREAMS = 0.75, 0.125
 # go to the worker with less load. By simulation: 1/4 to 1/10 are equally good for both latencies, 1 scatters shared
 # prompts.
 LASTING = 0.25
+# Where objectives say what streams may lose (deflection "objective"), a stream's loss counts as this power of the share
+# of its objective that its steps take: 6 % where they take half of it, all where they take it whole.
+OBJECTIVE_POWER = 4
 ACKNOWLEDGED = 0  # the time of a dispatch that the worker has acknowledged: any later report covers it
 
 
@@ -66,14 +69,14 @@ def unknown_prices(standing: float = 0) -> WorkerPrices:
 @dataclass(slots=True)
 class RequestDemand:
     """One request, as costs need it. num_output_tokens: expected, at least 1. held: leading tokens that each worker
-    holds. extra_ns: further costs of each worker (None: there are none)."""
+    holds. most_tokens: of prompt and answer."""
 
     num_tokens: int
     num_output_tokens: int
     held: list[int]
     may_hand_off: bool
     now: int
-    extra_ns: list[int] | None = None
+    most_tokens: int
 
     @property
     def num_steps(self) -> int:
@@ -120,7 +123,7 @@ class WorkerView:
 
     work, memory: dispatches that no report covers yet, as (time from which one does, nanoseconds or blocks).
     streams, context, growth: the requests that decode there or are about to, their expected mean context in all, and
-    the tokens that they are expected to generate.
+    the tokens that they are expected to generate. loss_power: see OBJECTIVE_POWER.
     """
 
     report: LoadReport | None = None
@@ -134,6 +137,7 @@ class WorkerView:
     context: int = 0
     growth: int = 0
     busy: BusyShare = field(default_factory=BusyShare)
+    loss_power: int = 1
     _prices: WorkerPrices = field(default_factory=unknown_prices)
     _terms: tuple[int, int, int] | None = None  # of the prices that are still to be made
 
@@ -233,7 +237,7 @@ class WorkerView:
         if not self.streams or not report.tpot_ns:
             return 1.0, 1 / OTHERS_SHARE + streams
         share = min(1.0, base_ns / report.tpot_ns)
-        return 1 / max(1 - share, 1 / MAX_STRETCH), 1 / OTHERS_SHARE + share * self.streams
+        return 1 / max(1 - share, 1 / MAX_STRETCH), 1 / OTHERS_SHARE + share**self.loss_power * self.streams
 
 
 def pairs(left: int, cached: int) -> int:

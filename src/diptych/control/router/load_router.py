@@ -137,10 +137,17 @@ class LoadRouter:
         self._decodes = Picker(config.routing, config.seed + 1)  # of the one that decodes
         self._role_of: dict[int, Role] = {}
         self._roles = _Roles()
+        self._infos: dict[int, WorkerInfo] = {}
+        self._shortest = self._longest = 0  # of the longest sequences that each worker takes
+        self._num_copies = 0
         self._sent: dict[str, _Counted] = {}
 
     def set_up(self, info: WorkerInfo) -> None:
         """See Router."""
+        self._infos[info.number] = info
+        limits = [known.max_sequence_tokens for known in self._infos.values()]
+        self._shortest, self._longest = min(limits), max(limits)
+        self._num_copies = len({known.model_copy for known in self._infos.values()})
         self.set_role(info.number, info.role)
         self._prefills.set_up(info.number)
         self._decodes.set_up(info.number)
@@ -180,7 +187,7 @@ class LoadRouter:
             self._prefills.ended(sent.prefill)
             sent.prefill = None
 
-    def on_ended(self, request_id: str, num_output_tokens: int | None) -> None:
+    def on_ended(self, request_id: str) -> None:
         """See Router."""
         sent = self._sent.pop(request_id, None)
         if sent is None:
@@ -194,7 +201,7 @@ class LoadRouter:
         """See Router."""
         if request.leaves is not None:
             return self._move(request, request.leaves)
-        self.on_ended(request.request_id, None)
+        self.on_ended(request.request_id)
         chosen = self._choose(request)
         if chosen is None:
             return None
@@ -204,10 +211,11 @@ class LoadRouter:
 
     def _move(self, request: RoutingRequest, source: int) -> Route | None:
         picker = self._decodes if self._roles else self._prefills
-        target = picker.pick(request.avoid | self._roles.prefill | {source})
+        strangers = self._too_small(request) | self._of_other_copies(source)
+        target = picker.pick(request.avoid | self._roles.prefill | strangers | {source})
         if target is None:
             return None
-        self.on_ended(request.request_id, None)
+        self.on_ended(request.request_id)
         if not request.hands_off or self._config.disaggregate == "never":
             source = target
         if self._roles:
@@ -215,24 +223,37 @@ class LoadRouter:
         self._sent[request.request_id] = _Counted(source, target) if self._roles else _Counted(target)
         return Route(source, target, 0, 0, "moved")
 
+    def _too_small(self, request: RoutingRequest) -> frozenset[int]:
+        """Workers that cannot hold prompt and answer; an answer ends at the largest context at the latest."""
+        most_tokens = min(request.num_prompt_tokens + request.max_tokens, self._longest)
+        if most_tokens <= self._shortest:
+            return frozenset()
+        return frozenset(worker for worker, info in self._infos.items() if info.max_sequence_tokens < most_tokens)
+
+    def _of_other_copies(self, worker: int) -> frozenset[int]:
+        if self._num_copies < 2:
+            return frozenset()
+        copy = self._infos[worker].model_copy
+        return frozenset(other for other, info in self._infos.items() if info.model_copy != copy)
+
     def _workers_of(self, role: Role) -> frozenset[int]:
         return frozenset(worker for worker, own in self._role_of.items() if own == role)
 
     def _choose(self, request: RoutingRequest) -> tuple[int, int, RouteReason] | None:
-        avoid, roles = request.avoid, self._roles
+        avoid, roles, too_small = request.avoid, self._roles, self._too_small(request)
         is_whole = self._config.disaggregate == "never" or not request.hands_off
         first = None
         if not is_whole:
-            first = self._pick(self._prefills, avoid, roles.decode)
+            first = self._pick(self._prefills, avoid, roles.decode | too_small)
         if first is None:
-            first = self._pick(self._prefills, avoid, frozenset())
+            first = self._pick(self._prefills, avoid, too_small)
             if first is None:
                 return None
             return self._whole(first, "only_worker" if not is_whole else "never" if request.hands_off else "whole")
         role = self._role_of[first]
         if role == "both" or request.max_tokens == 1:
             return self._whole(first, "both" if role == "both" else "one_token")
-        second = self._pick(self._decodes, avoid, roles.prefill)
+        second = self._pick(self._decodes, avoid, roles.prefill | too_small | self._of_other_copies(first))
         if second is None:
             return self._whole(first, "only_worker")
         return first, second, "remote"

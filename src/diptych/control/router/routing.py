@@ -6,6 +6,7 @@ from typing import Literal, Protocol, get_args
 
 from diptych.control.engine.reports import LoadReport
 from diptych.control.errors import ConfigError
+from diptych.control.length_predictor import DEFAULT_TOKENS
 from diptych.control.request import Submission
 from diptych.control.router.topology import LinkCosts, Role, WorkerInfo
 from diptych.control.slo import NS_PER_MS
@@ -13,6 +14,7 @@ from diptych.control.slo import NS_PER_MS
 RoutingName = Literal["kv_aware", "round_robin", "least_loaded", "power_of_two"]
 ROUTINGS: tuple[RoutingName, ...] = get_args(RoutingName)
 Disaggregate = Literal["auto", "always", "never"]
+Deflection = Literal["short", "objective"]
 RouteReason = Literal[
     "remote",  # prefill here, decode there
     "both",  # one worker whose role is both
@@ -29,14 +31,6 @@ RouteReason = Literal[
 ]
 
 
-class ExtraCost(Protocol):
-    """One more cost in nanoseconds (>= 0) of giving a request to a worker, added to the router's own costs."""
-
-    def extra_ns(self, request: "RoutingRequest", worker: WorkerInfo) -> int:
-        """The cost of this worker for this request. It must not depend on other workers."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class RoutingConfig:
     """How to route.
@@ -44,20 +38,22 @@ class RoutingConfig:
     routing: by predicted cost and prefix hits (kv_aware), or by load alone. disaggregate: separate prefill from decode
     when that is cheaper ("auto"), whenever it is possible ("always": workers of one role do their own job only), or
     never. kv_price_ns: what a worker costs more when its KV memory would be half full. max_local_tokens: more uncached
-    tokens than that are never computed on a decode worker where streams run (0: the costs decide). extra_costs: further
-    terms of kv_aware. seed: of power_of_two.
+    tokens than that are never computed on a decode worker where streams run (0: the costs decide). deflection: the
+    prompts that such a worker computes; "short": those of at most max_local_tokens, where that costs less;
+    "objective": any, and its streams lose little by it as long as their objective leaves room (after arXiv 2607.02043,
+    where the chunks must keep it). seed: of power_of_two.
     """
 
     routing: RoutingName = "kv_aware"
     disaggregate: Disaggregate = "auto"
     kv_price_ns: int = 50 * NS_PER_MS
     max_local_tokens: int = 256
+    deflection: Deflection = "short"
     links: LinkCosts = field(default_factory=LinkCosts)
-    extra_costs: tuple[ExtraCost, ...] = ()
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, known in (("routing", RoutingName), ("disaggregate", Disaggregate)):
+        for name, known in (("routing", RoutingName), ("disaggregate", Disaggregate), ("deflection", Deflection)):
             if getattr(self, name) not in get_args(known):
                 text = f"{name} is {getattr(self, name)!r}; one of {', '.join(get_args(known))}"
                 raise ConfigError(text, param=name)
@@ -70,11 +66,13 @@ class RoutingConfig:
 @dataclass(frozen=True, slots=True)
 class RoutingRequest:
     """A request that needs workers. num_output_tokens: of its answer, that exist already and belong to the prompt now.
-    avoid: workers that get it only when no other can. must_stay_whole: two workers may not share it. leaves: the worker
-    where it runs, which is to hand it to another that decodes; no route when there is none."""
+    num_expected: of its answer, that are expected to come. avoid: workers that get it only when no other can.
+    must_stay_whole: two workers may not share it. leaves: the worker where it runs, which is to hand it to another that
+    decodes; no route when there is none."""
 
     submission: Submission
     num_output_tokens: int = 0
+    num_expected: int = DEFAULT_TOKENS
     avoid: frozenset[int] = frozenset()
     must_stay_whole: bool = False
     leaves: int | None = None
@@ -163,8 +161,8 @@ class Router(Protocol):
         """Its prompt is computed: it no longer waits at its prefill worker."""
         ...
 
-    def on_ended(self, request_id: str, num_output_tokens: int | None) -> None:
-        """The request is over, or this attempt is (None: its length says nothing about others)."""
+    def on_ended(self, request_id: str) -> None:
+        """The request is over, or this attempt is."""
         ...
 
     def route(self, request: RoutingRequest, now: int) -> Route | None:

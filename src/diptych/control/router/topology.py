@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Literal
 
+from diptych.control.compute_share import ComputeShare
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_S
 
+ANY_LENGTH = 2**62
 Role = Literal["prefill", "decode", "both"]
 ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
 
@@ -17,7 +19,9 @@ ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
     """One worker, as it is when it comes up. memory_domain: the shared memory that its blocks lie in; workers of one
-    domain hand off without moving bytes (None: memory of its own)."""
+    domain hand off without moving bytes (None: memory of its own). share: what it computes on. max_model_len: the
+    longest sequence that it takes, prompt and answer together (ANY_LENGTH: as long as its blocks hold). model_copy:
+    workers of one copy of the model compute the same KV, and only they hand sequences to each other."""
 
     number: int
     role: Role
@@ -25,14 +29,22 @@ class WorkerInfo:
     block_size: int
     host: str = "local"
     memory_domain: int | None = None
+    share: ComputeShare = field(default_factory=ComputeShare)
+    max_model_len: int = ANY_LENGTH
+    model_copy: int = 0
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
             raise ConfigError(f"role is {self.role!r}; one of {', '.join(ROLES)}", param="role")
-        for name in ("num_blocks", "block_size"):
+        for name, least in (("num_blocks", 1), ("block_size", 1), ("max_model_len", 1), ("model_copy", 0)):
             value = getattr(self, name)
-            if value < 1:
-                raise ConfigError(f"{name} is {value}; it must be at least 1", param=name)
+            if value < least:
+                raise ConfigError(f"{name} is {value}; it must be at least {least}", param=name)
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """The longest sequence that fits into its context and its blocks."""
+        return min(self.max_model_len, self.num_blocks * self.block_size)
 
 
 class Level(IntEnum):

@@ -5,11 +5,13 @@ client request behind one wake-up per step. Must never know sockets or HTTP.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
 from diptych.control.events import RequestFinished
+from diptych.control.misses.prefix_miss import PrefixMiss
 from diptych.control.request import DEFAULT_OPTIONS, FinishReason, RequestOptions, SamplingParams
 from diptych.control.step import TokenLogprobs
 from diptych.serving.answers.detokenizer import StopStrings
@@ -46,6 +48,7 @@ class AnswerStream:
         "last_token_s",
         "num_before_attempt",
         "options",
+        "prefix_miss",
         "prompt_logprobs",
         "prompt_token_ids",
         "request_id",
@@ -64,6 +67,7 @@ class AnswerStream:
         sampling: SamplingParams,
         tokenizer: Tokenizer,
         options: RequestOptions = DEFAULT_OPTIONS,
+        shown: Mapping[int, str] = {},
     ) -> None:
         self.request_id = request_id
         self.index = index
@@ -79,12 +83,13 @@ class AnswerStream:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.cached_tokens = 0
+        self.prefix_miss: PrefixMiss | None = None
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self.submitted_s = 0.0
         self.first_token_s = 0.0
         self.last_token_s = 0.0
         self.is_dirty = False
-        self._detokenizer = tokenizer.detokenizer(prompt_token_ids)
+        self._detokenizer = tokenizer.detokenizer(prompt_token_ids, shown)
         self._stops = StopStrings(sampling.stop) if sampling.stop else None
         self._new_ids: list[int] = []
         self._new_text = ""
@@ -165,7 +170,18 @@ class AnswerStream:
 class Generation:
     """All streams of one client request (prompts times n) behind one queue: one delivery per step."""
 
-    __slots__ = ("_dirty", "_error", "_on_new", "_waiter", "num_open", "request_id", "streams")
+    __slots__ = (
+        "_dirty",
+        "_error",
+        "_on_new",
+        "_unread_since_ns",
+        "_waiter",
+        "count_unsent",
+        "num_open",
+        "request_id",
+        "streams",
+        "unread_ns",
+    )
 
     def __init__(self, request_id: str, streams: Sequence[AnswerStream]) -> None:
         self.request_id = request_id
@@ -173,6 +189,9 @@ class Generation:
         self.num_open = len(self.streams)
         self._dirty: list[AnswerStream] = []
         self._error: Exception | None = None
+        self.unread_ns = 0  # how long deltas waited for a reader that was busy (with a client that does not read)
+        self.count_unsent: Callable[[], int] | None = None  # bytes that the client has not taken; set by a reply
+        self._unread_since_ns = 0
         self._waiter: asyncio.Future[None] | None = None
         self._on_new: Callable[[], bool] | None = None
         for stream in self.streams:
@@ -198,6 +217,8 @@ class Generation:
         """The step is over: new deltas go to the reader's ``on_new``; the last ones, and errors, go to ``read``."""
         try:
             if self._dirty and (self._on_new is None or not self.num_open or not self._on_new()):
+                if not self._unread_since_ns:
+                    self._unread_since_ns = time.monotonic_ns()
                 self.wake()
         except Exception as error:  # as if it had happened in the reader's own task
             self.fail(error)
@@ -231,5 +252,8 @@ class Generation:
 
     def take(self) -> list[Delta]:
         """Everything new, without waiting."""
+        if self._unread_since_ns:
+            self.unread_ns += time.monotonic_ns() - self._unread_since_ns
+            self._unread_since_ns = 0
         dirty, self._dirty = self._dirty, []
         return [stream.take() for stream in dirty]

@@ -3,7 +3,7 @@
 Owns the text of one growing sequence. Must never know requests, sockets or HTTP.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import ByteLevel, DecodeStream
@@ -37,12 +37,20 @@ def whole_texts(fast: FastTokenizer) -> WholeTexts | None:
 
 class Detokenizer:
     """Text of one sequence. Text comes out only as whole characters; ``flush`` gives what can never be completed.
-    Tokens that the tokenizer's decoder fails on become U+FFFD: they cost the answer nothing else."""
+    Tokens that the tokenizer's decoder fails on become U+FFFD: they cost the answer nothing else. Special tokens have
+    no text, but those in ``shown``."""
 
-    __slots__ = ("_fast", "_pending", "_stream", "_texts")
+    __slots__ = ("_fast", "_pending", "_shown", "_stream", "_texts")
 
-    def __init__(self, fast: FastTokenizer, prompt_token_ids: Sequence[int], texts: WholeTexts | None = None) -> None:
+    def __init__(
+        self,
+        fast: FastTokenizer,
+        prompt_token_ids: Sequence[int],
+        texts: WholeTexts | None = None,
+        shown: Mapping[int, str] = {},
+    ) -> None:
         self._fast = fast
+        self._shown = shown
         self._pending: list[int] = []
         self._texts = texts
         context = list(prompt_token_ids[-_CONTEXT_TOKENS:]) if texts is None else []
@@ -52,6 +60,8 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """The text that is complete with this token (often empty while a character is incomplete)."""
+        if token_id in self._shown:
+            return self.flush() + self._shown[token_id]
         pending = self._pending
         if self._texts is not None and not pending:
             if (whole := self._texts[token_id]) is not None:

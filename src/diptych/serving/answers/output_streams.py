@@ -7,15 +7,18 @@ each token reaches the client exactly once. Where a request runs is decided in c
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from diptych.control.errors import DiptychError, RequestError
 from diptych.control.events import Event, RequestAdmitted, RequestFinished
+from diptych.control.request import FinishReason
+from diptych.control.slo import NS_PER_S, Slo
 from diptych.control.step import StepTokens, TokenLogprobs
 from diptych.serving.answers.answer_stream import AnswerStream, Generation
 from diptych.serving.link.messages import AttemptTokens, pack_token_ids
 from diptych.serving.metrics.serving_metrics import ServingMetrics
+from diptych.timeline.records import AnswerRecord
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +37,7 @@ class OutputStreams:
     """Open answer streams by request id, and by attempt id."""
 
     def __init__(self, metrics: ServingMetrics) -> None:
+        self.on_gone: Callable[[AnswerStream], None] = lambda stream: None  # called when an answer is no longer open
         self.idle = asyncio.Event()
         self.idle.set()
         self.num_untouched = 0  # submitted, no token yet
@@ -56,6 +60,10 @@ class OutputStreams:
             self._streams[stream.request_id] = stream
             self.num_untouched += 1
         self.idle.clear()
+
+    def get(self, request_id: str) -> AnswerStream | None:
+        """The open answer of a request."""
+        return self._streams.get(request_id)
 
     def abandon(self, generation: Generation) -> list[AnswerStream]:
         """Forget the open answers of a request whose client has left. Returns them; the caller cancels them."""
@@ -119,14 +127,16 @@ class OutputStreams:
         for attempt_id, (first, entries) in tokens.prompt_logprobs.items():
             if stream := self._fed_by(worker, attempt_id):
                 stream.add_prompt_logprobs(first, entries)
-        gaps: dict[float, int] = {}
+        gaps: dict[float, int] = {}  # one for each stream and step, however many tokens it got
         num_tokens, logprobs = 0, tokens.logprobs
-        for attempt_id, token_id in zip(tokens.request_ids, tokens.token_ids, strict=True):
+        for index, (attempt_id, token_id) in enumerate(zip(tokens.request_ids, tokens.token_ids, strict=True)):
             stream = fed.get(attempt_id)
             if stream is None or stream.worker != worker:
                 continue
             num_tokens += 1
-            if stream.last_token_s:
+            if stream.last_token_s == now:
+                pass
+            elif stream.last_token_s:
                 gap_s = now - stream.last_token_s
                 gaps[gap_s] = gaps.get(gap_s, 0) + 1
             else:
@@ -135,7 +145,8 @@ class OutputStreams:
                 self._metrics.time_to_first_token.observe(now - stream.submitted_s)
             stream.last_token_s = now
             try:
-                if stream.push(token_id, is_stop_token=attempt_id in stop_tokens, logprobs=logprobs.get(attempt_id)):
+                is_stop_token = attempt_id in stop_tokens and tokens.is_last(index)
+                if stream.push(token_id, is_stop_token=is_stop_token, logprobs=logprobs.get(index)):
                     stopped.append(stream)
                 news.append(stream.mark())
             except Exception as error:  # a failure in the text of one answer must not harm the others
@@ -156,7 +167,7 @@ class OutputStreams:
         sender, stream.worker = stream.worker, worker
         exposed_s, stopped = 0.0, []
         if stream.num_tokens == stream.num_before_attempt:
-            entries = {} if logprobs is None else {attempt_id: logprobs}
+            entries = {} if logprobs is None else {0: logprobs}
             stopped = self.on_tokens(worker, StepTokens([attempt_id], [first_token], entries), frozenset())
         else:
             exposed_s = time.monotonic() - stream.last_token_s
@@ -185,6 +196,33 @@ class OutputStreams:
         stream.generation.fail(error or DiptychError("internal error: a request ended without its last event"))
         return stream.generation
 
+    def answer_of(self, request_id: str, finished: RequestFinished | None, now: int) -> AnswerRecord | None:
+        """What the timeline keeps of an answer that ends now; None when the request is unknown. Times are nanoseconds
+        of the clock of ``now``."""
+        stream = self._streams.get(request_id)
+        if stream is None:
+            return None
+        generation, slo = stream.generation, stream.options.slo or Slo()
+        return AnswerRecord(
+            0,
+            stream.worker,
+            now,
+            request_id,
+            round(stream.submitted_s * NS_PER_S),
+            round(stream.first_token_s * NS_PER_S),
+            round(stream.last_token_s * NS_PER_S),
+            len(stream.prompt_token_ids),
+            stream.cached_tokens,
+            stream.num_tokens,
+            str(finished.reason if finished else FinishReason.ERROR),
+            generation.unread_ns,
+            slo.ttft_ns or 0,
+            slo.tpot_ns or 0,
+            stream.options.service_class,
+            generation.count_unsent() if generation.count_unsent is not None else 0,
+            self._metrics.fleet.stats_of(stream.worker).cpu_wait_ns,
+        )
+
     def deliver(self) -> None:
         """A worker's report has been handled: what it brought goes to the readers, all of it at once."""
         news, self._news = self._news, []
@@ -198,6 +236,7 @@ class OutputStreams:
     def _forget(self, stream: AnswerStream) -> None:
         del self._streams[stream.request_id]
         self._fed.pop(stream.attempt_id, None)
+        self.on_gone(stream)
         if not stream.last_token_s:
             self.num_untouched -= 1
         if not self._streams:

@@ -13,12 +13,14 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
-from diptych.control.errors import InvalidRequestError
+from diptych.control.errors import ConfigError, InvalidRequestError
 from diptych.runtime.gguf.gguf_file import is_gguf
 from diptych.serving.answers.detokenizer import Detokenizer, whole_texts
 from diptych.serving.answers.gguf_tokenizer import read_gguf_tokenizer
 from diptych.serving.answers.native_panic import is_failure
-from diptych.serving.answers.tokenizer_parts import read_directory
+from diptych.serving.answers.response.bundled_templates import TEMPLATES, recognise
+from diptych.serving.answers.response.response_template import ResponseTemplate, load_response_template
+from diptych.serving.answers.tokenizer_parts import TokenizerParts, read_directory
 
 
 class Tokenizer:
@@ -31,6 +33,7 @@ class Tokenizer:
         self._fast = parts.fast
         self._whole_texts = whole_texts(self._fast) if self._fast else None
         self._templates = parts.templates
+        self.response_template, self.response_template_error = _response_template(parts)
         self._compiled: dict[str, jinja2.Template] = {}
         self._token_bytes: dict[int, bytes] = {}
         self._lock = threading.Lock()
@@ -78,9 +81,30 @@ class Tokenizer:
             raise _refusal(error, f"{param}: the tokenizer cannot decode these tokens", param) from None
         return text
 
-    def detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer | None:
-        """A fresh detokenizer for a sequence after this prompt; None without a tokenizer."""
-        return Detokenizer(self._fast, prompt_token_ids, self._whole_texts) if self._fast else None
+    def detokenizer(self, prompt_token_ids: Sequence[int], shown: Mapping[int, str] = {}) -> Detokenizer | None:
+        """A fresh detokenizer for a sequence after this prompt; None without a tokenizer. shown: special tokens that
+        are part of the text."""
+        return Detokenizer(self._fast, prompt_token_ids, self._whole_texts, shown) if self._fast else None
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template renders tools."""
+        return any("tools" in source for source in self._templates.values())
+
+    @property
+    def special_token_ids(self) -> dict[str, int]:
+        """The special tokens, text to id."""
+        added = self._fast.get_added_tokens_decoder() if self._fast else {}
+        return {token.content: token_id for token_id, token in added.items() if token.special}
+
+    def template_mentions(self, text: str) -> bool:
+        """Whether a chat template has this text."""
+        return any(text in source for source in self._templates.values())
+
+    def special_tokens_in(self, texts: Sequence[str]) -> dict[int, str]:
+        """The special tokens, id to text, that occur in any of these texts."""
+        known = self.special_token_ids.items()
+        return {token_id: token for token, token_id in known if any(token in text for text in texts)}
 
     def token_text(self, token_id: int) -> str:
         """One token by itself, special tokens included, incomplete characters as U+FFFD."""
@@ -105,7 +129,7 @@ class Tokenizer:
         template_arguments: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt text of a conversation. Raises InvalidRequestError when there is no template or it refuses."""
-        template = self._template("default")
+        template = self._template("tool_use" if (template_arguments or {}).get("tools") else "default")
         arguments = {**self.special_tokens, **(template_arguments or {})}
         try:
             return template.render(
@@ -133,7 +157,8 @@ class Tokenizer:
     def _template(self, name: str) -> jinja2.Template:
         if not self._templates:
             raise InvalidRequestError("this model has no chat template; use /v1/completions", param="messages")
-        source = self._templates.get(name) or next(iter(self._templates.values()))
+        first = next(iter(self._templates.values()))
+        source = self._templates.get(name) or self._templates.get("default") or first
         with self._lock:
             if source not in self._compiled:
                 try:
@@ -160,6 +185,19 @@ def flatten_content(content: Any, param: str) -> str:
             )
         texts.append(text)
     return "\n".join(texts)
+
+
+def _response_template(parts: TokenizerParts) -> tuple[ResponseTemplate | None, str]:
+    """The description of the model's answers, its own or a bundled one; or why there is none."""
+    try:
+        if parts.response_template is not None:
+            return load_response_template("of the model", parts.response_template), ""
+    except ConfigError as error:
+        return None, error.message
+    name = recognise(parts.templates.values())
+    if name is None:
+        return None, "the chat template of this model shows no known format of tool calls"
+    return load_response_template(name, TEMPLATES[name]), ""
 
 
 def _refusal(error: BaseException, message: str, param: str) -> BaseException:

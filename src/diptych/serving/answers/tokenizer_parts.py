@@ -18,18 +18,20 @@ SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token"
 @dataclass(frozen=True, slots=True)
 class TokenizerParts:
     """fast: None where the model serves token ids only. special_tokens: texts by the names that chat templates use.
-    templates: chat templates by name."""
+    templates: chat templates by name. response_template: how the model writes its answers, where its files say so."""
 
     fast: FastTokenizer | None
     special_tokens: Mapping[str, str]
     templates: Mapping[str, str]
+    response_template: Any = None
 
 
 def read_directory(directory: Path) -> TokenizerParts:
     """The tokenizer of a model directory. Raises ConfigError for a file that cannot be read."""
     config = _read_json(directory / "tokenizer_config.json")
     special_tokens = {name: _token_text(config[name]) for name in SPECIAL_NAMES if config.get(name) is not None}
-    return TokenizerParts(_load_fast(directory / "tokenizer.json"), special_tokens, _chat_templates(directory, config))
+    fast, templates = _load_fast(directory / "tokenizer.json"), _chat_templates(directory, config)
+    return TokenizerParts(fast, special_tokens, templates, config.get("response_template"))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

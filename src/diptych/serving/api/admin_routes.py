@@ -9,15 +9,18 @@ from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from diptych.control.cluster.core_split import CoreSplit, parse_core_split
+from diptych.control.compute_share import ComputeShare, cpu_ranges
 from diptych.control.config import ShapeName
-from diptych.control.errors import AuthenticationError, InvalidRequestError, PermissionDeniedError
+from diptych.control.errors import AuthenticationError, ConfigError, InvalidRequestError, PermissionDeniedError
 from diptych.control.router.topology import Role
 from diptych.serving.api import error_responses as errors
 from diptych.serving.async_llm import AsyncLLM
+from diptych.serving.fleet.worker_changes import WorkerChanges
 from diptych.serving.fleet.worker_port import WorkerState
 
 ADMIN_PREFIX = "/admin/"
@@ -26,30 +29,52 @@ LOOPBACK = ("127.", "::1", "::ffff:127.")
 
 class ChangeBody(BaseModel):
     """What is to change about a worker; what is left out stays. drain: true gives it nothing new and hands its streams
-    to others, false uses it again."""
+    to others, false uses it again. cores: CPUs to compute on, such as 0-3, a thread on each; multiprocessors: how many
+    of its GPU's. pin: whether the planner leaves the worker as it is (left out: true with a role or a shape)."""
 
     model_config = ConfigDict(extra="forbid")
 
     role: Role | None = None
     shape: ShapeName | None = None
     drain: bool | None = None
+    cores: str | None = None
+    multiprocessors: int | None = Field(default=None, ge=1)
+    pin: bool | None = None
 
 
 class AdminWorker(BaseModel):
-    """A worker as operators see it. open_requests: attempts that it holds a part of."""
+    """A worker as operators see it. open_requests: attempts that it holds a part of. cores, threads: what it computes
+    on (null: not on a processor). multiprocessors: of its GPU (null: no GPU, or one that cannot be divided).
+    max_sequence_tokens: of prompt and answer together (null: it was never ready). is_pinned: the planner leaves it as
+    it is."""
 
     worker: int
     role: Role
     state: Literal["starting", "ready", "draining", "lost", "stopped"]
     restarts: int
     open_requests: int
+    cores: str | None
+    threads: int | None
+    multiprocessors: int | None
+    is_pinned: bool
+    max_sequence_tokens: int | None = None
 
 
 class AdminWorkers(BaseModel):
-    """All workers that there are or were. max_workers: how many there may be at once."""
+    """All workers that there are or were. max_workers: how many there may be at once. core_split: the rule by which
+    cores are divided when a role changes, or a worker comes or goes (null: they are not)."""
 
     workers: list[AdminWorker]
     max_workers: int
+    core_split: str | None
+
+
+class SplitBody(BaseModel):
+    """The weights of the roles, such as prefill=3,decode=1."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    split: str
 
 
 class AdminAccess:
@@ -108,22 +133,23 @@ def add_admin_routes(app: FastAPI, llm: AsyncLLM, documented: dict[int | str, di
 
     @app.post("/admin/workers/{worker:int}", responses={**refusals, 200: {"model": AdminWorker}})
     async def change(worker: int, request: Request) -> Response:
-        """Change the role or the shape of a worker, drain it, or use it again. The reply comes at once; what runs moves
-        after it."""
+        """Change the role, the shape or the compute units of a worker, drain it, or use it again. The reply comes at
+        once; what runs moves after it, and another share counts from the next step on."""
         llm.require_ready()
         try:
             wanted = ChangeBody.model_validate(await errors.read_json(request))
         except ValidationError as error:
             raise errors.invalid_body(error) from None
-        if wanted == ChangeBody():
-            raise InvalidRequestError("nothing is to change; give role, shape or drain", param="role")
-        if wanted.role is not None:
-            changes.change_role(worker, wanted.role)
-        if wanted.shape is not None:
-            changes.change_shape(worker, wanted.shape)
-        if wanted.drain is not None:
-            (changes.drain if wanted.drain else changes.use_again)(worker)
+        _change(changes, worker, wanted)
         return _reply(_worker(llm, worker))
+
+    @app.post("/admin/core_split", responses={**refusals, 200: {"model": AdminWorkers}})
+    async def divide(request: Request) -> Response:
+        """Divide the cores among all workers by the weights of their roles, now and after each change of roles or
+        workers."""
+        llm.require_ready()
+        changes.change_split(_wanted_split(await errors.read_json(request)))
+        return _reply(_workers(llm))
 
     @app.delete("/admin/workers/{worker:int}", responses={**refusals, 200: {"model": AdminWorker}})
     async def remove(worker: int) -> Response:
@@ -133,16 +159,62 @@ def add_admin_routes(app: FastAPI, llm: AsyncLLM, documented: dict[int | str, di
         return _reply(_worker(llm, worker))
 
 
+def _change(changes: WorkerChanges, worker: int, wanted: ChangeBody) -> None:
+    """Raises before anything is changed where the body is at fault."""
+    if wanted == ChangeBody():
+        raise InvalidRequestError(
+            "nothing is to change; give role, shape, cores, multiprocessors, drain or pin", param="role"
+        )
+    share = _wanted_share(changes, wanted)
+    if share is not None:
+        changes.check_share(worker, share)
+    if wanted.role is not None:
+        changes.change_role(worker, wanted.role)
+    if wanted.shape is not None:
+        changes.change_shape(worker, wanted.shape)
+    if share is not None:
+        changes.change_share(worker, share)
+    if wanted.drain is not None:
+        (changes.drain if wanted.drain else changes.use_again)(worker)
+    is_pinned = wanted.pin
+    if is_pinned is None and (wanted.role is not None or wanted.shape is not None):
+        is_pinned = True
+    if is_pinned is not None:
+        changes.pin(worker, is_pinned)
+
+
+def _wanted_share(changes: WorkerChanges, wanted: ChangeBody) -> ComputeShare | None:
+    if wanted.cores is not None and wanted.multiprocessors is not None:
+        raise InvalidRequestError("give cores or multiprocessors, not both", param="cores")
+    if wanted.multiprocessors is not None:
+        return ComputeShare(num_sms=wanted.multiprocessors)
+    return None if wanted.cores is None else changes.cores.share_of(wanted.cores)
+
+
+def _wanted_split(body: object) -> CoreSplit:
+    try:
+        return parse_core_split(SplitBody.model_validate(body).split)
+    except ValidationError as error:
+        raise errors.invalid_body(error) from None
+    except ConfigError as error:
+        raise InvalidRequestError(error.message, param="split") from None
+
+
 def _workers(llm: AsyncLLM) -> AdminWorkers:
     fleet = llm.fleet
+    split = fleet.changes.cores.split
     return AdminWorkers(
-        workers=[_worker(llm, worker.number) for worker in fleet.workers], max_workers=len(fleet.fleet.slots)
+        workers=[_worker(llm, worker.number) for worker in fleet.workers],
+        max_workers=len(fleet.fleet.slots),
+        core_split=None if split is None else str(split),
     )
 
 
 def _worker(llm: AsyncLLM, number: int) -> AdminWorker:
     fleet = llm.fleet
     port = fleet.workers[number]
+    info = fleet.members.infos.get(number)
+    share = info.share if info else ComputeShare()
     is_draining = port.state is WorkerState.READY and fleet.changes.is_draining(number)
     return AdminWorker(
         worker=number,
@@ -150,6 +222,11 @@ def _worker(llm: AsyncLLM, number: int) -> AdminWorker:
         state="draining" if is_draining else port.state.value,
         restarts=port.num_restarts,
         open_requests=fleet.core.attempts.count_of(number),
+        cores=cpu_ranges(share.cpus) or None,
+        threads=share.num_threads or None,
+        multiprocessors=share.num_sms or None,
+        max_sequence_tokens=info.max_sequence_tokens if info else None,
+        is_pinned=number in fleet.changes.pinned,
     )
 
 

@@ -3,28 +3,36 @@
 Owns paths and their OpenAPI. Knows no sockets and no processes: it is given an AsyncLLM.
 """
 
+import asyncio
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import Response
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from diptych import __version__, compiled_modules
 from diptych.control.errors import InvalidRequestError
+from diptych.serving.answers.grammar.grammar_text import GrammarWriter
 from diptych.serving.api import error_responses as errors
 from diptych.serving.api import protocol
+from diptych.serving.api.access_log import AccessLog, open_log
 from diptych.serving.api.admin_routes import AdminAccess, add_admin_routes
+from diptych.serving.api.bodies import REF, read_body, takes, tenant_in
 from diptych.serving.api.chat import ChatWriter
 from diptych.serving.api.completions import CompletionWriter
+from diptych.serving.api.conversation import conversation, start_chat
+from diptych.serving.api.cross_origin import CrossOrigin
+from diptych.serving.api.manners import Manners
+from diptych.serving.api.messages_routes import MESSAGES_BODIES, add_messages_routes
 from diptych.serving.api.middleware import ApiKey, BodyLimit, NativePanics
+from diptych.serving.api.miss_routes import add_miss_routes
 from diptych.serving.api.parameters import (
     check_model,
-    conversation,
     given_prompts,
     max_tokens_of,
     options_of,
@@ -32,15 +40,25 @@ from diptych.serving.api.parameters import (
     sampling_of,
 )
 from diptych.serving.api.reply import ReplyContext, encode_json
+from diptych.serving.api.reply_headers import ReplyHeaders
+from diptych.serving.api.response_store import ResponseStore
 from diptych.serving.api.responses import GenerationResponse
+from diptych.serving.api.responses_request import ResponsesBody
+from diptych.serving.api.responses_routes import add_responses_routes
+from diptych.serving.api.settings_routes import add_settings_routes
+from diptych.serving.api.structured import wanted_grammar, wants_structure
 from diptych.serving.api.timeline_routes import add_timeline_routes
 from diptych.serving.api.ui_routes import add_ui_routes
 from diptych.serving.async_llm import AsyncLLM, check_count, check_prompt
 
-Model = TypeVar("Model", bound=BaseModel)
-
-REF = "#/components/schemas/{model}"
-BODIES = (protocol.CompletionBody, protocol.ChatBody, protocol.TokenizeBody, protocol.DetokenizeBody)
+BODIES: tuple[type[BaseModel], ...] = (
+    protocol.CompletionBody,
+    protocol.ChatBody,
+    protocol.TokenizeBody,
+    protocol.DetokenizeBody,
+    *MESSAGES_BODIES,
+    ResponsesBody,
+)
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": protocol.ErrorReply, "description": text}
     for status, text in {
@@ -76,8 +94,13 @@ class Service:
         if texts:
             prompts = await llm.encode_all(texts, add_special_tokens=body.add_special_tokens is not False)
         max_tokens = max_tokens_of(body, max(map(len, prompts)), ready)
+        grammar = None
+        if wants_structure(body):
+            writer = GrammarWriter(llm.tokenizer.special_token_ids)
+            grammar = await asyncio.to_thread(wanted_grammar, body, writer)
+        text = "" if grammar is None else await llm.try_grammar(grammar)
         scored = body.logprobs if body.echo and body.logprobs is not None else None
-        sampling = sampling_of(body, max_tokens, body.logprobs, scored)
+        sampling = sampling_of(body, max_tokens, body.logprobs, scored, text)
         if body.echo and not texts:
             for prompt in prompts:
                 check_prompt(prompt, sampling, ready)
@@ -97,22 +120,9 @@ class Service:
         self._check(body)
         if body.top_logprobs is not None and not body.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
-        ready = llm.require_ready()
-        prompt = await llm.encode_chat(
-            conversation(body.messages),
-            add_generation_prompt=body.add_generation_prompt is not False,
-            template_arguments=body.chat_template_kwargs,
-        )
-        logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        sampling = sampling_of(body, max_tokens_of(body, len(prompt), ready), logprobs)
-        generation = llm.submit(
-            [prompt],
-            sampling,
-            f"chatcmpl-{uuid.uuid4().hex}",
-            options_of(body, tenant),
-        )
-        context = ReplyContext(generation, body, llm.tokenizer, self.model_name, int(time.time()))
-        return GenerationResponse(llm, generation, ChatWriter(context, body), stream=bool(body.stream))
+        started = await start_chat(llm, body, self.model_name, tenant, "chatcmpl-")
+        writer = ChatWriter(started.context, body, started.reader, started.id_length)
+        return GenerationResponse(llm, started.generation, writer, stream=bool(body.stream))
 
     async def tokenize(self, body: protocol.TokenizeBody) -> Response:
         """Token ids of a text or of a conversation."""
@@ -152,6 +162,9 @@ class Service:
         refuse_unsupported(body)
         if body.stream_options is not None and not body.stream:
             raise InvalidRequestError("stream_options needs stream to be true", param="stream_options")
+        if body.return_prefix_misses and self.llm.fleet.misses is None:
+            message = "return_prefix_misses needs a server that was started with --explain-misses on"
+            raise InvalidRequestError(message, param="return_prefix_misses", code="unsupported")
 
 
 def build_app(
@@ -161,23 +174,40 @@ def build_app(
     api_keys: Sequence[str] = (),
     admin_key: str | None = None,
     max_body_bytes: int = 16 * 2**20,
+    manners: Manners | None = None,
+    store: ResponseStore | None = None,
 ) -> FastAPI:
-    """The ASGI application around a model that is being served. admin_key: see AdminAccess."""
-    app = FastAPI(title="Diptych", version=__version__, redirect_slashes=False)
+    """The ASGI application around a model that is being served. admin_key: see AdminAccess. store: in memory
+    without one."""
+    app = FastAPI(title="Diptych", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None)
     service = Service(llm, model_name)
     errors.install(app)
     _add_generation_routes(app, service)
+    add_messages_routes(app, llm, model_name, _ERRORS)
+    add_responses_routes(app, llm, model_name, _ERRORS, store or ResponseStore())
     _add_information_routes(app, service)
     add_timeline_routes(app, llm.timeline, _ERRORS)
     add_ui_routes(app, llm, model_name, _ERRORS, has_admin_key=admin_key is not None)
+    add_settings_routes(app, llm, model_name, _ERRORS)
     add_admin_routes(app, llm, _ERRORS)
+    add_miss_routes(app, llm.fleet, _ERRORS)
     app.add_middleware(NativePanics)
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
     if api_keys:
         app.add_middleware(ApiKey, keys=api_keys)
     app.add_middleware(AdminAccess, key=admin_key)
+    _add_manners(app, manners or Manners())
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
+
+
+def _add_manners(app: FastAPI, manners: Manners) -> None:
+    """The layers around everything that ``app`` has so far. Raises ConfigError for a log that cannot be opened."""
+    app.state.is_strict = manners.is_strict
+    app.add_middleware(CrossOrigin, origins=manners.cors_origins, hosts=manners.hosts)
+    app.add_middleware(ReplyHeaders)
+    if manners.access_log is not None:
+        app.add_middleware(AccessLog, file=open_log(manners.access_log))
 
 
 def _add_generation_routes(app: FastAPI, service: Service) -> None:
@@ -187,38 +217,38 @@ def _add_generation_routes(app: FastAPI, service: Service) -> None:
     @app.post(
         "/v1/completions",
         responses={**_ERRORS, 200: {"model": protocol.CompletionReply, **stream}},
-        openapi_extra=_takes(protocol.CompletionBody),
+        openapi_extra=takes(protocol.CompletionBody),
     )
     async def completions(request: Request) -> Response:
         """Continue a text."""
-        return await service.completions(await _body(request, protocol.CompletionBody), _tenant(request))
+        return await service.completions(await read_body(request, protocol.CompletionBody), tenant_in(request))
 
     @app.post(
         "/v1/chat/completions",
         responses={**_ERRORS, 200: {"model": protocol.ChatReply, **stream}},
-        openapi_extra=_takes(protocol.ChatBody),
+        openapi_extra=takes(protocol.ChatBody),
     )
     async def chat(request: Request) -> Response:
         """Answer a conversation."""
-        return await service.chat(await _body(request, protocol.ChatBody), _tenant(request))
+        return await service.chat(await read_body(request, protocol.ChatBody), tenant_in(request))
 
     @app.post(
         "/tokenize",
         responses={**_ERRORS, 200: {"model": protocol.TokenizeReply}},
-        openapi_extra=_takes(protocol.TokenizeBody),
+        openapi_extra=takes(protocol.TokenizeBody),
     )
     async def tokenize(request: Request) -> Response:
         """Token ids of a text or of a conversation."""
-        return await service.tokenize(await _body(request, protocol.TokenizeBody))
+        return await service.tokenize(await read_body(request, protocol.TokenizeBody))
 
     @app.post(
         "/detokenize",
         responses={**_ERRORS, 200: {"model": protocol.DetokenizeReply}},
-        openapi_extra=_takes(protocol.DetokenizeBody),
+        openapi_extra=takes(protocol.DetokenizeBody),
     )
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
-        return await service.detokenize(await _body(request, protocol.DetokenizeBody))
+        return await service.detokenize(await read_body(request, protocol.DetokenizeBody))
 
 
 def _add_information_routes(app: FastAPI, service: Service) -> None:
@@ -266,22 +296,6 @@ def _add_information_routes(app: FastAPI, service: Service) -> None:
 
 def _json(content: Any, status: int = 200) -> Response:
     return Response(encode_json(content), status, media_type="application/json")
-
-
-def _tenant(request: Request) -> str:
-    return str(request.scope.get("state", {}).get("tenant", ""))
-
-
-async def _body(request: Request, model: type[Model]) -> Model:
-    try:
-        return model.model_validate(await errors.read_json(request))
-    except ValidationError as error:
-        raise errors.invalid_body(error) from None
-
-
-def _takes(model: type[BaseModel]) -> dict[str, Any]:
-    schema = {"$ref": REF.format(model=model.__name__)}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:

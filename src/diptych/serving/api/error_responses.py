@@ -14,14 +14,15 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from diptych.control.errors import DiptychError, InvalidRequestError, NotFoundError, RequestError
-from diptych.serving.api.error_format import error_body, error_headers, http_error
+from diptych.serving.api.dialect import CHAT, Dialect, dialect_of
+from diptych.serving.api.error_format import error_headers, http_error
 
 logger = logging.getLogger(__name__)
 
 
-def error_response(error: DiptychError) -> Response:
+def error_response(error: DiptychError, dialect: Dialect = CHAT) -> Response:
     """A whole reply."""
-    return Response(error_body(error), error.status, error_headers(error), "application/json")
+    return Response(dialect.error_body(error), error.status, error_headers(error), "application/json")
 
 
 def invalid_body(error: ValidationError) -> InvalidRequestError:
@@ -47,11 +48,11 @@ def _path(location: tuple[int | str, ...]) -> Iterator[str]:
 def install(app: FastAPI) -> None:
     """Make every failure of the app answer in this format."""
 
-    async def on_diptych_error(_: Request, error: Exception) -> Response:
+    async def on_diptych_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, DiptychError)
         if error.status >= 500 and not isinstance(error, RequestError):
             logger.error("%s: %s", type(error).__name__, error.message)
-        return error_response(error)
+        return error_response(error, dialect_of(request.scope["path"]))
 
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

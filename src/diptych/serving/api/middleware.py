@@ -16,7 +16,7 @@ from diptych.serving.api.error_responses import error_response
 
 logger = logging.getLogger(__name__)
 
-OPEN_PATHS = ("/health", "/ready", "/ui", "/ui/", "/guide", "/compare", "/compare/")
+OPEN_PATHS = ("/health", "/ready", "/ui", "/ui/", "/docs", "/guide", "/compare", "/compare/")
 OPEN_PREFIXES = ("/static/", "/guide/", "/admin/")  # AdminAccess guards the last
 CLOSED_PREFIX = "/guide/api/"  # paths that compute something
 
@@ -78,8 +78,8 @@ class NativePanics:
 
 
 class ApiKey:
-    """Asks for ``Authorization: Bearer KEY`` everywhere but at the paths that load balancers ask, and at the files of
-    the pages (the live page asks for the key, and shows nothing of the server without it).
+    """Asks for ``Authorization: Bearer KEY``, or ``x-api-key: KEY``, everywhere but at the paths that load balancers
+    ask, and at the files of the pages (the live page asks for the key, and shows nothing of the server without it).
 
     The owner of the key is in ``scope["state"]["tenant"]``, as a short hash: tenants share the workers fairly.
     """
@@ -90,7 +90,9 @@ class ApiKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not _is_open(scope["path"]):
-            given = Headers(scope=scope).get("authorization", "").encode("latin-1", "replace")
+            headers = Headers(scope=scope)
+            own = f"Bearer {headers['x-api-key']}" if "x-api-key" in headers else ""
+            given = headers.get("authorization", own).encode("latin-1", "replace")
             found = [tenant for expected, tenant in self._expected if hmac.compare_digest(given, expected)]
             if not found:
                 error = AuthenticationError("the API key is missing or wrong (Authorization: Bearer ...)")

@@ -10,27 +10,22 @@ from typing import Any
 from diptych.control.errors import ContextLengthError, InvalidRequestError, NotFoundError
 from diptych.control.request import RequestOptions, SamplingParams
 from diptych.control.slo import NS_PER_MS, Slo
-from diptych.serving.answers.tokenizer import flatten_content
-from diptych.serving.api.protocol import ChatBody, CompletionBody, GenerationBody, Message
+from diptych.serving.api.protocol import ChatBody, CompletionBody, GenerationBody
 from diptych.serving.link.messages import Ready
 
 DEFAULT_COMPLETION_TOKENS = 16
+LEAST_ROOM = 1024
 
 # Fields that would change the answer, with the values at which they do not. null is always one of them.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "best_of": (1,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
     "web_search_options": (),
-    "reasoning_effort": ("none",),
-    "verbosity": ("medium",),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
     "include_stop_str_in_output": (False,),
@@ -40,11 +35,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "bad_words": ([],),
     "logits_processors": ([],),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "prompt_embeds": (),
     "continue_final_message": (False,),
     "chat_template": (),
@@ -96,9 +86,9 @@ def options_of(body: GenerationBody, tenant: str = "") -> RequestOptions:
 
 
 def sampling_of(
-    body: GenerationBody, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None = None
+    body: GenerationBody, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None = None, grammar: str = ""
 ) -> SamplingParams:
-    """How to sample; fields that are not given have the defaults of SamplingParams."""
+    """How to sample; fields that are not given have the defaults of SamplingParams. grammar: that was tried."""
     given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
     if prompt_logprobs is not None:
         given["prompt_logprobs"] = prompt_logprobs
@@ -109,6 +99,8 @@ def sampling_of(
         stop=stop,
         stop_token_ids=tuple(body.stop_token_ids or ()),
         logit_bias=_logit_bias(body.logit_bias or {}),
+        grammar=grammar,
+        forces_tokens=body.forced_tokens is not False,
         **given,
     )
 
@@ -121,14 +113,23 @@ def max_tokens_of(body: GenerationBody, longest_prompt: int, ready: Ready) -> in
     room = ready.max_model_len - longest_prompt
     if wish is None:
         limit = min(ready.max_model_len, ready.kv_capacity_tokens) - longest_prompt
-        default = limit if isinstance(body, ChatBody) else min(limit, DEFAULT_COMPLETION_TOKENS)
-        return max(1, default, min(body.min_tokens or 0, limit))
+        default = usual_room(longest_prompt, ready) if isinstance(body, ChatBody) else DEFAULT_COMPLETION_TOKENS
+        return max(1, min(limit, default), min(body.min_tokens or 0, limit))
     if 0 < room < wish:
         raise ContextLengthError(
-            f"the prompt has {longest_prompt} tokens and {param} is {wish}; the context holds {ready.max_model_len}",
+            f"This model's maximum context length is {ready.max_model_len} tokens; the prompt has {longest_prompt} and "
+            f"{param} is {wish}",
             param=param,
         )
     return wish
+
+
+def usual_room(longest_prompt: int, ready: Ready) -> int:
+    """Tokens for an answer whose client names no limit: what is left in the smallest workers that hold the prompt and
+    an answer of LEAST_ROOM tokens. More would keep each such request for the largest workers."""
+    limits = [limit for limit in ready.sequence_limits if limit - longest_prompt >= LEAST_ROOM]
+    longest = min(ready.max_model_len, ready.kv_capacity_tokens)
+    return min(limits, default=longest) - longest_prompt
 
 
 def given_prompts(body: CompletionBody) -> tuple[list[str], list[list[int]]]:
@@ -143,16 +144,15 @@ def given_prompts(body: CompletionBody) -> tuple[list[str], list[list[int]]]:
     return [], [prompt] if isinstance(prompt[0], int) else prompt
 
 
-def conversation(messages: list[Message]) -> list[dict[str, Any]]:
-    """Messages as a chat template reads them: content flattened to text, other fields unchanged."""
-    return [
-        {
-            **(message.model_extra or {}),
-            "role": message.role,
-            "content": flatten_content(message.content, f"messages.{number}.content"),
-        }
-        for number, message in enumerate(messages)
-    ]
+def template_arguments(body: ChatBody) -> dict[str, Any]:
+    """What the chat template is given besides the messages. As with other servers, reasoning_effort goes to the
+    template, and thinking is off where it is "none" and on where it is anything else, unless the client says so itself
+    (enable_thinking)."""
+    given = dict(body.chat_template_kwargs or {})
+    effort = body.reasoning_effort
+    if effort is None:
+        return given
+    return {"reasoning_effort": effort, "enable_thinking": effort != "none"} | given
 
 
 def _nanoseconds(milliseconds: float | None) -> int | None:

@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from diptych.serving.api.miss_views import PrefixMissReply
+
 Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 TokenId = Annotated[int, Field(ge=0, le=2**32 - 1)]
@@ -21,6 +23,7 @@ Finite = ConfigDict(strict=True, allow_inf_nan=False, extra="allow")
 Element = TypeVar("Element")
 MAX_ITEMS = 65_536  # prompts of a request, messages, parts of a message, biased tokens
 MAX_TOKENS = 2**22  # of one list of token ids
+MAX_TOOLS = 1024
 Items: TypeAlias = Annotated[list[Element], Field(fail_fast=True, max_length=MAX_ITEMS)]
 Tokens: TypeAlias = Annotated[list[Element], Field(fail_fast=True, max_length=MAX_TOKENS)]
 
@@ -87,8 +90,25 @@ class GenerationBody(BaseModel):
         None, description="Labels of the request; they decide nothing and come back in the timeline and in recordings."
     )
     cache_salt: str | None = Field(None, description="Only requests with the same salt share cached prefixes.")
+    response_format: dict[str, Any] | None = Field(None, description="text, json_object, or json_schema with a schema.")
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="vLLM's: json (a schema), regex, choice, grammar (Lark or GBNF) or json_object."
+    )
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    forced_tokens: bool | None = Field(
+        None, description="false: tokens of which a grammar leaves no choice are sampled all the same."
+    )
+    thinking_token_budget: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = Field(
+        None, description="Tokens of reasoning; then the answer follows."
+    )
     return_token_ids: bool | None = Field(None, description="Choices carry token_ids, the first also the prompt's.")
     return_latency: bool | None = Field(None, description="usage.latency says where the time went.")
+    return_prefix_misses: bool | None = Field(
+        None, description="usage.prompt_tokens_details.prefix_misses says why prompts were not found in a cache."
+    )
 
 
 class CompletionBody(GenerationBody):
@@ -111,15 +131,41 @@ class Message(BaseModel):
     content: str | Items[dict[str, Any]] | None = None
 
 
+class FunctionBody(BaseModel):
+    """A function that the model may call. parameters: the JSON schema of its arguments."""
+
+    model_config = Finite
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolBody(BaseModel):
+    """A tool; only functions are served."""
+
+    model_config = Finite
+
+    type: str = "function"
+    function: FunctionBody
+
+
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
     messages: Annotated[Items[Message], Field(min_length=1)]
+    tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: str | dict[str, Any] | None = Field(None, description="auto, none, required, or a function.")
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call in an answer.")
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="Goes to the chat template; none turns thinking off where the template can."
+    )
 
 
 class TokenizeBody(BaseModel):
@@ -159,9 +205,11 @@ class ErrorReply(BaseModel):
 
 
 class PromptTokensDetails(BaseModel):
-    """Of the prompt tokens."""
+    """Of the prompt tokens. prefix_misses: one for each prompt of the request (null: it ended before it was computed);
+    only with return_prefix_misses."""
 
     cached_tokens: int
+    prefix_misses: list[PrefixMissReply | None] | None = None
 
 
 class LatencyReply(BaseModel):
@@ -208,12 +256,29 @@ class CompletionReply(BaseModel):
     usage: Usage
 
 
+class FunctionReply(BaseModel):
+    """Which function is called with what. arguments: JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCallReply(BaseModel):
+    """A call that the model asks for."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionReply
+
+
 class ChatMessage(BaseModel):
     """The assistant's message."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallReply] | None = None
 
 
 class ChatChoice(BaseModel):

@@ -12,6 +12,7 @@ from diptych.control.slo import NS_PER_MS
 from diptych.control.step import TokenLogprobs
 from diptych.serving.answers.answer_stream import Delta, Generation
 from diptych.serving.answers.tokenizer import Tokenizer
+from diptych.serving.api.miss_views import client_view
 from diptych.serving.api.protocol import GenerationBody
 from diptych.serving.output_builder import request_metrics
 
@@ -33,7 +34,8 @@ class ReplyContext:
         self.n = body.n or 1
         self.wants_token_ids = bool(body.return_token_ids)
         self.wants_latency = bool(body.return_latency)
-        self.wants_usage = self.wants_latency or bool(options and options.include_usage)
+        self.wants_misses = bool(body.return_prefix_misses)
+        self.wants_usage = self.wants_latency or self.wants_misses or bool(options and options.include_usage)
         self.wants_continuous_usage = bool(options and options.continuous_usage_stats)
 
     def head(self, kind: str) -> dict[str, Any]:
@@ -68,6 +70,9 @@ class ReplyContext:
             "total_tokens": num_prompt + num_output,
             "prompt_tokens_details": {"cached_tokens": sum(sequence.cached_tokens for sequence in prompts)},
         }
+        if self.wants_misses and is_final:
+            misses = [client_view(sequence.prefix_miss) for sequence in prompts]
+            usage["prompt_tokens_details"]["prefix_misses"] = misses
         if self.wants_latency and is_final and (metrics := request_metrics(sequences)):
             latency = metrics.latency
             parts = {

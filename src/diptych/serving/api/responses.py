@@ -15,8 +15,8 @@ from starlette.types import Receive, Scope, Send
 
 from diptych.control.errors import DiptychError
 from diptych.serving.answers.answer_stream import Delta, Generation
+from diptych.serving.api.dialect import CHAT, Dialect
 from diptych.serving.api.direct_body import DIRECT_BODY, DirectBody
-from diptych.serving.api.error_format import error_body
 from diptych.serving.api.error_responses import error_response
 from diptych.serving.async_llm import AsyncLLM
 
@@ -31,7 +31,6 @@ _STREAM_START = {
         (b"x-accel-buffering", b"no"),
     ],
 }
-DONE = b"data: [DONE]\n\n"
 
 
 class ClientGoneError(Exception):
@@ -46,7 +45,7 @@ class Writer(Protocol):
         ...
 
     def last_events(self) -> bytes:
-        """What comes after the last delta (usage), without the DONE marker."""
+        """What comes after the last delta, without the end that every stream of the dialect has."""
         ...
 
     def body(self, deltas: Iterable[Delta]) -> bytes:
@@ -57,8 +56,11 @@ class Writer(Protocol):
 class GenerationResponse(Response):
     """Sends a generation as a stream or as one JSON reply."""
 
-    def __init__(self, llm: AsyncLLM, generation: Generation, writer: Writer, *, stream: bool) -> None:
+    def __init__(
+        self, llm: AsyncLLM, generation: Generation, writer: Writer, *, stream: bool, dialect: Dialect = CHAT
+    ) -> None:
         super().__init__()
+        self._dialect = dialect
         self._llm = llm
         self._generation = generation
         self._writer = writer
@@ -66,6 +68,8 @@ class GenerationResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run until the generation ends or the client goes away."""
+        state = scope.setdefault("state", {})
+        state["reply_id"], state["generation"] = self._generation.request_id, self._generation  # for the layers around
         watch = asyncio.create_task(self._watch(receive))
         try:
             if self._stream:
@@ -97,7 +101,7 @@ class GenerationResponse(Response):
                 deltas += await generation.read(gather)
             response = Response(self._writer.body(deltas), 200, media_type="application/json")
         except DiptychError as error:
-            response = error_response(error)
+            response = error_response(error, self._dialect)
         await response(scope, receive, send)
 
     async def _send_stream(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -106,22 +110,23 @@ class GenerationResponse(Response):
         try:
             deltas = await generation.read()
         except DiptychError as error:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, self._dialect)(scope, receive, send)
             return
         await send(_STREAM_START)
         try:
             while not generation.is_exhausted:
-                await send({"type": "http.response.body", "body": writer.events(deltas), "more_body": True})
+                if events := writer.events(deltas):
+                    await send({"type": "http.response.body", "body": events, "more_body": True})
                 deltas = await generation.read(on_new)
             tail = writer.events(deltas) + writer.last_events()
         except DiptychError as error:
-            tail = b"data: " + error_body(error) + b"\n\n"
+            tail = self._dialect.error_event(error)
         except ClientGoneError:
             raise
         except Exception:
             logger.exception("a stream failed")
-            tail = b"data: " + error_body(DiptychError("internal error; the server's log has the details")) + b"\n\n"
-        await send({"type": "http.response.body", "body": tail + DONE, "more_body": False})
+            tail = self._dialect.error_event(DiptychError("internal error; the server's log has the details"))
+        await send({"type": "http.response.body", "body": tail + self._dialect.done, "more_body": False})
 
     def _direct_writes(self, scope: Scope) -> Callable[[], bool] | None:
         """A function that writes new deltas at once (see Generation.read); None where the server has no DirectBody."""
@@ -129,11 +134,13 @@ class GenerationResponse(Response):
         body: DirectBody | None = scope.get("extensions", {}).get(DIRECT_BODY, {}).get("body")
         if body is None:
             return None
+        generation.count_unsent = body.count_unsent
 
         def write() -> bool:
             if not body.takes_more:
                 return False
-            body.write(writer.events(generation.take()))
+            if events := writer.events(generation.take()):  # an empty chunk would end the body
+                body.write(events)
             return True
 
         return write

@@ -9,13 +9,15 @@ import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import uvicorn
 import uvloop
 
 from diptych.control.errors import DiptychError
 from diptych.serving.api.listener import Listener, bind, raise_descriptor_limit
+from diptych.serving.api.manners import Manners
 from diptych.serving.async_llm import AsyncLLM
 from diptych.serving.link.messages import Loading, Ready
 
@@ -28,7 +30,8 @@ DATE_INTERVAL_S = 1.0
 class ServerOptions:
     """The HTTP side. api_keys: the accepted keys; each is a tenant of its own (none given: no key is asked for).
     admin_key: asked for at /admin (None: only this machine's loopback address is answered there).
-    drain_timeout_s: how long running requests may take after SIGTERM."""
+    drain_timeout_s: how long running requests may take after SIGTERM. manners: towards clients. responses: the SQLite
+    file of responses that can be continued (None: memory)."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -38,6 +41,8 @@ class ServerOptions:
     max_body_bytes: int = 16 * 2**20
     drain_timeout_s: float = 30.0
     log_level: str = "warning"
+    manners: Manners = field(default_factory=Manners)
+    responses: Path | None = None
 
 
 class _QuietServer(uvicorn.Server):
@@ -133,6 +138,7 @@ async def _serve(
 def _make_server(llm: AsyncLLM, options: ServerOptions, listener: Listener) -> _QuietServer:
     from diptych.serving.api.app import build_app
     from diptych.serving.api.connection import Connection
+    from diptych.serving.api.response_store import ResponseStore
 
     app = build_app(
         llm,
@@ -140,6 +146,8 @@ def _make_server(llm: AsyncLLM, options: ServerOptions, listener: Listener) -> _
         api_keys=options.api_keys,
         admin_key=options.admin_key,
         max_body_bytes=options.max_body_bytes,
+        manners=options.manners,
+        store=ResponseStore(options.responses),
     )
     config = uvicorn.Config(
         app,

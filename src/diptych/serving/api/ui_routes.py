@@ -11,9 +11,12 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 
 from diptych import __version__
-from diptych.control.slo import NS_PER_MS
+from diptych.control.planner.planner_events import Decision
+from diptych.control.slo import NS_PER_MS, NS_PER_S
 from diptych.serving.api.admin_routes import is_local
+from diptych.serving.api.diagnosis_routes import add_diagnosis_routes
 from diptych.serving.async_llm import AsyncLLM
+from diptych.serving.fleet.fleet_planner import FleetPlanner
 from diptych.serving.metrics.rolling_window import WINDOW_S, Recent
 from diptych.web.assets import page_route, static_routes, without_slash
 from diptych.web.guide_app import guide_routes
@@ -34,7 +37,7 @@ class PercentilesReply(BaseModel):
 
 class WorkerReply(BaseModel):
     """One worker, as it reported last. cache_hits: share of the prompt tokens looked up that were found, 0 to 1 (null:
-    none was looked up)."""
+    none was looked up). computes_on: for people ("": its whole device)."""
 
     worker: int
     role: str
@@ -49,6 +52,7 @@ class WorkerReply(BaseModel):
     cache_hits: float | None
     preemptions: int
     step_time_error: float
+    computes_on: str
 
 
 class PhaseView(BaseModel):
@@ -102,9 +106,42 @@ class WindowReply(BaseModel):
     kv_bytes_per_s: float | None
 
 
+class PlanCandidate(BaseModel):
+    """A configuration that the planner had simulated. goodput_rps, attainment: as predicted."""
+
+    layout: str
+    workers: int
+    goodput_rps: float
+    attainment: float
+
+
+class PlanDecision(BaseModel):
+    """Why the fleet changed, or did not. age_s: how long ago. rates: requests per second, now and as forecast."""
+
+    number: int
+    age_s: float
+    verdict: Literal["hold", "keep", "advise", "change"]
+    reason: str
+    present: str
+    chosen: str
+    rate: float
+    forecast: float
+    is_closed_loop: bool
+    candidates: list[PlanCandidate]
+
+
+class PlanView(BaseModel):
+    """The planner and its last decisions, the newest first. longest_tick_ms: that a tick has taken in the front end."""
+
+    mode: Literal["auto", "advise"]
+    longest_tick_ms: float
+    decisions: list[PlanDecision]
+
+
 class UiState(BaseModel):
-    """The reply of /ui/state. queued: requests that no worker has been given yet. admin: whether /admin would answer
-    this page: as it is, with the admin key, or not at all."""
+    """The reply of /ui/state. queued: requests that no worker has been given yet. length_errors: of expected output
+    lengths, learned and static, as shares of the mean length. admin: whether /admin would answer this page: as it is,
+    with the admin key, or not at all. explains_misses: whether there is a /cache/misses."""
 
     version: str
     state: str
@@ -116,17 +153,24 @@ class UiState(BaseModel):
     phases: list[PhaseView]
     queued: int
     open_requests: int
+    length_errors: dict[str, float]
     window: WindowReply
     admin: Literal["open", "key", "closed"]
+    plan: PlanView | None
+    explains_misses: bool
 
 
 def add_ui_routes(
     app: FastAPI, llm: AsyncLLM, model_name: str, errors: dict[int | str, dict[str, Any]], *, has_admin_key: bool
 ) -> None:
-    """Add ``/ui``, its files and ``/ui/state``, ``/guide`` and ``/compare``. errors: documented replies from 400 on."""
+    """Add ``/ui``, its files and ``/ui/state``, ``/docs``, ``/guide`` and ``/compare``. errors: documented replies from
+    400 on."""
     recent = _recent(llm)
     app.router.routes += [page_route("/ui", "ui/index.html"), without_slash("/ui"), *static_routes()]
-    app.router.routes += guide_routes(PanelHost(gives_way=True), live=True)
+    app.router.routes.append(page_route("/docs", "reference/index.html"))
+    panels = PanelHost(gives_way=True)
+    app.router.routes += guide_routes(panels, live=True)
+    add_diagnosis_routes(app, llm, model_name, panels, errors)
 
     @app.get("/ui/state", responses={401: errors[401], 200: {"model": UiState}})
     async def state(request: Request) -> Response:
@@ -184,15 +228,52 @@ def _state(llm: AsyncLLM, model_name: str, recent: Recent) -> UiState:
         phases=[_phase(role, [worker for worker in workers if worker.role == role]) for role in _ROLES if roles[role]],
         queued=view.num_queued,
         open_requests=llm.num_open,
+        length_errors=dict(view.length_errors),
         window=_window(recent),
         admin="closed",
+        plan=_plan(llm.fleet.planner),
+        explains_misses=llm.fleet.misses is not None,
+    )
+
+
+def _plan(planner: FleetPlanner | None) -> PlanView | None:
+    if planner is None or planner.planner.config.mode == "off":
+        return None
+    now = time.monotonic_ns()
+    return PlanView(
+        mode=planner.planner.config.mode,
+        longest_tick_ms=planner.longest_tick_ns / NS_PER_MS,
+        decisions=[_decision(decision, now) for decision in reversed(planner.decisions)],
+    )
+
+
+def _decision(decision: Decision, now: int) -> PlanDecision:
+    return PlanDecision(
+        number=decision.number,
+        age_s=(now - decision.time_ns) / NS_PER_S,
+        verdict=decision.verdict,
+        reason=decision.reason,
+        present=decision.present,
+        chosen=decision.chosen,
+        rate=decision.demand.rate,
+        forecast=decision.demand.forecast,
+        is_closed_loop=decision.demand.is_closed_loop,
+        candidates=[
+            PlanCandidate(
+                layout=candidate.layout,
+                workers=candidate.num_workers,
+                goodput_rps=candidate.prediction.goodput_rps,
+                attainment=candidate.prediction.attainment,
+            )
+            for candidate in decision.candidates
+        ],
     )
 
 
 def _worker(llm: AsyncLLM, number: int, role: str) -> WorkerReply:
     fleet = llm.metrics.fleet
     view, stats = fleet.view(), fleet.stats_of(number)
-    known = llm.timeline.workers.get(number)
+    known, info = llm.timeline.workers.get(number), llm.fleet.members.infos.get(number)
     return WorkerReply(
         worker=number,
         role=role,
@@ -207,6 +288,7 @@ def _worker(llm: AsyncLLM, number: int, role: str) -> WorkerReply:
         cache_hits=_share(stats.prefix_hit_tokens, stats.prefix_queried_tokens),
         preemptions=stats.num_preemptions,
         step_time_error=stats.step_time_error,
+        computes_on=str(info.share) if info and info.share.num_units else "",
     )
 
 

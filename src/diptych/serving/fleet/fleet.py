@@ -18,24 +18,29 @@ from diptych.control.cluster.cluster_events import (
     ClusterEvent,
     Reported,
     Tick,
+    WayGiven,
     WorkerDown,
     WorkerUp,
 )
 from diptych.control.cluster.cluster_recording import RecordingClusterCore
 from diptych.control.cluster.membership import Membership
-from diptych.control.commands import Command, Drained, End, Prefill, Reserve, Restarted, Serve, WorkerCommand
-from diptych.control.errors import ConfigError, DiptychError, WorkerError
-from diptych.control.events import Event, HandoffDelivered, RequestFinished, TransferFailed
+from diptych.control.commands import Command, Drained, End, GiveWay, Prefill, Reserve, Restarted, Serve, WorkerCommand
+from diptych.control.errors import DiptychError, WorkerError
+from diptych.control.events import Event, HandoffDelivered, RequestFinished, Resized, TransferFailed
 from diptych.control.request import FinishReason, Submission
-from diptych.control.router.topology import ROLES, Role, WorkerInfo
+from diptych.control.router.topology import Role, WorkerInfo
 from diptych.control.slo import NS_PER_S
 from diptych.control.step import TokenLogprobs
+from diptych.processor import Processor, read_processor
 from diptych.serving.answers.answer_stream import AnswerStream, Generation
 from diptych.serving.answers.output_streams import OutputStreams
 from diptych.serving.fleet.exit_status import Loss
 from diptych.serving.fleet.fleet_options import FleetOptions
-from diptych.serving.fleet.fleet_plan import FleetPlan, plan_fleet
+from diptych.serving.fleet.fleet_plan import FleetPlan, plan_fleet, worker_options
+from diptych.serving.fleet.fleet_planner import FleetPlanner, plan_with
 from diptych.serving.fleet.hang_watch import watch_pulses
+from diptych.serving.fleet.host_cores import HostCores
+from diptych.serving.fleet.joint_ready import joint_ready, longest_sequence
 from diptych.serving.fleet.supervisor import LocalLauncher
 from diptych.serving.fleet.worker_changes import WorkerChanges
 from diptych.serving.fleet.worker_port import Launcher, WorkerPort, WorkerState
@@ -54,6 +59,7 @@ from diptych.serving.link.messages import (
 from diptych.serving.link.recorder import Recorder, record_cluster
 from diptych.serving.metrics.fleet_metrics import FleetView
 from diptych.serving.metrics.serving_metrics import ServingMetrics
+from diptych.serving.misses.miss_watch import MissWatch
 from diptych.timeline.ring import RUNNING_STATES, Timeline, Transfer
 
 logger = logging.getLogger(__name__)
@@ -65,7 +71,7 @@ class Fleet:
     """The workers. ``start`` it in the loop that will use it; submit only while ``is_routable``.
 
     ``timeline`` is fed with everything that the workers report, in their order. clock: nanoseconds, the clock of the
-    workers' events and of the loop's timers.
+    workers' events and of the loop's timers. processor: whose cores the workers share (None: this machine's).
     """
 
     def __init__(
@@ -75,12 +81,20 @@ class Fleet:
         launcher: Launcher | None = None,
         metrics: ServingMetrics | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
+        processor: Processor | None = None,
     ) -> None:
         self.options = options
         self.fleet = fleet or FleetOptions()
         self.metrics = metrics or ServingMetrics()
         self.metrics.fleet.view = self._view
         self.streams = OutputStreams(self.metrics)
+        self.misses: MissWatch | None = None
+        if (explain := self.fleet.explain_misses) != "off":
+            self.misses = MissWatch(
+                options.memory.block_size, keeps_text=explain == "text", stream_of=self.streams.get, clock=clock
+            )
+            self.streams.on_gone = self.misses.on_gone
+            self.metrics.misses = self.misses.explainer
         self.workers: list[WorkerPort] = []
         self.ready: asyncio.Future[Ready] | None = None  # of all first starts
         self.joint_ready: Ready | None = None  # the fleet as one worker, once all were ready
@@ -98,26 +112,33 @@ class Fleet:
         self._timer_ns: int | None = None
         self._alarm = ""
         self._recorder: Recorder | None = None
-        self.changes = WorkerChanges(self, options.scheduler, options.slo, len(self.fleet.slots))
+        cores = HostCores(processor or read_processor(), options.device.cores, self.fleet.core_split)
+        started = [own.scheduler for own in worker_options(options, self.fleet)]
+        self.changes = WorkerChanges(self, started, options.slo, cores)
+        self.planner: FleetPlanner | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Start all workers; returns at once. ``ready`` tells how the first starts went."""
-        plan = self._plan = plan_fleet(self.options, self.fleet)
+        plan = self._plan = plan_fleet(self.options, self.fleet, self.changes.cores.processor)
         if self.options.record is not None and len(plan.options) > 1:
             path = Path(self.options.record)
             self._recorder = record_cluster(path.with_name(f"{path.stem}-cluster{path.suffix}"), plan.cluster)
             self.core = RecordingClusterCore(plan.cluster, self._recorder.write)
         else:
             self.core = ClusterCore(plan.cluster)
+        if self.fleet.plan.mode != "off":
+            self.planner = plan_with(self.fleet, self.options, self.core, plan, self.changes, self._clock)
         self.ready = asyncio.get_running_loop().create_future()
         self.ready.add_done_callback(lambda future: future.cancelled() or future.exception())
         for number in range(len(self.fleet.roles)):
             self._launch(number)
         watch = watch_pulses(self.workers, self.fleet.heartbeat_timeout_s)
         self._tasks = [asyncio.create_task(self._first_starts(), name="first starts"), asyncio.create_task(watch)]
+        if self.planner is not None:
+            self._tasks.append(asyncio.create_task(self.planner.run(), name="planner"))
 
     async def stop(self) -> None:
         """End all workers, and what belongs to them."""
@@ -214,13 +235,13 @@ class Fleet:
         """See ChangingFleet."""
         return self.streams.progress()
 
-    def show(self, worker: int) -> None:
-        """See ChangingFleet."""
+    def show(self, worker: int, at_ns: int | None = None) -> None:
+        """See ChangingFleet. at_ns: when it changed, if not now."""
         known = self.timeline.workers[worker]
         state = known.state
         if state in RUNNING_STATES:
             state = "draining" if self.changes.is_draining(worker) else WorkerState.READY
-        self.timeline.on_worker(worker, state, self._clock(), role=self.role(worker), detail=known.detail)
+        self._note_state(worker, state, known.detail, at_ns)
 
     def _cancel(self, streams: Iterable[AnswerStream], reason: FinishReason) -> None:
         self.tell(*(Cancelled(stream.request_id, stream.num_tokens, reason) for stream in streams))
@@ -267,9 +288,17 @@ class Fleet:
         if news or report.load is not None:
             self.tell(Reported(worker, news, report.load))
             self._check_alarm()
+            self._note_resized(worker, news)
         if stopped:
             self._stop(stopped)
         streams.deliver()
+
+    def _note_resized(self, worker: int, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, Resized):
+                if event.message:
+                    logger.warning("worker %d: it still computes on %s: %s", worker, event.share, event.message)
+                self.show(worker, event.time_ns)
 
     def _take_over(self, worker: int, events: Sequence[Event], first_tokens: FirstTokens) -> list[AnswerStream]:
         """A decode worker has taken these over. Returns those that are complete."""
@@ -299,12 +328,21 @@ class Fleet:
 
     def _on_ready(self, worker: int, ready: Ready) -> None:
         self._known[worker] = ready
+        assert self._plan is not None
+        info = WorkerInfo(
+            worker,
+            self.role(worker),
+            ready.num_blocks,
+            ready.block_size,
+            memory_domain=self._plan.memory_domain(worker),
+            share=ready.share,
+            max_model_len=longest_sequence(ready),
+            model_copy=self._plan.copies[worker],
+        )
+        self.tell(WorkerUp(info))
         self._note_state(worker, WorkerState.READY, ready.description)
         if self.changes.is_draining(worker):
             self.show(worker)
-        domain = 0 if self._plan is not None and self._plan.memory is not None else None
-        info = WorkerInfo(worker, self.role(worker), ready.num_blocks, ready.block_size, memory_domain=domain)
-        self.tell(WorkerUp(info))
 
     def _on_loading(self, worker: int, message: Loading) -> None:
         if self.workers[worker].num_restarts and self.timeline.workers[worker].state != WorkerState.STARTING:
@@ -322,13 +360,20 @@ class Fleet:
 
     def tell(self, *happened: ClusterEvent) -> None:
         """These happened, in this order; what happens while they are dealt with waits for its turn."""
+        if self.misses is not None:
+            for event in happened:
+                self.misses.on_event(event)
         self._happened.extend(happened)
         if self._is_busy:
             return
         self._is_busy = True
         try:
             while self._happened:
-                for command in self.core.on_event(self._happened.popleft(), self._clock()):
+                event, now = self._happened.popleft(), self._clock()
+                commands = self.core.on_event(event, now)
+                if self.planner is not None:
+                    self.planner.on_cluster_event(event, commands, now)
+                for command in commands:
                     self._carry_out(command)
         finally:
             self._is_busy = False
@@ -341,9 +386,14 @@ class Fleet:
                 self._begin_attempt(command)
             case Restarted():
                 self.streams.on_restarted(command.request_id, command.attempt_id)
+            case GiveWay():
+                self.tell(WayGiven(command.worker, command.request_id, self.streams.progress()))
             case Drained():
                 self.changes.on_drained(command.worker)
             case End():
+                answer = self.streams.answer_of(command.request_id, command.finished, self._clock())
+                if answer is not None:
+                    self.timeline.on_answer(answer)
                 failed = self.streams.on_end(command.request_id, command.finished, command.error)
                 if failed is not None:
                     self.abort(failed)
@@ -405,39 +455,19 @@ class Fleet:
             self.core.counts,
             len(self.core.admission),
             self.core.router.alarm,
+            self.core.length_watch.errors,
+            self.planner.num_decisions if self.planner is not None else {},
         )
 
-    def _note_state(self, worker: int, state: WorkerState, detail: str = "") -> None:
-        self.timeline.on_worker(worker, state, self._clock(), role=self.role(worker), detail=detail)
+    def _note_state(self, worker: int, state: str, detail: str = "", at_ns: int | None = None) -> None:
+        info = self.core.members.infos.get(worker)
+        units = str(info.share) if info and info.share.num_units else ""
+        now = self._clock() if at_ns is None else at_ns
+        self.timeline.on_worker(worker, state, now, role=self.role(worker), detail=detail, computes_on=units)
 
 
 def _stopped_by_token(events: Iterable[Event]) -> frozenset[str]:
     """Attempts whose newest token is a stop token."""
     return frozenset(
         event.request_id for event in events if isinstance(event, RequestFinished) and event.reason is FinishReason.STOP
-    )
-
-
-def joint_ready(roles: Sequence[Role], known: Mapping[int, Ready]) -> Ready:
-    """A fleet as one worker: what all can do, and what the largest decode worker can hold. Raises ConfigError when
-    their blocks differ in a way for which there is no plan."""
-    workers = [known[number] for number in range(len(roles))]
-    if len({ready.block_size for ready in workers}) > 1:
-        raise ConfigError("the workers' block sizes differ", param="block_size")
-    decoders = [ready for role, ready in zip(roles, workers, strict=True) if role != "prefill"]
-    prefillers = [ready for role, ready in zip(roles, workers, strict=True) if role != "decode"]
-    first, description = workers[0], " + ".join(f"{roles.count(role)} {role}" for role in ROLES if role in roles)
-    return Ready(
-        min(ready.vocab_size for ready in workers),
-        min(ready.max_model_len for ready in workers),
-        max(ready.kv_capacity_tokens for ready in decoders),
-        sum(ready.max_waiting for ready in prefillers),
-        sum(ready.max_num_seqs for ready in decoders),
-        first.eos_token_ids,
-        first.description if len(workers) == 1 else f"{description}; each: {first.description}",
-        num_blocks=sum(ready.num_blocks for ready in workers),
-        block_size=first.block_size,
-        instruction_set=first.instruction_set,
-        weights=first.weights,
-        processor=first.processor,
     )

@@ -9,11 +9,14 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from diptych.control.cluster.cluster_config import ClusterConfig
+from diptych.control.cluster.core_split import CoreSplit
 from diptych.control.errors import ConfigError
-from diptych.control.router.topology import Role
+from diptych.control.planner.planner_config import PlannerConfig
+from diptych.control.router.topology import ROLES, Role
 from diptych.runtime.transfer import CONNECTORS
 from diptych.runtime.transfer.connector import CodecName
-from diptych.serving.link.engine_options import parse_cores
+from diptych.serving.fleet.worker_groups import WorkerGroup
+from diptych.serving.link.engine_options import ExplainMisses, parse_cores
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +31,13 @@ class FleetOptions:
     CONNECTORS (auto: the first that serves the device). kv_codec: what it is packed with on a wire (int8 and int4
     round, and auto may choose them: answers can differ in places). heartbeat_timeout_s: silence after which a worker is
     killed and started again. cores_per_worker: a number, or lists of CPUs such as 0-3/4-7 in the order prefill, decode,
-    both (None: the machine's cores are divided). max_workers: how many there may be at once, with those that are added
-    while serving (None: as many as there are at the start). cluster: how requests are routed, let in and tried again.
+    both (None: the machine's cores are divided). core_split: cores by the weights of the roles, divided again when a
+    role changes or a worker comes or goes (None: never again). max_workers: how many there may be at once, with those
+    that are added while serving (None: as many as there are at the start). cluster: how requests are routed, let in and
+    tried again. groups: unequal workers instead of prefill, decode and both; workers that are added later are as the
+    fleet has it. plan: of the planner (its max_workers is that of the fleet). twin_command: starts the process that
+    simulates for it. explain_misses: find out for each prompt why it was not in a cache; "text": and keep token ids, to
+    show what differs.
     """
 
     prefill: int = 0
@@ -39,10 +47,16 @@ class FleetOptions:
     kv_codec: CodecName = "none"
     heartbeat_timeout_s: float = 10.0
     cores_per_worker: str | None = None
+    core_split: CoreSplit | None = None
     max_workers: int | None = None
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    groups: tuple[WorkerGroup, ...] = ()
+    plan: PlannerConfig = field(default_factory=lambda: PlannerConfig("off"))
+    twin_command: tuple[str, ...] = ()
+    explain_misses: ExplainMisses = "off"
 
     def __post_init__(self) -> None:
+        self._check_groups()
         for name in ("prefill", "decode", "both"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= MAX_WORKERS:
@@ -50,6 +64,7 @@ class FleetOptions:
         for name, known in (
             ("transfer", ("auto", *CONNECTORS)),
             ("kv_codec", get_args(CodecName)),
+            ("explain_misses", get_args(ExplainMisses)),
         ):
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; one of {', '.join(known)}", param=name)
@@ -58,6 +73,8 @@ class FleetOptions:
                 f"heartbeat_timeout_s is {self.heartbeat_timeout_s}; it must be at least 0.5",
                 param="heartbeat_timeout_s",
             )
+        if self.plan.mode != "off" and not self.twin_command:
+            raise ConfigError(f"plan is {self.plan.mode} and there is no twin_command", param="plan")
         self._check_roles()
         if self.max_workers is not None and not len(self.roles) <= self.max_workers <= MAX_WORKERS:
             raise ConfigError(
@@ -76,9 +93,34 @@ class FleetOptions:
     @property
     def roles(self) -> tuple[Role, ...]:
         """Of all workers in their order: prefill, decode, both."""
+        if self.groups:
+            return tuple(group.role for group in self.groups_of_workers)
         num_both = int(not self.prefill and not self.decode) if self.both is None else self.both
         counts: tuple[tuple[Role, int], ...] = (("prefill", self.prefill), ("decode", self.decode), ("both", num_both))
         return tuple(role for role, count in counts for _ in range(count))
+
+    @property
+    def groups_of_workers(self) -> tuple[WorkerGroup, ...]:
+        """The group of each worker, in the order of ``roles``; within a role as the groups are given."""
+        ordered = sorted(self.groups, key=lambda group: ROLES.index(group.role))
+        return tuple(group for group in ordered for _ in range(group.replicas))
+
+    def _check_groups(self) -> None:
+        if not self.groups:
+            return
+        for name, default in (("prefill", 0), ("decode", 0), ("both", None), ("cores_per_worker", None)):
+            if (value := getattr(self, name)) != default:
+                raise ConfigError(f"{name} is {value}, but the pools say what workers there are", param=name)
+        if self.plan.mode != "off":
+            message = f"plan is {self.plan.mode}, but pools are unequal workers, and the planner takes workers as equal"
+            raise ConfigError(message, param="plan")
+        names = [group.name for group in self.groups]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"two pools have one name: {', '.join(names)}", param="pools")
+        if len(self.groups_of_workers) > MAX_WORKERS:
+            raise ConfigError(
+                f"the pools have {len(self.groups_of_workers)} workers; at most {MAX_WORKERS}", param="pools"
+            )
 
     def _check_roles(self) -> None:
         roles = set(self.roles)
@@ -94,7 +136,14 @@ class FleetOptions:
     def _check_effects(self) -> None:
         """Refuse settings that have no effect with this number of workers."""
         disaggregate = self.cluster.routing.disaggregate
+        if self.core_split is not None:
+            if len(self.slots) == 1:
+                raise ConfigError("core_split has no effect with one worker", param="core_split")
+            if self.cores_per_worker is not None:
+                raise ConfigError("core_split and cores_per_worker exclude each other", param="core_split")
         if len(self.slots) == 1:
+            if self.plan.mode != "off":
+                raise ConfigError(f"plan is {self.plan.mode}: no effect with one worker", param="plan")
             for name, default in (("transfer", "auto"), ("kv_codec", "none")):
                 if getattr(self, name) != default:
                     raise ConfigError(f"{name} has no effect with one worker", param=name)

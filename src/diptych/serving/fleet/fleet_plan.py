@@ -1,10 +1,11 @@
 """The options of each worker of a fleet: its role, its cores, its share of the memory, and how KV moves.
 
 Owns the translation of one EngineOptions and FleetOptions into one EngineOptions per worker. Makes the shared memory
-where there is some; must never start a process.
+where there is some, one for each copy of the model; must never start a process.
 """
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,12 +14,15 @@ import msgspec
 from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.config import prefill_scheduler
 from diptych.control.errors import ConfigError
-from diptych.control.router.topology import LinkCosts
+from diptych.control.router.topology import ROLES, LinkCosts
 from diptych.processor import Processor, read_processor
 from diptych.runtime.kv_geometry import KVGeometry, read_kv_geometry
 from diptych.runtime.transfer import CONNECTORS
 from diptych.serving.fleet.fleet_options import CoreShare, FleetOptions, check_codec, divide_cores
+from diptych.serving.fleet.group_cores import divide_between_groups
+from diptych.serving.fleet.host_cores import HostCores
 from diptych.serving.fleet.shared_memory import SharedMemory, create_shared_memory, default_num_blocks
+from diptych.serving.fleet.worker_groups import copies_of
 from diptych.serving.link.engine_options import EngineOptions, PoolShare, WorkerPlace, parse_cores
 
 SECRET_BYTES = 32
@@ -26,68 +30,105 @@ SECRET_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """One entry of ``options`` per worker that there may be. memory: None when each has its own. cluster: how the front
-    end decides. The owner of the plan closes it."""
+    """One entry of ``options`` and ``copies`` (which model copy it has) per worker that there may be. memories: of each
+    copy; none when each worker has its own. cluster: how the front end decides. The owner of the plan closes it."""
 
     options: tuple[EngineOptions, ...]
     cluster: ClusterConfig
-    memory: SharedMemory | None = None
+    copies: tuple[int, ...] = (0,)
+    memories: tuple[SharedMemory, ...] = ()
 
     @property
     def pass_fds(self) -> tuple[int, ...]:
         """File descriptors that every worker inherits."""
-        return self.memory.fds if self.memory else ()
+        return tuple(fd for memory in self.memories for fd in memory.fds)
+
+    def memory_domain(self, worker: int) -> int | None:
+        """The memory that this worker shares with others of its copy; None: it has its own."""
+        return self.copies[worker] if self.memories else None
 
     def close(self) -> None:
         """Let go of the shared memory."""
-        if self.memory is not None:
-            self.memory.close()
+        for memory in self.memories:
+            memory.close()
 
 
 def plan_fleet(options: EngineOptions, fleet: FleetOptions, processor: Processor | None = None) -> FleetPlan:
     """The options of each worker on ``processor`` (None: this machine's). Raises ConfigError, also for what a worker
     would refuse when it loads."""
-    roles = fleet.slots
+    roles, explains = fleet.slots, fleet.explain_misses != "off"
+    if explains and not options.memory.prefix_cache:
+        raise ConfigError("explain_misses has no effect without the prefix cache", param="explain_misses")
+    options = msgspec.structs.replace(options, explains_misses=explains)
+    if fleet.core_split is not None:
+        _check_core_split(options)
     cores = _core_shares(options, fleet, processor or read_processor())
     cluster = replace(fleet.cluster, slo=options.slo)
+    wanted = worker_options(options, fleet)
     if len(roles) == 1:
-        return FleetPlan((_on_cores(options, cores[0]),), cluster)
+        return FleetPlan((_on_cores(wanted[0], cores[0]),), cluster)
     transfer = _transfer(options, fleet)
     kind = CONNECTORS[transfer]
-    geometry = read_kv_geometry(options.model, options.device.dtype, options.memory.block_size)
-    memory = _shared_memory(options, geometry, len(roles)) if kind.shares_pool else None
+    copies = copies_of(wanted, roles)
+    memories = _shared_memories(wanted, copies) if kind.shares_pool else ()
     secret = secrets.token_bytes(SECRET_BYTES)
     told = []
     for number, role in enumerate(roles):
+        memory = memories[copies[number]] if memories else None
         place = WorkerPlace(
             number=number,
             role=role,
-            pool=_share(memory, number),
+            pool=_share(memory, copies[:number].count(copies[number])),
             weights_fd=memory.weights_fd if memory else None,
             transfer=transfer,
             codec=fleet.kv_codec if kind.packs else "none",
             secret=secret,
-            publishes_blocks=cluster.routing.routing == "kv_aware",
+            publishes_blocks=cluster.routing.routing == "kv_aware" or explains,
         )
         record = None if options.record is None else _numbered(Path(options.record), number)
-        scheduler = prefill_scheduler(options.scheduler, options.slo) if role == "prefill" else options.scheduler
-        own = _on_cores(options, cores[number % len(cores)])
+        own = _on_cores(wanted[number], cores[number % len(cores)])
+        scheduler = prefill_scheduler(own.scheduler, own.slo) if role == "prefill" else own.scheduler
         told.append(msgspec.structs.replace(own, place=place, record=record, scheduler=scheduler))
+    geometry = _geometry(wanted[0])
     links = LinkCosts(bytes_per_token=geometry.block_bytes // geometry.block_size)
     cluster = replace(cluster, routing=replace(cluster.routing, links=links))
-    return FleetPlan(tuple(told), cluster, memory)
+    return FleetPlan(tuple(told), cluster, copies, memories)
+
+
+def worker_options(options: EngineOptions, fleet: FleetOptions) -> list[EngineOptions]:
+    """What each worker that there may be differs in from ``options``, the fleet's, by its group. Raises ConfigError."""
+    groups = fleet.groups_of_workers
+    own = {group.name: group.applied_to(options) for group in fleet.groups}
+    return [own[group.name] for group in groups] + [options] * (len(fleet.slots) - len(groups))
 
 
 def _core_shares(options: EngineOptions, fleet: FleetOptions, processor: Processor) -> tuple[CoreShare | None, ...]:
     """Of each worker. CPUs that were named get a thread each. Under a quota of time nothing is pinned: other groups of
     the host would be pinned to the same CPUs."""
     named, num_workers = options.device.cores, len(fleet.roles)  # those that are added share the cores of others
+    if any(group.cores for group in fleet.groups):
+        if named or fleet.core_split is not None:
+            other = f"cores is {named}" if named else "core_split divides the cores"
+            raise ConfigError(f"{other}, but the pools name cores of their own", param="cores")
+        ordered = sorted(fleet.groups, key=lambda group: ROLES.index(group.role))
+        return tuple(divide_between_groups(processor, ordered))
+    if fleet.core_split is not None:
+        cores = HostCores(processor, named, fleet.core_split)
+        fleet.core_split.counts(dict(enumerate(fleet.slots)), len(cores.cores))  # enough for all that may be added
+        divided = cores.divide(dict(enumerate(fleet.roles)), {})
+        return tuple(CoreShare(",".join(map(str, share.cpus)), share.num_threads) for share in divided.values())
     if named:
         shares = divide_cores(processor.cores_of(parse_cores(named)), num_workers, fleet.cores_per_worker)
         return tuple(share and replace(share, num_threads=None) for share in shares)
     if processor.is_limited_by_quota and fleet.cores_per_worker is None and num_workers > 1:
         return (CoreShare(None, max(1, processor.num_threads // num_workers)),) * num_workers
     return divide_cores(processor.cores_of(processor.usable), num_workers, fleet.cores_per_worker)
+
+
+def _check_core_split(options: EngineOptions) -> None:
+    for name, value in (("threads", options.device.threads), ("device", options.device.device == "cuda" or None)):
+        if value is not None:
+            raise ConfigError(f"core_split and {name} exclude each other (device: cpu)", param="core_split")
 
 
 def _transfer(options: EngineOptions, fleet: FleetOptions) -> str:
@@ -105,15 +146,30 @@ def _transfer(options: EngineOptions, fleet: FleetOptions) -> str:
     return name
 
 
-def _shared_memory(options: EngineOptions, geometry: KVGeometry, num_workers: int) -> SharedMemory:
+def _geometry(options: EngineOptions) -> KVGeometry:
+    return read_kv_geometry(options.model, options.device.dtype, options.memory.block_size)
+
+
+def _shared_memories(options: Sequence[EngineOptions], copies: Sequence[int]) -> tuple[SharedMemory, ...]:
+    """One for each copy. What no option sizes gets its part of the memory that is free before any of them is taken."""
+    counts = [_num_blocks(own, len(options)) for own in options]
+    memories = []
+    for copy in range(max(copies) + 1):
+        members = [number for number, of in enumerate(copies) if of == copy]
+        geometry = _geometry(options[members[0]])
+        memories.append(create_shared_memory(geometry, [counts[number] for number in members]))
+    return tuple(memories)
+
+
+def _num_blocks(options: EngineOptions, num_workers: int) -> int:
+    geometry = _geometry(options)
     if options.memory.kv_cache_bytes is not None:
-        num_blocks = geometry.blocks_within(options.memory.kv_cache_bytes)
-    else:
-        num_blocks = default_num_blocks(options, geometry, num_workers)
-    return create_shared_memory(geometry, [num_blocks] * num_workers)
+        return geometry.blocks_within(options.memory.kv_cache_bytes)
+    return default_num_blocks(options, geometry, num_workers)
 
 
 def _share(memory: SharedMemory | None, number: int) -> PoolShare | None:
+    """Of the worker that is the ``number``-th of its copy."""
     if memory is None:
         return None
     return PoolShare(

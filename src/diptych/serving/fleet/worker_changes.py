@@ -6,16 +6,26 @@ decided by ClusterCore; here its events are told, and processes are started and 
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from diptych.control.cluster.cluster_events import ClusterEvent, DrainEnded, DrainStarted, RoleChanged, SchedulerChanged
+from diptych.control.cluster.cluster_events import (
+    ClusterEvent,
+    DrainEnded,
+    DrainStarted,
+    PartitionChanged,
+    RoleChanged,
+    SchedulerChanged,
+)
+from diptych.control.cluster.core_split import CoreSplit
 from diptych.control.cluster.membership import Membership
+from diptych.control.compute_share import ComputeShare
 from diptych.control.config import SchedulerConfig, ShapeName, prefill_scheduler, reshaped
-from diptych.control.errors import ConflictError, NotFoundError
+from diptych.control.errors import ConflictError, InvalidRequestError, NotFoundError
 from diptych.control.router.topology import Role
 from diptych.control.slo import Slo
+from diptych.serving.fleet.host_cores import HostCores
 
 logger = logging.getLogger(__name__)
 
@@ -60,17 +70,18 @@ class _Draining:
 
 
 class WorkerChanges:
-    """The changes of one fleet. started: the settings that all workers began with (prefill workers: those that
-    ``prefill_scheduler`` makes of them). num_slots: how many workers there may be at once."""
+    """The changes of one fleet. started: the settings that each worker that there may be begins with (prefill workers:
+    those that ``prefill_scheduler`` makes of them). cores: of this machine."""
 
-    def __init__(self, fleet: ChangingFleet, started: SchedulerConfig, slo: Slo, num_slots: int) -> None:
+    def __init__(self, fleet: ChangingFleet, started: Sequence[SchedulerConfig], slo: Slo, cores: HostCores) -> None:
+        self.cores = cores
         self._fleet = fleet
         self._started = started
         self._slo = slo
-        self._num_slots = num_slots
         self._schedulers: dict[int, SchedulerConfig] = {}  # of workers whose settings were changed, before their roles
         self._draining: dict[int, _Draining] = {}
         self._stopped: set[int] = set()
+        self._pinned: set[int] = set()
         self._is_adding = False
 
     def change_role(self, worker: int, role: Role) -> None:
@@ -83,24 +94,56 @@ class WorkerChanges:
         if members.infos[worker].role == role:
             return
         logger.warning("worker %d: its role is %s from now on (it was %s)", worker, role, members.infos[worker].role)
-        before, after = self._settings(worker, members.infos[worker].role), self._settings(worker, role)
+        before, after = self.settings(worker, members.infos[worker].role), self.settings(worker, role)
         settings = [SchedulerChanged(worker, after)] if before != after else []
         self._fleet.tell(*settings, RoleChanged(worker, role, self._fleet.progress()))
         self._fleet.show(worker)
+        self._divide_cores()
+
+    def change_share(self, worker: int, share: ComputeShare) -> None:
+        """From its next step on, also when it is started again, this worker computes on this share. Raises
+        InvalidRequestError for one of another kind of device, NotFoundError without such a worker."""
+        self.check_share(worker, share)
+        if share != self._fleet.members.infos[worker].share:
+            logger.warning("worker %d: it is to compute on %s", worker, share)
+        self._fleet.tell(PartitionChanged(((worker, share),)))
+
+    def change_split(self, split: CoreSplit) -> None:
+        """Divide the cores by another rule, now and whenever a role changes or a worker comes or goes. Raises
+        ConflictError when there are fewer cores than there may be workers, or some do not compute on cores."""
+        num_cores, members = len(self.cores.cores), self._fleet.members
+        if num_cores < len(self._started):
+            message = f"there are {num_cores} cores for {len(self._started)} workers; each needs one"
+            raise ConflictError(message, param="split")
+        if any(not members.infos[worker].share.num_threads for worker in members.infos):
+            raise ConflictError("not all workers compute on a processor", param="split")
+        logger.warning("cores are divided by %s from now on", split)
+        self.cores.split = split
+        self._divide_cores()
+
+    def check_share(self, worker: int, share: ComputeShare) -> None:
+        """Raise what ``change_share`` would raise."""
+        self._require(worker)
+        known = self._fleet.members.infos[worker].share
+        if share.num_threads and not known.num_threads:
+            raise InvalidRequestError(f"cores: worker {worker} does not compute on a processor", param="cores")
+        if share.num_sms and not known.num_sms:
+            message = f"multiprocessors: worker {worker} has no GPU that CUDA green contexts can divide"
+            raise InvalidRequestError(message, param="multiprocessors")
 
     def change_scheduler(self, worker: int, scheduler: SchedulerConfig) -> None:
         """From its next step on this worker schedules by these settings, also when it is started again. Raises
         ConfigError for more sequences at once than the workers were started for, NotFoundError without such a
         worker."""
         self._require(worker)
-        self._started.check_change_to(scheduler)
+        self._started[worker].check_change_to(scheduler)
         self._schedulers[worker] = scheduler
-        self._fleet.tell(SchedulerChanged(worker, self._settings(worker, self._fleet.members.infos[worker].role)))
+        self._fleet.tell(SchedulerChanged(worker, self.settings(worker, self._fleet.members.infos[worker].role)))
 
     def change_shape(self, worker: int, shape: ShapeName) -> None:
         """The same with the preset of a shape. Raises NotFoundError when there is no such worker."""
         self._require(worker)
-        self.change_scheduler(worker, reshaped(self._schedulers.get(worker, self._started), shape))
+        self.change_scheduler(worker, reshaped(self._base(worker), shape))
 
     def drain(self, worker: int) -> None:
         """Give this worker nothing new, and its streams to others. Raises ConflictError when no worker would be left
@@ -147,15 +190,16 @@ class WorkerChanges:
             raise
         self._stopped.add(worker)
         await self._fleet.stop_worker(worker)
+        self._divide_cores()
         logger.warning("worker %d: removed", worker)
 
     async def add(self) -> int:
         """Start one more worker, which does both; returns its number when it is ready. Raises ConflictError when there
         are as many as there may be, or another is being started; and the error of a worker that cannot start."""
         used = set(self._fleet.members.infos) - self._stopped
-        free = [number for number in range(self._num_slots) if number not in used]
+        free = [number for number in range(len(self._started)) if number not in used]
         if not free:
-            message = f"there are {self._num_slots} workers, and may be no more (--max-workers)"
+            message = f"there are {len(self._started)} workers, and may be no more (--max-workers)"
             raise ConflictError(message, param="workers")
         if self._is_adding:
             raise ConflictError("another worker is being started", param="workers")
@@ -169,8 +213,19 @@ class WorkerChanges:
         if self._draining.pop(worker, None) is not None:
             self._fleet.tell(DrainEnded(worker))
         self._fleet.show(worker)
+        self._divide_cores()
         logger.warning("worker %d: added", worker)
         return worker
+
+    def pin(self, worker: int, is_pinned: bool) -> None:
+        """Whether the planner must leave this worker as it is. Raises NotFoundError when there is no such worker."""
+        self._require(worker)
+        (self._pinned.add if is_pinned else self._pinned.discard)(worker)
+
+    @property
+    def pinned(self) -> frozenset[int]:
+        """Workers that the planner leaves as they are."""
+        return frozenset(self._pinned)
 
     def on_drained(self, worker: int) -> None:
         """Nothing is left on this worker."""
@@ -181,9 +236,23 @@ class WorkerChanges:
         """Whether it gets nothing new."""
         return worker in self._draining
 
-    def _settings(self, worker: int, role: Role) -> SchedulerConfig:
-        base = self._schedulers.get(worker, self._started)
+    def _divide_cores(self) -> None:
+        """Roles or workers are others: divide the cores again, by the rule."""
+        infos = {number: info for number, info in self._fleet.members.infos.items() if number not in self._stopped}
+        held = {number: info.share for number, info in infos.items() if info.share.num_threads}
+        if len(held) == len(infos):
+            shares = self.cores.divide({number: info.role for number, info in infos.items()}, held)
+            if shares:
+                self._fleet.tell(PartitionChanged(tuple(sorted(shares.items()))))
+
+    def settings(self, worker: int, role: Role) -> SchedulerConfig:
+        """What this worker schedules by in this role."""
+        base = self._base(worker)
         return prefill_scheduler(base, self._slo) if role == "prefill" else base
+
+    def _base(self, worker: int) -> SchedulerConfig:
+        """Its settings before those of its role."""
+        return self._schedulers.get(worker, self._started[worker])
 
     def _require(self, worker: int) -> None:
         known = sorted(set(self._fleet.members.infos) - self._stopped)

@@ -19,7 +19,9 @@ DTypeName = Literal["auto", "bfloat16", "float32"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 InstructionSetName = Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "torch"]  # runtime/instruction_set.py
 QuantizeName = Literal["none", "int8", "int4"]  # runtime/quantized_weight.py
+SpeculationName = Literal["auto", "on", "off"]  # runtime/model_runner.py
 RoleName = Literal["prefill", "decode", "both"]
+ExplainMisses = Literal["off", "on", "text"]
 
 BUNDLED_MODEL = Path(diptych.__file__).parent / "bundled" / "stdlib-python"
 
@@ -79,7 +81,9 @@ class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a worker needs to load a model and to serve it. record: a file for its recording (None: none).
-    place: None for a worker that is alone (it takes no part in handoffs)."""
+    speculation: whether tokens are guessed and verified several at a time; auto: where answers stay bitwise the same.
+    place: None for a worker that is alone (it takes no part in handoffs). explains_misses: report what enters and
+    leaves the prefix cache, and for which requests."""
 
     model: str = str(BUNDLED_MODEL)
     device: DeviceOptions = DeviceOptions()
@@ -88,8 +92,10 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     slo: Slo = msgspec.field(default_factory=Slo)
     max_model_len: int | None = None
     warm_up: bool = True
+    speculation: SpeculationName = "auto"
     record: str | None = None
     place: WorkerPlace | None = None
+    explains_misses: bool = False
 
 
 def parse_cores(text: str) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from typing import Any, get_args
 import msgspec
 
 from diptych.control.commands import WorkerCommand
+from diptych.control.compute_share import ComputeShare
 from diptych.control.engine.reports import EngineStats, LoadReport
 from diptych.control.errors import ErrorRecord
 from diptych.control.events import EVENT_CLASSES, Event
@@ -72,6 +73,8 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     instruction_set: str = ""  # of the kernels on a cpu
     weights: str = ""  # their formats
     processor: str = ""  # on a cpu: its name, the cores that are used, its caches
+    share: ComputeShare = ComputeShare()
+    sequence_limits: list[int] = []  # of a fleet: the longest sequences that its kinds of workers take, ascending
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):

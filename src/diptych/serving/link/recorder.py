@@ -7,7 +7,8 @@ Read by diptych.simulation.recordings.
     {"format": ..., "version": ..., "diptych": ..., "config": {...}}
     [...]                                 of a worker: rows of control.engine.recording, plans as ["begin", now, digest
                                           of all plans so far, [summary]] or ["begin", now] for none;
-                                          of a front end: rows of control.cluster.recording
+                                          of a front end: rows of control.cluster.cluster_recording
+                                          of a planner: rows of control.planner.planner_recording
     ["closed", number of rows]            missing when the process was killed or recording had to stop
 """
 
@@ -28,6 +29,8 @@ from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.config import EngineConfig
 from diptych.control.engine.recording import FORMAT, VERSION, DecisionChain, Row, plan_summary
 from diptych.control.errors import ConfigError
+from diptych.control.planner import planner_recording
+from diptych.control.planner.planner_config import PlannerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +123,11 @@ def record_engine(path: Path, config: EngineConfig, *, max_bytes: int = MAX_BYTE
 def record_cluster(path: Path, config: ClusterConfig) -> Recorder:
     """A recorder for a RecordingClusterCore."""
     return Recorder(path, cluster_recording.header(config), cluster_recording.RowEncoder().encode)
+
+
+def record_planner(path: Path, config: PlannerConfig) -> Recorder:
+    """A recorder for a RecordingPlannerCore."""
+    return Recorder(path, planner_recording.planner_header(config), planner_recording.PlannerRowEncoder().encode)
 
 
 def _create(path: Path) -> tuple[Path, io.FileIO]:

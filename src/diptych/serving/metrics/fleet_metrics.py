@@ -16,14 +16,17 @@ from diptych.serving.metrics.histogram import Histogram
 
 _TRANSFER = (0.0001, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 _SUMMED = ("num_waiting", "num_prefilling", "num_decoding", "num_swapped")
-_GROWING = ("prefix_queried_tokens", "prefix_hit_tokens", "num_preemptions")
+_SPECULATION = ("num_drafts", "num_draft_tokens", "num_forced_tokens")
+_GROWING = ("prefix_queried_tokens", "prefix_hit_tokens", "num_preemptions", *_SPECULATION)
+_TERMS = ("step", "prompt_token", "attention_pair", "sequence", "context_token")  # of the step-time model
 _NOTHING = EngineStats()
 
 
 @dataclass(frozen=True, slots=True)
 class FleetView:
     """The fleet at one moment. counts: ClusterCore's. num_queued: requests in the admission queue. alarm: what is
-    wrong with the router's index of the caches."""
+    wrong with the router's index of the caches. length_errors: of the answers' expected lengths, by expectation, see
+    LengthWatch. decisions: the planner's, by verdict."""
 
     roles: Sequence[str] = ()
     is_up: Sequence[bool] = ()
@@ -31,6 +34,8 @@ class FleetView:
     counts: Mapping[str, int] = field(default_factory=dict)
     num_queued: int = 0
     alarm: str = ""
+    length_errors: Mapping[str, float] = field(default_factory=dict)
+    decisions: Mapping[str, int] = field(default_factory=dict)
 
 
 class FleetMetrics:
@@ -45,6 +50,7 @@ class FleetMetrics:
         self.transfer_seconds = Histogram(_TRANSFER)
         self.handoff_seconds = Histogram(_TRANSFER)
         self._lost_counts: Counter[str] = Counter()  # what lost workers had counted
+        self._lost_accepted: Counter[int] = Counter()
 
     @property
     def joint(self) -> EngineStats:
@@ -66,6 +72,13 @@ class FleetMetrics:
         """A count of all workers, those that are gone included: it never falls."""
         return self._lost_counts[name] + sum(int(getattr(stats, name)) for stats in self.workers.values())
 
+    def accepted_at(self) -> dict[int, int]:
+        """Drafted tokens that were right, by place in their draft; of all workers, those that are gone included."""
+        total = Counter(self._lost_accepted)
+        for stats in self.workers.values():
+            total.update(dict(enumerate(stats.accepted_draft_tokens)))
+        return dict(sorted(total.items()))
+
     def on_transfer(self, num_bytes: int, transfer_ns: int) -> None:
         """A decode worker took over a request; so many bytes had to travel."""
         self.num_transfers += 1
@@ -82,6 +95,7 @@ class FleetMetrics:
         gone = self.workers.pop(worker, _NOTHING)
         for name in _GROWING:
             self._lost_counts[name] += getattr(gone, name)
+        self._lost_accepted.update(dict(enumerate(gone.accepted_draft_tokens)))
 
     def families(self, model: str) -> Iterator[Metric]:
         """Every family with its present value."""
@@ -124,6 +138,17 @@ class FleetMetrics:
         alarm = GaugeMetricFamily("diptych:router_cache_alarm", text, labels=["model_name"])
         alarm.add_metric([model], int(bool(view.alarm)))
         yield alarm
+        text = "Mean absolute error of expected output lengths, as a share of the mean length of the last answers"
+        errors = GaugeMetricFamily("diptych:output_length_error", text, labels=["model_name", "expectation"])
+        for expectation, error in view.length_errors.items():
+            errors.add_metric([model, expectation], error)
+        yield errors
+        decisions = CounterMetricFamily(
+            "diptych:plan_decisions", "Decisions of the planner", labels=["model_name", "verdict"]
+        )
+        for verdict, count in sorted(view.decisions.items()):
+            decisions.add_metric([model, verdict], count)
+        yield decisions
 
     def _per_worker(self, model: str, view: FleetView) -> Iterator[Metric]:
         labels = ["model_name", "worker", "role"]
@@ -145,6 +170,18 @@ class FleetMetrics:
         for number, role in enumerate(view.roles):
             restarts.add_metric([model, str(number), role], view.num_restarts[number])
         yield restarts
+        waits = CounterMetricFamily(
+            "diptych:worker_cpu_wait_seconds", "A thread of the worker was ready and had no core", labels=labels
+        )
+        text = "What the step-time model says that a step, a prompt token and so on add to a step"
+        terms = GaugeMetricFamily("diptych:worker_step_time_seconds", text, labels=[*labels, "term"])
+        for number, role in enumerate(view.roles):
+            stats = self.stats_of(number)
+            waits.add_metric([model, str(number), role], stats.cpu_wait_ns / NS_PER_S)
+            for term, term_ns in zip(_TERMS, stats.step_time_coefficients, strict=False):
+                terms.add_metric([model, str(number), role, term], term_ns / NS_PER_S)
+        yield waits
+        yield terms
 
 
 def _by_label(model: str, counts: Mapping[str, int]) -> Iterator[Metric]:

@@ -12,10 +12,12 @@ from prometheus_client.registry import Collector
 
 from diptych.control.engine.reports import EngineStats
 from diptych.control.events import RequestFinished
+from diptych.control.misses.miss_explainer import MissExplainer
 from diptych.control.request import FinishReason
 from diptych.control.slo import NS_PER_S
 from diptych.serving.metrics.fleet_metrics import FleetMetrics
 from diptych.serving.metrics.histogram import Histogram
+from diptych.serving.metrics.miss_metrics import miss_families
 
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
@@ -44,6 +46,7 @@ class ServingMetrics(Collector):
         self.num_with_slo = 0
         self.num_meeting_slo = 0
         self.fleet = FleetMetrics()
+        self.misses: MissExplainer | None = None  # where prefix misses are explained
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -121,6 +124,8 @@ class ServingMetrics(Collector):
         for name, histogram in self.latencies.items():
             yield histogram.family(f"vllm:{name}_seconds", name.replace("_", " "), model)
         yield from self.fleet.families(model)
+        if self.misses is not None:
+            yield from miss_families(self.misses, model)
         yield self.prompt_lengths.family("vllm:request_prompt_tokens", "Prompt tokens of a request", model)
         yield self.output_lengths.family("vllm:request_generation_tokens", "Output tokens of a request", model)
 
@@ -152,6 +157,7 @@ class ServingMetrics(Collector):
             yield family
 
     def _counters(self) -> Iterator[Metric]:
+        accepted_at = self.fleet.accepted_at()
         values = (
             ("vllm:prefix_cache_queries", "Prompt tokens looked up", self.fleet.count("prefix_queried_tokens")),
             ("vllm:prefix_cache_hits", "Prompt tokens found", self.fleet.count("prefix_hit_tokens")),
@@ -159,6 +165,14 @@ class ServingMetrics(Collector):
             ("vllm:prompt_tokens", "Prompt tokens of completed requests", self.num_prompt_tokens),
             ("vllm:prompt_tokens_cached", "Of these, found in the prefix cache", self.num_cached_tokens),
             ("vllm:generation_tokens", "Tokens sampled", self.num_generated_tokens),
+            ("vllm:spec_decode_num_drafts", "Guesses that were verified", self.fleet.count("num_drafts")),
+            ("vllm:spec_decode_num_draft_tokens", "Tokens of these", self.fleet.count("num_draft_tokens")),
+            ("vllm:spec_decode_num_accepted_tokens", "Of these, those that were right", sum(accepted_at.values())),
+            (
+                "diptych:forced_tokens_computed",
+                "Tokens that a constraint forced, computed beside others of their answer",
+                self.fleet.count("num_forced_tokens"),
+            ),
             ("diptych:requests_with_slo", "Ended requests that had an objective", self.num_with_slo),
             ("diptych:requests_meeting_slo", "Of these, those that met it", self.num_meeting_slo),
             ("diptych:worker_losses", "Times that the worker process was lost", self.num_worker_losses),
@@ -167,6 +181,14 @@ class ServingMetrics(Collector):
             family = CounterMetricFamily(name, text, labels=["model_name"])
             family.add_metric([self.model_name], value)
             yield family
+        places = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Guessed tokens that were right, by place in their guess",
+            labels=["model_name", "position"],
+        )
+        for place, count in accepted_at.items():
+            places.add_metric([self.model_name, str(place)], count)
+        yield places
         ended = CounterMetricFamily("vllm:request_success", "Ended requests", labels=["model_name", "finished_reason"])
         for reason, count in self.num_ended.items():
             ended.add_metric([self.model_name, str(reason)], count)

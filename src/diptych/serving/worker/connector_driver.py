@@ -123,6 +123,6 @@ class ConnectorDriver:
 
 def _payload(action: CommitTransfer, tokens: StepTokens) -> bytes:
     attempt_id = action.attempt_id
-    first_token = tokens.token_ids[tokens.request_ids.index(attempt_id)]
-    logprobs = tokens.logprobs.get(attempt_id)
+    index = tokens.request_ids.index(attempt_id)
+    first_token, logprobs = tokens.token_ids[index], tokens.logprobs.get(index)
     return msgspec.msgpack.encode(Commit(first_token, logprobs, action.first_step_ns, action.first_token_ns))

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -16,11 +16,14 @@ from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.recording import RecordingEngineCore
 from diptych.control.errors import ConfigError
 from diptych.runtime.checkpoint import open_checkpoint
+from diptych.runtime.compute_device import ComputeDevice, UndividedDevice
 from diptych.runtime.kv_geometry import KVGeometry, read_kv_geometry
 from diptych.runtime.model_config import ModelConfig
 from diptych.runtime.transfer import CONNECTORS, make_connector
 from diptych.runtime.transfer.connector import KVConnector, TransferOptions
 from diptych.runtime.transfer.kv_format import KVFormat
+from diptych.serving.answers.grammar.grammar_checker import is_installed
+from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.fleet.shared_memory import default_num_blocks
 from diptych.serving.link.engine_options import EngineOptions, parse_cores
 from diptych.serving.link.messages import Ready
@@ -28,6 +31,7 @@ from diptych.serving.link.recorder import Recorder, record_engine
 from diptych.serving.worker.request_intake import Runner
 
 if TYPE_CHECKING:
+    from diptych.runtime.grammar import Grammars
     from diptych.runtime.model_runner import ModelRunner, RunnerConfig
 
 logger = logging.getLogger(__name__)
@@ -43,12 +47,15 @@ PREFILL_NICENESS = 5
 
 @dataclass(frozen=True, slots=True)
 class LoadedEngine(Generic[RunnerType]):
-    """What a worker process serves with. recorder: of the engine's recording; its owner closes it."""
+    """What a worker process serves with. recorder: of the engine's recording; its owner closes it. device: what it
+    computes on. grammars: None where none can be followed."""
 
     engine: EngineCore
     runner: RunnerType
     ready: Ready
     recorder: Recorder | None = None
+    device: ComputeDevice = field(default_factory=UndividedDevice)
+    grammars: "Grammars | None" = None
 
 
 def load_engine(options: EngineOptions, report: Report) -> "LoadedEngine[ModelRunner]":
@@ -57,7 +64,8 @@ def load_engine(options: EngineOptions, report: Report) -> "LoadedEngine[ModelRu
     report("importing torch")
     from diptych.runtime.local_engine import engine_config
     from diptych.runtime.model_runner import load_runner
-    from diptych.runtime.threads import configure_threads
+    from diptych.runtime.multiprocessors import multiprocessors_of
+    from diptych.runtime.threads import ThreadPool, configure_threads
     from diptych.runtime.warm_up import warm_up
 
     device = _choose_device(options)
@@ -70,6 +78,7 @@ def load_engine(options: EngineOptions, report: Report) -> "LoadedEngine[ModelRu
     config = _runner_config(options, device, geometry)
     runner = load_runner(config, lambda done, total: report("loading weights", done / max(1, total)))
     settings = engine_config(runner, options.scheduler, enable_prefix_cache=memory.prefix_cache, slo=options.slo)
+    settings = settings.with_(cache=dataclasses.replace(settings.cache, names_evictors=options.explains_misses))
     recorder = record_engine(Path(options.record), settings) if options.record else None
     if recorder is not None:
         logger.warning("recording to %s", recorder.path)
@@ -78,6 +87,9 @@ def load_engine(options: EngineOptions, report: Report) -> "LoadedEngine[ModelRu
         report("warming up")
         for features, duration_ns in warm_up(runner):
             engine.observe(features, duration_ns)
+    compute: ComputeDevice = ThreadPool(threads)
+    if device == "cuda":
+        compute = multiprocessors_of(runner.attention.device, runner.forget_graphs)
     model, loaded, capacity = runner.model_config, runner.loaded, engine.kv.capacity_tokens
     where = f"{threads.words}, {loaded.instruction_set}" if device == "cpu" else device
     cache = f"KV cache of {capacity:,} tokens ({runner.num_blocks * geometry.block_bytes / 2**30:.2f} GiB)"
@@ -93,8 +105,21 @@ def load_engine(options: EngineOptions, report: Report) -> "LoadedEngine[ModelRu
         instruction_set=loaded.instruction_set if device == "cpu" else "",
         weights=loaded.weights,
         processor=threads.processor_words if device == "cpu" else "",
+        share=compute.share,
     )
-    return LoadedEngine(engine, runner, ready, recorder)
+    return LoadedEngine(engine, runner, ready, recorder, compute, _load_grammars(options, model))
+
+
+def _load_grammars(options: EngineOptions, model: ModelConfig) -> "Grammars | None":
+    """None without the package that computes masks, or without a tokenizer."""
+    if not is_installed():
+        return None
+    from diptych.runtime.grammar import Grammars
+
+    tokenizer = Tokenizer(Path(options.model))
+    if not tokenizer.has_text:
+        return None
+    return Grammars(tokenizer.fast.to_str(), max(model.vocab_size, tokenizer.vocab_size), model.eos_token_ids)
 
 
 def _choose_device(options: EngineOptions) -> str:
@@ -145,6 +170,7 @@ def _runner_config(options: EngineOptions, device: str, geometry: KVGeometry) ->
         quantize=options.device.quantize,
         shared_pool=pool,
         shared_weights=place.weights_fd if place else None,
+        speculation=options.speculation,
     )
 
 

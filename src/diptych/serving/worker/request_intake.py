@@ -5,16 +5,21 @@ Owns the tokens of attempts that another worker prefills, until they are deliver
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from diptych.control.commands import Prefill, Reserve, Serve, standing_of
+from diptych.control.constraint import TokenConstraint
 from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.engine.worker_core import TransferCommitted, WorkerCore
-from diptych.control.errors import ErrorRecord, RequestError
+from diptych.control.errors import ConstraintError, ErrorRecord, RequestError
 from diptych.control.events import Event, HandoffExpired, HandoffReleased, RequestFinished
 from diptych.control.request import FinishReason, Request, SamplingParams
 from diptych.control.step import Executor
+from diptych.runtime.answer_constraint import constraint_of
 from diptych.serving.link.messages import AttemptTokens, unpack_token_ids
+
+if TYPE_CHECKING:
+    from diptych.runtime.grammar import Grammars
 
 _ENDS = (RequestFinished, HandoffReleased, HandoffExpired)
 
@@ -31,8 +36,10 @@ class Runner(Executor, Protocol):
         salt: str | None = None,
         block_hashes: Sequence[bytes] | None = None,
         output_token_ids: Sequence[int] = (),
+        constraint: TokenConstraint | None = None,
     ) -> None:
-        """Learn the tokens of a request that plans will name. Raises RequestError when it cannot be computed."""
+        """Learn the tokens of a request that plans will name. constraint: a new one, which is given the output tokens.
+        Raises RequestError or ConstraintError when it cannot be computed."""
         ...
 
     def forget(self, request_id: str) -> None:
@@ -55,11 +62,12 @@ class _Unpacked:
 
 
 class RequestIntake:
-    """The intake of one worker."""
+    """The intake of one worker. grammars: None where none can be followed."""
 
-    def __init__(self, core: WorkerCore, runner: Runner) -> None:
+    def __init__(self, core: WorkerCore, runner: Runner, grammars: "Grammars | None" = None) -> None:
         self._core = core
         self._runner = runner
+        self._grammars = grammars
         self._block_size = core.engine.config.cache.block_size
         self._reserved: dict[str, _Unpacked] = {}
 
@@ -121,8 +129,9 @@ class RequestIntake:
                 salt=tokens.wire.options.cache_salt,
                 block_hashes=tokens.hashes,
                 output_token_ids=output,
+                constraint=constraint_of(tokens.wire.sampling, self._grammars),
             )
-        except RequestError as error:
+        except (RequestError, ConstraintError) as error:
             record = ErrorRecord.of(error)
             self._core.note(self._core.engine.abort(attempt_id, now, FinishReason.ERROR, record))
             return False

@@ -17,13 +17,13 @@ class WithheldTokens:
         held = {name for name in tokens.request_ids if self._core.is_withheld(name)} if tokens else set()
         if tokens is None or not held:
             return tokens
-        given = StepTokens([], [], dict(tokens.logprobs), tokens.prompt_logprobs)
-        for name, token_id in zip(tokens.request_ids, tokens.token_ids, strict=True):
+        given = StepTokens([], [], prompt_logprobs=tokens.prompt_logprobs)
+        for index, (name, token_id) in enumerate(zip(tokens.request_ids, tokens.token_ids, strict=True)):
+            logprobs = tokens.logprobs.get(index)
             if name in held:
-                self._tokens[name] = (token_id, given.logprobs.pop(name, None))
+                self._tokens[name] = (token_id, logprobs)
             else:
-                given.request_ids.append(name)
-                given.token_ids.append(token_id)
+                _give(given, name, token_id, logprobs)
         return given
 
     def release(self) -> StepTokens | None:
@@ -33,8 +33,12 @@ class WithheldTokens:
         for name in free:
             token_id, logprobs = self._tokens.pop(name)
             if name in self._core.engine.requests:
-                released.request_ids.append(name)
-                released.token_ids.append(token_id)
-                if logprobs is not None:
-                    released.logprobs[name] = logprobs
+                _give(released, name, token_id, logprobs)
         return released if released.request_ids else None
+
+
+def _give(tokens: StepTokens, name: str, token_id: int, logprobs: TokenLogprobs | None) -> None:
+    if logprobs is not None:
+        tokens.logprobs[len(tokens.token_ids)] = logprobs
+    tokens.request_ids.append(name)
+    tokens.token_ids.append(token_id)

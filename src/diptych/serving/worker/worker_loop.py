@@ -18,17 +18,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from diptych.control.commands import Drop, Prefill, Reserve, Serve
+from diptych.control.commands import Drop, Prefill, Reserve, Resize, Serve, WorkerCommand
 from diptych.control.engine.outgoing import SendChunk
 from diptych.control.engine.worker_core import Outbox, WorkerCore
-from diptych.control.errors import DiptychError, ErrorRecord
+from diptych.control.errors import ConfigError, DiptychError, ErrorRecord
 from diptych.control.slo import NS_PER_MS
 from diptych.control.step import SchedulerOutput, StepBrokenOff, StepResult, StepTokens
+from diptych.runtime.compute_device import ComputeDevice, UndividedDevice
 from diptych.runtime.transfer.connector import KVConnector
 from diptych.serving.link.channel import Channel, connect
 from diptych.serving.link.engine_options import EngineOptions
@@ -45,10 +47,15 @@ from diptych.serving.link.messages import (
     pack_events,
     unpack_command,
 )
+from diptych.serving.worker.awaited_grammars import AwaitedGrammars
 from diptych.serving.worker.connector_driver import ConnectorDriver
+from diptych.serving.worker.cpu_wait import cpu_wait_ns
 from diptych.serving.worker.load_engine import LoadedEngine, Report, connect_peers, load_engine
 from diptych.serving.worker.request_intake import RequestIntake, Runner
 from diptych.serving.worker.withheld_tokens import WithheldTokens
+
+if TYPE_CHECKING:
+    from diptych.runtime.grammar import Grammars
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +69,7 @@ Connect = Callable[[EngineOptions, Any, Path], KVConnector | None]
 
 class Worker:
     """The loop of one worker. ``channel`` leads to the front end; ``connector``: to the other workers (None: it takes
-    no part in handoffs)."""
+    no part in handoffs). device: what steps are computed on."""
 
     def __init__(
         self,
@@ -72,18 +79,24 @@ class Worker:
         clock: Callable[[], int] = time.monotonic_ns,
         connector: KVConnector | None = None,
         heartbeat: Heartbeat | None = None,
+        device: ComputeDevice | None = None,
+        grammars: "Grammars | None" = None,
     ) -> None:
         self._core = core
         self._runner = runner
         self._channel = channel
         self._clock = clock
-        self._intake = RequestIntake(core, runner)
+        self._intake = RequestIntake(core, runner, grammars)
+        self._awaited = AwaitedGrammars(grammars) if grammars is not None else None
         self._transfers = ConnectorDriver(core, self._intake, connector)
         self._heartbeat = heartbeat or Heartbeat()
+        self._device = device or UndividedDevice()
         self._poller = select.poll()
         self._poller.register(channel, select.POLLIN)
         if (fileno := self._transfers.fileno()) is not None:
             self._poller.register(fileno, select.POLLIN)
+        if self._awaited is not None:
+            self._poller.register(self._awaited, select.POLLIN)
         self._inbox: deque[Order | Shutdown] = deque()
         self._step: SchedulerOutput | None = None  # the one that is executed
         self._chunks: list[SendChunk] = []  # what is sent of it
@@ -173,7 +186,7 @@ class Worker:
     def _report(self, outbox: Outbox, tokens: StepTokens | None, now: int) -> None:
         stats = None
         if self._is_stats_time(now):
-            stats = self._core.engine.stats()
+            stats = replace(self._core.engine.stats(), cpu_wait_ns=cpu_wait_ns())
             self._has_stats, self._next_stats_ns = False, now + STATS_INTERVAL_NS
         if outbox.events or tokens is not None or outbox.load is not None or stats is not None:
             self._intake.forget_ended(outbox.events)
@@ -191,8 +204,13 @@ class Worker:
             message = self._inbox.popleft()
             if isinstance(message, Shutdown):
                 self._is_running = False
-            else:
-                self._take(message, now)
+                continue
+            command = unpack_command(message.command)
+            if self._awaited is None or not self._awaited.holds(message, command):
+                self._take(message, command, now)
+        if self._awaited is not None:
+            for order, command in self._awaited.released():
+                self._take(order, command, now)
 
     def _receive(self) -> Iterator[Order | Shutdown]:
         channel = self._channel
@@ -207,15 +225,26 @@ class Worker:
         if channel.is_closed:  # the front end has ended, and so will this process (die_with_parent)
             self._poller.unregister(channel)
 
-    def _take(self, order: Order, now: int) -> None:
-        command = unpack_command(order.command)
+    def _take(self, order: Order, command: WorkerCommand, now: int) -> None:
         if isinstance(command, Serve | Reserve | Prefill):
             assert order.tokens is not None, "an attempt without tokens"
             if isinstance(command, Prefill):
                 self._transfers.set_address(command.attempt_id, order.address)
             self._intake.begin(command, order.tokens, now)
+        elif isinstance(command, Resize):
+            self._resize(command, now)
         else:
             self._core.handle(command, now)
+
+    def _resize(self, command: Resize, now: int) -> None:
+        """Compute on another share from the next step on; when that cannot be, on the same as before."""
+        num_units, message = self._device.num_units, ""
+        try:
+            self._device.resize(command.share)
+        except ConfigError as error:
+            message = error.message
+        logger.warning("computing on %s from now on%s", self._device.share, f" ({message})" if message else "")
+        self._core.on_resized(self._device.share, num_units / self._device.num_units, now, message)
 
     def _wait(self, now: int) -> None:
         """Sleep until a message or KV comes, the core wants a turn, or statistics may be reported."""
@@ -270,9 +299,15 @@ def serve(directory: Path, load: Load, connect_to_peers: Connect) -> int:
         loaded.ready, address=address, num_blocks=cache.num_blocks, block_size=cache.block_size
     )
     channel.send(encode(ready))
-    publishes_kv = options.place is not None and options.place.publishes_blocks
+    publishes_kv = options.explains_misses or (options.place is not None and options.place.publishes_blocks)
     worker = Worker(
-        WorkerCore(engine, publishes_kv=publishes_kv), runner, channel, connector=connector, heartbeat=heartbeat
+        WorkerCore(engine, publishes_kv=publishes_kv),
+        runner,
+        channel,
+        connector=connector,
+        heartbeat=heartbeat,
+        device=loaded.device,
+        grammars=loaded.grammars,
     )
     runner.on_layer = worker.on_layer
     try:

@@ -29,7 +29,7 @@ from diptych.simulation.costs.layer_tables import (
 from diptych.simulation.costs.narrowed_tables import narrowed
 from diptych.simulation.costs.operator_tables import operator_table_cost
 from diptych.simulation.costs.operators import US
-from diptych.simulation.costs.profiled import ProfileInfo, load_profile, profile_names
+from diptych.simulation.costs.profiled import ProfileInfo, load_profile, profile_families, profile_names
 from diptych.simulation.costs.roofline import RooflineCost
 from diptych.simulation.front_end import FrontEnd
 from diptych.simulation.hardware import Hardware, load_hardware
@@ -101,8 +101,9 @@ def choose_cost(
     engine: str | None = None,
     skew: float = 1.0,
 ) -> CostChoice:
-    """The cost model called ``name``: one of COSTS, a layer table or a profile of the catalogue by its name, or the
-    path of a file of ``diptych calibrate``.
+    """The cost model called ``name``: one of COSTS, a layer table or a profile of the catalogue by its name, a family
+    of profiles (the one of the device and its sharing of the model is taken), or the path of a file of
+    ``diptych calibrate``.
 
     weight_bits, quantize: see weight_precision (None: what the checkpoint has). A calibration has its own weights:
     ``quantize`` may only agree with them. engine: whose host prepares the steps and whose front end takes the requests
@@ -110,7 +111,7 @@ def choose_cost(
     longest context of a decode batch over its mean; only layer tables that measured it know what that costs. Raises
     ConfigError when the cost model does not exist for the model and the device, or when one of these is not named.
     """
-    if name not in COSTS and name not in layer_table_names() and name not in profile_names():
+    if name not in (*COSTS, *layer_table_names(), *profile_names(), *profile_families()):
         _check_no_engine(engine, f"{Path(name).name}, which was measured with one")
         return _calibrated(name, quantize)
     if model is None or hardware is None:
@@ -151,6 +152,8 @@ def _weights(
 
 def _priced(name: str, wanted: Wanted) -> tuple[CostModel, str]:
     """The cost model and a sentence about it."""
+    if name in profile_families():
+        return _profile(_member(name, wanted), wanted)
     if name in profile_names():
         return _profile(name, wanted)
     if name not in ("operators", "roofline"):
@@ -180,6 +183,16 @@ def _roofline(wanted: Wanted) -> CostModel:
         return RooflineCost(wanted.model, wanted.hardware, wanted.parallelism, **bits)
     devices = RooflineCost(wanted.model, wanted.hardware, wanted.parallelism, step_overhead_s=0.0, **bits)
     return EngineCost(devices, host, wanted.engine.name)
+
+
+def _member(family: str, wanted: Wanted) -> str:
+    """The profile of a family that is of what is wanted."""
+    members = profile_families()[family]
+    found = next((name for name in members if _holds(load_profile(name).info, wanted)), None)
+    if found is None:
+        names = ", ".join(members)
+        raise ConfigError(f"cost is {family!r}, which does not hold {wanted}; its profiles are {names}", param="cost")
+    return found
 
 
 def _profile(name: str, wanted: Wanted) -> tuple[CostModel, str]:

@@ -6,6 +6,7 @@ step mixes both phases: the law used there is named below. Layers and operators 
 """
 
 import json
+import re
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
@@ -155,6 +156,18 @@ class ProfiledCost:
 def profile_names() -> tuple[str, ...]:
     """Every profile of the catalogue, sorted."""
     return tuple(sorted(name for file in _files() for name in json.loads(file.read_text("utf-8"))["profiles"]))
+
+
+@cache
+def profile_families() -> dict[str, tuple[str, ...]]:
+    """Profiles of one model and engine on several devices, or cut in several ways, under what their names share: all
+    but the device and tpN."""
+    families: dict[str, tuple[str, ...]] = {}
+    for name in profile_names():
+        if parts := re.fullmatch(r"(.+?)-(?:a100-80|a100|h100)-tp\d+(.*)", name):
+            family = parts[1] + parts[2]
+            families[family] = (*families.get(family, ()), name)
+    return families
 
 
 def load_profile(name: str) -> ProfiledCost:

@@ -110,4 +110,5 @@ def attempt_spec(spec: RequestSpec, num_output_tokens: int) -> RequestSpec:
         prompt_tokens=spec.prompt_tokens + num_output_tokens,
         output_tokens=spec.output_tokens - num_output_tokens,
         max_tokens=(spec.max_tokens or spec.output_tokens) - num_output_tokens,
+        is_running=False,
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from diptych.control.config import EngineConfig
 from diptych.control.engine.scheduler.step_time import StepTimeModel
-from diptych.control.router.topology import WorkerInfo
+from diptych.control.router.topology import Role, WorkerInfo
 from diptych.simulation.environment import Environment
 from diptych.simulation.fleet.pipeline import Pipeline
 from diptych.simulation.fleet.pools import Place, Pools
@@ -27,12 +27,19 @@ class Member:
     place: Place | None = None
 
 
-def fleet(engine: EngineConfig, num_workers: int, pools: Pools | None) -> list[Member]:
-    """All workers. Those that share memory number their blocks one after the other."""
+def fleet(scenario: Scenario) -> list[Member]:
+    """All workers of a scenario."""
+    members = _members(scenario.engine, scenario.num_workers, scenario.pools)
+    if not scenario.shares:
+        return members
+    shared = zip(members, scenario.shares, strict=True)
+    return [replace(member, info=replace(member.info, share=share)) for member, share in shared]
+
+
+def _members(engine: EngineConfig, num_workers: int, pools: Pools | None) -> list[Member]:
+    """On whole devices. Those that share memory number their blocks one after the other."""
     if pools is None:
-        cache = engine.cache
-        infos = [WorkerInfo(worker, "both", cache.num_blocks, cache.block_size) for worker in range(num_workers)]
-        return [Member(info, engine) for info in infos]
+        return [Member(_info(worker, "both", engine, "local", None), engine) for worker in range(num_workers)]
     members = []
     ends: dict[int, int] = {}  # host -> blocks of the workers so far
     for worker, place in enumerate(pools.places()):
@@ -43,10 +50,29 @@ def fleet(engine: EngineConfig, num_workers: int, pools: Pools | None) -> list[M
             first_block = ends.get(host, 0)
             ends[host] = first_block + config.cache.num_blocks
             config = replace(config, cache=replace(config.cache, first_block=first_block))
-        cache = config.cache
-        info = WorkerInfo(worker, place.pool.role, cache.num_blocks, cache.block_size, f"host{host}", domain)
-        members.append(Member(info, config, place))
+        members.append(
+            Member(_info(worker, place.pool.role, config, f"host{host}", domain, place.pool.model_copy), config, place)
+        )
     return members
+
+
+def _info(
+    worker: int, role: Role, config: EngineConfig, host: str, domain: int | None, model_copy: int = 0
+) -> WorkerInfo:
+    """As a worker of these settings presents itself."""
+    cache = config.cache
+    capacity = (cache.num_blocks - cache.watermark_blocks) * cache.block_size
+    longest = max(1, min(config.max_model_len, capacity))
+    return WorkerInfo(
+        worker,
+        role,
+        cache.num_blocks,
+        cache.block_size,
+        host=host,
+        memory_domain=domain,
+        max_model_len=longest,
+        model_copy=model_copy,
+    )
 
 
 def make_workers(
@@ -79,10 +105,12 @@ def make_workers(
             scenario.fast_forward,
             scenario.swap_block_ns if own_swap_ns is None else own_swap_ns,
             reports_load=has_costs or bool(cluster.max_untouched_per_worker),
-            publishes_kv=has_costs and len(members) > 1,
+            publishes_kv=scenario.explain_misses or (has_costs and len(members) > 1),
             copy_block_ns=pool.copy_block_ns if pool else 0,
             pipeline=pipeline,
             stall_ns=scenario.pools.stall_ns if scenario.pools else 0,
+            share=member.info.share,
+            guesses=scenario.guesses,
         )
         workers.append(SimulatedWorker(member.info.number, worker, environment, surroundings, auditor))
     return workers

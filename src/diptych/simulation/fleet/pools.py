@@ -23,7 +23,8 @@ class Pool:
     those of the scenario). nics: network cards of a replica, each of which carries the link's bandwidth in each
     direction. layout: how the KV of a token is cut (ways of tensor parallelism, stages); a receiver with another layout
     than the sender cuts it anew, at ``relayout_bytes_per_s`` (0: in no time). swap_block_ns: None: the scenario's.
-    copy_block_ns: copying one block to another within the memory of a host.
+    copy_block_ns: copying one block to another within the memory of a host. model_copy: pools with other weights have
+    another number, and hand nothing over to each other.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Pool:
     relayout_bytes_per_s: int = 0
     swap_block_ns: int | None = None
     copy_block_ns: int = 0
+    model_copy: int = 0
 
     def __post_init__(self) -> None:
         for name, least in (("replicas", 0), ("stages", 1), ("nics", 1), ("relayout_bytes_per_s", 0)):

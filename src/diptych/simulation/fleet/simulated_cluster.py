@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from diptych.compiled_modules import mypyc_attr
+from diptych.class_hints import mypyc_attr
 from diptych.control.cluster.cluster_core import ClusterCore
 from diptych.control.cluster.cluster_events import (
     Arrived,
@@ -17,10 +17,12 @@ from diptych.control.cluster.cluster_events import (
     ClusterEvent,
     DrainEnded,
     DrainStarted,
+    PartitionChanged,
     Reported,
     RoleChanged,
     SchedulerChanged,
     Tick,
+    WayGiven,
     WorkerDown,
     WorkerUp,
 )
@@ -28,15 +30,17 @@ from diptych.control.commands import (
     Command,
     Drained,
     End,
+    GiveWay,
     Prefill,
     Reserve,
+    Resize,
     Restarted,
     Serve,
     WorkerCommand,
     standing_of,
 )
 from diptych.control.engine.reports import LoadReport
-from diptych.control.engine.worker_core import TransferAction, TransferEvent
+from diptych.control.engine.worker_core import ExpectTransfer, TransferAction, TransferCommitted, TransferEvent
 from diptych.control.errors import ErrorRecord
 from diptych.control.events import Event, FirstToken, HandoffDelivered, RequestFinished
 from diptych.control.request import DEFAULT_OPTIONS, RequestOptions, Submission
@@ -51,12 +55,14 @@ from diptych.simulation.fleet.kv_transfers import KVTransfers
 from diptych.simulation.fleet.members import fleet, make_workers
 from diptych.simulation.fleet.process_lives import ProcessLives
 from diptych.simulation.fleet.simulated_executor import block_hashes, make_request
+from diptych.simulation.fleet.simulated_misses import SimulatedMisses
 from diptych.simulation.fleet.simulated_worker import Auditor, Order
 from diptych.simulation.scenario import Scenario, WorkerChange
 from diptych.workload.spec import ClosedLoop, RequestSpec
 
 FRONT_END = -1  # in the log: the front end instead of a worker
 Progress = Callable[[int], None]  # how many requests have ended
+Watcher = Callable[[ClusterEvent, list[Command], int], None]  # (what the core was given, its commands, when)
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -64,13 +70,19 @@ class SimulatedCluster:
     """Everything that happens in one simulation."""
 
     def __init__(self, scenario: Scenario, progress: Progress | None = None, auditor: Auditor | None = None) -> None:
-        members = fleet(scenario.engine, scenario.num_workers, scenario.pools)
+        members = fleet(scenario)
         self.infos = [member.info for member in members]
+        self._contexts = [member.config.max_model_len for member in members]
         self.environment = Environment()
         self.collector = Collector(len(members))
         self.log = EventLog() if scenario.record_events else None
         self.core = ClusterCore(scenario.cluster_config)
         self.last_end_ns = 0
+        self.watcher: Watcher | None = None
+        self.misses: SimulatedMisses | None = None
+        if scenario.explain_misses:
+            self.misses = SimulatedMisses(scenario.engine.cache.block_size, self._spec_of)
+            self.watcher = self.misses.on_event
         self.workers = make_workers(scenario, members, self.environment, self, auditor)
         self._scenario = scenario
         self._progress = progress
@@ -80,12 +92,15 @@ class SimulatedCluster:
         self._backlog: deque[tuple[list[Command], bool]] = deque()
         self._is_busy = False
         self._orders: dict[int, list[Order]] = {}  # not sent yet
+        self._running: set[str] = set()  # attempts that get their blocks next, and need no prompt computed
         self._rng = random.Random(scenario.seed)
         config = self.core.config
         has_costs = config.routing.routing == "kv_aware"
         self._hashes_matter = has_costs and len(members) > 1 and scenario.engine.cache.enable_prefix_cache
         # Where nothing but the ends of requests is of interest to the core, nothing but ends is reported.
-        needs_all = has_costs or scenario.pools or scenario.faults or config.max_untouched_per_worker
+        needs_all = (
+            has_costs or scenario.explain_misses or scenario.pools or scenario.faults or config.max_untouched_per_worker
+        )
         self._read = self.core.reads if needs_all else frozenset((RequestFinished,))
         self._channels = ControlChannels(self.environment, len(members), scenario.faults, scenario.seed)
         self.transfers: KVTransfers | None = None
@@ -105,7 +120,7 @@ class SimulatedCluster:
             self._begin_life(worker)
         self.lives.schedule(self._scenario.faults)
         for change in self._scenario.worker_changes:
-            self.environment.at(change.at_ns, MESSAGE, partial(self._change, change))
+            self.environment.at(change.at_ns, MESSAGE, partial(self.change, change))
         workload = self._scenario.workload
         if isinstance(workload, ClosedLoop):
             for client in range(workload.concurrency):
@@ -154,6 +169,10 @@ class SimulatedCluster:
             self.environment.at(now + spec.abort_after_ns, MESSAGE, partial(self._hang_up, request_id))
         self._tell(Arrived(Submission(request_id, spec.prompt_tokens, max_tokens, hashes, options)))
 
+    def _spec_of(self, request_id: str) -> RequestSpec | None:
+        request = self._open.get(request_id)
+        return None if request is None else request.spec
+
     def _hang_up(self, request_id: str) -> None:
         """The client goes away."""
         request = self._open.get(request_id)
@@ -168,10 +187,13 @@ class SimulatedCluster:
 
     # -- the core -----------------------------------------------------------------------------------------------------
 
-    def _change(self, change: WorkerChange) -> None:
+    def change(self, change: WorkerChange) -> None:
+        """A worker changes now."""
         worker = change.worker
         if change.scheduler is not None:
             self._tell(SchedulerChanged(worker, change.scheduler))
+        if change.share is not None:
+            self._tell(PartitionChanged(((worker, change.share),)))
         if change.role is not None:
             self._tell(RoleChanged(worker, change.role, self._tokens_of(worker)))
         if change.is_draining is not None:
@@ -191,6 +213,8 @@ class SimulatedCluster:
         """Give the core an event and carry out its commands. later: commands to workers leave after this nanosecond
         (which worker ends its step first within it must not matter)."""
         commands = self.core.on_event(event, self.environment.now)
+        if self.watcher is not None:
+            self.watcher(event, commands, self.environment.now)
         self._watch_time()
         if not commands:
             return
@@ -241,8 +265,12 @@ class SimulatedCluster:
                 self._restart(command)
             case End():
                 self._end(command)
+            case GiveWay():
+                self._tell(WayGiven(command.worker, command.request_id, self._tokens_of(command.worker)))
             case Drained():  # the simulated process goes on, with nothing to do
                 pass
+            case Resize():
+                self._order(command, partial(self.workers[command.worker].resize, command.share))
             case _:
                 self._order(command, partial(self.workers[command.worker].core.handle, command))
 
@@ -264,7 +292,13 @@ class SimulatedCluster:
             return
         request = make_request(command.attempt_id, spec, self._scenario.engine.cache.block_size, options)
         request.standing_at_arrival = standing_of(command)
-        if isinstance(command, Serve):
+        if spec.is_running:
+            if isinstance(command, Prefill):
+                return
+            self._running.add(command.attempt_id)
+            names = (command.request_id, command.attempt_id, command.num_output_tokens)
+            worker.core.reserve(Reserve(command.worker, *names, 0, isinstance(command, Reserve)), request, now)
+        elif isinstance(command, Serve):
             worker.core.serve(request, now)
         elif isinstance(command, Reserve):
             worker.core.reserve(command, request, now)
@@ -300,7 +334,13 @@ class SimulatedCluster:
             self._channels.report(worker, partial(self._hear, Reported(worker, known, load)))
 
     def on_transfer_action(self, worker: int, action: TransferAction) -> None:
-        """A worker wants something of its connector."""
+        """A worker wants something of its connector. The KV of a request that runs already is simply there."""
+        if isinstance(action, ExpectTransfer) and action.attempt_id in self._running:
+            self._running.remove(action.attempt_id)
+            now = self.environment.now
+            committed = TransferCommitted(action.attempt_id, now, now)
+            self.environment.at(now, MESSAGE, partial(self._on_transfer_event, worker, committed))
+            return
         assert self.transfers is not None, "there are no pools"
         self.transfers.act(worker, action)
 
@@ -340,7 +380,7 @@ class SimulatedCluster:
     def on_down(self, worker: int, tokens: dict[str, int]) -> None:
         """Its death is known; what it had sent and the front end has not read is lost."""
         self._channels.on_down(worker)
-        most, longest = self._scenario.watch.max_lost_tokens, self._scenario.engine.max_model_len
+        most, longest = self._scenario.watch.max_lost_tokens, self._contexts[worker]
         progress = {
             request_id: request.kept(worker, tokens, self._rng.randrange(most + 1) if most else 0, longest)
             for request_id, request in self._open.items()

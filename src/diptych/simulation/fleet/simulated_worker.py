@@ -9,10 +9,11 @@ lasts depends on the other lanes.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
+from diptych.control.compute_share import ComputeShare
 from diptych.control.config import EngineConfig
 from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.reports import LoadReport
@@ -24,6 +25,7 @@ from diptych.control.slo import LatencyBreakdown, breakdown_from_times
 from diptych.control.step import SchedulerOutput
 from diptych.simulation.costs.cost_model import CostModel, DecodeLine
 from diptych.simulation.environment import MESSAGE, STEP_END, Environment
+from diptych.simulation.fleet.guesses import Guesses
 from diptych.simulation.fleet.pipeline import Pipeline
 from diptych.simulation.fleet.simulated_executor import SimulatedExecutor
 from diptych.simulation.results import WorkerUsage
@@ -51,7 +53,7 @@ class Surroundings(Protocol):
 class WorkerModel:
     """What equal workers share: settings, costs, and the step-time model as warm-up leaves it. reports_load,
     publishes_kv: whether there is a router that reads that. pipeline: of the replica that the worker is a lane of.
-    stall_ns: see Pools."""
+    stall_ns: see Pools. share: of the device, for which ``cost`` holds."""
 
     engine: EngineConfig
     cost: CostModel
@@ -61,8 +63,10 @@ class WorkerModel:
     reports_load: bool = True
     publishes_kv: bool = True
     copy_block_ns: int = 0
+    share: ComputeShare = field(default_factory=ComputeShare)
     pipeline: Pipeline | None = None
     stall_ns: int = 0
+    guesses: Guesses | None = None
 
 
 class _Run:
@@ -105,7 +109,9 @@ class SimulatedWorker:
         self._hung_until = 0
         self._down_until = 0
         self._last_end_ns = 0
-        self._slowness = 1000  # per mille
+        self._slowness = 1000  # per mille, of the fault and of the compute share together
+        self._fault_factor = 1.0
+        self._share = worker.share
         self._inbox: deque[Order] = deque()
         self._transfers: deque[TransferEvent] = deque()
         self._run: _Run | None = None
@@ -118,7 +124,7 @@ class SimulatedWorker:
         worker = self._worker
         engine = EngineCore(self.config, worker.model.copy())
         self.core = WorkerCore(engine, publishes_kv=worker.publishes_kv, reports_load=worker.reports_load)
-        self.executor = SimulatedExecutor(worker.cost, self.config.cache.block_size)
+        self.executor = SimulatedExecutor(worker.cost, self.config.cache.block_size, worker.guesses)
         self._inbox.clear()
         self._transfers.clear()
         if self._run is not None:
@@ -126,6 +132,8 @@ class SimulatedWorker:
             self._run = None
         self._wake_ns = None
         self._num_taken = 0
+        self._share = worker.share
+        self._set_slowness()
 
     @property
     def engine(self) -> EngineCore:
@@ -185,7 +193,22 @@ class SimulatedWorker:
     def slow_down(self, factor: float) -> None:
         """Steps that begin from now on take ``factor`` times as long (1: as usual)."""
         self._cut(self._environment.now)
-        self._slowness = round(1000 * factor)
+        self._fault_factor = factor
+        self._set_slowness()
+
+    # -- compute units ------------------------------------------------------------------------------------------------
+
+    def resize(self, share: ComputeShare, now: int) -> None:
+        """An order: compute on this share from the next step on, in inverse proportion to its units."""
+        before, self._share = self._share, share
+        ratio = before.num_units / share.num_units if before.num_units and share.num_units else 1.0
+        self._set_slowness()
+        self.core.on_resized(share, ratio, now)
+
+    def _set_slowness(self) -> None:
+        first, share = self._worker.share, self._share
+        ratio = first.num_units / share.num_units if first.num_units and share.num_units else 1.0
+        self._slowness = round(1000 * self._fault_factor * ratio)
 
     # -- what others may know -----------------------------------------------------------------------------------------
 
@@ -226,7 +249,8 @@ class SimulatedWorker:
             self._inbox.popleft()(now)
         core.end_turn(now)
         self._flush()
-        self._begin(now)
+        if self._run is None:  # see _end
+            self._begin(now)
         self._watch_time()
 
     def _begin(self, now: int) -> None:
@@ -383,10 +407,12 @@ class SimulatedWorker:
             self._auditor(self.number, run.output)
         self._account(run, run.num_steps, now)
         result = self.executor.end(run.num_steps)
+        self.usage.decode_tokens += sum([extra.num_accepted for extra in result.extra])
         last_start_ns = run.last_start_ns if run.num_steps > 1 else None
         self.core.end_step(run.output, result, now, num_steps=run.num_steps, last_start_ns=last_start_ns)
         self._flush(run.output)
-        self._turn()
+        if self._run is None:  # else an order that the report caused has come already, and with it a turn
+            self._turn()
 
     def _account(self, run: _Run, num_steps: int, now: int) -> None:
         """Count ``num_steps`` of a run as done (0: of a step that was broken off, only the time)."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from diptych.control.misses.miss_summary import MissSummary
 from diptych.control.slo import NS_PER_S
 from diptych.simulation.prepare import PreparedPool
 from diptych.simulation.report.economy import economy, pool_rows
@@ -50,6 +51,17 @@ def outcome(
         "pools": rows,
         "economy": economy(summary, rows),
         "num_events": result.num_events,
+        **({"misses": misses(result.misses)} if result.misses else {}),
+    }
+
+
+def misses(summary: MissSummary) -> dict[str, Any]:
+    """Prompts by why they left what was cached, and the prompt tokens that were computed by what for."""
+    return {
+        "prompt_tokens": summary.num_prompt_tokens,
+        "cached_tokens": summary.num_cached_tokens,
+        "requests": {str(reason): count for reason, count in summary.requests.most_common()},
+        "computed": dict(summary.tokens.most_common()),
     }
 
 

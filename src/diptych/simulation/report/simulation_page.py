@@ -9,6 +9,7 @@ from diptych.report import pages
 from diptych.report.charts import rate_charts
 from diptych.report.pages import Report, Section
 from diptych.report.text import (
+    Table,
     class_table,
     goodput_table,
     headline,
@@ -26,6 +27,7 @@ from diptych.simulation.report.series import LoggedEvent
 from diptych.simulation.report.simulation_tables import (
     cost_notes,
     fleet_search_tables,
+    misses_table,
     simulated_table,
     sweep_tables,
     workers_in_words,
@@ -127,8 +129,17 @@ def _numbers(point: Mapping[str, Any]) -> Section:
             *([class_table(classes)] if classes else []),
             *([pool_table(point["pools"])] if len(point["pools"]) > 1 else []),
         ],
-        narrow=[service_table(summary, point["economy"]), resource_table(summary), simulated_table(point)],
+        narrow=[
+            service_table(summary, point["economy"]),
+            resource_table(summary),
+            simulated_table(point),
+            *_misses(point),
+        ],
     )
+
+
+def _misses(point: Mapping[str, Any]) -> list[Table]:
+    return [misses_table(point["misses"])] if "misses" in point else []
 
 
 def _foot(page: Page) -> str:

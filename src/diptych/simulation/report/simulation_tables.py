@@ -159,6 +159,30 @@ def simulated_table(point: Mapping[str, Any]) -> Table:
     return Table("Simulated", ("", "value"), tuple(rows))
 
 
+MISS_CAUSES = {
+    "new": "text that was not sent before",
+    "differs": "text behind a change, sent before",
+    "repeated": "text of other prompts",
+    "block_rounding": "rest of a block, or the last token",
+    "evicted": "was cached, and evicted",
+    "worker_lost": "was cached on a worker that was lost",
+    "routed_elsewhere": "is cached on another worker",
+    "other_salt": "was sent under another salt",
+    "being_computed": "was being computed by another request",
+    "not_kept": "was sent before, and not cached",
+    "cache_not_read": "is cached, and was not read",
+}
+
+
+def misses_table(misses: Mapping[str, Any]) -> Table:
+    """What the prefills of a run were spent on."""
+    computed = misses["computed"]
+    total = sum(computed.values())
+    rows = [("found in a cache", f"{misses['cached_tokens']:,}", "")]
+    rows += [(MISS_CAUSES[cause], f"{tokens:,}", percent(tokens / total)) for cause, tokens in computed.items()]
+    return Table("What prefills were spent on", ("", "tokens", "share"), tuple(rows))
+
+
 def cost_notes(points: Sequence[Mapping[str, Any]]) -> list[str]:
     """Sentences: what the durations of steps come from, and what of it was assumed; numbered for the points of a
     sweep."""

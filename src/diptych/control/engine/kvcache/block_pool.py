@@ -20,7 +20,9 @@ def _block_ids(first: int, num_blocks: int) -> tuple[int, ...]:
 class BlockPool:
     """Owner of block ids first_block .. first_block + num_blocks - 1."""
 
-    def __init__(self, num_blocks: int, *, enable_prefix_cache: bool = True, first_block: int = 0) -> None:
+    def __init__(
+        self, num_blocks: int, *, enable_prefix_cache: bool = True, first_block: int = 0, names_evictors: bool = False
+    ) -> None:
         self.num_blocks = num_blocks
         self.first_block = first_block
         self.prefix_cache = PrefixCache()
@@ -30,6 +32,9 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._stored: dict[bytes, None] = {}  # since the last ``drain_changes``, and still there
         self._evicted: list[bytes] = []
+        self.taker = ""  # the request whose blocks are taken next
+        self._names_evictors = names_evictors
+        self._evicted_for: list[tuple[str, int]] = []  # (taker, how many of ``_evicted``), in their order
 
     @property
     def num_available(self) -> int:
@@ -123,12 +128,26 @@ class BlockPool:
         self._evicted.clear()
         return changes
 
+    def drain_evictors(self) -> tuple[tuple[str, int], ...]:
+        """For which requests the evicted ones of the next ``drain_changes`` made room; empty unless that is noted."""
+        if not self._evicted_for:
+            return ()
+        evicted_for = tuple(self._evicted_for)
+        self._evicted_for.clear()
+        return evicted_for
+
     def _forget(self, block_hash: bytes) -> None:
         """The content can no longer be found; a block that came and went between two drains is not reported."""
         if block_hash in self._stored:
             del self._stored[block_hash]
-        else:
-            self._evicted.append(block_hash)
+            return
+        self._evicted.append(block_hash)
+        if self._names_evictors:
+            runs = self._evicted_for
+            if runs and runs[-1][0] == self.taker:
+                runs[-1] = (self.taker, runs[-1][1] + 1)
+            else:
+                runs.append((self.taker, 1))
 
     def check(self) -> None:
         """Assert the pool's invariants (for tests): every block in exactly one state."""

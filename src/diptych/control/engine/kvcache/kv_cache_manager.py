@@ -22,7 +22,10 @@ class KVCacheManager:
         self.config = config
         self.block_size = config.block_size
         self.pool = BlockPool(
-            config.num_blocks, enable_prefix_cache=config.enable_prefix_cache, first_block=config.first_block
+            config.num_blocks,
+            enable_prefix_cache=config.enable_prefix_cache,
+            first_block=config.first_block,
+            names_evictors=config.names_evictors,
         )
         self.host = HostTier(config.num_host_blocks)
         self.queried_tokens = 0  # prompt tokens looked up at admission
@@ -107,6 +110,7 @@ class KVCacheManager:
             return list(zip(cached[first:], request.block_ids[first:], strict=False))
         self._reserve(request, request.num_tokens + expected_tokens)
         self.pool.share(cached)
+        self.pool.taker = request.request_id
         total = self.num_blocks_for(request.num_tokens)
         request.block_ids = cached + self.pool.allocate(total - len(cached))
         request.num_hashed_blocks = request.num_shared_blocks = len(cached)
@@ -119,6 +123,7 @@ class KVCacheManager:
 
     def grow(self, request: Request) -> int | None:
         """One more block for a decode; None when there is none."""
+        self.pool.taker = request.request_id
         block_id = self.pool.take_one()
         if block_id is not None:
             request.block_ids.append(block_id)
@@ -171,6 +176,7 @@ class KVCacheManager:
 
     def swap_in(self, request: Request, expected_tokens: int) -> list[tuple[int, int]]:
         """Bring a swapped request back: (host, device) copies; the caller has asked ``can_swap_in``."""
+        self.pool.taker = request.request_id
         request.block_ids = self.pool.allocate(len(request.host_block_ids))
         request.num_shared_blocks = 0
         self._reserve(request, len(request.block_ids) * self.block_size + expected_tokens)

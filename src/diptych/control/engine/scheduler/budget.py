@@ -1,5 +1,6 @@
 """How much one step may do, in tokens, sequences and milliseconds. One object per scheduler, opened once per step."""
 
+import math
 from typing import Protocol
 
 from diptych.control.config import BudgetConfig
@@ -29,6 +30,10 @@ class Budget(Protocol):
         """The scheduler put this chunk into the step."""
         ...
 
+    def room(self) -> tuple[int, float]:
+        """Rows and nanoseconds that the step may still hold."""
+        ...
+
 
 class WholeBudget:
     """Prompts run whole and before decodes: the unified shape. One prompt may exceed the limit when it is alone."""
@@ -42,6 +47,10 @@ class WholeBudget:
     def open(self, decode: StepFeatures, batch: DecodeBatch) -> None:
         """See Budget."""
         self._taken = 0
+
+    def room(self) -> tuple[int, float]:
+        """See Budget."""
+        return self._limit - self._taken, math.inf
 
     def chunk(self, start: int, remaining: int, *, is_stream: bool = False) -> int:
         """See Budget."""
@@ -64,6 +73,10 @@ class FixedBudget:
     def open(self, decode: StepFeatures, batch: DecodeBatch) -> None:
         """See Budget."""
         self._left = self._limit - decode.decode_seqs
+
+    def room(self) -> tuple[int, float]:
+        """See Budget."""
+        return self._left, math.inf
 
     def chunk(self, start: int, remaining: int, *, is_stream: bool = False) -> int:
         """See Budget."""
@@ -108,6 +121,10 @@ class SloBudget:
             self._ns_left = max(self._ns_left, base_ns / 2)
         self._stream_ns_left = max(self._ns_left, base_ns / 4)
         self._is_empty = True
+
+    def room(self) -> tuple[int, float]:
+        """See Budget."""
+        return self._tokens_left, self._ns_left
 
     def chunk(self, start: int, remaining: int, *, is_stream: bool = False) -> int:
         """See Budget."""

@@ -1,8 +1,10 @@
-"""The requests that decode: one token each per decode step, with bookkeeping that a steady step does not touch.
+"""The requests that decode: a token each per decode step, with bookkeeping that a steady step does not touch.
 
 Time here is counted in ticks: the number of decode steps handed out so far. A member's counts follow from the tick at
 which it joined, and whatever will happen to it (it needs a block, it reaches its length limit) is written in a
 calendar under the tick at which it happens. A step therefore costs what changes in it, not what runs in it.
+
+A member that got more than one token in a step is as one that joined with so many more: a new stay replaces the old.
 """
 
 from collections.abc import Callable, Iterator
@@ -82,12 +84,31 @@ class DecodeBatch:
         if not self._tpot_counts[tpot]:
             del self._tpot_counts[tpot]
 
+    def member(self, request_id: str) -> Request:
+        """The member of this id."""
+        return self._stays[request_id].request
+
     def take_block_due(self) -> list[Request]:
         """Members that need one more block before the next step, in joining order; each is asked for once."""
         due = self._block_due.pop(self.ticks_scheduled, None)
         if not due:
             return []
         return [stay.request for stay in due if self._is_current(stay)]
+
+    def block_came_early(self, request: Request) -> None:
+        """The member got a block before it was due."""
+        self._begin_again(self._stays[request.request_id], 0)
+
+    def got_more(self, request: Request, num_tokens: int) -> bool:
+        """The decode step that was just completed gave the member so many tokens more than one. Returns whether they
+        end its answer."""
+        stay = self._stays[request.request_id]
+        self.context += num_tokens
+        self._outputs_before += num_tokens
+        self._begin_again(stay, num_tokens)
+        num_outputs = self.num_outputs(request)
+        assert num_outputs <= request.max_tokens
+        return num_outputs == request.max_tokens
 
     def block_added(self, request: Request) -> None:
         """The member got its block: note when it will need the one after it."""
@@ -147,6 +168,15 @@ class DecodeBatch:
 
     def _is_current(self, stay: _Stay) -> bool:
         return self._stays.get(stay.request.request_id) is stay
+
+    def _begin_again(self, old: _Stay, num_more: int) -> None:
+        """Replace a stay, so that what the calendars say of it is void, by one of ``num_more`` tokens more."""
+        stay = _Stay(old.request, old.joined_tick, old.tokens_at_join + num_more, old.outputs_at_join + num_more)
+        self._stays[stay.request.request_id] = stay
+        last_tick = stay.joined_tick + stay.request.max_tokens - stay.outputs_at_join - 1
+        if last_tick >= self.ticks_completed:
+            self._note(self._end_due, self._end_ticks, last_tick, stay)
+            self._schedule_block(stay)
 
     def _schedule_block(self, stay: _Stay) -> None:
         room = len(stay.request.block_ids) * self._block_size - stay.tokens_at_join

@@ -73,6 +73,7 @@ class Preemption:
     def preempt(self, plan: StepPlan, victim: Request, *, by_priority: bool) -> bool:
         """Take the victim out of the batch: to the host tier (True) if that is the policy and there is room, or back
         to the start (False). The caller queues it."""
+        plan.drop_extra_rows(victim.request_id, self._batch.num_computed(victim) + 1)
         self._batch.leave(victim)
         victim.num_preemptions += 1
         self.num_preemptions += 1

@@ -23,7 +23,6 @@ before all this. tests/control/stream_law.py checks it.
 from enum import Enum
 
 from diptych.control.config import EngineConfig, SchedulerConfig
-from diptych.control.engine.kvcache.demand import OutputLengths
 from diptych.control.engine.kvcache.kv_cache_manager import KVCacheManager
 from diptych.control.engine.scheduler.budget import make_budget
 from diptych.control.engine.scheduler.caps import Caps
@@ -31,13 +30,15 @@ from diptych.control.engine.scheduler.decode_batch import DecodeBatch
 from diptych.control.engine.scheduler.incoming import Incoming
 from diptych.control.engine.scheduler.order import ORDERS
 from diptych.control.engine.scheduler.preemption import Preemption
+from diptych.control.engine.scheduler.speculation import Speculation
 from diptych.control.engine.scheduler.step_plan import StepPlan
 from diptych.control.engine.scheduler.step_time import StepTimeModel
 from diptych.control.engine.scheduler.stride import StandingRefusal, steps_that_stand
 from diptych.control.engine.scheduler.waiting_queue import WaitingQueue
 from diptych.control.events import Event, HandoffRecalled, HandoffReserved, RequestAdmitted, RequestResumed
+from diptych.control.length_predictor import LengthPredictor
 from diptych.control.request import Request
-from diptych.control.step import ResumedDecode, SchedulerOutput, StepFeatures
+from diptych.control.step import ResumedDecode, SchedulerOutput
 
 MAX_SKIPPED = 64  # waiting requests passed over in one step before the loop looks no further
 
@@ -47,6 +48,7 @@ class _Verdict(Enum):
     SKIP = 1  # not this one, but perhaps those behind it
     STOP = 2  # no other waiting request in this step
     PARK = 3  # not this one before something changes
+    DEFER = 4  # it has another place in the queue from now on
 
 
 class Scheduler:
@@ -67,8 +69,9 @@ class Scheduler:
         self.incoming = Incoming()  # prefilled elsewhere
         self.outgoing: dict[str, Request] = {}  # prefilled here, to be decoded elsewhere
         self._ahead: dict[str, int] = {}  # blocks of those computed here whose decode worker has none for them yet
-        self.lengths = OutputLengths()
+        self.lengths = LengthPredictor()
         self.preemption = Preemption(kv, self.batch)
+        self.speculation = Speculation(kv, self.batch, model)
         self._num_departures = 0
         self._num_ahead = 0  # prompt tokens computed while the batch rested, since it last gave tokens
         self._refused = StandingRefusal()  # the first in ``waiting``
@@ -136,6 +139,7 @@ class Scheduler:
         request_id, outputs = request.request_id, request.num_output_tokens
         self._num_departures += 1
         self._ahead.pop(request_id, None)
+        self.speculation.forget(request_id)
         if request_id in self.batch:
             outputs = self.batch.num_outputs(request)
             self.batch.leave(request)
@@ -181,6 +185,7 @@ class Scheduler:
             or self.prefilling
             or self.joining
             or self.swapped
+            or plan.extra_rows
             or self._kv.pool.has_changes
         )
         if not plan.num_decodes or others or not self._model.is_trusted:
@@ -240,7 +245,7 @@ class Scheduler:
             plan.events.append(reserved)
 
     def _plan_decodes(self, plan: StepPlan) -> None:
-        """Every member of the decode batch takes a token; those at the end of a block get a new one first."""
+        """Every member of the decode batch takes a token or more; those at the end of a block get a new one first."""
         for request in self.batch.take_block_due():
             while request.request_id in self.batch and (block_id := self._kv.grow(request)) is None:
                 self._preempt(plan, self.preemption.victim_for_growth(self.prefilling.values()))
@@ -251,6 +256,9 @@ class Scheduler:
         self._resume_swapped(plan)
         plan.num_decodes = len(self.batch)
         plan.decode_context = self.batch.context
+        if self.speculation.has_offers:
+            self._budget.open(plan.features, self.batch)
+            self.speculation.add_rows(plan, *self._budget.room())
 
     def _resume_swapped(self, plan: StepPlan) -> None:
         if not self.swapped:
@@ -281,7 +289,7 @@ class Scheduler:
         self._unpark()
         if not self.waiting and not self.prefilling:
             return
-        self._budget.open(StepFeatures(0, 0, plan.num_decodes, plan.decode_context), self.batch)
+        self._budget.open(plan.features, self.batch)
         self._caps.open(request for request in self.prefilling.values() if not request.is_stream)
         for request in self.prefilling.values():
             request.order_key = self._order.key(request)
@@ -298,6 +306,9 @@ class Scheduler:
                 if verdict is _Verdict.SKIP:
                     self.waiting.remove(head)
                     skipped.append(head)
+                elif verdict is _Verdict.DEFER:  # once in its life; with nothing before it now, it is next all the same
+                    self.waiting.remove(head)
+                    self.waiting.push(head, is_long=head.is_long)
                 elif verdict is _Verdict.PARK:
                     self.waiting.remove(head)
                     self.parked.push(head, is_long=head.is_long)
@@ -331,7 +342,7 @@ class Scheduler:
         if request.is_ahead and self._kv.num_blocks_for(request.num_tokens) > self._room_ahead:
             return _Verdict.PARK
         if self._order.defer(request, plan.now):
-            return _Verdict.SKIP
+            return _Verdict.DEFER
         cached = self._kv.cached_blocks(request)
         start = self._kv.num_cached_tokens(request, cached)
         remaining = request.num_tokens - start
@@ -438,15 +449,19 @@ class Scheduler:
     def _expected(self, request: Request) -> int:
         if request.hands_off or request.request_id in self.incoming.recalled:
             return 0
-        return self.lengths.expected_remaining(request.num_output_tokens, request.max_tokens)
+        return self._to_come(request, request.num_output_tokens)
+
+    def _to_come(self, request: Request, num_generated: int) -> int:
+        """Tokens to keep room for."""
+        assert request.length_group is not None
+        return self.lengths.high(request.length_group, num_generated, request.max_tokens)
 
     def _demands(self) -> list[tuple[int, int]]:
         """(blocks held alone, tokens to come) of every request that holds blocks."""
-        expected = self.lengths.expected_remaining
         demands = []
         for request in self.batch:
             own = len(request.block_ids) - request.num_shared_blocks
-            demands.append((own, expected(self.batch.num_outputs(request), request.max_tokens)))
+            demands.append((own, self._to_come(request, self.batch.num_outputs(request))))
         for request in (*self.prefilling.values(), *self.joining.values(), *self.incoming.holders()):
             demands.append((len(request.block_ids) - request.num_shared_blocks, self._expected(request)))
         for request in self.outgoing.values():
@@ -460,7 +475,10 @@ class Scheduler:
         if self.prefilling.pop(victim.request_id, None) is not None:
             self._ahead.pop(victim.request_id, None)
             self.preemption.displace(plan, victim)
-        elif self.preemption.preempt(plan, victim, by_priority=by_priority):
+            self.add(victim)
+            return
+        self.speculation.forget(victim.request_id)
+        if self.preemption.preempt(plan, victim, by_priority=by_priority):
             victim.order_key = self._order.key(victim)
             self.swapped[victim.request_id] = victim
             return

@@ -2,7 +2,14 @@
 
 from diptych.control.events import Event
 from diptych.control.request import Request
-from diptych.control.step import ResumedDecode, ScheduledPrefill, SchedulerOutput, StepFeatures, chunk_attention
+from diptych.control.step import (
+    ExtraRows,
+    ResumedDecode,
+    ScheduledPrefill,
+    SchedulerOutput,
+    StepFeatures,
+    chunk_attention,
+)
 
 
 class StepPlan:
@@ -12,6 +19,9 @@ class StepPlan:
         "block_copies",
         "decode_context",
         "events",
+        "extra_context",
+        "extra_rows",
+        "extra_tokens",
         "new_blocks",
         "now",
         "num_decodes",
@@ -38,6 +48,9 @@ class StepPlan:
         self.prefill_attention = 0
         self.num_decodes = 0
         self.decode_context = 0
+        self.extra_rows: list[ExtraRows] = []
+        self.extra_tokens = 0
+        self.extra_context = 0
 
     def add_prefill(self, request: Request, num_tokens: int) -> None:
         """Compute the next ``num_tokens`` of the request's prompt."""
@@ -49,10 +62,29 @@ class StepPlan:
         self.prefill_tokens += num_tokens
         self.prefill_attention += chunk_attention(start, num_tokens)
 
+    def add_extra_rows(self, rows: ExtraRows, context: int) -> None:
+        """A member of the batch, whose own row attends to ``context`` tokens, computes more than one."""
+        self.extra_rows.append(rows)
+        self.extra_tokens += rows.num_tokens
+        self.extra_context += chunk_attention(context, rows.num_tokens)
+
+    def drop_extra_rows(self, request_id: str, context: int) -> None:
+        """The member leaves the batch before the step."""
+        for rows in self.extra_rows:
+            if rows.request_id == request_id:
+                self.extra_tokens -= rows.num_tokens
+                self.extra_context -= chunk_attention(context, rows.num_tokens)
+        self.extra_rows = [rows for rows in self.extra_rows if rows.request_id != request_id]
+
     @property
     def features(self) -> StepFeatures:
         """What the step's duration depends on."""
-        return StepFeatures(self.prefill_tokens, self.prefill_attention, self.num_decodes, self.decode_context)
+        return StepFeatures(
+            self.prefill_tokens,
+            self.prefill_attention,
+            self.num_decodes + self.extra_tokens,
+            self.decode_context + self.extra_context,
+        )
 
     def output(
         self, step_id: int, finished: tuple[str, ...], features: StepFeatures, predicted_ns: int, max_repeats: int
@@ -72,6 +104,7 @@ class StepPlan:
             predicted_ns,
             max_repeats,
             tuple(self.block_copies),
+            tuple(self.extra_rows),
         )
 
     @property

@@ -18,6 +18,7 @@ LEARN_EVERY = 32  # of pure decode steps, which are all alike, one in so many is
 OUTLIER_RATIO = 4.0
 OUTLIERS_BELIEVED = 4  # so many in a row are the new truth
 RIDGE = 1e-6
+KEPT = 0.001  # weight of what was measured on other compute units: all of it counts less than one new step
 # Before anything was measured: 5 ms a step, 50 us a prompt token, 0.2 ms a decode sequence. Wrong for most machines,
 # and replaced by the warm-up's measurements before the first request.
 PRIOR_NS = (5e6, 5e4, 1.0, 2e5, 50.0)
@@ -41,6 +42,13 @@ class _Statistics:
             a, b, c, d, e,
         )  # fmt: skip
         self._sums = [FORGET * old + new for old, new in zip(self._sums, products, strict=True)]
+
+    def rescale(self, ratio: float) -> None:
+        """As if every step had taken ``ratio`` times as long, and with little weight."""
+        num_products = len(self._sums) - NUM_TERMS
+        self._sums = [
+            KEPT * value / (ratio * ratio if at < num_products else ratio) for at, value in enumerate(self._sums)
+        ]
 
     def copy(self) -> "_Statistics":
         """The same sums, to be added to apart."""
@@ -141,6 +149,19 @@ class StepTimeModel:
         every = REFIT_EVERY if self.num_observed < 32 * REFIT_EVERY else 4 * REFIT_EVERY
         if self.num_observed % every == 0 or self.num_observed < REFIT_EVERY:
             self._refit()
+
+    def rescale(self, ratio: float) -> None:
+        """The compute units are others from now on, and steps are expected to take ``ratio`` times as long (above 0).
+
+        No cold start: every prediction is scaled. What is measured from now on soon outweighs it, term by term; terms
+        that are not measured keep their scaled prices. No step is an outlier until the model is trusted again, and
+        each of the first is learned from.
+        """
+        assert ratio > 0, f"ratio is {ratio}"
+        self.coefficients = tuple([ratio * price for price in self.coefficients])
+        for kind in self._kinds:
+            kind.rescale(ratio)
+        self.num_observed = self._outliers = 0
 
     def _refit(self) -> None:
         decode, prefill = self._kinds

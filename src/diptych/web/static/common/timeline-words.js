@@ -41,6 +41,10 @@ function describeStep(lane, index, name) {
   }
   if ((step.prefills || []).length > 4) lines.push(`and ${step.prefills.length - 4} more prompts`);
   if (step.num_decodes) lines.push(`${plural(step.num_decodes, "stream")} got a token (context ${count(step.decode_context)})`);
+  if ((step.extra || []).length) {
+    const [computed, right] = [1, 2].map((at) => step.extra.reduce((sum, entry) => sum + entry[at], 0));
+    lines.push(`${plural(computed, "guessed token")} computed, ${count(right)} right`);
+  }
   if (lane.waiting[index]) lines.push(`${plural(lane.waiting[index], "stream")} had to wait for it`);
   if (step.predicted_ns) lines.push(`predicted: ${duration(step.predicted_ns)}`);
   return lines;

@@ -27,6 +27,11 @@ export class Admin {
     for (const [group, name, choices] of [["role", "role", ["prefill", "decode", "both"]], ["shape", "shape", ["chunked", "unified"]]]) {
       show($(`#admin-${group}`), choices.map((choice) => h("button", { type: "button", "data-choice": choice, onclick: () => this.#change({ [name]: choice }, `Its ${name} is ${choice} from now on`) }, choice)));
     }
+    $("#admin-cores-form").addEventListener("submit", (event) => {
+      event.preventDefault();
+      const cores = $("#admin-cores").value.trim();
+      if (cores) this.#change({ cores }, `It computes on CPUs ${cores} from its next step on`);
+    });
     $("#admin-drain").addEventListener("click", () => this.#change({ drain: !this.#isDraining() }, this.#isDraining() ? "It is used again" : "It gets nothing new, and hands its streams to others"));
     $("#admin-remove").addEventListener("click", () => {
       const { worker } = this.#selected();
@@ -77,6 +82,8 @@ export class Admin {
     const worker = this.#selected();
     if (!worker) return;
     for (const button of $("#admin-role").children) button.setAttribute("aria-pressed", String(button.dataset.choice === worker.role));
+    $("#admin-cores-form").hidden = !worker.cores;
+    $("#admin-cores").placeholder = worker.cores ?? "";
     setText($("#admin-drain"), this.#isDraining() ? "Use again" : "Drain");
   }
 

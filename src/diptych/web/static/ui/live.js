@@ -6,8 +6,11 @@ import { EventStream } from "../common/stream.js";
 import { themeButton } from "../common/theme.js";
 import { TimelineView } from "../common/timeline.js";
 import { Admin } from "./admin.js";
+import { DiagnosisCard } from "./diagnosis.js";
 import { interference } from "./interference.js";
+import { MissCard } from "./misses.js";
 import { Tiles, showRequest, showRequests, showWorkers } from "./panels.js";
+import { PlanCard } from "./plan.js";
 import { Sender } from "./sender.js";
 import { ServerError, getJson, hasKey, headers, setKey } from "../common/server.js";
 
@@ -32,6 +35,9 @@ const view = new TimelineView($("#timeline"), {
   showRequests: query.requests !== "0", now: () => now(), name: nameOf,
 });
 const tiles = new Tiles($("#tiles"));
+const planCard = new PlanCard();
+const missCard = new MissCard(nameOf);
+const diagnosisCard = new DiagnosisCard(() => ({ ttft: objective("ttft"), gap: objective("gap") }));
 const admin = new Admin(() => pollState());
 const stream = new EventStream({
   url: () => (since === null ? "timeline" : `timeline?since=${since}`), headers,
@@ -117,9 +123,11 @@ function onState() {
   applyObjectives();
   tiles.update(state, { ttft: objective("ttft") || state.objectives.ttft_ms, gap: objective("gap") || state.objectives.tpot_ms });
   showWorkers($("#workers"), state);
+  planCard.update(state.plan);
+  missCard.update(state.explains_misses, state.admin);
   setText($("#queued"), state.queued ? `${count(state.queued)} requests wait for a worker` : "");
   updateButtons();
-  const workers = JSON.stringify([state.admin, ...state.workers.map(({ worker, role, state: phase }) => [worker, role, phase])]);
+  const workers = JSON.stringify([state.admin, ...state.workers.map(({ worker, role, state: phase, computes_on: units }) => [worker, role, phase, units])]);
   if (workers !== shownWorkers) admin.refresh(state.admin);
   shownWorkers = workers;
 }
@@ -272,6 +280,7 @@ if (query.bench) {
 } else {
   connect();
   pollState();
+  diagnosisCard.ask(false);
   setInterval(pollState, STATE_INTERVAL_MS);
   setInterval(updatePanels, PANEL_INTERVAL_MS);
 }

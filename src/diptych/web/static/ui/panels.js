@@ -15,6 +15,8 @@ const TILES = [
   ["kv", "KV cache", "Share of the KV cache in use, mean of all workers"],
 ];
 
+const purpose = (tile) => TILES.find(([name]) => name === tile)[2];
+
 /** The row of tiles. */
 export class Tiles {
   constructor(element) {
@@ -38,6 +40,8 @@ export class Tiles {
     this.#latency("itl", recent.itl, objectives.gap);
     this.#latency("tpot", recent.tpot, objectives.gap);
     const handoffs = recent.handoffs ? `${plural(recent.handoffs, "handoff")}${recent.kv_bytes_per_s ? `, ${bytes(recent.kv_bytes_per_s)}/s` : ""}` : `${significant(recent.prompt_tokens_per_s ?? 0)} prompt tokens/s`;
+    const { learned, static: fixed } = state.length_errors;
+    if (learned) $("#tile-tokens").title = `${purpose("tokens")}. Expected lengths of answers are off by ${percent(learned)}; 256 tokens for each would be by ${percent(fixed)}`;
     this.#set("tokens", rate(recent.output_tokens_per_s, "tok/s"), handoffs, recent.handoff ? `handoff pause ${milliseconds(recent.handoff.p50_ms).replace(" ", "\u00a0")}` : " ", recent.output_tokens_per_s);
     const workers = state.workers.filter((worker) => worker.is_up);
     const usage = workers.length ? workers.reduce((sum, worker) => sum + worker.kv_usage, 0) / workers.length : 0;
@@ -80,7 +84,7 @@ export function showWorkers(body, state) {
   for (const phase of state.phases) {
     if (state.phases.length > 1 && phase.workers > 1) rows.push(workerRow(`All ${phase.workers}: ${phase.role}`, `${phase.up} up`, phase, "", "phase"));
     for (const member of state.workers.filter((worker) => worker.role === phase.role)) {
-      rows.push(workerRow(`${member.worker} · ${member.role}`, member.state, member, count(member.restarts)));
+      rows.push(workerRow([member.worker, member.role, member.computes_on].filter((part) => part !== "").join(" · "), member.state, member, count(member.restarts)));
     }
   }
   show(body, rows);

@@ -1,0 +1,171 @@
+"""``diptych advise``: from the traffic to a shape. It begins with the question which phase hurts.
+
+Of a server, or of a recording, the present workers are simulated in every shape that they can have. Of a trace,
+``diptych plan`` searches a fleet, and its answer is this command's: there is one search.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from diptych.cli.diagnose import SLO_HELP, reader_for
+from diptych.cli.error_messages import errors_in_words
+from diptych.cli.options import Text, Whole
+from diptych.control.errors import ConfigError
+from diptych.control.slo import NS_PER_MS
+
+if TYPE_CHECKING:
+    from diptych.control.slo import Slo
+    from diptych.diagnosis.diagnosis import Diagnosis
+    from diptych.diagnosis.observation import Observation
+    from diptych.diagnosis.shape_choice import ShapeChoice
+    from diptych.diagnosis.traffic import Traffic
+    from diptych.workload.spec import RequestSpec
+
+
+def advise(
+    url: Annotated[Text, typer.Argument(metavar="[URL]", help="A running server.")] = None,
+    trace: Annotated[Text, typer.Option(help="Traffic: azure-conv, mooncake-conversation, or a file.")] = None,
+    record: Annotated[Path | None, typer.Option(help="A file of diptych serve --record.")] = None,
+    slo: Annotated[Text, typer.Option(help=SLO_HELP)] = None,
+    model: Annotated[Text, typer.Option(help="With --trace: a model of the catalogue.")] = None,
+    hardware: Annotated[Text, typer.Option(help="With --trace: a device of the catalogue.")] = None,
+    devices: Annotated[Whole, typer.Option(help="With --trace: devices of the fleet at most.")] = None,
+    api_key: Annotated[Text, typer.Option(help="Key of the server.", envvar="DIPTYCH_API_KEY")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")] = False,
+) -> None:
+    """Say which phase hurts for a traffic, and which shape serves it: unified, chunked or split."""
+    with errors_in_words():
+        from diptych.diagnosis.objectives_presets import parse_objectives
+
+        given = [source for source in (url, trace, record) if source is not None]
+        if len(given) != 1:
+            raise ConfigError(f"{len(given)} sources of traffic; give a URL, --trace or --record", param="url")
+        objectives = None if slo is None else parse_objectives(slo)
+        if trace is not None:
+            _advise_trace(trace, objectives, {"model": model, "hardware": hardware, "devices": devices}, as_json)
+        else:
+            _advise_observed(str(record or url), objectives, api_key, as_json)
+
+
+def _advise_observed(source: str, slo: "Slo | None", key: str | None, as_json: bool) -> None:
+    """Of a server or a recording."""
+    from diptych.diagnosis.diagnosis import diagnose
+    from diptych.diagnosis.shape_choice import choose_shape
+    from diptych.diagnosis.traffic import traffic_of
+    from diptych.diagnosis.twin_model import twin_of
+
+    observation = reader_for(source, key).observe()
+    found = diagnose(observation, slo)
+    twin = twin_of(found.observation)
+    if twin is None:
+        raise ConfigError(f"{source} has too few finished requests to simulate them", param="url")
+    choice = choose_shape(twin)
+    traffic = traffic_of(_seen(observation) or twin.requests, found_share=observation.signals.get("hit_share"))
+    if as_json:
+        print(json.dumps(_as_json(traffic, found, choice), indent=2))
+    else:
+        _show(traffic, found, choice)
+
+
+def _seen(observation: "Observation") -> "list[RequestSpec]":
+    """The requests with their whole prompts; empty where they were not seen one by one."""
+    from diptych.workload.spec import RequestSpec
+
+    return [
+        RequestSpec(
+            arrival_ns=parts.arrival_ns,
+            prompt_tokens=max(1, parts.num_prompt_tokens),
+            output_tokens=max(1, parts.num_output_tokens),
+        )
+        for parts in observation.requests
+    ]
+
+
+def _show(traffic: "Traffic", found: "Diagnosis", choice: "ShapeChoice") -> None:
+    from diptych.diagnosis.diagnosis_words import headline
+
+    print("Which phase hurts?")
+    _print(["", headline(found), found.sentence, *_binding(found), *_disturbance(found)])
+    print("What the traffic is like")
+    _print(traffic.sentences())
+    print(f"Recommended: {choice.best.words} (diptych serve {choice.best.option})")
+    _print([*choice.reasons(), "how many workers, and of which devices: diptych plan"])
+
+
+def _print(sentences: Sequence[str]) -> None:
+    for sentence in filter(None, sentences):
+        print(f"  {sentence}")
+
+
+def _binding(found: "Diagnosis") -> list[str]:
+    """Which objective is missed more."""
+    requests = found.observation.requests
+    late = sum(bool(parts.slo.ttft_ns and parts.ttft_ns > parts.slo.ttft_ns) for parts in requests)
+    slow = sum(bool(parts.slo.tpot_ns and (parts.tpot_ns or 0) > parts.slo.tpot_ns) for parts in requests)
+    if not late and not slow:
+        return ["neither objective is missed" if requests else ""]
+    binding = "TTFT (prefill)" if late >= slow else "TPOT (decode)"
+    return [f"the binding objective is {binding}: {late:,} requests missed TTFT, {slow:,} missed TPOT"]
+
+
+def _disturbance(found: "Diagnosis") -> list[str]:
+    """What large prefills do to decode now."""
+    requests = [parts for parts in found.observation.requests if parts.num_output_tokens > 1]
+    if not requests:
+        return []
+    lost = sum(parts.decode["mixed_prefill"] + parts.decode["stalled_by_prefill"] for parts in requests)
+    large = sum(parts.marked_decode_ns for parts in requests)
+    total = max(1, sum(parts.decode_ns for parts in requests))
+    return [
+        f"prompts of others take {lost / total:.0%} of the decode time ({lost / len(requests) / NS_PER_MS:,.0f} ms of "
+        f"a request), long prompts {large / total:.0%}"
+    ]
+
+
+def _as_json(traffic: "Traffic", found: "Diagnosis", choice: "ShapeChoice") -> dict[str, Any]:
+    import dataclasses
+
+    from diptych.diagnosis.diagnosis_words import as_json
+
+    return {
+        "diagnosis": as_json(found, ()),
+        "traffic": dataclasses.asdict(traffic),
+        "recommended": dataclasses.asdict(choice.best),
+        "shapes": [dataclasses.asdict(shape) for shape in choice.shapes],
+        "reasons": choice.reasons(),
+    }
+
+
+def _advise_trace(trace: str, slo: "Slo | None", fleet: dict[str, Any], as_json: bool) -> None:
+    """Of a trace: what it is like; with a model and a device, the answer of ``diptych plan``."""
+    import dataclasses
+
+    from diptych.diagnosis.traffic import burstiness, traffic_of
+    from diptych.workload.traces import load_trace
+
+    traffic = traffic_of(list(load_trace(trace)))
+    if fleet["model"] is None or fleet["hardware"] is None:
+        if as_json:
+            print(json.dumps({"traffic": dataclasses.asdict(traffic), "recommended": None}, indent=2))
+            return
+        print("What the traffic is like")
+        _print([*traffic.sentences(), f"arrivals are {burstiness(traffic.variation)}"])
+        print("Which phase hurts depends on the machine: give --model and --hardware (and --devices), and --slo.")
+        return
+    if slo is None:
+        raise ConfigError("slo is not given; a fleet is chosen for objectives (--slo ttft=...,tpot=...)", param="slo")
+    if not as_json:
+        print("What the traffic is like")
+        _print([*traffic.sentences(), f"arrivals are {burstiness(traffic.variation)}"])
+    from diptych.cli.plan import plan
+
+    objectives = {
+        "ttft_slo_ms": slo.ttft_ns and slo.ttft_ns / NS_PER_MS,
+        "tpot_slo_ms": slo.tpot_ns and slo.tpot_ns / NS_PER_MS,
+    }
+    asked = {"trace": trace, "model": fleet["model"], "hardware": [fleet["hardware"]], "devices": fleet["devices"]}
+    plan(**asked, **objectives, as_json=as_json)

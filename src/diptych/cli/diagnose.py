@@ -1,0 +1,143 @@
+"""``diptych diagnose``: which phase hurts, why, and which setting changes it.
+
+Reading is diptych.diagnosis.adapters, deciding is diptych.diagnosis; here are the options and the output.
+"""
+
+import json
+import shlex
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from diptych.cli.error_messages import errors_in_words
+from diptych.cli.options import Number, Text
+from diptych.cli.output import check_folders, print_tables, write_file
+from diptych.control.errors import ConfigError
+
+if TYPE_CHECKING:
+    from diptych.control.slo import Slo
+    from diptych.diagnosis.adapters.engine_server import Reader
+    from diptych.diagnosis.diagnosis import Diagnosis
+    from diptych.diagnosis.engine_advice import Advice
+
+WINDOW_S, WATCH_S = 3.0, 10.0
+WATCH_SHARE = 0.01  # of a core, at most
+SLO_HELP = "Objectives: ttft=300ms,tpot=50ms, or a preset (mlperf-llama3.1-8b ...). Default: the server's own."
+
+
+def diagnose(
+    sources: Annotated[list[str], typer.Argument(metavar="URL|FILE...", help="Servers, recordings, timelines.")],
+    slo: Annotated[Text, typer.Option(help=SLO_HELP)] = None,
+    window: Annotated[float, typer.Option(help="Seconds that an engine's metrics are read.")] = WINDOW_S,
+    range_s: Annotated[Number, typer.Option("--range", help="Seconds of a Prometheus server's history.")] = None,
+    watch: Annotated[bool, typer.Option(help="Again every 10 seconds, until interrupted.")] = False,
+    advice: Annotated[bool, typer.Option(help="Simulate what settings would gain.")] = True,
+    api_key: Annotated[Text, typer.Option(help="Key of the servers.", envvar="DIPTYCH_API_KEY")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write the diagnosis of the first source as a page.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")] = False,
+) -> None:
+    """Say what limits a server: causes in seconds per request, and the setting that changes most.
+
+    Reads Diptych, vLLM, SGLang, llama.cpp, Dynamo and Prometheus servers, and files of diptych serve --record.
+    """
+    with errors_in_words():
+        from diptych.diagnosis.objectives_presets import parse_objectives
+
+        check_folders({"report": report})
+        if window <= 0 or (range_s is not None and range_s <= 0):
+            raise ConfigError("window and range are seconds; they must be more than 0", param="window")
+        objectives = None if slo is None else parse_objectives(slo)
+        watched = [_Watched(reader_for(source, api_key, window, range_s)) for source in sources]
+        while True:
+            begun_s = time.process_time()
+            found = [source.diagnose(objectives, with_advice=advice) for source in watched]
+            if as_json:
+                _print_json(found)
+            else:
+                for each in found:
+                    _show(each)
+            if report is not None:
+                from diptych.diagnosis.diagnosis_page import render
+
+                page = render(found[0].diagnosis, found[0].advice, shlex.join(["diptych", "diagnose", *sources]))
+                sentence = write_file(report, [page.encode()])
+                if not as_json:
+                    print(sentence)
+            if not watch:
+                return
+            time.sleep(max(WATCH_S, (time.process_time() - begun_s) / WATCH_SHARE))
+
+
+@dataclass(frozen=True, slots=True)
+class _Diagnosed:
+    diagnosis: "Diagnosis"
+    advice: "Sequence[Advice]"
+
+
+def reader_for(source: str, key: str | None, window_s: float = WINDOW_S, range_s: float | None = None) -> "Reader":
+    """The reader of a URL or a file. Raises ConfigError."""
+    path = Path(source)
+    if "://" not in source and path.exists():
+        from diptych.diagnosis.adapters.recorded_file import RecordedFile
+
+        return RecordedFile(path)
+    if "://" not in source and ("/" in source or ":" not in source) and not source.startswith("localhost"):
+        raise ConfigError(f"{source} is no file, and no URL such as http://localhost:8000", param="sources")
+    from diptych.diagnosis.adapters.engine_server import reader_of
+    from diptych.diagnosis.adapters.http_get import Site
+
+    return reader_of(Site.of(source, key), window_s, range_s)
+
+
+class _Watched:
+    """A source that is diagnosed again and again. Advice is simulated again only when other causes are named."""
+
+    def __init__(self, reader: "Reader") -> None:
+        self._reader = reader
+        self._causes: list[str] = []
+        self._advice: Sequence[Advice] = ()
+
+    def diagnose(self, slo: "Slo | None", *, with_advice: bool) -> _Diagnosed:
+        from diptych.diagnosis.diagnosis import diagnose
+        from diptych.diagnosis.engine_advice import advise
+
+        found = diagnose(self._reader.observe(), slo)
+        causes = [cause.name for cause in found.causes]
+        if with_advice and causes != self._causes:
+            self._causes, self._advice = causes, advise(found)
+        return _Diagnosed(found, self._advice)
+
+
+def _show(found: _Diagnosed) -> None:
+    from diptych.diagnosis.diagnosis_words import (
+        advice_table,
+        cause_table,
+        headline,
+        sentences,
+        waterfall_table,
+    )
+
+    diagnosis = found.diagnosis
+    print(headline(diagnosis))
+    print(diagnosis.sentence)
+    tables = [cause_table(diagnosis)] if diagnosis.causes else []
+    tables += [waterfall_table(waterfall) for waterfall in diagnosis.waterfalls]
+    tables += [advice_table(found.advice)] if found.advice else []
+    print_tables(tables, sentences(diagnosis, found.advice))
+
+
+def _print_json(found: Iterable[_Diagnosed]) -> None:
+    """One document: that of the only server, or ``servers`` and the causes of all of them."""
+    from diptych.diagnosis.diagnosis_words import as_json
+
+    documents: list[dict[str, Any]] = [as_json(each.diagnosis, each.advice) for each in found]
+    document = documents[0]
+    if len(documents) > 1:
+        causes = [{**cause, "source": each["source"]} for each in documents for cause in each["causes"]]
+        causes.sort(key=lambda cause: (-(cause["share_of_misses"] or 0.0), -cause["seconds_per_request"]))
+        document = {"servers": documents, "causes": causes}
+    print(json.dumps(document, indent=2))

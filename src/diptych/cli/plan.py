@@ -1,0 +1,189 @@
+"""``diptych plan``: which fleet to run for a load, by simulating the candidates.
+
+What the options ask for, and the output in the terminal; the search is in simulation/planning/.
+"""
+
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, get_args
+
+from diptych.cli.error_messages import errors_in_words
+from diptych.cli.options import takes
+from diptych.cli.output import check_folders, print_tables, progress_bar, write_file
+from diptych.cli.plan_options import PlanOptions
+from diptych.cli.simulate import command_line
+from diptych.cli.simulate_options import PATHS
+from diptych.control.errors import ConfigError
+
+if TYPE_CHECKING:
+    from diptych.simulation.planning.device_layout import FleetLayout, LayoutShape, PlannedDevice, WorkerKind
+    from diptych.simulation.planning.layout_space import LayoutSpace
+    from diptych.simulation.planning.plan_search import CapacityPlan, MeasuredLayout, PlanQuestion
+    from diptych.simulation.settings import Settings
+
+DEFAULT_PARALLEL = "tp1,tp2,tp4,tp8"
+PLACEMENTS = ("joint", "per-phase")
+PASSED_ON = (  # settings of the load and the devices that the command of a layout repeats as they were given
+    "config", "model", "weight_bits", "quantize", "kv_bits", "cost", "engine", "link", "nics", "rate", "prompt_tokens",
+    "output_tokens", "arrivals", "trace", "num_requests", "seed", "ttft_slo_ms", "tpot_slo_ms", "assign",
+)  # fmt: skip
+
+
+@takes(PlanOptions)
+def plan(options: dict[str, Any]) -> None:
+    """Find the best fleet for a load: shape, ratio, parallelism and devices, by simulation."""
+    given = {name: value for name, value in options.items() if value is not None and value is not False and value != []}
+    with errors_in_words():
+        from diptych.simulation.report.plan_page import render
+        from diptych.simulation.report.plan_tables import plain_plan, plan_notes, plan_tables
+
+        asked = plan_question(given)
+        check_folders({"report": given.get("report")})
+        with progress_bar(quiet="as_json" in given) as show:
+            found = _search(asked, given.get("placement", "joint"), show)
+        data = plain_plan(found, [commands(fleet, given, asked.base) for fleet in found.fleets])
+        notes = plan_notes(data)
+        if "report" in given:
+            page = render(found, data, asked, command_line(given, "plan"))
+            notes.append(write_file(given["report"], [page.encode()]))
+        if "as_json" in given:
+            import msgspec
+
+            print(msgspec.json.encode(data).decode())
+        else:
+            print_tables(plan_tables(data, asked.options.search.attainment), notes)
+
+
+def _search(asked: "PlanQuestion", placement: str, show: Any) -> "CapacityPlan":
+    from diptych.simulation.planning.phase_search import phase_rates
+    from diptych.simulation.planning.plan_search import PlanSearch
+
+    if placement not in PLACEMENTS:
+        raise ConfigError(f"placement is {placement!r}; one of {', '.join(PLACEMENTS)}", param="placement")
+    search = PlanSearch(asked, show)
+    if placement == "per-phase":
+        if "split" not in asked.space.shapes:
+            raise ConfigError("placement per-phase is of split fleets; shapes do not have split", param="placement")
+        rates = phase_rates(asked, show)
+        return search.exactly(rates.layout(asked.space.budget, asked.asked_rate()))
+    if not asked.space.budget.is_limited:
+        return search.smallest()
+    return search.within_budget(asked.space.layouts())
+
+
+def plan_question(given: Mapping[str, Any]) -> "PlanQuestion":
+    """What the options ask. Raises ConfigError."""
+    from diptych.bench.option_grammar import duration_s
+    from diptych.search.goodput_search import SearchConfig
+    from diptych.simulation.planning.layout_runs import RunOptions
+    from diptych.simulation.planning.plan_search import PlanQuestion
+    from diptych.simulation.settings import read_settings
+    from diptych.simulation.sweep import assigned
+
+    values = {PATHS[name]: given[name] for name in PASSED_ON if name in PATHS and name in given}
+    base = read_settings(given.get("config"), values | assigned(given.get("assign", ())))
+    if base.model is None:
+        raise ConfigError("model is not given; a plan needs one of the catalogue, or a config.json", param="model")
+    num_processes = given.get("workers", os.cpu_count() or 1)
+    if num_processes < 1:
+        raise ConfigError(f"workers is {num_processes}; it must be at least 1", param="workers")
+    return PlanQuestion(
+        base=base,
+        space=layout_space(given, base),
+        options=RunOptions(
+            search=SearchConfig(**{name: given[name] for name in ("attainment", "tolerance") if name in given}),
+            probe_s=duration_s(given["probe"], "probe") if "probe" in given else None,
+            num_processes=num_processes,
+        ),
+    )
+
+
+def layout_space(given: Mapping[str, Any], base: "Settings") -> "LayoutSpace":
+    """The layouts that the options allow. Raises ConfigError."""
+    from diptych.simulation.planning.layout_space import FleetBudget, LayoutSpace
+
+    own = [base.hardware] if isinstance(base.hardware, str) else []
+    common = _devices(given.get("hardware", own))
+    prefill = _devices(given["prefill_hardware"]) if "prefill_hardware" in given else common
+    decode = _devices(given["decode_hardware"]) if "decode_hardware" in given else common
+    shapes = _shapes(given.get("shapes"))
+    if not (prefill and decode):
+        raise ConfigError("hardware is not given; name a device of the catalogue, such as h100", param="hardware")
+    if not common:  # other devices for each phase: no worker does both
+        shapes = tuple(shape for shape in shapes if shape in ("split", "mixed"))
+        if not shapes:
+            raise ConfigError("shapes need workers that do both; give --hardware, too", param="shapes")
+    return LayoutSpace(
+        shapes=shapes,
+        kinds=_kinds(common, given),
+        prefill_kinds=_kinds(prefill, given),
+        decode_kinds=_kinds(decode, given),
+        budget=FleetBudget(given.get("devices"), given.get("usd_per_hour"), given.get("kilowatts")),
+    )
+
+
+def _shapes(text: str | None) -> "tuple[LayoutShape, ...]":
+    from diptych.simulation.planning.device_layout import LayoutShape
+
+    known: tuple[LayoutShape, ...] = get_args(LayoutShape)
+    wanted = known if text is None else text.split(",")
+    for shape in wanted:
+        if shape not in known:
+            raise ConfigError(f"shapes has {shape!r}; known are {', '.join(known)}", param="shapes")
+    return tuple(shape for shape in known if shape in wanted)
+
+
+def _devices(names: Sequence[str]) -> "tuple[PlannedDevice, ...]":
+    from diptych.simulation.hardware import load_hardware
+    from diptych.simulation.planning.device_layout import PlannedDevice
+
+    entries = [(name, load_hardware(name)) for name in dict.fromkeys(names)]
+    return tuple(PlannedDevice(name, entry.price_per_hour or None, entry.power_w) for name, entry in entries)
+
+
+def _kinds(devices: "Sequence[PlannedDevice]", given: Mapping[str, Any]) -> "tuple[WorkerKind, ...]":
+    from diptych.simulation.parallelism import Parallelism
+    from diptych.simulation.planning.device_layout import WorkerKind
+
+    ways = []
+    for text in given.get("parallel", DEFAULT_PARALLEL).split(","):
+        match = re.fullmatch(r"tp(\d+)(?:-pp(\d+))?", text)
+        if not match:
+            raise ConfigError(f"parallel has {text!r}; expected such as tp1,tp2,tp4-pp2", param="parallel")
+        ways.append(Parallelism(int(match[1]), int(match[2] or 1)))
+    return tuple(WorkerKind(device, way) for device in devices for way in ways)
+
+
+def commands(fleet: "MeasuredLayout", given: Mapping[str, Any], base: "Settings") -> dict[str, str]:
+    """command: starts the fleet (``diptych serve``), or simulates it where serve cannot start such workers.
+    simulate_command: gives its figures again."""
+    layout, workload = fleet.layout, fleet.point["settings"]["workload"]
+    simulated = {name: given[name] for name in PASSED_ON if name in given}
+    simulated |= {name: workload[name] for name in ("rate", "num_requests") if workload.get(name) is not None}
+    if layout.shape in ("unified", "chunked"):
+        (group,) = layout.groups
+        simulated |= {"hardware": group.kind.device.name, "shape": layout.shape, "replicas": group.count}
+        simulated |= {"tensor_parallel": group.kind.parallelism.tensor}
+        simulated |= {"pipeline_parallel": group.kind.parallelism.pipeline}
+    else:
+        pools = [
+            f"{group.role}={group.count}x{group.kind.device.name}:tp{group.kind.parallelism.tensor}"
+            f",pp{group.kind.parallelism.pipeline}"
+            for group in layout.groups
+        ]
+        simulated |= {"hardware": layout.groups[-1].kind.device.name, "pool": pools}
+    simulate = command_line(simulated)
+    return {"command": _serve(layout, base) if layout.can_be_served() else simulate, "simulate_command": simulate}
+
+
+def _serve(layout: "FleetLayout", base: "Settings") -> str:
+    words = ["diptych", "serve", "--model", str(base.model)]
+    for group in layout.groups:
+        words += [f"--{group.role}", str(group.count)]
+    if layout.shape in ("unified", "chunked"):
+        words += ["--shape", layout.shape]
+    for name, value in (("--ttft-slo-ms", base.slo.ttft_ms), ("--tpot-slo-ms", base.slo.tpot_ms)):
+        words += [] if value is None else [name, f"{value:g}"]
+    return shlex.join(words)

@@ -1,0 +1,84 @@
+"""How the cores of a machine are divided among its workers: by the weights of their roles, in whole cores.
+
+Pure: given the roles and who has which cores now, always the same division, with as few cores moved as possible.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from diptych.control.compute_share import ComputeShare
+from diptych.control.errors import ConfigError
+from diptych.control.router.topology import ROLES, Role
+
+MAX_WEIGHT = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class CoreSplit:
+    """A worker of one role gets cores in proportion to the weight of its role, and at least one."""
+
+    prefill: int = 1
+    decode: int = 1
+    both: int = 1
+
+    def __post_init__(self) -> None:
+        for role in ROLES:
+            if not 1 <= self.weight(role) <= MAX_WEIGHT:
+                raise ConfigError(
+                    f"core_split gives {role} the weight {self.weight(role)}; it must be in [1, {MAX_WEIGHT}]",
+                    param="core_split",
+                )
+
+    def __str__(self) -> str:
+        """As parse_core_split reads it."""
+        return ",".join(f"{role}={self.weight(role)}" for role in ROLES)
+
+    def weight(self, role: Role) -> int:
+        """Of a worker of this role."""
+        return self.prefill if role == "prefill" else self.decode if role == "decode" else self.both
+
+    def counts(self, roles: Mapping[int, Role], num_cores: int) -> dict[int, int]:
+        """How many cores each worker gets; together all of them. Each gets one, and each further core goes to the
+        worker that has the fewest for its weight (Webster's method of apportionment, which has no paradoxes: one more
+        core takes none from any worker). Raises ConfigError with fewer cores than workers."""
+        if num_cores < len(roles):
+            raise ConfigError(
+                f"core_split: {num_cores} cores for {len(roles)} workers; each needs one", param="core_split"
+            )
+        counts = dict.fromkeys(sorted(roles), 1)
+        for _ in range(num_cores - len(roles)):
+            counts[min(counts, key=lambda worker: ((2 * counts[worker] + 1) / self.weight(roles[worker]), worker))] += 1
+        return counts
+
+    def divide(
+        self, cores: Sequence[tuple[int, ...]], roles: Mapping[int, Role], held: Mapping[int, ComputeShare]
+    ) -> dict[int, ComputeShare]:
+        """The share of each worker of ``cores`` (each the CPUs in it): a thread on each of its cores. A worker keeps
+        cores that it has now as far as it may. Raises ConfigError with fewer cores than workers."""
+        counts = self.counts(roles, len(cores))
+        free = list(cores)
+        own: dict[int, list[tuple[int, ...]]] = {}
+        for worker, count in counts.items():
+            had = set(held[worker].cpus) if worker in held else set[int]()
+            own[worker] = [core for core in free if had.issuperset(core)][:count]
+            free = [core for core in free if core not in own[worker]]
+        for worker, count in counts.items():
+            missing = count - len(own[worker])
+            own[worker] += free[:missing]
+            free = free[missing:]
+        return {
+            worker: ComputeShare(tuple(sorted(cpu for core in mine for cpu in core)), len(mine))
+            for worker, mine in own.items()
+        }
+
+
+def parse_core_split(text: str) -> CoreSplit:
+    """The split of "prefill=3,decode=1"; roles that are not named weigh 1. Raises ConfigError."""
+    weights: dict[str, int] = {}
+    for part in text.split(","):
+        role, equals, weight = part.strip().partition("=")
+        if role not in ROLES or not equals or not weight.isdigit() or role in weights:
+            message = f"core_split is {text!r}; expected weights such as prefill=3,decode=1"
+            raise ConfigError(message, param="core_split")
+        weights[role] = int(weight)
+    return CoreSplit(**weights)

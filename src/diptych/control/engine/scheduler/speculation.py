@@ -1,0 +1,121 @@
+"""How many of the tokens that executors offer are computed in a step: as many as make more tokens per second.
+
+A step of n streams gives n tokens in the time that the step-time model predicts. One more row costs what the model says
+of a decode sequence, and gives a token with the chance that the executor has measured. Rows are added while a row gives
+more tokens per nanosecond than the step without it: the best first, over all streams. So a lone stream on a machine
+that waits for its memory takes long drafts of small chance, and a wide batch takes only what is forced or almost
+certain. Time that streams or prompts need is not taken: what a budget leaves is the limit.
+
+What is computed and refused costs its time and nothing else: the rows behind the last right token are written again.
+"""
+
+from collections.abc import Iterable
+
+from diptych.control.engine.kvcache.kv_cache_manager import KVCacheManager
+from diptych.control.engine.scheduler.decode_batch import DecodeBatch
+from diptych.control.engine.scheduler.step_plan import StepPlan
+from diptych.control.engine.scheduler.step_time import StepTimeModel
+from diptych.control.request import Request
+from diptych.control.step import Extra, ExtraRows, Offer
+
+MIN_GAIN = 1.1  # a guess must be better than the step by this factor: predictions and chances err
+
+
+class Speculation:
+    """The offers that stand, and the counts of what came of those that were taken."""
+
+    def __init__(self, kv: KVCacheManager, batch: DecodeBatch, model: StepTimeModel) -> None:
+        self._kv = kv
+        self._batch = batch
+        self._model = model
+        self._offers: dict[str, tuple[float, ...]] = {}
+        self.num_drafts = 0  # steps of a stream in which drafted tokens were computed
+        self.num_draft_tokens = 0
+        self.num_forced_tokens = 0  # computed as extra rows
+        self.accepted_at: list[int] = []  # by place in the draft: drafted tokens that were right
+
+    @property
+    def has_offers(self) -> bool:
+        """Whether there is anything to choose from."""
+        return bool(self._offers)
+
+    def note(self, offers: Iterable[Offer]) -> None:
+        """The executor knows what may come next."""
+        for offer in offers:
+            self._offers[offer.request_id] = offer.chances
+
+    def forget(self, request_id: str) -> None:
+        """The request ends, or leaves the decode batch."""
+        self._offers.pop(request_id, None)
+
+    def count(self, extra: Extra) -> None:
+        """A step has computed extra rows."""
+        num_drafted = extra.num_tokens - extra.num_forced
+        self.num_forced_tokens += extra.num_forced
+        if num_drafted <= 0:
+            return
+        self.num_drafts += 1
+        self.num_draft_tokens += num_drafted
+        self.accepted_at += [0] * (num_drafted - len(self.accepted_at))
+        for place in range(extra.num_accepted - extra.num_forced):
+            self.accepted_at[place] += 1
+
+    def add_rows(self, plan: StepPlan, rows_left: int, ns_left: float) -> None:
+        """Choose for this step, in which the batch decodes; every offer is used up. rows_left, ns_left: what the step
+        may still hold."""
+        offers, self._offers = self._offers, {}
+        if not self._model.is_trusted:
+            return
+        members = [self._batch.member(request_id) for request_id in offers if request_id in self._batch]
+        counts = self._choose(plan, members, offers, rows_left, ns_left)
+        for request, count in zip(members, counts, strict=True):
+            fitting = min(count, self._room(plan, request, count)) if count else 0
+            if fitting > 0:
+                plan.add_extra_rows(ExtraRows(request.request_id, fitting), self._batch.num_computed(request) + 1)
+
+    def _choose(
+        self,
+        plan: StepPlan,
+        members: list[Request],
+        offers: dict[str, tuple[float, ...]],
+        rows_left: int,
+        ns_left: float,
+    ) -> list[int]:
+        """How many rows each member takes."""
+        row_ns, token_ns = self._model.coefficients[3], self._model.coefficients[4]
+        num_tokens, step_ns = float(plan.num_decodes), float(max(1, self._model.predict_ns(plan.features)))
+        least = num_tokens / step_ns
+        rows: list[tuple[float, int, int, float, float]] = []  # minus gain per ns, member, place, chance, ns
+        for number, request in enumerate(members):
+            chances = offers[request.request_id]
+            context = self._batch.num_computed(request) + 2
+            limit = min(len(chances), request.max_tokens - self._batch.num_outputs(request) - 1)
+            for place in range(limit):
+                cost_ns = max(1.0, row_ns + token_ns * (context + place))
+                gain = chances[place] / (cost_ns if chances[place] == 1.0 else MIN_GAIN * cost_ns)
+                if gain <= least:
+                    break
+                rows.append((-gain, number, place, chances[place], cost_ns))
+        counts = [0] * len(members)
+        rows.sort()
+        for minus_gain, number, _, chance, cost_ns in rows[: max(0, rows_left)]:
+            if -minus_gain * step_ns <= num_tokens or cost_ns > ns_left:
+                break
+            num_tokens += chance
+            step_ns += cost_ns
+            ns_left -= cost_ns
+            counts[number] += 1
+        return counts
+
+    def _room(self, plan: StepPlan, request: Request, count: int) -> int:
+        """Extra rows that its blocks hold, after new ones where memory is plentiful."""
+        kv = self._kv
+        taken = self._batch.num_computed(request) + 1
+        while len(request.block_ids) * kv.block_size - taken < count:
+            if kv.pool.num_available <= kv.config.watermark_blocks + len(self._batch):
+                break
+            block_id = kv.grow(request)
+            assert block_id is not None, "blocks are available"
+            plan.new_blocks.append((request.request_id, block_id))
+            self._batch.block_came_early(request)
+        return len(request.block_ids) * kv.block_size - taken

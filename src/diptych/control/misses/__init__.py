@@ -1,0 +1,1 @@
+"""Why a prompt was computed although a cache could have held it."""

@@ -1,0 +1,351 @@
+"""PlannerCore: which configuration the fleet should have, decided from its load.
+
+    commands = planner.on_event(event, now)        # the only entry: planner_events in, planner_events out
+
+A state machine without a clock, as ClusterCore is: the same inputs give the same decisions, live and simulated. At each
+tick it looks at the demand and the workers. Where nothing forbids a judgement, it ranks the configurations in reach by
+``pressure`` and asks a twin (a simulation of the latest arrivals at the forecast rate) for the goodput of the best few.
+A candidate that wins by the margin in answers running becomes a decision.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from diptych.control.planner import guards
+from diptych.control.planner.edge_demand import Demand
+from diptych.control.planner.fleet_layout import (
+    NEW_WORKER,
+    Counts,
+    Layout,
+    Reach,
+    WorkerSetting,
+    assign,
+    reachable,
+)
+from diptych.control.planner.planner_config import PlannerConfig
+from diptych.control.planner.planner_events import (
+    AddWorker,
+    AnswerBegun,
+    AnswerEnded,
+    AskTwin,
+    CandidateScore,
+    ChangeEnded,
+    Decided,
+    Decision,
+    Demanded,
+    DemandSummary,
+    FleetChange,
+    Observed,
+    PlannerCommand,
+    PlannerEvent,
+    Prediction,
+    PromptBegun,
+    RemoveWorker,
+    SetRole,
+    SetShape,
+    TwinAnswered,
+    TwinFailed,
+    TwinQuestion,
+    Verdict,
+)
+from diptych.control.planner.pressure import OfferedWork, StepPrices, pressure, prices_of, work_of
+from diptych.control.slo import NS_PER_MS, NS_PER_S
+
+NEARNESS_WEIGHT = 0.1  # where no request meets its objectives, the configuration that comes nearest wins
+SETTLED_ATTAINMENT = 0.99
+SETTLED_CHANGE = 0.15  # of the load, that a settled configuration need not be judged anew for
+MOST_LATE = 0.01  # of the arrivals of the window, that a settled configuration may keep waiting for too long
+MOST_WINNERS = 2  # candidates that are asked about again
+SAMPLE = 200  # arrivals that prices and objectives are read from
+
+
+class PlannerCore:
+    """The decisions of one fleet."""
+
+    def __init__(self, config: PlannerConfig) -> None:
+        self.config = config
+        self.demand = Demand(config.window_ns, config.tick_ns)
+        self.last: Decision | None = None
+        self.num_changes = 0
+        self._workers: Observed = Observed(())
+        self._question: TwinQuestion | None = None  # that is not answered yet
+        self._asked_demand: DemandSummary | None = None
+        self._settled_at: DemandSummary | None = None  # for which the present configuration is good enough
+        self._next_question_ns = 0
+        self._twin_ns = 0.0  # processor time that the twin has had beyond its share
+        self._twin_counted_ns = 0  # until when its share has been taken off
+        self._winners: dict[Counts, int] = {}  # candidates -> answers running that they have won
+        self._is_changing = False
+        self._last_change_ns: int | None = None
+        self._num_questions = 0
+        self._num_decisions = 0
+        self._handlers: dict[type, Callable[[Any, int], list[PlannerCommand]]] = {
+            Observed: self._on_observed,
+            TwinAnswered: self._on_answered,
+            TwinFailed: self._on_failed,
+            ChangeEnded: self._on_change_ended,
+        }
+        self._counters: dict[type, Callable[[Any, int], None]] = {
+            Demanded: self.demand.on_demanded,
+            PromptBegun: lambda event, now: self.demand.on_prompt_begun(event),
+            AnswerBegun: self.demand.on_answer_begun,
+            AnswerEnded: lambda event, now: self.demand.on_answer_ended(event),
+        }
+
+    def on_event(self, event: PlannerEvent, now: int) -> list[PlannerCommand]:
+        """Something happened: what is to be done."""
+        count = self._counters.get(type(event))
+        if count is not None:
+            count(event, now)
+            return []
+        return self._handlers[type(event)](event, now)
+
+    # -- ticks --------------------------------------------------------------------------------------------------------
+
+    def _on_observed(self, event: Observed, now: int) -> list[PlannerCommand]:
+        self._workers = event
+        self.demand.on_tick(now)
+        demand = self.demand.summary(self.config.horizon_ns)
+        if reason := self._hold_reason(demand, now):
+            self._winners.clear()
+            return self._hold(reason, demand, now)
+        if self._is_changing or self._question is not None or now < self._next_question_ns:
+            return []
+        if guards.is_cooling_down(now, self._last_change_ns, self.config.cooldown_ns) or self._is_settled(demand, now):
+            return []
+        return self._ask(demand, now)
+
+    def _hold_reason(self, demand: DemandSummary, now: int) -> str:
+        """Why nothing can be said of the fleet now ("": something can)."""
+        workers = self._workers.workers
+        if guards.metrics_are_lost(workers, now, self.config.stale_ns, self.demand.num_open > 0):
+            return "the workers' load reports are missing or old"
+        if guards.is_cold(len(self.demand), self.config.min_arrivals):
+            return f"fewer than {self.config.min_arrivals} requests arrived lately"
+        sample = self.demand.latest(SAMPLE)
+        if not any(arrival.slo.ttft_ns or arrival.slo.tpot_ns for arrival in sample):
+            return "no request has an objective (--ttft-slo-ms, --tpot-slo-ms), so no configuration is better"
+        lone_ns = guards.infeasible_ttft_ns(sample, self._terms())
+        if lone_ns is not None:
+            return f"infeasible: one request alone needs {lone_ns / NS_PER_MS:.0f} ms to its first token"
+        return ""
+
+    def _is_settled(self, demand: DemandSummary, now: int) -> bool:
+        settled = self._settled_at
+        if settled is None or self.demand.num_late(now) > MOST_LATE * len(self.demand):
+            return False
+        return all(
+            abs(new - old) <= SETTLED_CHANGE * old for new, old in zip(_load(demand), _load(settled), strict=True)
+        )
+
+    def _terms(self) -> tuple[float, float, float, float, float]:
+        """The step-time model of the workers, in the mean."""
+        loads = [worker.load for worker in self._workers.workers if worker.load is not None]
+        count = max(1, len(loads))
+        return (
+            sum(load.fixed_ns for load in loads) / count,
+            sum(load.token_ns for load in loads) / count,
+            sum(load.pair_ns for load in loads) / count,
+            sum(load.sequence_ns for load in loads) / count,
+            sum(load.context_ns for load in loads) / count,
+        )
+
+    # -- the question -------------------------------------------------------------------------------------------------
+
+    @property
+    def present(self) -> Layout:
+        """The configuration as observed last."""
+        return Layout(
+            tuple(sorted(WorkerSetting(worker.worker, worker.role, worker.shape) for worker in self._workers.workers))
+        )
+
+    def _ask(self, demand: DemandSummary, now: int) -> list[PlannerCommand]:
+        arrivals, num_waiting, span_ns = self.demand.replay(
+            demand.forecast, self.config.max_replayed, self.config.least_replay_ns
+        )
+        if not arrivals:
+            return []
+        workers = self._workers.workers
+        generated = sum(worker.load.output_tokens for worker in workers if worker.load is not None)
+        running = self.demand.running(generated, now)
+        num_blocks = min(worker.load.num_blocks for worker in workers if worker.load is not None)
+        terms, block_size = self._terms(), workers[0].block_size
+        work = work_of(demand, self.demand.latest(SAMPLE), terms, self._workers.num_reserving)
+        candidates = self._candidates(work, prices_of(terms, num_blocks * block_size))
+        self._num_questions += 1
+        self._question = TwinQuestion(
+            self._num_questions,
+            (*running, *arrivals),
+            len(running) + num_waiting,
+            span_ns,
+            candidates,
+            terms,
+            num_blocks,
+            block_size,
+        )
+        self._asked_demand = demand
+        return [AskTwin(self._question)]
+
+    def _candidates(self, work: OfferedWork, prices: StepPrices) -> tuple[Layout, ...]:
+        """The present configuration, and the most promising ones in reach."""
+        workers, present = self._workers.workers, self.present
+        pinned = frozenset(worker.worker for worker in workers if worker.is_pinned)
+        most = self.config.max_workers or len(workers)
+        first, *others = reachable(
+            present, Reach(self.config.shapes, 1 if self.config.max_workers else most, most, pinned)
+        )
+        now = pressure(first, work, prices)
+        spares = guards.can_spare_a_worker(min(now, 1.0), len(workers))
+        useful = [
+            counts
+            for counts in others
+            if _num_workers(counts) >= len(workers) or spares
+            if guards.is_within_budget(_num_workers(counts), most)
+        ]
+        useful.sort(key=lambda counts: (round(pressure(counts, work, prices), 3), _num_workers(counts)))
+        fewer = [counts for counts in useful if _num_workers(counts) < len(workers)][:1]  # else it never has its turn
+        useful = fewer + [counts for counts in useful if counts not in fewer]
+        idlest = [worker.worker for worker in sorted(workers, key=_used_blocks)]
+        layouts = [assign(present, counts, idlest, pinned) for counts in useful]
+        allowed = [
+            layout
+            for layout in layouts
+            if guards.respects_pins(present, layout, pinned) and guards.keeps_both_phases(layout)
+        ]
+        if self._winners:  # what has won once is asked about again, without those that lost: the answer comes sooner
+            allowed = [layout for layout in allowed if layout.counts in self._winners] or allowed
+        return (present, *allowed[: self.config.max_candidates - 1])
+
+    # -- the answer ---------------------------------------------------------------------------------------------------
+
+    def _on_failed(self, event: TwinFailed, now: int) -> list[PlannerCommand]:
+        question = self._question
+        if question is None or event.number != question.number or self._asked_demand is None:
+            return []
+        self._question = None
+        self._next_question_ns = now + self.config.window_ns
+        return self._hold(f"the simulation failed: {event.message}", self._asked_demand, now)
+
+    def _on_answered(self, event: TwinAnswered, now: int) -> list[PlannerCommand]:
+        question, demand = self._question, self._asked_demand
+        if question is None or event.number != question.number or demand is None:
+            return []
+        self._question = None
+        self._pay(event.cost_ns, now)
+        if question.candidates[0] != self.present:  # the fleet has changed meanwhile
+            self._winners.clear()
+            return []
+        scored = tuple(zip(question.candidates, event.predictions, strict=True))
+        present = event.predictions[0]
+        offered = NS_PER_S * (len(question.arrivals) - question.num_before) / question.span_ns
+        won = [
+            layout.counts
+            for layout, prediction in sorted(scored[1:], key=lambda pair: -_score(pair[1]))
+            if self._wins(layout, prediction, *scored[0], offered)
+        ][:MOST_WINNERS]
+        self._winners = {counts: self._winners.get(counts, 0) + 1 for counts in won}
+        self._settled_at = None if won or present.attainment < SETTLED_ATTAINMENT else demand
+        ripe = [pair for pair in scored[1:] if self._winners.get(pair[0].counts, 0) >= self.config.wins]
+        scores = tuple(
+            CandidateScore(layout.label, len(layout.settings), prediction) for layout, prediction in scored
+        )  # fmt: skip
+        if not ripe:
+            reason = f"no other configuration wins by {self.config.margin:.0%}"
+            if won:
+                reason = f"one wins by {self.config.margin:.0%}, not yet {self.config.wins} times running"
+            return [self._decide("keep", reason, scored[0][0], demand, scores, now)]
+        chosen, prediction = max(ripe, key=lambda pair: (_score(pair[1]), -len(pair[0].settings)))
+        reason = f"goodput {prediction.goodput_rps:.2f} instead of {present.goodput_rps:.2f} requests/s, as simulated"
+        if self.config.mode != "auto":
+            return [self._decide("advise", reason, chosen, demand, scores, now)]
+        self._is_changing = True
+        self._winners.clear()
+        self._settled_at = None
+        self.num_changes += 1
+        return [
+            self._decide("change", reason, chosen, demand, scores, now),
+            *changes(question.candidates[0], chosen),
+        ]
+
+    def _pay(self, cost_ns: int, now: int) -> None:
+        """The twin has worked so long: the next question waits until it is within its share again, but for a burst."""
+        config = self.config
+        self._twin_ns = max(0.0, self._twin_ns - config.twin_share * (now - self._twin_counted_ns)) + cost_ns
+        self._twin_counted_ns = now
+        self._next_question_ns = now + int(max(0.0, self._twin_ns - config.twin_burst_ns) / config.twin_share)
+
+    def _wins(
+        self, layout: Layout, prediction: Prediction, present: Layout, now: Prediction, offered_rps: float
+    ) -> bool:
+        """By the margin of what is asked for (where hardly any request is served in time, twice as many are still no
+        reason to move streams about); or, with fewer workers, when almost nothing is lost."""
+        extra = len(layout.settings) - len(present.settings)
+        if extra < 0:
+            return prediction.goodput_rps >= (1 - self.config.tolerance) * now.goodput_rps
+        return _score(prediction) > _score(now) + self.config.margin * (1 + NEARNESS_WEIGHT) * offered_rps
+
+    def _on_change_ended(self, event: ChangeEnded, now: int) -> list[PlannerCommand]:
+        self._is_changing = False
+        self._last_change_ns = now
+        if not event.error:
+            return []
+        demand = self.demand.summary(self.config.horizon_ns)
+        return self._hold(f"the change failed and was taken back: {event.error}", demand, now)
+
+    # -- decisions ----------------------------------------------------------------------------------------------------
+
+    def _hold(self, reason: str, demand: DemandSummary, now: int) -> list[PlannerCommand]:
+        """Said once, until there is another decision."""
+        if (
+            self.last is not None
+            and self.last.verdict == "hold"
+            and self.last.reason.split(":")[0] == reason.split(":")[0]
+        ):
+            return []
+        return [self._decide("hold", reason, self.present, demand, (), now)]
+
+    def _decide(
+        self,
+        verdict: Verdict,
+        reason: str,
+        chosen: Layout,
+        demand: DemandSummary,
+        scores: tuple[CandidateScore, ...],
+        now: int,
+    ) -> Decided:
+        self._num_decisions += 1
+        self.last = Decision(
+            self._num_decisions, now, verdict, reason, self.present.label, chosen.label, demand, scores
+        )  # fmt: skip
+        return Decided(self.last)
+
+
+def changes(present: Layout, chosen: Layout) -> list[FleetChange]:
+    """From one configuration to another: new workers first, and workers that go last, so that no phase is ever without
+    one for longer than a change takes."""
+    wanted = {setting.worker: setting for setting in chosen.settings if setting.worker != NEW_WORKER}
+    commands: list[FleetChange] = [
+        AddWorker(setting.role, setting.shape) for setting in chosen.settings if setting.worker == NEW_WORKER
+    ]
+    changed = [(setting, wanted[setting.worker]) for setting in present.settings if setting.worker in wanted]
+    commands += [SetRole(old.worker, "both") for old, new in changed if old.role != new.role and old.role != "both"]
+    commands += [SetShape(old.worker, new.shape) for old, new in changed if old.shape != new.shape]
+    commands += [SetRole(old.worker, new.role) for old, new in changed if old.role != new.role and new.role != "both"]
+    return commands + [RemoveWorker(setting.worker) for setting in present.settings if setting.worker not in wanted]
+
+
+def _load(demand: DemandSummary) -> tuple[float, float]:
+    """Prompt tokens and tokens of answers per second."""
+    return demand.forecast * demand.mean_prompt_tokens, demand.forecast * demand.mean_output_tokens
+
+
+def _score(prediction: Prediction) -> float:
+    return prediction.goodput_rps + NEARNESS_WEIGHT * prediction.nearness_rps
+
+
+def _num_workers(counts: Sequence[tuple[Any, int]]) -> int:
+    return sum(count for _, count in counts)
+
+
+def _used_blocks(worker: Any) -> tuple[int, int]:
+    return (worker.load.used_blocks if worker.load is not None else 0), worker.worker

@@ -1,0 +1,238 @@
+"""The inputs of PlannerCore and its commands, as frozen records. The drivers make the ones and carry out the others."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from diptych.control.cluster.cluster_config import ClusterConfig
+from diptych.control.config import EngineConfig, ShapeName
+from diptych.control.engine.reports import LoadReport
+from diptych.control.planner.fleet_layout import Layout
+from diptych.control.router.topology import Role
+from diptych.control.slo import Slo
+
+# -- inputs -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Demanded:
+    """A request has arrived at the front end. num_output_tokens: expected."""
+
+    request_id: str
+    num_prompt_tokens: int
+    num_output_tokens: int
+    slo: Slo
+
+
+@dataclass(frozen=True, slots=True)
+class PromptBegun:
+    """A worker computes the prompt, and has found this much of it in its cache."""
+
+    request_id: str
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerBegun:
+    """The request has its first token."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerEnded:
+    """The request is over. num_output_tokens: of a whole answer (None: it was cut short, and teaches no length)."""
+
+    request_id: str
+    num_output_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedWorker:
+    """One worker as it is now. load: its last report (None: there is none)."""
+
+    worker: int
+    role: Role
+    shape: ShapeName
+    block_size: int
+    load: LoadReport | None
+    is_pinned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """The fleet at a tick: its usable workers, and how many prompts wait for room on a decode worker."""
+
+    workers: tuple[ObservedWorker, ...]
+    num_reserving: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What the twin says of one configuration. goodput_rps: requests per second that met their objectives. attainment:
+    their share. nearness_rps: requests per second, each counted as min(1, objective / measured)."""
+
+    goodput_rps: float
+    attainment: float
+    nearness_rps: float
+
+
+@dataclass(frozen=True, slots=True)
+class TwinAnswered:
+    """The answer to the question of this number, in the order of its candidates. cost_ns: processor time it took."""
+
+    number: int
+    predictions: tuple[Prediction, ...]
+    cost_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class TwinFailed:
+    """There will be no answer to the question of this number."""
+
+    number: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeEnded:
+    """The commands of the last decision were carried out; or not, and what had been changed was changed back."""
+
+    error: str = ""
+
+
+PlannerEvent = (
+    Demanded | PromptBegun | AnswerBegun | AnswerEnded | Observed | TwinAnswered | TwinFailed | ChangeEnded
+)  # fmt: skip
+PLANNER_EVENT_CLASSES: dict[str, type[PlannerEvent]] = {cls.__name__: cls for cls in get_args(PlannerEvent)}
+
+# -- the twin ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TwinSettings:
+    """The fleet that a twin simulates. engine: of one worker as it was started; its cache and its costs come with each
+    question. kv_bytes_per_token: as it travels. shares_memory: handoffs move no bytes."""
+
+    engine: EngineConfig
+    cluster: ClusterConfig
+    kv_bytes_per_token: int
+    shares_memory: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedArrival:
+    """A recorded request. at_ns: from the start of the replay. num_prompt_tokens: those that no cache had. is_running:
+    it has tokens already: num_prompt_tokens are its context, and num_output_tokens are still to come."""
+
+    at_ns: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    slo: Slo
+    is_running: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TwinQuestion:
+    """Which of these configurations serves these requests best? The first candidate is the present one. The first
+    ``num_before`` requests run or wait already when it begins, and do not count; the others arrive within span_ns.
+    terms: the prices of the step-time model (a step, a prompt token, a pair, a sequence, a context token), in
+    nanoseconds, of workers of ``num_blocks`` blocks."""
+
+    number: int
+    arrivals: tuple[ReplayedArrival, ...]
+    num_before: int
+    span_ns: int
+    candidates: tuple[Layout, ...]
+    terms: tuple[float, float, float, float, float]
+    num_blocks: int
+    block_size: int
+
+
+# -- decisions and commands -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class DemandSummary:
+    """Arrivals of the window: rate now and as forecast, mean lengths, and whether they only follow completions."""
+
+    rate: float
+    forecast: float
+    mean_prompt_tokens: float
+    mean_output_tokens: float
+    is_closed_loop: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateScore:
+    """A configuration that was considered."""
+
+    layout: str
+    num_workers: int
+    prediction: Prediction
+
+
+Verdict = Literal["hold", "keep", "advise", "change"]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Why the fleet changes, or does not. hold: the inputs allow no judgement. keep: no candidate wins. advise: one
+    does, and ``--plan`` is advise. change: the commands beside it carry it out."""
+
+    number: int
+    time_ns: int
+    verdict: Verdict
+    reason: str
+    present: str
+    chosen: str
+    demand: DemandSummary
+    candidates: tuple[CandidateScore, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AskTwin:
+    """Have this simulated; TwinAnswered or TwinFailed follows."""
+
+    question: TwinQuestion
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """Show and record this decision."""
+
+    decision: Decision
+
+
+@dataclass(frozen=True, slots=True)
+class SetRole:
+    """This worker gets another role."""
+
+    worker: int
+    role: Role
+
+
+@dataclass(frozen=True, slots=True)
+class SetShape:
+    """This worker gets the scheduler settings of another shape."""
+
+    worker: int
+    shape: ShapeName
+
+
+@dataclass(frozen=True, slots=True)
+class AddWorker:
+    """Start one more worker, of this role and shape."""
+
+    role: Role
+    shape: ShapeName
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveWorker:
+    """Drain this worker and stop it."""
+
+    worker: int
+
+
+FleetChange = SetRole | SetShape | AddWorker | RemoveWorker
+PlannerCommand = AskTwin | Decided | FleetChange

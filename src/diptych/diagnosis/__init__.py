@@ -1,0 +1,1 @@
+"""What limits a server now: from its telemetry to causes in seconds, and from there to advice."""

@@ -1,0 +1,1 @@
+"""One file an engine: what it exports becomes an Observation."""

@@ -1,0 +1,135 @@
+"""Any server by its URL: finds out which engine answers, and reads it for a while.
+
+Pages are read SCRAPES times in the window, so that gauges are more than two points. A Prometheus server is asked for
+the pages at both ends of a range instead.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from diptych.control.errors import ConfigError
+from diptych.diagnosis.adapters.diptych_server import DiptychReader
+from diptych.diagnosis.adapters.dynamo_metrics import DYNAMO
+from diptych.diagnosis.adapters.exposition import MetricsPage
+from diptych.diagnosis.adapters.http_get import Site
+from diptych.diagnosis.adapters.llamacpp_metrics import PREFIX, Slots, observe_llamacpp
+from diptych.diagnosis.adapters.local_process import cpu_waits_ns, longest_wait_ns, processes_behind
+from diptych.diagnosis.adapters.metric_names import MetricNames, Scrapes, observe_metrics
+from diptych.diagnosis.adapters.sglang_metrics import SGLANG
+from diptych.diagnosis.adapters.vllm_metrics import VLLM
+from diptych.diagnosis.observation import Missing, Observation
+
+SCRAPES = 8
+ENGINES: tuple[MetricNames, ...] = (VLLM, SGLANG, DYNAMO)
+RANGE_STEPS = 30
+NO_CPU_WAIT = Missing(("oversubscribed_cores", "capacity"), "how long threads waited for a core (run it on the host)")
+
+
+class Reader(Protocol):
+    """Reads one source."""
+
+    def observe(self) -> Observation:
+        """What was seen. Raises ConfigError when it cannot be read."""
+        ...
+
+
+def reader_of(site: Site, window_s: float, range_s: float | None = None, *, is_whole: bool = False) -> Reader:
+    """The reader of whatever answers there. window_s: how long pages are read (Diptych: how far back its timeline
+    counts, if ``is_whole``). Raises ConfigError when nothing answers, or nothing that is known."""
+    version = site.find_json("/version")
+    if isinstance(version, dict) and "control" in version:
+        return DiptychReader(site, window_s if is_whole else max(window_s, 60.0))
+    if range_s is not None or (site.find_json("/api/v1/status/buildinfo") or {}).get("status") == "success":
+        return PrometheusReader(site, range_s or 1800.0)
+    page = MetricsPage.of_text(site.get("/metrics").decode(), site.url)
+    names = next((names for names in ENGINES if page.has_prefix(names.prefix)), None)
+    if names is not None:
+        text = str(version.get("version", "")) if isinstance(version, dict) else ""
+        return MetricsReader(site, names, window_s, text)
+    if page.has_prefix(PREFIX):
+        return LlamaCppReader(site, window_s)
+    known = ", ".join(names.prefix for names in ENGINES)
+    message = (
+        f"{site.url}/metrics has no names of a known engine (diptych:, {known}, {PREFIX}); vLLM needs its statistics"
+    )
+    raise ConfigError(f"{message} (no --disable-log-stats), SGLang --enable-metrics, llama.cpp --metrics", param="url")
+
+
+def read_pages(site: Site, window_s: float, also: Callable[[], None] = lambda: None) -> Scrapes:
+    """Pages over the window, with how long the server's threads waited for cores where that can be seen. also: called
+    at each page."""
+    pids = processes_behind(site.local_port) if site.local_port else ()
+    waits = cpu_waits_ns(pids)
+    begun = time.monotonic()
+    pages = []
+    for number in range(SCRAPES):
+        time.sleep(max(0.0, begun + window_s * number / (SCRAPES - 1) - time.monotonic()))
+        page = MetricsPage.of_text(site.get("/metrics").decode(), site.url)
+        pages.append((time.monotonic() - begun, page))
+        also()
+    signals = {}
+    if waits:
+        elapsed_ns = max(1.0, pages[-1][0] * 1e9)
+        signals["cpu_wait"] = min(1.0, longest_wait_ns(waits, cpu_waits_ns(pids)) / elapsed_ns)
+    return Scrapes(pages, site.url, signals)
+
+
+class MetricsReader:
+    """An engine with histograms."""
+
+    def __init__(self, site: Site, names: MetricNames, window_s: float, version: str = "") -> None:
+        self._site, self._names, self._window_s, self._version = site, names, window_s, version
+
+    def observe(self) -> Observation:
+        """See Reader."""
+        read = read_pages(self._site, self._window_s)
+        scrapes = Scrapes(read.pages, read.source, read.signals, self._version)
+        return observe_metrics(self._names, scrapes)
+
+
+class LlamaCppReader:
+    """llama.cpp."""
+
+    def __init__(self, site: Site, window_s: float) -> None:
+        self._site, self._window_s = site, window_s
+
+    def observe(self) -> Observation:
+        """See Reader."""
+        slots: list[list[dict[str, Any]]] = []
+
+        def look() -> None:
+            if isinstance(found := self._site.find_json("/slots"), list):
+                slots.append(found)
+
+        return observe_llamacpp(read_pages(self._site, self._window_s, look), Slots(slots))
+
+
+class PrometheusReader:
+    """The last ``range_s`` seconds of a Prometheus server that has scraped an engine."""
+
+    def __init__(self, site: Site, range_s: float) -> None:
+        self._site, self._range_s = site, range_s
+
+    def observe(self) -> Observation:
+        """See Reader."""
+        end = time.time()
+        for names in ENGINES:
+            pages = []
+            for number in range(RANGE_STEPS):
+                at = end - self._range_s * (1 - number / (RANGE_STEPS - 1))
+                page = self._page(names.prefix, at)
+                if page.samples:
+                    pages.append((at, page))
+                elif number == RANGE_STEPS - 1 and not pages:
+                    break
+            if pages:
+                return observe_metrics(names, Scrapes(pages, self._site.url))
+        known = ", ".join(names.prefix for names in ENGINES)
+        raise ConfigError(f"{self._site.url} holds no series that begin with {known}", param="url")
+
+    def _page(self, prefix: str, at: float) -> MetricsPage:
+        query = {"query": f'{{__name__=~"{prefix}.*"}}', "time": f"{at:.3f}"}
+        found = self._site.find_json("/api/v1/query", query) or {}
+        rows = found.get("data", {}).get("result", []) if found.get("status") == "success" else []
+        return MetricsPage.of_samples((row["metric"], float(row["value"][1])) for row in rows)

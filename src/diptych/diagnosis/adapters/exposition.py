@@ -1,0 +1,112 @@
+"""A page of Prometheus' text format, and what grew between two of them.
+
+Counters start again at 0 when a process does: a value that fell counts from 0. Label sets of one name are added up
+(several engines, several models behind one page); adapters that need a label ask for it.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import inf, isfinite
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from diptych.control.errors import ConfigError
+from diptych.diagnosis.observation import Distribution
+
+Labels = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsPage:
+    """Samples by name and labels. Counters as on the page: with ``_total``."""
+
+    samples: Mapping[str, Mapping[Labels, float]] = field(default_factory=dict)
+
+    @classmethod
+    def of_text(cls, text: str, source: str) -> "MetricsPage":
+        """Raises ConfigError for a page that is not in the format."""
+        samples: defaultdict[str, dict[Labels, float]] = defaultdict(dict)
+        try:
+            for family in text_string_to_metric_families(text):
+                for sample in family.samples:
+                    samples[sample.name][tuple(sorted(sample.labels.items()))] = float(sample.value)
+        except ValueError as error:
+            raise ConfigError(f"{source} is no page of Prometheus metrics: {error}", param="url") from None
+        return cls(samples)
+
+    @classmethod
+    def of_samples(cls, found: Iterable[tuple[Mapping[str, str], float]]) -> "MetricsPage":
+        """Of (labels with ``__name__``, value), as a Prometheus server answers. Its own labels are kept."""
+        samples: defaultdict[str, dict[Labels, float]] = defaultdict(dict)
+        for labels, value in found:
+            rest = {name: text for name, text in labels.items() if name != "__name__"}
+            samples[labels.get("__name__", "")][tuple(sorted(rest.items()))] = value
+        return cls(samples)
+
+    def has(self, name: str) -> bool:
+        """Whether there is any sample of it."""
+        return bool(self.samples.get(name))
+
+    def has_prefix(self, prefix: str) -> bool:
+        """Whether some name begins so."""
+        return any(name.startswith(prefix) for name in self.samples)
+
+    def total(self, name: str, **labels: str) -> float | None:
+        """The sum over all label sets with these labels; None: there is none."""
+        values = [
+            value
+            for having, value in self.samples.get(name, {}).items()
+            if isfinite(value) and labels.items() <= dict(having).items()
+        ]
+        return sum(values) if values else None
+
+    def largest(self, name: str) -> float | None:
+        """The largest of all label sets; None: there is none."""
+        return max((value for value in self.samples.get(name, {}).values() if isfinite(value)), default=None)
+
+    def label(self, name: str, label: str) -> str | None:
+        """A label of the first sample of a name; None: there is none."""
+        return next((dict(labels).get(label) for labels in self.samples.get(name, {})), None)
+
+
+EMPTY = MetricsPage()
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """What counters and histograms grew by from ``before`` to ``after``."""
+
+    before: MetricsPage
+    after: MetricsPage
+
+    def count(self, name: str, **labels: str) -> float | None:
+        """Of a counter (its name without ``_total``, or a part of a histogram with its ending)."""
+        for full in (f"{name}_total", name):
+            if self.after.has(full):
+                return self._grown(full, **labels)
+        return None
+
+    def mean(self, histogram: str) -> tuple[float, float] | None:
+        """(mean, how many) of the values that a histogram or summary got; None: none."""
+        total, count = self.count(f"{histogram}_sum"), self.count(f"{histogram}_count")
+        return (total / count, count) if total is not None and count else None
+
+    def distribution(self, histogram: str) -> Distribution:
+        """The values that a histogram got; empty: none."""
+        totals: defaultdict[float, float] = defaultdict(float)
+        name = f"{histogram}_bucket"
+        for labels, value in self.after.samples.get(name, {}).items():
+            before = self.before.samples.get(name, {}).get(labels, 0.0)
+            bound = dict(labels).get("le", "+Inf")
+            totals[inf if bound == "+Inf" else float(bound)] += value - before if value >= before else value
+        buckets = tuple(sorted(totals.items()))
+        return Distribution(buckets) if buckets and buckets[-1][1] > 0 else Distribution()
+
+    def _grown(self, name: str, **labels: str) -> float:
+        total = 0.0
+        for having, value in self.after.samples[name].items():
+            if labels.items() <= dict(having).items():
+                before = self.before.samples.get(name, {}).get(having, 0.0)
+                total += value - before if value >= before else value
+        return total

@@ -1,0 +1,76 @@
+"""Reading from a server over HTTP: a GET with a limit of time and size, and errors in words."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http.client import HTTPException
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlencode, urlsplit
+from urllib.request import Request, urlopen
+
+from diptych.control.errors import ConfigError
+
+MAX_BYTES = 256 * 2**20
+LOOPBACK = ("localhost", "127.", "::1")
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A server. url: its root, without a slash at the end. key: sent as Authorization: Bearer."""
+
+    url: str
+    key: str | None = None
+    timeout_s: float = 4.0
+
+    @classmethod
+    def of(cls, text: str, key: str | None = None) -> "Site":
+        """The server that ``text`` names; a path such as /metrics or /v1 at its end is cut off. Raises ConfigError."""
+        url = (text if "://" in text else f"http://{text}").rstrip("/")
+        for ending in ("/metrics", "/v1"):
+            url = url.removesuffix(ending)
+        parts = urlsplit(url)
+        try:
+            is_known = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        except ValueError:
+            is_known = False
+        if not is_known:
+            raise ConfigError(f"url is {text!r}; expected one such as http://localhost:8000", param="url")
+        return cls(url, key)
+
+    @property
+    def local_port(self) -> int | None:
+        """The port, when the server is on this machine."""
+        parts = urlsplit(self.url)
+        is_local = (parts.hostname or "").startswith(LOOPBACK)
+        return (parts.port or {"http": 80, "https": 443}[parts.scheme]) if is_local else None
+
+    def get(self, path: str, query: Mapping[str, str] | None = None) -> bytes:
+        """The body. Raises ConfigError for any reply but 200, and when there is none."""
+        url = self.url + path + (f"?{urlencode(query)}" if query else "")
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        try:
+            with urlopen(Request(url, headers=headers), timeout=self.timeout_s) as reply:
+                body: bytes = reply.read(MAX_BYTES)
+                return body
+        except HTTPError as error:
+            hint = "; give its key with --api-key" if error.code == 401 else ""
+            raise ConfigError(f"{url} answered {error.code}{hint}", param="url") from None
+        except (URLError, HTTPException, OSError) as error:
+            reason = getattr(error, "reason", error)
+            raise ConfigError(f"cannot reach {url}: {reason}", param="url") from None
+
+    def find(self, path: str, query: Mapping[str, str] | None = None) -> bytes | None:
+        """The same; None where ``get`` raises."""
+        try:
+            return self.get(path, query)
+        except ConfigError:
+            return None
+
+    def find_json(self, path: str, query: Mapping[str, str] | None = None) -> Any:
+        """What the body says; None without a reply, or when it is not JSON."""
+        body = self.find(path, query)
+        try:
+            return None if body is None else json.loads(body)
+        except ValueError:
+            return None

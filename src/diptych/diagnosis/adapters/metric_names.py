@@ -1,0 +1,229 @@
+"""Two pages of an engine's metrics as an Observation: which names hold what is a table, the arithmetic is here.
+
+Means come from sums and counts, shares from buckets. What the buckets cannot tell apart is named in ``missing``.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import sqrt
+from statistics import fmean
+
+from diptych.diagnosis.adapters.exposition import Growth, MetricsPage
+from diptych.diagnosis.observation import Distribution, Estimate, Missing, Observation
+
+FLOOR, USUAL = 0.05, 0.5  # quantiles of the gaps between tokens: a fast step, a usual one
+STALL_FACTOR = 2.5  # a gap of so many usual ones is a stall
+FEWEST_SEEN = 8  # first tokens in the window; with fewer, the whole life of the engine counts
+ENOUGH = 0.5  # of the first tokens: so many ends there must be for the times that are counted at the end
+PLATEAU = 0.8  # of the samples with waiting requests: from this share on at the highest count, places limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricNames:
+    """Where an engine says what. Histograms by their base name, counters without ``_total``, "" for what it does not
+    export. known: other names that are understood, and not needed."""
+
+    engine: str
+    prefix: str
+    ttft: str = ""
+    itl: str = ""
+    tpot: str = ""
+    queue: str = ""
+    prefill: str = ""
+    transfer: str = ""
+    running: str = ""
+    waiting: str = ""
+    kv_usage: str = ""
+    preemptions: str = ""
+    prefix_queries: str = ""
+    prefix_hits: str = ""
+    hit_rate: str = ""
+    prompt_tokens: str = ""
+    output_tokens: str = ""
+    step_tokens: str = ""
+    refused: str = ""
+    places: str = ""
+    missing: tuple[Missing, ...] = ()
+    known: frozenset[str] = field(default_factory=frozenset)
+
+    @property
+    def used(self) -> set[str]:
+        """All names above that are exported."""
+        names = [getattr(self, name) for name in self.__slots__ if name not in ("engine", "prefix", "missing", "known")]
+        return {name for name in names if name} | self.known
+
+
+@dataclass(frozen=True, slots=True)
+class Scrapes:
+    """Pages of one server in order of time, with seconds. since_start: the first page is taken as empty, because
+    nothing ended between the pages."""
+
+    pages: Sequence[tuple[float, MetricsPage]]
+    source: str
+    signals: Mapping[str, float] = field(default_factory=dict)
+    version: str = ""
+
+    @property
+    def window_s(self) -> float:
+        """From the first page to the last."""
+        return self.pages[-1][0] - self.pages[0][0]
+
+
+def observe_metrics(names: MetricNames, scrapes: Scrapes) -> Observation:
+    """The observation of an engine in the window of its pages; of its whole life when nothing ended in the window."""
+    first, last = scrapes.pages[0][1], scrapes.pages[-1][1]
+    growth = Growth(first, last)
+    notes: tuple[str, ...] = ()
+    seen = growth.mean(names.ttft or names.itl)
+    if len(scrapes.pages) == 1 or seen is None or seen[1] < FEWEST_SEEN:
+        growth = Growth(MetricsPage(), last)
+        notes = ("too little happened in the window: these are the figures since the start of the engine",)
+    distributions = {"ttft": growth.distribution(names.ttft), "tpot": growth.distribution(names.tpot or names.itl)}
+    gaps = growth.distribution(names.itl)
+    return Observation(
+        engine=names.engine,
+        source=scrapes.source,
+        version=scrapes.version,
+        window_s=scrapes.window_s,
+        ttft=_ttft(names, growth, distributions["ttft"], _waited_s(names, scrapes)),
+        itl=_itl(names, growth, gaps),
+        distributions={name: found for name, found in distributions.items() if found.count},
+        signals={**_signals(names, scrapes, growth, gaps), **scrapes.signals},
+        missing=names.missing,
+        unknown=_unknown(names, last),
+        notes=notes,
+    )
+
+
+def _ttft(names: MetricNames, growth: Growth, spread: Distribution, waited_s: float) -> Estimate | None:
+    """waited_s: seconds that requests waited in the window, all together."""
+    measured = growth.mean(names.ttft) if names.ttft else None
+    if measured is None:
+        return None
+    mean, count = measured
+    parts: dict[str, float] = {}
+    for account, name in (("queue", names.queue), ("prefill", names.prefill), ("transfer", names.transfer)):
+        if name and (found := growth.mean(name)):
+            parts[account] = found[0]
+    counted = growth.mean(names.queue) if names.queue else None
+    if counted is None or counted[1] < ENOUGH * count:  # engines count these when a request ends: too few have ended
+        queue = min(mean, waited_s / count)
+        parts = {"queue": queue, "prefill": mean - queue}
+    rest = mean - sum(parts.values())
+    if rest > 0:
+        parts["rest"] = rest
+    return Estimate(mean, parts, _half(spread, mean, count), int(count))
+
+
+def _waited_s(names: MetricNames, scrapes: Scrapes) -> float:
+    """Waiting requests, integrated over the window."""
+    values = [page.total(names.waiting) or 0.0 for _, page in scrapes.pages] if names.waiting else []
+    return fmean(values) * scrapes.window_s if values else 0.0
+
+
+def _itl(names: MetricNames, growth: Growth, gaps: Distribution) -> Estimate | None:
+    """A usual gap, what stalls add to it, and the rest. The fastest gaps are the floor."""
+    measured = growth.mean(names.itl) if names.itl else None
+    if measured is None:
+        return None
+    mean, count = measured
+    usual, floor = gaps.quantile(USUAL), gaps.quantile(FLOOR)
+    stalls = max(0.0, min(mean, _stalls(gaps, usual)))
+    floor = min(floor, mean - stalls)
+    parts = {"decode_floor": floor, "stalls": stalls, "rest": mean - stalls - floor}
+    return Estimate(mean, parts, _half(gaps, mean, count), int(count))
+
+
+def _stalls(gaps: Distribution, usual: float) -> float:
+    """Seconds per token beyond a usual gap, of gaps that are much longer (at the middle of their buckets)."""
+    total = low = below = 0.0
+    for bound, upto in gaps.buckets:
+        middle = (low + bound) / 2 if bound != float("inf") else low
+        if middle > STALL_FACTOR * usual:
+            total += (upto - below) * (middle - usual)
+        low, below = (low if bound == float("inf") else bound), upto
+    return total / gaps.count if gaps.count else 0.0
+
+
+def _half(spread: Distribution, mean: float, count: float) -> float:
+    """Half of the 95 % interval of a mean, with the variance that the buckets show."""
+    if not spread.count or count < 2:
+        return mean
+    variance = low = below = 0.0
+    for bound, upto in spread.buckets:
+        middle = (low + bound) / 2 if bound != float("inf") else low
+        variance += (upto - below) * (middle - mean) ** 2
+        low, below = (low if bound == float("inf") else bound), upto
+    return 1.96 * sqrt(variance / spread.count / count)
+
+
+def _signals(names: MetricNames, scrapes: Scrapes, growth: Growth, gaps: Distribution) -> dict[str, float]:
+    """The named evidence, as far as it is exported."""
+    pages = [page for _, page in scrapes.pages]
+    signals: dict[str, float] = {}
+    ended = growth.mean(names.ttft) if names.ttft else None
+    requests = ended[1] if ended else 0.0
+    signals["requests"] = requests
+    inside = Growth(pages[0], pages[-1]).mean(names.ttft) if names.ttft else None
+    if scrapes.window_s > 0 and inside is not None:
+        signals["rate"] = inside[1] / scrapes.window_s
+    for signal, name in (("running", names.running), ("waiting", names.waiting)):
+        values = [value for page in pages if name and (value := page.total(name)) is not None]
+        if values:
+            signals[signal], signals[f"{signal}_max"] = fmean(values), max(values)
+    signals.pop("waiting_max", None)
+    usage = [value for page in pages if names.kv_usage and (value := page.largest(names.kv_usage)) is not None]
+    if usage:
+        signals["kv_usage"], signals["kv_usage_max"] = fmean(usage), max(usage)
+    if names.preemptions and (preempted := growth.count(names.preemptions)) is not None:
+        signals["preemptions"] = preempted / max(1.0, requests)
+    if names.refused and (refused := growth.count(names.refused)) is not None:
+        signals["rejected"] = refused
+    if names.places and (places := pages[-1].total(names.places)):
+        signals["max_num_seqs"] = places
+    elif plateau := _plateau(names, pages):
+        signals["max_num_seqs"] = plateau
+    queries = growth.count(names.prefix_queries) if names.prefix_queries else None
+    hits = growth.count(names.prefix_hits) if names.prefix_hits else None
+    if queries:
+        signals["hit_share"] = (hits or 0.0) / queries
+    elif names.hit_rate and (rate := pages[-1].largest(names.hit_rate)) is not None:
+        signals["hit_share"] = rate
+    if names.prompt_tokens and (prompts := growth.distribution(names.prompt_tokens)).count:
+        signals["prompt_p50"], signals["prompt_p95"] = prompts.quantile(0.5), prompts.quantile(0.95)
+    for signal, name in (("prompt_mean", names.prompt_tokens), ("output_mean", names.output_tokens)):
+        whole = Growth(MetricsPage(), pages[-1])
+        if name and (found := growth.mean(name) or whole.mean(name)):
+            signals[signal] = found[0]
+    if names.step_tokens and (tokens := growth.distribution(names.step_tokens)).count:
+        signals["step_tokens_p95"] = tokens.quantile(0.95)
+    if gaps.count:
+        signals["stall_s"] = _stalls(gaps, gaps.quantile(USUAL)) * max(0.0, signals.get("output_mean", 1.0) - 1)
+    return signals
+
+
+def _plateau(names: MetricNames, pages: Sequence[MetricsPage]) -> float | None:
+    """The number of places, where it can be seen: requests wait, memory is free, and the batch stays at one size."""
+    if not (names.running and names.waiting):
+        return None
+    seen = [
+        running
+        for page in pages
+        if (page.total(names.waiting) or 0) > 0 and (running := page.total(names.running)) is not None
+    ]
+    if len(seen) < 3:
+        return None
+    most = max(seen)
+    return most if most > 0 and seen.count(most) >= PLATEAU * len(seen) else None
+
+
+def _unknown(names: MetricNames, page: MetricsPage) -> tuple[str, ...]:
+    endings = ("_bucket", "_sum", "_count", "_total", "_created", "_info")
+    found = set()
+    for name in page.samples:
+        if name.startswith(names.prefix):
+            base = name
+            for ending in endings:
+                base = base.removesuffix(ending)
+            found.add(base)
+    return tuple(sorted(found - {name.removesuffix("_info") for name in names.used}))

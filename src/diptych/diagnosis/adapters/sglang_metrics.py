@@ -1,0 +1,43 @@
+"""SGLang's metrics (names as of 0.5.23; the server must run with --enable-metrics).
+
+Read from recorded pages only: SGLang has no build for CPUs that could be run here.
+"""
+
+from typing import Final
+
+from diptych.diagnosis.adapters.metric_names import MetricNames
+from diptych.diagnosis.observation import Missing
+
+SGLANG: Final = MetricNames(
+    engine="sglang",
+    prefix="sglang:",
+    ttft="sglang:time_to_first_token_seconds",
+    itl="sglang:inter_token_latency_seconds",
+    tpot="sglang:inter_token_latency_seconds",
+    queue="sglang:queue_time_seconds",
+    running="sglang:num_running_reqs",
+    waiting="sglang:num_queue_reqs",
+    kv_usage="sglang:token_usage",
+    preemptions="sglang:num_retracted_requests",
+    hit_rate="sglang:cache_hit_rate",
+    prompt_tokens="sglang:prompt_tokens_histogram",
+    output_tokens="sglang:generation_tokens_histogram",
+    refused="sglang:num_aborted_requests",
+    missing=(
+        Missing(("decode_batch", "slow_model"), "the time of a step with one stream"),
+        Missing(("prefill_interference", "other stalls"), "--enable-forward-pass-metrics"),
+        Missing(("prefix_misses", "prefill_queueing"), "which prompts had been computed before"),
+    ),
+    known=frozenset(
+        f"sglang:{name}"
+        for name in (
+            "e2e_request_latency_seconds", "prompt_tokens", "generation_tokens", "cached_tokens", "gen_throughput",
+            "num_requests", "num_used_tokens", "full_token_usage", "swa_token_usage", "spec_accept_length",
+            "spec_accept_rate", "num_retracted_reqs", "num_paused_reqs", "num_grammar_queue_reqs", "utilization",
+            "per_stage_req_latency_seconds", "num_prefill_prealloc_queue_reqs", "num_prefill_inflight_queue_reqs",
+            "num_decode_prealloc_queue_reqs", "num_decode_transfer_queue_reqs", "kv_transfer_speed_gb_s",
+            "kv_transfer_latency_ms", "max_total_num_tokens", "evicted_tokens", "uncached_prompt_tokens_histogram",
+            "kv_used_tokens", "kv_available_tokens", "kv_evictable_tokens", "fwd_occupancy", "new_token_ratio",
+        )
+    ),
+)  # fmt: skip

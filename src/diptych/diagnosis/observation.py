@@ -1,0 +1,142 @@
+"""What was seen of a server in a window of time, in the same form for every engine.
+
+An adapter makes one of what an engine exports. Signals are named numbers; one that an engine does not export is absent,
+and what cannot be decided without it is listed in ``missing``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from diptych.control.fleet_settings import FleetSettings
+from diptych.control.slo import Slo
+from diptych.diagnosis.request_parts import RequestParts
+
+# The signals, with their units. Shares are 0 to 1.
+SIGNALS: Final[Mapping[str, str]] = {
+    "requests": "completed requests in the window",
+    "rate": "arrivals per second",
+    "rejected": "requests refused in the window",
+    "running": "requests in the batch, mean",
+    "running_max": "requests in the batch, most",
+    "waiting": "requests that wait, mean",
+    "max_num_seqs": "places of the batch",
+    "kv_usage": "share of the KV cache in use, mean",
+    "kv_usage_max": "share of the KV cache in use, most",
+    "preemptions": "preemptions per completed request",
+    "hit_share": "share of the prompt tokens found in the prefix cache",
+    "hit_share_early": "the same, of the first half of the requests",
+    "hit_share_late": "the same, of the second half of the requests",
+    "reread_share": "share of the computed prompt tokens that had been computed before",
+    "reread_evicted": "share of those that were evicted",
+    "worker_age_s": "seconds since the youngest worker began to serve",
+    "prompt_mean": "prompt tokens, mean",
+    "prompt_p50": "prompt tokens, median",
+    "prompt_p95": "prompt tokens, 95th percentile",
+    "output_mean": "answer tokens, mean",
+    "batch_share": "share of the computed prompt tokens that belong to service class batch",
+    "long_share": "share of the computed prompt tokens that belong to long prompts",
+    "burst": "largest number of arrivals in a tenth of the time in which they came, over the mean",
+    "busy": "share of the time in steps, mean of the workers",
+    "busy_prefill": "share of the time in steps, of workers that only prefill",
+    "busy_decode": "share of the time in steps, of workers that only decode",
+    "slow_share": "share of the time in steps beyond what the step-time model says",
+    "cpu_wait": "share of the time in which a worker's thread was ready and had no core",
+    "transfer_s": "seconds from the first KV byte of a handoff to its commit, mean",
+    "transfer_bytes": "KV bytes per handoff",
+    "unread_share": "share of the answers whose client did not read in time",
+    "stall_s": "gaps between tokens beyond a usual step, seconds per request",
+    "step_tokens_p95": "tokens per step, 95th percentile",
+    "chunks_per_prompt": "steps that computed a part of a prompt, mean over prompt tokens",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """To decide between ``choices``, ``needed`` is needed."""
+
+    choices: tuple[str, ...]
+    needed: str
+
+    def sentence(self) -> str:
+        """In words."""
+        return f"to decide between {' and '.join(self.choices)}, {self.needed} is needed"
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A latency of an engine that exports sums and counts only. parts_s: seconds by account, per request (TTFT) or per
+    token (ITL). measured_s: their sum as measured. half_s: half of the 95 % interval of the mean. misses: share of the
+    values above the objective (see ``Observation.distributions``)."""
+
+    measured_s: float
+    parts_s: Mapping[str, float]
+    half_s: float = 0.0
+    count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Values by upper bound: (bound, how many were at most that), cumulative, the last bound infinite. Seconds."""
+
+    buckets: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def count(self) -> float:
+        """How many values."""
+        return self.buckets[-1][1] if self.buckets else 0.0
+
+    def share_above(self, limit: float) -> float:
+        """Share of the values above a limit, by linear interpolation within its bucket. 0 without values."""
+        if not self.count:
+            return 0.0
+        low = below = 0.0
+        for bound, total in self.buckets:
+            if bound >= limit:
+                inside = (limit - low) / (bound - low) if bound not in (low, float("inf")) else 0.0
+                return 1.0 - (below + (total - below) * inside) / self.count
+            low, below = bound, total
+        return 0.0
+
+    def quantile(self, share: float) -> float:
+        """The value below which this share lies, by linear interpolation; the last finite bound where it lies above.
+        0 without values."""
+        wanted, low, below = share * self.count, 0.0, 0.0
+        for bound, total in self.buckets:
+            if total >= wanted and total > below:
+                return low if bound == float("inf") else low + (bound - low) * (wanted - below) / (total - below)
+            low, below = (low if bound == float("inf") else bound), total
+        return low
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """A server in a window. engine: diptych, vllm, sglang, llamacpp, dynamo. source: where it was read. is_exact: every
+    request is split (``requests``); else ttft and itl are estimates. slo: the server's own objectives. unknown: names
+    of exported values that the adapter does not know."""
+
+    engine: str
+    source: str
+    window_s: float
+    version: str = ""
+    is_exact: bool = False
+    requests: tuple[RequestParts, ...] = ()
+    ttft: Estimate | None = None
+    itl: Estimate | None = None
+    distributions: Mapping[str, Distribution] = field(default_factory=dict)
+    signals: Mapping[str, float] = field(default_factory=dict)
+    slo: Slo = field(default_factory=Slo)
+    fleet: FleetSettings | None = None
+    missing: tuple[Missing, ...] = ()
+    unknown: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def signal(self, name: str) -> float | None:
+        """One of SIGNALS; None: not known."""
+        assert name in SIGNALS, name
+        return self.signals.get(name)
+
+    def with_objectives(self, slo: Slo) -> "Observation":
+        """The same, with these objectives instead of those that the server and its requests have."""
+        requests = tuple(replace(parts, slo=slo) for parts in self.requests)
+        return replace(self, slo=slo, requests=requests)

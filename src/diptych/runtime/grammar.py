@@ -1,0 +1,125 @@
+"""Grammars in a worker: compiled in a thread of low priority, and the state of each answer that follows one.
+
+Owns the tokenizer as llguidance sees it. Compiling gives up the GIL, so steps go on meanwhile; the front end has tried
+every grammar before (serving/answers/grammar), which bounds how long it takes. Needs the extra [structured].
+"""
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import llguidance
+
+from diptych.control.errors import ConstraintError
+from diptych.control.request import SamplingParams
+
+MAX_COMPILED = 128
+NICENESS = 10
+
+# Of the computation of a single mask: what takes more than some milliseconds ends its own request.
+_LIMITS = llguidance.LLParserLimits(step_lexer_fuel=100_000, step_max_items=25_000, verbose_errors=False)
+
+
+class Grammars:
+    """The grammars of one model. ``on_compiled`` is called in another thread whenever a grammar is ready."""
+
+    def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.on_compiled: Callable[[], None] = lambda: None
+        self._tokenizer = llguidance.LLTokenizer(
+            tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None
+        )
+        self._compiled: OrderedDict[str, Future[llguidance.LLMatcher]] = OrderedDict()
+        self._pool = ThreadPoolExecutor(1, "grammars", initializer=_give_way)
+
+    def prepare(self, text: str) -> bool:
+        """Begin to compile a grammar. Returns whether it is ready, or has failed."""
+        future = self._compiled.get(text)
+        if future is None:
+            while len(self._compiled) >= MAX_COMPILED:
+                self._compiled.popitem(last=False)
+            future = self._compiled[text] = self._pool.submit(self._compile, text)
+            future.add_done_callback(lambda _: self.on_compiled())
+        else:
+            self._compiled.move_to_end(text)
+        return future.done()
+
+    def constraint(self, text: str, *, forces: bool = True) -> "GrammarConstraint":
+        """The state of an answer that begins; waits until the grammar is compiled. forces: tokens that are certain are
+        not sampled. Raises ConstraintError."""
+        self.prepare(text)
+        return GrammarConstraint(self._compiled[text].result().deep_copy(), self.eos_token_ids, forces=forces)
+
+    def constraint_of(self, sampling: SamplingParams) -> "GrammarConstraint":
+        """The same as a request wants it. Where log probabilities are wanted, every token is sampled."""
+        return self.constraint(sampling.grammar, forces=sampling.forces_tokens and sampling.logprobs is None)
+
+    def _compile(self, text: str) -> llguidance.LLMatcher:
+        matcher = llguidance.LLMatcher(self._tokenizer, text, log_level=0, limits=_LIMITS)
+        if matcher.is_error():
+            raise ConstraintError(f"the grammar does not compile: {matcher.get_error()[:500]}")
+        matcher.compute_bitmask()  # the first mask takes the longest
+        return matcher
+
+
+class GrammarConstraint:
+    """The TokenConstraint of one answer: a matcher, and the ends of sequence that it has accepted."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, eos_token_ids: frozenset[int], *, forces: bool) -> None:
+        self._matcher = matcher
+        self._eos_token_ids = eos_token_ids
+        self._forces = forces
+        self._num_ends = 0  # accepted ends of sequence; the matcher does not know of them
+        self._forced: list[int] | None = None
+
+    def forced(self, limit: int) -> Sequence[int]:
+        """See TokenConstraint."""
+        if not self._forces or self._num_ends:
+            return ()
+        if self._forced is None:
+            self._forced = self._matcher.compute_ff_tokens()
+        return self._forced[:limit]
+
+    def allowed(self) -> bytes | None:
+        """See TokenConstraint."""
+        mask = self._matcher.compute_bitmask()
+        self._check()
+        return mask
+
+    def count_allowed(self, token_ids: Sequence[int]) -> int:
+        """See TokenConstraint."""
+        if self._num_ends:
+            return 0
+        return self._matcher.validate_tokens(list(token_ids))
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        """See TokenConstraint."""
+        forced, self._forced = self._forced, None
+        consumed = [token for token in token_ids if token not in self._eos_token_ids]
+        self._num_ends += len(token_ids) - len(consumed)
+        if consumed and not self._matcher.consume_tokens(consumed):
+            self._check()
+            raise ConstraintError("a token that its grammar does not allow")
+        if forced and len(forced) > len(consumed) and forced[: len(consumed)] == consumed == list(token_ids):
+            self._forced = forced[len(consumed) :]
+
+    def rollback(self, num_tokens: int) -> None:
+        """See TokenConstraint."""
+        self._forced = None
+        num_ends = min(num_tokens, self._num_ends)
+        self._num_ends -= num_ends
+        if num_tokens > num_ends and not self._matcher.rollback(num_tokens - num_ends):
+            raise ConstraintError("the grammar cannot go back")
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            said = self._matcher.get_error().split("<state>")[0].strip()
+            raise ConstraintError(f"the grammar cannot go on: {said[:300]}")
+
+
+def _give_way() -> None:
+    """This thread runs when the others leave time for it (Linux has a niceness for each thread)."""
+    if hasattr(os, "setpriority"):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

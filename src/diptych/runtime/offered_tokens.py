@@ -1,0 +1,49 @@
+"""What a runner knows of the tokens that come next: those that constraints force, and those that look likely."""
+
+import numpy as np
+import numpy.typing as npt
+
+from diptych.control.step import Offer
+from diptych.runtime.request_state import RequestState
+from diptych.runtime.suffix_lookup import MatchCounts, SuffixLookup
+
+MAX_DRAFT = 16  # tokens of a guess
+MAX_FORCED = 64
+
+
+class OfferedTokens:
+    """Of all requests of a runner. drafts: whether tokens are guessed."""
+
+    def __init__(self, *, drafts: bool) -> None:
+        self.drafts = drafts
+        self._counts = MatchCounts()
+
+    def after(self, state: RequestState, token_ids: npt.NDArray[np.int32], room: int) -> Offer | None:
+        """token_ids: of the request so far. room: how many may follow besides the one that is sampled next. Raises
+        ValueError where its constraint cannot go on."""
+        state.offered, state.num_forced = (), 0
+        lookup = self._follow(state, token_ids) if self.drafts else None
+        if room <= 0:
+            return None
+        if state.constraint is not None:
+            forced = tuple(state.constraint.forced(min(room, MAX_FORCED)))
+            if forced:
+                state.offered, state.num_forced = forced, len(forced)
+                return Offer(state.request_id, (1.0,) * len(forced))
+        if lookup is None:
+            return None
+        draft, chances = lookup.guess(min(room, MAX_DRAFT))
+        if draft and state.constraint is not None:
+            draft = draft[: state.constraint.count_allowed(draft)]
+        if not draft:
+            return None
+        state.offered = tuple(draft)
+        return Offer(state.request_id, tuple(chances[: len(draft)]))
+
+    def _follow(self, state: RequestState, token_ids: npt.NDArray[np.int32]) -> SuffixLookup:
+        lookup = state.lookup
+        if lookup is None:
+            lookup = state.lookup = SuffixLookup(token_ids.tolist(), self._counts)
+        else:
+            lookup.extend(token_ids[lookup.num_tokens :].tolist())
+        return lookup

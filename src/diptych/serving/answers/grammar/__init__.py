@@ -1,0 +1,1 @@
+"""Grammars that answers follow: made of schemas and tools, and tried in a process of their own."""

@@ -1,0 +1,119 @@
+"""Tries grammars in a process of their own before a request is sent to a worker: see check_process.py.
+
+The process begins with the first grammar and holds the tokenizer. Grammars that were tried are known by their text.
+"""
+
+import asyncio
+import importlib.util
+import logging
+import sys
+from collections import OrderedDict
+
+import msgspec
+
+from diptych.control.errors import InvalidRequestError, UnavailableError
+from diptych.serving.answers.grammar.check_messages import CheckReply, CheckRequest, CheckSettings
+from diptych.serving.answers.grammar.grammar_text import Grammar
+
+logger = logging.getLogger(__name__)
+
+COMPILE_LIMIT_S = 0.5
+MAX_KNOWN = 512
+MAX_KNOWN_BYTES = 1 << 16  # longer grammars are tried each time
+MAX_WAITING = 64
+START_LIMIT_S = 30.0
+LINE_BYTES = 1 << 28
+
+
+def is_installed() -> bool:
+    """Whether the package is there that computes masks."""
+    return importlib.util.find_spec("llguidance") is not None
+
+
+class GrammarChecker:
+    """The grammars of one tokenizer. ``check`` returns what a worker is given; ``close`` ends the process."""
+
+    def __init__(self, tokenizer_json: str, eos_token_ids: list[int], vocab_size: int) -> None:
+        self._settings = CheckSettings(tokenizer_json, eos_token_ids, vocab_size, COMPILE_LIMIT_S)
+        self._process: asyncio.subprocess.Process | None = None
+        self._turn = asyncio.Lock()
+        self._num_waiting = 0
+        self._known: OrderedDict[str, CheckReply] = OrderedDict()
+
+    async def check(self, grammar: Grammar) -> str:
+        """The grammar in Lark. Raises InvalidRequestError that names the field, with the path in a schema."""
+        reply = self._known.get(grammar.text)
+        if reply is None:
+            if self._num_waiting >= MAX_WAITING:
+                raise UnavailableError(f"{self._num_waiting} grammars wait to be compiled", code="grammar_queue_full")
+            self._num_waiting += 1
+            try:
+                async with self._turn:
+                    reply = self._known.get(grammar.text) or await self._ask(grammar)
+            finally:
+                self._num_waiting -= 1
+            if len(grammar.text) <= MAX_KNOWN_BYTES:
+                self._known[grammar.text] = reply
+            while len(self._known) > MAX_KNOWN:
+                self._known.popitem(last=False)
+        else:
+            self._known.move_to_end(grammar.text)
+        if reply.error:
+            param = reply.param or grammar.param
+            raise InvalidRequestError(f"{param}: {reply.error}", param=param, code="invalid_grammar")
+        return reply.text
+
+    async def _ask(self, grammar: Grammar) -> CheckReply:
+        """A process that was killed is started again, once."""
+        try:
+            return await self._ask_once(grammar)
+        except (OSError, UnavailableError):
+            return await self._ask_once(grammar)
+
+    async def _ask_once(self, grammar: Grammar) -> CheckReply:
+        request = CheckRequest(grammar.text, list(grammar.schemas), bool(grammar.foreign))
+        try:
+            process = self._process = self._process or await self._start()
+            assert process.stdin is not None
+            process.stdin.write(msgspec.json.encode(request) + b"\n")
+            return await self._reply(process, COMPILE_LIMIT_S + 10)
+        except BaseException:
+            self._kill()  # the reply to this grammar would be taken for that to the next
+            raise
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "diptych.serving.answers.grammar.check_process",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=LINE_BYTES,
+        )
+        self._process = process
+        assert process.stdin is not None
+        process.stdin.write(msgspec.json.encode(self._settings) + b"\n")
+        await self._reply(process, START_LIMIT_S)
+        return process
+
+    async def _reply(self, process: asyncio.subprocess.Process, limit_s: float) -> CheckReply:
+        assert process.stdout is not None
+        try:
+            line = await asyncio.wait_for(process.stdout.readline(), limit_s)
+        except TimeoutError:
+            line = b""
+        if not line:
+            logger.error("the process that compiles grammars has failed; it is started again with the next grammar")
+            raise UnavailableError("the process that compiles grammars has failed", code="grammar_process")
+        return msgspec.json.decode(line, type=CheckReply)
+
+    async def close(self) -> None:
+        """End the process."""
+        if (process := self._process) is not None:
+            self._kill()
+            await process.wait()
+
+    def _kill(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+        self._process = None

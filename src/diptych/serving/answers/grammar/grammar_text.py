@@ -1,0 +1,184 @@
+"""Grammars as text: a JSON schema, a regular expression, choices or tool calls in the Lark dialect of llguidance.
+
+Objects are written on a single line, as ``json.dumps`` writes them: where no white space can be chosen, more tokens are
+certain without the model.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from diptych.control.errors import InvalidRequestError
+from diptych.serving.answers.response.response_template import CallForm
+
+MAX_GRAMMAR_BYTES = 1 << 20
+MAX_DEPTH = 100  # of a schema
+_SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_ANY_TEXT = r"/(?s:.*)/"
+
+Schema = Mapping[str, Any] | bool
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A grammar. rule: what the answer is; rules: those that it names. schemas: in it, with the fields of the request
+    that they came from. start: of the text, in which ``answer`` is a name. foreign: the client's own text instead, in
+    Lark or GBNF."""
+
+    rule: str
+    rules: str = ""
+    schemas: tuple[tuple[str, Schema], ...] = ()
+    param: str = "response_format"
+    start: str = "start: answer\n"
+    foreign: str = ""
+
+    @property
+    def text(self) -> str:
+        """In Lark, or as the client wrote it. Raises InvalidRequestError for one that is too long."""
+        text = self.foreign or f"{self.start}answer: {self.rule}\n{self.rules}"
+        if len(text) > MAX_GRAMMAR_BYTES:
+            raise InvalidRequestError(
+                f"{self.param} makes a grammar of {len(text)} bytes; the limit is {MAX_GRAMMAR_BYTES}", param=self.param
+            )
+        return text
+
+    def otherwise(self, other: "Grammar") -> "Grammar":
+        """Answers of this grammar or of the other one. The names of their rules differ."""
+        rule, rules = f"{self.rule} | {other.rule}", self.rules + other.rules
+        return Grammar(rule, rules, self.schemas + other.schemas, self.param, self.start)
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """The marks around reasoning that may come before the answer. is_open: the prompt has begun it."""
+
+    begin: str
+    end: str
+    is_open: bool
+
+
+class GrammarWriter:
+    """Writes grammars for one tokenizer. special_tokens: text to id."""
+
+    def __init__(self, special_tokens: Mapping[str, int], thinking: Thinking | None = None) -> None:
+        self._special_tokens = special_tokens
+        self._thinking = thinking
+
+    def schema(self, schema: Schema, param: str, whitespace: str | None = None) -> Grammar:
+        """Values of a JSON schema. whitespace: a regular expression for what may stand between its parts."""
+        rules = f"value: {json_rule(schema, param, whitespace)}\n"
+        return Grammar("value", rules, ((param, schema),), param, self._start())
+
+    def regex(self, pattern: str, param: str) -> Grammar:
+        """Texts that a regular expression matches whole."""
+        return Grammar("VALUE", f"VALUE: /{_without_slashes(pattern)}/\n", (), param, self._start())
+
+    def choice(self, choices: Sequence[str], param: str) -> Grammar:
+        """One of these texts."""
+        return Grammar("value", "value: " + " | ".join(map(_quoted, choices)) + "\n", (), param, self._start())
+
+    def calls(self, form: CallForm, schemas: Mapping[str, Schema], max_calls: int | None) -> Grammar:
+        """Calls of these tools, at least one, and nothing else."""
+        more = "" if max_calls == 1 or form.separator is None else f" ({self.text(form.separator)} call)*"
+        rule = f"{self.text(form.first)} call{more} {self.text(form.last)}"
+        rules = "\n".join(self._call_rules(form, schemas)) + "\n"
+        return Grammar(rule, rules, _arguments_of(schemas), "tools", self._start())
+
+    def text_with_calls(self, form: CallForm, schemas: Mapping[str, Schema]) -> Grammar:
+        """Text, in which calls of these tools follow their schemas."""
+        mark = form.first or form.begin.split("\n")[0].split("{")[0]
+        if not mark:  # a call is all of the answer
+            free = Grammar("FREE", f"FREE: /[^{form.begin[0]}](?s:.*)/\n", (), "tools")
+            return self.calls(form, schemas, None).otherwise(free)
+        token = self._special_tokens.get(mark)
+        rules = self._call_rules(form, schemas)
+        if form.first:
+            body = f"call ({self.text(form.separator or '')} call)* {self.text(form.last)}"
+        else:
+            rules = [rule.replace(self.text(form.begin), self.text(form.begin[len(mark) :]), 1) for rule in rules]
+            body = "call"
+        opening = f"TEXT <[{token}]>" if token is not None else "marked"
+        marked = "" if token is not None else f"\nmarked[lazy]: TEXT {_quoted(mark)}"
+        text = f"tag: {opening} {body}{marked}\nTEXT: {_ANY_TEXT}\n" + "\n".join(rules) + "\n"
+        return Grammar("(tag)* TEXT", text, _arguments_of(schemas), "tools")
+
+    def text(self, text: str) -> str:
+        """A fixed text in Lark; special tokens by their ids."""
+        if not text:
+            return ""
+        known = [token for token in self._special_tokens if token in text]
+        if not known:
+            return _quoted(text)
+        pieces = re.split("(" + "|".join(map(re.escape, sorted(known, key=len, reverse=True))) + ")", text)
+        return " ".join(
+            f"<[{self._special_tokens[piece]}]>" if piece in self._special_tokens else _quoted(piece)
+            for piece in pieces
+            if piece
+        )
+
+    def _call_rules(self, form: CallForm, schemas: Mapping[str, Schema]) -> list[str]:
+        rules = ["call: " + " | ".join(f"call_{number}" for number in range(len(schemas)))]
+        for number, (name, schema) in enumerate(schemas.items()):
+            written = json.dumps(name) if form.quotes_name else name
+            arguments = {"type": "object", **schema} if isinstance(schema, Mapping) else {"type": "object"}
+            rules.append(
+                f"call_{number}: {self.text(form.begin)} {self.text(written + form.between)} "
+                f"arguments_{number} {self.text(form.end)}"
+            )
+            rules.append(f"arguments_{number}: {json_rule(arguments, _arguments_param(number))}")
+        return rules
+
+    def _start(self) -> str:
+        """The beginning of a grammar: reasoning comes first where the model does so."""
+        thinking = self._thinking
+        if thinking is None:
+            return "start: answer\n"
+        begin, end = self.text(thinking.begin), self._special_tokens.get(thinking.end)
+        if end is not None:
+            thought = f"THOUGHT <[{end}]> SPACE\nTHOUGHT: {_ANY_TEXT}\nSPACE: /\\s*/"
+        else:
+            thought = f"thought SPACE\nthought[lazy]: /(?s:.*)/ {_quoted(thinking.end)}\nSPACE: /\\s*/"
+        start = f"start: thinking{'' if thinking.is_open else '?'} answer\n"
+        return start + f"thinking: {'' if thinking.is_open else begin} {thought}\n"
+
+
+def json_rule(schema: Schema, param: str, whitespace: str | None = None) -> str:
+    """The right side of a rule for values of a schema. Raises InvalidRequestError for one that is too deep."""
+    check_depth(schema, param)
+    options: dict[str, Any] = dict(_SEPARATORS)
+    if whitespace is not None:
+        options = {"whitespace_pattern": whitespace}
+    as_object = dict(schema) if isinstance(schema, Mapping) else {} if schema else {"not": {}}
+    return "%json " + json.dumps({**as_object, "x-guidance": options}, ensure_ascii=False)
+
+
+def check_depth(schema: Any, param: str) -> None:
+    """Raise InvalidRequestError with the path of what is nested too deeply."""
+    nodes: list[tuple[Any, str, int]] = [(schema, param, 0)]
+    while nodes:
+        node, path, depth = nodes.pop()
+        if depth > MAX_DEPTH:
+            raise InvalidRequestError(f"{path[:200]}... is nested more than {MAX_DEPTH} deep", param=param)
+        if isinstance(node, Mapping):
+            nodes += [(value, f"{path}.{key}", depth + 1) for key, value in node.items()]
+        elif isinstance(node, list):
+            nodes += [(value, f"{path}.{number}", depth + 1) for number, value in enumerate(node)]
+
+
+def _arguments_of(schemas: Mapping[str, Schema]) -> tuple[tuple[str, Schema], ...]:
+    return tuple((_arguments_param(number), schema) for number, schema in enumerate(schemas.values()))
+
+
+def _arguments_param(number: int) -> str:
+    return f"tools.{number}.function.parameters"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _without_slashes(pattern: str) -> str:
+    """A pattern that can stand between slashes."""
+    return re.sub(r"\\.|/|\n", lambda found: {"/": r"\/", "\n": r"\n"}.get(found.group(), found.group()), pattern)

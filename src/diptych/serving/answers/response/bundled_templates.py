@@ -1,0 +1,240 @@
+"""Descriptions of the formats in which common models write reasoning and tool calls, for models that bring none.
+
+Each is a response template (see response_template.py) and is recognised by texts in the chat template of the model.
+``calls``: how a grammar writes a call.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+_THINK = {"open": "<think>", "close": "</think>", "content": "text"}
+_CHATML = ["<|im_start|>assistant\n", "<|im_start|>assistant"]
+_ANY_ASSISTANT = [
+    *_CHATML,
+    "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    "<|header_start|>assistant<|header_end|>\n\n",
+    "[/INST]",
+    "<｜Assistant｜>",
+    "<|assistant|>\n",
+    "<|assistant|>",
+]
+_FUNCTION_IN_CONTENT = {"type": "function", "function": "{content}"}
+_NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+
+TEMPLATES: dict[str, dict[str, Any]] = {
+    "hermes": {
+        "start_anchor": _ANY_ASSISTANT,
+        "fields": {
+            "reasoning_content": _THINK,
+            "tool_calls": {
+                "open_pattern": r"\s*<tool_call>",
+                "close": "</tool_call>",
+                "repeats": True,
+                "content": "json",
+                "transform": _FUNCTION_IN_CONTENT,
+            },
+            "content": {"content": "text"},
+        },
+        "calls": {
+            "begin": '<tool_call>\n{"name": ',
+            "between": ', "arguments": ',
+            "end": "}\n</tool_call>",
+            "separator": "\n",
+        },
+    },
+    "qwen_xml": {
+        "start_anchor": _ANY_ASSISTANT,
+        "fields": {
+            "reasoning_content": _THINK,
+            "tool_calls": {
+                "open_pattern": r"\s*(?:<tool_call>\s*)?<function=(?P<name>[^>\n]+)>",
+                "close_pattern": r"</function>(?:\s*</tool_call>)?",
+                "repeats": True,
+                "content": "xml-inline",
+                "content_args": {
+                    "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>",
+                },
+                "transform": _NAMED,
+            },
+            "content": {"content": "text"},
+        },
+    },
+    "llama3_json": {
+        "start_anchor": _ANY_ASSISTANT,
+        "fields": {
+            "tool_calls": {
+                "open_pattern": r"\A\s*(?:<\|python_tag\|>\s*)?(?=\{\s*\"(?:name|type|function)\")",
+                "content": "json",
+                "transform": {
+                    "function": {"name": "{content.name}", "arguments": "{content.parameters}"},
+                },
+            },
+            "content": {"content": "text"},
+        },
+        "calls": {"begin": '{"name": ', "between": ', "parameters": ', "end": "}", "separator": "; "},
+    },
+    "pythonic": {
+        "start_anchor": _ANY_ASSISTANT,
+        "fields": {
+            "tool_calls": {
+                "open_pattern": r"\A\s*(?:<\|python_start\|>\s*)?(?=\[[A-Za-z_][\w.]*\()",
+                "close": ["<|python_end|>"],
+                "content": "python-calls",
+                "transform": {"function": {"name": "{name}", "arguments": "{arguments}"}},
+                "transform_each": True,
+            },
+            "content": {"content": "text"},
+        },
+    },
+    "mistral": {
+        "start_anchor": _ANY_ASSISTANT,
+        "id_length": 9,
+        "fields": {
+            "reasoning_content": {"open": "[THINK]", "close": "[/THINK]", "content": "text"},
+            "tool_calls": {
+                "open_pattern": r"\s*\[TOOL_CALLS\]\s*(?=[\[{])",
+                "content": "json",
+                "transform": {"function": {"name": "{name}", "arguments": "{arguments}"}},
+                "transform_each": True,
+            },
+            "content": {"content": "text"},
+        },
+        "calls": {
+            "first": "[TOOL_CALLS][",
+            "begin": '{"name": ',
+            "between": ', "arguments": ',
+            "end": "}",
+            "separator": ", ",
+            "last": "]",
+        },
+    },
+    "mistral_args": {
+        "start_anchor": _ANY_ASSISTANT,
+        "id_length": 9,
+        "fields": {
+            "reasoning_content": {"open": "[THINK]", "close": "[/THINK]", "content": "text"},
+            "tool_calls": {
+                "open_pattern": r"\s*\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]",
+                "close_pattern": r"\s*(?=\[TOOL_CALLS\])",
+                "repeats": True,
+                "content": "json",
+                "transform": _NAMED,
+            },
+            "content": {"content": "text"},
+        },
+        "calls": {"begin": "[TOOL_CALLS]", "between": "[ARGS]", "end": "", "quotes_name": False},
+    },
+    "harmony": {
+        "start_anchor": "<|start|>assistant",
+        "fields": {
+            "reasoning_content": {
+                "open_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>analysis<\|message\|>",
+                "close": ["<|end|>", "<|return|>"],
+                "content": "text",
+            },
+            "tool_calls": {
+                "open_pattern": (
+                    r"(?:<\|start\|>assistant)?(?:<\|channel\|>(?:commentary|analysis))? ?to=functions\."
+                    r"(?P<name>[\w.-]+)(?:<\|channel\|>(?:commentary|analysis))?(?: ?(?:<\|constrain\|>)?[\w]+)?"
+                    r"<\|message\|>"
+                ),
+                "close": ["<|call|>", "<|end|>"],
+                "repeats": True,
+                "content": "json",
+                "transform": _NAMED,
+            },
+            "content": {
+                "open_pattern": (
+                    r"(?:<\|start\|>assistant)?<\|channel\|>(?:final|commentary)"
+                    r"(?: ?<\|constrain\|>[\w]+)?<\|message\|>"
+                ),
+                "close": ["<|end|>", "<|return|>"],
+                "content": "text",
+            },
+            "other_content": {"content": "text"},
+        },
+        "calls": {
+            "begin": "<|channel|>commentary to=functions.",
+            "between": " <|constrain|>json<|message|>",
+            "end": "",
+            "separator": None,
+            "quotes_name": False,
+        },
+    },
+    "deepseek": {
+        "start_anchor": _ANY_ASSISTANT,
+        "fields": {
+            "reasoning_content": _THINK,
+            "tool_calls": {
+                "open_pattern": (
+                    r"\s*(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>"
+                    r"function<｜tool▁sep｜>(?P<name>[^\n]+)\n```json\n"
+                ),
+                "close_pattern": r"\n```<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?",
+                "repeats": True,
+                "content": "json",
+                "transform": _NAMED,
+            },
+            "content": {"content": "text"},
+        },
+        "calls": {
+            "first": "<｜tool▁calls▁begin｜>",
+            "begin": "<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+            "between": "\n```json\n",
+            "end": "\n```<｜tool▁call▁end｜>",
+            "separator": "\n",
+            "last": "<｜tool▁calls▁end｜>",
+            "quotes_name": False,
+        },
+    },
+    "deepseek_v31": {
+        "start_anchor": _ANY_ASSISTANT,
+        "fields": {
+            "reasoning_content": _THINK,
+            "tool_calls": {
+                "open_pattern": (
+                    r"\s*(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>(?P<name>[^<\n]+)<｜tool▁sep｜>"
+                ),
+                "close_pattern": r"<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?",
+                "repeats": True,
+                "content": "json",
+                "transform": _NAMED,
+            },
+            "content": {"content": "text"},
+        },
+        "calls": {
+            "first": "<｜tool▁calls▁begin｜>",
+            "begin": "<｜tool▁call▁begin｜>",
+            "between": "<｜tool▁sep｜>",
+            "end": "<｜tool▁call▁end｜>",
+            "last": "<｜tool▁calls▁end｜>",
+            "quotes_name": False,
+        },
+    },
+    "thinking": {
+        "start_anchor": _ANY_ASSISTANT,
+        "fields": {"reasoning_content": _THINK, "content": {"content": "text"}},
+    },
+}
+
+# A format is recognised by all of these texts together in a chat template; the first that fits.
+_MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("harmony", ("<|channel|>", "<|message|>")),
+    ("qwen_xml", ("<tool_call>", "<function=")),
+    ("hermes", ("<tool_call>",)),
+    ("deepseek", ("<｜tool▁call▁begin｜>", "```json")),
+    ("deepseek_v31", ("<｜tool▁call▁begin｜>",)),
+    ("mistral_args", ("[TOOL_CALLS]", "[ARGS]")),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("pythonic", ("func_name1(params_name1",)),
+    ("pythonic", ("<|python_start|>",)),
+    ("llama3_json", ('"parameters":', "tools")),
+    ("llama3_json", ("<|python_tag|>",)),
+    ("thinking", ("</think>",)),
+)
+
+
+def recognise(chat_templates: Iterable[str]) -> str | None:
+    """The name of the format of a model with these chat templates; None when none is known."""
+    text = "\n".join(chat_templates)
+    return next((name for name, marks in _MARKS if all(mark in text for mark in marks)), None)

@@ -1,0 +1,191 @@
+"""Searching a growing text for the first of several patterns.
+
+A match is reported as soon as no later character can change it: the earliest one, as each pattern prefers it, and of
+several patterns that match at the same place the longest. Text arrives in pieces of any size; where they are cut
+changes nothing. ``Search.hold`` says from where on text may still belong to a match.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from diptych.control.errors import ConfigError
+from diptych.serving.answers.response.pattern_syntax import Op, Program, compile_literals, compile_pattern
+
+Slots = tuple[int, ...]
+Thread = tuple[int, Slots]
+
+
+@dataclass(frozen=True, slots=True)
+class PatternMatch:
+    """Text [start, end) matches pattern number ``number``. groups: the named groups that took part, as [start, end)."""
+
+    number: int
+    start: int
+    end: int
+    groups: dict[str, tuple[int, int]]
+
+
+class Pattern:
+    """A regular expression, or one of several literal texts. It never matches an empty text."""
+
+    def __init__(self, source: str | None = None, *, literals: Sequence[str] = ()) -> None:
+        self.source = source if source is not None else "|".join(map(re.escape, literals))
+        self.program = compile_literals(literals) if source is None else compile_pattern(source)
+        first = [pc for pc, _ in closure(self.program, 0, (0,) * self.program.num_slots, 0, set())]
+        if any(self.program.ops[pc] is Op.MATCH for pc in first):
+            raise ConfigError(f"the pattern {self.source!r} matches an empty text")
+        self.first = "|".join(sorted({self.program.sources[pc] for pc in first}))  # characters that it begins with
+
+    @property
+    def group_names(self) -> frozenset[str]:
+        """Names of its groups."""
+        return frozenset(self.program.names)
+
+
+def closure(program: Program, pc: int, slots: Slots, position: int, seen: set[int]) -> list[Thread]:
+    """The threads at CHAR and MATCH that are reached from ``pc`` without a character, those preferred first. seen:
+    instructions that threads of a higher priority have reached; grows."""
+    found, stack = [], [(pc, slots)]
+    while stack:
+        pc, slots = stack.pop()
+        while pc not in seen:
+            seen.add(pc)
+            op = program.ops[pc]
+            if op is Op.CHAR or op is Op.MATCH:
+                found.append((pc, slots))
+                break
+            if op is Op.SAVE:
+                slot = program.x[pc]
+                slots = (*slots[:slot], position, *slots[slot + 1 :])
+                pc += 1
+            elif op is Op.SPLIT:
+                stack.append((program.y[pc], slots))
+                pc = program.x[pc]
+            elif op is Op.JUMP:
+                pc = program.x[pc]
+            elif position == 0:
+                pc += 1
+            else:
+                break
+    return found
+
+
+class _Simulation:
+    """One pattern over the text so far."""
+
+    __slots__ = ("match", "program", "threads")
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.threads: list[Thread] = []  # those preferred first, so in the order of their starts
+        self.match: Slots | None = None  # the best so far; only threads before it are still alive
+
+    def begin(self, position: int) -> None:
+        """A match might begin here."""
+        program = self.program
+        seen = {pc for pc, _ in self.threads}
+        self.threads += closure(program, 0, (position,) * program.num_slots, position, seen)
+
+    def push(self, character: str, position: int) -> None:
+        """The character before ``position``."""
+        program, alive, seen = self.program, [], set[int]()
+        tests = program.tests
+        for pc, slots in self.threads:
+            test = tests[pc]
+            if test is None or not test(character):
+                continue
+            alive += closure(program, pc + 1, slots, position, seen)
+        for number, (pc, slots) in enumerate(alive):
+            if program.ops[pc] is Op.MATCH:
+                self.match = slots
+                del alive[number:]
+                break
+        self.threads = alive
+
+
+class Search:
+    """A search from ``position`` on (0: the beginning of the answer) until the first match."""
+
+    def __init__(self, patterns: Sequence[Pattern], position: int = 0) -> None:
+        self._simulations = [_Simulation(pattern.program) for pattern in patterns]
+        sources = "|".join(sorted({pattern.first for pattern in patterns}))
+        self._first = re.compile(sources) if patterns else None
+        self._names = [pattern.program.names for pattern in patterns]
+        self.position = position
+        self.hold = position  # before it, no text belongs to a match that is still open
+
+    def push(self, text: str, start: int = 0) -> PatternMatch | None:
+        """Look at text[start:], which follows what was looked at before. Returns the match once it is certain; the
+        search is over then, and ``position`` says how far it has looked."""
+        at, size = start, len(text)
+        if self._first is None:
+            self.position += size - at
+            self.hold = self.position
+            return None
+        is_idle = self.hold == self.position
+        while at < size:
+            if is_idle:
+                found = self._first.search(text, at)
+                skipped = (found.start() if found else size) - at
+                self.position += skipped
+                self.hold = self.position
+                at += skipped
+                if found is None:
+                    break
+            if match := self._step(text[at]):
+                return match
+            at += 1
+            is_idle = self.hold == self.position
+        return None
+
+    def finish(self) -> PatternMatch | None:
+        """The text is over: the best match that there is."""
+        return self._best()
+
+    def _step(self, character: str) -> PatternMatch | None:
+        has_match = False
+        hold = position = self.position + 1
+        for simulation in self._simulations:
+            if simulation.match is None:
+                simulation.begin(self.position)
+            simulation.push(character, position)
+            if simulation.threads:
+                hold = min(hold, simulation.threads[0][1][0])
+            has_match = has_match or simulation.match is not None
+        self.position = position
+        if not has_match:
+            self.hold = hold
+            return None
+        best = self._best()
+        assert best is not None
+        self.hold = min(hold, best.start)
+        return None if hold <= best.start else best
+
+    def _best(self) -> PatternMatch | None:
+        found = [
+            (slots[0], -slots[1], number)
+            for number, simulation in enumerate(self._simulations)
+            if (slots := simulation.match) is not None
+        ]
+        if not found:
+            return None
+        start, negative_end, number = min(found)
+        slots = self._simulations[number].match
+        assert slots is not None
+        names = self._names[number].items()
+        groups = {name: (slots[slot], slots[slot + 1]) for name, slot in names if slots[slot + 1] > start}
+        return PatternMatch(number, start, -negative_end, groups)
+
+
+def find_all(pattern: Pattern, text: str) -> list[PatternMatch]:
+    """The matches in a whole text, from left to right, without overlaps."""
+    found, at = [], 0
+    while at < len(text):
+        search = Search([pattern], at)
+        match = search.push(text, at) or search.finish()
+        if match is None:
+            break
+        found.append(match)
+        at = match.end
+    return found

@@ -1,0 +1,74 @@
+"""``GET /diagnosis``: what limits this server now, for its live page.
+
+Computed in the process of the panels, which gives way to the server; here the newest records are only encoded, in
+portions between which the event loop is free.
+"""
+
+import asyncio
+import time
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import FastAPI, Query, Request
+from fastapi.responses import Response
+from pydantic import BaseModel
+
+from diptych import __version__
+from diptych.serving.async_llm import AsyncLLM
+from diptych.serving.fleet.settings_view import settings_of
+from diptych.timeline.watched_server import WatchedServer
+from diptych.web.panel_host import PanelHost
+from diptych.web.panel_wire import Call
+
+MOST_RECORDS = 20_000  # that are looked at: the newest
+PORTION = 1000  # about 2 ms of the event loop
+
+Objectives = Annotated[str, Query(description="Such as ttft=300ms,tpot=50ms; none: the server's own", max_length=100)]
+WithAdvice = Annotated[bool, Query(description="Simulate what settings would gain: some seconds")]
+
+
+class DiagnosisReply(BaseModel):
+    """The reply of /diagnosis: that of ``diptych diagnose --json``."""
+
+    verdict: str
+    sentence: str
+    num_requests: int
+    miss_share: float | None
+    causes: list[dict[str, Any]]
+    attribution: dict[str, dict[str, Any]]
+
+
+def add_diagnosis_routes(
+    app: FastAPI, llm: AsyncLLM, model_name: str, panels: PanelHost, errors: dict[int | str, dict[str, Any]]
+) -> None:
+    """Add ``/diagnosis``. panels: computes it. errors: documented replies from 400 on."""
+    refusals: dict[int | str, dict[str, Any]] = {status: errors[status] for status in (400, 401, 503)}
+
+    @app.get("/diagnosis", responses={**refusals, 200: {"model": DiagnosisReply}})
+    async def diagnosis(request: Request, slo: Objectives = "", advice: WithAdvice = False) -> Response:
+        """What limits this server, from its newest records: causes in seconds per request, and where the time goes."""
+        misses = llm.fleet.misses
+        watched = WatchedServer(
+            records=await _encoded(llm),
+            settings=settings_of(llm.fleet, __version__, model_name),
+            now_ns=time.monotonic_ns(),
+            kv_usage=max((stats.kv_usage for stats in llm.metrics.fleet.workers.values()), default=0.0),
+            slo=slo,
+            with_advice=advice,
+            computed={} if misses is None else dict(misses.explainer.summary.tokens),
+        )
+        call = Call(kind="diagnosis", body=msgspec.msgpack.encode(watched))
+        reply = await panels.ask(call, request.is_disconnected)
+        return Response(reply.body, reply.status, media_type="application/json")
+
+
+async def _encoded(llm: AsyncLLM) -> list[msgspec.Raw]:
+    timeline = llm.timeline
+    since, pages = max(timeline.first_sequence - 1, timeline.next_sequence - 1 - MOST_RECORDS), []
+    while records := timeline.since(since, PORTION):
+        pages.append(msgspec.Raw(msgspec.msgpack.encode(records)))
+        since = records[-1].sequence
+        if len(records) < PORTION:
+            break
+        await asyncio.sleep(0)
+    return pages

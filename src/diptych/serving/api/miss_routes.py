@@ -1,0 +1,47 @@
+"""``/cache/misses``: why prompts were not found in a cache, for operators; under ``/admin`` with the texts that differ.
+
+Texts are prompts of clients, so they are only given to those who may administer the server.
+"""
+
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Query
+from fastapi.responses import Response
+
+from diptych.control.errors import InvalidRequestError, NotFoundError
+from diptych.serving.api.miss_views import MissesReply, misses_reply
+from diptych.serving.fleet.fleet import Fleet
+from diptych.serving.misses.miss_watch import NUM_RECENT
+
+DEFAULT_RECENT = 32
+
+Limit = Annotated[str | None, Query(description=f"So many of the latest misses: 0 to {NUM_RECENT}")]
+
+
+def add_miss_routes(app: FastAPI, fleet: Fleet, documented: dict[int | str, dict[str, Any]]) -> None:
+    """Add both routes. documented: replies from 400 on."""
+    refusals: dict[int | str, dict[str, Any]] = {status: documented[status] for status in (400, 401, 403, 404)}
+
+    def reply(limit: str | None, *, with_text: bool) -> Response:
+        if fleet.misses is None:
+            raise NotFoundError("prefix misses are not explained; start the server with --explain-misses on")
+        content = misses_reply(fleet.misses, _number(limit), with_text=with_text)
+        return Response(content.model_dump_json(), media_type="application/json")
+
+    @app.get("/cache/misses", responses={**refusals, 200: {"model": MissesReply}})
+    async def misses(limit: Limit = None) -> Response:
+        """Why prompts were computed that a cache could have held, since the start, and the latest of them."""
+        return reply(limit, with_text=False)
+
+    @app.get("/admin/cache/misses", responses={**refusals, 200: {"model": MissesReply}})
+    async def misses_with_texts(limit: Limit = None) -> Response:
+        """The same with the texts that differ, where the server keeps texts."""
+        return reply(limit, with_text=True)
+
+
+def _number(limit: str | None) -> int:
+    if limit is None:
+        return DEFAULT_RECENT
+    if not (limit.isascii() and limit.isdigit() and len(limit) <= 9 and int(limit) <= NUM_RECENT):
+        raise InvalidRequestError(f"limit is {limit[:40]!r}; it must be in [0, {NUM_RECENT}]", param="limit")
+    return int(limit)

@@ -1,0 +1,52 @@
+"""Headers of every reply: the id of the request, and the fields of its body that were ignored.
+
+A client may give an id (X-Request-Id: up to 128 letters, digits and ._:-); it comes back, and is in the access log
+beside the id that the reply has in its body, in the timeline and in recordings. Without one, the two are the same.
+"""
+
+import re
+import uuid
+from collections.abc import Iterable
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+REQUEST_ID, IGNORED = b"x-request-id", b"x-ignored-fields"
+MAX_IGNORED = 20  # fields that are named
+_GIVEN_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_FIELD = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+class ReplyHeaders:
+    """Adds the headers to each reply. ``scope["state"]`` has ``request_id`` from the start; a route may set
+    ``reply_id`` and ``ignored_fields`` before it replies."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        state = scope.setdefault("state", {})
+        state["request_id"] = given if _GIVEN_ID.fullmatch(given) else ""
+
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                request_id = state["request_id"] or state.get("reply_id") or f"req-{uuid.uuid4().hex}"
+                state["request_id"] = request_id
+                headers = [(REQUEST_ID, request_id.encode())]
+                if ignored := state.get("ignored_fields"):
+                    headers.append((IGNORED, shown(ignored).encode()))
+                message = {**message, "headers": [*message.get("headers", ()), *headers]}
+            await send(message)
+
+        await self._app(scope, receive, with_headers)
+
+
+def shown(fields: Iterable[str]) -> str:
+    """Names of fields for a header; what could not stand there is left out."""
+    names = [name for name in fields if _FIELD.fullmatch(name)]
+    more = [f"and {len(names) - MAX_IGNORED} more"] if len(names) > MAX_IGNORED else []
+    return ", ".join(names[:MAX_IGNORED] + more)

@@ -1,0 +1,55 @@
+"""A fleet as one worker: what the workers' Ready messages say together, for clients and for the checks of requests."""
+
+from collections.abc import Mapping, Sequence
+
+from diptych.control.errors import ConfigError
+from diptych.control.router.topology import ROLES, Role
+from diptych.serving.link.messages import Ready
+
+
+def longest_sequence(ready: Ready) -> int:
+    """Tokens of the longest prompt and answer that this worker takes."""
+    return min(ready.max_model_len, ready.kv_capacity_tokens)
+
+
+def joint_ready(roles: Sequence[Role], known: Mapping[int, Ready]) -> Ready:
+    """What all workers know, and what the decode worker with the longest context can hold: longer prompts go there.
+    Raises ConfigError for workers that cannot serve one model together."""
+    workers = [known[number] for number in range(len(roles))]
+    if len({ready.block_size for ready in workers}) > 1:
+        raise ConfigError("the workers' block sizes differ", param="block_size")
+    if len({tuple(ready.eos_token_ids) for ready in workers}) > 1:
+        raise ConfigError("the workers' models end their answers with different tokens", param="model")
+    decoders = [ready for role, ready in zip(roles, workers, strict=True) if role != "prefill"]
+    prefillers = [ready for role, ready in zip(roles, workers, strict=True) if role != "decode"]
+    first, largest = workers[0], max(decoders, key=longest_sequence)
+    return Ready(
+        min(ready.vocab_size for ready in workers),
+        largest.max_model_len,
+        largest.kv_capacity_tokens,
+        sum(ready.max_waiting for ready in prefillers),
+        sum(ready.max_num_seqs for ready in decoders),
+        first.eos_token_ids,
+        _description(roles, workers),
+        num_blocks=sum(ready.num_blocks for ready in workers),
+        block_size=first.block_size,
+        instruction_set=first.instruction_set,
+        weights=" + ".join(dict.fromkeys(ready.weights for ready in workers)),
+        processor=first.processor,
+        sequence_limits=sorted({longest_sequence(ready) for ready in decoders}),
+    )
+
+
+def _description(roles: Sequence[Role], workers: Sequence[Ready]) -> str:
+    """For people: the roles, and each kind of worker once."""
+    if len(workers) == 1:
+        return workers[0].description
+    counts = " + ".join(f"{roles.count(role)} {role}" for role in ROLES if role in roles)
+    kinds: dict[tuple[int, str], int] = {}
+    for ready in workers:
+        kind = (ready.max_model_len, ready.description)
+        kinds[kind] = kinds.get(kind, 0) + 1
+    if len(kinds) == 1:
+        return f"{counts}; each: {workers[0].description}"
+    lines = [f"{count} x context {length:,}: {text}" for (length, text), count in kinds.items()]
+    return f"{counts}; {'; '.join(lines)}"

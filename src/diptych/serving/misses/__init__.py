@@ -1,0 +1,1 @@
+"""Prefix misses, explained while serving: prompts in, reasons out."""

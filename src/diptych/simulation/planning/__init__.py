@@ -1,0 +1,1 @@
+"""Which fleet to run for a load: layouts, the search among them, and what it found."""

@@ -1,0 +1,140 @@
+"""A layout: which workers a fleet has, of which devices, and in which roles.
+
+Unified and chunked fleets are equal workers that prefill and decode, and differ in the scheduler's shape alone. A split
+fleet has a pool for each phase; a mixed one has workers between them that do both, as Splitwise's mixed pool (Patel et
+al., ISCA 2024, section 4).
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from diptych.control.router.topology import Role
+from diptych.simulation.parallelism import Parallelism
+from diptych.simulation.pool_settings import PoolSettings
+from diptych.simulation.settings import Settings
+
+LayoutShape = Literal["unified", "chunked", "split", "mixed"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedDevice:
+    """A device as a plan counts it. usd_per_hour: None where the catalogue has no price. watts: rated board power."""
+
+    name: str
+    usd_per_hour: float | None
+    watts: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerKind:
+    """What one worker is made of."""
+
+    device: PlannedDevice
+    parallelism: Parallelism
+
+    @property
+    def num_devices(self) -> int:
+        """Of one worker."""
+        return self.parallelism.devices
+
+    @property
+    def usd_per_hour(self) -> float:
+        """Of one worker; 0 without a price."""
+        return (self.device.usd_per_hour or 0.0) * self.num_devices
+
+    @property
+    def kilowatts(self) -> float:
+        """Rated power of one worker's devices."""
+        return self.device.watts * self.num_devices / 1000
+
+    def __str__(self) -> str:
+        return f"{self.device.name}:{self.parallelism}"
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutGroup:
+    """Equal workers of one role."""
+
+    role: Role
+    count: int
+    kind: WorkerKind
+
+
+@dataclass(frozen=True, slots=True)
+class FleetLayout:
+    """groups: one of each role that the shape has, in the order prefill, decode, both."""
+
+    shape: LayoutShape
+    groups: tuple[LayoutGroup, ...]
+
+    @property
+    def num_devices(self) -> int:
+        """Of the whole fleet."""
+        return sum(group.count * group.kind.num_devices for group in self.groups)
+
+    @property
+    def usd_per_hour(self) -> float:
+        """Of the whole fleet; devices without a price count as 0."""
+        return sum(group.count * group.kind.usd_per_hour for group in self.groups)
+
+    @property
+    def kilowatts(self) -> float:
+        """Rated power of the whole fleet."""
+        return sum(group.count * group.kind.kilowatts for group in self.groups)
+
+    def __str__(self) -> str:
+        """Such as ``split: 1 prefill tp2, 2 decode tp1``; the devices where there are several kinds of them."""
+        is_mixed = len({group.kind.device.name for group in self.groups}) > 1
+        kinds = [group.kind if is_mixed else group.kind.parallelism for group in self.groups]
+        words = [f"{group.count} {group.role} {kind}" for group, kind in zip(self.groups, kinds, strict=True)]
+        return f"{self.shape}: {', '.join(words)}"
+
+    def plain(self) -> list[dict[str, Any]]:
+        """One record for each group."""
+        return [
+            {
+                "role": group.role,
+                "workers": group.count,
+                "hardware": group.kind.device.name,
+                "tensor_parallel": group.kind.parallelism.tensor,
+                "pipeline_parallel": group.kind.parallelism.pipeline,
+                "devices": group.count * group.kind.num_devices,
+            }
+            for group in self.groups
+        ]
+
+    def with_counts(self, counts: tuple[int, ...]) -> "FleetLayout":
+        """The same kinds of workers, so many of each group."""
+        groups = (LayoutGroup(group.role, count, group.kind) for group, count in zip(self.groups, counts, strict=True))
+        return FleetLayout(self.shape, tuple(groups))
+
+    def settings(self, base: Settings) -> Settings:
+        """The simulation of this fleet under the base's load. Pools and replicas of the base are replaced."""
+        if self.shape in ("unified", "chunked"):
+            (group,) = self.groups
+            return msgspec.structs.replace(
+                base,
+                shape=self.shape,
+                replicas=group.count,
+                hardware=group.kind.device.name,
+                tensor_parallel=group.kind.parallelism.tensor,
+                pipeline_parallel=group.kind.parallelism.pipeline,
+                pools=msgspec.structs.replace(base.pools, named={}),
+            )
+        named = {
+            group.role: PoolSettings(
+                replicas=group.count,
+                hardware=group.kind.device.name,
+                tensor_parallel=group.kind.parallelism.tensor,
+                pipeline_parallel=group.kind.parallelism.pipeline,
+            )
+            for group in self.groups
+        }
+        pools = msgspec.structs.replace(base.pools, named=named)
+        return msgspec.structs.replace(base, replicas=1, pools=pools)
+
+    def can_be_served(self) -> bool:
+        """Whether ``diptych serve`` can start it: its workers have one device each, all of one kind."""
+        return len({group.kind for group in self.groups}) == 1 and self.groups[0].kind.num_devices == 1

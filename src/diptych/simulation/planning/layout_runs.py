@@ -1,0 +1,162 @@
+"""Simulations of layouts under one load: every layout at every rate once, many at a time in processes of their own.
+
+All runs have the seed of the load, and so the same requests at another rate. Attainment is that of a load that lasts
+(questions.sustained_share). The number of processes changes nothing of the result.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import msgspec
+
+from diptych.control.errors import DiptychError
+from diptych.report.statistics import wilson
+from diptych.search.goodput_search import GoodputResult, GoodputSearch, SearchConfig
+from diptych.simulation.planning.device_layout import FleetLayout
+from diptych.simulation.questions import OBJECTIVES, Question, answer, at_rate, sustained_share
+from diptych.simulation.settings import Settings, settings_from
+from diptych.simulation.sweep import Task, run_here, run_tasks
+
+OnStage = Callable[[str, float], None]  # what is done, and the share of it that is done
+Point = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """search: the share of requests that must meet their objectives, and how closely highest rates are searched.
+    probe_s: length of a run (None: see questions.at_rate)."""
+
+    search: SearchConfig = field(default_factory=SearchConfig)
+    probe_s: float | None = None
+    num_processes: int = 1
+
+
+class LayoutRuns:
+    """The runs so far. refused: layouts that cannot be simulated, with the reason."""
+
+    def __init__(self, base: Settings, options: RunOptions, on_stage: OnStage | None = None) -> None:
+        self.refused: dict[FleetLayout, str] = {}
+        self.num_runs = 0
+        self._base = base
+        self._options = options
+        self._search = replace(options.search, repeats=1)  # a run again would give the same
+        self._on_stage = on_stage
+        self._points: dict[tuple[FleetLayout, float], Point] = {}
+
+    @property
+    def layouts(self) -> set[FleetLayout]:
+        """Those that were tried."""
+        return {layout for layout, _ in self._points} | self.refused.keys()
+
+    def point(self, layout: FleetLayout, rate: float) -> Point:
+        """The outcome of a run that was made (report/outcome.py), with ``rate``, ``met``, ``judged``, ``attainment``
+        and ``attainment_interval``."""
+        return self._points[layout, rate]
+
+    def points(self, layout: FleetLayout) -> list[Point]:
+        """All runs of a layout, by their rates."""
+        return [self._points[key] for key in sorted(self._points, key=lambda key: key[1]) if key[0] == layout]
+
+    def keeps(self, layout: FleetLayout, rate: float) -> bool:
+        """Whether enough requests of a run that was made met their objectives."""
+        return bool(self.point(layout, rate)["attainment"] >= self._search.attainment)
+
+    def run(self, asked: Sequence[tuple[FleetLayout, float]], stage: str) -> None:
+        """Simulate what was not, but for layouts that are refused."""
+        new = [key for key in asked if key not in self._points and key[0] not in self.refused]
+        found = self._tasks(_run_task, [self._settings(*key) for key in new], stage)
+        for (layout, rate), point in zip(new, found, strict=True):
+            self.num_runs += 1
+            if "refused" in point:
+                self.refused[layout] = point["refused"]
+            else:
+                self._points[layout, rate] = {**point, "rate": rate}
+
+    def shares(self, layouts: Sequence[FleetLayout], rate: float) -> dict[FleetLayout, float]:
+        """Attainment at a rate, of the layouts that can be simulated."""
+        shapes = ", ".join(dict.fromkeys(layout.shape for layout in layouts))
+        self.run([(layout, rate) for layout in layouts], f"{shapes}: {rate:.3g} requests/s")
+        return {
+            layout: float(self._points[layout, rate]["attainment"])
+            for layout in layouts
+            if (layout, rate) in self._points
+        }
+
+    def highest_rates(self, layouts: Sequence[FleetLayout], start: float) -> dict[FleetLayout, GoodputResult]:
+        """The highest rates at which enough requests meet their objectives, of the layouts that can be simulated: one
+        search for each, all of them a step at a time. start: the first rate, of a layout that has not run."""
+        searches: dict[FleetLayout, GoodputSearch] = {}
+        for layout in layouts:
+            known = self.points(layout)
+            searches[layout] = GoodputSearch(self._search, min((point["rate"] for point in known), default=start))
+            for point in known:
+                searches[layout].add(point["rate"], point["met"], point["judged"])
+        while True:
+            rates = {layout: search.next_rate() for layout, search in searches.items() if layout not in self.refused}
+            asked = [(layout, rate) for layout, rate in rates.items() if rate is not None]
+            if not asked:
+                break
+            self.run(asked, "highest rates")
+            for layout, rate in asked:
+                if (layout, rate) in self._points:
+                    point = self._points[layout, rate]
+                    searches[layout].add(rate, point["met"], point["judged"])
+        return {layout: search.found for layout, search in searches.items() if layout not in self.refused}
+
+    def smallest(self, layouts: Sequence[FleetLayout], rate: float) -> list[FleetLayout | None]:
+        """For each layout the smallest fleet of its kinds of workers, of at most two groups, that keeps the objectives
+        at a rate; None: there is none, or it is refused."""
+        options = self._options
+        question = {"asked": "devices", "search": asdict(options.search), "probe_s": options.probe_s}
+        points = [self._settings(layout, rate) for layout in layouts]
+        found = self._tasks(_smallest_task, points, f"smallest fleets: {rate:.3g} requests/s", question)
+        sized: list[FleetLayout | None] = []
+        for layout, size in zip(layouts, found, strict=True):
+            self.num_runs += size.get("num_probes", 1)
+            if "refused" in size:
+                self.refused[layout] = size["refused"]
+            workers = size.get("workers")
+            sized.append(None if workers is None else layout.with_counts(tuple(workers.values())))
+        return sized
+
+    def _tasks(self, task: Task, points: Sequence[Settings], stage: str, *extras: Any) -> list[dict[str, Any]]:
+        total = max(1, len(points))
+
+        def on_done(done: int) -> None:
+            if self._on_stage is not None:
+                self._on_stage(stage, done / total)
+
+        on_done(0)
+        tasks: list[tuple[dict[str, str], Settings]] = [({}, point) for point in points]
+        return run_tasks(task, tasks, *extras, num_workers=self._options.num_processes, on_done=on_done)
+
+    def _settings(self, layout: FleetLayout, rate: float) -> Settings:
+        workload = at_rate(self._base.workload, rate, self._options.probe_s)
+        return layout.settings(msgspec.structs.replace(self._base, workload=workload))
+
+
+def _run_task(task: bytes) -> bytes:
+    """One run, from JSON to JSON; or why it is impossible."""
+    _, raw = msgspec.json.decode(task)
+    try:
+        run = run_here(settings_from(raw))
+    except DiptychError as error:
+        return msgspec.json.encode({"refused": error.message})
+    verdicts = run.result.requests.slo_met
+    judged = sum(verdict >= 0 for verdict in verdicts)
+    if not judged:
+        return msgspec.json.encode({"refused": f"no request has an objective: {OBJECTIVES}"})
+    met = round(sum(verdict == 1 for verdict in verdicts) * sustained_share(run.result.requests))
+    share = {"met": met, "judged": judged, "attainment": met / judged, "attainment_interval": wilson(met, judged)}
+    return msgspec.json.encode({**run.point, **share})
+
+
+def _smallest_task(task: bytes) -> bytes:
+    """The search for the smallest fleet of a layout, from JSON to JSON; or why it is impossible."""
+    _, raw, asked = msgspec.json.decode(task)
+    try:
+        found = answer(settings_from(raw), msgspec.convert(asked, Question))
+    except DiptychError as error:
+        return msgspec.json.encode({"refused": error.message})
+    return msgspec.json.encode({"workers": found.result["workers"], "num_probes": found.result["num_probes"]})

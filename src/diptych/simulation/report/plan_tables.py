@@ -1,0 +1,103 @@
+"""A plan as plain data and as tables: the best layout of each shape, what it gives, what it costs."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from diptych.report.text import Table, dollars, milliseconds, number, percent, rate
+from diptych.simulation.planning.plan_search import CapacityPlan, MeasuredLayout
+
+
+def plain_plan(plan: CapacityPlan, commands: Sequence[Mapping[str, str]]) -> dict[str, Any]:
+    """What ``--json`` prints. commands: of each fleet of the plan, under ``command`` and ``simulate_command``."""
+    shapes = [{**plain_fleet(fleet), **command} for fleet, command in zip(plan.fleets, commands, strict=True)]
+    twice = plan.twice
+    return {
+        "best": shapes[0],
+        "shapes": shapes,
+        "twice_the_rate": None
+        if twice is None
+        else {
+            "layout": str(twice),
+            "groups": twice.plain(),
+            "devices": twice.num_devices,
+            "usd_per_hour": twice.usd_per_hour or None,
+        },
+        "refused": dict(plan.refused),
+        "num_layouts": plan.num_layouts,
+        "num_runs": plan.num_runs,
+    }
+
+
+def plain_fleet(fleet: MeasuredLayout) -> dict[str, Any]:
+    """Plain figures of one fleet; those of money are None where no price is known. All but ``highest_rate_rps`` are
+    those of the run at the asked rate."""
+    summary, economy = fleet.point["summary"], fleet.point["economy"]
+    return {
+        "shape": fleet.layout.shape,
+        "layout": str(fleet.layout),
+        "groups": fleet.layout.plain(),
+        "devices": fleet.layout.num_devices,
+        "attainment": fleet.attainment,
+        "goodput_rps": summary["goodput_rps"],
+        "highest_rate_rps": fleet.highest_rate_rps,
+        "rate_rps": fleet.point["workload"]["rate_rps"],
+        "ttft_p99_ms": summary["ttft_ms"]["p99"],
+        "tpot_p99_ms": summary["tpot_ms"]["p99"],
+        "usd_per_hour": fleet.layout.usd_per_hour or None,
+        "usd_per_million_tokens": economy["usd_per_million_tokens"],
+        "usd_per_million_output_tokens": economy["usd_per_million_output_tokens"],
+        "rated_kilowatts": fleet.layout.kilowatts,
+        "kwh_per_million_tokens": _kwh_per_million(summary, economy),
+        "cost_model": fleet.point["cost_model"],
+        "assumptions": fleet.point["assumptions"],
+    }
+
+
+def plan_tables(data: Mapping[str, Any], attainment: float) -> list[Table]:
+    """One row for each shape, the best first: what it gives, and what it costs. attainment: the share that the highest
+    rate keeps."""
+    shapes = data["shapes"]
+    given = tuple(
+        (
+            fleet["layout"],
+            percent(fleet["attainment"]),
+            rate(fleet["goodput_rps"]),
+            rate(fleet["highest_rate_rps"]),
+            milliseconds(fleet["ttft_p99_ms"]),
+            milliseconds(fleet["tpot_p99_ms"]),
+        )
+        for fleet in shapes
+    )
+    spent = tuple(
+        (
+            fleet["layout"],
+            f"{fleet['devices']:,}",
+            number(fleet["rated_kilowatts"], 1),
+            number(fleet["usd_per_hour"], 2),
+            dollars(fleet["usd_per_million_tokens"]),
+            dollars(fleet["usd_per_million_output_tokens"]),
+            number(fleet["kwh_per_million_tokens"], 3),
+        )
+        for fleet in shapes
+    )
+    columns = ("layout", "in time", "goodput", "highest rate", "TTFT p99", "TPOT p99")
+    costs = ("layout", "devices", "kW", "$/h", "$/M", "$/M output", "kWh/M")
+    title = f"Plan: requests/s, ms; highest rate: {percent(attainment)} in time"
+    return [Table(title, columns, given), Table("Cost at the rate: M are millions of tokens", costs, spent)]
+
+
+def plan_notes(data: Mapping[str, Any]) -> list[str]:
+    """Sentences under the table: the launch command, twice the rate, what was not possible."""
+    notes = [f"Start the best: {data['best']['command']}"]
+    twice = data["twice_the_rate"]
+    if twice is not None:
+        price = "" if twice["usd_per_hour"] is None else f", ${twice['usd_per_hour']:,.2f} an hour"
+        notes.append(f"Twice the rate: {twice['layout']} ({twice['devices']:,} devices{price})")
+    notes += [f"Not possible: {layout}: {reason}" for layout, reason in data["refused"].items()]
+    notes.append(f"{data['num_runs']:,} simulations of {data['num_layouts']:,} layouts")
+    return notes
+
+
+def _kwh_per_million(summary: Mapping[str, Any], economy: Mapping[str, Any]) -> float | None:
+    tokens = (summary["prompt_tokens"] + summary["output_tokens"]) / 1e6
+    return economy["kwh"] / tokens if economy["kwh"] is not None and tokens else None

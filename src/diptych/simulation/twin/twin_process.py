@@ -1,0 +1,44 @@
+"""``python -m diptych.simulation.twin.twin_process``: a twin in a process of its own, of the lowest priority.
+
+    in    TwinSettings, then TwinQuestions       one JSON record a line
+    out   TwinAnswered or TwinFailed             one for each question
+
+It ends with its standard input.
+"""
+
+import os
+import sys
+import time
+from typing import BinaryIO
+
+import msgspec
+
+from diptych.control.planner.planner_events import TwinAnswered, TwinFailed, TwinQuestion, TwinSettings
+from diptych.simulation.twin.twin import Twin
+
+LOWEST_PRIORITY = 19
+
+
+def serve(lines: BinaryIO, answers: BinaryIO) -> None:
+    """Answer questions until there are no more."""
+    twin = Twin(msgspec.json.decode(lines.readline(), type=TwinSettings))
+    questions = msgspec.json.Decoder(TwinQuestion)
+    while line := lines.readline():
+        question = questions.decode(line)
+        answers.write(msgspec.json.encode(answer(twin, question)) + b"\n")
+        answers.flush()
+
+
+def answer(twin: Twin, question: TwinQuestion) -> TwinAnswered | TwinFailed:
+    """With the processor time that it took; what fails in a simulation is a reply, and the process goes on."""
+    begun_ns = time.process_time_ns()
+    try:
+        predictions = twin.answer(question)
+    except Exception as error:
+        return TwinFailed(question.number, f"{type(error).__name__}: {error}")
+    return TwinAnswered(question.number, predictions, time.process_time_ns() - begun_ns)
+
+
+if __name__ == "__main__":
+    os.nice(LOWEST_PRIORITY)
+    serve(sys.stdin.buffer, sys.stdout.buffer)

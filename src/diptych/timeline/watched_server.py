@@ -1,0 +1,23 @@
+"""What a server hands to the process that diagnoses it: its newest records, its settings, and what it was asked."""
+
+import msgspec
+
+from diptych.control.fleet_settings import FleetSettings
+from diptych.timeline.records import AnswerRecord, RequestRecord, StepRecord, TransferRecord, WorkerRecord
+
+AnyRecord = StepRecord | RequestRecord | TransferRecord | WorkerRecord | AnswerRecord
+
+
+class WatchedServer(msgspec.Struct, frozen=True, kw_only=True):
+    """records: pages of records as MessagePack, oldest first (so that encoding them takes no long time at once).
+    now_ns: on the clock of the records. kv_usage: of the fullest worker, 0 to 1. slo: as for ``diptych diagnose --slo``
+    ("": the server's own). with_advice: simulate what settings would gain. computed: prompt tokens by what they were
+    computed for (empty: not known)."""
+
+    records: list[msgspec.Raw]
+    settings: FleetSettings
+    now_ns: int
+    kv_usage: float = 0.0
+    slo: str = ""
+    with_advice: bool = False
+    computed: dict[str, int] = {}

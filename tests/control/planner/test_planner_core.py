@@ -1,0 +1,238 @@
+"""What the planner decides, given observations and the answers of a twin."""
+
+from collections.abc import Callable
+
+import pytest
+
+from diptych.control.engine.reports import LoadReport
+from diptych.control.planner.fleet_layout import Layout
+from diptych.control.planner.planner_config import PlanMode, PlannerConfig
+from diptych.control.planner.planner_core import PlannerCore
+from diptych.control.planner.planner_events import (
+    AnswerBegun,
+    AskTwin,
+    ChangeEnded,
+    Decided,
+    Demanded,
+    Observed,
+    ObservedWorker,
+    PlannerCommand,
+    Prediction,
+    RemoveWorker,
+    SetRole,
+    TwinAnswered,
+    TwinFailed,
+)
+from diptych.control.router.topology import Role
+from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo
+
+SLO = Slo(500 * NS_PER_MS, 50 * NS_PER_MS)
+GOOD, MUCH_BETTER = Prediction(1.0, 0.5, 1.5), Prediction(2.0, 1.0, 2.0)
+
+Says = Callable[[Layout], Prediction]
+
+
+class Rig:
+    """A planner, workers whose roles its commands change, and a clock. ``says``: what the twin answers."""
+
+    def __init__(
+        self, mode: PlanMode = "auto", *, pinned: tuple[int, ...] = (), slo: Slo = SLO, max_workers: int = 0
+    ) -> None:
+        self.planner = PlannerCore(PlannerConfig(mode, cooldown_ns=0, max_workers=max_workers))
+        self.removed: set[int] = set()
+        self.roles: list[Role] = ["both"] * 4
+        self.now = 0
+        self.decisions: list[str] = []
+        self.reasons: list[str] = []
+        self.num_questions = 0
+        self.cost_ns = 0
+        self.prompt_tokens = 1000
+        self._pinned = pinned
+        self._slo = slo
+        self._num_arrived = 0
+
+    def observed(self) -> Observed:
+        load = LoadReport(self.now, 0, 4000, 0, 2e4, 0.5, 5e6, 1e4, 2.0)
+        return Observed(
+            tuple(
+                ObservedWorker(number, role, "chunked", 16, load, number in self._pinned)
+                for number, role in enumerate(self.roles)
+                if number not in self.removed
+            )
+        )
+
+    def ticks(self, count: int, says: Says, *, rate: int = 2) -> None:
+        """Five seconds each."""
+        for _ in range(count):
+            for _ in range(5 * rate):
+                self.now += NS_PER_S // rate
+                self._num_arrived += 1
+                self.planner.on_event(AnswerBegun(str(self._num_arrived - 1)), self.now)
+                demanded = Demanded(str(self._num_arrived), self.prompt_tokens, 100, self._slo)
+                self.planner.on_event(demanded, self.now)
+            self.take(self.planner.on_event(self.observed(), self.now), says)
+
+    def take(self, commands: list[PlannerCommand], says: Says) -> None:
+        is_changed = False
+        for command in commands:
+            if isinstance(command, AskTwin):
+                self.num_questions += 1
+                answers = tuple(says(candidate) for candidate in command.question.candidates)
+                answer = TwinAnswered(command.question.number, answers, self.cost_ns)
+                self.take(self.planner.on_event(answer, self.now), says)
+            elif isinstance(command, Decided):
+                self.decisions.append(command.decision.verdict)
+                self.reasons.append(command.decision.reason)
+            elif isinstance(command, SetRole):
+                self.roles[command.worker] = command.role
+                is_changed = True
+            elif isinstance(command, RemoveWorker):
+                self.removed.add(command.worker)
+                is_changed = True
+        if is_changed:
+            self.planner.on_event(ChangeEnded(), self.now)
+
+
+def likes_a_split(layout: Layout) -> Prediction:
+    return MUCH_BETTER if layout.label == "3 decode + 1 prefill" else GOOD
+
+
+def likes_all_equally(layout: Layout) -> Prediction:
+    return GOOD
+
+
+def test_a_candidate_that_wins_twice_running_becomes_the_fleet() -> None:
+    rig = Rig()
+    rig.ticks(10, likes_a_split)
+    assert sorted(rig.roles) == ["decode", "decode", "decode", "prefill"]
+    assert rig.decisions.count("change") == 1
+
+
+def test_a_candidate_that_wins_once_changes_nothing() -> None:
+    rig = Rig()
+    answers = [likes_a_split]
+
+    def says(layout: Layout) -> Prediction:
+        return answers[0](layout)
+
+    while not rig.num_questions:
+        rig.ticks(1, says)
+    answers[0] = likes_all_equally
+    rig.ticks(10, says)
+    assert rig.roles == ["both"] * 4
+
+
+def test_an_advising_planner_says_what_it_would_do_and_does_nothing() -> None:
+    rig = Rig("advise")
+    rig.ticks(10, likes_a_split)
+    assert rig.roles == ["both"] * 4
+    assert "advise" in rig.decisions
+    assert "change" not in rig.decisions
+
+
+def test_a_pinned_worker_is_never_changed() -> None:
+    rig = Rig(pinned=(0, 1, 2, 3))
+    rig.ticks(10, likes_a_split)
+    assert rig.roles == ["both"] * 4
+
+
+def test_workers_that_do_not_report_hold_everything_and_it_is_said_once() -> None:
+    rig = Rig()
+    rig.ticks(4, likes_all_equally)
+    before = rig.num_questions
+    for _ in range(60):
+        rig.now += 5 * NS_PER_S
+        rig.take(rig.planner.on_event(Observed(()), rig.now), likes_a_split)
+    assert rig.num_questions == before
+    assert rig.decisions.count("hold") <= 2
+    assert "missing" in rig.reasons[-1]
+
+
+def test_objectives_that_no_worker_can_meet_are_named_instead_of_scaled_for() -> None:
+    rig = Rig(slo=Slo(ttft_ns=10 * NS_PER_MS))
+    rig.ticks(10, likes_a_split)
+    assert rig.num_questions == 0
+    assert rig.reasons[-1] == "infeasible: one request alone needs 25 ms to its first token"
+
+
+def test_without_objectives_no_configuration_is_better() -> None:
+    rig = Rig(slo=Slo())
+    rig.ticks(10, likes_a_split)
+    assert rig.num_questions == 0
+    assert "no request has an objective" in rig.reasons[-1]
+
+
+def test_the_twin_is_asked_as_seldom_as_its_cost_demands() -> None:
+    rig = Rig()
+    rig.cost_ns = 2 * NS_PER_S  # at 10 % of a core: one question in 20 s, which are four ticks; ten seconds are ahead
+    rig.ticks(120, likes_all_equally)
+    assert 30 <= rig.num_questions <= 36
+
+
+def test_a_fleet_that_meets_its_objectives_is_not_judged_again_while_the_load_stays() -> None:
+    rig = Rig()
+    rig.ticks(40, lambda layout: MUCH_BETTER)
+    assert rig.num_questions == pytest.approx(1, abs=1)
+
+
+def test_other_lengths_at_the_same_rate_are_judged_anew() -> None:
+    rig = Rig()
+    rig.ticks(40, lambda layout: MUCH_BETTER)
+    before = rig.num_questions
+    rig.prompt_tokens = 4000
+    rig.ticks(10, lambda layout: MUCH_BETTER)
+    assert rig.num_questions > before
+
+
+def test_twice_as_much_as_hardly_anything_is_no_reason_to_move_streams() -> None:
+    rig = Rig()
+    hardly, twice = Prediction(0.02, 0.01, 0.02), Prediction(0.04, 0.02, 0.04)
+    rig.ticks(20, lambda layout: hardly if layout.label == "4 both" else twice)
+    assert set(rig.decisions) <= {"keep", "hold"}
+
+
+def test_what_won_once_is_asked_about_again_alone() -> None:
+    rig = Rig("advise")
+    asked: list[int] = []
+    for _ in range(3):  # the first has no rate yet
+        rig.now += 5 * NS_PER_S
+        for number in range(30):
+            rig.planner.on_event(Demanded(f"{rig.now}-{number}", 1000, 100, SLO), rig.now)
+        for command in rig.planner.on_event(rig.observed(), rig.now):
+            if isinstance(command, AskTwin):
+                candidates = command.question.candidates
+                asked.append(len(candidates))
+                answers = tuple(MUCH_BETTER if layout.counts != candidates[0].counts else GOOD for layout in candidates)
+                rig.planner.on_event(TwinAnswered(command.question.number, answers, 0), rig.now)
+    assert asked == [rig.planner.config.max_candidates, 3]
+
+
+def test_a_failed_simulation_is_shown_and_the_next_one_comes_later() -> None:
+    rig = Rig()
+    found: list[AskTwin] = []
+    while not found:
+        rig.now += 5 * NS_PER_S
+        for number in range(30):
+            rig.planner.on_event(Demanded(f"{rig.now}-{number}", 1000, 100, SLO), rig.now)
+        commands = rig.planner.on_event(rig.observed(), rig.now)
+        found = [command for command in commands if isinstance(command, AskTwin)]
+    rig.take(rig.planner.on_event(TwinFailed(found[0].question.number, "killed"), rig.now), likes_all_equally)
+    assert rig.reasons[-1] == "the simulation failed: killed"
+
+
+def test_workers_that_add_no_goodput_are_removed_while_the_others_have_room() -> None:
+    rig = Rig(max_workers=4)
+    rig.ticks(60, likes_all_equally)
+    assert 1 <= len(rig.removed) <= 3
+    kept = Rig(max_workers=4)
+    kept.prompt_tokens = 15_000  # a lone one takes 0.36 of the 0.5 s to its first token: a wait would be too long
+    kept.ticks(60, likes_all_equally)
+    assert not kept.removed
+
+
+def test_equal_inputs_give_equal_decisions() -> None:
+    first, second = Rig(), Rig()
+    for rig in (first, second):
+        rig.ticks(12, likes_a_split)
+    assert first.planner.last == second.planner.last
+    assert first.reasons == second.reasons

@@ -1,0 +1,116 @@
+"""Advice: settings that the twin finds to help are first, with an interval; what it cannot know has no gain."""
+
+import json
+from pathlib import Path
+
+import msgspec
+from typer.testing import CliRunner
+
+from diptych.cli.main import app
+from diptych.control.fleet_settings import FleetSettings
+from diptych.diagnosis.diagnosis import diagnose
+from diptych.diagnosis.diagnosis_page import render
+from diptych.diagnosis.diagnosis_words import as_json
+from diptych.diagnosis.engine_advice import advise
+from diptych.diagnosis.live_diagnosis import live_diagnosis
+from diptych.diagnosis.shape_choice import choose_shape
+from diptych.diagnosis.traffic import traffic_of
+from diptych.diagnosis.twin_model import twin_of
+from diptych.timeline.watched_server import WatchedServer
+from diptych.workload.spec import RequestSpec
+from tests.diagnosis.simulated_servers import SLO, server_with
+
+
+def test_the_twin_is_the_server_and_the_gain_is_that_of_the_change() -> None:
+    found = diagnose(server_with("sequence_limit").observe())
+    first = advise(found)[0]
+    assert (first.cause, first.option) == ("sequence_limit", "--max-num-seqs 16")
+    assert first.gain is not None and first.gain.twin_error < 0.02
+    low, high = first.gain.ttft_interval
+    assert 0 < low < first.gain.ttft_s < high
+    assert (first.gain.attainment_after or 0) > (first.gain.attainment_before or 0)
+    changed = twin_of(found.observation)
+    assert changed is not None
+    table = changed.with_scheduler(max_num_seqs=16).run()
+    waited = sum(table.ttft_ns(row) for row in table.completed_rows()) / len(table) / 1e9
+    measured = sum(parts.ttft_ns for parts in found.observation.requests) / len(found.observation.requests) / 1e9
+    assert abs(measured - waited - first.gain.ttft_s) < 0.05 * first.gain.ttft_s
+
+
+def test_what_costs_hardware_comes_after_what_does_not_and_losses_come_last() -> None:
+    for cause in ("prefill_queueing", "kv_cache_full"):
+        given = [advice for advice in advise(diagnose(server_with(cause).observe())) if advice.cause == cause]
+        losses = [advice.gain is not None and advice.gain.total_s < 0 for advice in given]
+        helping = [advice.setting.takes_hardware for advice, loses in zip(given, losses, strict=True) if not loses]
+        assert len(given) > 1
+        assert losses == sorted(losses)
+        assert helping == sorted(helping)
+
+
+def test_a_client_s_own_change_has_no_predicted_gain() -> None:
+    given = advise(diagnose(server_with("prefix_misses").observe()))
+    own = [advice for advice in given if advice.cause == "prefix_misses"]
+    assert own and all(advice.gain is None for advice in own)
+
+
+def test_the_report_and_the_json_hold_the_causes() -> None:
+    found = diagnose(server_with("sequence_limit").observe())
+    given = advise(found)
+    data = as_json(found, given)
+    assert data["causes"][0]["cause"] == "sequence_limit"
+    assert data["causes"][0]["advice"][0]["gain"]["ttft_seconds"] > 0
+    ttft = data["attribution"]["ttft"]
+    assert abs(sum(part["seconds"] for part in ttft["parts"]) - ttft["mean_s"]) < 1e-9
+    page = render(found, given, "diptych diagnose x")
+    assert "sequence_limit" in page and "--max-num-seqs 16" in page
+
+
+def test_a_saved_timeline_is_diagnosed_on_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "records.json"
+    file.write_bytes(msgspec.json.encode({"records": server_with("sequence_limit").records()}))
+    runner = CliRunner()
+    found = runner.invoke(app, ["diagnose", str(file), "--slo", "ttft=400ms,tpot=30ms", "--json", "--no-advice"])
+    assert found.exit_code == 0, found.output
+    data = json.loads(found.stdout)
+    assert data["causes"][0]["cause"] in ("sequence_limit", "kv_cache_full")  # without settings the two look alike
+    assert runner.invoke(app, ["diagnose", str(tmp_path / "none.json")]).exit_code == 1
+    assert "slo is" in runner.invoke(app, ["diagnose", str(file), "--slo", "x"]).stderr
+    (tmp_path / "wrong.json").write_text("[1, 2]")
+    assert "neither" in runner.invoke(app, ["diagnose", str(tmp_path / "wrong.json")]).stderr
+
+
+def test_the_live_page_gets_the_same_diagnosis() -> None:
+    server = server_with("sequence_limit")
+    records, seen = server.records(), server.observe()
+    assert isinstance(seen.fleet, FleetSettings)
+    now_ns = max(record.end_ns for record in records if hasattr(record, "end_ns"))
+    pages = [msgspec.Raw(msgspec.msgpack.encode(records[at : at + 500])) for at in range(0, len(records), 500)]
+    slo = "ttft=400ms,tpot=30ms"
+    watched = WatchedServer(records=pages, settings=seen.fleet, now_ns=now_ns, slo=slo)
+    data = json.loads(live_diagnosis(msgspec.msgpack.encode(watched)))
+    assert data["causes"][0]["cause"] == "sequence_limit"
+    stale = msgspec.structs.replace(watched, now_ns=now_ns + 10**12)
+    assert json.loads(live_diagnosis(msgspec.msgpack.encode(stale)))["num_requests"] == 0
+
+
+def test_the_shape_that_meets_the_objectives_is_recommended() -> None:
+    model = twin_of(server_with("prefill_queueing").observe())
+    assert model is not None
+    choice = choose_shape(model)
+    scores = {shape.shape: shape.score for shape in choice.shapes}
+    assert scores[choice.best.shape] >= max(scores.values()) - 0.02
+    assert len(choice.reasons()) == len(choice.shapes)
+
+
+def test_traffic_is_described_by_what_it_repeats_and_how_it_comes() -> None:
+    specs = [
+        RequestSpec(arrival_ns=at * 10**9, prompt_tokens=1000 if at else 2000, output_tokens=100, hash_ids=(1, 2 + at),
+                    hash_block_tokens=500, session=at // 2)
+        for at in range(10)
+    ]  # fmt: skip
+    seen = traffic_of(specs)
+    assert (seen.rate, seen.variation) == (1.0, 0.0)
+    assert seen.reusable == 9 * 500 / 11_000
+    assert seen.turns == 0.5
+    assert any("long prompts with short answers" in said for said in seen.sentences())
+    assert SLO.ttft_ns

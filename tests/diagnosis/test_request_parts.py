@@ -1,0 +1,113 @@
+"""The parts of a request sum to what was measured, to the nanosecond, whatever happened to it."""
+
+import random
+from dataclasses import replace
+
+from diptych.control.errors import ConfigError
+from diptych.control.events import RequestFinished
+from diptych.control.slo import Slo
+from diptych.diagnosis.adapters.event_records import records_of
+from diptych.diagnosis.adapters.timeline_records import TimelineSource, newest, observe
+from diptych.diagnosis.request_parts import PartsReader
+from diptych.diagnosis.step_sums import NUM_USES, StepSums, split_step
+from diptych.simulation.run import simulate_with_log
+from diptych.timeline.records import AnswerRecord, RequestRecord, StepRecord
+from tests.diagnosis.simulated_servers import Server, chat, server_with
+from tests.simulation.scenarios import random_scenario
+
+TERMS = (1e6, 1e4, 1.0, 1e5, 10.0)
+
+
+def test_parts_sum_to_the_latencies_of_random_scenarios() -> None:
+    seen = 0
+    for seed in range(60):
+        scenario = replace(random_scenario(seed), record_events=True)
+        try:
+            _, log = simulate_with_log(scenario)
+        except ConfigError:
+            continue
+        assert log is not None
+        events = list(log)
+        ends = {event.request_id: event for worker, event in events if isinstance(event, RequestFinished)}
+        reader = PartsReader(records_of(events, {}), {}, Slo())
+        for parts in reader.requests():
+            end = ends.get(parts.request_id)
+            if end is None or any(name.startswith(f"{parts.request_id}~") for name in ends):
+                continue  # tried again: its last attempt's latency is not the request's
+            whole = parts.ttft_ns + parts.decode_ns
+            assert whole == end.time_ns - parts.arrival_ns
+            assert all(value >= 0 for account, value in parts.ttft.items()), parts
+            assert all(value >= 0 for account, value in parts.decode.items()), parts
+            if not end.latency.handoff_ns and end.latency.total_ns == whole:
+                assert parts.ttft_ns == end.latency.ttft_ns
+            seen += 1
+    assert seen > 300
+
+
+def test_the_sums_of_neighbouring_intervals_add_up() -> None:
+    steps, now = [], 0
+    rng = random.Random(3)
+    for number in range(50):
+        now += rng.choice([0, 0, 300_000])
+        end = now + rng.randrange(10**5, 10**7)
+        prefills = (("a", 0, rng.randrange(1, 300)),) if rng.random() < 0.4 else ()
+        decodes = rng.randrange(1, 20) if not prefills or rng.random() < 0.6 else 0
+        steps.append(StepRecord(number, 0, number, now, end, "", decodes, 50 * decodes, 0, prefills))
+        now = end
+    sums = StepSums([split_step(step, TERMS, 8, lambda request_id: False) for step in steps])
+    for _ in range(200):
+        early, middle, late = sorted(rng.randrange(-(10**6), now + 10**6) for _ in range(3))
+        whole, first, second = sums.between(early, late), sums.between(early, middle), sums.between(middle, late)
+        assert sum(whole[:NUM_USES]) == late - early
+        assert all(a + b == c for a, b, c in zip(first, second, whole, strict=True))
+
+
+def test_an_answer_adds_what_the_front_end_saw() -> None:
+    seen = Server(chat(20, 100))
+    records = list(seen.records())
+    first = next(record for record in records if isinstance(record, RequestRecord) and record.what == "first_token")
+    end = next(
+        record
+        for record in records
+        if isinstance(record, RequestRecord) and record.what == "finished" and record.request_id == first.request_id
+    )
+    queued = next(record for record in records if getattr(record, "request_id", "") == first.request_id)
+    assert isinstance(queued, RequestRecord)
+    answer = AnswerRecord(
+        10**6, 0, end.time_ns + 9000, first.request_id, queued.time_ns - 5000, first.time_ns + 2000,
+        end.time_ns + 3000, num_output_tokens=40, reason="length",
+    )  # fmt: skip
+    parts = {parts.request_id: parts for parts in PartsReader([*records, answer], {}, Slo()).requests()}
+    mine = parts[first.request_id]
+    assert mine.ttft_ns == answer.first_token_ns - answer.submitted_ns
+    assert mine.decode_ns == answer.last_token_ns - answer.first_token_ns
+    assert (mine.ttft["delivery"], mine.decode["delivery"]) == (2000, 1000)
+
+
+def test_a_worker_that_reads_its_clock_before_the_request_came_loses_no_nanosecond() -> None:
+    records = [
+        RequestRecord(1, 0, 100, "queued", "a", detail={"num_prompt_tokens": 8}),
+        RequestRecord(2, 0, 100, "admitted", "a", detail={"num_cached_tokens": 0, "is_first": True}),
+        StepRecord(3, 0, 0, 100, 1100, "prefill", 0, 0, 0, (("a", 0, 8),)),
+        RequestRecord(4, 0, 1100, "first_token", "a"),
+        RequestRecord(5, 0, 1100, "finished", "a", detail={"reason": "length", "num_output_tokens": 1}),
+        AnswerRecord(6, 0, 1300, "a", 150, 1200, 1200, 8, 0, 1, "length"),
+    ]
+    [parts] = PartsReader(records, {}, Slo()).requests()
+    assert parts.ttft_ns == 1050
+    assert parts.ttft["prefill_own"] + parts.ttft["prefill_slow"] == 950
+
+
+def test_newest_keeps_the_whole_life_of_what_ended_in_the_window() -> None:
+    records = list(Server(chat(60, 120)).records())
+    late = newest(records, 2.0)
+    whole = {parts.request_id: parts for parts in observe(records, TimelineSource(source="")).requests}
+    for parts in observe(late, TimelineSource(source="")).requests:
+        assert parts.ttft_ns == whole[parts.request_id].ttft_ns
+    assert 3 < len(observe(late, TimelineSource(source="")).requests) < 60
+
+
+def test_a_handoff_is_its_own_account() -> None:
+    seen = server_with("slow_transfer").observe()
+    assert sum(parts.decode["handoff"] for parts in seen.requests) > 10**9
+    assert seen.signals["transfer_s"] > 0.1

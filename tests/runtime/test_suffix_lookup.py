@@ -1,0 +1,83 @@
+"""What came next before is guessed to come next again; how often that was right is counted without trying it."""
+
+import random
+
+from diptych.runtime.suffix_lookup import INDEXED_AT_ONCE, LENGTHS, MatchCounts, SuffixLookup
+
+
+def lookup(tokens: list[int]) -> SuffixLookup:
+    return SuffixLookup(tokens, MatchCounts())
+
+
+def test_the_continuation_of_the_longest_match_is_guessed_and_of_equals_the_latest() -> None:
+    assert lookup([1, 2, 3, 4, 9, 2, 3, 5, 8, 1, 2, 3]).guess(2)[0] == [4, 9]
+    assert lookup([2, 3, 4, 9, 2, 3, 5, 8, 7, 2, 3]).guess(2)[0] == [5, 8]
+    assert lookup([1, 2, 3, 4]).guess(4) == ([], [])
+    assert lookup([1]).guess(4) == ([], [])
+
+
+def test_a_match_that_reaches_the_end_repeats_itself() -> None:
+    assert lookup([5, 6, 7, 5, 6, 7, 5, 6, 7]).guess(7)[0] == [5, 6, 7, 5, 6, 7, 5]
+    assert lookup([4, 4, 4]).guess(3)[0] == [4, 4, 4]
+
+
+def test_a_match_is_followed_until_it_fails_and_then_another_is_sought() -> None:
+    found = lookup([1, 2, 3, 4, 5, 6, 1, 2])
+    found.extend([3, 4])
+    assert found.guess(2)[0] == [5, 6]
+    found.extend([1, 2])  # not what was guessed; but it was there before, too
+    assert found.guess(1)[0] == [3]
+    assert found.num_tokens == 12
+
+
+def test_chances_fall_along_a_guess_and_follow_what_was_right() -> None:
+    found = lookup([1, 2, 3, 4, 5, 6, 7, 8] * 2 + [1, 2])
+    chances = found.guess(8)[1]
+    assert chances == sorted(chances, reverse=True)
+    assert all(0.0 < chance < 1.0 for chance in chances)
+    shared = MatchCounts()
+    for _ in range(400):
+        shared.add(2, False)
+        shared.add(9, True)
+    assert shared.chance(2) < 0.05 and shared.chance(9) > 0.9
+    own = MatchCounts(shared)
+    for _ in range(40):
+        own.add(2, True)  # this answer quotes, the others do not
+    assert own.chance(2) > 0.8
+    assert shared.chance(2) < own.chance(2)
+    assert own.chance(LENGTHS) == own.chance(LENGTHS + 50)
+
+
+def test_random_text_is_hardly_guessed_after_a_while() -> None:
+    rng = random.Random(1)
+    shared = MatchCounts()
+    for _ in range(3):
+        found = SuffixLookup([rng.randrange(12) for _ in range(300)], shared)
+        for _ in range(300):
+            found.extend([rng.randrange(12)])
+    assert shared.chance(2) < 0.15
+
+
+def test_a_long_prompt_is_indexed_a_part_at_a_time() -> None:
+    prompt = list(range(1, 3 * INDEXED_AT_ONCE))
+    found = lookup(prompt)
+    late = prompt[-100:-95]
+    found.extend(late)
+    assert found.guess(3)[0] == []  # not reached yet
+    for token in prompt[-95:-92]:
+        found.extend([token])
+    assert found.guess(2)[0] == prompt[-92:-90]
+
+
+def test_guesses_are_those_of_a_search_through_everything() -> None:
+    rng = random.Random(2)
+    for _ in range(200):
+        tokens = [rng.randrange(4) for _ in range(rng.randrange(2, 60))]
+        found = lookup(tokens[:1])
+        for token in tokens[1:]:
+            found.extend([token])
+        guess, _ = found.guess(1)
+        seen = {tuple(tokens[at : at + 2]) for at in range(len(tokens) - 2)}
+        assert bool(guess) == (tuple(tokens[-2:]) in seen)
+        if guess:
+            assert any(tokens[at : at + 3] == [*tokens[-2:], guess[0]] for at in range(len(tokens) - 2))

@@ -1,0 +1,160 @@
+"""A live fleet that plans itself, with make-believe workers and a make-believe twin."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from in_process_fleet import InProcessFleet, expected, in_process_fleet
+from virtual_time import in_virtual_time
+
+from diptych.control.cluster.cluster_config import ClusterConfig
+from diptych.control.config import CacheConfig, EngineConfig
+from diptych.control.planner.cluster_watch import ClusterWatch
+from diptych.control.planner.fleet_layout import Layout, WorkerSetting
+from diptych.control.planner.planner_config import PlannerConfig
+from diptych.control.planner.planner_events import (
+    Prediction,
+    TwinAnswered,
+    TwinFailed,
+    TwinQuestion,
+    TwinSettings,
+)
+from diptych.control.planner.planner_recording import RecordingPlannerCore
+from diptych.control.request import RequestOptions
+from diptych.control.slo import NS_PER_S, Slo
+from diptych.serving.fleet.fleet_planner import FleetPlanner
+from diptych.serving.fleet.twin_link import TwinLink
+from diptych.serving.link.recorder import record_planner
+from diptych.simulation.planner_replay import replay_planner
+
+WITH_SLO = RequestOptions(slo=Slo(ttft_ns=NS_PER_S))
+
+
+class FakeTwin:
+    """Likes one configuration. before_answer: what happens meanwhile."""
+
+    def __init__(self, favourite: str) -> None:
+        self.favourite = favourite
+        self.num_asked = 0
+
+    async def ask(self, question: TwinQuestion) -> TwinAnswered | TwinFailed:
+        self.num_asked += 1
+        answers = tuple(
+            Prediction(2.0, 1.0, 2.0) if layout.label == self.favourite else Prediction(1.0, 0.5, 1.5)
+            for layout in question.candidates
+        )
+        return TwinAnswered(question.number, answers, 0)
+
+    async def close(self) -> None:
+        pass
+
+
+@asynccontextmanager
+async def planned(setup: InProcessFleet, twin: FakeTwin, record: Path) -> AsyncIterator[FleetPlanner]:
+    fleet = setup.fleet
+    config = PlannerConfig("auto", min_arrivals=5)
+    recorder = record_planner(record, config)
+    core = RecordingPlannerCore(config, recorder.write)
+    watch = ClusterWatch(fleet.core, fleet.options.scheduler)
+    fleet.planner = FleetPlanner(core, watch, fleet.changes, twin, setup.time.clock, recorder)
+    running = asyncio.create_task(fleet.planner.run())
+    try:
+        yield fleet.planner
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def requests(setup: InProcessFleet, seconds: int) -> None:
+    """Two a second."""
+    for number in range(2 * seconds):
+        setup.client.submit(f"r{number}", [9] * 50, WITH_SLO, max_tokens=4)
+        await setup.time.until(setup.time.now + NS_PER_S // 2)
+
+
+@in_virtual_time
+async def test_the_fleet_gets_the_roles_that_the_twin_likes_and_answers_stay_whole(tmp_path: Path) -> None:
+    recorded = tmp_path / "run.jsonl"
+    async with (
+        in_process_fleet(both=2) as setup,
+        planned(setup, FakeTwin("1 decode + 1 prefill"), recorded) as planner,
+    ):
+        await requests(setup, 30)
+        assert sorted(setup.fleet.role(worker) for worker in (0, 1)) == ["decode", "prefill"]
+        assert planner.num_decisions["change"] == 1
+        for number in range(60):
+            assert await setup.client.read(f"r{number}") == expected([9] * 50, 4)
+    report = replay_planner(recorded)
+    assert report.difference is None
+    assert report.is_complete
+    assert report.num_decisions >= 3
+
+
+@in_virtual_time
+async def test_a_worker_that_an_operator_has_pinned_keeps_its_role(tmp_path: Path) -> None:
+    async with in_process_fleet(both=2) as setup:
+        for worker in (0, 1):
+            setup.fleet.changes.pin(worker, True)
+        async with planned(setup, FakeTwin("1 decode + 1 prefill"), tmp_path / "run.jsonl"):
+            await requests(setup, 30)
+        assert [setup.fleet.role(worker) for worker in (0, 1)] == ["both", "both"]
+
+
+@in_virtual_time
+async def test_a_change_that_is_refused_half_way_is_taken_back(tmp_path: Path) -> None:
+    async with in_process_fleet(both=2) as setup:
+
+        class Pinning(FakeTwin):
+            """An operator pins a worker while the twin simulates."""
+
+            async def ask(self, question: TwinQuestion) -> TwinAnswered | TwinFailed:
+                if self.num_asked == 1:
+                    setup.fleet.changes.pin(1, True)
+                return await super().ask(question)
+
+        async with planned(setup, Pinning("1 decode + 1 prefill"), tmp_path / "run.jsonl") as planner:
+            await requests(setup, 20)
+            assert any("taken back" in decision.reason for decision in planner.decisions)
+        assert [setup.fleet.role(worker) for worker in (0, 1)] == ["both", "both"]
+
+
+def question() -> TwinQuestion:
+    present = Layout((WorkerSetting(0, "both", "chunked"),))
+    return TwinQuestion(1, (), 0, 1, (present,), (1.0, 1.0, 0.0, 1.0, 1.0), 100, 16)
+
+
+def settings() -> TwinSettings:
+    return TwinSettings(EngineConfig(CacheConfig(100, 16)), ClusterConfig(), 1)
+
+
+ECHO = """
+import sys
+sys.stdin.readline()
+for line in sys.stdin:
+    print('{"number": 1, "predictions": [], "cost_ns": 5}', flush=True)
+"""
+
+
+def test_a_twin_is_asked_through_its_pipes_and_ends_with_the_link() -> None:
+    async def ask_twice() -> None:
+        link = TwinLink((sys.executable, "-c", ECHO), settings())
+        for _ in range(2):
+            assert await link.ask(question()) == TwinAnswered(1, (), 5)
+        await link.close()
+
+    asyncio.run(ask_twice())
+
+
+def test_a_twin_that_dies_fails_its_question_and_the_next_one_starts_another(tmp_path: Path) -> None:
+    mark = str(tmp_path / "mark")
+    dies_first = f"import os, sys; made = os.path.exists({mark!r}); open({mark!r}, 'w').close(); made or sys.exit()"
+
+    async def ask_twice() -> None:
+        link = TwinLink((sys.executable, "-c", dies_first + ECHO), settings())
+        assert isinstance(await link.ask(question()), TwinFailed)
+        assert await link.ask(question()) == TwinAnswered(1, (), 5)
+        await link.close()
+
+    asyncio.run(ask_twice())

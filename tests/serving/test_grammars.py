@@ -1,0 +1,167 @@
+"""Grammars before a worker has them: written, tried in a process of their own, and waited for beside the steps."""
+
+import asyncio
+import select
+from typing import Any
+
+import psutil
+import pytest
+
+pytest.importorskip("llguidance")
+
+from diptych.control.commands import Drop, Prefill, Reserve, Serve
+from diptych.control.errors import InvalidRequestError
+from diptych.control.request import SamplingParams
+from diptych.serving.answers.grammar.grammar_checker import GrammarChecker
+from diptych.serving.answers.grammar.grammar_text import Grammar, GrammarWriter, Thinking
+from diptych.serving.answers.tokenizer import Tokenizer
+from diptych.serving.api.protocol import CompletionBody
+from diptych.serving.api.structured import wanted_grammar
+from diptych.serving.link.engine_options import BUNDLED_MODEL
+from diptych.serving.link.messages import AttemptTokens, Order, pack_command, pack_token_ids
+from diptych.serving.worker.awaited_grammars import AwaitedGrammars
+
+TOKENIZER = Tokenizer(BUNDLED_MODEL)
+WRITER = GrammarWriter(TOKENIZER.special_token_ids)
+GOOD = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+
+
+def wanted(**fields: Any) -> Grammar | None:
+    return wanted_grammar(CompletionBody.model_validate({"prompt": "x", **fields}), WRITER)
+
+
+def test_each_way_to_ask_for_a_form_is_a_grammar() -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": GOOD}}
+    texts = [
+        wanted(response_format=schema),
+        wanted(structured_outputs={"json": GOOD}),
+        wanted(guided_json=GOOD),
+        wanted(guided_json='{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], '
+               '"additionalProperties": false}'),
+    ]  # fmt: skip
+    assert len({grammar.text for grammar in texts if grammar is not None}) == 1
+    assert wanted(response_format={"type": "text"}, structured_outputs=None, guided_json=None) is None
+    for fields in (
+        {"guided_regex": "a/b"},
+        {"guided_choice": ["a", 'b"']},
+        {"response_format": {"type": "json_object"}},
+    ):
+        assert wanted(**fields) is not None
+    foreign = wanted(guided_grammar="start: /x/")
+    assert foreign is not None and foreign.text == "start: /x/"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_json": "[]"}, "guided_json"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+    ],
+)
+def test_a_wrong_wish_is_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        wanted(**fields)
+    assert caught.value.param == param
+
+
+def test_what_is_too_deep_or_too_long_is_refused_before_it_is_tried() -> None:
+    deep: Any = {}
+    for _ in range(200):
+        deep = {"properties": {"a": deep}}
+    with pytest.raises(InvalidRequestError, match="nested more than 100 deep"):
+        WRITER.schema(deep, "x")
+    with pytest.raises(InvalidRequestError, match="the limit is 1048576"):
+        assert WRITER.schema({"enum": ["x" * 2**21]}, "x").text
+
+
+def check_all(grammars: list[Grammar], limit: Any = None) -> list[str]:
+    """What becomes of each: "" or the error."""
+
+    async def main() -> list[str]:
+        checker = GrammarChecker(TOKENIZER.fast.to_str(), [0, 2], 4096)
+        found = []
+        for grammar in grammars:
+            try:
+                await checker.check(grammar)
+                found.append("")
+            except InvalidRequestError as error:
+                found.append(f"{error.param} {error.message}")
+        await checker.close()
+        return found
+
+    return asyncio.run(main())
+
+
+def test_grammars_are_tried_and_errors_have_their_path() -> None:
+    nested = {"properties": {"a": {"items": {"$ref": "#/$defs/b"}}}, "$defs": {"b": {"type": "strin"}}}
+    slow = {"type": "object", "properties": {f"k{n}": {"type": "string", "maxLength": 1000} for n in range(4000)}}
+    thinking = GrammarWriter({"</think>": 2}, Thinking("<think>", "</think>", is_open=True))
+    good = [WRITER.schema(GOOD, "x"), thinking.schema(GOOD, "x"), Grammar("", foreign='root ::= "a" | "b"')]
+    bad = [
+        (WRITER.schema(nested, "format.schema"), "format.schema.$defs.b format.schema.$defs.b: Invalid type: strin"),
+        (WRITER.schema({"properties": {"x": {"not": {}}}}, "s"), "s.properties.x s.properties.x: Unimplemented keys"),
+        (WRITER.regex("(a", "guided_regex"), "guided_regex guided_regex: invalid regex"),
+        (Grammar("", param="g", foreign="start: nothing"), "g g: unknown name"),
+        (WRITER.schema(slow, "s"), "s s: it takes longer than 500 ms to compile"),
+    ]
+    found = check_all([*good, *(grammar for grammar, _ in bad), good[0]])
+    assert found[:3] == ["", "", ""]
+    for error, (_, expected) in zip(found[3:-1], bad, strict=True):
+        assert error.startswith(expected)
+    assert found[-1] == ""
+
+
+def test_a_process_that_dies_is_started_again() -> None:
+    async def main() -> None:
+        checker = GrammarChecker(TOKENIZER.fast.to_str(), [0, 2], 4096)
+        await checker.check(WRITER.choice(["a"], "x"))
+        [process] = psutil.Process().children()
+        process.kill()
+        assert await checker.check(WRITER.choice(["b"], "x"))
+        await checker.close()
+
+    asyncio.run(main())
+
+
+class SlowGrammars:
+    """Grammars that are ready when the test says so."""
+
+    def __init__(self) -> None:
+        self.ready: set[str] = set()
+        self.on_compiled: Any = None
+
+    def prepare(self, text: str) -> bool:
+        return text in self.ready
+
+
+def order_of(command: Any, grammar: str = "") -> tuple[Order, Any]:
+    tokens = AttemptTokens(pack_token_ids([5]), SamplingParams(grammar=grammar)) if grammar else None
+    return Order(pack_command(command), tokens), command
+
+
+def test_orders_wait_for_their_grammar_in_order_and_others_do_not() -> None:
+    grammars = SlowGrammars()
+    room = AwaitedGrammars(grammars)  # type: ignore[arg-type]
+    serve, other = Serve(0, "a", "a", 0), Serve(0, "b", "b", 0)
+    assert room.holds(*order_of(serve, "slow"))
+    assert not room.holds(*order_of(other))
+    assert not room.holds(*order_of(Reserve(0, "c", "c", 0, 0, False), "slow"))
+    assert room.holds(*order_of(Prefill(0, "d", "d", 0, 1, 0, (), 0), "slower"))
+    assert list(room.released()) == []
+    assert not select.select([room.fileno()], [], [], 0)[0]
+    grammars.ready.add("slow")
+    grammars.on_compiled()
+    assert select.select([room.fileno()], [], [], 0)[0]
+    assert [command for _, command in room.released()] == [serve]
+    drop = Drop(0, "d")
+    assert room.holds(*order_of(drop))
+    orders = list(room.released())  # to be dropped, it needs no grammar
+    assert [type(command) for _, command in orders] == [Prefill, Drop]
+    assert orders[0][0].tokens is not None and orders[0][0].tokens.sampling.grammar == ""
+    room.close()
