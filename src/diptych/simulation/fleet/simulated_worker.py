@@ -115,6 +115,7 @@ class SimulatedWorker:
         self._inbox: deque[Order] = deque()
         self._transfers: deque[TransferEvent] = deque()
         self._run: _Run | None = None
+        self._in_turn = False  # what comes meanwhile only fills the inbox
         self._wake_ns: int | None = None  # when a turn is asked for
         self._num_taken = 0  # requests whose KV came since the last step began
         self._start()
@@ -130,6 +131,7 @@ class SimulatedWorker:
         if self._run is not None:
             self._environment.cancel(self._run.timer)
             self._run = None
+        self._in_turn = False
         self._wake_ns = None
         self._num_taken = 0
         self._share = worker.share
@@ -229,8 +231,9 @@ class SimulatedWorker:
     # -- turns --------------------------------------------------------------------------------------------------------
 
     def _wake(self) -> None:
-        """Something came: a turn now, or when the step under way is over."""
-        if self.is_hung:
+        """Something came: a turn now, or when the step under way is over. The front end may answer a report at once:
+        the turn that reports looks at the inbox again before it ends."""
+        if self.is_hung or self._in_turn:
             return
         if self._run is None:
             self._turn()
@@ -239,22 +242,37 @@ class SimulatedWorker:
 
     def _turn(self) -> None:
         """See WorkerCore; a step that has ended was taken in already."""
-        core, now = self.core, self._environment.now
-        while self._transfers:
-            event = self._transfers.popleft()
-            if core.on_transfer(event, now) and isinstance(event, TransferCommitted):
-                self.executor.deliver(event.attempt_id)
-                self._num_taken += 1
-        while self._inbox:
-            self._inbox.popleft()(now)
-        core.end_turn(now)
-        self._flush()
-        if self._run is None:  # see _end
-            self._begin(now)
+        now = self._environment.now
+        self._in_turn = True
+        self._take_inbox(now)
+        while not self._begin(now) and self._has_inbox():
+            self._take_inbox(now)
+        self._in_turn = False
+        if self._has_inbox():
+            self._cut(now)
         self._watch_time()
 
-    def _begin(self, now: int) -> None:
-        """The next step. A plan that only names requests that left takes no time."""
+    def _has_inbox(self) -> bool:
+        return bool(self._inbox or self._transfers)
+
+    def _take_inbox(self, now: int) -> None:
+        """Take in what came, and what the front end answers to it."""
+        core = self.core
+        while True:
+            while self._transfers:
+                event = self._transfers.popleft()
+                if core.on_transfer(event, now) and isinstance(event, TransferCommitted):
+                    self.executor.deliver(event.attempt_id)
+                    self._num_taken += 1
+            while self._inbox:
+                self._inbox.popleft()(now)
+            core.end_turn(now)
+            self._flush()
+            if not self._has_inbox():
+                return
+
+    def _begin(self, now: int) -> bool:
+        """The next step; whether there is one. A plan that only names requests that left takes no time."""
         core = self.core
         while (output := core.begin_step(now)) is not None:
             if self._auditor is not None:
@@ -262,11 +280,12 @@ class SimulatedWorker:
             if output.is_compute or output.swap_out or output.swap_in:
                 self._push(self._price(output, now))
                 self._flush()
-                return
+                return True
             self._flush()
             core.end_step(output, self.executor.execute(output), now)
             self._flush(output)
         self._flush()
+        return False
 
     def _flush(self, ended: SchedulerOutput | None = None) -> None:
         """Carry out the actions of the core and report its events."""
@@ -402,7 +421,7 @@ class SimulatedWorker:
         if now < self._hung_until:
             run.timer = self._environment.at(self._hung_until, STEP_END + self.number, partial(self._end, run))
             return
-        self._run = None
+        self._run, self._in_turn = None, True
         if self._auditor is not None:
             self._auditor(self.number, run.output)
         self._account(run, run.num_steps, now)
@@ -411,8 +430,7 @@ class SimulatedWorker:
         last_start_ns = run.last_start_ns if run.num_steps > 1 else None
         self.core.end_step(run.output, result, now, num_steps=run.num_steps, last_start_ns=last_start_ns)
         self._flush(run.output)
-        if self._run is None:  # else an order that the report caused has come already, and with it a turn
-            self._turn()
+        self._turn()
 
     def _account(self, run: _Run, num_steps: int, now: int) -> None:
         """Count ``num_steps`` of a run as done (0: of a step that was broken off, only the time)."""
