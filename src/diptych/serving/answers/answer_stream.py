@@ -39,6 +39,7 @@ class AnswerStream:
         "_stops",
         "attempt_id",
         "cached_tokens",
+        "embedding",
         "finish_reason",
         "finished",
         "first_token_s",
@@ -85,6 +86,7 @@ class AnswerStream:
         self.cached_tokens = 0
         self.prefix_miss: PrefixMiss | None = None
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self.embedding = b""  # of the prompt, see StepTokens
         self.submitted_s = 0.0
         self.first_token_s = 0.0
         self.last_token_s = 0.0

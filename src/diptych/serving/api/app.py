@@ -27,6 +27,7 @@ from diptych.serving.api.chat import ChatWriter
 from diptych.serving.api.completions import CompletionWriter
 from diptych.serving.api.conversation import conversation, start_chat
 from diptych.serving.api.cross_origin import CrossOrigin
+from diptych.serving.api.embeddings import EmbeddingsBody, add_embeddings_routes
 from diptych.serving.api.manners import Manners
 from diptych.serving.api.messages_routes import MESSAGES_BODIES, add_messages_routes
 from diptych.serving.api.middleware import ApiKey, BodyLimit, NativePanics
@@ -58,6 +59,7 @@ BODIES: tuple[type[BaseModel], ...] = (
     protocol.DetokenizeBody,
     *MESSAGES_BODIES,
     ResponsesBody,
+    EmbeddingsBody,
 )
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": protocol.ErrorReply, "description": text}
@@ -184,6 +186,7 @@ def build_app(
     errors.install(app)
     _add_generation_routes(app, service)
     add_messages_routes(app, llm, model_name, _ERRORS)
+    add_embeddings_routes(app, llm, model_name, _ERRORS)
     add_responses_routes(app, llm, model_name, _ERRORS, store or ResponseStore())
     _add_information_routes(app, service)
     add_timeline_routes(app, llm.timeline, _ERRORS)

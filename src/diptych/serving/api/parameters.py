@@ -10,7 +10,7 @@ from typing import Any
 from diptych.control.errors import ContextLengthError, InvalidRequestError, NotFoundError
 from diptych.control.request import RequestOptions, SamplingParams
 from diptych.control.slo import NS_PER_MS, Slo
-from diptych.serving.api.protocol import ChatBody, CompletionBody, GenerationBody
+from diptych.serving.api.protocol import ChatBody, CompletionBody, GenerationBody, OptionsBody
 from diptych.serving.link.messages import Ready
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -69,11 +69,11 @@ def check_model(name: str | None, served: str) -> None:
         raise NotFoundError(f"model {name!r} is not served here; {served!r} is", param="model", code="model_not_found")
 
 
-def options_of(body: GenerationBody, tenant: str = "") -> RequestOptions:
+def options_of(body: OptionsBody, tenant: str = "") -> RequestOptions:
     """What a request asks for besides its tokens: objectives, priority, class, deadline, labels."""
-    slo = None
-    if body.ttft_slo_ms is not None or body.tpot_slo_ms is not None:
-        slo = Slo(_nanoseconds(body.ttft_slo_ms), _nanoseconds(body.tpot_slo_ms))
+    slo, tpot_slo_ms = None, body.tpot_slo_ms if isinstance(body, GenerationBody) else None
+    if body.ttft_slo_ms is not None or tpot_slo_ms is not None:
+        slo = Slo(_nanoseconds(body.ttft_slo_ms), _nanoseconds(tpot_slo_ms))
     return RequestOptions(
         priority=body.priority or 0,
         slo=slo,
