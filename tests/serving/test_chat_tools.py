@@ -3,6 +3,7 @@
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -142,3 +143,21 @@ async def test_a_model_without_a_format_of_calls_refuses_tools_by_name() -> None
         with pytest.raises(openai.BadRequestError, match="takes no tools") as caught:
             await client.chat.completions.create(model="fake", messages=ASK, tools=TOOLS)
     assert (caught.value.param, caught.value.code) == ("tools", "unsupported")
+
+
+async def test_a_model_that_writes_calls_in_tags_can_be_made_to_call(tmp_path: Path) -> None:
+    template = (tool_model(tmp_path / "hermes") / "tokenizer_config.json").read_text()
+    config = tmp_path / "hermes" / "tokenizer_config.json"
+    config.write_text(template.replace('{\\"name\\": ..., \\"arguments\\": ...}', "<function=...>"))
+    answer = "<tool_call>\n<function=weather>\n<parameter=city>\nBern\n</parameter>\n</function>\n</tool_call>"
+    llm = FakeLLM(answer=answer, tokenizer=Tokenizer(tmp_path / "hermes"))
+    async with client_of(llm) as client:
+        reply = await client.chat.completions.create(model="fake", messages=ASK, tools=TOOLS, tool_choice="required")
+        with pytest.raises(openai.BadRequestError, match=r"properties\.city: oneOf cannot be enforced") as refused:
+            wrong = {"type": "object", "properties": {"city": {"oneOf": [{"type": "string"}]}}}
+            tools: Any = [{"type": "function", "function": {"name": "weather", "parameters": wrong}}]
+            await client.chat.completions.create(model="fake", messages=ASK, tools=tools, tool_choice="required")
+    assert refused.value.param == "tools.0.function.parameters.properties.city"
+    [call] = reply.choices[0].message.tool_calls or []
+    assert json.loads(call.function.arguments) == {"city": "Bern"}  # type: ignore[union-attr]
+    assert "<parameter=city>" in llm.submitted[0].sampling.grammar
