@@ -297,16 +297,17 @@ class ModelRunner:
         """What may come after the tokens of this step."""
         batch, offers, drafts = self._batch, [], self._offered.drafts
         num_members = layout.num_members  # those behind them may never decode here
-        for slot in range(layout.first_slot, layout.last_slot):
+        newest = batch.positions[layout.first_slot : layout.last_slot].tolist()
+        for slot, position in enumerate(newest, start=layout.first_slot):
             state = batch.states[slot]
-            if state.constraint is None and not (drafts and slot < num_members):
+            if state.constraint is None and not (drafts and slot < num_members and position + 1 >= state.next_look):
                 continue
             if sampled.is_silent[slot - layout.first_slot] or state.request_id in stopped:
                 continue
             tokens = batch.tokens_of(slot)
             most = min(state.num_prompt_tokens + state.params.max_tokens, self.max_model_len)
             try:
-                offer = self._offered.after(state, tokens, most - len(tokens) - 1)
+                offer = self._offered.after(state, tokens, most - len(tokens) - 1, len(newest))
             except ValueError as error:
                 sampled.failed.append((state.request_id, str(error)))
                 continue

@@ -27,6 +27,7 @@ class RequestState:
         "hash_parent",
         "is_plain",
         "lookup",
+        "next_look",
         "num_forced",
         "num_hashed_blocks",
         "num_prompt_tokens",
@@ -60,6 +61,7 @@ class RequestState:
         self.offered: tuple[int, ...] = ()  # tokens that may follow the newest one
         self.num_forced = 0  # of these, at the front
         self.lookup: SuffixLookup | None = None  # where drafts come from, once its answer has begun
+        self.next_look = 0  # how many tokens it has when they are looked up again; until then nothing is guessed
         self.num_scored_tokens = 0  # prompt tokens whose rows were used for prompt_logprobs or for the mean
         self.pooled: torch.Tensor | None = None  # the sum of these rows, for the mean
         self.block_size = 1
