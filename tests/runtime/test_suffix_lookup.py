@@ -106,6 +106,18 @@ def test_in_a_wide_batch_an_answer_that_is_never_guessed_is_looked_up_more_rarel
     assert found.pause(64) == 1
 
 
+def test_a_prediction_is_guessed_where_the_answer_begins_to_repeat_it() -> None:
+    offered = OfferedTokens(drafts=True)
+    predicted = tuple(range(500, 540))
+    state = RequestState("r", [1, 2, 3], 3, SamplingParams(max_tokens=100, predicted=predicted))
+    tokens = np.array([1, 2, 3, 500, 501, 502, 600, 510, 511, 512], dtype=np.int32)
+    guesses = []
+    for length in range(4, len(tokens) + 1):
+        offer = offered.after(state, tokens[:length], 50)
+        guesses.append(state.offered[:2] if offer is not None else ())
+    assert guesses == [(), (502, 503), (503, 504), (), (), (512, 513), (513, 514)]
+
+
 def test_what_came_during_a_pause_is_known_at_the_next_look() -> None:
     offered = OfferedTokens(drafts=True)
     tokens = np.array([*range(100, 140), *range(200, 300), *range(100, 112)], dtype=np.int32)

@@ -161,3 +161,33 @@ async def test_a_model_that_writes_calls_in_tags_can_be_made_to_call(tmp_path: P
     [call] = reply.choices[0].message.tool_calls or []
     assert json.loads(call.function.arguments) == {"city": "Bern"}  # type: ignore[union-attr]
     assert "<parameter=city>" in llm.submitted[0].sampling.grammar
+
+
+async def test_a_prediction_reaches_the_engine_and_may_be_text_or_parts(tokenizer: Tokenizer) -> None:
+    llm = FakeLLM(answer="x = 2", tokenizer=tokenizer)
+    async with client_of(llm) as client:
+        for content in ("x = 1\ny = 3", [{"type": "text", "text": "x = 1\ny = 3"}]):
+            prediction: Any = {"type": "content", "content": content}
+            reply = await client.chat.completions.create(model="fake", messages=ASK, prediction=prediction)
+            assert reply.choices[0].message.content == "x = 2"
+            expected = tokenizer.encode("x = 1\ny = 3", add_special_tokens=False)
+            assert list(llm.submitted[-1].sampling.predicted) == expected
+        for wrong in ({"type": "image", "content": "x"}, {"type": "content", "content": [{"type": "image_url"}]}):
+            with pytest.raises(openai.BadRequestError):
+                await client.chat.completions.create(model="fake", messages=ASK, prediction=wrong)  # type: ignore[arg-type]
+
+
+async def test_documents_go_to_a_template_that_reads_them(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    documents = {"documents": [{"title": "a", "text": "Bern is a city."}]}
+    async with client_of(FakeLLM(answer="Yes.", tokenizer=tokenizer)) as client:
+        with pytest.raises(openai.BadRequestError, match="reads none") as refused:
+            await client.chat.completions.create(model="fake", messages=ASK, extra_body=documents)
+        assert refused.value.param == "documents"
+    config = tool_model(tmp_path / "model") / "tokenizer_config.json"
+    settings = json.loads(config.read_text())
+    settings["chat_template"] = "{% for d in documents %}{{ d.text }}{% endfor %}" + settings["chat_template"]
+    config.write_text(json.dumps(settings))
+    llm = FakeLLM(answer="Yes.", tokenizer=Tokenizer(tmp_path / "model"))
+    async with client_of(llm) as client:
+        await client.chat.completions.create(model="fake", messages=ASK, extra_body=documents)
+    assert "Bern is a city." in llm.tokenizer.decode(llm.submitted[0].prompts[0])

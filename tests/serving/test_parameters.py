@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from diptych.control.errors import ContextLengthError, InvalidRequestError, NotFoundError
 from diptych.control.request import RequestOptions
 from diptych.control.slo import Slo
+from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.api import protocol
 from diptych.serving.api.conversation import conversation
 from diptych.serving.api.error_responses import invalid_body
@@ -20,10 +21,13 @@ from diptych.serving.api.parameters import (
     max_tokens_of,
     options_of,
     refuse_unsupported,
+    shown_tokens,
     sampling_of,
 )
+from diptych.serving.link.engine_options import BUNDLED_MODEL
 from diptych.serving.link.messages import Ready
 
+TOKENIZER = Tokenizer(BUNDLED_MODEL)
 READY = Ready(4096, 1000, 800, 8, 4, [0], "a worker")
 
 
@@ -181,3 +185,14 @@ def test_a_body_that_is_no_object_is_told_so(body: Any) -> None:
     with pytest.raises(ValidationError) as caught:
         protocol.CompletionBody.model_validate(body)
     assert "dictionary" in invalid_body(caught.value).message
+
+
+def test_special_tokens_have_their_text_where_that_is_asked_for_or_an_answer_is_read_with_it() -> None:
+    special = TOKENIZER.special_token_ids
+    assert shown_tokens(TOKENIZER, completion()) == {}
+    assert shown_tokens(TOKENIZER, completion(skip_special_tokens=True)) == {}
+    assert shown_tokens(TOKENIZER, completion(skip_special_tokens=False)) == {
+        token_id: text for text, token_id in special.items()
+    }
+    [first, *_] = special
+    assert shown_tokens(TOKENIZER, completion(), [f"x{first}y"]) == {special[first]: first}

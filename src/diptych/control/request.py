@@ -41,8 +41,9 @@ class SamplingParams:
     in Lark ("": none). forces_tokens: tokens of which the grammar leaves no choice are not sampled. thinking_budget:
     tokens of reasoning after which its closing mark (thinking_end) follows; thinking_begin: the opening mark, where the
     prompt does not end with it. pooling: no token is wanted but an embedding of the prompt, from the hidden state of
-    its last token or the mean of those of all tokens; such a request counts one token, its last. Raises
-    InvalidRequestError naming the field, the value and the limit.
+    its last token or the mean of those of all tokens; such a request counts one token, its last. predicted:
+    tokens that the answer may well repeat, for speculation; they change no token. Raises InvalidRequestError naming the
+    field, the value and the limit.
     """
 
     max_tokens: int = 16
@@ -68,6 +69,7 @@ class SamplingParams:
     thinking_begin: tuple[int, ...] = ()
     thinking_end: tuple[int, ...] = ()
     pooling: Pooling | None = None
+    predicted: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

@@ -46,9 +46,9 @@ class OfferedTokens:
         return Offer(state.request_id, tuple(chances[: len(draft)]))
 
     def _follow(self, state: RequestState, token_ids: npt.NDArray[np.int32]) -> SuffixLookup:
-        lookup = state.lookup
+        lookup, predicted = state.lookup, state.params.predicted  # as if they stood before the prompt
         if lookup is None:
-            lookup = state.lookup = SuffixLookup(token_ids.tolist(), self._counts)
+            lookup = state.lookup = SuffixLookup([*predicted, *token_ids.tolist()], self._counts)
         else:
-            lookup.extend(token_ids[lookup.num_tokens :].tolist())
+            lookup.extend(token_ids[lookup.num_tokens - len(predicted) :].tolist())
         return lookup

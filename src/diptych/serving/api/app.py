@@ -39,6 +39,7 @@ from diptych.serving.api.parameters import (
     options_of,
     refuse_unsupported,
     sampling_of,
+    shown_tokens,
 )
 from diptych.serving.api.reply import ReplyContext, encode_json
 from diptych.serving.api.reply_headers import ReplyHeaders
@@ -112,6 +113,7 @@ class Service:
             sampling,
             f"cmpl-{uuid.uuid4().hex}",
             options_of(body, tenant),
+            shown=shown_tokens(llm.tokenizer, body),
         )
         context = ReplyContext(generation, body, llm.tokenizer, self.model_name, int(time.time()))
         return GenerationResponse(llm, generation, CompletionWriter(context, body, texts), stream=bool(body.stream))

@@ -4,12 +4,13 @@ Owns defaults and refusals: an unsupported field that would change the answer is
 field is ignored. Submits nothing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from diptych.control.errors import ContextLengthError, InvalidRequestError, NotFoundError
 from diptych.control.request import RequestOptions, SamplingParams
 from diptych.control.slo import NS_PER_MS, Slo
+from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.api.protocol import ChatBody, CompletionBody, GenerationBody, OptionsBody
 from diptych.serving.link.messages import Ready
 
@@ -29,7 +30,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
     "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "truncate_prompt_tokens": (),
     "allowed_token_ids": (),
@@ -149,10 +149,19 @@ def template_arguments(body: ChatBody) -> dict[str, Any]:
     template, and thinking is off where it is "none" and on where it is anything else, unless the client says so itself
     (enable_thinking)."""
     given = dict(body.chat_template_kwargs or {})
+    if body.documents:
+        given["documents"] = body.documents
     effort = body.reasoning_effort
     if effort is None:
         return given
     return {"reasoning_effort": effort, "enable_thinking": effort != "none"} | given
+
+
+def shown_tokens(tokenizer: Tokenizer, body: GenerationBody, texts: Sequence[str] = ()) -> dict[int, str]:
+    """The special tokens that are part of the text: all of them, or those in ``texts``."""
+    if body.skip_special_tokens is False:
+        return {token_id: text for text, token_id in tokenizer.special_token_ids.items()}
+    return tokenizer.special_tokens_in(texts) if texts else {}
 
 
 def _nanoseconds(milliseconds: float | None) -> int | None:

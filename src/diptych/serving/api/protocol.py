@@ -106,6 +106,7 @@ class GenerationBody(OptionsBody):
     forced_tokens: bool | None = Field(
         None, description="false: tokens of which a grammar leaves no choice are sampled all the same."
     )
+    skip_special_tokens: bool | None = Field(None, description="false: special tokens have their text in the answer.")
     thinking_token_budget: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = Field(
         None, description="Tokens of reasoning; then the answer follows."
     )
@@ -156,6 +157,15 @@ class ToolBody(BaseModel):
     function: FunctionBody
 
 
+class PredictionBody(BaseModel):
+    """OpenAI's predicted output."""
+
+    model_config = Finite
+
+    type: Literal["content"] = "content"
+    content: str | Items[dict[str, Any]]
+
+
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
@@ -168,6 +178,10 @@ class ChatBody(GenerationBody):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: Items[dict[str, Any]] | None = Field(None, description="For chat templates that read them.")
+    prediction: PredictionBody | None = Field(
+        None, description="What the answer may well repeat: it comes faster then."
+    )
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
         None, description="Goes to the chat template; none turns thinking off where the template can."
     )
