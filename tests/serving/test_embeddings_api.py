@@ -90,7 +90,8 @@ async def test_what_a_request_asks_for_reaches_the_engine() -> None:
         ({"encoding_format": "int8"}, "encoding_format"),
         ({"pooling": "cls"}, "pooling"),
         ({"extra_body": {"normalize": False}}, "normalize"),
-        ({"extra_body": {"truncate_prompt_tokens": 5}}, "truncate_prompt_tokens"),
+        ({"extra_body": {"truncate_prompt_tokens": 0}}, "truncate_prompt_tokens"),
+        ({"extra_body": {"truncate_prompt_tokens": -2}}, "truncate_prompt_tokens"),
         ({"extra_body": {"messages": []}}, "messages"),
     ],
     ids=str,
@@ -103,6 +104,16 @@ async def test_what_cannot_be_served_is_named(fields: dict[str, Any], param: str
         with pytest.raises(openai.BadRequestError) as raised:
             await client.embeddings.create(model="fake", **fields)
     assert str(raised.value.param).startswith(param)
+
+
+async def test_long_inputs_are_cut_where_that_is_asked_for() -> None:
+    llm = FakeLLM()
+    async with client_of(llm) as client:
+        for keep, kept in ((3, [7, 8, 9]), (-1, list(range(9000 - 8191, 9000))), (9001, None)):
+            given = list(range(5, 10)) if keep == 3 else [*range(9000)] if keep < 0 else [5, 6]
+            given = [token % 4096 for token in given]
+            await client.embeddings.create(model="fake", input=given, extra_body={"truncate_prompt_tokens": keep})
+            assert llm.submitted[-1].prompts == [[token % 4096 for token in kept] if kept else given]
 
 
 async def test_another_model_a_full_queue_and_a_reply_that_would_be_too_large(monkeypatch: pytest.MonkeyPatch) -> None:

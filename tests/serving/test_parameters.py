@@ -1,5 +1,6 @@
 """From bodies to what the engine understands, without a server."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +22,9 @@ from diptych.serving.api.parameters import (
     max_tokens_of,
     options_of,
     refuse_unsupported,
-    shown_tokens,
     sampling_of,
+    shown_tokens,
+    truncated,
 )
 from diptych.serving.link.engine_options import BUNDLED_MODEL
 from diptych.serving.link.messages import Ready
@@ -196,3 +198,20 @@ def test_special_tokens_have_their_text_where_that_is_asked_for_or_an_answer_is_
     }
     [first, *_] = special
     assert shown_tokens(TOKENIZER, completion(), [f"x{first}y"]) == {special[first]: first}
+
+
+def test_prompts_are_cut_from_their_beginning() -> None:
+    prompts = [list(range(1, 7)), [8]]
+    assert truncated(completion(), prompts, READY, None) == prompts
+    assert truncated(completion(truncate_prompt_tokens=2), prompts, READY, None) == [[5, 6], [8]]
+    long = [list(range(2000))]
+    assert [len(prompt) for prompt in truncated(chat(truncate_prompt_tokens=-1), long, READY, 100)] == [900]
+    assert [len(prompt) for prompt in truncated(chat(truncate_prompt_tokens=-1), long, READY, None)] == [999]
+    assert [len(prompt) for prompt in truncated(chat(truncate_prompt_tokens=-1), long, READY, 5000)] == [1]
+    with pytest.raises(InvalidRequestError, match="truncate_prompt_tokens is 0"):
+        truncated(completion(truncate_prompt_tokens=0), prompts, READY, None)
+
+
+def test_the_docs_name_every_field_that_is_refused() -> None:
+    said = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    assert [name for name in UNSUPPORTED if name != "prediction" and f"`{name}`" not in said] == []

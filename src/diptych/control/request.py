@@ -42,8 +42,9 @@ class SamplingParams:
     tokens of reasoning after which its closing mark (thinking_end) follows; thinking_begin: the opening mark, where the
     prompt does not end with it. pooling: no token is wanted but an embedding of the prompt, from the hidden state of
     its last token or the mean of those of all tokens; such a request counts one token, its last. predicted:
-    tokens that the answer may well repeat, for speculation; they change no token. Raises InvalidRequestError naming the
-    field, the value and the limit.
+    tokens that the answer may well repeat, for speculation; they change no token.
+    include_stop_str_in_output: the text ends with the stop string, or the text of the stop token, instead of before it.
+    Raises InvalidRequestError naming the field, the value and the limit.
     """
 
     max_tokens: int = 16
@@ -70,6 +71,7 @@ class SamplingParams:
     thinking_end: tuple[int, ...] = ()
     pooling: Pooling | None = None
     predicted: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

@@ -40,6 +40,7 @@ from diptych.serving.api.parameters import (
     refuse_unsupported,
     sampling_of,
     shown_tokens,
+    truncated,
 )
 from diptych.serving.api.reply import ReplyContext, encode_json
 from diptych.serving.api.reply_headers import ReplyHeaders
@@ -96,6 +97,8 @@ class Service:
         check_count(max(len(texts), len(prompts)) * (body.n or 1), ready)  # before they are encoded
         if texts:
             prompts = await llm.encode_all(texts, add_special_tokens=body.add_special_tokens is not False)
+        if body.truncate_prompt_tokens is not None:
+            prompts, texts = truncated(body, prompts, ready, body.max_tokens), []
         max_tokens = max_tokens_of(body, max(map(len, prompts)), ready)
         grammar = None
         if wants_structure(body):

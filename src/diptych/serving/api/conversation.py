@@ -23,6 +23,7 @@ from diptych.serving.api.parameters import (
     sampling_of,
     shown_tokens,
     template_arguments,
+    truncated,
 )
 from diptych.serving.api.protocol import ChatBody, Message, PredictionBody
 from diptych.serving.api.reply import ReplyContext
@@ -50,6 +51,7 @@ async def start_chat(
     ready = llm.require_ready()
     tools = requested_tools(body, llm.tokenizer)
     prompt = await chat_prompt(llm, body, tools)
+    [prompt] = truncated(body, [prompt], ready, body.max_completion_tokens or body.max_tokens)
     if clamps and len(prompt) + (body.max_tokens or 0) > ready.max_model_len:
         body = body.model_copy(update={"max_tokens": None})
     template = llm.tokenizer.response_template if body.add_generation_prompt is not False else None

@@ -22,7 +22,7 @@ from diptych.control.errors import InvalidRequestError
 from diptych.control.request import Pooling, SamplingParams
 from diptych.serving.answers.answer_stream import Delta, Generation
 from diptych.serving.api.bodies import read_body, takes, tenant_in
-from diptych.serving.api.parameters import check_model, options_of
+from diptych.serving.api.parameters import check_model, options_of, truncated
 from diptych.serving.api.protocol import Count, Items, OptionsBody, PromptTokensDetails, Tokens
 from diptych.serving.api.reply import encode_json
 from diptych.serving.api.responses import WholeResponse
@@ -34,7 +34,6 @@ POOLING_FILE = "1_Pooling/config.json"  # of Sentence Transformers
 # Fields of other servers that would change the vectors, with the values at which they do not.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "messages": (),
-    "truncate_prompt_tokens": (),
     "truncate": (False, "NONE"),
     "normalize": (True,),
     "embed_dtype": ("float32",),
@@ -178,6 +177,7 @@ async def _submit(llm: AsyncLLM, body: EmbeddingsBody, tenant: str) -> Generatio
     if texts:
         is_special = body.add_special_tokens is not False
         prompts = await llm.encode_all(texts, add_special_tokens=is_special, param="input")
+    prompts = truncated(body, prompts, ready, 1)
     pooling = body.pooling or usual_pooling(Path(llm.options.model))
     sampling = SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling)
     for number, prompt in enumerate(prompts):

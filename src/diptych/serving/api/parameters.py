@@ -29,9 +29,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
-    "include_stop_str_in_output": (False,),
     "spaces_between_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
     "allowed_token_ids": (),
     "bad_words": ([],),
     "logits_processors": ([],),
@@ -53,6 +51,7 @@ _SAMPLING_FIELDS = (
     "n",
     "seed",
     "prompt_logprobs",
+    "include_stop_str_in_output",
 )
 
 
@@ -130,6 +129,19 @@ def usual_room(longest_prompt: int, ready: Ready) -> int:
     limits = [limit for limit in ready.sequence_limits if limit - longest_prompt >= LEAST_ROOM]
     longest = min(ready.max_model_len, ready.kv_capacity_tokens)
     return min(limits, default=longest) - longest_prompt
+
+
+def truncated(body: OptionsBody, prompts: list[list[int]], ready: Ready, max_tokens: int | None) -> list[list[int]]:
+    """What is kept of each prompt. max_tokens: of the answer, as far as the client says. Raises InvalidRequestError
+    for 0."""
+    wish = body.truncate_prompt_tokens
+    if wish is None:
+        return prompts
+    if not wish:
+        text = "truncate_prompt_tokens is 0; it must be at least 1, or -1"
+        raise InvalidRequestError(text, param="truncate_prompt_tokens")
+    most = wish if wish > 0 else max(1, ready.max_model_len - (max_tokens or 1))
+    return [prompt[-most:] for prompt in prompts]
 
 
 def given_prompts(body: CompletionBody) -> tuple[list[str], list[list[int]]]:

@@ -67,6 +67,9 @@ class OptionsBody(BaseModel):
         None, description="Labels of the request; they decide nothing and come back in the timeline and in recordings."
     )
     cache_salt: str | None = Field(None, description="Only requests with the same salt share cached prefixes.")
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = Field(
+        None, description="Only the last so many tokens of a prompt; -1: as many as the context has room for."
+    )
 
 
 class GenerationBody(OptionsBody):
@@ -106,6 +109,7 @@ class GenerationBody(OptionsBody):
     forced_tokens: bool | None = Field(
         None, description="false: tokens of which a grammar leaves no choice are sampled all the same."
     )
+    include_stop_str_in_output: bool | None = Field(None, description="The text ends with what stopped it.")
     skip_special_tokens: bool | None = Field(None, description="false: special tokens have their text in the answer.")
     thinking_token_budget: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = Field(
         None, description="Tokens of reasoning; then the answer follows."
