@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from diptych.control.admission.admission_config import AdmissionConfig, ServiceClassConfig
 from diptych.control.cluster.cluster_config import ClusterConfig
-from diptych.control.cluster.cluster_events import ClusterEvent, WorkerDown, WorkerUp
+from diptych.control.cluster.cluster_events import ClusterEvent, WayGiven, WorkerDown, WorkerUp
 from diptych.control.commands import Command, Drained, Drop, End, Prefill, Release, Renew, Reserve, Restarted, Serve
 from diptych.control.config import AdmissionName, BudgetConfig, CapsConfig, EngineConfig
 from diptych.control.engine.engine_core import EngineCore
@@ -241,6 +241,7 @@ class AuditedCluster(SimulatedCluster):
         self._reserved: dict[str, int] = {}  # attempt -> the life of its decode worker in which it got its blocks
         self._fruitless: dict[str, int] = {}
         self._is_changing = False
+        self._is_moving = False  # streams make way
         self.streams: dict[int, StreamLaw] = {}
         self.num_waits = 0  # streams that lost their blocks
         self._planned: dict[int, SchedulerOutput] = {}  # the newest plan of each worker
@@ -310,7 +311,9 @@ class AuditedCluster(SimulatedCluster):
             self._ready.add(event.info.number)
         elif isinstance(event, WorkerDown):
             self._ready.discard(event.worker)
+        around, self._is_moving = self._is_moving, isinstance(event, WayGiven)
         super()._tell(event, later=later)
+        self._is_moving = around
 
     def _carry_out(self, command: Command) -> None:
         if not isinstance(command, Release | Drop | Renew | End | Restarted | Drained):
@@ -337,7 +340,7 @@ class AuditedCluster(SimulatedCluster):
         before, has_token, was_recalled = request.num_tokens, request.has_token, request.attempt_id in self._recalled
         super()._restart(command)
         assert request.num_tokens >= before + has_token, "the core counts fewer tokens than the client has"
-        if was_recalled or self._is_changing:  # not lost
+        if was_recalled or self._is_changing or self._is_moving:  # not lost
             if request.num_tokens > before:
                 self._fruitless[command.request_id] = 0
             return
