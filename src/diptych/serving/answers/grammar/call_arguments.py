@@ -72,10 +72,10 @@ class TaggedArguments(CallArguments):
     def _value(self, name: str, schema: Schema, root: Schema, param: str) -> str:
         """A value and its closing tag."""
         found = alternatives(schema, root, param)
-        texts = [one for one in found if _may_be_text(one)]
+        texts = [choice for choice in found if _may_be_text(choice)]
         if texts:  # then whatever comes is read as a text, but for null
-            written = [self._text(f"{name}_{number}", one, param) for number, one in enumerate(texts)]
-            if any(one.get("type") == "null" for one in found):
+            written = [self._text(f"{name}_{number}", choice, param) for number, choice in enumerate(texts)]
+            if any(choice.get("type") == "null" for choice in found):
                 written.append(quoted(f"null\n{self._end}"))
             return " | ".join(dict.fromkeys(written))
         shared = {key: root[key] for key in ("$defs", "definitions") if isinstance(root, Mapping) and key in root}
@@ -159,10 +159,10 @@ class PythonArguments(CallArguments):
 
     def _value(self, name: str, schema: Schema, root: Schema, param: str) -> str:
         found = alternatives(schema, root, param, follows=False)
-        written = [self._one(f"{name}_a{number}", one, root, param) for number, one in enumerate(found)]
+        written = [self._single(f"{name}_a{number}", choice, root, param) for number, choice in enumerate(found)]
         return " | ".join(dict.fromkeys(written))
 
-    def _one(self, name: str, schema: Mapping[str, Any], root: Schema, param: str) -> str:
+    def _single(self, name: str, schema: Mapping[str, Any], root: Schema, param: str) -> str:
         if "$ref" in schema:
             return self._reference(str(schema["$ref"]), schema, root, param)
         if (values := constants_of(schema)) is not None:

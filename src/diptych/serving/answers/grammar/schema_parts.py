@@ -72,8 +72,8 @@ def alternatives(schema: Any, root: Schema, param: str, *, follows: bool = True)
         branches = _branches(node, root, param, follows=follows)
         if branches is not None:
             nodes += [(branch, depth + 1) for branch in reversed(branches)]
-        elif (one := _checked(node, param)) is not None:
-            found.append(one)
+        elif (simple := _checked(node, param)) is not None:
+            found.append(simple)
     if not found:
         refuse(param, "it allows no value")
     return found
@@ -117,8 +117,8 @@ def _checked(node: Mapping[str, Any], param: str) -> Mapping[str, Any] | None:
         refuse(param, f"type is {str(kind)[:40]!r}, which is none of JSON")
     if unknown := sorted(keys - _KEYWORDS.get(kind or "", frozenset())):
         refuse(param, f"{unknown[0]} cannot be enforced")
-    one = {**node, "type": kind} if kind is not None else node
-    return None if constants_of(one) == [] else one
+    typed = {**node, "type": kind} if kind is not None else node
+    return None if constants_of(typed) == [] else typed
 
 
 def constants_of(schema: Mapping[str, Any]) -> list[Any] | None:
@@ -148,8 +148,9 @@ def properties_of(schema: Any, root: Schema, param: str) -> dict[str, tuple[Sche
     found = alternatives(schema, root, param)
     if len(found) != 1 or found[0].get("type", "object") != "object" or constants_of(found[0]) is not None:
         refuse(param, "it is not an object of named properties")
-    [one] = found
-    properties, required, others = one.get("properties", {}), one.get("required", []), one.get("additionalProperties")
+    [schema] = found
+    properties, required, others = (schema.get(name) for name in ("properties", "required", "additionalProperties"))
+    properties, required = properties or {}, required or []
     if not isinstance(properties, Mapping) or not isinstance(required, list):
         refuse(param, "properties is no object, or required is no list")
     if missing := [name for name in required if name not in properties]:
