@@ -112,21 +112,32 @@ def slow_reader(seconds: float) -> None:
         connection.close()
 
 
-def conversations(changes: bool) -> Callable[[float], None]:
-    """Sessions that resend a long beginning; ``changes``: its first token is another one each time."""
+def conversations(first_token: Callable[[int, float], int]) -> Callable[[float], None]:
+    """Sessions that resend a long beginning, whose first token is ``first_token(turn, share of the time that is
+    over)``."""
 
     def run(seconds: float) -> None:
-        end, turn = time.monotonic() + seconds, 0
-        while time.monotonic() < end:
+        begun, turn = time.monotonic(), 0
+        while (over := (time.monotonic() - begun) / seconds) < 1:
             turn += 1
-            first = [100 + turn % 800] if changes else [100]
-            body = {"prompt": first + [200 + at % 700 for at in range(1500)] + [300 + turn % 600], "max_tokens": 8}
+            prompt = [first_token(turn, over)] + [200 + at % 700 for at in range(1500)] + [300 + turn % 600]
             connection = http.client.HTTPConnection("127.0.0.1", PORT, timeout=60)
-            connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+            body = json.dumps({"prompt": prompt, "max_tokens": 8})
+            connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
             connection.getresponse().read()
             connection.close()
 
     return run
+
+
+def always_another(turn: int, over: float) -> int:
+    """A time stamp, say, at the beginning of the system prompt."""
+    return 100 + turn % 800
+
+
+def coming_back(turn: int, over: float) -> int:
+    """After a start, everybody's conversation is new to the cache, until they come back."""
+    return 100 + (turn % 800 if over < 0.54 else turn % 10)
 
 
 def busy_cores(seconds: float) -> None:
@@ -161,8 +172,8 @@ CASES = {
         ("too_few_decode_workers", "kv_cache_full"),
         "--prefill 2 --decode 1 --disaggregate always --kv-cache-memory 8MiB", Load(6, 60, 200),
     ),
-    "broken prefix": Case(("prefix_misses",), "--explain-misses on", Load(1), beside=conversations(True)),
-    "cold cache": Case(("cold_cache", "prefix_misses"), load=Load(1), beside=conversations(False)),
+    "broken prefix": Case(("prefix_misses",), "--explain-misses on", Load(1), beside=conversations(always_another)),
+    "cold cache": Case(("cold_cache", "prefix_misses"), load=Load(1), beside=conversations(coming_back)),
     "busy cores": Case(("oversubscribed_cores",), load=Load(4), vllm="", beside=busy_cores),
     "batch flood": Case(("batch_flood",), load=Load(4, flood=300), vllm=""),
     "capacity": Case(("capacity", "decode_batch"), load=Load(60, 600, 60), vllm=""),
