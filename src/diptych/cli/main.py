@@ -198,7 +198,7 @@ def fleet_options(given: dict[str, Any]) -> FleetOptions:
         core_split=parse_core_split(given["core_split"]) if given["core_split"] else None,
         cluster=cluster_config(**picked(given, *CLUSTER_OPTIONS)),
     )
-    is_planned = len(found.slots) > 1 and not found.groups
+    is_planned = len(found.slots) > 1
     mode: PlanMode = given["plan"] or ("advise" if is_planned else "off")
     has_chosen = any(
         given[name] for name in ("shape", *SCHEDULER_OPTIONS)

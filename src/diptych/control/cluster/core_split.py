@@ -5,6 +5,7 @@ Pure: given the roles and who has which cores now, always the same division, wit
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import gcd, lcm
 
 from diptych.control.compute_share import ComputeShare
 from diptych.control.errors import ConfigError
@@ -70,6 +71,24 @@ class CoreSplit:
             worker: ComputeShare(tuple(sorted(cpu for core in mine for cpu in core)), len(mine))
             for worker, mine in own.items()
         }
+
+
+def split_for(cores: Mapping[Role, int], workers: Mapping[Role, int]) -> CoreSplit | None:
+    """The rule by which the workers of each role together get so many cores, at least one each (None: there is none
+    within the limits). workers: how many of each role; roles without any weigh as much as the mean worker."""
+    num_cores, num_workers = sum(cores.values()), sum(workers.values())
+    unit = lcm(*workers.values())
+    present = {role: unit * cores[role] // count for role, count in workers.items()}
+    least = gcd(*present.values())
+    mean = max(1, unit * num_cores // (num_workers * least))
+    weights = {role: present[role] // least if role in present else mean for role in ROLES}
+    if not all(1 <= weight <= MAX_WEIGHT for weight in weights.values()):
+        return None
+    split = CoreSplit(**weights)
+    roles = dict(enumerate(role for role in sorted(workers) for _ in range(workers[role])))
+    counts = split.counts(roles, num_cores)
+    found = {role: sum(counts[number] for number in roles if roles[number] == role) for role in workers}
+    return split if all(found[role] == cores[role] for role in workers) else None
 
 
 def parse_core_split(text: str) -> CoreSplit:

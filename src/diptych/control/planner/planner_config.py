@@ -12,6 +12,14 @@ MAX_CANDIDATES = 24
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedPool:
+    """Equal workers of an unequal fleet. shapes: that they may have."""
+
+    name: str
+    shapes: tuple[ShapeName, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PlannerConfig:
     """mode: carry changes out, or only show them. Times in nanoseconds.
 
@@ -22,7 +30,7 @@ class PlannerConfig:
     which a worker's load report counts as lost. min_arrivals: below it, the window says nothing. max_candidates:
     configurations that one question compares, the present one included. twin_share: of one core, for the twin in the
     long run; twin_burst_ns: processor time by which it may be ahead of that. max_workers: how many there may be (0: as
-    many as there are). shapes: of workers that decode.
+    many as there are). shapes: of workers that decode. pools: that have other shapes.
     """
 
     mode: PlanMode = "advise"
@@ -42,6 +50,7 @@ class PlannerConfig:
     twin_burst_ns: int = 10 * NS_PER_S
     max_workers: int = 0
     shapes: tuple[ShapeName, ...] = ("chunked",)
+    pools: tuple[PlannedPool, ...] = ()
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(PlanMode):
@@ -59,5 +68,5 @@ class PlannerConfig:
         for name, most in (("margin", 1.0), ("tolerance", 1.0), ("twin_share", 1.0)):
             if not 0 < getattr(self, name) <= most:
                 raise ConfigError(f"{name} is {getattr(self, name)}; above 0, at most {most:g}", param=name)
-        if not self.shapes:
+        if not all((self.shapes, *(pool.shapes for pool in self.pools))):
             raise ConfigError("shapes is empty; at least one", param="shapes")

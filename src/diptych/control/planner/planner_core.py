@@ -15,13 +15,14 @@ from diptych.control.planner import guards
 from diptych.control.planner.edge_demand import Demand
 from diptych.control.planner.fleet_layout import (
     NEW_WORKER,
-    Counts,
+    Configuration,
     Layout,
     Reach,
     WorkerSetting,
     assign,
     reachable,
 )
+from diptych.control.planner.observed_costs import Pricing, fastest_terms, group_costs
 from diptych.control.planner.planner_config import PlannerConfig
 from diptych.control.planner.planner_events import (
     AddWorker,
@@ -35,6 +36,7 @@ from diptych.control.planner.planner_events import (
     Demanded,
     DemandSummary,
     FleetChange,
+    GroupCosts,
     Observed,
     PlannerCommand,
     PlannerEvent,
@@ -43,12 +45,14 @@ from diptych.control.planner.planner_events import (
     RemoveWorker,
     SetRole,
     SetShape,
+    SetSplit,
+    Terms,
     TwinAnswered,
     TwinFailed,
     TwinQuestion,
     Verdict,
 )
-from diptych.control.planner.pressure import OfferedWork, StepPrices, pressure, prices_of, work_of
+from diptych.control.planner.pressure import OfferedWork, pressure, work_of
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 
 NEARNESS_WEIGHT = 0.1  # where no request meets its objectives, the configuration that comes nearest wins
@@ -74,7 +78,7 @@ class PlannerCore:
         self._next_question_ns = 0
         self._twin_ns = 0.0  # processor time that the twin has had beyond its share
         self._twin_counted_ns = 0  # until when its share has been taken off
-        self._winners: dict[Counts, int] = {}  # candidates -> answers running that they have won
+        self._winners: dict[Configuration, int] = {}  # candidates -> answers running that they have won
         self._is_changing = False
         self._last_change_ns: int | None = None
         self._num_questions = 0
@@ -125,9 +129,10 @@ class PlannerCore:
         sample = self.demand.latest(SAMPLE)
         if not any(arrival.slo.ttft_ns or arrival.slo.tpot_ns for arrival in sample):
             return "no request has an objective (--ttft-slo-ms, --tpot-slo-ms), so no configuration is better"
-        lone_ns = guards.infeasible_ttft_ns(sample, self._terms())
-        if lone_ns is not None:
-            return f"infeasible: one request alone needs {lone_ns / NS_PER_MS:.0f} ms to its first token"
+        lone_ns = [guards.infeasible_ttft_ns(sample, terms) for terms in self._fastest_terms()]
+        impossible_ns = [time_ns for time_ns in lone_ns if time_ns is not None]
+        if len(impossible_ns) == len(lone_ns):
+            return f"infeasible: one request alone needs {min(impossible_ns) / NS_PER_MS:.0f} ms to its first token"
         return ""
 
     def _is_settled(self, demand: DemandSummary, now: int) -> bool:
@@ -138,26 +143,33 @@ class PlannerCore:
             abs(new - old) <= SETTLED_CHANGE * old for new, old in zip(_load(demand), _load(settled), strict=True)
         )
 
-    def _terms(self) -> tuple[float, float, float, float, float]:
-        """The step-time model of the workers, in the mean."""
-        loads = [worker.load for worker in self._workers.workers if worker.load is not None]
-        count = max(1, len(loads))
-        return (
-            sum(load.fixed_ns for load in loads) / count,
-            sum(load.token_ns for load in loads) / count,
-            sum(load.pair_ns for load in loads) / count,
-            sum(load.sequence_ns for load in loads) / count,
-            sum(load.context_ns for load in loads) / count,
-        )
+    def _fastest_terms(self) -> list[Terms]:
+        """The step-time models that a lone request may meet: where cores move, with all that others can spare."""
+        workers, cores = self._workers.workers, self._workers.cores
+        most = max((worker.num_cores for worker in workers), default=0)
+        if cores is not None and self._moves_cores:
+            most = cores.num_cores - len(workers) + 1
+        return fastest_terms(group_costs(workers), workers, most)
+
+    @property
+    def _moves_cores(self) -> bool:
+        """Whether the rule that divides the cores is the planner's to change, and all workers have what it gave."""
+        cores = self._workers.cores
+        if cores is None or cores.is_pinned:
+            return False
+        return sum(worker.num_cores for worker in self._workers.workers) == cores.num_cores
 
     # -- the question -------------------------------------------------------------------------------------------------
 
     @property
     def present(self) -> Layout:
         """The configuration as observed last."""
-        return Layout(
-            tuple(sorted(WorkerSetting(worker.worker, worker.role, worker.shape) for worker in self._workers.workers))
+        cores = self._workers.cores
+        settings = (
+            WorkerSetting(worker.worker, worker.role, worker.shape, worker.group, worker.num_cores)
+            for worker in self._workers.workers
         )
+        return Layout(tuple(sorted(settings)), cores.split if cores is not None else None)
 
     def _ask(self, demand: DemandSummary, now: int) -> list[PlannerCommand]:
         arrivals, num_waiting, span_ns = self.demand.replay(
@@ -168,53 +180,66 @@ class PlannerCore:
         workers = self._workers.workers
         generated = sum(worker.load.output_tokens for worker in workers if worker.load is not None)
         running = self.demand.running(generated, now)
-        num_blocks = min(worker.load.num_blocks for worker in workers if worker.load is not None)
-        terms, block_size = self._terms(), workers[0].block_size
-        work = work_of(demand, self.demand.latest(SAMPLE), terms, self._workers.num_reserving)
-        candidates = self._candidates(work, prices_of(terms, num_blocks * block_size))
+        costs = group_costs(workers)
+        work = work_of(demand, self.demand.latest(SAMPLE), self._workers.num_reserving)
         self._num_questions += 1
         self._question = TwinQuestion(
             self._num_questions,
             (*running, *arrivals),
             len(running) + num_waiting,
             span_ns,
-            candidates,
-            terms,
-            num_blocks,
-            block_size,
+            self._candidates(work, costs),
+            costs,
         )
         self._asked_demand = demand
         return [AskTwin(self._question)]
 
-    def _candidates(self, work: OfferedWork, prices: StepPrices) -> tuple[Layout, ...]:
+    def _candidates(self, work: OfferedWork, costs: Sequence[GroupCosts]) -> tuple[Layout, ...]:
         """The present configuration, and the most promising ones in reach."""
-        workers, present = self._workers.workers, self.present
-        pinned = frozenset(worker.worker for worker in workers if worker.is_pinned)
+        workers, present, pricing = self._workers.workers, self.present, Pricing(costs, work)
         most = self.config.max_workers or len(workers)
-        first, *others = reachable(
-            present, Reach(self.config.shapes, 1 if self.config.max_workers else most, most, pinned)
-        )
-        now = pressure(first, work, prices)
-        spares = guards.can_spare_a_worker(min(now, 1.0), len(workers))
+        spares = guards.can_spare_a_worker(min(pressure(pricing.parts(present), work), 1.0), len(workers))
         useful = [
-            counts
-            for counts in others
-            if _num_workers(counts) >= len(workers) or spares
-            if guards.is_within_budget(_num_workers(counts), most)
+            layout
+            for layout in self._others(present, most)
+            if len(layout.settings) >= len(workers) or spares
+            if guards.is_within_budget(len(layout.settings), most)
         ]
-        useful.sort(key=lambda counts: (round(pressure(counts, work, prices), 3), _num_workers(counts)))
-        fewer = [counts for counts in useful if _num_workers(counts) < len(workers)][:1]  # else it never has its turn
-        useful = fewer + [counts for counts in useful if counts not in fewer]
+        pressures = {layout: round(pressure(pricing.parts(layout), work), 3) for layout in useful}
+        useful.sort(key=lambda layout: (pressures[layout], len(layout.settings)))
+        fewer = [layout for layout in useful if len(layout.settings) < len(workers)][:1]  # else it never has its turn
+        useful = fewer + [layout for layout in useful if layout not in fewer]
+        if self._winners:  # what has won once is asked about again, without those that lost: the answer comes sooner
+            useful = [layout for layout in useful if layout.configuration in self._winners] or useful
+        return (present, *useful[: self.config.max_candidates - 1])
+
+    def _others(self, present: Layout, most: int) -> list[Layout]:
+        """What the present configuration may become."""
+        workers, cores = self._workers.workers, self._workers.cores
+        pinned = frozenset(worker.worker for worker in workers if worker.is_pinned)
+        limits = {worker.group: (worker.model_copy, worker.max_tokens) for worker in workers}
+        num_cores = cores.num_cores if cores is not None else 0
+        reach = Reach(
+            self.config.shapes,
+            1 if self.config.max_workers else most,
+            most,
+            pinned,
+            {pool.name: pool.shapes for pool in self.config.pools},
+            self._moves_cores,
+        )
         idlest = [worker.worker for worker in sorted(workers, key=_used_blocks)]
-        layouts = [assign(present, counts, idlest, pinned) for counts in useful]
-        allowed = [
+        layouts = [
+            assign(present, wanted, idlest, pinned, num_cores)
+            for wanted in reachable(present, reach)[1:]
+            if not num_cores or wanted.num_workers <= num_cores
+        ]
+        return [
             layout
             for layout in layouts
-            if guards.respects_pins(present, layout, pinned) and guards.keeps_both_phases(layout)
+            if guards.respects_pins(present, layout, pinned)
+            and guards.keeps_both_phases(layout)
+            and guards.keeps_what_it_serves(present, layout, limits)
         ]
-        if self._winners:  # what has won once is asked about again, without those that lost: the answer comes sooner
-            allowed = [layout for layout in allowed if layout.counts in self._winners] or allowed
-        return (present, *allowed[: self.config.max_candidates - 1])
 
     # -- the answer ---------------------------------------------------------------------------------------------------
 
@@ -239,20 +264,21 @@ class PlannerCore:
         present = event.predictions[0]
         offered = NS_PER_S * (len(question.arrivals) - question.num_before) / question.span_ns
         won = [
-            layout.counts
+            layout.configuration
             for layout, prediction in sorted(scored[1:], key=lambda pair: -_score(pair[1]))
             if self._wins(layout, prediction, *scored[0], offered)
         ][:MOST_WINNERS]
-        self._winners = {counts: self._winners.get(counts, 0) + 1 for counts in won}
+        self._winners = {wanted: self._winners.get(wanted, 0) + 1 for wanted in won}
         self._settled_at = None if won or present.attainment < SETTLED_ATTAINMENT else demand
-        ripe = [pair for pair in scored[1:] if self._winners.get(pair[0].counts, 0) >= self.config.wins]
+        ripe = [pair for pair in scored[1:] if self._winners.get(pair[0].configuration, 0) >= self.config.wins]
         scores = tuple(
             CandidateScore(layout.label, len(layout.settings), prediction) for layout, prediction in scored
         )  # fmt: skip
         if not ripe:
             reason = f"no other configuration wins by {self.config.margin:.0%}"
-            if won:
+            if won:  # asked again at once: when the twin is within its share again, the change may come too late
                 reason = f"one wins by {self.config.margin:.0%}, not yet {self.config.wins} times running"
+                self._next_question_ns = now
             return [self._decide("keep", reason, scored[0][0], demand, scores, now)]
         chosen, prediction = max(ripe, key=lambda pair: (_score(pair[1]), -len(pair[0].settings)))
         reason = f"goodput {prediction.goodput_rps:.2f} instead of {present.goodput_rps:.2f} requests/s, as simulated"
@@ -322,7 +348,7 @@ class PlannerCore:
 
 def changes(present: Layout, chosen: Layout) -> list[FleetChange]:
     """From one configuration to another: new workers first, and workers that go last, so that no phase is ever without
-    one for longer than a change takes."""
+    one for longer than a change takes. The cores are divided for the new roles."""
     wanted = {setting.worker: setting for setting in chosen.settings if setting.worker != NEW_WORKER}
     commands: list[FleetChange] = [
         AddWorker(setting.role, setting.shape) for setting in chosen.settings if setting.worker == NEW_WORKER
@@ -331,6 +357,8 @@ def changes(present: Layout, chosen: Layout) -> list[FleetChange]:
     commands += [SetRole(old.worker, "both") for old, new in changed if old.role != new.role and old.role != "both"]
     commands += [SetShape(old.worker, new.shape) for old, new in changed if old.shape != new.shape]
     commands += [SetRole(old.worker, new.role) for old, new in changed if old.role != new.role and new.role != "both"]
+    if chosen.split is not None and chosen.split != present.split:
+        commands.append(SetSplit(chosen.split))
     return commands + [RemoveWorker(setting.worker) for setting in present.settings if setting.worker not in wanted]
 
 
@@ -341,10 +369,6 @@ def _load(demand: DemandSummary) -> tuple[float, float]:
 
 def _score(prediction: Prediction) -> float:
     return prediction.goodput_rps + NEARNESS_WEIGHT * prediction.nearness_rps
-
-
-def _num_workers(counts: Sequence[tuple[Any, int]]) -> int:
-    return sum(count for _, count in counts)
 
 
 def _used_blocks(worker: Any) -> tuple[int, int]:

@@ -52,7 +52,7 @@ class Twin:
     def _predict(self, question: TwinQuestion, candidate: Layout, requests: list[RequestSpec]) -> Prediction:
         scenario = Scenario(
             engine=self._settings.engine,
-            cost=StepTermsCost(*question.terms),
+            cost=StepTermsCost(*question.costs[0].terms),
             workload=requests,
             cluster=self._settings.cluster,
             pools=self._pools(question, candidate),
@@ -60,14 +60,25 @@ class Twin:
         return prediction_of(simulate(scenario).requests, requests, question.num_before, question.span_ns)
 
     def _pools(self, question: TwinQuestion, candidate: Layout) -> Pools:
-        started = self._settings.engine
-        cache = replace(started.cache, num_blocks=question.num_blocks, block_size=question.block_size, first_block=0)
-        counts = Counter(setting.kind for setting in candidate.settings)
+        costs = {each.group: each for each in question.costs}
+        own = {pool.name: pool for pool in self._settings.pools}
+        counts = Counter((*setting.kind, setting.num_cores) for setting in candidate.settings)
         pools = []
-        for (role, shape), count in sorted(counts.items()):
+        for (group, role, shape, num_cores), count in sorted(counts.items()):
+            cost = costs[group]
+            started = own[group].engine if group in own else self._settings.engine
+            cache = replace(started.cache, num_blocks=cost.num_blocks, block_size=cost.block_size, first_block=0)
             scheduler = settings_for(started.scheduler, started.slo, role, shape)
-            engine = started.with_(cache=cache, scheduler=scheduler)
-            pools.append(Pool(name=f"{role}-{shape}", role=role, replicas=count, engine=engine))
+            pools.append(
+                Pool(
+                    name="-".join((role, shape, str(num_cores), group)),
+                    role=role,
+                    replicas=count,
+                    engine=started.with_(cache=cache, scheduler=scheduler),
+                    cost=StepTermsCost(*cost.terms_on(num_cores)),
+                    model_copy=own[group].model_copy if group in own else 0,
+                )
+            )
         link = "shared_memory" if self._settings.shares_memory else NETWORK
         return Pools(kv_bytes_per_token=self._settings.kv_bytes_per_token, link=link, named=tuple(pools))
 
