@@ -204,7 +204,8 @@ async def test_the_operators_routes_change_workers_and_show_them() -> None:
         idle = {"role": "both", "state": "ready", "restarts": 0, "open_requests": 0, "max_sequence_tokens": 2048}
         units = {"threads": 1, "multiprocessors": None, "is_pinned": False}
         both = [{"worker": number, **idle, "cores": str(number), **units} for number in (0, 1)]
-        assert (await client.get("/admin/workers")).json() == {"workers": both, "max_workers": 3, "core_split": None}
+        split = {"core_split": None, "is_core_split_pinned": False}
+        assert (await client.get("/admin/workers")).json() == {"workers": both, "max_workers": 3, **split}
         changed = await client.post("/admin/workers/1", json={"role": "decode", "shape": "unified"})
         assert changed.status_code == 200 and changed.json()["role"] == "decode" and changed.json()["is_pinned"]
         assert not (await client.post("/admin/workers/1", json={"pin": False})).json()["is_pinned"]

@@ -15,6 +15,7 @@ from diptych.control.planner.cluster_watch import ClusterWatch
 from diptych.control.planner.fleet_layout import Layout, WorkerSetting
 from diptych.control.planner.planner_config import PlannerConfig
 from diptych.control.planner.planner_events import (
+    GroupCosts,
     Prediction,
     TwinAnswered,
     TwinFailed,
@@ -122,7 +123,7 @@ async def test_a_change_that_is_refused_half_way_is_taken_back(tmp_path: Path) -
 
 def question() -> TwinQuestion:
     present = Layout((WorkerSetting(0, "both", "chunked"),))
-    return TwinQuestion(1, (), 0, 1, (present,), (1.0, 1.0, 0.0, 1.0, 1.0), 100, 16)
+    return TwinQuestion(1, (), 0, 1, (present,), (GroupCosts((1.0, 1.0, 0.0, 1.0, 1.0), 100, 16),))
 
 
 def settings() -> TwinSettings:

@@ -66,6 +66,31 @@ def test_a_phase_is_never_left_without_a_worker() -> None:
     assert not guards.keeps_both_phases(layout("prefill", "prefill"))
 
 
+def of_groups(*workers: tuple[str, str]) -> Layout:
+    return Layout(
+        tuple(WorkerSetting(number, role, "chunked", group) for number, (group, role) in enumerate(workers))  # type: ignore[arg-type]
+    )
+
+
+def test_long_requests_are_not_left_without_a_worker_for_a_phase() -> None:
+    limits = {"large": (0, 100_000), "small": (0, 10_000)}
+    present = of_groups(("large", "both"), ("small", "both"), ("small", "both"))
+    fits = of_groups(("large", "both"), ("small", "decode"), ("small", "prefill"))
+    short = of_groups(("large", "prefill"), ("small", "decode"), ("small", "decode"))
+    assert guards.keeps_what_it_serves(present, fits, limits)
+    assert not guards.keeps_what_it_serves(present, short, limits)
+    assert guards.keeps_what_it_serves(short, short, limits), "it is so already"
+    assert not guards.keeps_what_it_serves(present, of_groups(("small", "both"), ("small", "both")), limits)
+
+
+def test_workers_that_hand_nothing_to_each_other_are_not_given_one_phase_each() -> None:
+    limits = {"exact": (0, 10_000), "rough": (1, 10_000)}
+    present = of_groups(("exact", "both"), ("rough", "both"))
+    assert not guards.keeps_what_it_serves(present, of_groups(("exact", "prefill"), ("rough", "decode")), limits)
+    assert not guards.keeps_what_it_serves(present, of_groups(("exact", "both"), ("rough", "decode")), limits)
+    assert guards.keeps_what_it_serves(present, of_groups(("exact", "both")), limits), "the others serve as much"
+
+
 def test_an_objective_that_a_lone_request_misses_is_named_with_its_number() -> None:
     terms = (5e6, 1e5, 0.0, 0.0, 0.0)
     slow = ReplayedArrival(0, 10_000, 10, Slo(ttft_ns=500 * NS_PER_MS))

@@ -202,7 +202,7 @@ def test_what_won_once_is_asked_about_again_alone() -> None:
             if isinstance(command, AskTwin):
                 candidates = command.question.candidates
                 asked.append(len(candidates))
-                answers = tuple(MUCH_BETTER if layout.counts != candidates[0].counts else GOOD for layout in candidates)
+                answers = tuple(MUCH_BETTER if layout != candidates[0] else GOOD for layout in candidates)
                 rig.planner.on_event(TwinAnswered(command.question.number, answers, 0), rig.now)
     assert asked == [rig.planner.config.max_candidates, 3]
 

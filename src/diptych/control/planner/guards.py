@@ -3,12 +3,13 @@
 from collections.abc import Collection, Mapping, Sequence
 
 from diptych.control.planner.fleet_layout import Layout, has_both_phases
-from diptych.control.planner.planner_events import ObservedWorker, ReplayedArrival
+from diptych.control.planner.planner_events import ObservedWorker, Prediction, ReplayedArrival
 
 FEW_OPEN_COUNTS = 32
 CLOSED_LOOP_RANGE = 0.02
 MOST_UTILISATION = 0.85
 INFEASIBLE_SHARE = 0.5
+OVERLOADED_ATTAINMENT = 0.5
 
 
 def metrics_are_lost(workers: Sequence[ObservedWorker], now: int, stale_ns: int, is_demanded: bool) -> bool:
@@ -36,6 +37,12 @@ def is_closed_loop(open_counts: Sequence[int]) -> bool:
     if len(open_counts) < FEW_OPEN_COUNTS:
         return False
     return max(open_counts) > 1 and max(open_counts) - min(open_counts) <= CLOSED_LOOP_RANGE * max(open_counts)
+
+
+def is_overloaded(predictions: Sequence[Prediction]) -> bool:
+    """Whether even the best configuration serves few requests in time. Which ones then depends on the moment more than
+    on the configuration, and what works off more ends the overload sooner."""
+    return max(prediction.attainment for prediction in predictions) < OVERLOADED_ATTAINMENT
 
 
 def can_spare_a_worker(utilisation: float, num_workers: int) -> bool:

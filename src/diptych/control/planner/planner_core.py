@@ -261,16 +261,19 @@ class PlannerCore:
             self._winners.clear()
             return []
         scored = tuple(zip(question.candidates, event.predictions, strict=True))
-        present = event.predictions[0]
+        first, present = scored[0]
         offered = NS_PER_S * (len(question.arrivals) - question.num_before) / question.span_ns
+        is_overloaded = guards.is_overloaded(event.predictions)
+        score = _progress if is_overloaded else _score
+        best_first = sorted(scored[1:], key=lambda pair: (-score(pair[1]), _num_changed(pair[0], first)))
         won = [
             layout.configuration
-            for layout, prediction in sorted(scored[1:], key=lambda pair: -_score(pair[1]))
-            if self._wins(layout, prediction, *scored[0], offered)
+            for layout, prediction in best_first
+            if self._wins(layout, prediction, first, present, offered, score)
         ][:MOST_WINNERS]
         self._winners = {wanted: self._winners.get(wanted, 0) + 1 for wanted in won}
         self._settled_at = None if won or present.attainment < SETTLED_ATTAINMENT else demand
-        ripe = [pair for pair in scored[1:] if self._winners.get(pair[0].configuration, 0) >= self.config.wins]
+        ripe = [pair for pair in best_first if self._winners.get(pair[0].configuration, 0) >= self.config.wins]
         scores = tuple(
             CandidateScore(layout.label, len(layout.settings), prediction) for layout, prediction in scored
         )  # fmt: skip
@@ -279,9 +282,12 @@ class PlannerCore:
             if won:  # asked again at once: when the twin is within its share again, the change may come too late
                 reason = f"one wins by {self.config.margin:.0%}, not yet {self.config.wins} times running"
                 self._next_question_ns = now
-            return [self._decide("keep", reason, scored[0][0], demand, scores, now)]
-        chosen, prediction = max(ripe, key=lambda pair: (_score(pair[1]), -len(pair[0].settings)))
+            return [self._decide("keep", reason, first, demand, scores, now)]
+        chosen, prediction = min(ripe, key=lambda pair: (-score(pair[1]), len(pair[0].settings)))
         reason = f"goodput {prediction.goodput_rps:.2f} instead of {present.goodput_rps:.2f} requests/s, as simulated"
+        if is_overloaded:
+            done = f"{prediction.throughput_rps:.2f} instead of {present.throughput_rps:.2f}"
+            reason += f"; overloaded, {done} worked off"
         if self.config.mode != "auto":
             return [self._decide("advise", reason, chosen, demand, scores, now)]
         self._is_changing = True
@@ -301,14 +307,20 @@ class PlannerCore:
         self._next_question_ns = now + int(max(0.0, self._twin_ns - config.twin_burst_ns) / config.twin_share)
 
     def _wins(
-        self, layout: Layout, prediction: Prediction, present: Layout, now: Prediction, offered_rps: float
+        self,
+        layout: Layout,
+        prediction: Prediction,
+        present: Layout,
+        now: Prediction,
+        offered_rps: float,
+        score: Callable[[Prediction], float],
     ) -> bool:
         """By the margin of what is asked for (where hardly any request is served in time, twice as many are still no
         reason to move streams about); or, with fewer workers, when almost nothing is lost."""
         extra = len(layout.settings) - len(present.settings)
         if extra < 0:
             return prediction.goodput_rps >= (1 - self.config.tolerance) * now.goodput_rps
-        return _score(prediction) > _score(now) + self.config.margin * (1 + NEARNESS_WEIGHT) * offered_rps
+        return score(prediction) > score(now) + self.config.margin * (1 + NEARNESS_WEIGHT) * offered_rps
 
     def _on_change_ended(self, event: ChangeEnded, now: int) -> list[PlannerCommand]:
         self._is_changing = False
@@ -369,6 +381,17 @@ def _load(demand: DemandSummary) -> tuple[float, float]:
 
 def _score(prediction: Prediction) -> float:
     return prediction.goodput_rps + NEARNESS_WEIGHT * prediction.nearness_rps
+
+
+def _progress(prediction: Prediction) -> float:
+    """Of an overloaded fleet: what is in time now, and how fast the overload is worked off."""
+    return prediction.goodput_rps + prediction.throughput_rps
+
+
+def _num_changed(layout: Layout, present: Layout) -> int:
+    """Workers that are others, or for something else."""
+    kept = {(setting.worker, setting.kind) for setting in present.settings}
+    return sum((setting.worker, setting.kind) not in kept for setting in layout.settings)
 
 
 def _used_blocks(worker: Any) -> tuple[int, int]:

@@ -87,11 +87,14 @@ class Observed:
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """What the twin says of one configuration. goodput_rps: requests per second that met their objectives. attainment:
-    their share. nearness_rps: requests per second, each counted as min(1, objective / measured)."""
+    their share. nearness_rps: requests per second, each counted as min(1, objective / measured). throughput_rps:
+    requests per second that had their first token within the time of the arrivals, and that ended in it: the mean of
+    the two, with the requests that run or wait already when it begins."""
 
     goodput_rps: float
     attainment: float
     nearness_rps: float
+    throughput_rps: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

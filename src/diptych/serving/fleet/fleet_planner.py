@@ -209,7 +209,7 @@ def plan_with(
     clock: Callable[[], int],
 ) -> FleetPlanner:
     """The planner of a fleet that starts with these options."""
-    members, pools, config = _of_groups(options, fleet, plan.copies)
+    members, pools, config = pools_of(options, fleet, plan.copies)
     kv_bytes = max(1, plan.cluster.routing.links.bytes_per_token)
     settings = TwinSettings(
         _engine_of(options, options.slo), plan.cluster, kv_bytes, shares_memory=bool(plan.memories), pools=pools
@@ -224,7 +224,7 @@ def plan_with(
     return FleetPlanner(planner, watch, changes, twin, clock, recorder)
 
 
-def _of_groups(
+def pools_of(
     options: EngineOptions, fleet: FleetOptions, copies: Sequence[int]
 ) -> tuple[list[PoolMember], tuple[TwinPool, ...], PlannerConfig]:
     """The pool of each worker, and the pools as the twin and the planner know them (nothing where workers are equal).

@@ -1,6 +1,6 @@
 """A simulated fleet that a planner watches and changes: the driver of PlannerCore under virtual time."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 from diptych.control.cluster.cluster_events import ClusterEvent
@@ -37,7 +37,8 @@ TWIN_REQUEST_NS = 500_000  # of processor time that the compiled twin takes for 
 
 class PlannedFleet:
     """Runs a scenario with a planner. Workers of ``spares`` are drained until the planner adds them, which takes
-    ``start_ns``. outages: (from, until) times in which no observation of the workers comes. split: how the CPUs of the
+    ``start_ns``. outages: (from, until) times in which no observation of the workers comes. pinned: workers that the
+    planner must leave as they are. split: how the CPUs of the
     scenario's shares are divided among the workers at first, and the planner may divide them in another way (None: each
     worker keeps its own). Raises ConfigError for a split without shares."""
 
@@ -50,6 +51,7 @@ class PlannedFleet:
         spares: Sequence[int] = (),
         start_ns: int = 0,
         outages: Sequence[tuple[int, int]] = (),
+        pinned: Collection[int] = (),
         split: CoreSplit | None = None,
     ) -> None:
         if split is not None and not scenario.shares:
@@ -64,6 +66,7 @@ class PlannedFleet:
         self._spares = list(spares)
         self._start_ns = start_ns
         self._outages = outages
+        self._pinned = pinned
         self._cpus = tuple(sorted({(cpu,) for share in scenario.shares for cpu in share.cpus}))
         self._split = split
         self._members = _members(scenario)
@@ -92,7 +95,7 @@ class PlannedFleet:
         now = environment.now
         is_lost = any(begin <= now < end for begin, end in self._outages)
         cores = None if self._split is None else Cores(len(self._cpus), self._split)
-        self._tell(Observed(()) if is_lost else self._watch.observe(cores=cores))
+        self._tell(Observed(()) if is_lost else self._watch.observe(self._pinned, cores))
         self._is_ticking = bool(self.cluster.core.num_open or len(self.planner.demand))
         if self._is_ticking:
             environment.at(now + self._config.tick_ns, MESSAGE, self._tick)

@@ -84,18 +84,22 @@ class Twin:
 
 
 def prediction_of(table: RequestTable, requests: list[RequestSpec], num_before: int, span_ns: int) -> Prediction:
-    """Sums over the requests but for the first ``num_before``."""
-    met, near, count = 0, 0.0, 0
+    """Sums over the requests; the first ``num_before`` are only a part of the throughput."""
+    met, near, count, progress = 0, 0.0, 0, 0
     for row in range(len(table)):
-        number = table.number[row]
+        number, is_completed = table.number[row], table.is_completed(row)
+        if is_completed:
+            arrival_ns = table.arrival_ns[row]
+            has_begun = arrival_ns + table.ttft_ns(row) <= span_ns and not requests[number].is_running
+            progress += has_begun + (arrival_ns + table.e2e_ns(row) <= span_ns)
         if number < num_before:
             continue
         count += 1
-        if table.is_completed(row):
+        if is_completed:
             met += table.slo_met[row] != 0
             near += nearness(table, row, requests[number].slo)
     seconds = max(1, span_ns) / NS_PER_S
-    return Prediction(met / seconds, met / max(1, count), near / seconds)
+    return Prediction(met / seconds, met / max(1, count), near / seconds, progress / (2 * seconds))
 
 
 def nearness(table: RequestTable, row: int, slo: Slo | None) -> float:
