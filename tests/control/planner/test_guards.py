@@ -3,7 +3,7 @@
 from diptych.control.engine.reports import LoadReport
 from diptych.control.planner import guards
 from diptych.control.planner.fleet_layout import Layout, WorkerSetting
-from diptych.control.planner.planner_events import ObservedWorker, ReplayedArrival
+from diptych.control.planner.planner_events import ObservedWorker, Prediction, ReplayedArrival
 from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo
 
 
@@ -41,6 +41,12 @@ def test_a_benchmark_with_fixed_concurrency_is_not_extrapolated() -> None:
     assert not guards.is_closed_loop([64] * 31), "too few arrivals to tell"
     assert not guards.is_closed_loop([1] * 64), "requests that never meet may come at any rate"
     assert not guards.is_closed_loop([40 + number % 9 for number in range(64)])
+
+
+def test_a_fleet_of_which_no_configuration_is_enough_is_not_judged_by_a_lucky_moment() -> None:
+    poor, good = Prediction(1.0, 0.49, 1.0), Prediction(2.0, 0.5, 2.0)
+    assert guards.is_overloaded([poor, poor])
+    assert not guards.is_overloaded([poor, good])
 
 
 def test_two_busy_workers_are_not_made_one() -> None:

@@ -74,8 +74,9 @@ class CoreSplit:
 
 
 def split_for(cores: Mapping[Role, int], workers: Mapping[Role, int]) -> CoreSplit | None:
-    """The rule by which the workers of each role together get so many cores, at least one each (None: there is none
-    within the limits). workers: how many of each role; roles without any weigh as much as the mean worker."""
+    """The rule by which the workers of each role together get so many cores, at least one each, whatever their numbers
+    (None: there is none, as for five and three cores on two and two workers, whose halves are ties). workers: how many
+    of each role; roles without any weigh as much as the mean worker."""
     num_cores, num_workers = sum(cores.values()), sum(workers.values())
     unit = lcm(*workers.values())
     present = {role: unit * cores[role] // count for role, count in workers.items()}
@@ -85,10 +86,15 @@ def split_for(cores: Mapping[Role, int], workers: Mapping[Role, int]) -> CoreSpl
     if not all(1 <= weight <= MAX_WEIGHT for weight in weights.values()):
         return None
     split = CoreSplit(**weights)
-    roles = dict(enumerate(role for role in sorted(workers) for _ in range(workers[role])))
+    is_so = all(_cores_of(split, order, workers, num_cores) == cores for order in (ROLES, ROLES[::-1]))
+    return split if is_so else None
+
+
+def _cores_of(split: CoreSplit, order: Sequence[Role], workers: Mapping[Role, int], num_cores: int) -> dict[Role, int]:
+    """Of the workers of each role together, when they have their numbers in this order."""
+    roles = dict(enumerate(role for role in order for _ in range(workers.get(role, 0))))
     counts = split.counts(roles, num_cores)
-    found = {role: sum(counts[number] for number in roles if roles[number] == role) for role in workers}
-    return split if all(found[role] == cores[role] for role in workers) else None
+    return {role: sum(counts[number] for number in roles if roles[number] == role) for role in workers}
 
 
 def parse_core_split(text: str) -> CoreSplit:

@@ -132,19 +132,19 @@ def reachable(layout: Layout, reach: Reach) -> list[Configuration]:
 
 
 def _core_moves(layout: Layout) -> Iterator[CoreSplit]:
-    """The rules by which the workers of one role together have a core more, or two, four and so on, and those of
-    another role have as many fewer."""
+    """The rules by which the workers of one role together have a core more, or two, four and so on, or each of them one
+    more, and those of another role have as many fewer."""
     cores, workers = Counter[Role](), Counter[Role]()
     for setting in layout.settings:
         cores[setting.role] += setting.num_cores
         workers[setting.role] += 1
     for taker, giver in permutations(sorted(workers), 2):
-        count = 1
-        while count <= cores[giver] - workers[giver]:
-            split = split_for({**cores, taker: cores[taker] + count, giver: cores[giver] - count}, workers)
-            if split is not None:
+        most = cores[giver] - workers[giver]
+        counts = {1 << power for power in range(most.bit_length())} | {workers[taker], workers[giver]}
+        for count in sorted(counts):
+            wanted = {**cores, taker: cores[taker] + count, giver: cores[giver] - count}
+            if count <= most and (split := split_for(wanted, workers)) is not None:
                 yield split
-            count *= 2
 
 
 def _one_change(now: Counter[Kind], free: Counter[Kind], reach: Reach) -> Iterator[Counter[Kind]]:
