@@ -114,20 +114,19 @@ def reachable(layout: Layout, reach: Reach) -> list[Configuration]:
     """The present configuration first, then its neighbours (cores between two roles, one role, one shape, one worker
     more or fewer), then the divisions of as many workers among the roles, of each group and of whole groups; each once,
     and each with a worker for both phases. What changes workers keeps the rule that divides the cores; where cores may
-    move, it also comes with equal cores for all, since a rule for some roles may be wrong for others."""
+    move, a neighbour also comes with equal cores for all, since a rule for some roles may be wrong for others."""
     now = Counter(setting.kind for setting in layout.settings)
     pinned = Counter(setting.kind for setting in layout.settings if setting.worker in reach.pinned)
     present = layout.configuration
+    neighbours = list(_one_change(now, now - pinned, reach))
+    changed = [(counts, layout.split) for counts in (*neighbours, *_rebuilt(now - pinned, pinned, reach))]
     found: dict[Configuration, None] = {present: None}
-    splits = [layout.split]
     if layout.split is not None and reach.moves_cores:
         found.update((replace(present, split=split), None) for split in _core_moves(layout))
-        splits += [CoreSplit()]
-    changed = [*_one_change(now, now - pinned, reach), *_rebuilt(now - pinned, pinned, reach)]
-    for split in splits:
-        for counts in changed:
-            if has_both_phases(role for (_, role, _), count in counts.items() if count):
-                found.setdefault(Configuration(as_counts(counts), split))
+        changed += [(counts, CoreSplit()) for counts in neighbours]
+    for counts, split in changed:
+        if has_both_phases(role for (_, role, _), count in counts.items() if count):
+            found.setdefault(Configuration(as_counts(counts), split))
     return list(found)
 
 
@@ -214,8 +213,13 @@ def assign(
 
 def divided(settings: Iterable[WorkerSetting], split: CoreSplit | None, num_cores: int) -> list[WorkerSetting]:
     """Settings in their order, with the cores that the rule gives each. Raises ConfigError for too few cores."""
-    ordered = sorted(replace(setting, num_cores=0) for setting in settings)
-    if split is None:
-        return ordered
-    counts = split.counts({number: setting.role for number, setting in enumerate(ordered)}, num_cores)
-    return [replace(setting, num_cores=counts[number]) for number, setting in enumerate(ordered)]
+    ordered = sorted(settings)
+    counts = None
+    if split is not None:
+        counts = split.counts({number: setting.role for number, setting in enumerate(ordered)}, num_cores)
+    return [
+        WorkerSetting(
+            setting.worker, setting.role, setting.shape, setting.group, 0 if counts is None else counts[number]
+        )
+        for number, setting in enumerate(ordered)
+    ]

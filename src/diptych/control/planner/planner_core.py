@@ -205,10 +205,13 @@ class PlannerCore:
             if len(layout.settings) >= len(workers) or spares
             if guards.is_within_budget(len(layout.settings), most)
         ]
-        pressures = {layout: round(pressure(pricing.parts(layout), work), 3) for layout in useful}
-        useful.sort(key=lambda layout: (pressures[layout], len(layout.settings)))
+        ranked = [
+            (round(pressure(pricing.parts(layout), work), 3), len(layout.settings), number)
+            for number, layout in enumerate(useful)
+        ]
+        useful = [useful[number] for _, _, number in sorted(ranked)]
         fewer = [layout for layout in useful if len(layout.settings) < len(workers)][:1]  # else it never has its turn
-        useful = fewer + [layout for layout in useful if layout not in fewer]
+        useful = fewer + [layout for layout in useful if not fewer or layout is not fewer[0]]
         if self._winners:  # what has won once is asked about again, without those that lost: the answer comes sooner
             useful = [layout for layout in useful if layout.configuration in self._winners] or useful
         return (present, *useful[: self.config.max_candidates - 1])

@@ -17,6 +17,7 @@ from diptych.control.router.topology import Role
 from diptych.control.slo import NS_PER_S
 
 OVERLOAD = 1000.0
+SHORTEST_S = 1e-9  # of a prompt or a step that the model prices at nothing
 STEP_SHARE = 0.9  # of the TPOT objective that a step of a chunked worker may take (see BudgetConfig.margin)
 
 
@@ -39,12 +40,14 @@ class OfferedWork:
 @dataclass(frozen=True, slots=True)
 class StepPrices:
     """Of one worker: seconds of a mean prompt, of a step, of a stream in it with its context; tokens that its blocks
-    hold."""
+    hold. prompt_speed, answer_speed: prompts a second, and steps of one stream."""
 
     prompt_s: float
     step_s: float
     stream_s: float
     kv_tokens: int
+    prompt_speed: float
+    answer_speed: float
 
 
 Part = tuple[Role, ShapeName, StepPrices, int]  # so many equal workers
@@ -72,44 +75,38 @@ def work_of(demand: DemandSummary, arrivals: Sequence[ReplayedArrival], num_rese
 def prices_of(work: OfferedWork, terms: Terms, kv_tokens: int) -> StepPrices:
     """What such work costs by the terms of a step-time model."""
     fixed_ns, token_ns, pair_ns, sequence_ns, context_ns = terms
+    prompt_s = (token_ns * work.prompt_tokens + pair_ns * work.prompt_pairs) / NS_PER_S
+    step_s = fixed_ns / NS_PER_S
+    stream_s = (sequence_ns + context_ns * work.context_tokens) / NS_PER_S
     return StepPrices(
-        prompt_s=(token_ns * work.prompt_tokens + pair_ns * work.prompt_pairs) / NS_PER_S,
-        step_s=fixed_ns / NS_PER_S,
-        stream_s=(sequence_ns + context_ns * work.context_tokens) / NS_PER_S,
-        kv_tokens=kv_tokens,
+        prompt_s, step_s, stream_s, kv_tokens, 1 / max(prompt_s, SHORTEST_S), 1 / max(step_s + stream_s, SHORTEST_S)
     )
 
 
 def pressure(parts: Sequence[Part], work: OfferedWork) -> float:
     """Of the worst worker, when prompts and answers are divided as well as is possible with a few divisions."""
-    prompt_speed, answer_speed = _speeds(parts, 0), _speeds(parts, 1)
+    prompt_speed, answer_speed = {"prefill": 0.0, "both": 0.0}, {"decode": 0.0, "both": 0.0}
+    for role, _, prices, count in parts:
+        if role != "decode":
+            prompt_speed[role] += count * prices.prompt_speed
+        if role != "prefill":
+            answer_speed[role] += count * prices.answer_speed
     best = float("inf")
     for prompt_share in _shares(prompt_speed["prefill"], prompt_speed["both"]):
         for answer_share in _shares(answer_speed["decode"], answer_speed["both"]):
-            prompts = {"prefill": prompt_share, "decode": 0.0, "both": 1 - prompt_share}
-            answers = {"prefill": 0.0, "decode": answer_share, "both": 1 - answer_share}
             worst = 0.0
             for role, shape, prices, _ in parts:
-                own_prompts, own_answers = prompts[role], answers[role]
-                if own_prompts:
-                    own_prompts *= _speed(prices, 0) / prompt_speed[role]
-                if own_answers:
-                    own_answers *= _speed(prices, 1) / answer_speed[role]
-                worst = max(worst, _of_worker(own_prompts, own_answers, work, prices, shape == "chunked"))
+                prompts = answers = 0.0
+                if role != "decode":
+                    prompts = (prompt_share if role == "prefill" else 1 - prompt_share) / prompt_speed[role]
+                if role != "prefill":
+                    answers = (answer_share if role == "decode" else 1 - answer_share) / answer_speed[role]
+                own = _of_worker(
+                    prompts * prices.prompt_speed, answers * prices.answer_speed, work, prices, shape == "chunked"
+                )
+                worst = max(worst, own)
             best = min(best, worst)
     return best
-
-
-def _speed(prices: StepPrices, phase: int) -> float:
-    """Prompts a second, or steps of one stream."""
-    return 1 / max(prices.step_s + prices.stream_s if phase else prices.prompt_s, 1e-9)
-
-
-def _speeds(parts: Sequence[Part], phase: int) -> dict[str, float]:
-    speeds = {"prefill": 0.0, "decode": 0.0, "both": 0.0}
-    for role, _, prices, count in parts:
-        speeds[role] += count * _speed(prices, phase)
-    return speeds
 
 
 def _shares(dedicated: float, both: float) -> tuple[float, ...]:
