@@ -93,6 +93,25 @@ def test_the_twin_process_answers_line_by_line() -> None:
     assert first.predictions == second.predictions == Twin(SETTINGS).answer(asked)
 
 
+def test_prompts_in_steps_of_their_own_are_a_candidate_beside_mixed_steps() -> None:
+    """Exclusive batches (unified) keep streams waiting, and mixed ones (chunked) prompts."""
+    mixed, exclusive = (
+        Layout(tuple(WorkerSetting(number, "both", shape) for number in (0, 1))) for shape in ("chunked", "unified")
+    )
+    streams = tuple(ReplayedArrival(0, 500, 100, Slo(), is_running=True) for _ in range(16))
+
+    def attainments(slo: Slo) -> list[float]:
+        arrivals = tuple(ReplayedArrival(number * GAP_NS, 2000, 40, slo) for number in range(20))
+        costs = (GroupCosts(TERMS, 2000, 16),)
+        asked = TwinQuestion(1, (*streams, *arrivals), 16, 20 * GAP_NS, (mixed, exclusive), costs)
+        return [prediction.attainment for prediction in Twin(SETTINGS).answer(asked)]
+
+    for_streams, exclusive_for_streams = attainments(Slo(None, 18 * NS_PER_MS))
+    assert for_streams > exclusive_for_streams
+    for_prompts, exclusive_for_prompts = attainments(Slo(250 * NS_PER_MS, None))
+    assert exclusive_for_prompts > for_prompts
+
+
 def planned(seconds: int, mode: PlanMode = "auto", outage: tuple[int, int] | None = None) -> PlannedFleet:
     """Prompts for which one prefill worker of four is too few."""
     specs = [

@@ -85,7 +85,7 @@ SCHEDULER_OPTIONS = tuple(name for name in signature(scheduler_config).parameter
 TWIN_COMMAND = (sys.executable, "-m", "diptych.simulation.twin.twin_process")
 SHAPES: tuple[ShapeName, ...] = ("chunked", "unified")
 SHAPE_HELP = "unified: prompts first. chunked: between decodes. Default: chunked, and --plan may change it."
-PLAN_HELP = "Change roles and shapes to fit the load: by itself (auto), or only say so (advise). Default: advise."
+PLAN_HELP = "Change roles, shapes and --core-split to fit the load (auto), or only say so (advise). Default: advise."
 CLUSTER_OPTIONS = tuple(signature(cluster_config).parameters)
 
 
