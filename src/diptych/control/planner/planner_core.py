@@ -5,7 +5,7 @@
 A state machine without a clock, as ClusterCore is: the same inputs give the same decisions, live and simulated. At each
 tick it looks at the demand and the workers. Where nothing forbids a judgement, it ranks the configurations in reach by
 ``pressure`` and asks a twin (a simulation of the latest arrivals at the forecast rate) for the goodput of the best few.
-A candidate that wins by the margin in answers running becomes a decision.
+A candidate that wins by the margin in answers running, or by less in more of them, becomes a decision.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,8 +57,9 @@ from diptych.control.slo import NS_PER_MS, NS_PER_S
 
 NEARNESS_WEIGHT = 0.1  # where no request meets its objectives, the configuration that comes nearest wins
 SETTLED_ATTAINMENT = 0.99
-SETTLED_CHANGE = 0.15  # of the load, that a settled configuration need not be judged anew for
+SETTLED_CHANGE = 0.15  # of the load, for which the last answer still holds
 MOST_LATE = 0.01  # of the arrivals of the window, that a settled configuration may keep waiting for too long
+ROUNDING = 1e-9
 MOST_WINNERS = 2  # candidates that are asked about again
 SAMPLE = 200  # arrivals that prices and objectives are read from
 
@@ -76,9 +77,10 @@ class PlannerCore:
         self._asked_demand: DemandSummary | None = None
         self._settled_at: DemandSummary | None = None  # for which the present configuration is good enough
         self._next_question_ns = 0
+        self._next_repeat_ns = 0  # of a question that has been answered for such a load
         self._twin_ns = 0.0  # processor time that the twin has had beyond its share
         self._twin_counted_ns = 0  # until when its share has been taken off
-        self._winners: dict[Configuration, int] = {}  # candidates -> answers running that they have won
+        self._winners: dict[Configuration, float] = {}  # candidates -> what they gained in answers running
         self._is_changing = False
         self._last_change_ns: int | None = None
         self._num_questions = 0
@@ -117,6 +119,8 @@ class PlannerCore:
             return []
         if guards.is_cooling_down(now, self._last_change_ns, self.config.cooldown_ns) or self._is_settled(demand, now):
             return []
+        if now < self._next_repeat_ns and not self._has_news(demand, now):
+            return []
         return self._ask(demand, now)
 
     def _hold_reason(self, demand: DemandSummary, now: int) -> str:
@@ -137,11 +141,15 @@ class PlannerCore:
 
     def _is_settled(self, demand: DemandSummary, now: int) -> bool:
         settled = self._settled_at
-        if settled is None or self.demand.num_late(now) > MOST_LATE * len(self.demand):
-            return False
-        return all(
-            abs(new - old) <= SETTLED_CHANGE * old for new, old in zip(_load(demand), _load(settled), strict=True)
-        )
+        return settled is not None and not self._are_many_late(now) and _is_like(demand, settled)
+
+    def _has_news(self, demand: DemandSummary, now: int) -> bool:
+        """Whether there may be another answer than the last: what the twin may be ahead of its share is for this."""
+        asked = self._asked_demand
+        return asked is None or bool(self._winners) or self._are_many_late(now) or not _is_like(demand, asked)
+
+    def _are_many_late(self, now: int) -> bool:
+        return self.demand.num_late(now) > MOST_LATE * len(self.demand)
 
     def _fastest_terms(self) -> list[Terms]:
         """The step-time models that a lone request may meet: where cores move, with all that others can spare."""
@@ -269,22 +277,29 @@ class PlannerCore:
         is_overloaded = guards.is_overloaded(event.predictions)
         score = _progress if is_overloaded else _score
         best_first = sorted(scored[1:], key=lambda pair: (-score(pair[1]), _num_changed(pair[0], first)))
-        won = [
-            layout.configuration
+        gains = {
+            layout.configuration: gain
             for layout, prediction in best_first
-            if self._wins(layout, prediction, first, present, offered, score)
-        ][:MOST_WINNERS]
-        self._winners = {wanted: self._winners.get(wanted, 0) + 1 for wanted in won}
-        self._settled_at = None if won or present.attainment < SETTLED_ATTAINMENT else demand
-        ripe = [pair for pair in best_first if self._winners.get(pair[0].configuration, 0) >= self.config.wins]
+            if (gain := self._gain(layout, prediction, first, present, offered, score)) > 0
+        }
+        self._winners = {
+            wanted: self._winners.get(wanted, 0.0) + gain for wanted, gain in list(gains.items())[:MOST_WINNERS]
+        }
+        has_won = any(gain >= self.config.margin for gain in gains.values())
+        is_served = present.attainment >= SETTLED_ATTAINMENT
+        self._settled_at = demand if is_served and not gains else None
+        enough = self.config.wins * self.config.margin - ROUNDING
+        ripe = [pair for pair in best_first if self._winners.get(pair[0].configuration, 0.0) >= enough]
         scores = tuple(
             CandidateScore(layout.label, len(layout.settings), prediction) for layout, prediction in scored
         )  # fmt: skip
         if not ripe:
             reason = f"no other configuration wins by {self.config.margin:.0%}"
-            if won:  # asked again at once: when the twin is within its share again, the change may come too late
+            if has_won:  # asked again at once: when the twin is within its share again, the change may come too late
                 reason = f"one wins by {self.config.margin:.0%}, not yet {self.config.wins} times running"
                 self._next_question_ns = now
+            elif gains:
+                reason = f"one is better by less than {self.config.margin:.0%}, not yet often enough"
             return [self._decide("keep", reason, first, demand, scores, now)]
         chosen, prediction = min(ripe, key=lambda pair: (-score(pair[1]), len(pair[0].settings)))
         reason = f"goodput {prediction.goodput_rps:.2f} instead of {present.goodput_rps:.2f} requests/s, as simulated"
@@ -303,13 +318,15 @@ class PlannerCore:
         ]
 
     def _pay(self, cost_ns: int, now: int) -> None:
-        """The twin has worked so long: the next question waits until it is within its share again, but for a burst."""
+        """The twin has worked so long: the next question waits until it is within its share again, but for a burst;
+        one without news waits for all of it."""
         config = self.config
         self._twin_ns = max(0.0, self._twin_ns - config.twin_share * (now - self._twin_counted_ns)) + cost_ns
         self._twin_counted_ns = now
         self._next_question_ns = now + int(max(0.0, self._twin_ns - config.twin_burst_ns) / config.twin_share)
+        self._next_repeat_ns = now + int(self._twin_ns / config.twin_share)
 
-    def _wins(
+    def _gain(
         self,
         layout: Layout,
         prediction: Prediction,
@@ -317,13 +334,15 @@ class PlannerCore:
         now: Prediction,
         offered_rps: float,
         score: Callable[[Prediction], float],
-    ) -> bool:
-        """By the margin of what is asked for (where hardly any request is served in time, twice as many are still no
-        reason to move streams about); or, with fewer workers, when almost nothing is lost."""
-        extra = len(layout.settings) - len(present.settings)
-        if extra < 0:
-            return prediction.goodput_rps >= (1 - self.config.tolerance) * now.goodput_rps
-        return score(prediction) > score(now) + self.config.margin * (1 + NEARNESS_WEIGHT) * offered_rps
+    ) -> float:
+        """What a change gains, at most the margin, and 0 where that is too little to count. As a share of what is asked
+        for: where hardly any request is served in time, twice as many are still no reason to move streams about. With
+        fewer workers the margin, when almost nothing is lost."""
+        config = self.config
+        if len(layout.settings) < len(present.settings):
+            return config.margin if prediction.goodput_rps >= (1 - config.tolerance) * now.goodput_rps else 0.0
+        gain = (score(prediction) - score(now)) / max(ROUNDING, (1 + NEARNESS_WEIGHT) * offered_rps)
+        return min(gain, config.margin) if gain >= min(config.least_gain, config.margin) else 0.0
 
     def _on_change_ended(self, event: ChangeEnded, now: int) -> list[PlannerCommand]:
         self._is_changing = False
@@ -380,6 +399,11 @@ def changes(present: Layout, chosen: Layout) -> list[FleetChange]:
 def _load(demand: DemandSummary) -> tuple[float, float]:
     """Prompt tokens and tokens of answers per second."""
     return demand.forecast * demand.mean_prompt_tokens, demand.forecast * demand.mean_output_tokens
+
+
+def _is_like(demand: DemandSummary, other: DemandSummary) -> bool:
+    pairs = zip(_load(demand), _load(other), strict=True)
+    return all(abs(new - old) <= SETTLED_CHANGE * old for new, old in pairs)
 
 
 def _score(prediction: Prediction) -> float:
