@@ -195,6 +195,9 @@ async def test_unequal_workers_change_their_roles_and_long_prompts_are_still_ser
         prompt = list(range(1, 1500))
         setup.client.submit("long", prompt)
         assert await setup.client.read("long") == expected(prompt, 8)
+    report = replay_planner(tmp_path / "run.jsonl")
+    assert report.difference is None
+    assert report.is_complete
 
 
 def test_pools_are_told_to_the_planner_with_the_shapes_that_they_may_have() -> None:

@@ -2,6 +2,7 @@
 
 import io
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
@@ -206,10 +207,16 @@ def test_cores_move_to_the_role_that_needs_them() -> None:
     auto.cluster.core.check_idle()
 
 
-def test_a_split_is_of_workers_that_have_shares() -> None:
-    fleet = planned(1)
+def test_a_split_is_of_workers_that_have_shares_and_spares_are_of_no_pool() -> None:
+    def of(**pools: Any) -> Scenario:
+        return Scenario(
+            engine=ENGINE, cost=StepTermsCost(*TERMS), workload=[], pools=Pools(kv_bytes_per_token=1000, **pools)
+        )
+
     with pytest.raises(ConfigError, match="have no shares"):
-        PlannedFleet(fleet._scenario, PlannerConfig(), Twin(SETTINGS), split=CoreSplit())
+        PlannedFleet(of(num_both=2), PlannerConfig(), Twin(SETTINGS), split=CoreSplit())
+    with pytest.raises(ConfigError, match="is of no pool"):
+        PlannedFleet(of(named=(Pool(name="a", role="both"),)), PlannerConfig(), Twin(SETTINGS), spares=(0,))
 
 
 FAST = (5e6, 2.5e4, 0.0, 1e5, 10.0)

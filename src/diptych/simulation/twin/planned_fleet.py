@@ -40,7 +40,7 @@ class PlannedFleet:
     ``start_ns``. outages: (from, until) times in which no observation of the workers comes. pinned: workers that the
     planner must leave as they are. split: how the CPUs of the
     scenario's shares are divided among the workers at first, and the planner may divide them in another way (None: each
-    worker keeps its own). Raises ConfigError for a split without shares."""
+    worker keeps its own). Raises ConfigError for a split without shares, and for spares of named pools."""
 
     def __init__(
         self,
@@ -56,6 +56,8 @@ class PlannedFleet:
     ) -> None:
         if split is not None and not scenario.shares:
             raise ConfigError("split: the workers of the scenario have no shares", param="split")
+        if spares and scenario.pools is not None and scenario.pools.named:
+            raise ConfigError("spares: a worker that is started later is of no pool", param="spares")
         self.cluster = SimulatedCluster(scenario)
         self.planner = PlannerCore(config)
         self.decisions: list[Decision] = []
