@@ -196,8 +196,8 @@ def cored(seconds: int, mode: PlanMode = "auto") -> PlannedFleet:
 
 
 def test_cores_move_to_the_role_that_needs_them() -> None:
-    auto, advised = cored(22), cored(12, "advise")
-    assert attainment_after(16, auto) > 0.9 > 0.1 > attainment_after(6, advised)
+    auto, advised = cored(20), cored(8, "advise")
+    assert attainment_after(16, auto) > 0.9 > 0.1 > attainment_after(5, advised)
     first, second = (auto.cluster.core.members.infos[worker].share for worker in (0, 1))
     assert first.num_threads > 4
     assert sorted(first.cpus + second.cpus) == list(range(8))
