@@ -18,6 +18,7 @@ from diptych.cli.advise import advise
 from diptych.cli.alerts import alerts
 from diptych.cli.bench import bench
 from diptych.cli.calibrate import calibrate, replay
+from diptych.cli.command_line import Command, CommandGroup
 from diptych.cli.diagnose import diagnose
 from diptych.cli.error_messages import errors_in_words
 from diptych.cli.guide import guide
@@ -51,8 +52,9 @@ from diptych.serving.link.engine_options import (
 
 app = typer.Typer(
     name="diptych",
-    help="Diptych: LLM inference served as the two jobs that it is, prefill and decode.",
-    no_args_is_help=True,
+    cls=CommandGroup,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -89,7 +91,19 @@ PLAN_HELP = "Change roles and shapes to fit the load: by itself (auto), or only 
 CLUSTER_OPTIONS = tuple(signature(cluster_config).parameters)
 
 
-@app.command()
+@app.callback()
+def diptych(
+    ctx: typer.Context,
+    is_version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    """Diptych: LLM inference served as the two jobs that it is, prefill and decode."""
+    if is_version:
+        version()
+    elif ctx.invoked_subcommand is None:
+        print(ctx.get_help())
+
+
+@app.command(cls=Command)
 def serve(
     model: Annotated[Path | None, option("Model directory, or GGUF file. Default: bundled.", MODEL)] = None,
     served_model_name: Annotated[Text, option("Name for clients. Default: the model's own.", MODEL)] = None,
@@ -254,7 +268,7 @@ def manners(given: dict[str, Any]) -> Manners:
     )
 
 
-@app.command()
+@app.command(cls=Command)
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads standard input.")],
     model: Annotated[Path | None, option("Model directory, or GGUF file. Default: bundled.", MODEL)] = None,
@@ -284,14 +298,14 @@ def generate(
         sys.stdout.write("\n")
 
 
-@app.command()
+@app.command(cls=Command)
 def version() -> None:
     """Print the version, and whether the control code and the simulator are compiled."""
     print(f"diptych {__version__} (control code and simulator: {compiled_modules.what_runs()})")
 
 
 for command in (advise, alerts, bench, calibrate, diagnose, plan, replay, simulate, guide):
-    app.command()(command)
+    app.command(cls=Command)(command)
 
 
 def main() -> None:
