@@ -50,13 +50,21 @@ class Command(TyperCommand):
 class CommandGroup(TyperGroup):
     """All commands. A usage error of any is one line, and says where the right words are."""
 
-    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
         """Run the command line, and end the process with its status."""
-        extra["prog_name"] = "diptych"
+        given = (args, "diptych", complete_var, False, windows_expand_args)
         if not standalone_mode:
-            return super().main(*args, standalone_mode=False, **extra)
+            return super().main(*given, **extra)
         try:
-            status = super().main(*args, standalone_mode=False, **extra)
+            status = super().main(*given, **extra)
         except UsageError as error:
             _end(error)
         except typer.Abort:

@@ -8,8 +8,7 @@ from typing import Any, TypeAlias, get_type_hints
 
 import typer
 
-from diptych.control.errors import ConfigError
-from diptych.runtime.gguf.gguf_file import is_gguf
+from diptych.runtime.model_place import find_model, name_of
 from diptych.serving.link.engine_options import BUNDLED_MODEL
 
 Text: TypeAlias = str | None
@@ -50,17 +49,11 @@ def picked(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
     return {name: given[name] for name in names}
 
 
-def model_path(model: Path | None) -> Path:
+def model_path(model: str | Path | None) -> Path:
     """The directory or GGUF file that was asked for, or the bundled directory. Raises ConfigError."""
-    path = Path(model or BUNDLED_MODEL)
-    if is_gguf(path):
-        if not path.is_file():
-            raise ConfigError(f"{path}: no such file", param="model")
-    elif not (path / "config.json").exists():
-        raise ConfigError(f"{path} is not a model directory: it has no config.json", param="model")
-    return path.resolve()
+    return find_model(model or BUNDLED_MODEL)
 
 
 def model_name(path: Path) -> str:
     """What clients call the model at this path, unless they are given another name."""
-    return path.name.removesuffix(".gguf")
+    return name_of(path)
