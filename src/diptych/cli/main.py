@@ -21,6 +21,7 @@ from diptych.cli.advise import advise
 from diptych.cli.alerts import alerts
 from diptych.cli.bench import bench
 from diptych.cli.calibrate import calibrate, replay
+from diptych.cli.chat import chat
 from diptych.cli.command_line import Command, CommandGroup
 from diptych.cli.diagnose import diagnose
 from diptych.cli.error_messages import errors_in_words
@@ -334,7 +335,7 @@ def version() -> None:
     print(f"diptych {__version__} (control code and simulator: {compiled_modules.what_runs()})")
 
 
-for command in (advise, alerts, bench, calibrate, diagnose, plan, replay, simulate, guide):
+for command in (advise, alerts, bench, calibrate, chat, diagnose, plan, replay, simulate, guide):
     app.command(cls=Command)(command)
 
 
