@@ -91,10 +91,10 @@ def test_it_runs_without_torch_and_numpy() -> None:
         ((*BASE, "--kv-cache-memory", "much"), "--kv-cache-memory is 'much'"),
         ((*BASE, "--sweep", "rate=5:1"), "ascends"),
         ((*BASE, "--sweep", "rate=1:2", "--timeline", "x.json"), "timeline is for a single run"),
-        ((*BASE, "--workers", "2"), "workers has no effect without --sweep"),
+        ((*BASE, "--processes", "2"), "--processes has no effect without --sweep"),
         ((*BASE, "--timeline-window", "1:2"), "--timeline-window has no effect"),
         ((*BASE, "--report", "nowhere/x.html"), "there is no folder"),
-        ((*BASE, "--sweep", "memory.kv_cache_tokens=10,4000", "--workers", "1"), "at memory.kv_cache_tokens=10:"),
+        ((*BASE, "--sweep", "memory.kv_cache_tokens=10,4000", "--processes", "1"), "at memory.kv_cache_tokens=10:"),
         (("absent.toml",), "cannot read absent.toml"),
     ],
 )
@@ -358,9 +358,9 @@ def test_a_run_in_which_every_request_fails_shows_why_and_ends_with_an_error() -
     as_json = invoke(*words, "--json")
     assert as_json.exit_code == 1
     assert json.loads(as_json.stdout)["summary"]["failures"] == {"context_length_exceeded": 40}
-    swept = invoke(*words, "--sweep", "rate=4,8", "--workers", "1")
+    swept = invoke(*words, "--sweep", "rate=4,8", "--processes", "1")
     assert swept.exit_code == 1 and "failed" in swept.stdout
-    partly = invoke(*BASE, "--sweep", "max_model_len=100,8192", "--workers", "1")
+    partly = invoke(*BASE, "--sweep", "max_model_len=100,8192", "--processes", "1")
     assert partly.exit_code == 0, partly.output
 
 
@@ -383,11 +383,11 @@ def test_an_impossible_point_is_found_before_anything_runs() -> None:
 
 def test_a_sweep_prints_a_table_and_writes_a_page(tmp_path: Path) -> None:
     page = tmp_path / "sweep.html"
-    result = invoke(*BASE, "--tpot-slo-ms", "20", "--sweep", "rate=4:12:4", "--workers", "1", "--report", str(page))
+    result = invoke(*BASE, "--tpot-slo-ms", "20", "--sweep", "rate=4:12:4", "--processes", "1", "--report", str(page))
     assert result.exit_code == 0, result.output
     assert "goodput" in result.output
     assert "--sweep rate=4:12:4" in re.sub(r"<[^>]*>", "", page.read_text())
-    data = json.loads(invoke(*BASE, "--sweep", "rate=4,8", "--workers", "1", "--json").stdout)
+    data = json.loads(invoke(*BASE, "--sweep", "rate=4,8", "--processes", "1", "--json").stdout)
     assert data["sweep"] == ["rate"] and [point["values"]["rate"] for point in data["points"]] == [4, 8]
 
 

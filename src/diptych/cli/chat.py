@@ -47,7 +47,8 @@ def chat(
         if is_terminal:
             import readline  # noqa: F401  (input() edits lines with it)
 
-            print(f"{client.words}\nCtrl-C stops an answer, a second one ends. A line that ends in {CONTINUES} goes on.")
+            print(client.words)
+            print(f"Ctrl-C stops an answer, a second one ends. A line that ends in {CONTINUES} goes on in the next.")
         else:
             print(client.words, file=sys.stderr)
         num_failed = sum(not _answer(client, text, is_terminal) for text in _messages(is_terminal))

@@ -134,7 +134,7 @@ def _text_of(event: Mapping[str, Any]) -> str:
     """The text of one event. Raises RequestError for an error that comes in the stream."""
     if isinstance(error := event.get("error"), dict):
         raise RequestError(str(error.get("message", error)))
-    choice = next(iter(event.get("choices") or ()), {})
+    choice: dict[str, Any] = next(iter(event.get("choices") or ()), {})
     delta = choice.get("delta") or {}
     return str(choice.get("text") or delta.get("reasoning_content") or delta.get("content") or "")
 

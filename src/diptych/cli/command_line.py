@@ -122,8 +122,9 @@ def _expected(message: str) -> str:
 def _option_names(command: TyperCommand, ctx: Any) -> dict[str, str]:
     """The option of each setting; where a file of settings was given, only of those that were set by options."""
     has_file = ctx.params.get("config") is not None
-    return {
-        param.name: param.opts[0]
+    options = [
+        (param.name, param.opts[0])
         for param in command.params
-        if param.name and param.opts[0].startswith("--") and not (has_file and ctx.params.get(param.name) is None)
-    }
+        if param.opts[0].startswith("--") and not (has_file and ctx.params.get(param.name) is None)
+    ]
+    return {option[2:].replace("-", "_"): option for _, option in options} | dict(options)

@@ -26,7 +26,18 @@ from diptych.cli.command_line import Command, CommandGroup
 from diptych.cli.diagnose import diagnose
 from diptych.cli.error_messages import errors_in_words
 from diptych.cli.guide import guide
-from diptych.cli.options import Number, Strings, Text, Whole, model_name, model_path, option, picked
+from diptych.cli.options import (
+    SLO_HELP,
+    Number,
+    Strings,
+    Text,
+    Whole,
+    model_name,
+    model_path,
+    option,
+    picked,
+    with_objectives,
+)
 from diptych.cli.plan import plan
 from diptych.cli.simulate import simulate
 from diptych.control.cluster.cluster_config import OnFailure, cluster_config
@@ -156,6 +167,7 @@ def serve(
     max_untouched_per_worker: Annotated[Whole, option(UNTOUCHED_HELP, WORKERS, *UNTOUCHED_NAMES)] = None,
     max_queued: Annotated[Whole, option(MAX_QUEUED_HELP, WORKERS)] = None,
     max_queued_per_key: Annotated[Whole, option("Of these, requests of one API key (0: no limit).", WORKERS)] = None,
+    slo: Annotated[Text, option(SLO_HELP, OBJECTIVES)] = None,
     ttft_slo_ms: Annotated[Number, option("Time to first token, for requests that name none.", OBJECTIVES)] = None,
     tpot_slo_ms: Annotated[Number, option("Time per later token, for requests that name none.", OBJECTIVES)] = None,
     shape: Annotated[ShapeName | None, option(SHAPE_HELP, OBJECTIVES)] = None,
@@ -186,7 +198,7 @@ def serve(
     with errors_in_words():
         if place is not None and model is not None:
             raise ConfigError(f"the model is given twice: {place} and --model {model}", param="model")
-        given["model"] = place or model
+        given = with_objectives(given | {"model": place or model})
         options = engine_options(given)
         check_start(options)
         _serve(options, fleet_options(given), served_model_name or model_name(Path(options.model)), given)
