@@ -354,7 +354,7 @@ def test_a_run_in_which_every_request_fails_shows_why_and_ends_with_an_error() -
     result = invoke(*words)
     assert result.exit_code == 1
     assert "failed: too long for the context or the KV cache" in result.stdout
-    assert result.stderr.startswith("error: every request failed (context_length_exceeded): ")
+    assert "\nerror: every request failed (context_length_exceeded): " in result.stderr
     as_json = invoke(*words, "--json")
     assert as_json.exit_code == 1
     assert json.loads(as_json.stdout)["summary"]["failures"] == {"context_length_exceeded": 40}

@@ -30,6 +30,7 @@ class LiveLine:
         self._task = self._progress.add_task(words, total=1.0, figures="")
         self._last = (0.0, 0)
         self._is_quiet = quiet
+        self._plan = ""
         self._said_s = 0.0  # of the run, when its last line was printed
 
     def __enter__(self) -> "LiveLine":
@@ -41,6 +42,10 @@ class LiveLine:
     ) -> None:
         self._progress.stop()
 
+    def announce(self, plan: str) -> None:
+        """What is going to be measured: a line before the first figures."""
+        self._plan = plan
+
     def describe(self, words: str) -> None:
         """What is being done now."""
         self._progress.update(self._task, description=words, completed=0.0, figures="")
@@ -49,6 +54,7 @@ class LiveLine:
 
     def show(self, now: LoadProgress) -> None:
         """How the run is doing."""
+        self._say_plan()
         seconds, tokens = self._last
         if now.elapsed_s < seconds:
             seconds, tokens = 0.0, 0
@@ -70,7 +76,13 @@ class LiveLine:
         self._progress.update(self._task, description="", completed=share, figures="  ".join(figures))
         self._progress.refresh()
 
+    def _say_plan(self) -> None:
+        plan, self._plan = self._plan, ""
+        if plan:
+            self.say(plan)
+
     def say(self, line: str) -> None:
         """A line that stays."""
+        self._say_plan()
         if not self._is_quiet:
             self._console.print(line, markup=False, soft_wrap=True)

@@ -212,7 +212,7 @@ async def _measure(config: "BenchConfig", mode: str, measure: Measure, given: Ma
 
     with LiveLine("looking for the server", quiet=given["as_json"]) as live:
         async with open_session(config) as session:
-            live.say(f"{config.target.url}: {_plan_words(config, mode)}")
+            live.announce(f"{config.target.url}: {_plan_words(config, mode)}")
             live.describe("measuring")
             data, tables, notes, results = await measure(session, live)
             broken = _broken(session, data)

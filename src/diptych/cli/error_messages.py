@@ -16,7 +16,7 @@ from diptych.control.errors import DiptychError
 
 OPTION_NAMES: ContextVar[Mapping[str, str]] = ContextVar("OPTION_NAMES")  # of the command that runs, by setting
 RENAMED = {"kv_cache_bytes": "kv_cache_memory", "swap_bytes": "swap_memory", "heartbeat_timeout_s": "heartbeat_timeout"}
-_SETTING = re.compile(r"^(\w+)(?= (?:is|are|has no effect|needs)\b)")
+_SETTING = re.compile(r"^(?:\w+: )?(\w+)(?= (?:is|are|has no effect|needs)\b)")  # as in "workload: rate is 0"
 
 
 @contextmanager
@@ -33,6 +33,6 @@ def in_options(message: str, names: Mapping[str, str]) -> str:
     """The message with the option that was typed in place of the setting that it begins with."""
 
     def option(match: re.Match[str]) -> str:
-        return names.get(RENAMED.get(match[1], match[1]), match[1])
+        return names.get(RENAMED.get(match[1], match[1]), match[0])
 
     return _SETTING.sub(option, message)

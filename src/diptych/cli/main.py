@@ -21,7 +21,6 @@ from diptych.cli.advise import advise
 from diptych.cli.alerts import alerts
 from diptych.cli.bench import bench
 from diptych.cli.calibrate import calibrate, replay
-from diptych.cli.chat import chat
 from diptych.cli.command_line import Command, CommandGroup
 from diptych.cli.diagnose import diagnose
 from diptych.cli.error_messages import errors_in_words
@@ -40,6 +39,7 @@ from diptych.cli.options import (
 )
 from diptych.cli.plan import plan
 from diptych.cli.simulate import simulate
+from diptych.cli.terminal_chat import chat
 from diptych.control.cluster.cluster_config import OnFailure, cluster_config
 from diptych.control.cluster.core_split import parse_core_split
 from diptych.control.config import BudgetName, OrderName, PreemptionName, ShapeName, scheduler_config

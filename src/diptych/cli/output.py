@@ -83,9 +83,9 @@ def print_tables(
 
 
 @contextmanager
-def progress_bar(*, quiet: bool = False) -> Iterator[Callable[[str, float], None]]:
+def progress_bar(*, quiet: bool = False, announcement: str = "") -> Iterator[Callable[[str, float], None]]:
     """A bar on standard error, set by (what is being done, the share that is done); where that is no terminal, a line
-    each LINE_S seconds."""
+    each LINE_S seconds. announcement: a line before the first."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -112,7 +112,10 @@ def progress_bar(*, quiet: bool = False) -> Iterator[Callable[[str, float], None
         said = time.monotonic()
 
         def show(stage: str, share: float) -> None:
-            nonlocal said
+            nonlocal said, announcement
+            if announcement and not quiet:
+                console.print(announcement, markup=False, highlight=False, soft_wrap=True)
+            announcement = ""
             bar.update(task, description=stage, completed=share)
             if not quiet and not console.is_terminal and (now := time.monotonic()) >= said + LINE_S:
                 said = now

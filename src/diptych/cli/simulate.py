@@ -178,8 +178,7 @@ def _simulate_one(given: Mapping[str, Any]) -> None:
     window = parse_window(given.get("timeline_window"))
     settings = read_settings(given.get("config"), overrides(given))
     check_folders({name: given.get(name) for name in OUTPUTS})
-    _announce(settings, given)
-    with progress_bar(quiet="as_json" in given) as show:
+    with progress_bar(quiet="as_json" in given, announcement=_announcement(settings)) as show:
         run = run_here(
             settings,
             record_events="timeline" in given or "report" in given,
@@ -313,13 +312,12 @@ def _cut_off(num_done: int, num_points: int) -> list[str]:
     return [f"interrupted: {num_done} of {num_points} points are done"] if num_done < num_points else []
 
 
-def _announce(settings: "Settings", given: Mapping[str, Any]) -> None:
-    """Say what is about to be simulated, on standard error."""
+def _announcement(settings: "Settings") -> str:
+    """What is about to be simulated."""
     from diptych.simulation.report.titles import title
     from diptych.workload.workload_words import workload_words
 
-    if "as_json" not in given:
-        print(f"simulating {workload_words(settings.workload)}: {title(settings)}", file=sys.stderr, flush=True)
+    return f"simulating {workload_words(settings.workload)}: {title(settings)}"
 
 
 def _fail_if_all_failed(points: Sequence[Mapping[str, Any]]) -> None:
