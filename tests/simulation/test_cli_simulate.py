@@ -376,6 +376,53 @@ def test_points_are_the_same_in_any_number_of_processes() -> None:
     assert alone[3]["settings"]["replicas"] == alone[3]["values"]["replicas"] == 2
 
 
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_an_interrupted_sweep_keeps_what_is_done(num_workers: int) -> None:
+    points = grid(settings_from(SMALL), [parse_sweep("rate=2:9")])
+
+    def interrupt(done: int) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    kept = run_points(points, num_workers=num_workers, on_done=interrupt, keeps_done=True)
+    rates = [point["values"]["rate"] for point in kept]
+    assert rates[:2] == [2, 3] and rates == sorted(set(rates))
+    with pytest.raises(KeyboardInterrupt):
+        run_points(points, num_workers=1, on_done=interrupt)
+
+
+def test_an_interrupted_sweep_is_shown_and_ends_with_the_status_of_an_interrupt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def two(points: Any, **_: Any) -> list[dict[str, Any]]:
+        return run_points(points[:2], num_workers=1)
+
+    monkeypatch.setattr("diptych.simulation.sweep.run_points", two)
+    result = invoke(*BASE, "--sweep", "rate=2:9")
+    assert result.exit_code == 130
+    assert "interrupted: 2 of 8 points are done" in result.stdout and "interrupted" in result.stderr
+
+
+@pytest.mark.parametrize("what", ["models", "hardware", "links", "engines", "traces", "settings"])
+def test_a_list_names_what_there_is(what: str) -> None:
+    result = invoke("--list", what)
+    known = {"models": "llama-3-8b", "hardware": "h100", "links": "ib400", "engines": "vllm-0.19"}
+    assert result.exit_code == 0 and result.stderr == ""
+    assert {**known, "traces": "azure-conv", "settings": "workload.sessions.max_turns"}[what] in result.stdout
+
+
+def test_what_failed_stands_above_the_tables() -> None:
+    result = invoke(*BASE, "--set", "workload.lengths.prompt.kind=uniform", "--set", "workload.lengths.prompt.max=9000")
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("llama-3-8b on h100. 40 requests in ")
+    assert " of 40 requests failed: too long for the context or the KV cache (such as: the prompt has" in lines[1]
+
+
+def test_objectives_may_be_given_at_once() -> None:
+    apart = invoke(*BASE, "--json", "--ttft-slo-ms", "300", "--tpot-slo-ms", "50")
+    assert invoke(*BASE, "--json", "--slo", "ttft=300ms,tpot=50ms").stdout == apart.stdout
+
+
 def test_an_impossible_point_is_found_before_anything_runs() -> None:
     with pytest.raises(ConfigError, match="max_num_seqs is 512"):
         grid(settings_from(SMALL), [parse_sweep("max_num_seqs=16,512"), parse_sweep("chunk=256,1024")])
