@@ -219,7 +219,8 @@ async def _measure(config: "BenchConfig", mode: str, measure: Measure, given: Ma
             data = {**measurement.context(session, command_line(given)), "mode": mode, "broken": broken, **data}
     notes += _write_files(data, results, given)
     server = data["server"]
-    notes.insert(0, f"{server['model']} {server['software']} at {config.target.url}; {data['machine']['cpu']}")
+    software = f", server {server['software']}" if server["software"] else ""
+    notes.insert(0, f"model {server['model']}{software} at {config.target.url}; client on {data['machine']['cpu']}")
     if given["as_json"]:
         print(json.dumps(data))
     else:
