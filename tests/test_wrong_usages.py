@@ -87,6 +87,7 @@ WRONG: Mapping[str, str] = {
     "calibrate --model /no/such": "/no/such does not exist",
     # settings of a server
     "serve --prefill 1": "give --decode or --both",
+    "serve --host 192.0.2.1 --port 0": "--host must be an address of this machine",
     "serve --threads 5000": "--threads is 5000",
     "serve --kv-cache-memory 999TiB": "--kv-cache-memory is 1,022,976.0 GiB; this machine has",
     "serve --kv-cache-memory lots": "--kv-cache-memory is 'lots'; expected a size such as 2GiB",

@@ -47,6 +47,7 @@ from diptych.control.errors import ConfigError
 from diptych.control.planner.planner_config import PlanMode, PlannerConfig
 from diptych.control.router.routing import Deflection, Disaggregate, RoutingName
 from diptych.control.slo import NS_PER_MS, Slo
+from diptych.processor import Processor, read_processor
 from diptych.runtime.transfer import CONNECTORS
 from diptych.runtime.transfer.connector import CodecName
 from diptych.serving.api.manners import Manners, is_loopback
@@ -66,7 +67,7 @@ from diptych.serving.link.engine_options import (
     parse_bytes,
     parse_cores,
 )
-from diptych.serving.start_checks import check_start
+from diptych.serving.start_checks import GPU, check_start
 
 app = typer.Typer(
     name="diptych",
@@ -283,9 +284,20 @@ def _serve(options: EngineOptions, workers: FleetOptions, name: str, given: dict
     with StartScreen(
         name, has_key=bool(server.api_keys), chat_command=chat_command, is_verbose=given["verbose"]
     ) as screen:
+        screen.hint = busy_machine_hint(options, len(workers.roles))
         llm = AsyncLLM(options, Fleet(options, workers))
         screen.kind = prompt_kind(llm.tokenizer, is_bundled=Path(options.model) == BUNDLED_MODEL)
         run_server(llm, server, screen.on_loading, screen.on_ready)
+
+
+def busy_machine_hint(options: EngineOptions, num_workers: int, processor: Processor | None = None) -> str:
+    """What to know where one worker computes on all cores of this machine; empty elsewhere."""
+    device = options.device
+    if num_workers > 1 or device.threads or device.cores or device.device == "cuda" or GPU.exists():
+        return ""
+    if (processor or read_processor()).num_threads < 2:
+        return ""
+    return "It computes on every core, so programs beside it make each step slower; --threads N leaves cores to them."
 
 
 def own_command() -> str:

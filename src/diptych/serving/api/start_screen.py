@@ -43,11 +43,13 @@ def prompt_kind(tokenizer: Tokenizer, *, is_bundled: bool) -> PromptKind:
 class StartScreen:
     """A progress line until the server is ready. Use it as a context manager.
 
-    chat_command: how this user starts ``diptych chat``. is_verbose: say what the engine says of itself, too.
+    chat_command: how this user starts ``diptych chat``. is_verbose: say what the engine says of itself, too. kind: of
+    the request that is shown. hint: a line below the workers, if any.
     """
 
     def __init__(self, model_name: str, *, has_key: bool, chat_command: str, is_verbose: bool = False) -> None:
         self.kind: PromptKind = "text"
+        self.hint = ""
         self._model_name = model_name
         self._has_key = has_key
         self._chat_command = chat_command
@@ -89,7 +91,7 @@ class StartScreen:
         self._progress.stop()
         lines = [f"{name:<11}{url}{path}" for name, path in ADDRESSES.items()]
         workers = f"{ready.summary}; context {ready.max_model_len:,} tokens"
-        details = [ready.description] if self._is_verbose else []
+        details = [line for line in (self.hint, ready.description if self._is_verbose else "") if line]
         if self._console.is_terminal:
             text = "\n".join([*lines, f"[dim]{workers}[/dim]", *(f"[dim]{line}[/dim]" for line in details)])
             self._console.print(Panel(text, title=f"{self._model_name} is served", expand=False))
