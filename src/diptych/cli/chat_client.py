@@ -52,8 +52,8 @@ class ChatClient:
         return cls(site, chosen, words, completes or bool(why), messages=first)
 
     def answer(self, text: str) -> Iterator[str]:
-        """The answer, piece by piece. It belongs to the conversation as far as it came, also when the caller stops.
-        Raises RequestError for what the server refuses, and then the text was not said."""
+        """The answer, piece by piece. It belongs to the conversation as far as it came, also when the caller stops;
+        without any, the text was not said. Raises RequestError for what the server refuses."""
         body = {"model": self.model, "stream": True, **self.sampling}
         if self.completes:
             body = {"max_tokens": COMPLETION_TOKENS, "stop": [PARAGRAPH], **body, "prompt": text}
@@ -65,19 +65,11 @@ class ChatClient:
             for piece in self._events("/v1/chat/completions", {**body, "messages": self.messages}):
                 pieces.append(piece)
                 yield piece
-        except RequestError:
-            if not pieces:
+        finally:
+            if pieces:
+                self.messages.append({"role": "assistant", "content": "".join(pieces)})
+            else:
                 self.messages.pop()
-                raise
-            self._say(pieces)
-            raise
-        except BaseException:
-            self._say(pieces)
-            raise
-        self._say(pieces)
-
-    def _say(self, pieces: list[str]) -> None:
-        self.messages.append({"role": "assistant", "content": "".join(pieces)})
 
     def _events(self, path: str, body: Mapping[str, Any]) -> Iterator[str]:
         """The texts of a stream of events."""
