@@ -20,6 +20,7 @@ from diptych.cli.bench import bench
 from diptych.cli.calibrate import calibrate, replay
 from diptych.cli.diagnose import diagnose
 from diptych.cli.error_messages import errors_in_words
+from diptych.cli.front import front
 from diptych.cli.guide import guide
 from diptych.cli.options import Number, Strings, Text, Whole, model_name, model_path, option, picked
 from diptych.cli.plan import plan
@@ -290,7 +291,7 @@ def version() -> None:
     print(f"diptych {__version__} (control code and simulator: {compiled_modules.what_runs()})")
 
 
-for command in (advise, alerts, bench, calibrate, diagnose, plan, replay, simulate, guide):
+for command in (advise, alerts, bench, calibrate, diagnose, front, plan, replay, simulate, guide):
     app.command()(command)
 
 

@@ -18,19 +18,15 @@ from diptych.serving.answers.answer_stream import Delta, Generation
 from diptych.serving.api.dialect import CHAT, Dialect
 from diptych.serving.api.direct_body import DIRECT_BODY, DirectBody
 from diptych.serving.api.error_responses import error_response
-from diptych.serving.async_llm import AsyncLLM
+from diptych.serving.served_fleet import ServedFleet
 
 logger = logging.getLogger(__name__)
 
-_STREAM_START = {
-    "type": "http.response.start",
-    "status": 200,
-    "headers": [
-        (b"content-type", b"text/event-stream; charset=utf-8"),
-        (b"cache-control", b"no-cache"),
-        (b"x-accel-buffering", b"no"),
-    ],
-}
+_STREAM_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
 
 
 class ClientGoneError(Exception):
@@ -57,7 +53,14 @@ class GenerationResponse(Response):
     """Sends a generation as a stream or as one JSON reply."""
 
     def __init__(
-        self, llm: AsyncLLM, generation: Generation, writer: Writer, *, stream: bool, dialect: Dialect = CHAT
+        self,
+        llm: ServedFleet,
+        generation: Generation,
+        writer: Writer,
+        *,
+        stream: bool,
+        dialect: Dialect = CHAT,
+        more_headers: Callable[[], Iterable[tuple[bytes, bytes]]] = tuple,
     ) -> None:
         super().__init__()
         self._dialect = dialect
@@ -65,6 +68,7 @@ class GenerationResponse(Response):
         self._generation = generation
         self._writer = writer
         self._stream = stream
+        self._more_headers = more_headers  # asked when the reply begins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run until the generation ends or the client goes away."""
@@ -100,6 +104,7 @@ class GenerationResponse(Response):
             while not generation.is_exhausted:
                 deltas += await generation.read(gather)
             response = Response(self._writer.body(deltas), 200, media_type="application/json")
+            response.raw_headers.extend(self._more_headers())
         except DiptychError as error:
             response = error_response(error, self._dialect)
         await response(scope, receive, send)
@@ -112,7 +117,8 @@ class GenerationResponse(Response):
         except DiptychError as error:
             await error_response(error, self._dialect)(scope, receive, send)
             return
-        await send(_STREAM_START)
+        headers = [*_STREAM_HEADERS, *self._more_headers()]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
             while not generation.is_exhausted:
                 if events := writer.events(deltas):
