@@ -18,6 +18,7 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 HEAD_LIMIT = 65_536
 CONNECT_TIMEOUT_S = 5.0
 MAX_IDLE = 256  # connections that are kept
+MAX_IDLE_S = 4.0  # servers close what is idle, uvicorn after 5 s: a request must not meet that
 RELEASE_S = 1.0
 
 
@@ -102,12 +103,15 @@ class ConnectionPool:
         request = b"%b %b HTTP/1.1\r\n%b%b%b\r\n" % (method.encode(), path.encode(), self._head, headers, length)
         if body is not None:
             request += body
+        loop = asyncio.get_running_loop()
         while self._idle:
             connection = self._idle.pop()
-            if connection.is_usable:
+            if loop.time() - connection.idle_since_s > MAX_IDLE_S:
+                connection.drop()
+            elif connection.is_usable:
                 connection.begin(call, listener, request, is_fresh=False)
                 return call
-        task = asyncio.get_running_loop().create_task(self._connect(call, listener, request))
+        task = loop.create_task(self._connect(call, listener, request))
         call._task = task
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -141,6 +145,7 @@ class ConnectionPool:
     def keep(self, connection: "_Connection") -> None:
         """The connection can carry another request."""
         if len(self._idle) < MAX_IDLE and not self._is_closed:
+            connection.idle_since_s = asyncio.get_running_loop().time()
             self._idle.append(connection)
         else:
             connection.drop()
@@ -151,7 +156,7 @@ class ConnectionPool:
             self._idle.remove(connection)
 
     def resend(self, call: EngineCall, listener: ReplyListener, request: bytes) -> None:
-        """A kept connection had ended before the engine could read this request: send it on a new one."""
+        """A kept connection had ended before there was a reply: ask the same question on a new one."""
         task = asyncio.get_running_loop().create_task(self._connect(call, listener, request))
         call._connection, call._task = None, task
         self._tasks.add(task)
@@ -181,6 +186,7 @@ class _Connection(asyncio.Protocol):
         self._head_bytes = 0
         self._has_head = self._is_whole = self._is_fresh = self._has_begun = self._is_paused = False
         self._keeps = self._is_framed = False
+        self.idle_since_s = 0.0
 
     @property
     def is_usable(self) -> bool:
@@ -256,7 +262,7 @@ class _Connection(asyncio.Protocol):
             return
         if self._has_head and not self._is_framed and exc is None:  # its length is where the connection ends
             self._finish()
-        elif not self._has_begun and not self._is_fresh and self._request:
+        elif not self._has_begun and not self._is_fresh and self._request.startswith(b"GET "):
             call, listener, request = self._call, self._listener, self._request
             self._call = self._listener = None
             self._pool.resend(call, listener, request)
