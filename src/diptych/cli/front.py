@@ -96,7 +96,7 @@ def _front(options: FrontOptions, given: dict[str, Any]) -> None:
     from diptych.serving.api.server import ServerOptions, run_server
     from diptych.serving.api.start_screen import StartScreen
     from diptych.serving.front.external_fleet import ExternalFleet
-    from diptych.serving.front.front_end import FrontEnd
+    from diptych.serving.front.served_engines import FrontEnd
 
     slo = Slo(_nanoseconds(given["ttft_slo_ms"]), _nanoseconds(given["tpot_slo_ms"]))
     fleet = ExternalFleet(options, cluster_config(**picked(given, *CLUSTER_OPTIONS)), slo, given["record"])

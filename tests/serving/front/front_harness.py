@@ -14,7 +14,7 @@ from diptych.control.cluster.cluster_config import ClusterConfig, cluster_config
 from diptych.serving.api.front_app import build_front_app
 from diptych.serving.front.engine_spec import EngineSpec, FrontOptions
 from diptych.serving.front.external_fleet import ExternalFleet
-from diptych.serving.front.front_end import FrontEnd
+from diptych.serving.front.served_engines import FrontEnd
 
 QUICK = {"probe_s": 0.05, "silence_s": 0.3, "block_size": 16, "bytes_per_token": 1.0}
 

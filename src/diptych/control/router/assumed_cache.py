@@ -40,19 +40,9 @@ class AssumedCache:
         stored.reverse()
         return tuple(stored), self._evict(now)
 
-    def on_missed(self, hashes: Sequence[bytes], num_held: int) -> tuple[bytes, ...]:
-        """The engine found only the first ``num_held`` of these blocks: the others are not believed. Returns those that
-        were."""
-        lost = [block_hash for block_hash in hashes[num_held:] if self._used.pop(block_hash, None) is not None]
-        return tuple(lost)
-
     def expire(self, now: int) -> tuple[bytes, ...]:
         """What is not believed any more for its age."""
         return self._evict(now)
-
-    def clear(self) -> None:
-        """The engine was started again."""
-        self._used.clear()
 
     def _evict(self, now: int) -> tuple[bytes, ...]:
         used = self._used

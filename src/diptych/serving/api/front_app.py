@@ -23,9 +23,9 @@ from diptych.serving.api.reply import encode_json
 from diptych.serving.api.responses import GenerationResponse
 from diptych.serving.api.timeline_routes import add_timeline_routes
 from diptych.serving.api.ui_routes import add_ui_routes
-from diptych.serving.front.front_end import FrontEnd
 from diptych.serving.front.relay_request import RelayPath, read_request
 from diptych.serving.front.relay_stream import RELAY, RelayWriter
+from diptych.serving.front.served_engines import FrontEnd
 
 OBJECT: dict[str, Any] = {"content": {"application/json": {"schema": {"type": "object"}}}}
 BODY = {"requestBody": {"required": True, **OBJECT}}

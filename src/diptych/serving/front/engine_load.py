@@ -122,7 +122,7 @@ class EngineLoad:
     def report(self, now: int) -> LoadReport:
         """For the router: what is there besides our own requests, which it counts itself."""
         held = list(self._held.values())
-        own_blocks = sum(-(-(one.num_tokens + one.num_output_tokens) // self._block_size) for one in held)
+        own_blocks = sum(-(-(known.num_tokens + known.num_output_tokens) // self._block_size) for known in held)
         token_ns, gauges = self.token_ns, self._gauges
         used = max(0, int((gauges.kv_usage or 0.0) * self._num_blocks) - own_blocks)
         foreign = max(0, gauges.num_waiting - self._num_pending)
@@ -138,7 +138,7 @@ class EngineLoad:
             pair_ns=0.0,
             fixed_ns=self._gap_ns * (1 - GROWING_SHARE),
             sequence_ns=self._gap_ns * GROWING_SHARE / max(1, len(self._held) - self._num_pending),
-            output_tokens=sum(one.num_output_tokens for one in held),
+            output_tokens=sum(known.num_output_tokens for known in held),
         )
 
     def stats(self) -> EngineStats:

@@ -26,6 +26,7 @@ from diptych.serving.fleet.worker_changes import DRAIN_LIMIT_S, WorkerChanges
 from diptych.serving.fleet.worker_port import WorkerPort
 from diptych.serving.front.engine_spec import FrontOptions, in_order
 from diptych.serving.front.external_worker import ExternalWorker
+from diptych.serving.front.kv_events import require_zmq
 from diptych.serving.front.relay_stream import RelayStream
 from diptych.serving.link.engine_options import EngineOptions, MemoryOptions
 from diptych.serving.link.messages import Ready
@@ -96,6 +97,8 @@ class ExternalFleet(Fleet):
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.front = replace(front, engines=in_order(front.engines))
+        if front.reads_events:
+            require_zmq()
         roles = [engine.role for engine in self.front.engines]
         options = EngineOptions(
             memory=MemoryOptions(block_size=front.block_size),

@@ -50,6 +50,7 @@ logger = logging.getLogger(__name__)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 5.0
 ALIVE_S = 2.0  # for a sign of life
 UNKNOWN_BLOCKS = 1 << 16  # of an engine that does not say how large its KV cache is
+MAX_ENGINE_BLOCKS = 1 << 20  # of which events are kept, of such an engine
 MAX_SEQS = 4096
 STALE_PROBES = 4
 
@@ -88,7 +89,7 @@ class ExternalWorker:
         self._scraping: asyncio.Task[None] | None = None
         self.pool = self._new_pool()
         self.load = EngineLoad(UNKNOWN_BLOCKS, options.block_size, 0, clock())
-        self.cache = EngineCache(options, UNKNOWN_BLOCKS)
+        self.cache = EngineCache(options, spec, clock)
 
     # -- WorkerPort ---------------------------------------------------------------------------------------------------
 
@@ -194,7 +195,7 @@ class ExternalWorker:
         due_s = STALE_PROBES * self._options.probe_s + 1.0 if facts.capabilities.gauges else 0.0
         blocks = self.num_blocks
         self.load = EngineLoad(blocks, self._options.block_size, int(due_s * NS_PER_S), self.clock())
-        self.cache.begin(blocks, self.spec, self.report)
+        self.cache.begin(blocks, facts.num_blocks or MAX_ENGINE_BLOCKS, self.report)
 
     @property
     def num_blocks(self) -> int:
@@ -261,11 +262,16 @@ class ExternalWorker:
         path = self._adapter.gauge_path
         if not path or self.facts is None or not self.facts.capabilities.gauges:
             return
-        with contextlib.suppress(ConnectionError, TimeoutError, ReplyTooLongError):
+        try:
             status, page = await ask(self.pool, "GET", path, timeout_s=ALIVE_S)
-            gauges = self._adapter.read_gauges(page) if status == 200 else None
-            if gauges is not None:
-                self.load.on_gauges(gauges, self.clock())
+        except ReplyTooLongError:
+            return
+        except (ConnectionError, TimeoutError):
+            self._check_soon()
+            return
+        gauges = self._adapter.read_gauges(page) if status == 200 else None
+        if gauges is not None:
+            self.load.on_gauges(gauges, self.clock())
 
     def _check_soon(self) -> None:
         """Find out whether it lives."""
