@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
+from fake_events import FakePublisher, removed, stored
+
 BLOCK = 16
 
 
@@ -48,13 +50,16 @@ class FakeEngine:
     num_aborted: int = 0
     blocks: dict[bytes, None] = field(default_factory=dict)
     handoffs: dict[str, list[int]] = field(default_factory=dict)
-    peers: list["FakeEngine"] = field(default_factory=list)
+    publisher: FakePublisher | None = None
+    cached: list[tuple[int, int]] = field(default_factory=list)  # (found, prompt) tokens of each answer
+    is_stopped: bool = False
     server: asyncio.Server | None = None
     writers: set[asyncio.StreamWriter] = field(default_factory=set)
     url: str = ""
 
     async def start(self, port: int = 0) -> "FakeEngine":
         """Listen on a port of loopback."""
+        self.is_stopped = False
         self.server = await asyncio.start_server(self._client, "127.0.0.1", port)
         self.url = f"http://127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
         return self
@@ -62,6 +67,7 @@ class FakeEngine:
     async def stop(self) -> None:
         """Close everything at once, as the end of a process does."""
         assert self.server is not None
+        self.is_stopped = True
         self.server.close()
         for writer in list(self.writers):
             writer.transport.abort()
@@ -70,6 +76,8 @@ class FakeEngine:
 
     async def _client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.writers.add(writer)
+        if self.is_stopped:
+            writer.transport.abort()
         try:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
@@ -160,7 +168,7 @@ class FakeEngine:
             return
         self.num_running += 1
         try:
-            cached = 0 if is_probe else self._compute(ids)
+            cached = 0 if is_probe else await self._compute(ids)
             await asyncio.sleep(self.prefill_s)
             reply = _Reply(self, body, is_chat, ids, cached)
             if body.get("stream"):
@@ -173,18 +181,28 @@ class FakeEngine:
         finally:
             self.num_running -= 1
 
-    def _compute(self, ids: list[int]) -> int:
+    async def _compute(self, ids: list[int]) -> int:
         """Tokens that the prefix cache has; all full blocks are in it after this."""
         parent, found, is_hit = b"", 0, True
+        events: list[dict[str, Any]] = []
         for end in range(BLOCK, len(ids) + 1, BLOCK):
-            parent = blake2b(parent + json.dumps(ids[end - BLOCK : end]).encode(), digest_size=8).digest()
+            before, tokens = parent, ids[end - BLOCK : end]
+            parent = blake2b(before + json.dumps(tokens).encode(), digest_size=8).digest()
             is_hit = is_hit and parent in self.blocks
             found += BLOCK if is_hit else 0
+            if parent not in self.blocks:
+                events.append(stored([parent], before or None, tokens, BLOCK))
             self.blocks.pop(parent, None)
             self.blocks[parent] = None
         while len(self.blocks) > self.capacity:
-            del self.blocks[next(iter(self.blocks))]
-        return min(found, len(ids) - 1)
+            oldest = next(iter(self.blocks))
+            del self.blocks[oldest]
+            events.append(removed([oldest]))
+        if self.publisher is not None and events:
+            await self.publisher.publish(*events)
+        found = min(found, len(ids) - 1)
+        self.cached.append((found, len(ids)))
+        return found
 
     async def _misbehave(self, fault: Fault, writer: asyncio.StreamWriter) -> bool:
         """Before the head of a reply. Returns whether that was all."""
