@@ -16,6 +16,8 @@ from typing import Any
 from fake_events import FakePublisher, removed, stored
 
 BLOCK = 16
+TRANSFERS: dict[str, list[int]] = {}  # what vLLMs hold for each other
+ROOMS: dict[int, dict[str, asyncio.Event]] = {}  # where SGLangs meet
 
 
 @dataclass
@@ -49,7 +51,8 @@ class FakeEngine:
     num_waiting: int = 0
     num_aborted: int = 0
     blocks: dict[bytes, None] = field(default_factory=dict)
-    handoffs: dict[str, list[int]] = field(default_factory=dict)
+    phase: str = "both"
+    gives_parameters: bool = True
     publisher: FakePublisher | None = None
     cached: list[tuple[int, int]] = field(default_factory=list)  # (found, prompt) tokens of each answer
     is_stopped: bool = False
@@ -171,6 +174,8 @@ class FakeEngine:
             cached = 0 if is_probe else await self._compute(ids)
             await asyncio.sleep(self.prefill_s)
             reply = _Reply(self, body, is_chat, ids, cached)
+            if not is_probe and not await self._meet(reply, writer):
+                return
             if body.get("stream"):
                 await self._stream(reply, fault, writer)
             else:
@@ -203,6 +208,24 @@ class FakeEngine:
         found = min(found, len(ids) - 1)
         self.cached.append((found, len(ids)))
         return found
+
+    async def _meet(self, reply: "_Reply", writer: asyncio.StreamWriter) -> bool:
+        """Hand over, or take over. Returns whether there is an answer."""
+        asked = reply.body.get("kv_transfer_params") or {}
+        if asked.get("do_remote_decode") and self.gives_parameters:
+            key = f"{self.url}/{len(TRANSFERS)}/{len(self.requests)}"
+            TRANSFERS[key] = reply.prompt
+            reply.more = {"kv_transfer_params": {"do_remote_prefill": True, "remote_request_id": key}}
+        elif asked.get("do_remote_prefill"):
+            if TRANSFERS.pop(asked.get("remote_request_id", ""), None) != reply.prompt:
+                await self._json(writer, {"error": {"message": "no such transfer"}}, 500)
+                return False
+            reply.cached = len(reply.prompt)
+        if (room := reply.body.get("bootstrap_room")) is not None and self.phase != "both":
+            both = ROOMS.setdefault(room, {"prefill": asyncio.Event(), "decode": asyncio.Event()})
+            both[self.phase].set()
+            await both["decode" if self.phase == "prefill" else "prefill"].wait()
+        return True
 
     async def _misbehave(self, fault: Fault, writer: asyncio.StreamWriter) -> bool:
         """Before the head of a reply. Returns whether that was all."""
@@ -283,7 +306,7 @@ class FakeEngine:
             await asyncio.sleep(self.delay_s)
         choice: dict[str, Any] = {"index": 0, "finish_reason": reason}
         choice |= {"message": {"role": "assistant", "content": text}} if reply.is_chat else {"text": text}
-        body = json.dumps({**reply.head(), "choices": [choice], "usage": reply.usage()}).encode()
+        body = json.dumps({**reply.head(), "choices": [choice], "usage": reply.usage(), **reply.more}).encode()
         if fault is not None and fault.kind == "truncated":
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 9999\r\n\r\n" + body)
             await writer.drain()
@@ -315,6 +338,7 @@ class _Reply:
         self.engine, self.body, self.is_chat, self.prompt, self.cached = engine, body, is_chat, ids, cached
         self.ids = list(ids)
         self.letter = self.reason = ""
+        self.more: dict[str, Any] = {}
         self._is_first = True
         self._limit = body.get("max_completion_tokens") or body.get("max_tokens") or 64
 

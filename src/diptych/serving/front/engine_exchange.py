@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from diptych.control.errors import DiptychError, ErrorRecord, InvalidRequestError, WorkerError
-from diptych.control.events import Event, FirstToken, RequestAdmitted, RequestFinished
+from diptych.control.events import Event, FirstToken, HandoffDelivered, RequestAdmitted, RequestFinished
 from diptych.control.request import FinishReason
 from diptych.control.slo import LatencyBreakdown
 from diptych.control.step import StepTokens
 from diptych.serving.api.error_format import error_body
 from diptych.serving.front.engine_connection import ConnectionPool, EngineCall
-from diptych.serving.front.relay_request import COMPLETION_PATH, WHOLE_PATHS
+from diptych.serving.front.relay_request import COMPLETION_PATH, WHOLE_PATHS, encode_json
 from diptych.serving.front.relay_stream import NO_TOKEN, EngineRefusal, RelayStream
 from diptych.serving.front.reply_chunks import (
     DONE,
@@ -46,6 +46,10 @@ class ExchangeOwner(Protocol):
 
     def report(self, events: Sequence[Event], tokens: StepTokens | None = None) -> None:
         """Tell the fleet."""
+        ...
+
+    def report_takeover(self, events: Sequence[Event], attempt_id: str, token_id: int) -> None:
+        """Tell the fleet that this engine goes on with what another has computed; its first token."""
         ...
 
     def on_tokens(self, exchange: "EngineExchange", num_tokens: int) -> None:
@@ -87,7 +91,8 @@ class EngineQuestion:
 
 
 class EngineExchange:
-    """A ReplyListener. num_tokens: of this attempt, so far. last_ns: when the last token came, or the request went."""
+    """A ReplyListener. num_tokens: of this attempt, so far. last_ns: when the last token came, or the request went.
+    feeder: the worker that the stream belongs to until this engine's first token, when another computed the prompt."""
 
     def __init__(
         self,
@@ -95,6 +100,7 @@ class EngineExchange:
         attempt_id: str,
         stream: RelayStream,
         question: EngineQuestion,
+        feeder: int | None = None,
     ) -> None:
         self.attempt_id = attempt_id
         self.stream = stream
@@ -103,8 +109,10 @@ class EngineExchange:
         self.num_tokens = 0
         self.is_over = False
         self.has_bytes = False
+        self.is_handoff = feeder is not None and feeder != owner.number
         self._owner = owner
         self._question = question
+        self._feeder = owner.number if feeder is None else feeder
         self._call: EngineCall | None = None
         self._status = 0
         self._is_events = False
@@ -176,7 +184,7 @@ class EngineExchange:
     # -- streams ------------------------------------------------------------------------------------------------------
 
     def _on_event(self, payload: bytes) -> None:
-        if self.stream.attempt_id != self.attempt_id or self.stream.worker != self._owner.number:
+        if self.stream.attempt_id != self.attempt_id or self.stream.worker != self._feeder:
             self.cancel()  # of an attempt that is over
             return
         if payload == DONE:
@@ -261,7 +269,13 @@ class EngineExchange:
         self._owner.on_tokens(self, len(token_ids))
         self.num_tokens += len(token_ids)
         self.last_ns = now
-        self._owner.report(events, StepTokens([self.attempt_id] * len(token_ids), token_ids))
+        if self.is_handoff and self._feeder != self._owner.number:
+            self._feeder = self._owner.number
+            events.append(HandoffDelivered(now, self.attempt_id, 0, now - self.begun_ns))
+            self._owner.report_takeover(events, self.attempt_id, token_ids[0])
+            events, token_ids = [], token_ids[1:]
+        if events or token_ids:
+            self._owner.report(events, StepTokens([self.attempt_id] * len(token_ids), token_ids))
 
     def _on_done(self, words: str) -> None:
         if len(self._finished) < self.stream.request.num_choices:
@@ -280,7 +294,7 @@ class EngineExchange:
         if request.is_stream:
             self.break_off("a stream was asked for, and the reply is none")
             return
-        if stream.attempt_id != self.attempt_id or stream.worker != self._owner.number:
+        if stream.attempt_id != self.attempt_id or stream.worker != self._feeder:
             self.cancel()
             return
         try:
@@ -329,7 +343,7 @@ class EngineExchange:
         num_cached = 0
         if self._usage is not None and not self._question.resumes:
             num_cached = self._owner.on_usage(self, self._usage)
-            if self._usage.cached_tokens is not None:
+            if self._usage.cached_tokens is not None and not self.is_handoff:
                 events.append(RequestAdmitted(self._owner.clock(), self.attempt_id, num_cached, is_first=True))
         self._owner.report([*events, self._end(self._reason, None, num_cached)])
 
@@ -366,16 +380,34 @@ class EngineExchange:
             self._call.resume()
 
 
-def question_of(stream: RelayStream, model: str, changes: Mapping[str, Any]) -> EngineQuestion:
-    """What is asked of an engine for this stream, from its beginning or after the tokens that its client has."""
+@dataclass(frozen=True, slots=True)
+class RequestFields:
+    """What is asked of an engine for a stream, from its beginning or after the tokens that its client has; fields: of
+    the body."""
+
+    path: str
+    fields: Mapping[str, Any]
+    resumes: bool
+
+    def question(self, stream: RelayStream, more: Mapping[str, Any] = {}) -> EngineQuestion:
+        """As it is sent, with more fields."""
+        body = encode_json({**self.fields, **more})
+        if self.resumes:
+            return EngineQuestion(self.path, body, resumes=True)
+        asked = stream.request
+        return EngineQuestion(
+            self.path,
+            body,
+            adds_ids="return_token_ids" in self.fields and "return_token_ids" not in asked.fields,
+            adds_usage="stream_options" in self.fields and not asked.wants_usage,
+        )
+
+
+def fields_of(stream: RelayStream, model: str, changes: Mapping[str, Any]) -> RequestFields:
+    """For an engine that calls the model so. changes: what its adapter adds."""
     request = stream.request
     if stream.num_tokens:
         assert stream.prompt_ids is not None
-        body = request.continuation_body(model, stream.prompt_ids, stream.token_ids)
-        return EngineQuestion(COMPLETION_PATH, body, resumes=True)
-    return EngineQuestion(
-        request.path,
-        request.engine_body(model, changes),
-        adds_ids="return_token_ids" in changes,
-        adds_usage="stream_options" in changes and not request.wants_usage,
-    )
+        fields = request.continuation_fields(model, stream.prompt_ids, stream.token_ids)
+        return RequestFields(COMPLETION_PATH, fields, resumes=True)
+    return RequestFields(request.path, request.engine_fields(model, changes), resumes=False)

@@ -100,6 +100,11 @@ class ExternalFleet(Fleet):
         if front.reads_events:
             require_zmq()
         roles = [engine.role for engine in self.front.engines]
+        cluster = cluster or ClusterConfig()
+        if front.hands_off and any(
+            engine.kind == "sglang" for engine in front.engines
+        ):  # no engine serves a request whole
+            cluster = replace(cluster, routing=replace(cluster.routing, disaggregate="always"))
         options = EngineOptions(
             memory=MemoryOptions(block_size=front.block_size),
             slo=slo or Slo(),
@@ -109,7 +114,7 @@ class ExternalFleet(Fleet):
             prefill=roles.count("prefill"),
             decode=roles.count("decode"),
             both=roles.count("both"),
-            cluster=replace(cluster or ClusterConfig(), slo=slo or Slo()),
+            cluster=replace(cluster, slo=slo or Slo()),
         )
         launcher = ExternalLauncher(self.front, clock)
         super().__init__(options, workers, launcher, clock=clock)

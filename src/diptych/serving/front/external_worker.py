@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from diptych.control.commands import AskKVSnapshot, Drop, Prefill, Release, Reserve, Send, Serve, WorkerCommand
+from diptych.control.commands import AskKVSnapshot, Drop, Prefill, Release, Reserve, Serve, WorkerCommand
 from diptych.control.compute_share import ComputeShare
 from diptych.control.errors import ErrorRecord, WorkerError
 from diptych.control.events import Event, HandoffReleased, RequestFinished
@@ -25,12 +25,14 @@ from diptych.control.step import StepTokens
 from diptych.serving.fleet.exit_status import Loss
 from diptych.serving.fleet.worker_port import WorkerListener, WorkerState
 from diptych.serving.front.adapters import ADAPTERS
-from diptych.serving.front.capabilities import EngineFacts, EngineNotReadyError
+from diptych.serving.front.capabilities import EngineFacts, EngineNotReadyError, HandoffKind
 from diptych.serving.front.engine_cache import EngineCache
 from diptych.serving.front.engine_connection import ConnectionPool, ReplyTooLongError, ask
-from diptych.serving.front.engine_exchange import EngineExchange, question_of
+from diptych.serving.front.engine_exchange import EngineExchange, RequestFields, fields_of
+from diptych.serving.front.engine_handoff import PrefillLeg
 from diptych.serving.front.engine_load import EngineLoad
 from diptych.serving.front.engine_spec import EngineSpec, FrontOptions
+from diptych.serving.front.handoff_port import HandoffPort
 from diptych.serving.front.relay_request import RelayRequest
 from diptych.serving.front.relay_stream import RelayStream
 from diptych.serving.front.reply_chunks import EngineUsage
@@ -90,6 +92,7 @@ class ExternalWorker:
         self.pool = self._new_pool()
         self.load = EngineLoad(UNKNOWN_BLOCKS, options.block_size, 0, clock())
         self.cache = EngineCache(options, spec, clock)
+        self.handoffs = HandoffPort(self)
 
     # -- WorkerPort ---------------------------------------------------------------------------------------------------
 
@@ -253,6 +256,7 @@ class ExternalWorker:
             limit_s = self._options.idle_s if exchange.first_ns else self._options.first_byte_s
             if now - exchange.last_ns > limit_s * NS_PER_S:
                 exchange.break_off(f"nothing came for {limit_s:g} s")
+        self.handoffs.break_off_overdue(now, self._options.first_byte_s)
         if self.exchanges and now - newest > silent_ns:
             self._check_soon()
         self.cache.tick(now)
@@ -298,6 +302,7 @@ class ExternalWorker:
     def _drop_exchanges(self) -> None:
         for exchange in list(self.exchanges.values()):
             exchange.cancel()
+        self.handoffs.drop_all()
         self._suspects.clear()
 
     def _new_pool(self) -> ConnectionPool:
@@ -322,9 +327,13 @@ class ExternalWorker:
                 self._drop(command)
             case AskKVSnapshot():
                 self.cache.snapshot()
-            case Reserve() | Prefill() | Send() | Release():
-                self._cannot(command.attempt_id, "engines of this front do not hand requests over")
-            case _:  # settings of workers of ours; an operator cannot give them here
+            case Reserve():
+                self.handoffs.reserve(command)
+            case Prefill():
+                self.handoffs.prefill(command)
+            case Release():
+                self.handoffs.release(command.attempt_id)
+            case _:  # Send, Renew: the engines' own protocols do that; settings: an operator cannot give them here
                 pass
 
     def _serve(self, command: Serve) -> None:
@@ -336,8 +345,10 @@ class ExternalWorker:
         if not stream.can_resume:
             self._cannot(command.attempt_id, "the answer cannot be continued at another engine")
             return
-        question = question_of(stream, self.facts.model, self._adapter.changes(stream.request, self.facts))
-        exchange = EngineExchange(self, command.attempt_id, stream, question)
+        if self.spec.role != "both" and self.handoff_kind == "bootstrap":
+            self._cannot(command.attempt_id, f"{self.name} serves only one phase, and there is no engine for the other")
+            return
+        exchange = EngineExchange(self, command.attempt_id, stream, self.asked(stream).question(stream))
         self.exchanges[command.attempt_id] = exchange
         self.load.on_sent(command.attempt_id, stream.num_estimated_tokens, self.clock())
         exchange.begin(self.pool)
@@ -346,6 +357,7 @@ class ExternalWorker:
         exchange = self.exchanges.get(command.attempt_id)
         if exchange is not None:
             exchange.cancel()
+        self.handoffs.drop(command.attempt_id)
         self._suspects.pop(command.attempt_id, None)
         self.report([HandoffReleased(self.clock(), command.attempt_id)])
 
@@ -354,12 +366,32 @@ class ExternalWorker:
         latency = LatencyBreakdown(0, 0, 0, 0)
         self.report([RequestFinished(self.clock(), attempt_id, FinishReason.ERROR, 0, 0, 0, latency, None, error)])
 
+    @property
+    def handoff_kind(self) -> HandoffKind:
+        """See HandoffOwner."""
+        return self.facts.capabilities.handoff if self.facts is not None else ""
+
+    def stream_of(self, request_id: str) -> RelayStream | None:
+        """See HandoffOwner."""
+        return self._relay_of(request_id)
+
+    def asked(self, stream: RelayStream) -> RequestFields:
+        """See HandoffOwner."""
+        assert self.facts is not None
+        return fields_of(stream, self.facts.model, self._adapter.changes(stream.request, self.facts))
+
     # -- what exchanges tell (see ExchangeOwner) ----------------------------------------------------------------------
 
     def report(self, events: Sequence[Event], tokens: StepTokens | None = None) -> None:
         """See ExchangeOwner."""
         if self._listener is not None and self.state is WorkerState.READY:
             self._listener.on_message(self.number, StepReport(pack_events(events), tokens))
+
+    def report_takeover(self, events: Sequence[Event], attempt_id: str, token_id: int) -> None:
+        """See ExchangeOwner."""
+        if self._listener is not None and self.state is WorkerState.READY:
+            report = StepReport(pack_events(events), first_tokens={attempt_id: (token_id, None)})
+            self._listener.on_message(self.number, report)
 
     def on_tokens(self, exchange: EngineExchange, num_tokens: int) -> None:
         """See ExchangeOwner."""
@@ -368,11 +400,19 @@ class ExternalWorker:
             self.load.on_gap(exchange.attempt_id, now - exchange.last_ns, num_tokens)
         else:
             self.load.on_first_token(exchange.attempt_id, now)
-            self.cache.on_computed(exchange.stream.hashes, now)
+            self.on_prompt_computed(exchange.stream)
+
+    def on_prompt_computed(self, stream: RelayStream) -> None:
+        """See HandoffOwner."""
+        self.cache.on_computed(stream.hashes, self.clock())
 
     def on_usage(self, exchange: EngineExchange, usage: EngineUsage) -> int:
-        """See ExchangeOwner. The engine's tokens are scaled to the estimate that the core knows."""
-        stream, said = exchange.stream, usage.cached_tokens
+        """See ExchangeOwner."""
+        return self.cached_of(exchange.stream, usage)
+
+    def cached_of(self, stream: RelayStream, usage: EngineUsage) -> int:
+        """See HandoffOwner. The engine's tokens are scaled to the estimate that the core knows."""
+        said = usage.cached_tokens
         estimated = stream.num_estimated_tokens
         stream.num_said_tokens = usage.prompt_tokens
         cached = min(estimated, (said or 0) * estimated // max(1, usage.prompt_tokens))
@@ -401,3 +441,20 @@ class ExternalWorker:
         self._report_load()
         self.report([HandoffReleased(self.clock(), exchange.attempt_id)])
         return True
+
+    # -- what prefill legs tell (see PrefillOwner) --------------------------------------------------------------------
+
+    def on_leg_computed(self, leg: PrefillLeg) -> None:
+        """See PrefillOwner."""
+        self.handoffs.on_computed(leg)
+
+    def on_leg_lost(self, leg: PrefillLeg, words: str) -> None:
+        """See PrefillOwner."""
+        self.handoffs.on_over(leg)
+        logger.warning("%s: the prompt of %s broke off: %s", self.name, leg.attempt_id, words)
+        self._suspects[leg.attempt_id] = words
+        self._check_soon()
+
+    def on_leg_refused(self, leg: PrefillLeg, status: int, body: bytes) -> None:
+        """See PrefillOwner."""
+        self.handoffs.on_refused(leg, status, body)

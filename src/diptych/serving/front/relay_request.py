@@ -161,15 +161,15 @@ class RelayRequest:
             found.append(parent)
         return tuple(found)
 
-    def engine_body(self, model: str, changes: Mapping[str, Any]) -> bytes:
+    def engine_fields(self, model: str, changes: Mapping[str, Any]) -> dict[str, Any]:
         """The body for an engine that calls the model so, without the front's own fields."""
         fields: dict[str, Any] = {name: value for name, value in self.fields.items() if name not in OWN_FIELDS}
-        return encode_json({**fields, "model": model, **changes})
+        return {**fields, "model": model, **changes}
 
-    def continuation_body(self, model: str, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> bytes:
+    def continuation_fields(self, model: str, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> dict[str, Any]:
         """A completion that goes on after ``output_ids`` of the answer, wherever the first ones came from."""
         fields: dict[str, Any] = {name: self.fields[name] for name in SAMPLING_FIELDS if name in self.fields}
-        fields |= {
+        return fields | {
             "model": model,
             "prompt": [*prompt_ids, *output_ids],
             "max_tokens": max(1, self.max_tokens - len(output_ids)),
@@ -177,7 +177,6 @@ class RelayRequest:
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
         }
-        return encode_json(fields)
 
 
 def _neutral(name: str) -> tuple[bytes, ...]:

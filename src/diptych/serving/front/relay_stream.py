@@ -4,7 +4,7 @@ Tokens are counted (and kept, where the engine names them, to continue the answe
 here. Bounded: an exchange stops reading while its client has not taken UNREAD_BYTES.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -19,6 +19,32 @@ from diptych.serving.front.relay_request import CHAT_PATH, RelayRequest
 
 UNREAD_BYTES = 1 << 20
 NO_TOKEN = 0  # stands for a token that the engine did not name
+
+
+class HandoffSlot:
+    """Carries the parameters of one attempt from its prefill engine to its decode engine, whichever comes first.
+    prefill: the worker that gives them."""
+
+    def __init__(self, attempt_id: str) -> None:
+        self.attempt_id = attempt_id
+        self.prefill = -1
+        self._parameters: Mapping[str, Any] | None = None
+        self._on_given: Callable[[Mapping[str, Any]], None] | None = None
+
+    def give(self, parameters: Mapping[str, Any]) -> None:
+        """The prefill engine's parameters."""
+        self._parameters = parameters
+        self._meet()
+
+    def await_parameters(self, on_given: Callable[[Mapping[str, Any]], None]) -> None:
+        """The decode engine's port: called once, when they are there."""
+        self._on_given = on_given
+        self._meet()
+
+    def _meet(self) -> None:
+        if self._parameters is not None and self._on_given is not None:
+            on_given, self._on_given = self._on_given, None
+            on_given(self._parameters)
 
 
 class RelayDelta(Delta, gc=False):
@@ -57,7 +83,6 @@ class RelayStream(AnswerStream):
         "_data",
         "_num_unread",
         "first_chunk",
-        "handoff_parameters",
         "hashes",
         "is_exact",
         "num_estimated_tokens",
@@ -68,6 +93,7 @@ class RelayStream(AnswerStream):
         "refused_by",
         "request",
         "served_by",
+        "slot",
     )
 
     def __init__(
@@ -90,7 +116,7 @@ class RelayStream(AnswerStream):
         self.served_by = ""
         self.refused_by: set[int] = set()
         self.first_chunk: tuple[str, int, str] | None = None  # id, created and model, as the client knows them
-        self.handoff_parameters: dict[str, Any] | None = None  # that the prefill engine gave
+        self.slot: HandoffSlot | None = None  # of its attempt that two engines share
         self.on_read: Callable[[], None] | None = None
         self._data: list[bytes] = []
         self._num_unread = 0

@@ -8,7 +8,7 @@ from diptych.control.errors import OverloadedError, UnavailableError
 from diptych.control.request import Submission
 from diptych.serving.front.external_fleet import ExternalFleet
 from diptych.serving.front.external_worker import ExternalWorker
-from diptych.serving.front.relay_request import RelayRequest, options_for, prompt_token_ids
+from diptych.serving.front.relay_request import CHAT_PATH, COMPLETION_PATH, RelayRequest, options_for, prompt_token_ids
 from diptych.serving.front.relay_stream import RelayGeneration, RelayStream
 from diptych.serving.served_fleet import ServedFleet
 
@@ -50,7 +50,7 @@ class FrontEnd(ServedFleet):
             request.max_tokens,
             hashes,
             options,
-            hands_off=False,
+            hands_off=self._hands_off(request),
             is_resumable=self._resumes(request),
         )
         try:
@@ -78,6 +78,11 @@ class FrontEnd(ServedFleet):
             engine.facts is not None and engine.facts.capabilities.tokens_out for engine in self.external.engines
         ]
         return not request.is_stream or (self.front.recovery and request.is_stateless and any(names_tokens))
+
+    def _hands_off(self, request: RelayRequest) -> bool:
+        """Whether two engines may share it."""
+        is_answer = request.path in (CHAT_PATH, COMPLETION_PATH) and request.num_choices == 1
+        return self.front.hands_off and is_answer and not request.body_echoes
 
     async def _token_ids(self, request: RelayRequest) -> tuple[int, ...] | None:
         """Of its prompt, as an engine of the fleet counts them; None where none can say."""
