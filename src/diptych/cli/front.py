@@ -11,7 +11,7 @@ from diptych.control.errors import ConfigError
 from diptych.control.router.routing import RoutingName
 from diptych.control.slo import NS_PER_MS, Slo
 from diptych.serving.api.manners import Manners, is_loopback
-from diptych.serving.front.engine_spec import FrontOptions, parse_engine, read_engines
+from diptych.serving.front.engine_spec import EVENT_BLOCK, TEXT_BLOCK, FrontOptions, parse_engine, read_engines
 from diptych.serving.link.engine_options import parse_bytes
 
 ENGINES, SERVER, ROUTING, OBJECTIVES = "Engines", "Server", "Routing and queue", "Objectives"
@@ -23,7 +23,7 @@ ADMIN_HELP = "Ask for this key at /admin. Default: only programs on this machine
 CORS_HELP = "Origin whose web pages may use the API, such as https://example.org (*: all). Repeatable."
 HOST_HELP = "Name by which the server may be called, besides addresses and localhost. Repeatable."
 LOG_HELP = "Append a JSON line per request to this file (-: standard error), without prompts and answers."
-BLOCK_HELP = "Tokens per block of the prefix index (with KV events: a multiple of the engines' block size)."
+BLOCK_HELP = "Tokens per block of the prefix index. Default: 16 with KV events, else 128."
 BYTES_HELP = "Bytes of prompt per token, where prompts are not tokenised."
 ASSUMED_HELP = "Seconds for which an engine without KV events is believed to hold a prompt."
 SILENCE_HELP = "Seconds without a byte from a busy engine, after which it is asked for a sign of life."
@@ -56,7 +56,7 @@ class FrontCommand:
     log_level: Annotated[LogLevel, option("How much the server logs.", SERVER)] = "warning"
     record: Annotated[Path | None, option("Record all decisions to this file, for diptych replay.", SERVER)] = None
     routing: Annotated[RoutingName | None, option("How engines are chosen.", ROUTING)] = None
-    block_size: Annotated[int, option(BLOCK_HELP, ROUTING)] = 64
+    block_size: Annotated[Whole, option(BLOCK_HELP, ROUTING)] = None
     bytes_per_token: Annotated[float, option(BYTES_HELP, ROUTING)] = 4.0
     assumed: Annotated[float, option(ASSUMED_HELP, ROUTING)] = 600.0
     on_failure: Annotated[OnFailure | None, option("What becomes of the requests of a lost engine.", ROUTING)] = None
@@ -79,9 +79,11 @@ def front_options(given: dict[str, Any]) -> FrontOptions:
     engines = [parse_engine(text) for text in given["engine"] or ()]
     if given["engines"] is not None:
         engines += read_engines(given["engines"])
+    usual = EVENT_BLOCK if any(engine.kv_events for engine in engines) else TEXT_BLOCK
     return FrontOptions(
         tuple(engines),
-        **picked(given, "block_size", "bytes_per_token", "recovery"),
+        **picked(given, "bytes_per_token", "recovery"),
+        block_size=given["block_size"] or usual,
         assumed_s=given["assumed"],
         probe_s=given["probe_interval"],
         silence_s=given["silence"],
@@ -96,11 +98,11 @@ def _front(options: FrontOptions, given: dict[str, Any]) -> None:
     from diptych.serving.api.server import ServerOptions, run_server
     from diptych.serving.api.start_screen import StartScreen
     from diptych.serving.front.external_fleet import ExternalFleet
-    from diptych.serving.front.served_engines import FrontEnd
+    from diptych.serving.front.served_engines import EngineFront
 
     slo = Slo(_nanoseconds(given["ttft_slo_ms"]), _nanoseconds(given["tpot_slo_ms"]))
     fleet = ExternalFleet(options, cluster_config(**picked(given, *CLUSTER_OPTIONS)), slo, given["record"])
-    end = FrontEnd(fleet)
+    end = EngineFront(fleet)
     keys, admin_key = tuple(given["api_key"] or ()), given["admin_key"] or None
     max_body = parse_bytes(given["max_body"], "max_body")
     rules = Manners(

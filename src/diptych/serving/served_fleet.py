@@ -1,6 +1,6 @@
 """A fleet that is being served: its start, its drain, its end, and whether it takes requests now.
 
-What a server and its pages need of a front end, whatever the workers are: AsyncLLM for workers of ours, FrontEnd for
+What a server and its pages need of a front end, whatever the workers are: AsyncLLM for workers of ours, EngineFront for
 engines that others run. Owns no requests.
 """
 
@@ -27,6 +27,17 @@ class ServedFleet:
     def has_text(self) -> bool:
         """Whether clients may send text."""
         return True
+
+    @property
+    def scheduling(self) -> str:
+        """How steps are made, in a word for people."""
+        return "unified" if self.options.scheduler.budget.kind == "whole" else "chunked"
+
+    @property
+    def kv_capacity_tokens(self) -> int | None:
+        """What the KV cache holds; None: not known (yet)."""
+        ready = self.ready
+        return ready.kv_capacity_tokens if ready else None
 
     async def start(self, *, wait: bool = True) -> None:
         """Start the workers; with ``wait`` until all are ready. Raises the error of a worker that cannot start."""

@@ -14,7 +14,7 @@ from diptych.control.cluster.cluster_config import ClusterConfig, cluster_config
 from diptych.serving.api.front_app import build_front_app
 from diptych.serving.front.engine_spec import EngineSpec, FrontOptions
 from diptych.serving.front.external_fleet import ExternalFleet
-from diptych.serving.front.served_engines import FrontEnd
+from diptych.serving.front.served_engines import EngineFront
 
 QUICK = {"probe_s": 0.05, "silence_s": 0.3, "block_size": 16, "bytes_per_token": 1.0}
 
@@ -36,7 +36,7 @@ class Answer:
 class FrontClient:
     """Sends requests to a front."""
 
-    def __init__(self, front: FrontEnd, http: httpx.AsyncClient, engines: Sequence[FakeEngine]) -> None:
+    def __init__(self, front: EngineFront, http: httpx.AsyncClient, engines: Sequence[FakeEngine]) -> None:
         self.front = front
         self.http = http
         self.engines = engines
@@ -102,7 +102,7 @@ async def fronted(
         await engine.start()
     specs = options.pop("specs", None) or [EngineSpec(engine.kind, engine.url) for engine in engines]  # type: ignore[arg-type]
     fleet = ExternalFleet(FrontOptions(tuple(specs), **{**QUICK, **options}), cluster or cluster_config())
-    front = FrontEnd(fleet)
+    front = EngineFront(fleet)
     try:
         await front.start(wait=False)
         if all(engine.is_ready for engine in engines):

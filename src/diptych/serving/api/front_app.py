@@ -1,6 +1,6 @@
 """The routes of a front over engines that others run: OpenAI's paths are passed on, the rest is about the front itself.
 
-Owns paths and their headers. Knows no engine's protocol: it is given a FrontEnd.
+Owns paths and their headers. Knows no engine's protocol: it is given a EngineFront.
 """
 
 import time
@@ -25,16 +25,17 @@ from diptych.serving.api.timeline_routes import add_timeline_routes
 from diptych.serving.api.ui_routes import add_ui_routes
 from diptych.serving.front.relay_request import RelayPath, read_request
 from diptych.serving.front.relay_stream import RELAY, RelayWriter
-from diptych.serving.front.served_engines import FrontEnd
+from diptych.serving.front.served_engines import EngineFront
 
 OBJECT: dict[str, Any] = {"content": {"application/json": {"schema": {"type": "object"}}}}
+OWN_NAME = "front"  # by which clients may call any model
 BODY = {"requestBody": {"required": True, **OBJECT}}
 
 
 class FrontService:
     """What the routes need: the engines, and the name of their model for clients ("": the engines' own)."""
 
-    def __init__(self, front: FrontEnd, model_name: str) -> None:
+    def __init__(self, front: EngineFront, model_name: str) -> None:
         self.front = front
         self.given_name = model_name
         self.created = int(time.time())
@@ -42,21 +43,14 @@ class FrontService:
     @property
     def model_name(self) -> str:
         """For clients."""
-        names = self.engine_names
-        return self.given_name or (names[0] if names else "unknown")
-
-    @property
-    def engine_names(self) -> list[str]:
-        """What engines call the model, each name once."""
-        facts = [engine.facts for engine in self.front.external.engines]
-        return list(dict.fromkeys(found.model for found in facts if found is not None))
+        return self.given_name or next(iter(self.front.engine_models), OWN_NAME)
 
     async def relay(self, path: RelayPath, request: Request) -> Response:
         """Pass a request on."""
         asked = read_request(path, await request.body())
         self.front.require_ready()
         name = asked.body.model
-        if name is not None and name != self.model_name and name not in self.engine_names:
+        if name is not None and name not in (self.given_name or OWN_NAME, *self.front.engine_models):
             message = f"model {name!r} is not served here; {self.model_name!r} is"
             raise NotFoundError(message, param="model", code="model_not_found")
         generation = await self.front.submit(asked, tenant_in(request))
@@ -78,7 +72,7 @@ class FrontService:
         return protocol.ModelCard(
             id=self.model_name,
             created=self.created,
-            root=self.engine_names[0] if self.engine_names else "",
+            root=next(iter(self.front.engine_models), ""),
             max_model_len=ready.max_model_len if ready else None,
         ).model_dump()
 
@@ -102,7 +96,7 @@ class FrontService:
 
 
 def build_front_app(
-    front: FrontEnd,
+    front: EngineFront,
     model_name: str = "",
     *,
     api_keys: Sequence[str] = (),
@@ -113,13 +107,13 @@ def build_front_app(
     """The ASGI application around engines that are being served."""
     app = FastAPI(title="Diptych front", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None)
     service = FrontService(front, model_name)
-    front.metrics.model_name = model_name or "front"
+    front.metrics.model_name = model_name or OWN_NAME
     errors.install(app)
     for path in get_args(RelayPath):
         _add_relay(app, service, path)
     _add_information(app, service)
     add_timeline_routes(app, front.timeline, ERRORS)
-    add_ui_routes(app, front, model_name or "front", ERRORS, has_admin_key=admin_key is not None, has_steps=False)
+    add_ui_routes(app, front, model_name or OWN_NAME, ERRORS, has_admin_key=admin_key is not None, has_steps=False)
     add_admin_routes(app, front, ERRORS)
     app.add_middleware(NativePanics)
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes)

@@ -217,7 +217,6 @@ def _recent(llm: ServedFleet) -> Recent:
 def _state(llm: ServedFleet, model_name: str, recent: Recent) -> UiState:
     view, ready, slo = llm.metrics.fleet.view(), llm.ready, llm.options.slo
     workers = [_worker(llm, number, role) for number, role in enumerate(view.roles)]
-    budget = llm.options.scheduler.budget.kind
     roles = {role: view.roles.count(role) for role in _ROLES}
     return UiState(
         version=__version__,
@@ -226,13 +225,13 @@ def _state(llm: ServedFleet, model_name: str, recent: Recent) -> UiState:
             name=model_name,
             description=ready.description if ready else llm.loading.stage,
             max_model_len=ready.max_model_len if ready else None,
-            kv_capacity_tokens=ready.kv_capacity_tokens if ready else None,
-            vocab_size=ready.vocab_size if ready else None,
+            kv_capacity_tokens=llm.kv_capacity_tokens,
+            vocab_size=(ready.vocab_size or None) if ready else None,
             has_text=llm.has_text,
         ),
         objectives=Objectives(ttft_ms=_ms(slo.ttft_ns), tpot_ms=_ms(slo.tpot_ns)),
         shape=" + ".join(f"{count} {role}" for role, count in roles.items() if count),
-        scheduling="unified" if budget == "whole" else "chunked",
+        scheduling=llm.scheduling,
         workers=workers,
         phases=[_phase(role, [worker for worker in workers if worker.role == role]) for role in _ROLES if roles[role]],
         queued=view.num_queued,

@@ -34,13 +34,13 @@ class EngineCache:
         self._reading: asyncio.Task[None] | None = None
         self._sequence = 0
         self._report: Report = lambda events: None
-        self.num_gaps = 0  # of events, that were not filled
-        self.num_restarts = 0  # of the numbering
+        self.num_gaps = 0  # of events, that were not filled, in all its lives
+        self._seen_gaps = 0  # of these, in this one
 
     def begin(self, num_blocks: int, num_engine_blocks: int, report: Report) -> None:
         """The engine has come up. num_blocks: of ours; num_engine_blocks: as the engine counts them."""
         self._assumed = AssumedCache(num_blocks, self._lifetime_ns)
-        self._sequence = 0
+        self._sequence = self._seen_gaps = 0
         self._report = report
         spec = self._spec
         if spec.kv_events:
@@ -94,8 +94,10 @@ class EngineCache:
 
     def _on_change(self, change: SourceChange) -> None:
         source = self._source
-        if source is not None:
-            self.num_gaps, self.num_restarts = source.num_gaps, source.num_restarts
+        if source is not None and source.num_gaps > self._seen_gaps:
+            self.num_gaps += source.num_gaps - self._seen_gaps
+            self._seen_gaps = source.num_gaps
+            logger.warning("%s: KV events were lost; its prefix index is %s", self._spec.name, self.kind)
         self._changed(change.stored, change.evicted)
 
     def _changed(self, stored: tuple[bytes, ...], evicted: tuple[bytes, ...]) -> None:

@@ -113,6 +113,7 @@ class EngineExchange:
         self._owner = owner
         self._question = question
         self._feeder = owner.number if feeder is None else feeder
+        self._most_tokens = (stream.request.max_tokens + SPARE_TOKENS) * stream.request.num_choices
         self._call: EngineCall | None = None
         self._status = 0
         self._is_events = False
@@ -238,10 +239,10 @@ class EngineExchange:
 
     def _is_excess(self, token_ids: Sequence[int]) -> bool:
         """Whether the engine goes on after the longest answer that was asked for: it would never end."""
-        request = self.stream.request
-        if self.stream.num_tokens + len(token_ids) <= (request.max_tokens + SPARE_TOKENS) * request.num_choices:
+        if self.stream.num_tokens + len(token_ids) <= self._most_tokens:
             return False
-        self._fail(WorkerError(f"{self._owner.name} gave more than max_tokens ({request.max_tokens}) tokens"))
+        most = self.stream.request.max_tokens
+        self._fail(WorkerError(f"{self._owner.name} gave more than max_tokens ({most}) tokens"))
         return True
 
     def _relay(self, chunk: EngineChunk, payload: bytes) -> None:
@@ -310,8 +311,7 @@ class EngineExchange:
             stream.add(body)
             self._usage = chunk.usage
             said = chunk.usage.completion_tokens if chunk.usage else None
-            most = (request.max_tokens + SPARE_TOKENS) * request.num_choices
-            self._count([NO_TOKEN] * max(1, min(len(found) if said is None else said, most)))
+            self._count([NO_TOKEN] * max(1, min(len(found) if said is None else said, self._most_tokens)))
         else:
             self._usage = chunk.usage
             stream.served_by = self._owner.name

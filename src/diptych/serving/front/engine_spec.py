@@ -25,6 +25,7 @@ from diptych.control.router.topology import ROLES, Role
 EngineKind = Literal["vllm", "sglang", "llamacpp", "openai"]
 KINDS: tuple[EngineKind, ...] = get_args(EngineKind)
 MAX_ENGINES = 1024
+TEXT_BLOCK, EVENT_BLOCK = 128, 16  # tokens per block, where prompts are hashed as text, and where engines say theirs
 _ZMQ_ADDRESS = re.compile(r"tcp://\S+:\d+|ipc://\S+")
 
 
@@ -118,7 +119,7 @@ class FrontOptions:
     goes on at another."""
 
     engines: tuple[EngineSpec, ...]
-    block_size: int = 64
+    block_size: int = TEXT_BLOCK
     bytes_per_token: float = 4.0
     assumed_s: float = 600.0
     probe_s: float = 0.5

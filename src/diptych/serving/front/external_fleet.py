@@ -17,6 +17,7 @@ from diptych.control.config import SchedulerConfig
 from diptych.control.errors import ConflictError
 from diptych.control.router.topology import Role
 from diptych.control.slo import Slo
+from diptych.control.step import StepTokens
 from diptych.serving.fleet.fleet import Fleet
 from diptych.serving.fleet.fleet_options import FleetOptions
 from diptych.serving.fleet.fleet_plan import FleetPlan
@@ -31,6 +32,7 @@ from diptych.serving.front.relay_stream import RelayStream
 from diptych.serving.link.engine_options import EngineOptions, MemoryOptions
 from diptych.serving.link.messages import Ready
 
+NOT_STOPPED: frozenset[str] = frozenset()
 NOT_OURS = "the engine is not this server's: {} cannot be changed from here"
 
 
@@ -82,7 +84,8 @@ class ExternalLauncher:
         def num_up() -> int:
             return fleet.core.members.num_usable
 
-        return ExternalWorker(number, self._front.engines[number], self._front, fleet.relay_of, num_up, self._clock)
+        spec = self._front.engines[number]
+        return ExternalWorker(number, spec, self._front, fleet.relay_of, fleet.feed, num_up, self._clock)
 
 
 class ExternalFleet(Fleet):
@@ -130,6 +133,12 @@ class ExternalFleet(Fleet):
         """The open stream of a request."""
         stream = self.streams.get(request_id)
         return stream if isinstance(stream, RelayStream) else None
+
+    def feed(self, worker: int, tokens: StepTokens) -> None:
+        """Tokens of one stream, and nothing else: as ``on_message`` would, by a shorter way. (An engine reports each
+        token of each stream by itself.)"""
+        self.streams.on_tokens(worker, tokens, NOT_STOPPED)
+        self.streams.deliver()
 
     def make_changes(self, started: Sequence[SchedulerConfig], cores: HostCores) -> WorkerChanges:
         """See Fleet."""

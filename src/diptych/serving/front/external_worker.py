@@ -58,7 +58,8 @@ STALE_PROBES = 4
 
 
 class ExternalWorker:
-    """See WorkerPort. relay_of: the open stream of a request. num_up: how many engines there are to try."""
+    """See WorkerPort. relay_of: the open stream of a request. feed: takes a worker's tokens where
+    nothing else has happened. num_up: how many engines there are to try."""
 
     def __init__(
         self,
@@ -66,6 +67,7 @@ class ExternalWorker:
         spec: EngineSpec,
         options: FrontOptions,
         relay_of: Callable[[str], RelayStream | None],
+        feed: Callable[[int, StepTokens], None],
         num_up: Callable[[], int],
         clock: Callable[[], int],
     ) -> None:
@@ -81,6 +83,7 @@ class ExternalWorker:
         self._adapter = ADAPTERS[spec.kind]
         self._options = options
         self._relay_of = relay_of
+        self._feed = feed
         self._num_up = num_up
         self._listener: WorkerListener | None = None
         self._life: asyncio.Task[None] | None = None
@@ -211,7 +214,7 @@ class ExternalWorker:
     def _ready_message(self, facts: EngineFacts) -> Ready:
         num_tokens = self.num_blocks * self._options.block_size
         return Ready(
-            1 << 31,
+            0,
             facts.max_model_len or num_tokens,
             num_tokens,
             MAX_SEQS,
@@ -384,7 +387,11 @@ class ExternalWorker:
 
     def report(self, events: Sequence[Event], tokens: StepTokens | None = None) -> None:
         """See ExchangeOwner."""
-        if self._listener is not None and self.state is WorkerState.READY:
+        if self._listener is None or self.state is not WorkerState.READY:
+            return
+        if tokens is not None and not events:
+            self._feed(self.number, tokens)
+        else:
             self._listener.on_message(self.number, StepReport(pack_events(events), tokens))
 
     def report_takeover(self, events: Sequence[Event], attempt_id: str, token_id: int) -> None:

@@ -42,7 +42,7 @@ DEFAULT_MAX_TOKENS = 1 << 16
 Raw = msgspec.Raw
 
 
-class StreamOptions(msgspec.Struct):
+class AskedStreamOptions(msgspec.Struct):
     """What is read of stream_options."""
 
     include_usage: bool | None = None
@@ -54,7 +54,7 @@ class RelayBody(msgspec.Struct):
 
     model: str | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: AskedStreamOptions | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     n: int | None = None

@@ -29,6 +29,9 @@ class EventSplitter:
     def feed(self, data: bytes) -> Iterator[bytes]:
         """The payloads of the events that are whole now; comments and events without data give none. Raises
         UnreadableReplyError for an event that is too long."""
+        if not self._rest and data.startswith(b"data: ") and data.find(b"\n\n") == len(data) - 2 and b"\r" not in data:
+            yield data[6:-2] if b"\n" not in data[:-2] else _payload(data[:-2]) or b""  # one event, as most are
+            return
         self._rest = self._rest + data if self._rest else data
         begin = 0
         while found := _BLANK_LINE.search(self._rest, begin):

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from diptych.control.errors import OverloadedError, UnavailableError
 from diptych.control.request import Submission
+from diptych.serving.front.engine_metrics import engine_families
 from diptych.serving.front.external_fleet import ExternalFleet
 from diptych.serving.front.external_worker import ExternalWorker
 from diptych.serving.front.relay_request import CHAT_PATH, COMPLETION_PATH, RelayRequest, options_for, prompt_token_ids
@@ -16,7 +17,7 @@ MAX_OPEN = 65_536  # requests that are open at once
 ID_PREFIXES = {"/v1/chat/completions": "chatcmpl", "/v1/completions": "cmpl"}
 
 
-class FrontEnd(ServedFleet):
+class EngineFront(ServedFleet):
     """A ServedFleet of engines."""
 
     def __init__(self, fleet: ExternalFleet) -> None:
@@ -24,6 +25,24 @@ class FrontEnd(ServedFleet):
         self.external = fleet
         self.front = fleet.front
         self._next_tokenizer = 0
+        self.metrics.more_families = lambda model: engine_families(fleet.engines, model)
+
+    @property
+    def scheduling(self) -> str:
+        """See ServedFleet."""
+        return "by the engines"
+
+    @property
+    def kv_capacity_tokens(self) -> int | None:
+        """See ServedFleet."""
+        says = [engine.facts is not None and engine.facts.num_blocks > 0 for engine in self.external.engines]
+        return super().kv_capacity_tokens if all(says) else None
+
+    @property
+    def engine_models(self) -> list[str]:
+        """What the engines call the model, each name once."""
+        facts = [engine.facts for engine in self.external.engines]
+        return list(dict.fromkeys(found.model for found in facts if found is not None))
 
     async def submit(self, request: RelayRequest, tenant: str) -> RelayGeneration:
         """Send a request to an engine. Raises InvalidRequestError, OverloadedError or UnavailableError."""
