@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -95,13 +96,19 @@ def read_stream(reply: httpx.Response) -> Answer:
 
 @asynccontextmanager
 async def fronted(
-    *engines: FakeEngine, cluster: ClusterConfig | None = None, app: dict[str, Any] | None = None, **options: Any
+    *engines: FakeEngine,
+    cluster: ClusterConfig | None = None,
+    app: dict[str, Any] | None = None,
+    record: Path | None = None,
+    **options: Any,
 ) -> AsyncIterator[FrontClient]:
     """A front that is ready. engines: are started here, and stopped."""
     for engine in engines:
         await engine.start()
     specs = options.pop("specs", None) or [EngineSpec(engine.kind, engine.url) for engine in engines]  # type: ignore[arg-type]
-    fleet = ExternalFleet(FrontOptions(tuple(specs), **{**QUICK, **options}), cluster or cluster_config())
+    fleet = ExternalFleet(
+        FrontOptions(tuple(specs), **{**QUICK, **options}), cluster or cluster_config(), record=record
+    )
     front = EngineFront(fleet)
     try:
         await front.start(wait=False)

@@ -6,7 +6,7 @@ It is placed by its own requests alone, and its cache is assumed from what it wa
 from typing import Any
 
 from diptych.serving.front.adapters.openai_parts import first_model, real_token, usage_wanted
-from diptych.serving.front.capabilities import Capabilities, EngineFacts, whole_number
+from diptych.serving.front.capabilities import EngineFacts, whole_number
 from diptych.serving.front.engine_connection import ConnectionPool
 from diptych.serving.front.engine_load import EngineGauges
 from diptych.serving.front.engine_spec import EngineSpec
@@ -23,9 +23,7 @@ class OpenAIAdapter:
         model = await first_model(pool)
         name = str(model["id"])
         await real_token(pool, name)
-        return EngineFacts(
-            "openai", "", name, whole_number(model.get("max_model_len")), capabilities=Capabilities(cached_tokens=True)
-        )
+        return EngineFacts("openai", "", name, whole_number(model.get("max_model_len")))
 
     def changes(self, request: RelayRequest, facts: EngineFacts) -> dict[str, Any]:
         """See EngineAdapter."""
