@@ -39,6 +39,7 @@ class FakeEngine:
     prefill_s: float = 0.0
     api_key: str = ""
     names_tokens: bool = True
+    reasons: bool = False  # the first token of a chat is reasoning
     reports_cache: bool = True
     has_metrics: bool = True
     answer_tokens: int = 12  # before the model stops by itself (0: never)
@@ -370,6 +371,8 @@ class _Reply:
             self.reason = ""
         choice: dict[str, Any] = {"index": 0, "finish_reason": self.reason or None, "logprobs": None}
         choice |= {"delta": {"content": self.letter}} if self.is_chat else {"text": self.letter}
+        if self.engine.reasons and self.is_chat and self._is_first:
+            choice["delta"] = {"reasoning_content": self.letter}
         chunk = {**self.head(), "choices": [choice]}
         if self.body.get("return_token_ids") and self.engine.names_tokens:
             choice["token_ids"] = [token]
@@ -396,8 +399,8 @@ class _Reply:
 
 
 def next_token(ids: list[int]) -> int:
-    """A letter that follows from all tokens before it."""
-    return 97 + blake2b(json.dumps(ids).encode(), digest_size=2).digest()[0] % 26
+    """A letter that follows from the tokens before it, and from how many there are."""
+    return 97 + blake2b(json.dumps([len(ids), *ids[-16:]]).encode(), digest_size=2).digest()[0] % 26
 
 
 def answer_to(prompt: str, num_tokens: int) -> str:

@@ -1,6 +1,7 @@
 """Engines that misbehave: every request ends, with its whole answer where it can be had, else with a reason."""
 
 import asyncio
+import random
 
 import pytest
 from fake_engine import FakeEngine, Fault, answer_to
@@ -12,7 +13,7 @@ pytestmark = pytest.mark.asyncio
 
 BEFORE = [Fault(kind) for kind in ("reset", "close", "not_http", "long_head", "not_json")]
 BEFORE += [Fault("status", status=status) for status in (500, 503, 429)]
-STATES = [{"stop": ["zz"]}, {"response_format": {"type": "json_object"}}, {"logprobs": 1}, {"n": 2}]
+STATES = [{"stop": ["zz"]}, {"response_format": {"type": "json_object"}}, {"logprobs": 1}, {"n": 2}, {"unknown": 1}]
 MIDDLE = ["reset", "close", "no_finish", "error_event", "abort_reason", "garbage", "ends"]
 
 
@@ -198,4 +199,65 @@ async def test_a_drained_engine_gets_nothing_new_and_its_streams_go_on() -> None
         assert [answer.text for answer in answers] == [answer_to(prompt, 25) for prompt in prompts]
         await client.complete("later", 2)
         assert len(engines[0].requests) == before
+        await client.idle()
+
+
+async def test_a_drained_engine_keeps_streams_that_turned_out_not_to_be_plain_text() -> None:
+    engines = [FakeEngine(delay_s=0.01, reasons=True), FakeEngine(delay_s=0.01, reasons=True)]
+    async with fronted(*engines) as client:
+        tasks = [asyncio.create_task(client.chat(f"prompt {number}", 25)) for number in range(4)]
+        while sum(engine.num_running for engine in engines) < 4:
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.1)
+        client.front.fleet.changes.drain(0)
+        answers = await asyncio.gather(*tasks)
+        assert all(answer.error is None and answer.finish_reason == "length" for answer in answers)
+        assert all(answer.headers is not None and answer.headers["x-diptych-recovery"] == "none" for answer in answers)
+        client.front.fleet.changes.use_again(0)
+        assert (await client.complete("abc", 2)).text == answer_to("abc", 2)
+        await client.idle()
+
+
+@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 60))])
+async def test_whatever_goes_wrong_every_request_ends_and_no_text_is_wrong(seed: int) -> None:
+    """Random faults, deaths, drains and clients that leave."""
+    rng = random.Random(seed)
+    engines = [FakeEngine(delay_s=0.001) for _ in range(3)]
+    async with fronted(*engines, first_byte_s=0.5, idle_s=0.5) as client:
+
+        async def one(number: int) -> None:
+            await asyncio.sleep(rng.random() * 0.5)
+            stream, path = rng.random() < 0.7, rng.choice([client.complete, client.chat])
+            task = asyncio.create_task(path(f"prompt {number}", 15, stream=stream))
+            if rng.random() < 0.1:
+                await asyncio.sleep(rng.random() * 0.05)
+                task.cancel()
+                return
+            answer = await task
+            prompt = f"prompt {number}" if path == client.complete else f"<user>prompt {number}<assistant>"
+            whole = answer_to(prompt, 15)
+            assert whole.startswith(answer.text)
+            assert answer.text == whole or answer.error is not None
+
+        async def trouble() -> None:
+            for _ in range(30):
+                await asyncio.sleep(0.02)
+                engine = rng.choice(engines)
+                kind = rng.random()
+                if kind < 0.7:
+                    engine.faults.append(
+                        rng.choice([*BEFORE, *(Fault(name, at=rng.randint(0, 14)) for name in MIDDLE)])
+                    )
+                elif kind < 0.85 and not engine.is_stopped:
+                    port = int(engine.url.rsplit(":", 1)[1])
+                    await engine.stop()
+                    await asyncio.sleep(0.05)
+                    await engine.start(port)
+                else:
+                    engine.faults.clear()
+
+        async with asyncio.timeout(30):
+            await asyncio.gather(trouble(), *(one(number) for number in range(40)))
+        for stream in list(client.front.fleet.streams._streams.values()):  # of clients that left
+            client.front.abort(stream.generation)
         await client.idle()

@@ -6,7 +6,7 @@ nothing of an engine can be set: an operator may drain it, use it again, and cha
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -133,6 +133,16 @@ class ExternalFleet(Fleet):
         """The open stream of a request."""
         stream = self.streams.get(request_id)
         return stream if isinstance(stream, RelayStream) else None
+
+    def progress(self) -> Mapping[str, int]:
+        """See Fleet; this is asked when streams are to leave an engine. One that turned out to be no stream of plain
+        text (its tokens are not known) cannot: it counts as complete, so that it ends where it is."""
+        found = dict(super().progress())
+        for request_id in found:
+            stream = self.relay_of(request_id)
+            if stream is not None and not stream.can_resume:
+                found[request_id] = stream.request.max_tokens
+        return found
 
     def feed(self, worker: int, tokens: StepTokens) -> None:
         """Tokens of one stream, and nothing else: as ``on_message`` would, by a shorter way. (An engine reports each

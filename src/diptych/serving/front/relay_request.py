@@ -24,20 +24,21 @@ WHOLE_PATHS: tuple[RelayPath, ...] = ("/v1/embeddings", "/v1/rerank", "/v1/score
 OWN_FIELDS = frozenset(
     ("ttft_slo_ms", "tpot_slo_ms", "service_class", "deadline_ms", "metadata", "priority", "return_latency")
 )
-# Fields with which an answer cannot go on after some tokens at another engine: the state of a parser, of a grammar or
-# of a search for stop strings would be lost, or more than one answer is under way.
-STATEFUL_FIELDS = frozenset(
+# Fields with which an answer can go on after some tokens at another engine: those that made the prompt, which is known
+# as tokens by then, and those that are sent again. With any other (tools, schemas, stop strings, penalties ...) the
+# state of a parser, of a grammar or of a search would be lost, or a field that is not known here would be.
+PROMPT_FIELDS = frozenset(
     (
-        "tools", "functions", "response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-        "structured_outputs", "stop", "logprobs", "top_logprobs", "prompt_logprobs", "echo", "best_of", "n",
-        "use_beam_search", "suffix", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty",
-        "thinking_budget", "regex", "ebnf", "json_schema", "grammar", "logits_processors", "return_token_ids",
+        "model", "messages", "prompt", "stream", "stream_options", "max_tokens", "max_completion_tokens",
+        "add_generation_prompt", "add_special_tokens", "chat_template", "chat_template_kwargs", "documents",
     )
 )  # fmt: skip
 NEUTRAL = (b"null", b"[]", b"{}", b"false", b"0", b"0.0", b'""', b'"text"', b'{"type":"text"}')
 SAMPLING_FIELDS = (
     "temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "ignore_eos", "stop_token_ids", "user",
+    "cache_salt",
 )  # fmt: skip
+RESUMABLE_FIELDS = PROMPT_FIELDS | OWN_FIELDS | frozenset(SAMPLING_FIELDS)
 DEFAULT_MAX_TOKENS = 1 << 16
 Raw = msgspec.Raw
 
@@ -128,9 +129,9 @@ class RelayRequest:
     @property
     def is_stateless(self) -> bool:
         """Whether its answer, given so far as tokens, is all that another engine needs to continue it."""
-        return self.is_stream and not any(
-            name in self.fields and bytes(self.fields[name]).replace(b" ", b"") not in _neutral(name)
-            for name in STATEFUL_FIELDS
+        return self.is_stream and all(
+            name in RESUMABLE_FIELDS or bytes(value).replace(b" ", b"") in _neutral(name)
+            for name, value in self.fields.items()
         )
 
     @property

@@ -32,9 +32,10 @@ class EventSplitter:
         if not self._rest and data.startswith(b"data: ") and data.find(b"\n\n") == len(data) - 2 and b"\r" not in data:
             yield data[6:-2] if b"\n" not in data[:-2] else _payload(data[:-2]) or b""  # one event, as most are
             return
+        searched = max(0, len(self._rest) - 3)  # a blank line may have been cut
         self._rest = self._rest + data if self._rest else data
         begin = 0
-        while found := _BLANK_LINE.search(self._rest, begin):
+        while found := _BLANK_LINE.search(self._rest, max(begin, searched)):
             event, begin = self._rest[begin : found.start()], found.end()
             payload = _payload(event)
             if payload is not None:

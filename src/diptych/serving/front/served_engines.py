@@ -83,7 +83,7 @@ class EngineFront(ServedFleet):
         """What becomes of this stream when its engine is lost in the middle of it, in one word for a header. exact: it
         goes on with the tokens that there would have been, at an engine of the same build. resampled: it goes on with
         others. none: it ends with an error."""
-        if not self._resumes(stream.request):
+        if not self._resumes(stream.request) or not stream.can_resume:
             return "none"
         return "exact" if stream.request.is_greedy else "resampled"
 
