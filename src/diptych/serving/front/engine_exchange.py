@@ -227,7 +227,7 @@ class EngineExchange:
             if choice.delta is not None and not choice.delta.is_plain:
                 stream.is_exact = False
             ids = choice.prompt_token_ids or chunk.prompt_token_ids
-            if ids and stream.prompt_ids is None and not self._question.resumes:
+            if ids and not self._question.resumes:
                 stream.prompt_ids = ids
             if choice.token_ids is None:
                 count = choice.num_tokens

@@ -33,7 +33,10 @@ _GAUGES = GaugePage(
 )
 _CACHE_LINE = re.compile(rb"^vllm:cache_config_info\{([^}\n]*)\}", re.MULTILINE)
 _LABEL = re.compile(rb'(num_gpu_blocks|block_size)="(\d+)"')
-TEMPLATE_FIELDS = ("tools", "chat_template", "chat_template_kwargs", "continue_final_message", "documents")
+TEMPLATE_FIELDS = (
+    "tools", "chat_template", "chat_template_kwargs", "continue_final_message", "add_generation_prompt",
+    "add_special_tokens",
+)  # fmt: skip
 
 
 class VLLMAdapter:
@@ -99,11 +102,10 @@ class VLLMAdapter:
         if request.path == CHAT_PATH:
             fields: dict[str, Any] = {"model": model, "messages": request.body.messages, "add_generation_prompt": True}
             fields |= {name: request.fields[name] for name in TEMPLATE_FIELDS if name in request.fields}
-            if "add_generation_prompt" in request.fields:
-                fields["add_generation_prompt"] = request.fields["add_generation_prompt"]
             return await self._tokens(pool, fields)
         if request.path == COMPLETION_PATH and request.prompt.startswith(b'"'):
-            return await self._tokens(pool, {"model": model, "prompt": request.body.prompt})
+            special = {name: request.fields[name] for name in ("add_special_tokens",) if name in request.fields}
+            return await self._tokens(pool, {"model": model, "prompt": request.body.prompt, **special})
         return None
 
     @staticmethod
