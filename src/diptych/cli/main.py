@@ -87,7 +87,7 @@ UNTOUCHED_NAMES = ("--max-untouched-per-worker", "--edge-depth")  # the second i
 UNTOUCHED_HELP = "Requests per worker without a first token; more wait in the queue (0: none wait). Default: 64."
 BOTH_HELP = "Workers that do both. Default: 1 if there is no other."
 CORE_SPLIT_HELP = "Cores by role, such as prefill=3,decode=1 (weights); divided again when a role changes."
-FLEET_HELP = "TOML file of unequal workers: tables \\[pools.NAME], as for diptych simulate."
+FLEET_HELP = "TOML file of unequal workers: tables pools.NAME, as for diptych simulate."
 POOL_HELP = "NAME=POOL, such as large=1:max_model_len=131072,kv_cache_bytes=8GiB. Repeatable."
 DEFLECTION_HELP = "Prompts of a busy decode worker: short ones, or any that its streams' objective leaves room for."
 MAX_QUEUED_HELP = "Requests that may wait in the queue; more get 429. Default: 4096."
