@@ -1,4 +1,4 @@
-"""``diptych serve | generate | calibrate | replay | version``: the command line.
+"""``diptych serve | worker | generate | calibrate | replay | version``: the command line.
 
 Owns option names, their help and the output in the terminal. Holds no logic that a library user would miss: every
 command ends in a call of another package.
@@ -24,9 +24,11 @@ from diptych.cli.guide import guide
 from diptych.cli.options import Number, Strings, Text, Whole, model_name, model_path, option, picked
 from diptych.cli.plan import plan
 from diptych.cli.simulate import simulate
+from diptych.cli.worker import worker
 from diptych.control.cluster.cluster_config import OnFailure, cluster_config
 from diptych.control.cluster.core_split import parse_core_split
 from diptych.control.config import BudgetName, OrderName, PreemptionName, ShapeName, scheduler_config
+from diptych.control.errors import ConfigError
 from diptych.control.planner.planner_config import PlanMode, PlannerConfig
 from diptych.control.router.routing import Deflection, Disaggregate, RoutingName
 from diptych.control.slo import NS_PER_MS, Slo
@@ -34,6 +36,7 @@ from diptych.runtime.transfer import CONNECTORS
 from diptych.runtime.transfer.connector import CodecName
 from diptych.serving.api.manners import Manners, is_loopback
 from diptych.serving.fleet.fleet_options import FleetOptions
+from diptych.serving.fleet.join_options import JoinOptions
 from diptych.serving.fleet.worker_groups import WorkerGroup
 from diptych.serving.link.engine_options import (
     DeviceName,
@@ -48,6 +51,7 @@ from diptych.serving.link.engine_options import (
     parse_bytes,
     parse_cores,
 )
+from diptych.tls.shared_key import read_key_file
 
 app = typer.Typer(
     name="diptych",
@@ -67,6 +71,9 @@ UNTOUCHED_NAMES = ("--max-untouched-per-worker", "--edge-depth")  # the second i
 UNTOUCHED_HELP = "Requests per worker without a first token; more wait in the queue (0: none wait). Default: 64."
 BOTH_HELP = "Workers that do both. Default: 1 if there is no other."
 CORE_SPLIT_HELP = "Cores by role, such as prefill=3,decode=1 (weights); divided again when a role changes."
+LISTEN_HELP = "Take workers of other hosts here (diptych worker --join)."
+KEY_HELP = "File with the key that workers must have to join: 32 to 4096 bytes."
+PLAIN_HELP = "With --listen-workers: KV unencrypted between workers, on a network that you trust."
 FLEET_HELP = "TOML file of unequal workers: tables [pools.NAME], as for diptych simulate."
 POOL_HELP = "NAME=POOL, such as large=1:max_model_len=131072,kv_cache_bytes=8GiB. Repeatable."
 DEFLECTION_HELP = "Prompts of a busy decode worker: short ones, or any that its streams' objective leaves room for."
@@ -114,6 +121,9 @@ def serve(
     prefill: Annotated[int, option("Workers that prefill.", WORKERS)] = 0,
     decode: Annotated[int, option("Workers that decode.", WORKERS)] = 0,
     both: Annotated[Whole, option(BOTH_HELP, WORKERS, "--both", "--workers")] = None,
+    listen_workers: Annotated[Text, option(LISTEN_HELP, WORKERS, metavar="HOST:PORT")] = None,
+    key_file: Annotated[Path | None, option(KEY_HELP, WORKERS)] = None,
+    transfer_plain: Annotated[bool, option(PLAIN_HELP, WORKERS)] = False,
     max_workers: Annotated[Whole, option("Workers that there may be, with those added later.", WORKERS)] = None,
     fleet: Annotated[Path | None, option(FLEET_HELP, WORKERS)] = None,
     pool: Annotated[Strings, option(POOL_HELP, WORKERS)] = None,
@@ -197,6 +207,7 @@ def fleet_options(given: dict[str, Any]) -> FleetOptions:
         heartbeat_timeout_s=given["heartbeat_timeout"],
         core_split=parse_core_split(given["core_split"]) if given["core_split"] else None,
         cluster=cluster_config(**picked(given, *CLUSTER_OPTIONS)),
+        join=_join_options(given),
     )
     is_planned = len(found.slots) > 1 and not found.groups
     mode: PlanMode = given["plan"] or ("advise" if is_planned else "off")
@@ -205,6 +216,18 @@ def fleet_options(given: dict[str, Any]) -> FleetOptions:
     )  # settings that a change of shape would lose
     shapes = (given["shape"] or SHAPES[0],) if has_chosen else SHAPES
     return replace(found, plan=PlannerConfig(mode, shapes=shapes), twin_command=TWIN_COMMAND)
+
+
+def _join_options(given: dict[str, Any]) -> JoinOptions | None:
+    listen, path = given["listen_workers"], given["key_file"]
+    if listen is None:
+        for name in ("key_file", "transfer_plain"):
+            if given[name]:
+                raise ConfigError(f"{name} has no effect without listen_workers", param=name)
+        return None
+    if path is None:
+        raise ConfigError("listen_workers needs a key_file: what workers must know to join", param="key_file")
+    return JoinOptions(listen, read_key_file(path), given["transfer_plain"])
 
 
 def _groups(given: dict[str, Any]) -> tuple[WorkerGroup, ...]:
@@ -290,7 +313,7 @@ def version() -> None:
     print(f"diptych {__version__} (control code and simulator: {compiled_modules.what_runs()})")
 
 
-for command in (advise, alerts, bench, calibrate, diagnose, plan, replay, simulate, guide):
+for command in (advise, alerts, bench, calibrate, diagnose, plan, replay, simulate, worker, guide):
     app.command()(command)
 
 

@@ -9,7 +9,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 
 from diptych.control.cluster.cluster_core import ClusterCore
 from diptych.control.cluster.cluster_events import (
@@ -22,15 +21,13 @@ from diptych.control.cluster.cluster_events import (
     WorkerDown,
     WorkerUp,
 )
-from diptych.control.cluster.cluster_recording import RecordingClusterCore
 from diptych.control.cluster.membership import Membership
 from diptych.control.commands import Command, Drained, End, GiveWay, Prefill, Reserve, Restarted, Serve, WorkerCommand
 from diptych.control.errors import DiptychError, WorkerError
-from diptych.control.events import Event, HandoffDelivered, RequestFinished, Resized, TransferFailed
+from diptych.control.events import Event, RequestFinished, Resized, TransferFailed
 from diptych.control.request import FinishReason, Submission
 from diptych.control.router.topology import Role, WorkerInfo
 from diptych.control.slo import NS_PER_S
-from diptych.control.step import TokenLogprobs
 from diptych.processor import Processor, read_processor
 from diptych.serving.answers.answer_stream import AnswerStream, Generation
 from diptych.serving.answers.output_streams import OutputStreams
@@ -40,10 +37,13 @@ from diptych.serving.fleet.fleet_plan import FleetPlan, plan_fleet, worker_optio
 from diptych.serving.fleet.fleet_planner import FleetPlanner, plan_with
 from diptych.serving.fleet.hang_watch import watch_pulses
 from diptych.serving.fleet.host_cores import HostCores
-from diptych.serving.fleet.joint_ready import joint_ready, longest_sequence
+from diptych.serving.fleet.joined_worker import JoinedWorker
+from diptych.serving.fleet.joint_ready import are_enough, joint_ready, longest_sequence
 from diptych.serving.fleet.supervisor import LocalLauncher
+from diptych.serving.fleet.takeovers import Takeovers
 from diptych.serving.fleet.worker_changes import WorkerChanges
-from diptych.serving.fleet.worker_port import Launcher, WorkerPort, WorkerState
+from diptych.serving.fleet.worker_door import WorkerDoor, expected_of
+from diptych.serving.fleet.worker_port import Launcher, WorkerPort, WorkerSite, WorkerState
 from diptych.serving.link.engine_options import EngineOptions
 from diptych.serving.link.messages import (
     Failed,
@@ -56,15 +56,13 @@ from diptych.serving.link.messages import (
     pack_command,
     unpack_events,
 )
-from diptych.serving.link.recorder import Recorder, record_cluster
+from diptych.serving.link.recorder import Recorder, cluster_core
 from diptych.serving.metrics.fleet_metrics import FleetView
 from diptych.serving.metrics.serving_metrics import ServingMetrics
 from diptych.serving.misses.miss_watch import MissWatch
-from diptych.timeline.ring import RUNNING_STATES, Timeline, Transfer
+from diptych.timeline.ring import RUNNING_STATES, Timeline
 
 logger = logging.getLogger(__name__)
-
-FirstTokens = Mapping[str, tuple[int, TokenLogprobs | None]]  # of attempts that a worker has taken over
 
 
 class Fleet:
@@ -100,6 +98,7 @@ class Fleet:
         self.joint_ready: Ready | None = None  # the fleet as one worker, once all were ready
         self.loading = Loading("starting")
         self.timeline = Timeline()
+        self._takeovers = Takeovers(self.streams, self.metrics, self.timeline)
         self.core = ClusterCore()
         self._launcher = launcher or LocalLauncher()
         self._clock = clock
@@ -116,6 +115,8 @@ class Fleet:
         started = [own.scheduler for own in worker_options(options, self.fleet)]
         self.changes = WorkerChanges(self, started, options.slo, cores)
         self.planner: FleetPlanner | None = None
+        self.door: WorkerDoor | None = None
+        self._enough = asyncio.Event()  # workers are ready to do both phases
         self._tasks: list[asyncio.Task[None]] = []
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -123,16 +124,17 @@ class Fleet:
     async def start(self) -> None:
         """Start all workers; returns at once. ``ready`` tells how the first starts went."""
         plan = self._plan = plan_fleet(self.options, self.fleet, self.changes.cores.processor)
-        if self.options.record is not None and len(plan.options) > 1:
-            path = Path(self.options.record)
-            self._recorder = record_cluster(path.with_name(f"{path.stem}-cluster{path.suffix}"), plan.cluster)
-            self.core = RecordingClusterCore(plan.cluster, self._recorder.write)
-        else:
-            self.core = ClusterCore(plan.cluster)
+        record = self.options.record if len(plan.options) > 1 else None
+        self.core, self._recorder = cluster_core(plan.cluster, record)
         if self.fleet.plan.mode != "off":
             self.planner = plan_with(self.fleet, self.options, self.core, plan, self.changes, self._clock)
         self.ready = asyncio.get_running_loop().create_future()
         self.ready.add_done_callback(lambda future: future.cancelled() or future.exception())
+        if self.fleet.join is not None:
+            numbers = range(len(self.fleet.roles), len(self.fleet.slots))
+            expected = expected_of(self.options.model)
+            self.door = WorkerDoor(self, self.fleet.join, expected, numbers, self.fleet.heartbeat_timeout_s)
+            await self.door.open()
         for number in range(len(self.fleet.roles)):
             self._launch(number)
         watch = watch_pulses(self.workers, self.fleet.heartbeat_timeout_s)
@@ -145,6 +147,8 @@ class Fleet:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.door is not None:
+            await self.door.close()
         if self._timer is not None:
             self._timer.cancel()
         await asyncio.gather(*(worker.stop() for worker in self.workers))
@@ -182,7 +186,7 @@ class Fleet:
 
     async def stop_worker(self, worker: int) -> None:
         """See ChangingFleet."""
-        await self.workers[worker].stop()
+        await self.workers[worker].stop(is_removed=True)
         self._note_state(worker, WorkerState.STOPPED)
         self.metrics.fleet.on_worker_removed(worker)
         self.tell(WorkerDown(worker, self.streams.progress()))
@@ -192,11 +196,44 @@ class Fleet:
         """All workers are ready, or one of them refused to start: then the fleet does."""
         assert self.ready is not None
         try:
-            await asyncio.gather(*(worker.ready for worker in self.workers if worker.ready is not None))
-            self.joint_ready = joint_ready(self.fleet.roles, self._known)
-            self.ready.set_result(self.joint_ready)
+            own = self.workers[: len(self.fleet.roles)]
+            await asyncio.gather(*(worker.ready for worker in own if worker.ready is not None))
+            if not self._enough.is_set():
+                self.loading = Loading("waiting for workers to join")
+            await self._enough.wait()
+            self.ready.set_result(self._join_ready())
         except DiptychError as error:
             self.ready.set_exception(error)
+
+    def _join_ready(self) -> Ready:
+        """What the workers hold together. Raises ConfigError for workers that do not fit."""
+        roles = {number: self.role(number) for number in sorted(self._known)}
+        self.joint_ready = joint_ready(roles, self._known)
+        return self.joint_ready
+
+    # -- workers of other hosts (see JoiningFleet) --------------------------------------------------------------------
+
+    def take_in(self, port: JoinedWorker) -> None:
+        """See JoiningFleet."""
+        self.workers[port.number : port.number + 1] = [port]
+        port.start(self)
+        self.changes.on_joined(port.number)
+        self._note_state(port.number, WorkerState.STARTING)
+
+    def options_of(self, worker: int) -> EngineOptions:
+        """See JoiningFleet."""
+        assert self._plan is not None
+        return self._plan.options[worker]
+
+    async def remove_joined(self, worker: int) -> None:
+        """See JoiningFleet."""
+        await self.changes.remove(worker)
+
+    @property
+    def joined(self) -> frozenset[int]:
+        """See ChangingFleet."""
+        ports = self.door.joined if self.door is not None else ()
+        return frozenset(port.number for port in ports if port.state is not WorkerState.STOPPED)
 
     @property
     def is_starting(self) -> bool:
@@ -277,7 +314,7 @@ class Fleet:
                 logger.info("worker %d: the KV of %s cannot be moved: %s", worker, event.request_id, event.message)
         streams.on_events(worker, events)
         if report.first_tokens:
-            stopped += self._take_over(worker, events, report.first_tokens)
+            stopped += self._takeovers.take(worker, events, report.first_tokens)
         if report.tokens is not None:
             stopped += streams.on_tokens(worker, report.tokens, _stopped_by_token(events))
         self.timeline.on_events(worker, events)
@@ -300,24 +337,6 @@ class Fleet:
                     logger.warning("worker %d: it still computes on %s: %s", worker, event.share, event.message)
                 self.show(worker, event.time_ns)
 
-    def _take_over(self, worker: int, events: Sequence[Event], first_tokens: FirstTokens) -> list[AnswerStream]:
-        """A decode worker has taken these over. Returns those that are complete."""
-        stopped = []
-        for event in events:
-            if not isinstance(event, HandoffDelivered):
-                continue
-            self.metrics.on_transfer(event.num_bytes, event.transfer_ns)
-            takeover = self.streams.on_delivered(worker, event.request_id, *first_tokens[event.request_id])
-            if takeover is not None:
-                stopped += takeover.stopped
-                start_ns, exposed_ns = event.time_ns - event.transfer_ns, int(takeover.exposed_s * NS_PER_S)
-                self.timeline.on_transfer(
-                    Transfer(
-                        event.request_id, takeover.sender, worker, event.num_bytes, start_ns, event.time_ns, exposed_ns
-                    )
-                )
-        return stopped
-
     def _stop(self, streams: Iterable[AnswerStream]) -> None:
         """These are complete or cannot continue; some have ended in the same report."""
         still_open = [stream for stream in streams if stream.request_id in self.streams]
@@ -335,11 +354,16 @@ class Fleet:
             ready.num_blocks,
             ready.block_size,
             memory_domain=self._plan.memory_domain(worker),
+            host=self.workers[worker].site.host,
             share=ready.share,
             max_model_len=longest_sequence(ready),
             model_copy=self._plan.copies[worker],
         )
         self.tell(WorkerUp(info))
+        if are_enough(self.core.members.infos[number].role for number in self.core.members.up):
+            self._enough.set()
+        if self.joint_ready is not None and self.door is not None:
+            self._join_ready()
         self._note_state(worker, WorkerState.READY, ready.description)
         if self.changes.is_draining(worker):
             self.show(worker)
@@ -354,7 +378,10 @@ class Fleet:
     def role(self, worker: int) -> Role:
         """What a worker is for, now."""
         info = self.core.members.infos.get(worker)
-        return info.role if info else self.fleet.slots[worker]
+        if info is not None:
+            return info.role
+        site = self.workers[worker].site if worker < len(self.workers) else WorkerSite()
+        return site.role or self.fleet.slots[worker]
 
     # -- the core: events in, commands out ----------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import msgspec
 from diptych.control.errors import DiptychError, WorkerError
 from diptych.serving.fleet.descriptor_reserve import DescriptorReserve
 from diptych.serving.fleet.exit_status import Loss, count_oom_kills, in_words, is_crash
-from diptych.serving.fleet.worker_port import WorkerListener, WorkerState
+from diptych.serving.fleet.worker_port import WorkerListener, WorkerSite, WorkerState
 from diptych.serving.fleet.worker_process import RESERVED_DESCRIPTORS, WorkerProcess
 from diptych.serving.link.engine_options import EngineOptions
 from diptych.serving.link.heartbeat import Pulse
@@ -51,6 +51,7 @@ class Supervisor:
         self.number = number
         self.state = WorkerState.STOPPED
         self.num_restarts = 0
+        self.site = WorkerSite()
         self.ready: asyncio.Future[Ready] | None = None  # of the first start
         self._options = options
         self._command = tuple(command)
@@ -91,7 +92,7 @@ class Supervisor:
         if self._process is not None and self._process.kill(because):
             logger.error("worker %d: %s; killing it", self.number, because)
 
-    async def stop(self, timeout_s: float = 5.0) -> None:
+    async def stop(self, timeout_s: float = 5.0, *, is_removed: bool = False) -> None:
         """End the worker: ask, then terminate, then kill."""
         if self._life is None:
             return

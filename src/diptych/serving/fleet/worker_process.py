@@ -49,6 +49,8 @@ class WorkerProcess:
         self._directory: Path | None = None
         self._channel: Channel | None = None  # from when it has connected
         self._process: asyncio.subprocess.Process | None = None
+        self._has_connected = False
+        self._early: list[bytes] = []  # to be sent when it has connected
 
     @property
     def pid(self) -> int | None:
@@ -90,12 +92,14 @@ class WorkerProcess:
             os.close(lock)
 
     def send(self, data: bytes) -> None:
-        """Hand a message to the process; silently nothing when it is gone, or has not connected yet."""
+        """Hand a message to the process, as soon as it has connected; silently nothing when it is gone."""
         channel = self._channel
         if channel is not None:
             channel.send(data)
             if channel.has_unsent:
                 asyncio.get_running_loop().add_writer(channel.fileno(), self._flush, channel)
+        elif not self._has_connected:
+            self._early.append(data)
 
     def pulse(self) -> Pulse | None:
         """The newest sign of life in its heartbeat file."""
@@ -140,7 +144,10 @@ class WorkerProcess:
             loop = asyncio.get_running_loop()
             loop.remove_reader(listener.fileno())
             loop.add_reader(channel.fileno(), self._receive)
-            self._channel = channel
+            self._channel, self._has_connected = channel, True
+            for data in self._early:
+                self.send(data)
+            self._early.clear()
 
     def _flush(self, channel: Channel) -> None:
         channel.flush()
