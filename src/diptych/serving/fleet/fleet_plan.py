@@ -65,7 +65,7 @@ def plan_fleet(options: EngineOptions, fleet: FleetOptions, processor: Processor
     cores = _core_shares(options, fleet, processor or read_processor())
     cluster = replace(fleet.cluster, slo=options.slo)
     wanted = worker_options(options, fleet)
-    if len(roles) == 1:
+    if len(roles) == 1 and fleet.join is None:
         return FleetPlan((_on_cores(wanted[0], cores[0]),), cluster)
     transfer = _transfer(options, fleet)
     kind, join = CONNECTORS[transfer], fleet.join

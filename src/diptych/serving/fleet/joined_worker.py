@@ -6,6 +6,8 @@ process still says or sends is refused with the connection. Its agent dials agai
 
 import asyncio
 import logging
+import time
+from collections import deque
 from collections.abc import Callable
 
 import msgspec
@@ -28,13 +30,19 @@ from diptych.serving.join.join_messages import (
     told,
 )
 from diptych.serving.link.heartbeat import Pulse
-from diptych.serving.link.messages import Failed, FrontendMessage, Ready, decode_from_worker, encode
+from diptych.serving.link.host_clock import clock_identity
+from diptych.serving.link.messages import Failed, FrontendMessage, Ready, StepReport, decode_from_worker, encode
 
 logger = logging.getLogger(__name__)
 
+CLOCK_SAMPLES = 64  # of the distance between two clocks; clocks drift apart, so that old ones count for nothing
+
 
 class JoinedWorker:
-    """See WorkerPort. ``attach`` each connection that its agent makes. clock: see Fleet."""
+    """See WorkerPort. ``attach`` each connection that its agent makes.
+
+    The times of events are put on this host's clock, as well as that can be known (for people and statistics; nothing
+    is decided by them): the quickest sign of life of late is taken to have travelled for no time at all."""
 
     def __init__(self, number: int, registration: Registration) -> None:
         self.number = number
@@ -49,6 +57,9 @@ class JoinedWorker:
         self._listener: WorkerListener | None = None
         self._failure: DiptychError | None = None
         self._crashed = False
+        self._distances: deque[int] = deque(maxlen=CLOCK_SAMPLES)  # this host's clock less the worker's, in nanoseconds
+        self._shift_ns = 0
+        self._has_own_clock = False
         self._vital: tuple[int, Vital] | None = None  # when it came, in nanoseconds of the loop's clock
 
     @property
@@ -71,6 +82,9 @@ class JoinedWorker:
         self.agent, self.life = registration.agent, life
         self.state, self._link, self._vital = WorkerState.STARTING, link, None
         self._failure, self._crashed = None, False
+        self._has_own_clock = registration.clock != clock_identity()
+        self._distances.clear()
+        self._shift_ns = 0
         link.on_told, link.on_relayed, link.on_closed = self._take_told, self._take_relayed, self._lose
 
     def send(self, message: FrontendMessage) -> None:
@@ -92,11 +106,18 @@ class JoinedWorker:
         return Pulse(now - vital.age_ns, vital.num_turns, busy_since, vital.predicted_ns)
 
     def kill(self, because: str) -> None:
-        """See WorkerPort. The agent may not be reached any more: the connection ends either way."""
-        if self._link is not None:
-            logger.error("worker %d on %s: %s; cutting it off", self.number, self.site.host, because)
-            self._link.tell(told(Kill(because)))
-            self._lose(because, at_once=False)
+        """See WorkerPort. The connection ends; the process is killed when it is what hangs: where the agent itself is
+        not heard, the path between the hosts may be broken, and the process is kept for when it is whole again."""
+        link, vital = self._link, self._vital
+        if link is None:
+            return
+        heard_ns = 0 if vital is None else int(asyncio.get_running_loop().time() * NS_PER_S) - vital[0]
+        is_silent = vital is None or heard_ns > vital[1].age_ns + vital[1].busy_ns
+        why = f"{because} (its host is not heard)" if is_silent else because
+        logger.error("worker %d on %s: %s; cutting it off", self.number, self.site.host, why)
+        if not is_silent:
+            link.tell(told(Kill(because)))
+        self._lose(why, at_once=False)
 
     async def stop(self, *, is_removed: bool = False) -> None:
         """See WorkerPort. The process of a worker that is not removed waits for another front end."""
@@ -136,6 +157,9 @@ class JoinedWorker:
         match message:
             case Vital():
                 self._vital = (int(asyncio.get_running_loop().time() * NS_PER_S), message)
+                if self._has_own_clock:
+                    self._distances.append(time.monotonic_ns() - message.now_ns)
+                    self._shift_ns = min(self._distances)
             case Ended():
                 self._crashed = message.crashed
                 self._lose(message.message)
@@ -151,7 +175,11 @@ class JoinedWorker:
         except msgspec.DecodeError as error:
             self._lose(f"the worker sent something unreadable: {error}")
             return
-        if isinstance(message, Ready):
+        if isinstance(message, StepReport):
+            if self._has_own_clock:
+                for _, fields in message.events:
+                    fields["time_ns"] += self._shift_ns
+        elif isinstance(message, Ready):
             self.state = WorkerState.READY
         elif isinstance(message, Failed):
             self._failure = message.error.exception()

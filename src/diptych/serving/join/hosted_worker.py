@@ -64,11 +64,11 @@ class HostedWorker:
     def vital(self) -> Vital:
         """Its newest sign of life, as durations."""
         pulse = self._process.pulse() if self._process is not None else None
-        if pulse is None:
-            return Vital()
         now = time.monotonic_ns()
+        if pulse is None:
+            return Vital(now_ns=now)
         busy_ns = max(1, now - pulse.busy_since_ns) if pulse.busy_since_ns else 0
-        return Vital(pulse.age_ns(now), pulse.num_turns, busy_ns, pulse.predicted_ns)
+        return Vital(pulse.age_ns(now), pulse.num_turns, busy_ns, pulse.predicted_ns, now)
 
     def kill(self, because: str) -> None:
         """End a process that does not answer; ``on_ended`` is called."""

@@ -20,7 +20,7 @@ MAX_LABEL = 64  # characters of a host's or a rack's name
 
 class Registration(msgspec.Struct, frozen=True, kw_only=True, tag="registration"):
     """A worker's first word. model: fingerprint of its checkpoint. agent: random, for the life of the agent. number: of
-    the worker that it was (None: it is new). is_warm: it holds weights and a cache."""
+    the worker that it was (None: it is new). is_warm: it holds weights and a cache. clock: see host_clock.py."""
 
     protocol: int
     version: str
@@ -33,6 +33,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, tag="registration"
     num_cores: int
     number: int | None = None
     is_warm: bool = False
+    clock: str = ""
 
     def __post_init__(self) -> None:
         for name in ("host", "rack"):
@@ -59,12 +60,14 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class Vital(msgspec.Struct, frozen=True, tag="vital"):
-    """A Pulse of the worker process as durations: how long ago it stamped, and for how long its turn has lasted."""
+    """A Pulse of the worker process as durations: how long ago it stamped, and for how long its turn has lasted.
+    now_ns: the time of its host's clock, from which another host estimates how far apart their clocks are."""
 
     age_ns: int = 0
     num_turns: int = 0
     busy_ns: int = 0
     predicted_ns: int = 0
+    now_ns: int = 0
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):

@@ -34,6 +34,7 @@ from diptych.serving.join.join_messages import (
     told,
 )
 from diptych.serving.link.engine_options import DeviceOptions, EngineOptions
+from diptych.serving.link.host_clock import clock_identity
 from diptych.tls.shared_key import SharedKey
 
 logger = logging.getLogger(__name__)
@@ -204,6 +205,7 @@ class WorkerAgent:
             num_cores=own.num_cores,
             number=self.number,
             is_warm=self._worker.is_running,
+            clock=clock_identity(),
         )
 
     # -- with a front end ---------------------------------------------------------------------------------------------
