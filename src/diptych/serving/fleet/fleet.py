@@ -260,8 +260,7 @@ class Fleet:
         """Its client wants no more of it: cancel it wherever it is."""
         self._cancel(self.streams.abandon(generation), FinishReason.ABORT)
 
-    # -- what an operator changes (see ChangingFleet)
-    # ------------------------------------------------------------------------
+    # -- what an operator changes (see ChangingFleet) ------------------------------------------------------------------
 
     @property
     def members(self) -> Membership:
@@ -283,8 +282,7 @@ class Fleet:
     def _cancel(self, streams: Iterable[AnswerStream], reason: FinishReason) -> None:
         self.tell(*(Cancelled(stream.request_id, stream.num_tokens, reason) for stream in streams))
 
-    # -- what workers report (see WorkerListener)
-    # ------------------------------------------------------------------------
+    # -- what workers report (see WorkerListener) ----------------------------------------------------------------------
 
     def on_message(self, worker: int, message: WorkerMessage) -> None:
         """A message of a worker."""
@@ -484,6 +482,8 @@ class Fleet:
             self.core.router.alarm,
             self.core.length_watch.errors,
             self.planner.num_decisions if self.planner is not None else {},
+            self.core.paths.broken_at(self._clock()),
+            self.door.refused if self.door is not None else {},
         )
 
     def _note_state(self, worker: int, state: str, detail: str = "", at_ns: int | None = None) -> None:
