@@ -83,6 +83,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     share: ComputeShare = ComputeShare()
     sequence_limits: list[int] = []  # of a fleet: the longest sequences that its kinds of workers take, ascending
     life: int = 0  # of the StartOver that this answers
+    embedding_size: int = 0  # numbers of an embedding
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
