@@ -71,6 +71,7 @@ UNTOUCHED_NAMES = ("--max-untouched-per-worker", "--edge-depth")  # the second i
 UNTOUCHED_HELP = "Requests per worker without a first token; more wait in the queue (0: none wait). Default: 64."
 BOTH_HELP = "Workers that do both. Default: 1 if there is no other."
 CORE_SPLIT_HELP = "Cores by role, such as prefill=3,decode=1 (weights); divided again when a role changes."
+SURVIVE_HELP = "Record streams in this directory: clients go on with Last-Event-ID, also after a restart."
 LISTEN_HELP = "Take workers of other hosts here (diptych worker --join)."
 KEY_HELP = "File with the key that workers must have to join: 32 to 4096 bytes."
 PLAIN_HELP = "With --listen-workers: KV unencrypted between workers, on a network that you trust."
@@ -123,6 +124,7 @@ def serve(
     both: Annotated[Whole, option(BOTH_HELP, WORKERS, "--both", "--workers")] = None,
     listen_workers: Annotated[Text, option(LISTEN_HELP, WORKERS, metavar="HOST:PORT")] = None,
     key_file: Annotated[Path | None, option(KEY_HELP, WORKERS)] = None,
+    survive_restart: Annotated[Path | None, option(SURVIVE_HELP, SERVER)] = None,
     transfer_plain: Annotated[bool, option(PLAIN_HELP, WORKERS)] = False,
     max_workers: Annotated[Whole, option("Workers that there may be, with those added later.", WORKERS)] = None,
     fleet: Annotated[Path | None, option(FLEET_HELP, WORKERS)] = None,
@@ -248,6 +250,7 @@ def _nanoseconds(milliseconds: float | None) -> int | None:
 
 def _serve(options: EngineOptions, workers: FleetOptions, name: str, given: dict[str, Any]) -> None:
     logging.basicConfig(level=given["log_level"].upper(), format="%(asctime)s %(levelname)s %(message)s")
+    from diptych.serving.answers.stream_journal import StreamJournal
     from diptych.serving.api.server import ServerOptions, run_server
     from diptych.serving.api.start_screen import StartScreen
     from diptych.serving.async_llm import AsyncLLM
@@ -263,7 +266,8 @@ def _serve(options: EngineOptions, workers: FleetOptions, name: str, given: dict
         manners=manners(given),
     )
     with StartScreen(name, has_key=bool(server.api_keys)) as screen:
-        run_server(AsyncLLM(options, Fleet(options, workers)), server, screen.on_loading, screen.on_ready)
+        journal = None if given["survive_restart"] is None else StreamJournal(given["survive_restart"])
+        run_server(AsyncLLM(options, Fleet(options, workers), journal), server, screen.on_loading, screen.on_ready)
 
 
 def manners(given: dict[str, Any]) -> Manners:
