@@ -46,7 +46,6 @@ from diptych.serving.fleet.worker_door import WorkerDoor, expected_of
 from diptych.serving.fleet.worker_port import Launcher, WorkerPort, WorkerSite, WorkerState
 from diptych.serving.link.engine_options import EngineOptions
 from diptych.serving.link.messages import (
-    Failed,
     Loading,
     Order,
     Orders,
@@ -293,8 +292,6 @@ class Fleet:
                 self._on_ready(worker, message)
             case Loading():
                 self._on_loading(worker, message)
-            case Failed():  # its port reports how the start went
-                pass
 
     def on_lost(self, worker: int, loss: Loss) -> None:
         """A worker has ended for certain."""
@@ -484,6 +481,7 @@ class Fleet:
             self.planner.num_decisions if self.planner is not None else {},
             self.core.paths.broken_at(self._clock()),
             self.door.refused if self.door is not None else {},
+            self.joint_ready,
         )
 
     def _note_state(self, worker: int, state: str, detail: str = "", at_ns: int | None = None) -> None:

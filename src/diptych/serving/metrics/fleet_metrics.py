@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from diptych.control.engine.reports import EngineStats
 from diptych.control.slo import NS_PER_S
+from diptych.serving.link.messages import Ready
 from diptych.serving.metrics.histogram import Histogram
 
 _TRANSFER = (0.0001, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
@@ -27,7 +28,8 @@ class FleetView:
     """The fleet at one moment. counts: ClusterCore's. num_queued: requests in the admission queue. alarm: what is
     wrong with the router's index of the caches. length_errors: of the answers' expected lengths, by expectation, see
     LengthWatch. decisions: the planner's, by verdict. broken_paths: prefill and decode worker of each path that is left
-    alone. refused_joins: workers of other hosts that were refused, by reason."""
+    alone. refused_joins: workers of other hosts that were refused, by reason. ready: what they hold together, once they were all
+    ready."""
 
     roles: Sequence[str] = ()
     is_up: Sequence[bool] = ()
@@ -39,6 +41,7 @@ class FleetView:
     decisions: Mapping[str, int] = field(default_factory=dict)
     broken_paths: Collection[tuple[int, int]] = ()
     refused_joins: Mapping[str, int] = field(default_factory=dict)
+    ready: Ready | None = None
 
 
 class FleetMetrics:
