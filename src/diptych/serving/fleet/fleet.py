@@ -23,7 +23,7 @@ from diptych.control.cluster.cluster_events import (
 )
 from diptych.control.cluster.membership import Membership
 from diptych.control.commands import Command, Drained, End, GiveWay, Prefill, Reserve, Restarted, Serve, WorkerCommand
-from diptych.control.errors import DiptychError, WorkerError
+from diptych.control.errors import ConflictError, DiptychError, WorkerError
 from diptych.control.events import Event, RequestFinished, Resized, TransferFailed
 from diptych.control.request import FinishReason, Submission
 from diptych.control.router.topology import Role, WorkerInfo
@@ -174,6 +174,8 @@ class Fleet:
 
     async def start_worker(self, worker: int) -> None:
         """See ChangingFleet. Raises the error of a worker that cannot start."""
+        if self.fleet.join is not None and not self.fleet.roles:
+            raise ConflictError("the workers of this server join by themselves: start one where it is to run")
         port = self._launch(worker)
         assert port.ready is not None
         try:

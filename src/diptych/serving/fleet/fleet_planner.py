@@ -240,7 +240,7 @@ def pools_of(
         shape: ShapeName = "unified" if own.scheduler.budget.kind == "whole" else "chunked"
         shapes = fleet.plan.shapes if group.scheduler is None else (shape,)
         planned.setdefault(group.name, PlannedPool(group.name, shapes))
-    config = replace(fleet.plan, max_workers=fleet.max_workers or 0, pools=tuple(planned.values()))
+    config = replace(fleet.plan, max_workers=0 if fleet.join is not None else fleet.max_workers or 0, pools=tuple(planned.values()))
     return members, tuple(twins.values()), config
 
 

@@ -28,8 +28,8 @@ class FleetView:
     """The fleet at one moment. counts: ClusterCore's. num_queued: requests in the admission queue. alarm: what is
     wrong with the router's index of the caches. length_errors: of the answers' expected lengths, by expectation, see
     LengthWatch. decisions: the planner's, by verdict. broken_paths: prefill and decode worker of each path that is left
-    alone. refused_joins: workers of other hosts that were refused, by reason. ready: what they hold together, once they were all
-    ready."""
+    alone. refused_joins: workers of other hosts that were refused, by reason. ready: what all hold together, once they
+    were ready."""
 
     roles: Sequence[str] = ()
     is_up: Sequence[bool] = ()
