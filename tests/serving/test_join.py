@@ -285,6 +285,20 @@ async def test_the_last_worker_of_a_phase_may_leave_and_requests_wait_for_anothe
 
 @pytest.mark.system
 @pytest.mark.asyncio
+async def test_an_agent_that_is_asked_to_end_while_its_front_end_does_waits_for_nobody() -> None:
+    async with AsyncExitStack() as stack:
+        llm = await stack.enter_async_context(front_end())
+        worker = await stack.enter_async_context(agent(port_of(llm), drain_s=30.0))
+        await ready(llm)
+        assert llm.fleet.door is not None
+        await llm.fleet.door.close()  # answers nobody any more
+        leaving = asyncio.create_task(worker.leave())
+        await llm.shutdown()
+        await asyncio.wait_for(leaving, 5)
+
+
+@pytest.mark.system
+@pytest.mark.asyncio
 async def test_a_refusal_that_stays_one_ends_the_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     async with front_end() as llm:
         worker = WorkerAgent(AgentOptions(host="127.0.0.1", port=port_of(llm), key=KEY, model=str(BUNDLED_MODEL)))

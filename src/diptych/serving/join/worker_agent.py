@@ -279,6 +279,8 @@ class WorkerAgent:
             link.close(why, at_once=at_once)
             self._worker.start_over(ABANDONED)
         self._lost.set()
+        if self._is_leaving:  # there is no front end that could drain it
+            self._left.set()
 
     async def _beat(self) -> None:
         """Signs of life to the front end, and a look at its own."""
