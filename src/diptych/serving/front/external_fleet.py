@@ -22,7 +22,7 @@ from diptych.serving.fleet.fleet import Fleet
 from diptych.serving.fleet.fleet_options import FleetOptions
 from diptych.serving.fleet.fleet_plan import FleetPlan
 from diptych.serving.fleet.host_cores import HostCores
-from diptych.serving.fleet.joint_ready import joint_ready
+from diptych.serving.fleet.joint_ready import are_enough, joint_ready
 from diptych.serving.fleet.worker_changes import DRAIN_LIMIT_S, WorkerChanges
 from diptych.serving.fleet.worker_port import WorkerPort
 from diptych.serving.front.engine_spec import FrontOptions, in_order
@@ -175,7 +175,7 @@ class ExternalFleet(Fleet):
         """See Fleet."""
         super().on_ready(worker, ready)
         known = {number: self.known[number] for number in sorted(self.known) if number in self.core.members.infos}
-        roles = [self.role(number) for number in known]
-        if {"prefill", "decode"} <= set(roles) or "both" in roles:
-            self.joint_ready = joint_ready(roles, dict(enumerate(known.values())))
+        roles = {number: self.role(number) for number in known}
+        if are_enough(roles.values()):
+            self.joint_ready = joint_ready(roles, known)
             self._first_ready.set()
