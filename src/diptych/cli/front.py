@@ -17,7 +17,7 @@ from diptych.serving.link.engine_options import parse_bytes
 ENGINES, SERVER, ROUTING, OBJECTIVES = "Engines", "Server", "Routing and queue", "Objectives"
 LogLevel = Literal["debug", "info", "warning", "error"]
 ENGINE_HELP = "KIND=URL[,NAME=VALUE ...]; kinds: vllm, sglang, llamacpp, openai. Repeatable."
-FILE_HELP = "TOML file of engines: tables [[engine]] with kind, url and the same names."
+FILE_HELP = "TOML file of engines: a table engine for each, with kind, url and the same names."
 KEY_HELP = "Accept this key (Authorization: Bearer KEY). Repeatable; each key is a tenant, tenants share fairly."
 ADMIN_HELP = "Ask for this key at /admin. Default: only programs on this machine are answered there."
 CORS_HELP = "Origin whose web pages may use the API, such as https://example.org (*: all). Repeatable."
