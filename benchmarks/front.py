@@ -6,8 +6,9 @@
 Engines are make-believe servers of known pace (fake_sse_server.py), processes of their own; the client is one, too.
 Each way in turn gets the same load: straight to one engine, through ``diptych front``, and through the routers of vLLM
 and SGLang where an environment with them is named (``python -m venv VENV; VENV/bin/pip install vllm-router``). Added
-time to first token: percentiles through a front less those straight to an engine, open loop. Processor time: of all threads
-of the front's process and its children, over a window in which every stream runs, per event that the client gets.
+time to first token: percentiles through a front less those straight to an engine, open loop. Processor time: of all
+threads of the front's process and its children, over a window in which every stream runs, per event that the client
+gets.
 """
 
 import argparse

@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from diptych.cli.command_line import own_command
 from diptych.cli.error_messages import errors_in_words
 from diptych.cli.options import SLO_HELP, Number, Strings, Text, Whole, option, picked, takes, with_objectives
 from diptych.control.cluster.cluster_config import OnFailure, cluster_config
@@ -17,7 +18,7 @@ from diptych.serving.link.engine_options import parse_bytes
 ENGINES, SERVER, ROUTING, OBJECTIVES = "Engines", "Server", "Routing and queue", "Objectives"
 LogLevel = Literal["debug", "info", "warning", "error"]
 ENGINE_HELP = "KIND=URL[,NAME=VALUE ...]; kinds: vllm, sglang, llamacpp, openai. Repeatable."
-FILE_HELP = "TOML file of engines: a table engine for each, with kind, url and the same names."
+FILE_HELP = 'TOML file of engines: a table "engine" for each, with kind, url and the same names.'
 KEY_HELP = "Accept this key (Authorization: Bearer KEY). Repeatable; each key is a tenant, tenants share fairly."
 ADMIN_HELP = "Ask for this key at /admin. Default: only programs on this machine are answered there."
 CORS_HELP = "Origin whose web pages may use the API, such as https://example.org (*: all). Repeatable."
@@ -96,7 +97,6 @@ def front_options(given: dict[str, Any]) -> FrontOptions:
 
 def _front(options: FrontOptions, given: dict[str, Any]) -> None:
     logging.basicConfig(level=given["log_level"].upper(), format="%(asctime)s %(levelname)s %(message)s")
-    from diptych.cli.main import own_command
     from diptych.serving.api.front_app import OWN_NAME, build_front_app
     from diptych.serving.api.server import ServerOptions, run_server
     from diptych.serving.api.start_screen import StartScreen
