@@ -34,7 +34,7 @@ KV_HELP = "ADDRESS:PORT for KV from other workers. Default: the address that rea
 def worker(
     join: Annotated[str, option(JOIN_HELP, FRONT)],
     key_file: Annotated[Path, option(KEY_HELP, FRONT)],
-    model: Annotated[Path | None, option("The model of the front end, here. Default: bundled.", FRONT)] = None,
+    model: Annotated[Text, option("The model of the front end, here. Default: bundled.", FRONT)] = None,
     grace: Annotated[float, option(GRACE_HELP, FRONT)] = 300.0,
     drain_timeout: Annotated[float, option("Seconds for running requests after SIGTERM.", FRONT)] = 30.0,
     log_level: Annotated[Literal["debug", "info", "warning", "error"], option("How much it logs.", FRONT)] = "warning",

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
+
 from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.cluster.core_split import CoreSplit
 from diptych.control.compute_share import ComputeShare
@@ -177,5 +179,7 @@ class ExternalFleet(Fleet):
         known = {number: self.known[number] for number in sorted(self.known) if number in self.core.members.infos}
         roles = {number: self.role(number) for number in known}
         if are_enough(roles.values()):
-            self.joint_ready = joint_ready(roles, known)
+            kinds = "; ".join(dict.fromkeys(ready.description for ready in known.values()))
+            summary = f"{len(known)} of {len(self.front.engines)} engines: {kinds}"
+            self.joint_ready = msgspec.structs.replace(joint_ready(roles, known), summary=summary)
             self._first_ready.set()
