@@ -84,6 +84,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     sequence_limits: list[int] = []  # of a fleet: the longest sequences that its kinds of workers take, ascending
     life: int = 0  # of the StartOver that this answers
     embedding_size: int = 0  # numbers of an embedding
+    summary: str = ""  # of a fleet, for people: how many workers of which kind, and what each computes on
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
