@@ -5,9 +5,6 @@ command ends in a call of another package.
 """
 
 import logging
-import os
-import shlex
-import shutil
 import sys
 from dataclasses import replace
 from inspect import signature
@@ -21,9 +18,10 @@ from diptych.cli.advise import advise
 from diptych.cli.alerts import alerts
 from diptych.cli.bench import bench
 from diptych.cli.calibrate import calibrate, replay
-from diptych.cli.command_line import Command, CommandGroup
+from diptych.cli.command_line import Command, CommandGroup, own_command
 from diptych.cli.diagnose import diagnose
 from diptych.cli.error_messages import errors_in_words
+from diptych.cli.front import front
 from diptych.cli.guide import guide
 from diptych.cli.options import (
     SLO_HELP,
@@ -96,7 +94,7 @@ SURVIVE_HELP = "Record streams in this directory: clients go on with Last-Event-
 LISTEN_HELP = "Take workers of other hosts here (diptych worker --join)."
 KEY_HELP = "File with the key that workers must have to join: 32 to 4096 bytes."
 PLAIN_HELP = "With --listen-workers: KV unencrypted between workers, on a network that you trust."
-FLEET_HELP = "TOML file of unequal workers: tables [pools.NAME], as for diptych simulate."
+FLEET_HELP = "TOML file of unequal workers: tables pools.NAME, as for diptych simulate."
 POOL_HELP = "NAME=POOL, such as large=1:max_model_len=131072,kv_cache_bytes=8GiB. Repeatable."
 DEFLECTION_HELP = "Prompts of a busy decode worker: short ones, or any that its streams' objective leaves room for."
 MAX_QUEUED_HELP = "Requests that may wait in the queue; more get 429. Default: 4096."
@@ -326,15 +324,6 @@ def busy_machine_hint(options: EngineOptions, num_workers: int, processor: Proce
     return "It computes on every core, so programs beside it make each step slower; --threads N leaves cores to them."
 
 
-def own_command() -> str:
-    """How a user of this terminal starts ``diptych``: by its name where the shell finds it, else by a path."""
-    if shutil.which("diptych"):
-        return "diptych"
-    script = Path(__file__).parents[3] / "scripts" / "diptych"  # in a checkout
-    path = str(script if script.exists() else Path(sys.executable).parent / "diptych")
-    return shlex.quote(min(path, os.path.relpath(path), key=len))
-
-
 def manners(given: dict[str, Any]) -> Manners:
     """How the server behaves towards clients. Raises ConfigError."""
     return Manners(
@@ -385,7 +374,7 @@ def version() -> None:
     print(f"diptych {__version__} (control code and simulator: {compiled_modules.what_runs()})")
 
 
-for command in (advise, alerts, bench, calibrate, chat, diagnose, plan, replay, simulate, worker, guide):
+for command in (advise, alerts, bench, calibrate, chat, diagnose, front, plan, replay, simulate, worker, guide):
     app.command(cls=Command)(command)
 
 

@@ -9,6 +9,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 
 from diptych.control.cluster.cluster_core import ClusterCore
 from diptych.control.cluster.cluster_events import (
@@ -23,14 +24,15 @@ from diptych.control.cluster.cluster_events import (
 )
 from diptych.control.cluster.membership import Membership
 from diptych.control.commands import Command, Drained, End, GiveWay, Prefill, Reserve, Restarted, Serve, WorkerCommand
+from diptych.control.config import SchedulerConfig
 from diptych.control.errors import ConflictError, DiptychError, WorkerError
 from diptych.control.events import Event, RequestFinished, Resized, TransferFailed
 from diptych.control.request import FinishReason, Submission
 from diptych.control.router.topology import Role, WorkerInfo
-from diptych.control.slo import NS_PER_S
 from diptych.processor import Processor, read_processor
 from diptych.serving.answers.answer_stream import AnswerStream, Generation
 from diptych.serving.answers.output_streams import OutputStreams
+from diptych.serving.fleet.core_timer import CoreTimer
 from diptych.serving.fleet.exit_status import Loss
 from diptych.serving.fleet.fleet_options import FleetOptions
 from diptych.serving.fleet.fleet_plan import FleetPlan, plan_fleet, worker_options
@@ -102,44 +104,57 @@ class Fleet:
         self._launcher = launcher or LocalLauncher()
         self._clock = clock
         self._plan: FleetPlan | None = None
-        self._known: dict[int, Ready] = {}  # each worker's last Ready
+        self.known: dict[int, Ready] = {}  # each worker's last Ready
         self._happened: deque[ClusterEvent] = deque()
         self._is_busy = False
         self._orders: dict[int, list[Order]] = {}  # not sent yet
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_ns: int | None = None
+        self._timer = CoreTimer(clock, self._on_timer)
         self._alarm = ""
         self._recorder: Recorder | None = None
         cores = HostCores(processor or read_processor(), options.device.cores, self.fleet.core_split)
         started = [own.scheduler for own in worker_options(options, self.fleet)]
-        self.changes = WorkerChanges(self, started, options.slo, cores)
+        self.changes = self.make_changes(started, cores)
         self.planner: FleetPlanner | None = None
         self.door: WorkerDoor | None = None
         self._enough = asyncio.Event()  # workers are ready to do both phases
         self._tasks: list[asyncio.Task[None]] = []
 
+    def make_changes(self, started: Sequence[SchedulerConfig], cores: HostCores) -> WorkerChanges:
+        """What an operator may change of it."""
+        return WorkerChanges(self, started, self.options.slo, cores)
+
     # -- life ---------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Start all workers; returns at once. ``ready`` tells how the first starts went."""
-        plan = self._plan = plan_fleet(self.options, self.fleet, self.changes.cores.processor)
-        record = self.options.record if len(plan.options) > 1 else None
-        self.core, self._recorder = cluster_core(plan.cluster, record)
+        plan = self._plan = self.make_plan()
+        self.core, self._recorder = cluster_core(plan.cluster, self.recording_path(len(plan.options)))
         if self.fleet.plan.mode != "off":
             self.planner = plan_with(self.fleet, self.options, self.core, plan, self.changes, self._clock)
         self.ready = asyncio.get_running_loop().create_future()
         self.ready.add_done_callback(lambda future: future.cancelled() or future.exception())
         if self.fleet.join is not None:
-            numbers = range(len(self.fleet.roles), len(self.fleet.slots))
-            expected = expected_of(self.options.model)
+            numbers, expected = range(len(self.fleet.roles), len(self.fleet.slots)), expected_of(self.options.model)
             self.door = WorkerDoor(self, self.fleet.join, expected, numbers, self.fleet.heartbeat_timeout_s)
             await self.door.open()
         for number in range(len(self.fleet.roles)):
             self._launch(number)
         watch = watch_pulses(self.workers, self.fleet.heartbeat_timeout_s)
-        self._tasks = [asyncio.create_task(self._first_starts(), name="first starts"), asyncio.create_task(watch)]
+        self._tasks = [asyncio.create_task(self.first_starts(), name="first starts"), asyncio.create_task(watch)]
         if self.planner is not None:
             self._tasks.append(asyncio.create_task(self.planner.run(), name="planner"))
+
+    def make_plan(self) -> FleetPlan:
+        """What each worker is started with. Raises ConfigError."""
+        return plan_fleet(self.options, self.fleet, self.changes.cores.processor)
+
+    def recording_path(self, num_workers: int) -> Path | None:
+        """Where the cluster's decisions are recorded, beside the recordings of the workers; None: nowhere. (A worker
+        that is alone is recorded whole.)"""
+        if self.options.record is None or num_workers == 1:
+            return None
+        path = Path(self.options.record)
+        return path.with_name(f"{path.stem}-cluster{path.suffix}")
 
     async def stop(self) -> None:
         """End all workers, and what belongs to them."""
@@ -148,8 +163,7 @@ class Fleet:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self.door is not None:
             await self.door.close()
-        if self._timer is not None:
-            self._timer.cancel()
+        self._timer.cancel()
         await asyncio.gather(*(worker.stop() for worker in self.workers))
         for worker in self.workers:
             self._note_state(worker.number, WorkerState.STOPPED)
@@ -193,12 +207,11 @@ class Fleet:
         self.tell(WorkerDown(worker, self.streams.progress()))
         self.streams.deliver()
 
-    async def _first_starts(self) -> None:
+    async def first_starts(self) -> None:
         """All workers are ready, or one of them refused to start: then the fleet does."""
         assert self.ready is not None
         try:
-            own = self.workers[: len(self.fleet.roles)]
-            await asyncio.gather(*(worker.ready for worker in own if worker.ready is not None))
+            await asyncio.gather(*(port.ready for port in self.workers[: len(self.fleet.roles)] if port.ready))
             if not self._enough.is_set():
                 self.loading = Loading("waiting for workers to join")
             await self._enough.wait()
@@ -208,8 +221,8 @@ class Fleet:
 
     def _join_ready(self) -> Ready:
         """What the workers hold together. Raises ConfigError for workers that do not fit."""
-        roles = {number: self.role(number) for number in sorted(self._known)}
-        self.joint_ready = joint_ready(roles, self._known)
+        roles = {number: self.role(number) for number in sorted(self.known)}
+        self.joint_ready = joint_ready(roles, self.known)
         return self.joint_ready
 
     # -- workers of other hosts (see JoiningFleet) --------------------------------------------------------------------
@@ -291,7 +304,7 @@ class Fleet:
             case StepReport():
                 self._on_report(worker, message)
             case Ready():
-                self._on_ready(worker, message)
+                self.on_ready(worker, message)
             case Loading():
                 self._on_loading(worker, message)
 
@@ -342,8 +355,8 @@ class Fleet:
             if stream.generation.has_failed:
                 self.abort(stream.generation)
 
-    def _on_ready(self, worker: int, ready: Ready) -> None:
-        self._known[worker] = ready
+    def on_ready(self, worker: int, ready: Ready) -> None:
+        self.known[worker] = ready
         assert self._plan is not None
         info = WorkerInfo(
             worker,
@@ -402,7 +415,7 @@ class Fleet:
         finally:
             self._is_busy = False
             self._send_orders()
-            self._set_timer()
+            self._timer.set(self.core.next_time())
 
     def _carry_out(self, command: Command) -> None:
         match command:
@@ -430,7 +443,7 @@ class Fleet:
             return
         if not isinstance(command, Reserve):
             self.streams.on_placed(command.request_id, command.attempt_id, command.worker)
-        address = self._known[command.target].address if isinstance(command, Prefill) else ""
+        address = self.known[command.target].address if isinstance(command, Prefill) else ""
         self._orders.setdefault(command.worker, []).append(Order(pack_command(command), tokens, address))
 
     def _order(self, command: WorkerCommand) -> None:
@@ -441,20 +454,7 @@ class Fleet:
         for worker, batch in orders.items():
             self.workers[worker].send(Orders(batch))
 
-    def _set_timer(self) -> None:
-        due_ns = self.core.next_time()
-        if due_ns == self._timer_ns:
-            return
-        self._timer_ns = due_ns
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if due_ns is not None:
-            delay_s = max(0.0, (due_ns - self._clock()) / NS_PER_S)
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer)
-
     def _on_timer(self) -> None:
-        self._timer = self._timer_ns = None
         self.tell(Tick())
         self.streams.deliver()
 

@@ -121,13 +121,10 @@ def record_engine(path: Path, config: EngineConfig, *, max_bytes: int = MAX_BYTE
     return Recorder(path, header, encode, max_bytes=max_bytes)
 
 
-def cluster_core(config: ClusterConfig, record: str | None) -> tuple[ClusterCore, Recorder | None]:
-    """A core, and what it is recorded with. record: the file of the first worker's recording; the front end's lies
-    beside it (None: nothing is recorded)."""
-    if record is None:
+def cluster_core(config: ClusterConfig, path: Path | None) -> tuple[ClusterCore, Recorder | None]:
+    """A core, and what it is recorded with (path None: nothing)."""
+    if path is None:
         return ClusterCore(config), None
-    path = Path(record)
-    path = path.with_name(f"{path.stem}-cluster{path.suffix}")
     recorder = Recorder(path, cluster_recording.header(config), cluster_recording.RowEncoder().encode)
     return cluster_recording.RecordingClusterCore(config, recorder.write), recorder
 
