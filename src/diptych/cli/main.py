@@ -319,7 +319,7 @@ def _serve(options: EngineOptions, workers: FleetOptions, name: str, given: dict
 def busy_machine_hint(options: EngineOptions, num_workers: int, processor: Processor | None = None) -> str:
     """What to know where one worker computes on all cores of this machine; empty elsewhere."""
     device = options.device
-    if num_workers > 1 or device.threads or device.cores or device.device == "cuda" or GPU.exists():
+    if num_workers != 1 or device.threads or device.cores or device.device == "cuda" or GPU.exists():
         return ""
     if (processor or read_processor()).num_threads < 2:
         return ""
