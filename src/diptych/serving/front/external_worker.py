@@ -77,7 +77,6 @@ class ExternalWorker:
         self.site = WorkerSite()
         self.state = WorkerState.STOPPED
         self.num_restarts = 0
-        self.site = WorkerSite()
         self.ready: asyncio.Future[Ready] | None = None
         self.facts: EngineFacts | None = None
         self.clock = clock
