@@ -58,7 +58,7 @@ class EngineStats:
 def engine_stats(scheduler: Scheduler, kv: KVCacheManager, model: StepTimeModel) -> EngineStats:
     """The snapshot of now."""
     return EngineStats(
-        num_waiting=len(scheduler.waiting) + len(scheduler.parked) + len(scheduler.incoming.waiting),
+        num_waiting=scheduler.num_waiting + len(scheduler.incoming.waiting),
         num_prefilling=len(scheduler.prefilling),
         num_decoding=len(scheduler.batch) + len(scheduler.joining),
         num_swapped=len(scheduler.swapped),
