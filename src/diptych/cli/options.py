@@ -12,6 +12,10 @@ from diptych.control.errors import ConfigError
 from diptych.runtime.gguf.gguf_file import is_gguf
 from diptych.serving.link.engine_options import BUNDLED_MODEL
 
+GB = 10**9
+MOST_GB = 10**6
+DEFAULT_DISK_GB = 10.0
+
 Text: TypeAlias = str | None
 Whole: TypeAlias = int | None
 Number: TypeAlias = float | None
@@ -48,6 +52,24 @@ def takes(options: type) -> Callable[[Callable[[dict[str, Any]], None]], Callabl
 def picked(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
     """The values of these options, for a record that has fields of the same names."""
     return {name: given[name] for name in names}
+
+
+def tier_memory(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of MemoryOptions for the tiers below the KV cache. Raises ConfigError."""
+    host, disk, disk_gb = given["kv_host_gb"], given["kv_disk"], given["kv_disk_gb"]
+    if not 0 <= host <= MOST_GB:
+        raise ConfigError(f"kv_host_gb is {host}; it must be in [0, {MOST_GB}]", param="kv_host_gb")
+    if disk is None:
+        if disk_gb is not None:
+            raise ConfigError(f"kv_disk_gb is {disk_gb}, and kv_disk names no folder", param="kv_disk_gb")
+        return {"host_bytes": int(host * GB)}
+    if not given["prefix_cache"]:
+        raise ConfigError(f"kv_disk is {str(disk)!r}; it needs the prefix cache, which is off", param="kv_disk")
+    disk_gb = DEFAULT_DISK_GB if disk_gb is None else disk_gb
+    if not 0 < disk_gb <= MOST_GB:
+        raise ConfigError(f"kv_disk_gb is {disk_gb}; it must be in (0, {MOST_GB}]", param="kv_disk_gb")
+    folder = str(disk.expanduser().absolute())
+    return {"host_bytes": int(host * GB), "disk": folder, "disk_bytes": int(disk_gb * GB)}
 
 
 def model_path(model: Path | None) -> Path:

@@ -83,9 +83,13 @@ class LLM:
         self.tokenizer = Tokenizer(Path(options.model))
         loaded = load_engine(options, lambda stage, fraction=None: None)
         self.ready = loaded.ready
-        self._engine = LocalEngine(loaded.engine, loaded.runner, grammars=loaded.grammars)
+        self._engine = LocalEngine(loaded.engine, loaded.runner, grammars=loaded.grammars, tiers=loaded.tiers)
         self._open: dict[str, AnswerStream] = {}
         self._num_requests = 0
+
+    def close(self) -> None:
+        """Finish what is being written to a disk tier. Needed only where ``options`` name one."""
+        self._engine.close()
 
     def generate(
         self,

@@ -70,6 +70,11 @@ class Tiers:
         """Whether blocks wait to be copied down for the disk, and can be."""
         return bool(self._wanted) and self.host.num_available > 0
 
+    @property
+    def is_storing(self) -> bool:
+        """Whether anything is on its way to the disk."""
+        return bool(self._wanted or self._stores)
+
     def is_at_rest(self, num_blocks: int) -> bool:
         """Whether nothing will be copied down while the pool gives out at most ``num_blocks`` more."""
         if not self.host.num_blocks:
