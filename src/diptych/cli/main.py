@@ -17,6 +17,7 @@ from diptych import __version__, compiled_modules
 from diptych.cli.advise import advise
 from diptych.cli.alerts import alerts
 from diptych.cli.bench import bench
+from diptych.cli.cache import cache
 from diptych.cli.calibrate import calibrate, replay
 from diptych.cli.diagnose import diagnose
 from diptych.cli.error_messages import errors_in_words
@@ -295,6 +296,7 @@ def version() -> None:
 
 for command in (advise, alerts, bench, calibrate, diagnose, plan, replay, simulate, guide):
     app.command()(command)
+app.add_typer(cache, name="cache")
 
 
 def main() -> None:
