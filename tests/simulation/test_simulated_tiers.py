@@ -1,10 +1,14 @@
 """Tiers under virtual time: the decisions of control at the pace of links and disks."""
 
+import json
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from diptych.cli import main as cli
 from diptych.cli.simulate import overrides
 from diptych.control.config import (
     BudgetConfig,
@@ -27,6 +31,7 @@ from diptych.control.errors import ConfigError
 from diptych.simulation.environment import Environment
 from diptych.simulation.faults import Fault
 from diptych.simulation.fleet.simulated_disk import DiskModel, SimulatedDisk
+from diptych.simulation.planning.tier_worth import tier_sizes, worth_table
 from diptych.simulation.results import SimulationResult, summarize
 from diptych.simulation.run import simulate, simulate_with_log
 from diptych.simulation.scenario import Scenario
@@ -79,7 +84,7 @@ def share(result: SimulationResult) -> float:
 
 def test_a_tier_that_holds_all_conversations_finds_them_and_a_small_one_does_not() -> None:
     device, small, host, disk = (simulate(scenario(*sizes)) for sizes in ((), (100,), (1200,), (200, 4000)))
-    print([share(r) for r in (device, small, host, disk)])
+
     assert share(device) <= share(small) < 0.1
     assert share(host) > 0.6
     assert share(disk) > 0.6
@@ -159,6 +164,50 @@ def test_the_options_size_the_tiers() -> None:
     assert pool.engine.cache.tiers.load_block_ns == block_bytes * 10**9 // 700_000_000
     with pytest.raises(ConfigError, match="disk is 'tape'"):
         prepare(read_settings(None, overrides({**base, **given, "disk": "tape"})))
+
+
+def test_a_plan_says_what_gigabytes_would_be_worth(tmp_path: Path) -> None:
+    rows = [
+        {
+            "timestamp": 150 * number,
+            "input_length": 2048,
+            "output_length": 8,
+            "hash_ids": [4 * (number % 40) + i for i in range(4)],
+        }
+        for number in range(160)
+    ]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    base = [
+        "plan",
+        "--model",
+        "llama-3-8b",
+        "--hardware",
+        "h100",
+        "--parallel",
+        "tp1",
+        "--devices",
+        "1",
+        "--workers",
+        "1",
+    ]
+    load = ["--trace", str(trace), "--ttft-slo-ms", "2000", "--tpot-slo-ms", "50", "--shapes", "chunked", "--json"]
+    load += ["--set", "memory.kv_cache_tokens=20000", "--tolerance", "0.5", "--probe", "20s"]
+    result = CliRunner().invoke(cli.app, [*base, *load, "--kv-host-gb", "20", "--kv-disk-gb", "50"])
+    assert result.exit_code == 0, result.output
+    none, host, disk = json.loads(result.stdout)["tiers"]
+    assert none["below"] == 0 and none["found"] < 0.1
+    assert host["below"] > 0.5
+    assert host["prefill"] < none["prefill"]
+    assert disk["below"] == 0  # to read from it is not much faster than to compute there, so nothing is
+    assert disk["ttft_mean_ms"] < 1.01 * none["ttft_mean_ms"]
+    assert "host GB" in worth_table([none, host, disk]).columns
+
+
+@pytest.mark.parametrize("text", ["a", "-1", "1,,2"])
+def test_sizes_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="kv_disk_gb"):
+        tier_sizes("4", text)
 
 
 def test_a_prefetch_is_as_random_as_its_seed() -> None:

@@ -316,7 +316,7 @@ class EngineCore:
             request.num_computed_tokens = chunk.start + chunk.num_tokens
             self.kv.remember_computed(request, request.num_computed_tokens)
             if chunk.is_last:
-                self.kv.tiers.want(request)
+                self.kv.tiers.want(request, self.model.prefill_work_ns)
                 if request.hands_off:
                     self.leases.grant(request.request_id, request.lease_ns, now)
                 request.num_output_tokens += 1
@@ -376,7 +376,7 @@ class EngineCore:
         """The request leaves without a terminal event: it goes on, or is ended, elsewhere."""
         self.leases.end(request.request_id)
         self.scheduler.remove(request)
-        self.kv.tiers.want(request)
+        self.kv.tiers.want(request, self.model.prefill_work_ns)
         self.kv.release(request)
         del self.requests[request.request_id]
         self._finished_ids.append(request.request_id)
@@ -396,7 +396,7 @@ class EngineCore:
         if request.is_ahead and request.is_handed_off:  # its first token was its last
             request.first_token_ns = now
         num_outputs = self.scheduler.remove(request)
-        self.kv.tiers.want(request)
+        self.kv.tiers.want(request, self.model.prefill_work_ns)
         self.kv.release(request)
         del self.requests[request.request_id]
         self._finished_ids.append(request.request_id)

@@ -369,7 +369,8 @@ class SimulatedWorker:
 
     def _step_ns(self, output: SchedulerOutput) -> int:
         copies = len(output.swap_out) + len(output.swap_in)
-        duration = self._worker.cost.step_ns(output) + copies * self._worker.swap_block_ns
+        duration = self._worker.cost.step_ns(output) if output.is_compute else 0  # copies alone need no kernel
+        duration += copies * self._worker.swap_block_ns
         duration += len(output.block_copies) * self._worker.copy_block_ns
         return max(1, duration * self._slowness // 1000)
 

@@ -1,7 +1,7 @@
 """Loads from disk into host blocks: what is on disk, which requests wait for which load, and what a block costs.
 
-A load is begun where it is faster than computing, by the measured time of a block and what is ahead of it in the queue
-of the disk. A request waits for it no longer than computing would have taken from the beginning of the load.
+A load is begun where it is faster than computing by a margin: by the measured time of a block, and what is ahead of it
+in the queue of the disk. A request waits for it no longer than computing would have taken from then on.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,6 +11,7 @@ from diptych.control.engine.kvcache.block_pool import BlockPool
 from diptych.control.engine.kvcache.tier_records import BlocksLoaded, CancelLoad, DiskContents, LoadBlocks, TierAction
 from diptych.control.request import Request, Standing
 
+MARGIN = 2  # a load is to take at most one part in so many of the time of computing
 LEARN_SHARE = 4  # a measured load changes the price of a block by one part in so many of the difference
 SLOW_LOADS = 4  # so many in a row that were slower than computing: the disk is left alone for SLOW_REST_NS
 SLOW_REST_NS = 30_000_000_000
@@ -76,6 +77,12 @@ class DiskLoads:
             self._on_disk.pop(block_hash, None)
         self._on_disk.update(dict.fromkeys(contents.added))
 
+    def pays(self, start: int, num_blocks: int, work_ns: WorkNs) -> bool:
+        """Whether reading so many blocks of a prompt, from the block ``start`` on, would pay if nothing else was
+        read."""
+        price_ns = num_blocks * (self.load_block_ns + self._copy_block_ns)
+        return MARGIN * price_ns < work_ns(start * self._block_size, num_blocks * self._block_size)
+
     def requests(self) -> list[Request]:
         """Those that wait, in no order that means anything (but always the same)."""
         return [request for load in self._loads.values() for request in load.requests.values()]
@@ -95,7 +102,7 @@ class DiskLoads:
             return True
         run = self._run(wanted, self._host.num_available - self._host.num_idle(host))
         gain_ns = work_ns(start * self._block_size, len(run) * self._block_size)
-        if not run or gain_ns <= self._price_ns(len(run)):
+        if not run or gain_ns <= MARGIN * self._price_ns(len(run)):
             return False
         self._num_loads += 1
         load_id = self._num_loads

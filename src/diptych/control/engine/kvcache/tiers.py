@@ -32,8 +32,9 @@ from diptych.control.request import Request
 
 EXTENT_BLOCKS = 64  # of one chain, written and read together
 MAX_WANTED_BLOCKS = 8192  # that wait to be copied for the disk; what comes beyond is not stored
-COPY_SHARE = 20  # copying down takes at most one part in so many of a step in which streams wait
-IDLE_COPY_NS = 10_000_000  # where none does, it may take so long
+LEAST_SHARE, MOST_SHARE = 10, 200  # of a step that computes, what copying down may take, in thousandths: the least
+HIT_SHARE = 4  # while nothing is found below, and more by one part in so many of the share of tokens that are
+IDLE_COPY_NS = 2_000_000  # where nothing is computed, it may take so long at a time
 UNPRICED_COPIES = 64  # in a step, where a copy costs no time
 
 
@@ -49,6 +50,7 @@ class Tiers:
         self.loads = DiskLoads(config, self.host)
         self.actions: list[TierAction] = []  # for the driver, in order
         self.host_hit_tokens = 0  # computed before, and copied up instead of computed again
+        self._admitted_tokens = 0
         self.num_stored_blocks = 0
         self.num_unstored_blocks = 0  # that were wanted on disk, and are not there
         self._wanted: deque[tuple[bytes, ...]] = deque()  # runs for the disk, oldest first
@@ -58,6 +60,8 @@ class Tiers:
         self._num_stores = 0
         self._in_step: list[int] = []  # host blocks that copies of this step read or write
         self._after_step: list[TierAction] = []
+        self._seen_version = -1
+        self._num_seen = 0  # of the blocks that are evicted next, in that version: each is copied once at most
         self._clean_version = -1  # of the device pool, when all that is evicted next had a copy
 
     @property
@@ -67,19 +71,23 @@ class Tiers:
 
     @property
     def has_moves(self) -> bool:
-        """Whether blocks wait to be copied down for the disk, and can be."""
-        return bool(self._wanted) and self.host.num_available > 0
+        """Whether blocks wait to be copied down, and can be."""
+        return self.host.num_available > 0 and (bool(self._wanted) or not self._is_clean)
 
     @property
     def is_storing(self) -> bool:
         """Whether anything is on its way to the disk."""
         return bool(self._wanted or self._stores)
 
-    def is_at_rest(self, num_blocks: int) -> bool:
-        """Whether nothing will be copied down while the pool gives out at most ``num_blocks`` more."""
-        if not self.host.num_blocks:
-            return True
-        return not self._wanted and self._device.num_free - num_blocks >= self.config.clean_blocks
+    @property
+    def num_watched_blocks(self) -> int:
+        """With fewer free blocks on the device, each that is given out may cause a copy."""
+        return self.config.clean_blocks if self.host.num_blocks else 0
+
+    @property
+    def _is_clean(self) -> bool:
+        """Whether all that is evicted next has a copy."""
+        return self._clean_version == self._device.version or self._device.num_free >= self.config.clean_blocks
 
     # -- up from the host ---------------------------------------------------------------------------------------------
 
@@ -101,6 +109,7 @@ class Tiers:
 
     def attach(self, request: Request, blocks: Sequence[int]) -> None:
         """The request was admitted and will have these copied up; what it held while it waited is given back."""
+        self._admitted_tokens += request.num_tokens
         self.host.share(blocks)
         if request.host_block_ids:
             self.host.release(request.host_block_ids)
@@ -120,23 +129,23 @@ class Tiers:
 
     # -- down ---------------------------------------------------------------------------------------------------------
 
-    def want(self, request: Request) -> None:
-        """The full, computed blocks of this request that are new: write them to disk."""
+    def want(self, request: Request, work_ns: WorkNs) -> None:
+        """The full, computed blocks of this request that are new: write them to disk, if it would pay to read them."""
         first, end = request.num_wanted_blocks, min(request.num_hashed_blocks, len(request.block_hashes))
         request.num_wanted_blocks = end
-        if self.has_disk and self._reads and first < end:
+        if self.has_disk and self._reads and first < end and self.loads.pays(first, end - first, work_ns):
             self._want(request.block_hashes[first:end])
 
-    def copy_down(self, predicted_ns: int, tick: int | None) -> list[tuple[int, int]]:
+    def copy_down(self, predicted_ns: int, step_id: int) -> list[tuple[int, int]]:
         """(device, host) copies for the end of a plan: nothing is allocated in it any more. predicted_ns: what the step
-        takes without them. tick: of the decode batch; None where no stream waits for the step."""
+        takes without them (0: it computes nothing)."""
         if not self.host.num_blocks:
             return []
-        allowed = self._allowed(predicted_ns, tick)
+        allowed = self._allowed(predicted_ns, step_id)
         copies: list[tuple[int, int]] = []
         while self._wanted and len(copies) < allowed and self._store_next(copies):
             pass
-        if len(copies) < allowed and self._clean_version != self._device.version:
+        if len(copies) < allowed and not self._is_clean:
             self._clean(copies, allowed)
         return copies
 
@@ -164,14 +173,15 @@ class Tiers:
                 self._is_wanted.add(block_hash)
                 self._num_wanted += 1
 
-    def _allowed(self, predicted_ns: int, tick: int | None) -> int:
+    def _allowed(self, predicted_ns: int, step_id: int) -> int:
         """Copies that this step may do: where one takes more than its share of a step, one in every so many steps."""
-        price, share_ns = self.config.copy_block_ns, max(1, predicted_ns // COPY_SHARE)
+        share = LEAST_SHARE + 1000 * self.host_hit_tokens // (HIT_SHARE * max(1, self._admitted_tokens))
+        price, share_ns = self.config.copy_block_ns, max(1, predicted_ns * min(share, MOST_SHARE) // 1000)
         if not price:
             return UNPRICED_COPIES
-        if tick is None:
-            return max(1, max(IDLE_COPY_NS, share_ns) // price)
-        return share_ns // price if share_ns >= price else int(tick % -(-price // share_ns) == 0)
+        if not predicted_ns:
+            return max(1, IDLE_COPY_NS // price)
+        return share_ns // price if share_ns >= price else int(step_id % -(-price // share_ns) == 0)
 
     def _store_next(self, copies: list[tuple[int, int]]) -> bool:
         """Copy the next run for the disk, as far as it is still here. Whether there was room for it."""
@@ -220,9 +230,14 @@ class Tiers:
         return host_block
 
     def _clean(self, copies: list[tuple[int, int]], allowed: int) -> None:
-        """Copies of the blocks that are evicted next, as many as the longest prompt would take."""
-        wanted = min(self.config.clean_blocks, self.host.num_blocks) - self._device.num_free
-        for block_hash in self._device.oldest_cached(max(0, wanted)):
+        """Copies of the blocks that are evicted next, as many as the longest prompt would take. The beginnings of
+        prompts first (they are evicted last): without them the rest cannot be found."""
+        device = self._device
+        if self._seen_version != device.version:
+            self._seen_version, self._num_seen = device.version, 0
+        wanted = min(self.config.clean_blocks, self.host.num_blocks) - device.num_free
+        hashes = device.oldest_cached(max(0, wanted))
+        for block_hash in reversed(hashes[: len(hashes) - self._num_seen]):
             if self.host.prefix_cache.get(block_hash) is None:
                 if len(copies) >= allowed:
                     return
@@ -230,7 +245,8 @@ class Tiers:
                 if host_block is None:
                     return
                 self._in_step.append(host_block)
-        self._clean_version = self._device.version
+            self._num_seen += 1
+        self._clean_version = device.version
 
     # -- what the driver reports --------------------------------------------------------------------------------------
 

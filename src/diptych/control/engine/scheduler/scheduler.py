@@ -33,7 +33,7 @@ from diptych.control.engine.scheduler.order import ORDERS
 from diptych.control.engine.scheduler.preemption import Preemption
 from diptych.control.engine.scheduler.speculation import Speculation
 from diptych.control.engine.scheduler.step_plan import StepPlan
-from diptych.control.engine.scheduler.step_time import LEARN_EVERY, StepTimeModel
+from diptych.control.engine.scheduler.step_time import StepTimeModel
 from diptych.control.engine.scheduler.stride import StandingRefusal, steps_that_stand
 from diptych.control.engine.scheduler.waiting_queue import WaitingQueue
 from diptych.control.events import Event, HandoffRecalled, HandoffReserved, RequestAdmitted, RequestResumed
@@ -176,7 +176,8 @@ class Scheduler:
             self._plan_prompts_or_decodes(plan)
         features = plan.features
         predicted_ns = self._model.predict_ns(features)
-        plan.swap_out += self._kv.tiers.copy_down(predicted_ns, self.batch.ticks_scheduled if len(self.batch) else None)
+        is_compute = bool(plan.prefills or plan.num_decodes)
+        plan.swap_out += self._kv.tiers.copy_down(predicted_ns if is_compute else 0, step_id)
         if plan.is_empty and not finished:
             return None, plan.events
         if plan.num_decodes:
@@ -198,7 +199,7 @@ class Scheduler:
             or self.swapped
             or plan.extra_rows
             or self._kv.pool.has_changes
-            or not self._kv.tiers.is_at_rest(len(self.batch) * (1 + LEARN_EVERY // self._kv.block_size))
+            or self._kv.tiers.has_moves
         )
         if not plan.num_decodes or others or not self._model.is_trusted:
             return 1
