@@ -1,7 +1,7 @@
 """Random faults against the disk tier's store: is ever a wrong block given back?
 
-Each round does one of: kill -9 of a process in the middle of storing, or of loading; a torn write (zeros, or another
-block's bytes, in place of what was written); a flipped bit; a truncated file; a full disk; a deleted file; two stores on
+Each round does one of: kill -9 of a process in the middle of storing, or of loading; a torn write (zeros, or other
+bytes, in place of what was written); a flipped bit; a truncated file; a full disk; a deleted file; two stores on
 one folder at once. Then everything that the index promises is read, and each block that is given back is compared with
 what belongs under its hash. The cap is checked after every round, temporary files included.
 

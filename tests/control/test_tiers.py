@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -14,10 +15,13 @@ from diptych.control.config import (
     TierConfig,
     shape_preset,
 )
-from diptych.control.engine.kvcache.tier_records import LoadBlocks
+from diptych.control.engine.kvcache.tier_records import DiskContents, LoadBlocks
+from diptych.control.engine.recording import RecordingEngineCore
 from diptych.control.errors import ConfigError
 from diptych.control.events import RequestAdmitted
 from diptych.control.slo import NS_PER_MS
+from diptych.serving.link.recorder import record_engine
+from diptych.simulation.replay import replay
 from tests.control.tiered_driver import TieredDriver
 
 BLOCK = 16
@@ -223,6 +227,41 @@ def test_requests_that_do_not_read_the_prefix_cache_load_nothing() -> None:
 def test_a_disk_without_host_memory_is_refused() -> None:
     with pytest.raises(ConfigError, match="num_host_blocks is 0"):
         CacheConfig(40, tiers=TierConfig(has_disk=True))
+
+
+def test_an_admission_says_what_came_from_below_the_prefix_cache() -> None:
+    driver = make()
+    driver.add("first", prompt(1))
+    settle(driver)
+    after = make(contents=driver.contents)
+    after.add("again", prompt(1))
+    after.run()
+    after.add("once more", prompt(1))
+    after.run()
+    found = {
+        e.request_id: (e.num_cached_tokens, e.num_tier_tokens) for e in after.log if isinstance(e, RequestAdmitted)
+    }
+    assert found == {"again": (19 * BLOCK, 19 * BLOCK), "once more": (19 * BLOCK, 0)}
+
+
+def test_a_recording_with_tiers_is_replayed_to_the_same_decisions(tmp_path: Path) -> None:
+    driver = make()
+    for number in range(3):
+        driver.add(f"first {number}", prompt(number))
+        settle(driver)
+    after = make(contents=driver.contents, delay_ns=3 * NS_PER_MS)
+    recorder = record_engine(tmp_path / "worker.jsonl", after.config)
+    after.core = RecordingEngineCore(after.config, recorder.write)
+    after.core.on_tier(DiskContents(added=tuple(driver.contents)), after.now)
+    for number in range(5):
+        after.add(f"again {number}", prompt(number))
+        after.step()
+    after.abort("again 4")
+    settle(after)
+    recorder.close()
+    report = replay(recorder.path)
+    assert report.difference is None, report.difference
+    assert report.is_complete and report.num_steps > 10
 
 
 def random_driver(seed: int) -> TieredDriver:

@@ -388,7 +388,8 @@ class Scheduler:
         if is_first:
             request.first_step_ns = plan.now
             request.num_cached_tokens = start
-        plan.events.append(RequestAdmitted(plan.now, request.request_id, start, is_first))
+        num_below = len(below) * self._kv.block_size
+        plan.events.append(RequestAdmitted(plan.now, request.request_id, start, is_first, num_below))
         self.prefilling[request.request_id] = request
         self.ahead.admitted(request)
         if not is_stream:
