@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from diptych.control.admission.admission_config import AdmissionConfig, ServiceClassConfig
 from diptych.control.cluster.cluster_config import ClusterConfig
-from diptych.control.cluster.cluster_events import ClusterEvent, WorkerDown, WorkerUp
+from diptych.control.cluster.cluster_events import ClusterEvent, WayGiven, WorkerDown, WorkerUp
 from diptych.control.commands import Command, Drained, Drop, End, Prefill, Release, Renew, Reserve, Restarted, Serve
 from diptych.control.config import AdmissionName, BudgetConfig, CapsConfig, EngineConfig
 from diptych.control.engine.engine_core import EngineCore
@@ -244,7 +244,7 @@ class AuditedCluster(SimulatedCluster):
         self.streams: dict[int, StreamLaw] = {}
         self.num_waits = 0  # streams that lost their blocks
         self._planned: dict[int, SchedulerOutput] = {}  # the newest plan of each worker
-        self._recalled: set[str] = set()  # attempts whose blocks were needed for a stream
+        self._withdrawn: set[str] = set()  # attempts whose blocks were needed for a stream, or for a longer prompt
         self._ready: set[int] = set()  # as the core was told
         self._owner_of: dict[str, int] = {}  # attempt that is computed into borrowed blocks -> whose they are
         if self.transfers is not None:
@@ -295,7 +295,7 @@ class AuditedCluster(SimulatedCluster):
                 has_place = not request.is_handoff or event.request_id in self._reserved
                 assert has_place, f"{event.request_id} has a token and no place to go on"
             elif isinstance(event, HandoffRecalled):
-                self._recalled.add(event.request_id)
+                self._withdrawn.add(event.request_id)
         super().on_report(worker, events, load, ended)
 
     def _audit_arrival(self, attempt_id: str, source: int, target: int) -> None:
@@ -310,7 +310,15 @@ class AuditedCluster(SimulatedCluster):
             self._ready.add(event.info.number)
         elif isinstance(event, WorkerDown):
             self._ready.discard(event.worker)
+        attempts = self._attempts() if isinstance(event, WayGiven) else {}
         super()._tell(event, later=later)
+        now = self._attempts() if attempts else {}
+        self._withdrawn |= {attempt for request_id, attempt in attempts.items() if now.get(request_id) != attempt}
+
+    def _attempts(self) -> dict[str, str]:
+        """The newest attempt of each request."""
+        requests = self.core.requests.items()
+        return {request_id: entry.attempt.attempt_id for request_id, entry in requests if entry.attempt}
 
     def _carry_out(self, command: Command) -> None:
         if not isinstance(command, Release | Drop | Renew | End | Restarted | Drained):
@@ -334,10 +342,10 @@ class AuditedCluster(SimulatedCluster):
         request = self._open.get(command.request_id)
         if request is None:
             return
-        before, has_token, was_recalled = request.num_tokens, request.has_token, request.attempt_id in self._recalled
+        before, has_token, was_withdrawn = request.num_tokens, request.has_token, request.attempt_id in self._withdrawn
         super()._restart(command)
         assert request.num_tokens >= before + has_token, "the core counts fewer tokens than the client has"
-        if was_recalled or self._is_changing:  # not lost
+        if was_withdrawn or self._is_changing:  # not lost
             if request.num_tokens > before:
                 self._fruitless[command.request_id] = 0
             return

@@ -25,7 +25,7 @@ from tests.simulation.scenarios import front_end
 # was said to have sent a token that it was still computing; and an answer that was complete although the word of its
 # end was lost was counted twice. 2999: an order that a report caused began a step twice. 3872: a lone hopeless request.
 STRIDES_SEEDS = (3768,)  # a refused prompt and a refused reservation shared one memory of being refused
-REGRESSION_SEEDS = (1709, 2999, 3872, 6764, 12943, 14235, 15339, 17894, 18296)
+REGRESSION_SEEDS = (1709, 2999, 3872, 6764, 8798, 12943, 14235, 15339, 17894, 18296)
 
 
 @pytest.mark.parametrize("seed", [*range(200), *REGRESSION_SEEDS])

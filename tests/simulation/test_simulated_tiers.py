@@ -188,7 +188,7 @@ def test_a_plan_says_what_gigabytes_would_be_worth(tmp_path: Path) -> None:
         "tp1",
         "--devices",
         "1",
-        "--workers",
+        "--processes",
         "1",
     ]
     load = ["--trace", str(trace), "--ttft-slo-ms", "2000", "--tpot-slo-ms", "50", "--shapes", "chunked", "--json"]

@@ -1,6 +1,6 @@
 """Which shape the present workers should have: each shape with the same workers and the same requests, simulated.
 
-A simpler shape is kept where another is not better by more than TIE of the requests.
+The rule is that of ``diptych plan`` (simulation/planning/shape_preference.py).
 """
 
 from dataclasses import dataclass, replace
@@ -10,10 +10,12 @@ from diptych.control.config import prefill_scheduler, reshaped
 from diptych.control.router.topology import Role
 from diptych.control.slo import NS_PER_S
 from diptych.diagnosis.twin_model import TwinModel
+from diptych.simulation.planning.device_layout import LayoutShape
+from diptych.simulation.planning.shape_preference import ShapeOffer, preferred
 from diptych.simulation.results import RequestTable
 
-TIE = 0.02
-SIMPLER = ("chunked", "unified", "split")  # the first of these that is not beaten
+TARGET = 0.9  # the share of the requests that must meet their objectives
+NOTABLE = 0.02  # a share that is said
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +23,7 @@ class SimulatedShape:
     """A shape on these requests. attainment: share that meets its objectives (None: there are none). option: how serve
     is started with it."""
 
-    shape: str
+    shape: LayoutShape
     words: str
     option: str
     attainment: float | None
@@ -53,9 +55,9 @@ class ShapeChoice:
         for shape in self.shapes:
             met = "no objectives" if shape.attainment is None else f"{shape.attainment:.0%} meet their objectives"
             missed = []
-            if shape.late_share > TIE:
+            if shape.late_share > NOTABLE:
                 missed.append(f"{shape.late_share:.0%} of the first tokens come late")
-            if shape.slow_share > TIE:
+            if shape.slow_share > NOTABLE:
                 missed.append(f"{shape.slow_share:.0%} of the answers are slow")
             why = f" ({' and '.join(missed)})" if missed else ""
             means = f"mean TTFT {shape.ttft_s * 1000:,.0f} ms, TPOT {shape.tpot_s * 1000:,.1f} ms"
@@ -68,15 +70,21 @@ def choose_shape(model: TwinModel) -> ShapeChoice:
     count = len(model.roles)
     found = [_simulated(model, "chunked", 0), _simulated(model, "unified", 0)]
     found += [_simulated(model, "split", num_prefill) for num_prefill in range(1, count)]
-    best_score = max(shape.score for shape in found)
-    slack = TIE if found[0].attainment is not None else TIE * abs(best_score)
-    near = [shape for shape in found if shape.score >= best_score - slack]
-    best = min(near, key=lambda shape: (SIMPLER.index(shape.shape), -shape.score))
+    best = found[preferred([_offer(shape, found) for shape in found], TARGET)]
     others = sorted((shape for shape in found if shape is not best), key=lambda shape: -shape.score)
     return ShapeChoice((best, *others))
 
 
-def _simulated(model: TwinModel, shape: str, num_prefill: int) -> SimulatedShape:
+def _offer(shape: SimulatedShape, found: list[SimulatedShape]) -> ShapeOffer:
+    """Without objectives: how near its TTFT comes to the shortest."""
+    share = shape.attainment
+    if share is None:  # no time: no request was finished
+        shortest = min((other.ttft_s for other in found if other.ttft_s), default=0.0)
+        share = shortest / shape.ttft_s if shape.ttft_s else 0.0
+    return ShapeOffer(shape.shape, share)
+
+
+def _simulated(model: TwinModel, shape: LayoutShape, num_prefill: int) -> SimulatedShape:
     count = len(model.roles)
     base = model.engines[0]
     preset = reshaped(base.scheduler, "unified" if shape == "unified" else "chunked")
@@ -95,7 +103,7 @@ def _simulated(model: TwinModel, shape: str, num_prefill: int) -> SimulatedShape
     return _measured(shape, words, option, table, model)
 
 
-def _measured(shape: str, words: str, option: str, table: RequestTable, model: TwinModel) -> SimulatedShape:
+def _measured(shape: LayoutShape, words: str, option: str, table: RequestTable, model: TwinModel) -> SimulatedShape:
     rows = table.completed_rows()
     late = slow = 0
     for row in rows:

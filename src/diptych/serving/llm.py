@@ -5,11 +5,12 @@ A LocalEngine computes, and text is made of its tokens here: no threads, no proc
 
 import random
 import sys
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -17,8 +18,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from diptych.control.config import ShapeName, shape_preset
 from diptych.control.errors import ConfigError, WorkerError
 from diptych.control.events import Event, RequestAdmitted, RequestFinished
-from diptych.control.request import FinishReason, SamplingParams
-from diptych.runtime.local_engine import LocalEngine, StepOutcome
+from diptych.control.request import FinishReason, Pooling, SamplingParams
+from diptych.runtime.model_place import find_model
+from diptych.runtime.required_packages import require_packages
 from diptych.serving.answers.answer_stream import AnswerStream, Generation
 from diptych.serving.answers.tokenizer import Tokenizer, flatten_content
 from diptych.serving.async_llm import check_prompt, derive_seed
@@ -37,6 +39,9 @@ from diptych.serving.output_builder import OutputBuilder
 from diptych.serving.outputs import RequestOutput
 from diptych.serving.worker.load_engine import load_engine
 
+if TYPE_CHECKING:
+    from diptych.runtime.local_engine import StepOutcome
+
 Prompt = str | Sequence[int]
 Params = SamplingParams | Sequence[SamplingParams] | None
 Conversation = Sequence[Mapping[str, Any]]
@@ -45,7 +50,8 @@ Conversation = Sequence[Mapping[str, Any]]
 class LLM:
     """A model in this process.
 
-    model: a Hugging Face directory or a GGUF file; None takes the bundled one. shape: chunked or unified.
+    model: a Hugging Face directory, a GGUF file, or a name of the Hub that is in its cache; None takes the bundled one.
+    shape: chunked or unified.
     kv_cache_bytes None: a share of the free memory. instruction_set, quantize: see DeviceOptions. speculation: see
     EngineOptions. ``ready`` says what was loaded. Raises ConfigError for what cannot be loaded.
     """
@@ -64,9 +70,10 @@ class LLM:
         max_model_len: int | None = None,
         options: EngineOptions | None = None,
     ) -> None:
+        require_packages()
         if options is None:
             options = EngineOptions(
-                model=str(model or BUNDLED_MODEL),
+                model=str(find_model(model or BUNDLED_MODEL)),
                 device=DeviceOptions(
                     device=cast(DeviceName, device),
                     dtype=cast(DTypeName, dtype),
@@ -83,6 +90,8 @@ class LLM:
         self.tokenizer = Tokenizer(Path(options.model))
         loaded = load_engine(options, lambda stage, fraction=None: None)
         self.ready = loaded.ready
+        from diptych.runtime.local_engine import LocalEngine
+
         self._engine = LocalEngine(loaded.engine, loaded.runner, grammars=loaded.grammars, tiers=loaded.tiers)
         self._open: dict[str, AnswerStream] = {}
         self._num_requests = 0
@@ -140,6 +149,19 @@ class LLM:
         ]
         return self.generate(prompts, params, progress=progress)
 
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], pooling: Pooling = "last", *, progress: bool = True
+    ) -> list[list[float]]:
+        """A vector of length 1 for each prompt (a text, token ids, or a list of those): the hidden state behind the
+        final norm of its last token, or the mean of those of all its tokens. Raises what ``generate`` raises."""
+        params = SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling)
+        try:
+            streams = [self._submit(prompt, params).generation.streams[0] for prompt in _as_batch(prompts)]
+            self._run(progress)
+        finally:
+            self._clear()
+        return [array("f", stream.embedding).tolist() for stream in streams]
+
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
         """The text of one answer, piece by piece."""
         try:
@@ -191,7 +213,7 @@ class LLM:
             self._take(outcome)
             yield
 
-    def _take(self, outcome: StepOutcome) -> None:
+    def _take(self, outcome: "StepOutcome") -> None:
         tokens = outcome.tokens
         ended = {event.request_id: event for event in outcome.events if isinstance(event, RequestFinished)}
         for event in outcome.events:
@@ -200,6 +222,9 @@ class LLM:
         for request_id, (first, entries) in tokens.prompt_logprobs.items():
             if sequence := self._open.get(request_id):
                 sequence.add_prompt_logprobs(first, entries)
+        for request_id, vector in tokens.embeddings.items():
+            if sequence := self._open.get(request_id):
+                sequence.embedding = vector
         matched = []
         for index, (request_id, token_id) in enumerate(zip(tokens.request_ids, tokens.token_ids, strict=True)):
             if (sequence := self._open.get(request_id)) is None:

@@ -14,6 +14,7 @@ from diptych.control.errors import ConfigError
 from diptych.simulation.planning.device_layout import FleetLayout, LayoutShape
 from diptych.simulation.planning.layout_runs import LayoutRuns, OnStage, Point, RunOptions
 from diptych.simulation.planning.layout_space import LayoutSpace
+from diptych.simulation.planning.shape_preference import ShapeOffer, preferred
 from diptych.simulation.questions import OBJECTIVES
 from diptych.simulation.report.workload_figures import workload_figures
 from diptych.simulation.settings import Settings
@@ -79,9 +80,9 @@ class MeasuredLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityPlan:
-    """fleets: the best of each shape, the best of all first. refused: what could not be simulated, by layout, with the
-    reason. num_runs: simulations. twice: what carries twice the asked rate, in the best shape (None: there is no asked
-    rate, or no such fleet)."""
+    """fleets: the best of each shape, the one to take first (see shape_preference). refused: what could not be
+    simulated, by layout, with the reason. num_runs: simulations. twice: what carries twice the asked rate, in the best
+    shape (None: there is no asked rate, or no such fleet)."""
 
     fleets: tuple[MeasuredLayout, ...]
     refused: Mapping[str, str]
@@ -128,7 +129,7 @@ class PlanSearch:
             cheapest.setdefault(layout.shape, layout)
         if not cheapest and len(self._runs.refused) < len(ones):
             raise ConfigError(f"no fleet keeps the objectives at {self._asked:g} requests/s", param="slo")
-        return self._plan(list(cheapest.values()), lambda fleet: -_size(fleet.layout))
+        return self._plan(list(cheapest.values()), lambda fleet: 1 / _size(fleet.layout))
 
     def exactly(self, layout: FleetLayout) -> CapacityPlan:
         """The figures of this layout alone. Raises ConfigError where it cannot be simulated."""
@@ -186,8 +187,8 @@ class PlanSearch:
         return fleets
 
     def _plan(self, finalists: Sequence[FleetLayout], worth: Callable[[MeasuredLayout], float]) -> CapacityPlan:
-        """Fleets that keep the objectives come before others; of those that do not, the one that is nearest to it.
-        Raises ConfigError where there is none."""
+        """Of each shape the fleet that keeps the objectives and is worth most; of those that do not keep them, the one
+        that is nearest to it. The first is the one to take. Raises ConfigError where there is none."""
 
         def rank(fleet: MeasuredLayout) -> tuple[float, float]:
             return min(fleet.attainment, self._wanted), worth(fleet)
@@ -197,14 +198,26 @@ class PlanSearch:
             best.setdefault(fleet.layout.shape, fleet)
         if not best:
             raise ConfigError(self._none_words(), param="devices")
-        fleets = tuple(best.values())
-        twice = self._twice(fleets[0].layout)
+        ranked = list(best.values())
+        first = ranked.pop(preferred([self._offer(fleet, worth) for fleet in ranked], self._wanted))
+        fleets = (first, *ranked)
+        twice = self._twice(first.layout)
         return CapacityPlan(
             fleets=fleets,
             refused={str(layout): reason for layout, reason in self._runs.refused.items()},
             num_layouts=len(self._runs.layouts),
             num_runs=self._runs.num_runs,
             twice=twice,
+        )
+
+    def _offer(self, fleet: MeasuredLayout, worth: Callable[[MeasuredLayout], float]) -> ShapeOffer:
+        highest, asked = fleet.highest_rate_rps, self._asked
+        return ShapeOffer(
+            fleet.layout.shape,
+            fleet.attainment,
+            worth(fleet),
+            _size(fleet.layout),
+            headroom=highest / asked if highest is not None and asked is not None else None,
         )
 
     def _twice(self, layout: FleetLayout) -> FleetLayout | None:

@@ -1,21 +1,19 @@
 """Which shape to take: from measured candidates to a recommendation with its reasons and the command.
 
-Owns the rule and its words. Disaggregation must earn its place: where a simpler shape holds the load at ease,
-or within TIE of the best, the simpler one is taken.
+Owns the words; the rule is that of ``diptych plan`` (simulation/planning/shape_preference.py).
 """
 
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
+from diptych.simulation.planning.shape_preference import TIE, ShapeOffer, preferred
 from diptych.web.panels.formula import milliseconds, percent, significant
 from diptych.web.panels.machine import Machine
 
-TIE = 0.05
-ROOM = 1.25  # a shape that holds so many times the asked rate holds it at ease
-SIMPLER = ("chunked", "unified", "disaggregated")  # the first of these that is not beaten
+GuideShape = Literal["unified", "chunked", "disaggregated"]
 TARGET = 0.9  # the share of the requests that must meet their objectives
 
 
@@ -23,7 +21,7 @@ class AdvisedShape(msgspec.Struct, frozen=True, kw_only=True):
     """One shape at the asked rate. capacity_rps: the highest rate found at which 90 % of the requests meet their
     objectives (0: none was found). late_share, slow_share: of the answers, those that missed TTFT, and TPOT."""
 
-    shape: str
+    shape: GuideShape
     words: str
     workers: int
     prefill: int
@@ -83,15 +81,17 @@ def recommend(
 
 
 def best_of(found: Sequence[AdvisedShape], rate: float) -> AdvisedShape:
-    """The simplest of those that hold the asked rate with room to spare; or else of those whose highest rate and
-    attainment nobody beats by more than TIE."""
-    close = [shape for shape in found if shape.capacity_rps >= ROOM * rate]
-    if not close:
-        most = max(shape.capacity_rps for shape in found)
-        close = [shape for shape in found if shape.capacity_rps >= most * (1 - TIE)]
-        share = max(shape.attainment for shape in close)
-        close = [shape for shape in close if shape.attainment >= share - TIE]
-    return min(close, key=lambda shape: SIMPLER.index(shape.shape))
+    """The one to take, by the rule of ``diptych plan``."""
+    offers = [
+        ShapeOffer(
+            "split" if shape.shape == "disaggregated" else shape.shape,
+            shape.attainment,
+            worth=shape.capacity_rps,
+            headroom=shape.capacity_rps / rate,
+        )
+        for shape in found
+    ]
+    return found[preferred(offers, TARGET)]
 
 
 def _why(best: AdvisedShape, found: Sequence[AdvisedShape]) -> str:

@@ -7,7 +7,7 @@ that serve; nothing is looked up in a table.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 from msgspec import Meta
@@ -17,7 +17,7 @@ from diptych.simulation.costs.cost_model import CostModel
 from diptych.simulation.results import SimulationResult, summarize
 from diptych.simulation.run import simulate
 from diptych.simulation.settings import Settings, plain, prepare, settings_from
-from diptych.web.panels.advice import TARGET, AdvisedShape, recommend
+from diptych.web.panels.advice import TARGET, AdvisedShape, GuideShape, recommend
 from diptych.web.panels.machine import Machine, about, machine, step_ns
 from diptych.web.panels.query import Query
 
@@ -48,7 +48,7 @@ class ChooseQuery(Query, frozen=True, kw_only=True):
 class Plan:
     """One way to use the GPUs. prefill, decode 0: every worker does both."""
 
-    shape: str
+    shape: GuideShape
     workers: int
     prefill: int = 0
     decode: int = 0
@@ -75,7 +75,7 @@ def steps(query: ChooseQuery) -> Iterator[dict[str, Any]]:
             f"{chosen.model.name} ({chosen.model.max_context:,}) can be asked for",
             param="prompt",
         )
-    groups = [plans(chosen, query, shape) for shape in ("unified", "chunked", "disaggregated")]
+    groups = [plans(chosen, query, shape) for shape in get_args(GuideShape)]
     total = sum(len(group) + SEARCH_STEPS for group in groups if group)
     done = 0
     yield {"kind": "progress", "done": 0, "total": total, "text": "starting"}
@@ -111,7 +111,7 @@ def steps(query: ChooseQuery) -> Iterator[dict[str, Any]]:
     }
 
 
-def plans(chosen: Machine, query: ChooseQuery, shape: str) -> list[Plan]:
+def plans(chosen: Machine, query: ChooseQuery, shape: GuideShape) -> list[Plan]:
     """What to try of a shape: for two pools the splits around the one that balances prefill and decode work."""
     workers = query.gpus // chosen.num_gpus
     if shape != "disaggregated":

@@ -1,0 +1,46 @@
+"""Which shape to take of several that were simulated: one rule for ``diptych plan``, ``diptych advise`` and chapter 6
+of the guide.
+
+A more complex shape must earn its place: where a simpler one holds the asked load at ease, or comes within TIE of the
+best, the simpler one is taken.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from diptych.simulation.planning.device_layout import LayoutShape
+
+TIE = 0.05
+ROOM = 1.25  # a fleet that carries so many times the asked rate holds it at ease
+SIMPLER: tuple[LayoutShape, ...] = ("chunked", "unified", "split", "mixed")
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeOffer:
+    """One fleet. attainment: share of the requests, at the asked rate, that meet their objectives. worth: what is
+    compared between fleets that hold the load, such as the highest rate for the cost. cost: of the fleet, in any unit.
+    headroom: the highest rate over the asked one (None: not known)."""
+
+    shape: LayoutShape
+    attainment: float
+    worth: float = 1.0
+    cost: float = 1.0
+    headroom: float | None = None
+
+
+def preferred(offers: Sequence[ShapeOffer], target: float) -> int:
+    """The index of the one to take. target: share of the requests that a fleet must serve well to hold the load;
+    where none does, all are compared. Needs at least one offer."""
+    known = range(len(offers))
+    holding = [number for number in known if offers[number].attainment >= target]
+    near = [number for number in holding if (offers[number].headroom or 0.0) >= ROOM]
+    if near:
+        least = min(offers[number].cost for number in near)
+        near = [number for number in near if offers[number].cost <= least * (1 + TIE)]
+    else:
+        near = holding or list(known)
+        most = max(offers[number].worth for number in near)
+        near = [number for number in near if offers[number].worth >= most * (1 - TIE)]
+        share = max(offers[number].attainment for number in near)
+        near = [number for number in near if offers[number].attainment >= share - TIE]
+    return min(near, key=lambda number: (SIMPLER.index(offers[number].shape), -offers[number].worth, number))
