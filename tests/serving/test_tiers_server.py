@@ -17,13 +17,14 @@ from diptych.cli.cache import read_prompts
 from diptych.control.errors import ConfigError
 
 pytestmark = pytest.mark.system
+SLOW = "torch"  # kernels, so that reading the KV of so small a model is clearly faster than computing it
 PROMPT = [random.Random(1).randrange(500) for _ in range(1000)]
 
 
 @contextmanager
 def server(disk: Path, *options: str) -> Iterator[RunningServer]:
     memory = ("--kv-disk", str(disk), "--kv-disk-gb", "0.5", "--kv-host-gb", "0.05")
-    with running([*CLI, "serve", "--port", "0", "--threads", "1", *memory, *options]) as found:
+    with running([*CLI, "serve", "--port", "0", "--threads", "1", "--isa", SLOW, *memory, *options]) as found:
         yield found
 
 
@@ -45,7 +46,7 @@ def stored(found: RunningServer, count: int) -> None:
     wait_until(lambda: max(found.metrics().get(name, 0) for name in names) >= count)
 
 
-@pytest.mark.parametrize("options", [(), ("--prefill", "1", "--decode", "1")])
+@pytest.mark.parametrize("options", [(), ("--prefill", "1", "--decode", "1", "--disaggregate", "always")])
 def test_a_server_that_was_killed_finds_its_cache_again(tmp_path: Path, options: tuple[str, ...]) -> None:
     with server(tmp_path, *options) as first:
         text, cached = complete(first, PROMPT)
@@ -74,7 +75,7 @@ def test_prompts_can_be_computed_ahead_and_the_folder_be_looked_at(tmp_path: Pat
     folder, prompts = tmp_path / "kv", tmp_path / "prompts.jsonl"
     text = "def read(self):\n    return self.file.read()\n" * 70
     prompts.write_text(json.dumps(text) + "\n" + json.dumps({"prompt": text[::-1]}) + "\n")
-    arguments = ["cache", "warm", str(prompts), "--kv-disk", str(folder), "--threads", "1"]
+    arguments = ["cache", "warm", str(prompts), "--kv-disk", str(folder), "--threads", "1", "--isa", SLOW]
     result = CliRunner().invoke(cli.app, arguments)
     assert result.exit_code == 0, result.output
     assert "stdlib-python" in cli_ls(folder)

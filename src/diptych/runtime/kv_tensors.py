@@ -19,8 +19,8 @@ class KVTensors:
     """All layers' caches on the device, and the host tier beside them. host_bytes: its blocks as bytes, for a disk.
 
     The caches are this worker's own, or those of ``pool``: then they hold the blocks of all its workers, of which
-    ``num_blocks`` from ``first_block`` on belong to this one. Swapping names own blocks only; prefills and
-    ``copy_within`` write into others' where those have reserved them for it.
+    ``num_blocks`` from ``first_block`` on belong to this one. Only own blocks are copied to the host; prefills, copies
+    from the host and ``copy_within`` write into others' where those have reserved them for it.
     """
 
     def __init__(

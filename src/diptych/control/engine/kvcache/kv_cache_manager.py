@@ -75,7 +75,7 @@ class KVCacheManager:
 
     def fetch(self, request: Request, work_ns: WorkNs, now: int) -> bool:
         """Whether the request waits for a load from disk from now on."""
-        return self.tiers.fetch(request, len(self.cached_blocks(request)), work_ns, now)
+        return self.tiers.fetch(request, self.num_cached_tokens(request) // self.block_size, work_ns, now)
 
     def awaits_sibling(self, request: Request, num_blocks: int) -> bool:
         """Whether an admitted prefill is about to compute the next block of this prompt, of which ``num_blocks`` are in

@@ -273,9 +273,9 @@ class Tiers:
         self.num_unstored_blocks += len(hashes) - event.num_blocks
 
     def fetch(self, request: Request, first: int, work_ns: WorkNs, now: int) -> bool:
-        """Whether the request, whose first ``first`` blocks are on the device, waits for a load from disk from now
+        """Whether the request, whose first ``first`` blocks need not be computed, waits for a load from disk from now
         on."""
-        if not self.has_disk or not self._reads or not request.reads_prefix_cache or request.borrowed_block_ids:
+        if not self.has_disk or not self._reads or not request.reads_prefix_cache:
             return False
         host = self.host_prefix(request, first)
         return self.loads.begin(request, first, host, work_ns, self.actions, now)
