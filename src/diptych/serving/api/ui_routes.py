@@ -270,11 +270,11 @@ def _state(llm: ServedFleet, model_name: str, recent: Recent) -> UiState:
     )
 
 
-def _tiers_of(llm: AsyncLLM, number: int) -> TierStats:
+def _tiers_of(llm: ServedFleet, number: int) -> TierStats:
     return llm.metrics.fleet.stats_of(number).tiers
 
 
-def _tier(llm: AsyncLLM, number: int) -> TierReply:
+def _tier(llm: ServedFleet, number: int) -> TierReply:
     tiers = _tiers_of(llm, number)
     return TierReply(
         worker=number,
