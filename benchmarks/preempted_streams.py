@@ -25,7 +25,7 @@ ALWAYS = "--disaggregate always"
 ONE_AND_ONE, TWO_AND_TWO = f"--prefill 1 --decode 1 {ALWAYS}", f"--prefill 2 --decode 2 {ALWAYS}"
 SMALL = "--rate 8 --num-requests 1000 --kv-cache-tokens 10000 --output-tokens 400"
 SHIFT, SHIFT_LONG = "--kv-cache-tokens 30000 --trace {shift}", "--kv-cache-tokens 100000 --trace {long}"
-SWAP = "--preemption swap --set memory.swap_bytes=10000000000"
+SWAP = "--preemption swap --set memory.host_bytes=10000000000"
 LOADS = {
     "1P1D, answers of 400": f"{ONE_AND_ONE} {SMALL}",
     "the same, first come first served": f"{ONE_AND_ONE} {SMALL} --order fcfs",

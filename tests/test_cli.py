@@ -3,6 +3,7 @@
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,6 +133,10 @@ def test_how_a_fleet_decides_can_be_chosen() -> None:
         ({"long_prefill_threshold": 4096}, "long_prefill_threshold"),
         ({"preempt_for_priority": True}, "preemption"),
         ({"kv_cache_memory": "lots"}, "kv_cache_memory"),
+        ({"kv_host_gb": -1.0}, "kv_host_gb"),
+        ({"kv_disk_gb": 1.0}, "kv_disk_gb"),
+        ({"kv_disk": Path("kv"), "kv_disk_gb": 0.0}, "kv_disk_gb"),
+        ({"kv_disk": Path("kv"), "prefix_cache": False}, "kv_disk"),
         ({"cores": "a-b"}, "cores"),
         ({"model": "/nowhere"}, "model"),
     ],
@@ -144,9 +149,11 @@ def test_impossible_settings_are_refused_by_name(changes: dict[str, Any], param:
 
 def test_the_options_reach_the_engine() -> None:
     settings = {"threads": 1, "instruction_set": "avx2", "ttft_slo_ms": 200}
-    options = cli.engine_options(given(kv_cache_memory="1.5GiB", swap_memory="64MiB", **settings))
+    options = cli.engine_options(given(kv_cache_memory="1.5GiB", kv_host_gb=0.5, kv_disk=Path("kv"), **settings))
     assert options.memory.kv_cache_bytes == 3 * 2**29
-    assert options.memory.swap_bytes == 2**26
+    assert options.memory.host_bytes == 500_000_000
+    assert options.memory.disk == str(Path.cwd() / "kv")
+    assert options.memory.disk_bytes == 10_000_000_000
     assert (options.device.threads, options.device.instruction_set) == (1, "avx2")
     assert options.slo.ttft_ns == 200_000_000
 

@@ -29,10 +29,10 @@ MODULES = tuple(
             "open_request",
         ),
         "control.engine": ("engine_core", "leases", "recording", "worker_core"),
-        "control.engine.kvcache": ("block_pool", "demand", "host_tier", "kv_cache_manager", "prefix_cache"),
+        "control.engine.kvcache": ("block_pool", "demand", "disk_loads", "kv_cache_manager", "prefix_cache", "tiers"),
         "control.engine.scheduler": (
-            *("budget", "caps", "decode_batch", "incoming", "preemption", "scheduler", "speculation", "step_plan"),
-            *("step_time", "stride", "waiting_queue"),
+            *("ahead", "budget", "caps", "decode_batch", "incoming", "preemption", "scheduler", "speculation"),
+            *("step_plan", "step_time", "stride", "waiting_queue"),
         ),
         "control.router": (
             *("candidates", "cost_router", "costs", "hit_watch", "load_router", "pairing"),

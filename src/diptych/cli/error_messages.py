@@ -15,7 +15,7 @@ import typer
 from diptych.control.errors import DiptychError
 
 OPTION_NAMES: ContextVar[Mapping[str, str]] = ContextVar("OPTION_NAMES")  # of the command that runs, by setting
-RENAMED = {"kv_cache_bytes": "kv_cache_memory", "swap_bytes": "swap_memory", "heartbeat_timeout_s": "heartbeat_timeout"}
+RENAMED = {"kv_cache_bytes": "kv_cache_memory", "heartbeat_timeout_s": "heartbeat_timeout"}
 _SETTING = re.compile(r"^(?:\w+: )?(\w+)(?= (?:is|are|has no effect|needs)\b)")  # as in "workload: rate is 0"
 
 

@@ -17,6 +17,7 @@ from diptych import __version__, compiled_modules
 from diptych.cli.advise import advise
 from diptych.cli.alerts import alerts
 from diptych.cli.bench import bench
+from diptych.cli.cache import cache
 from diptych.cli.calibrate import calibrate, replay
 from diptych.cli.command_line import Command, CommandGroup, own_command
 from diptych.cli.diagnose import diagnose
@@ -33,6 +34,7 @@ from diptych.cli.options import (
     model_path,
     option,
     picked,
+    tier_memory,
     with_objectives,
 )
 from diptych.cli.plan import plan
@@ -103,6 +105,7 @@ API_KEY_HELP = "Accept this key (Authorization: Bearer KEY). Repeatable; each ke
 MISSES_HELP = "Say why prompts were not in the prefix cache. text: keep prompts in memory, to show what differs."
 CORS_HELP = "Origin whose web pages may use the API, such as https://example.org (*: all). Repeatable."
 LOG_HELP = "Append a JSON line per request to this file (-: standard error), without prompts and answers."
+KV_HOST_HELP = "Host memory per worker for evicted KV and preempted requests, in GB."
 HOST_HELP = "Name by which the server may be called, besides addresses and localhost. Repeatable."
 SCHEDULER, MEMORY, MACHINE = "Scheduler (details; --shape presets them)", "Memory", "Machine"
 
@@ -194,7 +197,9 @@ def serve(
     preempt_for_priority: Annotated[bool, option("Displace running requests of lower priority.", SCHEDULER)] = False,
     block_size: Annotated[int, option("Tokens per KV block.", MEMORY)] = 32,
     kv_cache_memory: Annotated[Text, option("KV cache per worker, such as 2GiB. Default: a share.", MEMORY)] = None,
-    swap_memory: Annotated[str, option("Host memory for swapped requests.", MEMORY)] = "0",
+    kv_host_gb: Annotated[float, option(KV_HOST_HELP, MEMORY)] = 0.0,
+    kv_disk: Annotated[Path | None, option("Folder that keeps KV over restarts, such as ~/.cache/kv.", MEMORY)] = None,
+    kv_disk_gb: Annotated[Number, option("What its files may take together, in GB.", MEMORY)] = None,
     prefix_cache: Annotated[bool, option("Reuse the KV of equal prompt beginnings.", MEMORY)] = True,
     explain_misses: Annotated[ExplainMisses, option(MISSES_HELP, MEMORY)] = "off",
     device: Annotated[DeviceName, option("Where to compute.", MACHINE)] = "auto",
@@ -229,8 +234,8 @@ def engine_options(given: dict[str, Any]) -> EngineOptions:
         memory=MemoryOptions(
             block_size=given["block_size"],
             kv_cache_bytes=None if memory is None else parse_bytes(memory, "kv_cache_memory"),
-            swap_bytes=parse_bytes(given["swap_memory"], "swap_memory"),
             prefix_cache=given["prefix_cache"],
+            **tier_memory(given),
         ),
         scheduler=scheduler_config(given["shape"] or SHAPES[0], **picked(given, *SCHEDULER_OPTIONS)),
         slo=slo,
@@ -378,6 +383,7 @@ def version() -> None:
 
 for command in (advise, alerts, bench, calibrate, chat, diagnose, front, plan, replay, simulate, worker, guide):
     app.command(cls=Command)(command)
+app.add_typer(cache, name="cache")
 
 
 def main() -> None:

@@ -14,6 +14,10 @@ from diptych.diagnosis.objectives_presets import parse_objectives
 from diptych.runtime.model_place import find_model, name_of
 from diptych.serving.link.engine_options import BUNDLED_MODEL
 
+GB = 10**9
+MOST_GB = 10**6
+DEFAULT_DISK_GB = 10.0
+
 Text: TypeAlias = str | None
 Whole: TypeAlias = int | None
 Number: TypeAlias = float | None
@@ -68,6 +72,24 @@ def with_objectives(given: Mapping[str, Any]) -> dict[str, Any]:
         if nanoseconds is not None:
             values[name] = nanoseconds / NS_PER_MS
     return values
+
+
+def tier_memory(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of MemoryOptions for the tiers below the KV cache. Raises ConfigError."""
+    host, disk, disk_gb = given["kv_host_gb"], given["kv_disk"], given["kv_disk_gb"]
+    if not 0 <= host <= MOST_GB:
+        raise ConfigError(f"kv_host_gb is {host}; it must be in [0, {MOST_GB}]", param="kv_host_gb")
+    if disk is None:
+        if disk_gb is not None:
+            raise ConfigError(f"kv_disk_gb is {disk_gb}, and kv_disk names no folder", param="kv_disk_gb")
+        return {"host_bytes": int(host * GB)}
+    if not given["prefix_cache"]:
+        raise ConfigError(f"kv_disk is {str(disk)!r}; it needs the prefix cache, which is off", param="kv_disk")
+    disk_gb = DEFAULT_DISK_GB if disk_gb is None else disk_gb
+    if not 0 < disk_gb <= MOST_GB:
+        raise ConfigError(f"kv_disk_gb is {disk_gb}; it must be in (0, {MOST_GB}]", param="kv_disk_gb")
+    folder = str(disk.expanduser().absolute())
+    return {"host_bytes": int(host * GB), "disk": folder, "disk_bytes": int(disk_gb * GB)}
 
 
 def model_path(model: str | Path | None) -> Path:

@@ -59,7 +59,7 @@ INSTEAD = {
     "--gpu-memory-utilization": "here: --kv-cache-memory SIZE for each worker (default: a share of the free memory)",
     "--mem-fraction-static": "here: --kv-cache-memory SIZE for each worker (default: a share of the free memory)",
     "--num-gpu-blocks-override": "here: --kv-cache-memory SIZE for each worker",
-    "--swap-space": "here: --swap-memory SIZE, such as 4GiB",
+    "--swap-space": "here: --kv-host-gb GB, for each worker",
     "--cpu-offload-gb": f"{_NONE}: weights stay on the device that computes",
     "--enable-chunked-prefill": "prompts are computed in chunks by default; here: --shape chunked",
     "--no-enable-chunked-prefill": "here: --shape unified",

@@ -37,14 +37,19 @@ def plan(options: dict[str, Any]) -> None:
     given = {name: value for name, value in options.items() if value is not None and value is not False and value != []}
     with errors_in_words():
         given = with_objectives(given)
+        from diptych.simulation.planning.tier_worth import tier_sizes, tier_worth, worth_table
         from diptych.simulation.report.plan_page import render
         from diptych.simulation.report.plan_tables import plain_plan, plan_notes, plan_tables
 
         asked = plan_question(given)
+        sizes = tier_sizes(given.get("kv_host_gb"), given.get("kv_disk_gb"))
         check_folders({"report": given.get("report")})
         with progress_bar(quiet="as_json" in given) as show:
             found = _search(asked, given.get("placement", "joint"), show)
         data = plain_plan(found, [commands(fleet, given, asked.base) for fleet in found.fleets])
+        if sizes:
+            best = found.fleets[0].point["settings"]
+            data["tiers"] = tier_worth(best, sizes, asked.options.num_processes)
         notes = plan_notes(data)
         if "report" in given:
             page = render(found, data, asked, command_line(given, "plan"))
@@ -54,7 +59,8 @@ def plan(options: dict[str, Any]) -> None:
 
             print(msgspec.json.encode(data).decode())
         else:
-            print_tables(plan_tables(data, asked.options.search.attainment), notes)
+            tables = plan_tables(data, asked.options.search.attainment)
+            print_tables([*tables, *([worth_table(data["tiers"])] if sizes else [])], notes)
 
 
 def _search(asked: "PlanQuestion", placement: str, show: Any) -> "CapacityPlan":

@@ -32,6 +32,8 @@ class PlanOptions:
     kilowatts: Annotated[Number, option("Rated power of the fleet's devices at most.", BUDGET)] = None
     shapes: Annotated[Text, option("Of unified,chunked,split,mixed. Default: all.", SEARCH)] = None
     placement: Annotated[Text, option("joint: whole fleets. per-phase: DistServe's search.", SEARCH)] = None
+    kv_host_gb: Annotated[Text, option("Say what so much host memory would be worth: 16,64.", SEARCH)] = None
+    kv_disk_gb: Annotated[Text, option("Say what so much disk would be worth: 100,1000.", SEARCH)] = None
     processes: Annotated[Whole, option("Processes. Default: one per core.", SEARCH)] = None
     rate: Annotated[Number, option("Requests per second. Default: the trace's.", WORKLOAD)] = None
     prompt_tokens: Annotated[Number, option("Mean length of a prompt.", WORKLOAD)] = None

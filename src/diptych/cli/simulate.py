@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from diptych.cli.error_messages import errors_in_words
-from diptych.cli.options import takes, with_objectives
+from diptych.cli.options import GB, takes, with_objectives
 from diptych.cli.output import check_folders, print_tables, progress_bar, write_file
 from diptych.cli.simulate_options import PATHS, SimulateOptions
 from diptych.control.errors import ConfigError
@@ -65,9 +65,11 @@ def overrides(given: Mapping[str, Any]) -> dict[str, Any]:
     from diptych.simulation.sweep import assigned
 
     values = {path: given[name] for name, path in PATHS.items() if name in given}
-    for name in ("kv_cache_memory", "swap_memory"):
+    if "kv_cache_memory" in given:
+        values[PATHS["kv_cache_memory"]] = parse_bytes(given["kv_cache_memory"], "kv_cache_memory")
+    for name in ("kv_host_gb", "kv_disk_gb"):
         if name in given:
-            values[PATHS[name]] = parse_bytes(given[name], name)
+            values[PATHS[name]] = int(given[name] * GB)
     pools = [parse_pool(text) for text in given.get("pool", ())]
     return values | {f"pools.{name}": pool for name, pool in pools} | assigned(given.get("assign", ()))
 

@@ -33,7 +33,9 @@ PATHS = {
     **{name: f"scheduler.{name}" for name in ("preemption", "preempt_for_priority")},
     **{name: f"memory.{name}" for name in ("block_size", "prefix_cache", "kv_cache_tokens")},
     "kv_cache_memory": "memory.kv_cache_bytes",
-    "swap_memory": "memory.swap_bytes",
+    "kv_host_gb": "memory.host_bytes",
+    "kv_disk_gb": "memory.disk_bytes",
+    "disk": "memory.disk",
     "guess_coverage": "speculation.coverage",
     "guess_acceptance": "speculation.acceptance",
     "explain_misses": "explain_misses",
@@ -102,7 +104,9 @@ class SimulateOptions:
     block_size: Annotated[Whole, option("Tokens per KV block.", MEMORY)] = None
     kv_cache_tokens: Annotated[Whole, option("KV cache in tokens. Default: what fits.", MEMORY)] = None
     kv_cache_memory: Annotated[Text, option("KV cache of each GPU, such as 20GiB.", MEMORY)] = None
-    swap_memory: Annotated[Text, option("Host memory for swapped requests.", MEMORY)] = None
+    kv_host_gb: Annotated[Number, option("Host memory per worker for evicted and preempted KV, in GB.", MEMORY)] = None
+    kv_disk_gb: Annotated[Number, option("Disk per worker below it, in GB.", MEMORY)] = None
+    disk: Annotated[Text, option("Which disk: nvme4, nvme3, sata or virtual. Default: nvme4.", MEMORY)] = None
     prefix_cache: Annotated[Switch, option("Reuse the KV of equal prompt beginnings.", MEMORY)] = None
     explain_misses: Annotated[Switch, option("Say what prefills were spent on.", OUTPUT)] = None
     assign: Annotated[list[str] | None, option("Any setting: PATH=VALUE. Repeatable.", OUTPUT, "--set")] = None

@@ -31,11 +31,31 @@ def _require(condition: bool, message: str, param: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class TierConfig:
+    """Prices and sizes of the tiers below the KV cache; those of the disk are a first guess, and measured from then on.
+
+    copy_block_ns: copying one block between device and host (0: no time). clean_blocks: of those that are evicted next,
+    how many have a copy on the host. has_disk: whether there is a disk. load_block_ns: reading one block from it.
+    """
+
+    copy_block_ns: int = 0
+    clean_blocks: int = 256
+    has_disk: bool = False
+    load_block_ns: int = 2_000_000
+
+    def __post_init__(self) -> None:
+        for name in ("copy_block_ns", "clean_blocks", "load_block_ns"):
+            value = getattr(self, name)
+            _require(value >= 0, f"{name} is {value}; minimum 0", name)
+
+
+@dataclass(frozen=True, slots=True)
 class CacheConfig:
     """The KV cache of one worker, in blocks of ``block_size`` tokens.
 
     watermark_blocks: blocks that admission leaves free for the growth of running decodes.
-    num_host_blocks: the host tier for swapping (0: none). admission: a prompt is let in when the expected peak of all
+    num_host_blocks: the host tier (0: none), for blocks that were evicted, requests that were preempted, and what is on
+    its way to or from a disk. admission: a prompt is let in when the expected peak of all
     that run fits ("expected"), or as soon as its own blocks do ("greedy", as other engines do: more run at once, more
     are preempted). first_block: the number of the first block; workers that share one pool of memory number theirs
     one after the other. names_evictors: KV events say for which requests blocks were evicted.
@@ -49,6 +69,7 @@ class CacheConfig:
     admission: AdmissionName = "expected"
     first_block: int = 0
     names_evictors: bool = False
+    tiers: TierConfig = TierConfig()
 
     def __post_init__(self) -> None:
         _require(self.block_size >= 1, f"block_size is {self.block_size}; it must be at least 1", "block_size")
@@ -59,6 +80,11 @@ class CacheConfig:
         )
         _require(self.first_block >= 0, f"first_block is {self.first_block}; minimum 0", "first_block")
         _require(self.num_host_blocks >= 0, f"num_host_blocks is {self.num_host_blocks}; minimum 0", "num_host_blocks")
+        _require(
+            not self.tiers.has_disk or self.num_host_blocks > 0,
+            f"num_host_blocks is {self.num_host_blocks}; blocks pass through host memory on their way to a disk",
+            "num_host_blocks",
+        )
         known = ("expected", "greedy")
         _require(self.admission in known, f"admission is {self.admission!r}; expected or greedy", "admission")
 

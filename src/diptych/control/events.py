@@ -26,12 +26,15 @@ class RequestQueued:
 
 @dataclass(frozen=True, slots=True)
 class RequestAdmitted:
-    """The request got the blocks of its whole prompt; the step that begins now computes its first chunk."""
+    """The request got the blocks of its whole prompt; the step that begins now computes its first chunk, or copies up
+    what lies below. num_cached_tokens: that need not be computed; num_tier_tokens: of these, what was not in the prefix
+    cache but in a tier below it."""
 
     time_ns: int
     request_id: str
     num_cached_tokens: int
     is_first: bool  # False when it comes back after a preemption
+    num_tier_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

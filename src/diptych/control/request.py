@@ -230,6 +230,7 @@ class Request:
         "num_reserved_blocks",
         "num_scheduled_tokens",
         "num_shared_blocks",
+        "num_wanted_blocks",
         "number",
         "options",
         "order_key",
@@ -269,10 +270,11 @@ class Request:
         self.lease_ns = 0  # with hands_off: how long its blocks are kept without a renewal (0: without limit)
         self.handoff_end_ns: int | None = None  # when this worker took it over from the one that prefilled it
         self.block_ids: list[int] = []
-        self.host_block_ids: list[int] = []
+        self.host_block_ids: list[int] = []  # its KV when it is swapped out; before that, what is to be copied up
         self.num_hashed_blocks = 0  # leading blocks already offered to the prefix cache
         self.num_shared_blocks = 0  # leading blocks that were found in the prefix cache at the last admission
         self.num_reserved_blocks = 0  # blocks held plus growth expected, as of the last admission
+        self.num_wanted_blocks = 0  # leading blocks that were offered to the disk
         self.num_computed_tokens = 0
         self.num_scheduled_tokens = 0
         self.num_output_tokens = 0

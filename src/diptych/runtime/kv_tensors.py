@@ -5,6 +5,8 @@ Knows blocks only by number; who holds which block is decided in control.
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from diptych.runtime.attention.attention_backend import AttentionBackend
@@ -14,11 +16,11 @@ LayerCache = tuple[torch.Tensor, torch.Tensor]  # k_cache, v_cache: block i is [
 
 
 class KVTensors:
-    """All layers' caches on the device, and the host tier beside them (the source of swapped requests).
+    """All layers' caches on the device, and the host tier beside them. host_bytes: its blocks as bytes, for a disk.
 
     The caches are this worker's own, or those of ``pool``: then they hold the blocks of all its workers, of which
-    ``num_blocks`` from ``first_block`` on belong to this one. Swapping names own blocks only; prefills and
-    ``copy_within`` write into others' where those have reserved them for it.
+    ``num_blocks`` from ``first_block`` on belong to this one. Only own blocks are copied to the host; prefills, copies
+    from the host and ``copy_within`` write into others' where those have reserved them for it.
     """
 
     def __init__(
@@ -36,9 +38,7 @@ class KVTensors:
         else:
             regions = map_pool(pool, backend.geometry, num_blocks, backend.dtype)
             self.layers = [backend.laid_out(k, v) for k, v in regions]
-        self._host: list[LayerCache] = [
-            (self._host_twin(k, num_host_blocks), self._host_twin(v, num_host_blocks)) for k, v in self.layers
-        ]
+        self._host, self.host_bytes = self._allocate_host(num_host_blocks)
 
     def copy_to_host(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy (device block, host block) pairs."""
@@ -55,9 +55,21 @@ class KVTensors:
         for layer in self.layers:
             self._copy(layer, layer, pairs)
 
-    def _host_twin(self, cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
-        pinned = cache.device.type == "cuda"
-        return torch.zeros((num_blocks, *cache.shape[1:]), dtype=cache.dtype, pin_memory=pinned)
+    def _allocate_host(self, num_blocks: int) -> tuple[list[LayerCache], npt.NDArray[np.uint8]]:
+        """The host tier twice: by layers, as views shaped like the device's, and as bytes [num_blocks, bytes of a
+        block]: K and V of each layer in order, so that a block is one piece for the disk."""
+        first = self.layers[0][0]
+        part = first[0].numel() * first.element_size()
+        size = 2 * len(self.layers) * part
+        memory = torch.zeros(num_blocks * size, dtype=torch.uint8, pin_memory=first.device.type == "cuda")
+        blocks = memory.view(num_blocks, size)
+
+        def view(layer: int, tensor: int) -> torch.Tensor:
+            start = (2 * layer + tensor) * part
+            shape = self.layers[layer][tensor].shape[1:]  # K and V are laid out each in its own way
+            return blocks[:, start : start + part].view(first.dtype).view(num_blocks, *shape)
+
+        return [(view(layer, 0), view(layer, 1)) for layer in range(len(self.layers))], blocks.numpy()
 
     def _copy(self, source: LayerCache, target: LayerCache, pairs: Sequence[tuple[int, int]]) -> None:
         origin = torch.tensor([pair[0] for pair in pairs], device=source[0].device)

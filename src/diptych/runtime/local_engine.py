@@ -18,14 +18,16 @@ from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.events import Event
 from diptych.control.request import FinishReason, Request, RequestOptions, SamplingParams
-from diptych.control.step import StepTokens
+from diptych.control.step import SchedulerOutput, StepTokens
 from diptych.runtime.answer_constraint import constraint_of
 from diptych.runtime.model_runner import ModelRunner
+from diptych.runtime.tiers.tier_mover import TierMover
 
 if TYPE_CHECKING:
     from diptych.runtime.grammar import Grammars
 
 Clock = Callable[[], int]  # nanoseconds
+LOOK_S = 0.01  # between looks at the deadline of a load
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,9 @@ class LocalEngine:
         runner: ModelRunner,
         clock: Clock = time.perf_counter_ns,
         grammars: "Grammars | None" = None,
+        tiers: TierMover | None = None,
     ) -> None:
+        self._tiers = tiers
         self.core = core
         self.runner = runner
         self._grammars = grammars
@@ -81,6 +85,7 @@ class LocalEngine:
         request = Request.for_sampling(
             request_id, len(prompt_token_ids), sampling, block_hashes=hashes, options=options
         )
+        self._take_tier_events()
         self.core.check_request(request)
         constraint = constraint_of(sampling, self._grammars)
         self.runner.add_request(
@@ -94,10 +99,45 @@ class LocalEngine:
 
     def step(self) -> StepOutcome | None:
         """Run one step. None when there is nothing to do and nothing to report."""
-        output = self.core.begin_step(self._clock())
+        output = self._begin_step()
         if output is None:
             events = self.core.take_events()
             return StepOutcome(StepTokens([], []), events) if events else None
         result = self.runner.execute(output)
         tokens = result.payload or StepTokens([], [])
         return StepOutcome(tokens, self.core.end_step(result, self._clock()))
+
+    def close(self) -> None:
+        """Finish what is being written to disk."""
+        if self._tiers is not None:
+            while self.core.kv.tiers.is_storing:
+                output = self._begin_step()
+                if output is None:
+                    self._tiers.wait(LOOK_S)
+                else:
+                    self.core.end_step(self.runner.execute(output), self._clock())
+            self._tiers.close()
+
+    def _begin_step(self) -> SchedulerOutput | None:
+        """The next plan; waits for the disk where a request does."""
+        core, tiers = self.core, self._tiers
+        if tiers is None:
+            return core.begin_step(self._clock())
+        while True:
+            self._act(tiers)
+            self._take_tier_events()
+            now = self._clock()
+            core.expire(now)
+            output = core.begin_step(now)
+            self._act(tiers)
+            if output is not None or not core.kv.tiers.loads.num_waiting:
+                return output
+            tiers.wait(LOOK_S)
+
+    def _take_tier_events(self) -> None:
+        for event in self._tiers.poll() if self._tiers is not None else ():
+            self.core.on_tier(event, self._clock())
+
+    def _act(self, tiers: TierMover) -> None:
+        for action in self.core.kv.tiers.take_actions():
+            tiers.act(action)

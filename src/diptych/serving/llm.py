@@ -92,9 +92,13 @@ class LLM:
         self.ready = loaded.ready
         from diptych.runtime.local_engine import LocalEngine
 
-        self._engine = LocalEngine(loaded.engine, loaded.runner, grammars=loaded.grammars)
+        self._engine = LocalEngine(loaded.engine, loaded.runner, grammars=loaded.grammars, tiers=loaded.tiers)
         self._open: dict[str, AnswerStream] = {}
         self._num_requests = 0
+
+    def close(self) -> None:
+        """Finish what is being written to a disk tier. Needed only where ``options`` name one."""
+        self._engine.close()
 
     def generate(
         self,

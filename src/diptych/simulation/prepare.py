@@ -1,4 +1,4 @@
-"""From settings to sizes: KV blocks, the pools of a fleet and what prices them, the price of a swap.
+"""From settings to sizes: KV blocks, the pools of a fleet and what prices them.
 
 Owns the arithmetic of memory. Must never read a file or know an option's name beyond the settings' own.
 """
@@ -16,11 +16,12 @@ from diptych.control.router.topology import Role
 from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo
 from diptych.simulation.costs.cost_choice import CostChoice, choose_cost
 from diptych.simulation.costs.fitted import Calibration
-from diptych.simulation.fleet.links import Link
 from diptych.simulation.fleet.pools import Pool, Pools
+from diptych.simulation.fleet.simulated_disk import DiskModel
 from diptych.simulation.hardware import Hardware
 from diptych.simulation.models import ModelSpec, kv_bytes_per_gpu, kv_capacity_tokens
 from diptych.simulation.parallelism import Parallelism
+from diptych.simulation.tier_sizes import with_tiers
 from diptych.workload.build import build
 from diptych.workload.spec import ClosedLoop
 
@@ -45,6 +46,7 @@ class PreparedPool:
     nics: int | None = None
     price_per_hour: float | None = None
     copy_block_ns: int = 0
+    disk: DiskModel | None = None
 
     @property
     def num_workers(self) -> int:
@@ -89,15 +91,17 @@ def prepare_pool(
     )
     scheduler = scheduler_of(settings)
     cache = cache_config(settings, scheduler, choice)
-    stages = parallelism.pipeline
+    cache = replace(cache, num_blocks=cache.num_blocks // parallelism.pipeline)
+    tiers = with_tiers(settings, choice, cache, gpu_block_bytes(settings, choice))
     engine = EngineConfig(
-        cache=replace(cache, num_blocks=cache.num_blocks // stages, num_host_blocks=cache.num_host_blocks // stages),
+        cache=tiers.cache,
         scheduler=prefill_scheduler(scheduler, slo) if role == "prefill" else scheduler,
         slo=slo,
         max_model_len=settings.max_model_len or choice.max_model_len,
     )
-    swap_ns, copy_ns = swap_block_ns(settings, choice), copy_block_ns(settings, choice)
-    return PreparedPool(name, role, replicas, parallelism, engine, choice, swap_ns, nics, price_per_hour, copy_ns)
+    copy_ns, swap_ns = copy_block_ns(settings, choice), tiers.swap_block_ns
+    found = PreparedPool(name, role, replicas, parallelism, engine, choice, swap_ns, nics, price_per_hour, copy_ns)
+    return replace(found, disk=tiers.disk)
 
 
 def scheduler_of(settings: "Settings") -> SchedulerConfig:
@@ -165,6 +169,7 @@ def _as_pool(pool: PreparedPool, nics: int, model_copy: int) -> Pool:
         layout=(pool.parallelism.tensor, pool.parallelism.pipeline),
         relayout_bytes_per_s=int(pool.hardware.memory_bandwidth) * holders // 2,
         swap_block_ns=pool.swap_block_ns,
+        disk=pool.disk,
         copy_block_ns=pool.copy_block_ns,
         model_copy=model_copy,
     )
@@ -182,7 +187,6 @@ def cache_config(settings: "Settings", scheduler: SchedulerConfig, choice: CostC
     assert choice.weights is not None, "only a calibration has weights of its own"
     context = mean_context(settings, model)
     token_bytes = kv_bytes_per_gpu(model, settings.parallelism, settings.kv_bits, context)
-    holders = settings.parallelism.tensor * settings.parallelism.pipeline  # devices that hold parts of one token
     tokens = memory.kv_cache_tokens
     if tokens is None and memory.kv_cache_bytes is not None:
         tokens = memory.kv_cache_bytes // token_bytes * settings.parallelism.data
@@ -200,7 +204,6 @@ def cache_config(settings: "Settings", scheduler: SchedulerConfig, choice: CostC
     return CacheConfig(
         num_blocks=tokens // memory.block_size,
         block_size=memory.block_size,
-        num_host_blocks=memory.swap_bytes // (memory.block_size * token_bytes * holders),
         enable_prefix_cache=memory.prefix_cache,
     )
 
@@ -226,17 +229,13 @@ def copy_block_ns(settings: "Settings", choice: CostChoice) -> int:
     """Every device reads its share of a block from its memory and writes it back."""
     if isinstance(choice.source, Calibration):
         return 0
-    model, hardware = choice.source
-    context = mean_context(settings, model)
-    block_bytes = settings.memory.block_size * kv_bytes_per_gpu(model, settings.parallelism, settings.kv_bits, context)
-    return round(2 * block_bytes * NS_PER_S / hardware.memory_bandwidth)
+    return round(2 * gpu_block_bytes(settings, choice) * NS_PER_S / choice.source[1].memory_bandwidth)
 
 
-def swap_block_ns(settings: "Settings", choice: CostChoice) -> int:
-    """Every GPU copies its share of a block over its own link."""
-    if not settings.memory.swap_bytes or isinstance(choice.source, Calibration):
+def gpu_block_bytes(settings: "Settings", choice: CostChoice) -> int:
+    """The share of one block that each GPU holds; 0 for a calibration, which does not say."""
+    if isinstance(choice.source, Calibration):
         return 0
     model = choice.source[0]
     context = mean_context(settings, model)
-    block_bytes = settings.memory.block_size * kv_bytes_per_gpu(model, settings.parallelism, settings.kv_bits, context)
-    return block_bytes * NS_PER_S // Link.named(settings.memory.swap_link).bandwidth
+    return settings.memory.block_size * kv_bytes_per_gpu(model, settings.parallelism, settings.kv_bits, context)

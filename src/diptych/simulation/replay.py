@@ -12,6 +12,7 @@ import msgspec
 
 from diptych.control.config import EngineConfig, SchedulerConfig
 from diptych.control.engine.engine_core import EngineCore
+from diptych.control.engine.kvcache.tier_records import TIER_EVENTS, DiskContents, TierEvent
 from diptych.control.engine.recording import FORMAT, VERSION, DecisionChain, measured_steps, plan_summary
 from diptych.control.errors import ConfigError, RequestError
 from diptych.control.events import Event, RequestFinished, StepFinished
@@ -22,7 +23,7 @@ from diptych.simulation.collector import Collector
 from diptych.simulation.recordings import read_recording
 from diptych.simulation.results import GapHistogram, RequestTable, SimulationResult, WorkerUsage
 
-READABLE = (3, 4, VERSION)  # versions
+READABLE = (3, 4, 5, VERSION)  # versions
 PARTS = ("finished", "paused", "swapped out", "swapped in", "resumed", "new blocks")
 
 
@@ -159,6 +160,9 @@ class _ReplayedEngine:
             case ["renew", now, attempt_ids]:
                 self._tick(now)
                 core.renew(attempt_ids, now)
+            case ["tier", now, name, fields]:
+                self._tick(now)
+                self.core.on_tier(tier_event(name, fields), now)
             case ["expire", now]:
                 self._tick(now)
                 self._take(core.expire(now))
@@ -288,6 +292,14 @@ class _ReplayedEngine:
         usage.add_step(tokens, event.num_decodes, event.num_steps, duration_ns, event.num_extra_tokens)
         blocks = round(self.core.stats().kv_usage * usage.num_blocks)
         usage.add_blocks(blocks, blocks, duration_ns)
+
+
+def tier_event(name: str, fields: dict[str, Any]) -> TierEvent:
+    """The event of a "tier" row. Raises KeyError or TypeError for one that no version has written."""
+    if name == DiskContents.__name__:
+        fields = {part: tuple(block_hash.encode() for block_hash in hashes) for part, hashes in fields.items()}
+    event: TierEvent = TIER_EVENTS[name](**fields)
+    return event
 
 
 def describe(summary: Sequence[Any] | None) -> str:

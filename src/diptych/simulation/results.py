@@ -110,6 +110,9 @@ class WorkerUsage:
     kv_peak_blocks: int = 0
     num_preemptions: int = 0
     down_ns: int = 0  # crashed or hung
+    host_hit_tokens: int = 0
+    disk_hit_tokens: int = 0
+    disk_stored_blocks: int = 0
 
     def add_step(
         self, prefill_tokens: int, num_decodes: int, num_steps: int, duration_ns: int, num_extra_tokens: int = 0
@@ -217,8 +220,18 @@ def summarize(result: SimulationResult, rows: Sequence[int] | None = None) -> di
         "total_tokens_per_s": (outputs + prompts) / seconds if seconds else None,
         "cached_token_share": sum(table.cached_tokens[row] for row in done) / prompts if prompts else None,
         "preemptions": sum(table.preemptions[row] for row in every),
+        **_tiers(result.workers, prompts),
         "utilization": utilization(result),
     }
+
+
+def _tiers(workers: Sequence[WorkerUsage], prompt_tokens: int) -> dict[str, float]:
+    """Tokens that came from below the caches, as shares of the prompt tokens (those from disk are in both); nothing
+    without tiers."""
+    host, disk = (sum(getattr(usage, name) for usage in workers) for name in ("host_hit_tokens", "disk_hit_tokens"))
+    if not prompt_tokens or not (host or disk):
+        return {}
+    return {"tier_token_share": host / prompt_tokens, "disk_token_share": disk / prompt_tokens}
 
 
 def failures(table: RequestTable, rows: Iterable[int]) -> dict[str, int]:

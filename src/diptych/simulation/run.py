@@ -35,6 +35,8 @@ def simulate_with_log(scenario: Scenario, progress: Progress | None = None) -> t
     finally:
         if collects:
             gc.enable()
+    for worker in cluster.workers:
+        worker.count_tiers()
     result = SimulationResult(
         requests=cluster.collector.requests,
         gaps=cluster.collector.gaps,

@@ -15,6 +15,7 @@ from diptych.simulation.faults import Fault, Watch
 from diptych.simulation.fleet.guesses import Guesses
 from diptych.simulation.fleet.links import LINKS
 from diptych.simulation.fleet.pools import Pools
+from diptych.simulation.fleet.simulated_disk import DiskModel
 from diptych.simulation.front_end import FrontEnd
 from diptych.workload.spec import ClosedLoop, Workload
 
@@ -53,6 +54,7 @@ class Scenario:
     pools that have none of their own). warm_up: measured steps that the step-time model begins with, as a live worker's
     does (empty: the usual ones, at what the cost model says). front_end: what passes before a request reaches the
     cluster; part of its queueing time. swap_block_ns: copying one block between device and host, one after the other.
+    disk: below the host blocks of each worker (the engine's settings say so, too).
     watch: how failures are noticed. shares: what each worker computes on at first, for which its cost model holds; on
     other shares steps take longer or shorter in inverse proportion to the units (empty: of whole devices).
     explain_misses: find out what every prefill was spent on. guesses: of tokens to come (None: steps compute one token
@@ -72,6 +74,7 @@ class Scenario:
     pools: Pools | None = None
     front_end: FrontEnd = field(default_factory=FrontEnd)
     swap_block_ns: int = 0
+    disk: DiskModel | None = None
     warm_up: tuple[tuple[StepFeatures, int], ...] = ()
     watch: Watch = field(default_factory=Watch)
     shares: tuple[ComputeShare, ...] = ()

@@ -49,15 +49,18 @@ Struct = TypeVar("Struct", bound=msgspec.Struct)
 
 class MemorySettings(SettingsTable, frozen=True, kw_only=True):
     """The KV cache of one replica. kv_cache_tokens or kv_cache_bytes (of each GPU) replace what fits beside the
-    weights in ``gpu_memory_utilization`` of the memory; swap_bytes: host memory for swapped requests, which
-    travel over ``swap_link`` (one of simulation/fleet/links.py)."""
+    weights in ``gpu_memory_utilization`` of the memory. host_bytes: host memory for evicted blocks and preempted
+    requests, which travel over ``host_link`` (one of simulation/fleet/links.py). disk_bytes: a disk below it, of the
+    kind ``disk`` (one of simulation/fleet/simulated_disk.py). Each replica has its own."""
 
     block_size: AtLeastOne = 32
     kv_cache_tokens: AtLeastOne | None = None
     kv_cache_bytes: AtLeastOne | None = None
     gpu_memory_utilization: Share = 0.9
-    swap_bytes: AtLeastZero = 0
-    swap_link: str = "pcie4"
+    host_bytes: AtLeastZero = 0
+    host_link: str = "pcie4"
+    disk_bytes: AtLeastZero = 0
+    disk: str = "nvme4"
     prefix_cache: bool = True
 
 
@@ -294,6 +297,7 @@ def prepare(settings: Settings, *, record_events: bool = False, most_recorded: i
         pools=fleet,
         front_end=first.choice.front_end,
         swap_block_ns=first.swap_block_ns,
+        disk=first.disk,
         guesses=settings.speculation.guesses(),
         warm_up=source.warm_up if isinstance(source, Calibration) else (),
         seed=settings.seed,

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from diptych.control.config import EngineConfig, SchedulerConfig
 from diptych.control.engine.kvcache.kv_cache_manager import KVCacheManager
+from diptych.control.engine.kvcache.tier_records import TierEvent
 from diptych.control.engine.leases import Leases
 from diptych.control.engine.reports import EngineStats, LoadReport, engine_stats, load_report
 from diptych.control.engine.scheduler.scheduler import Scheduler
@@ -69,7 +70,7 @@ class EngineCore:
             return [HandoffReleased(now, request.request_id)]
         if refused := self._enter(request, now):
             return refused
-        self.scheduler.add(request)
+        self.scheduler.add(request, now)
         return [RequestQueued(now, request.request_id, request.num_prompt_tokens, request.options)]
 
     def check_request(self, request: Request) -> None:
@@ -171,7 +172,9 @@ class EngineCore:
 
     def expire(self, now: int) -> list[Event]:
         """Give up the attempts whose leases have run out: reservations whose KV never came, and blocks that no
-        worker took over."""
+        worker took over. Compute the prompts whose loads from disk have taken as long as that."""
+        for request in self.kv.tiers.expire(now):
+            self.scheduler.add_computed(request)
         expired = [self.requests[attempt_id] for attempt_id in self.leases.take_expired(now)]
         for request in expired:
             self._forget(request)
@@ -179,13 +182,20 @@ class EngineCore:
 
     @property
     def next_expiry_ns(self) -> int | None:
-        """No lease expires before then: call ``expire`` at that time. None: there are none."""
-        return self.leases.next_expiry_ns
+        """No lease and no load expires before then: call ``expire`` at that time. None: there are none."""
+        times = (self.leases.next_expiry_ns, self.kv.tiers.loads.next_deadline_ns())
+        return min((time_ns for time_ns in times if time_ns is not None), default=None)
+
+    def on_tier(self, event: TierEvent, now: int) -> None:
+        """The driver of the tiers reports what became of an action, or of the disk."""
+        for request in self.kv.tiers.on_event(event, now):
+            self.scheduler.add(request, now)
 
     @property
     def has_work(self) -> bool:
-        """Whether a step may be needed: there are requests, or the executor does not know yet which ended."""
-        return bool(self.requests or self._finished_ids)
+        """Whether a step may be needed: there are requests, or the executor does not know yet which ended, or blocks
+        are to be copied down."""
+        return bool(self.requests or self._finished_ids) or self.kv.tiers.has_moves
 
     def begin_step(self, now: int) -> SchedulerOutput | None:
         """The plan of the next step, or None when there is nothing to do. Events that planning causes are returned by
@@ -217,6 +227,7 @@ class EngineCore:
             assert num_steps <= output.max_repeats, f"{num_steps} steps of a plan for {output.max_repeats}"
             self.scheduler.repeat(num_steps - 1)
             self._num_steps += num_steps - 1
+        self.kv.tiers.step_ended()
         events = self.take_events()
         reached_limit = self._end_prefills(output, now, events) if output.prefills else []
         if output.num_decodes:
@@ -290,8 +301,7 @@ class EngineCore:
         return merged if merged.ttft_ns or merged.tpot_ns else None
 
     def _refusal(self, request: Request) -> RequestError | None:
-        num_waiting = len(self.scheduler.waiting) + len(self.scheduler.parked)
-        return refusal(request, self.config, self.kv.capacity_tokens, num_waiting)
+        return refusal(request, self.config, self.kv.capacity_tokens, self.scheduler.num_waiting)
 
     def _end_prefills(self, output: SchedulerOutput, now: int, events: list[Event]) -> list[Request]:
         """Confirm the step's chunks. Returns requests whose first token was also their last."""
@@ -306,6 +316,7 @@ class EngineCore:
             request.num_computed_tokens = chunk.start + chunk.num_tokens
             self.kv.remember_computed(request, request.num_computed_tokens)
             if chunk.is_last:
+                self.kv.tiers.want(request, self.model.prefill_work_ns)
                 if request.hands_off:
                     self.leases.grant(request.request_id, request.lease_ns, now)
                 request.num_output_tokens += 1
@@ -345,7 +356,10 @@ class EngineCore:
             if num_steps > 1:
                 context = features.decode_context + (num_steps - 1) * features.decode_seqs
                 features = StepFeatures(0, 0, features.decode_seqs, context)
-            self.model.observe(features, now - (self._begun_ns if last_start_ns is None else last_start_ns))
+            duration_ns = now - (self._begun_ns if last_start_ns is None else last_start_ns)
+            copies_ns = (len(output.swap_out) + len(output.swap_in)) * self.config.cache.tiers.copy_block_ns
+            if 2 * copies_ns < duration_ns:  # else it says little of what was computed
+                self.model.observe(features, duration_ns - copies_ns)
         return StepFinished(  # (by position, which is faster)
             output.step_id,
             self._begun_ns,
@@ -362,6 +376,7 @@ class EngineCore:
         """The request leaves without a terminal event: it goes on, or is ended, elsewhere."""
         self.leases.end(request.request_id)
         self.scheduler.remove(request)
+        self.kv.tiers.want(request, self.model.prefill_work_ns)
         self.kv.release(request)
         del self.requests[request.request_id]
         self._finished_ids.append(request.request_id)
@@ -381,6 +396,7 @@ class EngineCore:
         if request.is_ahead and request.is_handed_off:  # its first token was its last
             request.first_token_ns = now
         num_outputs = self.scheduler.remove(request)
+        self.kv.tiers.want(request, self.model.prefill_work_ns)
         self.kv.release(request)
         del self.requests[request.request_id]
         self._finished_ids.append(request.request_id)

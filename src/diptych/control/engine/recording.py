@@ -13,7 +13,8 @@ placed                      now, id: that worker has blocks
 release                     now, id: another worker has taken it over
     drop                        now, id, reason: end it wherever it is
     renew                       now, ids: their leases begin again
-    expire                      now: leases run out
+    expire                      now: leases and loads run out
+    tier                        now, name and fields of the event: what became of an action on the tiers
     abort                       now, id, reason
     configure                   scheduler settings
     rescale                     how many times as long steps take from now on
@@ -30,6 +31,7 @@ from typing import Any
 
 from diptych.control.config import EngineConfig, SchedulerConfig
 from diptych.control.engine.engine_core import EngineCore
+from diptych.control.engine.kvcache.tier_records import TierEvent
 from diptych.control.errors import ErrorRecord
 from diptych.control.events import Event
 from diptych.control.request import FinishReason, Request
@@ -37,7 +39,10 @@ from diptych.control.step import Extra, Offer, SchedulerOutput, StepFeatures, St
 
 Row = tuple[Any, ...]
 
-FORMAT, VERSION = "diptych recording", 5  # of a file of rows; 4 had no standing, 3 a request's options one by one
+FORMAT, VERSION = (
+    "diptych recording",
+    6,
+)  # of a file of rows; 5 had no tiers, 4 no standing, 3 a request's options one by one
 DIGEST_BYTES = 12
 
 
@@ -99,10 +104,10 @@ class RecordingEngineCore(EngineCore):
 
     def expire(self, now: int) -> list[Event]:
         """See EngineCore."""
-        expired = super().expire(now)
-        if expired:
+        expiry_ns = self.next_expiry_ns
+        if expiry_ns is not None and expiry_ns <= now:
             self._write(("expire", now))
-        return expired
+        return super().expire(now)
 
     def place_found(self, request_id: str, now: int) -> list[Event]:
         """See EngineCore."""
@@ -139,6 +144,11 @@ class RecordingEngineCore(EngineCore):
         more: Row = (extra_rows(result.extra), offer_rows(result.offers)) if result.extra or result.offers else ()
         self._write(("end", now, result.step_id, result.stopped, result.full_blocks, result.failed, repeats, *more))
         return super().end_step(result, now, num_steps=num_steps, last_start_ns=last_start_ns)
+
+    def on_tier(self, event: TierEvent, now: int) -> None:
+        """See EngineCore."""
+        self._write(("tier", now, type(event).__name__, event))
+        super().on_tier(event, now)
 
     def configure(self, scheduler: SchedulerConfig) -> None:
         """See EngineCore."""

@@ -32,6 +32,30 @@ class LoadReport:
 
 
 @dataclass(frozen=True, slots=True)
+class TierStats:
+    """The tiers of one worker. host_blocks_used: of ``num_host_blocks``, those that hold something. host_hit_tokens:
+    copied up instead of computed (disk_hit_tokens of them, or more, were read from disk first). num_loading: requests
+    that wait for a load. disk_blocks: that can be found on disk. stored_blocks, unstored_blocks: written, and wanted
+    but not written. missed_blocks: that were on disk by the index and could not be read. damaged_blocks, disk_bytes:
+    checksums that did not match, and what the folder takes (the driver fills them in)."""
+
+    num_host_blocks: int = 0
+    host_blocks_used: int = 0
+    host_hit_tokens: int = 0
+    has_disk: bool = False
+    num_loading: int = 0
+    disk_blocks: int = 0
+    disk_hit_tokens: int = 0
+    stored_blocks: int = 0
+    unstored_blocks: int = 0
+    missed_blocks: int = 0
+    cancelled_loads: int = 0
+    load_block_ns: int = 0
+    damaged_blocks: int = 0
+    disk_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot of one worker for metrics. kv_usage: 0 to 1. step_time_error: recent mean relative error of the
     step-time model, whose coefficients are in ns (a step, a prompt token, a pair, a sequence, a context token).
@@ -53,12 +77,16 @@ class EngineStats:
     num_forced_tokens: int = 0
     accepted_draft_tokens: tuple[int, ...] = ()
     cpu_wait_ns: int = 0
+    tiers: TierStats = TierStats()
+
+
+NO_TIERS = TierStats()
 
 
 def engine_stats(scheduler: Scheduler, kv: KVCacheManager, model: StepTimeModel) -> EngineStats:
     """The snapshot of now."""
     return EngineStats(
-        num_waiting=len(scheduler.waiting) + len(scheduler.parked) + len(scheduler.incoming.waiting),
+        num_waiting=scheduler.num_waiting + len(scheduler.incoming.waiting),
         num_prefilling=len(scheduler.prefilling),
         num_decoding=len(scheduler.batch) + len(scheduler.joining),
         num_swapped=len(scheduler.swapped),
@@ -72,6 +100,26 @@ def engine_stats(scheduler: Scheduler, kv: KVCacheManager, model: StepTimeModel)
         num_draft_tokens=scheduler.speculation.num_draft_tokens,
         num_forced_tokens=scheduler.speculation.num_forced_tokens,
         accepted_draft_tokens=tuple(scheduler.speculation.accepted_at),
+        tiers=tier_stats(kv) if kv.host.num_blocks else NO_TIERS,
+    )
+
+
+def tier_stats(kv: KVCacheManager) -> TierStats:
+    """The snapshot of the tiers."""
+    tiers, loads = kv.tiers, kv.tiers.loads
+    return TierStats(
+        num_host_blocks=kv.host.num_blocks,
+        host_blocks_used=kv.host.num_blocks - kv.host.num_free,
+        host_hit_tokens=tiers.host_hit_tokens,
+        has_disk=tiers.has_disk,
+        num_loading=loads.num_waiting,
+        disk_blocks=loads.num_on_disk,
+        disk_hit_tokens=loads.loaded_blocks * kv.block_size,
+        stored_blocks=tiers.num_stored_blocks,
+        unstored_blocks=tiers.num_unstored_blocks,
+        missed_blocks=loads.missed_blocks,
+        cancelled_loads=loads.num_cancelled,
+        load_block_ns=loads.load_block_ns,
     )
 
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from diptych.control.commands import AskKVSnapshot, Configure, Drop, ForgetPeer, Prefill, Release, Renew, Reserve, Send
 from diptych.control.compute_share import ComputeShare
 from diptych.control.engine.engine_core import NUM_DROPPED, EngineCore
+from diptych.control.engine.kvcache.tier_records import TierAction, TierEvent
 from diptych.control.engine.outgoing import Outgoing, SendChunk
 from diptych.control.engine.reports import LoadReport
 from diptych.control.events import (
@@ -127,20 +128,22 @@ TransferEvent = ChunkArrived | TransferCommitted | TransferBroken
 
 
 class Outbox:
-    """What the driver is to do: ``before``, then send ``events`` and ``load`` as one report, then ``after``."""
+    """What the driver is to do: ``before``, then send ``events`` and ``load`` as one report, then ``after``. tiers: for
+    the driver of the tiers, in their own order."""
 
-    __slots__ = ("after", "before", "events", "load")
+    __slots__ = ("after", "before", "events", "load", "tiers")
 
     def __init__(self) -> None:
         self.before: list[TransferAction] = []
         self.events: list[Event] = []
         self.load: LoadReport | None = None
         self.after: list[TransferAction] = []
+        self.tiers: list[TierAction] = []
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to do."""
-        return not (self.before or self.events or self.after) and self.load is None
+        return not (self.before or self.events or self.after or self.tiers) and self.load is None
 
 
 class WorkerCore:
@@ -257,6 +260,11 @@ class WorkerCore:
                 return bool(events)
         return False
 
+    def on_tier(self, event: TierEvent, now: int) -> None:
+        """The driver of the tiers reports what became of an action, or of the disk."""
+        self._has_news = True
+        self.engine.on_tier(event, now)
+
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def begin_step(self, now: int) -> SchedulerOutput | None:
@@ -309,12 +317,13 @@ class WorkerCore:
     def take_outbox(self) -> Outbox:
         """What is to be done since the last call."""
         outbox, self._outbox = self._outbox, Outbox()
+        outbox.tiers = self.engine.kv.tiers.take_actions()
         return outbox
 
     @property
     def has_output(self) -> bool:
         """Whether ``take_outbox`` would return anything to be done."""
-        return not self._outbox.is_empty
+        return not self._outbox.is_empty or bool(self.engine.kv.tiers.actions)
 
     @property
     def is_idle(self) -> bool:

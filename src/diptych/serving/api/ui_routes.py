@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from starlette.routing import Route
 
 from diptych import __version__
+from diptych.control.engine.reports import TierStats
 from diptych.control.planner.planner_events import Decision
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 from diptych.serving.api.admin_routes import is_local
@@ -139,6 +140,22 @@ class PlanView(BaseModel):
     decisions: list[PlanDecision]
 
 
+class TierReply(BaseModel):
+    """The tiers of one worker. host_used: share of the host blocks that hold something. had_disk: whether it was given
+    a disk; has_disk: whether it uses it. loading: requests that wait for a load."""
+
+    worker: int
+    host_used: float
+    host_hit_tokens: int
+    disk_hit_tokens: int
+    had_disk: bool
+    has_disk: bool
+    disk_bytes: int
+    disk_blocks: int
+    missed_blocks: int
+    loading: int
+
+
 class UiState(BaseModel):
     """The reply of /ui/state. queued: requests that no worker has been given yet. length_errors: of expected output
     lengths, learned and static, as shares of the mean length. admin: whether /admin would answer this page: as it is,
@@ -159,6 +176,7 @@ class UiState(BaseModel):
     admin: Literal["open", "key", "closed"]
     plan: PlanView | None
     explains_misses: bool
+    tiers: list[TierReply]
 
 
 async def _to_live_page(request: Request) -> Response:
@@ -248,6 +266,27 @@ def _state(llm: ServedFleet, model_name: str, recent: Recent) -> UiState:
         admin="closed",
         plan=_plan(llm.fleet.planner),
         explains_misses=llm.fleet.misses is not None,
+        tiers=[_tier(llm, number) for number in range(len(workers)) if _tiers_of(llm, number).num_host_blocks],
+    )
+
+
+def _tiers_of(llm: ServedFleet, number: int) -> TierStats:
+    return llm.metrics.fleet.stats_of(number).tiers
+
+
+def _tier(llm: ServedFleet, number: int) -> TierReply:
+    tiers = _tiers_of(llm, number)
+    return TierReply(
+        worker=number,
+        host_used=tiers.host_blocks_used / tiers.num_host_blocks,
+        host_hit_tokens=tiers.host_hit_tokens,
+        disk_hit_tokens=tiers.disk_hit_tokens,
+        had_disk=llm.options.memory.disk is not None,
+        has_disk=tiers.has_disk,
+        disk_bytes=tiers.disk_bytes,
+        disk_blocks=tiers.disk_blocks,
+        missed_blocks=tiers.missed_blocks,
+        loading=tiers.num_loading,
     )
 
 

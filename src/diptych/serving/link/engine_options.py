@@ -40,11 +40,15 @@ class DeviceOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The KV cache. kv_cache_bytes None: a share of the free memory; swap_bytes: the host tier."""
+    """The KV cache and the tiers below it. kv_cache_bytes None: a share of the free memory. host_bytes: host memory of
+    each worker for evicted blocks and preempted requests. disk: a folder for KV (None: none), which all its files
+    together fill up to disk_bytes at most, also those of other workers and other servers."""
 
     block_size: int = 32
     kv_cache_bytes: int | None = None
-    swap_bytes: int = 0
+    host_bytes: int = 0
+    disk: str | None = None
+    disk_bytes: int = 0
     prefix_cache: bool = True
 
 

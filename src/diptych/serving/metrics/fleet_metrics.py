@@ -14,6 +14,7 @@ from diptych.control.engine.reports import EngineStats
 from diptych.control.slo import NS_PER_S
 from diptych.serving.link.messages import Ready
 from diptych.serving.metrics.histogram import Histogram
+from diptych.serving.metrics.tier_metrics import tier_families
 
 _TRANSFER = (0.0001, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 _SUMMED = ("num_waiting", "num_prefilling", "num_decoding", "num_swapped")
@@ -107,6 +108,7 @@ class FleetMetrics:
         """Every family with its present value."""
         view = self.view()
         yield from self._per_worker(model, view)
+        yield from tier_families(self.workers, view.roles, model)
         yield from _by_label(model, view.counts)
         values = (
             ("diptych:handoffs", "Requests that a decode worker took over", self.num_transfers),

@@ -18,7 +18,9 @@ from diptych.runtime.checkpoint import fingerprint
 from diptych.runtime.compute_device import ComputeDevice, UndividedDevice
 from diptych.runtime.kv_geometry import KVGeometry, read_kv_geometry
 from diptych.runtime.model_config import ModelConfig
+from diptych.runtime.models.registry import read_model_config
 from diptych.runtime.required_packages import require_packages
+from diptych.runtime.tiers.tier_mover import TierMover
 from diptych.runtime.transfer import CONNECTORS, make_connector
 from diptych.runtime.transfer.connector import KVConnector, TransferOptions
 from diptych.runtime.transfer.kv_format import KVFormat
@@ -29,6 +31,7 @@ from diptych.serving.link.engine_options import EngineOptions, parse_cores
 from diptych.serving.link.messages import Ready
 from diptych.serving.link.recorder import Recorder, record_engine
 from diptych.serving.start_checks import check_kv_memory
+from diptych.serving.worker.load_tiers import num_host_blocks, open_disk, tier_config
 from diptych.serving.worker.request_intake import Runner
 
 if TYPE_CHECKING:
@@ -48,7 +51,7 @@ PREFILL_NICENESS = 5
 @dataclass(frozen=True, slots=True)
 class LoadedEngine(Generic[RunnerType]):
     """What a worker process serves with. recorder: of the engine's recording; its owner closes it. device: what it
-    computes on. grammars: None where none can be followed."""
+    computes on. grammars: None where none can be followed. tiers: the disk, if there is one; its owner closes it."""
 
     engine: EngineCore
     runner: RunnerType
@@ -56,6 +59,7 @@ class LoadedEngine(Generic[RunnerType]):
     recorder: Recorder | None = None
     device: ComputeDevice = field(default_factory=UndividedDevice)
     grammars: "Grammars | None" = None
+    tiers: TierMover | None = None
 
 
 def load_engine(options: EngineOptions, report: Report) -> "LoadedEngine[ModelRunner]":
@@ -79,7 +83,9 @@ def load_engine(options: EngineOptions, report: Report) -> "LoadedEngine[ModelRu
     config = _runner_config(options, device, geometry)
     runner = load_runner(config, lambda done, total: report("loading weights", done / max(1, total)))
     settings = engine_config(runner, options.scheduler, enable_prefix_cache=memory.prefix_cache, slo=options.slo)
-    settings = settings.with_(cache=dataclasses.replace(settings.cache, names_evictors=options.explains_misses))
+    tiers = tier_config(memory, runner, geometry)
+    cache_config = dataclasses.replace(settings.cache, names_evictors=options.explains_misses, tiers=tiers)
+    settings = settings.with_(cache=cache_config)
     recorder = record_engine(Path(options.record), settings) if options.record else None
     if recorder is not None:
         logger.warning("recording to %s", recorder.path)
@@ -109,7 +115,12 @@ def load_engine(options: EngineOptions, report: Report) -> "LoadedEngine[ModelRu
         share=compute.share,
         embedding_size=model.hidden_size,
     )
-    return LoadedEngine(engine, runner, ready, recorder, compute, _load_grammars(options, model))
+    disk = open_disk(memory, runner, kv_format(runner)) if memory.prefix_cache else None
+    return LoadedEngine(engine, runner, ready, recorder, compute, _load_grammars(options, model), disk)
+
+
+def _max_model_len(options: EngineOptions) -> int:
+    return options.max_model_len or read_model_config(options.model).max_position_embeddings
 
 
 def _load_grammars(options: EngineOptions, model: ModelConfig) -> "Grammars | None":
@@ -161,7 +172,7 @@ def _runner_config(options: EngineOptions, device: str, geometry: KVGeometry) ->
         device=device,
         block_size=memory.block_size,
         num_blocks=num_blocks,
-        num_host_blocks=memory.swap_bytes // geometry.block_bytes,
+        num_host_blocks=num_host_blocks(memory, geometry, _max_model_len(options)),
         max_num_seqs=options.scheduler.max_num_seqs,
         max_model_len=options.max_model_len,
         instruction_set=options.device.instruction_set,

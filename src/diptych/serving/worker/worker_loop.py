@@ -31,6 +31,7 @@ from diptych.control.errors import ConfigError, DiptychError, ErrorRecord
 from diptych.control.slo import NS_PER_MS
 from diptych.control.step import SchedulerOutput, StepBrokenOff, StepResult, StepTokens
 from diptych.runtime.compute_device import ComputeDevice, UndividedDevice
+from diptych.runtime.tiers.tier_mover import TierMover
 from diptych.runtime.transfer.connector import KVConnector
 from diptych.serving.link.channel import Channel, connect
 from diptych.serving.link.engine_options import EngineOptions
@@ -71,7 +72,8 @@ Connect = Callable[[EngineOptions, Any, Path], KVConnector | None]
 
 class Worker:
     """The loop of one worker. ``channel`` leads to the front end; ``connector``: to the other workers (None: it takes
-    no part in handoffs). device: what steps are computed on. ready: what was said to the front end before ``run``."""
+    no part in handoffs). device: what steps are computed on. ready: what was said to the front end before ``run``.
+    tiers: the disk, if there is one."""
 
     def __init__(
         self,
@@ -84,6 +86,7 @@ class Worker:
         device: ComputeDevice | None = None,
         grammars: "Grammars | None" = None,
         ready: Ready | None = None,
+        tiers: TierMover | None = None,
     ) -> None:
         self._core = core
         self._ready = ready
@@ -102,6 +105,9 @@ class Worker:
         if self._awaited is not None:
             self._poller.register(self._awaited, select.POLLIN)
         self._inbox: deque[Order | StartOver | Shutdown] = deque()
+        self._tiers = tiers
+        if tiers is not None:
+            self._poller.register(tiers, select.POLLIN)
         self._step: SchedulerOutput | None = None  # the one that is executed
         self._chunks: list[SendChunk] = []  # what is sent of it
         self._withheld = WithheldTokens(core)
@@ -115,13 +121,16 @@ class Worker:
         output: SchedulerOutput | None = None
         result: StepResult | None = None
         while self._is_running:
-            arrived = self._transfers.poll()
+            arrived, moved = self._transfers.poll(), self._tiers.poll() if self._tiers is not None else ()
             now = self._clock()  # the turn reads the clock only here
             heartbeat.begin_turn(now)
             if output is not None:
                 self._end_step(output, result, now)
             for event in arrived:
                 self._transfers.on_event(event, now)
+            for change in moved:
+                core.on_tier(change, now)
+                self._has_stats = True
             self._take_messages(now)
             core.end_turn(now)
             self._flush(now, self._withheld.release())
@@ -185,12 +194,18 @@ class Worker:
             self._report(outbox, tokens, now)
             for action in outbox.after:
                 self._transfers.act(action, tokens, now)
+            if self._tiers is not None:
+                for move in outbox.tiers:
+                    self._tiers.act(move)
             tokens = None
 
     def _report(self, outbox: Outbox, tokens: StepTokens | None, now: int) -> None:
         stats = None
         if self._is_stats_time(now):
             stats = replace(self._core.engine.stats(), cpu_wait_ns=cpu_wait_ns())
+            if self._tiers is not None:
+                damaged, used = self._tiers.store.counts.damaged_blocks, self._tiers.used_bytes
+                stats = replace(stats, tiers=replace(stats.tiers, damaged_blocks=damaged, disk_bytes=used))
             self._has_stats, self._next_stats_ns = False, now + STATS_INTERVAL_NS
         if outbox.events or tokens is not None or outbox.load is not None or stats is not None:
             self._intake.forget_ended(outbox.events)
@@ -327,6 +342,7 @@ def serve(directory: Path, load: Load, connect_to_peers: Connect) -> int:
         device=loaded.device,
         grammars=loaded.grammars,
         ready=ready,
+        tiers=loaded.tiers,
     )
     runner.on_layer = worker.on_layer
     try:
@@ -336,6 +352,8 @@ def serve(directory: Path, load: Load, connect_to_peers: Connect) -> int:
             loaded.recorder.close()
         if connector:
             connector.close()
+        if loaded.tiers:
+            loaded.tiers.close()
         heartbeat.close()
     channel.close(LINGER_S)
     return 0

@@ -111,6 +111,7 @@ def make_workers(
             stall_ns=scenario.pools.stall_ns if scenario.pools else 0,
             share=member.info.share,
             guesses=scenario.guesses,
+            disk=pool.disk if pool else scenario.disk,
         )
         workers.append(SimulatedWorker(member.info.number, worker, environment, surroundings, auditor))
     return workers

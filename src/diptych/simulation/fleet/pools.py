@@ -13,6 +13,7 @@ from diptych.control.errors import ConfigError
 from diptych.control.router.topology import Role
 from diptych.simulation.costs.cost_model import CostModel
 from diptych.simulation.fleet.links import Link
+from diptych.simulation.fleet.simulated_disk import DiskModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,7 @@ class Pool:
     layout: tuple[int, int] = (1, 1)
     relayout_bytes_per_s: int = 0
     swap_block_ns: int | None = None
+    disk: DiskModel | None = None
     copy_block_ns: int = 0
     model_copy: int = 0
 

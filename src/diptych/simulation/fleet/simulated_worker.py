@@ -16,6 +16,7 @@ from typing import Protocol
 from diptych.control.compute_share import ComputeShare
 from diptych.control.config import EngineConfig
 from diptych.control.engine.engine_core import EngineCore
+from diptych.control.engine.kvcache.tier_records import TierEvent
 from diptych.control.engine.reports import LoadReport
 from diptych.control.engine.scheduler.step_time import StepTimeModel
 from diptych.control.engine.worker_core import TransferAction, TransferCommitted, TransferEvent, WorkerCore
@@ -27,6 +28,7 @@ from diptych.simulation.costs.cost_model import CostModel, DecodeLine
 from diptych.simulation.environment import MESSAGE, STEP_END, Environment
 from diptych.simulation.fleet.guesses import Guesses
 from diptych.simulation.fleet.pipeline import Pipeline
+from diptych.simulation.fleet.simulated_disk import DiskModel, SimulatedDisk
 from diptych.simulation.fleet.simulated_executor import SimulatedExecutor
 from diptych.simulation.results import WorkerUsage
 from diptych.workload.spec import RequestSpec
@@ -67,6 +69,7 @@ class WorkerModel:
     pipeline: Pipeline | None = None
     stall_ns: int = 0
     guesses: Guesses | None = None
+    disk: DiskModel | None = None
 
 
 class _Run:
@@ -114,6 +117,8 @@ class SimulatedWorker:
         self._share = worker.share
         self._inbox: deque[Order] = deque()
         self._transfers: deque[TransferEvent] = deque()
+        self._moved: deque[TierEvent] = deque()
+        self._disk = SimulatedDisk(worker.disk, environment, self._on_tier) if worker.disk else None
         self._run: _Run | None = None
         self._in_turn = False  # what comes meanwhile only fills the inbox
         self._wake_ns: int | None = None  # when a turn is asked for
@@ -128,6 +133,7 @@ class SimulatedWorker:
         self.executor = SimulatedExecutor(worker.cost, self.config.cache.block_size, worker.guesses)
         self._inbox.clear()
         self._transfers.clear()
+        self._moved.clear()
         if self._run is not None:
             self._environment.cancel(self._run.timer)
             self._run = None
@@ -136,6 +142,9 @@ class SimulatedWorker:
         self._num_taken = 0
         self._share = worker.share
         self._set_slowness()
+        if self._disk is not None:
+            self._disk.restart()
+            self._take_moved(self._environment.now)
 
     @property
     def engine(self) -> EngineCore:
@@ -153,6 +162,22 @@ class SimulatedWorker:
         """Something happened to a transfer."""
         self._transfers.append(event)
         self._wake()
+
+    def _on_tier(self, event: TierEvent) -> None:
+        """Something happened to the disk."""
+        self._moved.append(event)
+        self._wake()
+
+    def count_tiers(self) -> None:
+        """Take into the usage what came from the tiers of the present process; it ends."""
+        tiers = self.engine.stats().tiers
+        self.usage.host_hit_tokens += tiers.host_hit_tokens
+        self.usage.disk_hit_tokens += tiers.disk_hit_tokens
+        self.usage.disk_stored_blocks += tiers.stored_blocks
+
+    def _take_moved(self, now: int) -> None:
+        while self._moved:
+            self.core.on_tier(self._moved.popleft(), now)
 
     def take_in(self, request: Request, spec: RequestSpec) -> None:
         """The executor learns of a request, unless the engine has refused it."""
@@ -172,6 +197,7 @@ class SimulatedWorker:
         self.usage.down_ns += max(0, until_ns - max(now, self._down_until))
         self._down_until = max(self._down_until, until_ns)
         self._hung_until = 0
+        self.count_tiers()
         self._start()
         return tokens
 
@@ -253,7 +279,7 @@ class SimulatedWorker:
         self._watch_time()
 
     def _has_inbox(self) -> bool:
-        return bool(self._inbox or self._transfers)
+        return bool(self._inbox or self._transfers or self._moved)
 
     def _take_inbox(self, now: int) -> None:
         """Take in what came, and what the front end answers to it."""
@@ -264,6 +290,7 @@ class SimulatedWorker:
                 if core.on_transfer(event, now) and isinstance(event, TransferCommitted):
                     self.executor.deliver(event.attempt_id)
                     self._num_taken += 1
+            self._take_moved(now)
             while self._inbox:
                 self._inbox.popleft()(now)
             core.end_turn(now)
@@ -299,6 +326,9 @@ class SimulatedWorker:
             surroundings.on_report(self.number, outbox.events, outbox.load, ended)
         for action in outbox.after:
             surroundings.on_transfer_action(self.number, action)
+        if self._disk is not None:
+            for move in outbox.tiers:
+                self._disk.act(move)
 
     def _watch_time(self) -> None:
         """Have a turn when the core wants one."""
@@ -339,7 +369,8 @@ class SimulatedWorker:
 
     def _step_ns(self, output: SchedulerOutput) -> int:
         copies = len(output.swap_out) + len(output.swap_in)
-        duration = self._worker.cost.step_ns(output) + copies * self._worker.swap_block_ns
+        duration = self._worker.cost.step_ns(output) if output.is_compute else 0  # copies alone need no kernel
+        duration += copies * self._worker.swap_block_ns
         duration += len(output.block_copies) * self._worker.copy_block_ns
         return max(1, duration * self._slowness // 1000)
 

@@ -15,7 +15,13 @@ from diptych.simulation.report.economy import economy, pool_rows
 from diptych.simulation.report.workload_figures import measured_figures
 from diptych.simulation.results import REASONS, RequestTable, SimulationResult, failure_messages, summarize
 
-FLEET_WIDE = ("itl_ms", "utilization", "preemptions")  # of the whole fleet, so no class has its own
+FLEET_WIDE = (
+    "itl_ms",
+    "utilization",
+    "preemptions",
+    "tier_token_share",
+    "disk_token_share",
+)  # of the whole fleet, so no class has its own
 
 
 def outcome(

@@ -7,6 +7,7 @@ free. "Recently used" is the order of releases, never a clock.
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import islice
 
 from diptych.control.engine.kvcache.prefix_cache import PrefixCache
 
@@ -32,6 +33,7 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._stored: dict[bytes, None] = {}  # since the last ``drain_changes``, and still there
         self._evicted: list[bytes] = []
+        self.version = 0  # changes when the oldest cached blocks may have
         self.taker = ""  # the request whose blocks are taken next
         self._names_evictors = names_evictors
         self._evicted_for: list[tuple[str, int]] = []  # (taker, how many of ``_evicted``), in their order
@@ -58,6 +60,7 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """``count`` private blocks; the caller has checked ``num_available``. Evicts the least recently used."""
         assert count <= self.num_available, f"asked for {count} blocks, {self.num_available} available"
+        self.version += 1
         free = self._free
         taken = min(count, len(free))
         blocks = free[len(free) - taken :]
@@ -73,6 +76,7 @@ class BlockPool:
 
     def take_one(self) -> int | None:
         """One private block; None when there is none. Evicts like ``allocate``."""
+        self.version += 1
         if self._free:
             block_id = self._free.pop()
             self._references[block_id] = 1
@@ -81,6 +85,7 @@ class BlockPool:
 
     def share(self, blocks: Iterable[int]) -> None:
         """One more holder for each of these cached or used blocks."""
+        self.version += 1
         for block_id in blocks:
             if self._references[block_id] == 0:
                 del self._cached[block_id]
@@ -92,6 +97,7 @@ class BlockPool:
 
     def release(self, blocks: Sequence[int]) -> None:
         """Give up one reference to each block. The tail is released first, so that prefixes stay longest."""
+        self.version += 1
         references, holds, free = self._references, self.prefix_cache.holds, self._free
         if not len(self.prefix_cache):  # nothing is shared, nothing stays findable
             for block_id in blocks:
@@ -108,6 +114,11 @@ class BlockPool:
                     self._cached[block_id] = None
                 else:
                     free.append(block_id)
+
+    def oldest_cached(self, count: int) -> list[bytes]:
+        """The content of the ``count`` cached blocks that are evicted next, first of all those."""
+        hash_of = self.prefix_cache.hash_of
+        return [hash_of(block_id) for block_id in islice(self._cached, count)]
 
     def remember(self, block_hash: bytes, block_id: int) -> None:
         """Make a full, computed block that is in use findable by its content."""

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable
 from diptych.control.config import CacheConfig
 from diptych.control.engine.kvcache.block_pool import BlockPool
 from diptych.control.engine.kvcache.demand import future_peak_blocks
-from diptych.control.engine.kvcache.host_tier import HostTier
+from diptych.control.engine.kvcache.disk_loads import WorkNs
+from diptych.control.engine.kvcache.tiers import Tiers
 from diptych.control.request import Request
 
 Demands = Callable[[], Iterable[tuple[int, int]]]
@@ -27,11 +28,11 @@ class KVCacheManager:
             first_block=config.first_block,
             names_evictors=config.names_evictors,
         )
-        self.host = HostTier(config.num_host_blocks)
+        self.tiers = Tiers(config, self.pool)
+        self.host = self.tiers.host
         self.queried_tokens = 0  # prompt tokens looked up at admission
         self.hit_tokens = 0
         self._num_reserved = 0  # sum of num_reserved_blocks over the holders of blocks
-        self._leaving_host: list[int] = []  # read by the plan in the making: not to be written by it
         self._in_progress: dict[bytes, int] = {}  # hashes that admitted prefills are about to compute
 
     @property
@@ -62,13 +63,28 @@ class KVCacheManager:
             cached = self.cached_blocks(request)
         return max(request.num_borrowed_tokens, len(cached) * self.block_size)
 
-    def awaits_sibling(self, request: Request, cached: list[int]) -> bool:
-        """Whether an admitted prefill is about to compute the next block of this prompt (then waiting is cheaper)."""
+    def blocks_below(self, request: Request, cached: list[int], work_ns: WorkNs) -> list[int]:
+        """The host blocks that continue the ``cached`` ones of a prompt, where copying them up pays."""
+        return self.tiers.worth_copying(request, self.num_cached_tokens(request, cached) // self.block_size, work_ns)
+
+    def num_ready_tokens(self, request: Request) -> int:
+        """Tokens of the request's prompt that need not be computed, on the device or on the host."""
+        num_cached = self.num_cached_tokens(request)
+        below = self.tiers.host_prefix(request, num_cached // self.block_size)
+        return num_cached + len(below) * self.block_size
+
+    def fetch(self, request: Request, work_ns: WorkNs, now: int) -> bool:
+        """Whether the request waits for a load from disk from now on."""
+        return self.tiers.fetch(request, self.num_cached_tokens(request) // self.block_size, work_ns, now)
+
+    def awaits_sibling(self, request: Request, num_blocks: int) -> bool:
+        """Whether an admitted prefill is about to compute the next block of this prompt, of which ``num_blocks`` are in
+        reach (then waiting is cheaper)."""
         if not self._in_progress or not request.reads_prefix_cache or not self.config.enable_prefix_cache:
             return False
         if request.borrowed_block_ids:
             return False
-        index = len(cached)
+        index = num_blocks
         full_blocks = (request.num_tokens - 1) // self.block_size
         return index < min(len(request.block_hashes), full_blocks) and request.block_hashes[index] in self._in_progress
 
@@ -121,6 +137,14 @@ class KVCacheManager:
             self._in_progress[block_hash] = self._in_progress.get(block_hash, 0) + 1
         return []
 
+    def raise_blocks(self, request: Request, count: int) -> list[tuple[int, int]]:
+        """The next ``count`` (host, device) copies of an admitted prompt. What they hold need not be computed."""
+        copies = self.tiers.raise_blocks(request, count)
+        request.num_scheduled_tokens += count * self.block_size
+        request.num_computed_tokens = request.num_scheduled_tokens
+        self.remember_computed(request, request.num_computed_tokens)
+        return copies
+
     def grow(self, request: Request) -> int | None:
         """One more block for a decode; None when there is none."""
         self.pool.taker = request.request_id
@@ -153,12 +177,6 @@ class KVCacheManager:
             self.host.release(request.host_block_ids)
             request.host_block_ids = []
 
-    def begin_plan(self) -> None:
-        """A new plan: host blocks that the last one copied back may be written again."""
-        if self._leaving_host:
-            self.host.release(self._leaving_host)
-            self._leaving_host.clear()
-
     def swap_out(self, request: Request, num_tokens: int) -> list[tuple[int, int]] | None:
         """Move the KV of ``num_tokens`` tokens to the host: (device, host) copies, or None without room."""
         count = self.num_blocks_for(num_tokens)
@@ -181,7 +199,7 @@ class KVCacheManager:
         request.num_shared_blocks = 0
         self._reserve(request, len(request.block_ids) * self.block_size + expected_tokens)
         copies = list(zip(request.host_block_ids, request.block_ids, strict=True))
-        self._leaving_host += request.host_block_ids
+        self.tiers.use_in_step(request.host_block_ids)
         request.host_block_ids = []
         request.num_hashed_blocks = len(request.block_hashes)  # its old blocks may still be known under these hashes
         return copies
@@ -200,5 +218,6 @@ class KVCacheManager:
     def check(self) -> None:
         """Assert the accounting invariants (for tests)."""
         self.pool.check()
+        self.tiers.check()
         assert self._num_reserved >= 0
         assert 0 <= self.host.num_available <= self.host.num_blocks

@@ -55,6 +55,10 @@ class PrefixCache:
         """Whether the block can be found by its content."""
         return block_id in self._hash_of
 
+    def hash_of(self, block_id: int) -> bytes:
+        """The hash of a block that can be found."""
+        return self._hash_of[block_id]
+
     def insert(self, block_hash: bytes, block_id: int) -> bool:
         """Register a full, computed block; False if that content is known already (the block stays private)."""
         if block_hash in self._block_of or block_id in self._hash_of:

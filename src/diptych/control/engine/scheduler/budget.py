@@ -30,6 +30,10 @@ class Budget(Protocol):
         """The scheduler put this chunk into the step."""
         ...
 
+    def copies(self, count: int, price_ns: int) -> int:
+        """How many of ``count`` copies from the host, of so many nanoseconds each, are in this step; they are taken."""
+        ...
+
     def room(self) -> tuple[int, float]:
         """Rows and nanoseconds that the step may still hold."""
         ...
@@ -47,6 +51,10 @@ class WholeBudget:
     def open(self, decode: StepFeatures, batch: DecodeBatch) -> None:
         """See Budget."""
         self._taken = 0
+
+    def copies(self, count: int, price_ns: int) -> int:
+        """See Budget."""
+        return count
 
     def room(self) -> tuple[int, float]:
         """See Budget."""
@@ -73,6 +81,10 @@ class FixedBudget:
     def open(self, decode: StepFeatures, batch: DecodeBatch) -> None:
         """See Budget."""
         self._left = self._limit - decode.decode_seqs
+
+    def copies(self, count: int, price_ns: int) -> int:
+        """See Budget."""
+        return count
 
     def room(self) -> tuple[int, float]:
         """See Budget."""
@@ -121,6 +133,15 @@ class SloBudget:
             self._ns_left = max(self._ns_left, base_ns / 2)
         self._stream_ns_left = max(self._ns_left, base_ns / 4)
         self._is_empty = True
+
+    def copies(self, count: int, price_ns: int) -> int:
+        """See Budget."""
+        least = 1 if self._is_empty else 0
+        count = min(count, max(int(self._ns_left) // price_ns, least)) if price_ns else count
+        self._is_empty = self._is_empty and not count
+        self._ns_left -= count * price_ns
+        self._stream_ns_left -= count * price_ns
+        return count
 
     def room(self) -> tuple[int, float]:
         """See Budget."""

@@ -24,6 +24,7 @@ from enum import Enum
 
 from diptych.control.config import EngineConfig, SchedulerConfig
 from diptych.control.engine.kvcache.kv_cache_manager import KVCacheManager
+from diptych.control.engine.scheduler.ahead import Ahead
 from diptych.control.engine.scheduler.budget import make_budget
 from diptych.control.engine.scheduler.caps import Caps
 from diptych.control.engine.scheduler.decode_batch import DecodeBatch
@@ -56,11 +57,10 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig, kv: KVCacheManager, model: StepTimeModel) -> None:
         self._slo = config.slo
-        self._longest = kv.num_blocks_for(config.max_model_len)
         self._kv = kv
         self._model = model
         self.waiting = WaitingQueue()
-        self.parked = WaitingQueue()  # of those that wait: no room to compute them ahead of their decode workers
+        self.ahead = Ahead(kv, kv.num_blocks_for(config.max_model_len))
         self.prefilling: dict[str, Request] = {}
         self.joining: dict[str, Request] = {}  # prefilled, or last chunk handed out; they decode from the next step on
         self.batch = DecodeBatch(kv.block_size)
@@ -68,7 +68,6 @@ class Scheduler:
         self.interrupted: dict[str, Request] = {}  # streams in ``waiting``
         self.incoming = Incoming()  # prefilled elsewhere
         self.outgoing: dict[str, Request] = {}  # prefilled here, to be decoded elsewhere
-        self._ahead: dict[str, int] = {}  # blocks of those computed here whose decode worker has none for them yet
         self.lengths = LengthPredictor()
         self.preemption = Preemption(kv, self.batch)
         self.speculation = Speculation(kv, self.batch, model)
@@ -85,8 +84,8 @@ class Scheduler:
         self._budget = make_budget(settings.budget, self._slo, self._model)
         self._caps = Caps(settings.caps)
         self.preemption.config = settings.preemption
-        waiting = [*self.waiting.requests(), *self.parked.requests()]
-        self.waiting, self.parked = WaitingQueue(), WaitingQueue()
+        waiting = [*self.waiting.requests(), *self.ahead.parked.requests()]
+        self.waiting, self.ahead.parked = WaitingQueue(), WaitingQueue()
         for request in waiting:
             self._queue(request)
         for request in (*self.incoming.waiting.values(), *self.incoming.reserved.values(), *self.swapped.values()):
@@ -97,9 +96,20 @@ class Scheduler:
         """Requests that hold blocks."""
         return len(self.prefilling) + len(self.joining) + len(self.batch) + len(self.incoming)
 
-    def add(self, request: Request) -> None:
-        """A new request, or one that lost its blocks, waits for admission."""
-        request.cached_tokens_at_arrival = self._kv.num_cached_tokens(request)
+    @property
+    def num_waiting(self) -> int:
+        """Requests without blocks that are computed here."""
+        return len(self.waiting) + len(self.ahead.parked) + self._kv.tiers.loads.num_waiting
+
+    def add(self, request: Request, now: int) -> None:
+        """A new request, or one that lost its blocks, waits for admission, or first for a load from disk."""
+        if not request.num_output_tokens and self._kv.fetch(request, self._model.prefill_work_ns, now):
+            return
+        self.add_computed(request)
+
+    def add_computed(self, request: Request) -> None:
+        """It waits for admission; what is only on disk is computed."""
+        request.cached_tokens_at_arrival = self._kv.num_ready_tokens(request)
         if request.is_stream:
             self.interrupted[request.request_id] = request
         self._queue(request)
@@ -116,9 +126,9 @@ class Scheduler:
 
     def place_found(self, request: Request) -> None:
         """The worker that will decode this one has blocks for it."""
-        self._ahead.pop(request.request_id, None)
-        if request.request_id in self.parked:
-            self.parked.remove(request)
+        self.ahead.forget(request.request_id)
+        if request.request_id in self.ahead.parked:
+            self.ahead.parked.remove(request)
             self.waiting.push(request, is_long=request.is_long)
 
     def backlog_ns(self) -> int:
@@ -126,7 +136,7 @@ class Scheduler:
         work = self._model.prefill_work_ns
         waiting = sum(
             work(request.cached_tokens_at_arrival, request.num_tokens - request.cached_tokens_at_arrival)
-            for request in (*self.waiting, *self.parked)
+            for request in (*self.waiting, *self.ahead.parked, *self._kv.tiers.loads.requests())
         )
         admitted = self.prefilling.values()
         return waiting + sum(
@@ -138,7 +148,7 @@ class Scheduler:
         """The request ends, wherever it is. Returns its confirmed output tokens."""
         request_id, outputs = request.request_id, request.num_output_tokens
         self._num_departures += 1
-        self._ahead.pop(request_id, None)
+        self.ahead.forget(request_id)
         self.speculation.forget(request_id)
         if request_id in self.batch:
             outputs = self.batch.num_outputs(request)
@@ -146,9 +156,9 @@ class Scheduler:
         elif request_id in self.waiting:
             self.waiting.remove(request)
             self.interrupted.pop(request_id, None)
-        elif request_id in self.parked:
-            self.parked.remove(request)
-        else:
+        elif request_id in self.ahead.parked:
+            self.ahead.parked.remove(request)
+        elif not self._kv.tiers.leave(request):
             for place in (self.prefilling, self.joining, self.swapped, self.outgoing):
                 place.pop(request_id, None)
             self.incoming.remove(request_id)
@@ -157,7 +167,6 @@ class Scheduler:
     def schedule(self, step_id: int, finished: tuple[str, ...], now: int) -> tuple[SchedulerOutput | None, list[Event]]:
         """The plan of the next step (None: nothing to do) and the events that planning caused."""
         plan = StepPlan(now)
-        self._kv.begin_plan()
         self._settle(plan)
         self._seat_incoming(plan)
         if self._budget.mixes_phases:
@@ -165,12 +174,15 @@ class Scheduler:
             self._plan_prefills(plan)
         else:
             self._plan_prompts_or_decodes(plan)
+        features = plan.features
+        predicted_ns = self._model.predict_ns(features)
+        is_compute = bool(plan.prefills or plan.num_decodes)
+        plan.swap_out += self._kv.tiers.copy_down(predicted_ns if is_compute else 0, step_id)
         if plan.is_empty and not finished:
             return None, plan.events
         if plan.num_decodes:
             self.batch.advance_scheduled()
-        features = plan.features
-        predicted_ns = self._model.predict_ns(features)
+        predicted_ns += plan.num_copies * self._kv.config.tiers.copy_block_ns
         return plan.output(step_id, finished, features, predicted_ns, self._repeats(plan)), plan.events
 
     def repeat(self, num_steps: int) -> None:
@@ -187,6 +199,7 @@ class Scheduler:
             or self.swapped
             or plan.extra_rows
             or self._kv.pool.has_changes
+            or self._kv.tiers.has_moves
         )
         if not plan.num_decodes or others or not self._model.is_trusted:
             return 1
@@ -286,7 +299,8 @@ class Scheduler:
     def _plan_prefills(self, plan: StepPlan) -> None:
         """Admitted and waiting prompts in one order, each as far as budget, caps and memory allow."""
         self._refused.clear()
-        self._unpark()
+        for request in self.ahead.take_unparked():
+            self.waiting.push(request, is_long=request.is_long)
         if not self.waiting and not self.prefilling:
             return
         self._budget.open(plan.features, self.batch)
@@ -311,7 +325,7 @@ class Scheduler:
                     self.waiting.push(head, is_long=head.is_long)
                 elif verdict is _Verdict.PARK:
                     self.waiting.remove(head)
-                    self.parked.push(head, is_long=head.is_long)
+                    self.ahead.parked.push(head, is_long=head.is_long)
                 open_to_new = verdict is not _Verdict.STOP and len(skipped) < MAX_SKIPPED
             else:
                 break
@@ -321,7 +335,12 @@ class Scheduler:
             self.waiting.push(request, is_long=request.is_long)
 
     def _continue(self, plan: StepPlan, request: Request) -> bool:
-        """The next chunk of an admitted prompt; False when the step is full."""
+        """The next chunk of an admitted prompt, after what is copied up of it; False when the step is full."""
+        if num_below := len(request.host_block_ids):
+            count = self._budget.copies(num_below, self._kv.config.tiers.copy_block_ns)
+            plan.swap_in += self._kv.raise_blocks(request, count)
+            if count < num_below:
+                return False
         remaining = request.num_tokens - request.num_scheduled_tokens
         chunk = self._budget.chunk(request.num_scheduled_tokens, remaining, is_stream=request.is_stream)
         if chunk <= 0:
@@ -339,16 +358,17 @@ class Scheduler:
             self.joining[request.request_id] = request
 
     def _try_admit(self, plan: StepPlan, request: Request) -> _Verdict:
-        if request.is_ahead and self._kv.num_blocks_for(request.num_tokens) > self._room_ahead:
+        if not self.ahead.has_room(request):
             return _Verdict.PARK
         if self._order.defer(request, plan.now):
             return _Verdict.DEFER
         cached = self._kv.cached_blocks(request)
-        start = self._kv.num_cached_tokens(request, cached)
+        below = self._kv.blocks_below(request, cached, self._model.prefill_work_ns)
+        start = self._kv.num_cached_tokens(request, cached) + len(below) * self._kv.block_size
         remaining = request.num_tokens - start
         request.is_long = self._is_long(request, remaining)
         is_stream = request.is_stream  # then it waits for no prompt: neither for its blocks nor for a cap
-        if not is_stream and self._kv.awaits_sibling(request, cached):
+        if not is_stream and self._kv.awaits_sibling(request, len(cached) + len(below)):
             return _Verdict.SKIP
         chunk = self._budget.chunk(start, remaining, is_stream=is_stream)
         if chunk <= 0:
@@ -358,20 +378,23 @@ class Scheduler:
         if not self._seat(plan, request, cached):
             self._recall(plan, request)
             return _Verdict.STOP
+        below = self._kv.blocks_below(request, cached, self._model.prefill_work_ns)  # less, if others went there
+        start = self._kv.num_cached_tokens(request, cached) + len(below) * self._kv.block_size
         self.waiting.remove(request)
         self.interrupted.pop(request.request_id, None)
         is_first = request.first_step_ns is None
         plan.block_copies += self._kv.admit(request, cached, self._expected(request))
+        self._kv.tiers.attach(request, below)
         if is_first:
             request.first_step_ns = plan.now
             request.num_cached_tokens = start
-        plan.events.append(RequestAdmitted(plan.now, request.request_id, start, is_first))
+        num_below = len(below) * self._kv.block_size
+        plan.events.append(RequestAdmitted(plan.now, request.request_id, start, is_first, num_below))
         self.prefilling[request.request_id] = request
-        if request.is_ahead:
-            self._ahead[request.request_id] = len(request.block_ids)
+        self.ahead.admitted(request)
         if not is_stream:
             self._caps.started(is_long=request.is_long)
-        self._run_chunk(plan, request, chunk)
+        self._continue(plan, request)
         return _Verdict.ADMITTED
 
     def _is_long(self, request: Request, remaining: int) -> bool:
@@ -385,24 +408,6 @@ class Scheduler:
         needed = self._kv.num_blocks_for(num_tokens) + self._kv.config.watermark_blocks - self._kv.pool.num_available
         for reserved in self.incoming.recall(request, needed):
             plan.events.append(HandoffRecalled(plan.now, reserved.request_id))
-
-    @property
-    def _room_ahead(self) -> int:
-        """Blocks for prompts whose decode workers have none for them yet: a prompt of any length would still find room
-        beside them. So these never keep one from being computed that a decode worker holds blocks for, and workers do
-        not wait for one another in a circle."""
-        taken = sum(self._ahead.values()) + self._longest + self._kv.config.watermark_blocks
-        return self._kv.pool.num_blocks - taken
-
-    def _unpark(self) -> None:
-        """Prompts that there is room for again queue again."""
-        room = self._room_ahead if self.parked else 0
-        while (request := self.parked.head()) is not None:
-            room -= self._kv.num_blocks_for(request.num_tokens)
-            if room < 0:
-                return
-            self.parked.remove(request)
-            self.waiting.push(request, is_long=request.is_long)
 
     def _seat(self, plan: StepPlan, request: Request, cached: list[int]) -> bool:
         """Whether there is a seat and memory, if need be after displacing less important requests."""
@@ -473,13 +478,13 @@ class Scheduler:
         self._refused.clear()  # both queues may have been asked before this, in the same plan
         self._refused_incoming.clear()
         if self.prefilling.pop(victim.request_id, None) is not None:
-            self._ahead.pop(victim.request_id, None)
+            self.ahead.forget(victim.request_id)
             self.preemption.displace(plan, victim)
-            self.add(victim)
+            self.add(victim, plan.now)
             return
         self.speculation.forget(victim.request_id)
         if self.preemption.preempt(plan, victim, by_priority=by_priority):
             victim.order_key = self._order.key(victim)
             self.swapped[victim.request_id] = victim
             return
-        self.add(victim)
+        self.add(victim, plan.now)

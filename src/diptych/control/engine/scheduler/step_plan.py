@@ -108,6 +108,11 @@ class StepPlan:
         )
 
     @property
+    def num_copies(self) -> int:
+        """Blocks that are copied between device and host."""
+        return len(self.swap_out) + len(self.swap_in)
+
+    @property
     def is_empty(self) -> bool:
         """Whether there is nothing to compute and nothing to report to the executor."""
         return not (self.prefills or self.num_decodes or self.paused or self.swap_out or self.swap_in or self.resumed)

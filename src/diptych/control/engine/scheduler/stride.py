@@ -53,6 +53,6 @@ def steps_that_stand(batch: DecodeBatch, kv: KVCacheManager, refusals: list[Stan
     for refusal in refusals:
         steps = min(steps, refusal.until_tick + 1 - batch.ticks_scheduled)
     steps = min(steps, batch.steps_until_end())
-    if steps > 1 and len(batch) * (steps // kv.block_size + 1) > kv.pool.num_free:
+    if steps > 1 and len(batch) * (steps // kv.block_size + 1) > kv.pool.num_free - kv.tiers.num_watched_blocks:
         steps = min(steps, batch.steps_until_block())
     return max(1, steps)

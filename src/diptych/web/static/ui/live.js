@@ -12,6 +12,7 @@ import { MissCard } from "./misses.js";
 import { Tiles, showRequest, showRequests, showWorkers } from "./panels.js";
 import { PlanCard } from "./plan.js";
 import { Sender } from "./sender.js";
+import { showTiers } from "./tiers.js";
 import { ServerError, getJson, hasKey, headers, setKey } from "../common/server.js";
 
 const LAG_NS = 450e6; // workers report every 200 ms, the stream every 100 ms
@@ -125,6 +126,7 @@ function onState() {
   showWorkers($("#workers"), state);
   planCard.update(state.plan);
   missCard.update(state.explains_misses, state.admin);
+  showTiers(state.tiers);
   setText($("#queued"), state.queued ? `${count(state.queued)} requests wait for a worker` : "");
   updateButtons();
   const workers = JSON.stringify([state.admin, ...state.workers.map(({ worker, role, state: phase, computes_on: units }) => [worker, role, phase, units])]);

@@ -1,0 +1,153 @@
+"""What a disk below the KV cache does: restarts, streams while KV is loaded and stored, and load without any reuse.
+
+    python benchmarks/tiers.py MODEL [--tokens 8000] [--turns 3] [--json FILE]
+
+restart: the time to first token of a prompt, cold and after the server was killed and started again on its folder.
+gaps: the 99th percentile of the gaps of four streams, while prompts that are on disk come, and while new ones come.
+no reuse: requests per second of prompts that share nothing, with and without the disk, in turns.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import threading
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from common import report
+from servers import PORT, PROGRAM, URL, Server
+
+DISK_GB = "20"
+
+
+def start(model: str, disk: Path | None, *options: str) -> Server:
+    tiers = ["--kv-disk", str(disk), "--kv-disk-gb", DISK_GB, "--kv-host-gb", "1"] if disk else []
+    return Server(
+        [PROGRAM, "serve", "--model", model, "--served-model-name", "m", "--port", str(PORT), *tiers, *options],
+        ready="/ready",
+    )
+
+
+def prompt(seed: int, num_tokens: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(100, 500) for _ in range(num_tokens)]
+
+
+def request(tokens: list[int], max_tokens: int, gaps: list[float] | None = None) -> tuple[float, int]:
+    """Seconds to the first token, and how many prompt tokens were not computed. gaps: gets those between tokens."""
+    body = {"model": "m", "prompt": tokens, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
+            "stream": True, "stream_options": {"include_usage": True}}  # fmt: skip
+    headers = {"content-type": "application/json"}
+    begun, last, first, cached = time.monotonic(), 0.0, 0.0, 0
+    with urllib.request.urlopen(
+        urllib.request.Request(f"{URL}/v1/completions", json.dumps(body).encode(), headers)
+    ) as reply:
+        for line in reply:
+            if not line.startswith(b"data: {"):
+                continue
+            now, chunk = time.monotonic(), json.loads(line[6:])
+            if chunk.get("choices"):
+                if not first:
+                    first = now - begun
+                elif gaps is not None:
+                    gaps.append(now - last)
+                last = now
+            if chunk.get("usage"):
+                cached = (chunk["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    return first, cached
+
+
+def metric(name: str) -> float:
+    with urllib.request.urlopen(f"{URL}/metrics") as reply:
+        lines = reply.read().decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+
+def settle(num_blocks: int) -> None:
+    """Until so many blocks are on disk."""
+    give_up = time.monotonic() + 120
+    while metric("diptych:kv_disk_blocks{") < num_blocks and time.monotonic() < give_up:
+        time.sleep(0.2)
+
+
+def restart(model: str, folder: Path, num_tokens: int, turns: int) -> list[dict[str, Any]]:
+    rows = []
+    for turn in range(turns):
+        tokens = prompt(turn, num_tokens)
+        with start(model, folder) as server:
+            request(prompt(1000 + turn, 64), 2)
+            cold, _ = request(tokens, 2)
+            settle((turn + 1) * (num_tokens // 32 - 1))
+            server.process.kill()
+        with start(model, folder):
+            request(prompt(2000 + turn, 64), 2)
+            warm, cached = request(tokens, 2)
+        rows.append(
+            {"cold_s": cold, "warm_s": warm, "ratio": warm / cold, "hits": cached / (num_tokens - num_tokens % 32)}
+        )
+    return rows
+
+
+def gaps(model: str, folder: Path, num_tokens: int) -> dict[str, float]:
+    """p99 of the gaps, in seconds: nothing beside the streams, new prompts (they are computed and stored), and prompts
+    that are on disk."""
+    found: dict[str, float] = {}
+    prompts = [prompt(5000 + number, num_tokens // 4) for number in range(6)]
+    for kind in ("new prompts, no disk", "new prompts", "prompts on disk"):
+        with start(model, None if kind.endswith("no disk") else folder):
+            times: list[float] = []
+            streams = [
+                threading.Thread(target=request, args=(prompt(7000 + number, 64), 300, times)) for number in range(4)
+            ]
+            for thread in streams:
+                thread.start()
+            for tokens in prompts:
+                request(tokens, 1)
+            for thread in streams:
+                thread.join()
+            if kind == "new prompts":
+                settle(6 * (num_tokens // 4 // 32 - 1))
+        found[kind] = statistics.quantiles(times, n=100)[98]
+    return found
+
+
+def no_reuse(model: str, turns: int) -> list[dict[str, float]]:
+    """Requests per second, with and without the disk in turns."""
+    rows = []
+    for turn in range(turns):
+        row = {}
+        for name in ("without", "with"):
+            with tempfile.TemporaryDirectory() as folder, start(model, Path(folder) if name == "with" else None):
+                request(prompt(1, 64), 2)
+                begun = time.monotonic()
+                for number in range(12):
+                    request(prompt(100 * turn + number, 512), 16)
+                row[name] = 12 / (time.monotonic() - begun)
+        row["ratio"] = row["with"] / row["without"]
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--tokens", type=int, default=8000)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--json", help="file for the record")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two:
+        restarts = restart(asked.model, Path(one), asked.tokens, asked.turns)
+        streams = gaps(asked.model, Path(two), asked.tokens)
+    loads = no_reuse(asked.model, asked.turns)
+    rows = [{"what": f"restart {number}", **row} for number, row in enumerate(restarts)]
+    rows += [{"what": f"gap p99 of streams beside {kind}", "seconds": value} for kind, value in streams.items()]
+    rows += [{"what": f"no reuse {number}, requests/s", **row} for number, row in enumerate(loads)]
+    report("tiers", rows, asked.json)
+
+
+if __name__ == "__main__":
+    main()

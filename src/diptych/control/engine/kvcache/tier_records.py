@@ -1,0 +1,74 @@
+"""What passes between the decisions about tiers and the driver that moves bytes: actions out, events in.
+
+Host blocks are named by number, content by its chain hash. A driver carries out actions in their order, and answers
+each LoadBlocks with one BlocksLoaded and each StoreBlocks with one BlocksStored, whatever becomes of it: until then the
+host blocks that it names belong to it.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LoadBlocks:
+    """Read the blocks with these hashes from disk: ``hashes[i]`` into ``host_blocks[i]``, in this order."""
+
+    load_id: int
+    hashes: tuple[bytes, ...]
+    host_blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CancelLoad:
+    """What is not read yet of this load need not be read; it is still answered."""
+
+    load_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreBlocks:
+    """Write a run of one chain to disk: ``host_blocks[i]`` holds the content of ``hashes[i]``."""
+
+    store_id: int
+    hashes: tuple[bytes, ...]
+    host_blocks: tuple[int, ...]
+
+
+TierAction = LoadBlocks | CancelLoad | StoreBlocks
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksLoaded:
+    """A load is over. num_blocks: the leading ones that are in their host blocks, each verified by its checksum.
+    duration_ns: of reading them, without waiting for other loads."""
+
+    load_id: int
+    num_blocks: int
+    duration_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksStored:
+    """A store is over; nothing reads its host blocks any more. num_blocks: how many were written."""
+
+    store_id: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class DiskContents:
+    """Changes of what can be found on disk, also those that other processes made."""
+
+    added: tuple[bytes, ...] = ()
+    removed: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DiskState:
+    """Whether the disk may be used from now on. message: why not."""
+
+    is_on: bool
+    message: str = ""
+
+
+TierEvent = BlocksLoaded | BlocksStored | DiskContents | DiskState
+TIER_EVENTS = {cls.__name__: cls for cls in (BlocksLoaded, BlocksStored, DiskContents, DiskState)}

@@ -1,0 +1,51 @@
+"""Prompts that are computed here before the workers that will decode them have blocks for them.
+
+Owns how many blocks these hold and which of them wait for room. A prompt of any length would still find room beside
+them: so these never keep one from being computed that a decode worker holds blocks for, and workers do not wait for one
+another in a circle.
+"""
+
+from diptych.control.engine.kvcache.kv_cache_manager import KVCacheManager
+from diptych.control.engine.scheduler.waiting_queue import WaitingQueue
+from diptych.control.request import Request
+
+
+class Ahead:
+    """longest: blocks of the longest prompt. parked: those of the prompts for which there is no room."""
+
+    def __init__(self, kv: KVCacheManager, longest: int) -> None:
+        self._kv = kv
+        self._longest = longest
+        self._blocks: dict[str, int] = {}
+        self.parked = WaitingQueue()
+
+    @property
+    def room(self) -> int:
+        """Blocks that more of these may take."""
+        taken = sum(self._blocks.values()) + self._longest + self._kv.config.watermark_blocks
+        return self._kv.pool.num_blocks - taken
+
+    def has_room(self, request: Request) -> bool:
+        """Whether this prompt may be computed, if it is one of these."""
+        return not request.is_ahead or self._kv.num_blocks_for(request.num_tokens) <= self.room
+
+    def admitted(self, request: Request) -> None:
+        """This prompt got its blocks."""
+        if request.is_ahead:
+            self._blocks[request.request_id] = len(request.block_ids)
+
+    def forget(self, request_id: str) -> None:
+        """Not one of these, or not any more."""
+        self._blocks.pop(request_id, None)
+
+    def take_unparked(self) -> list[Request]:
+        """Parked prompts that there is room for again."""
+        requests: list[Request] = []
+        room = self.room if self.parked else 0
+        while (request := self.parked.head()) is not None:
+            room -= self._kv.num_blocks_for(request.num_tokens)
+            if room < 0:
+                break
+            self.parked.remove(request)
+            requests.append(request)
+        return requests

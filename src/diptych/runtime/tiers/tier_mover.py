@@ -1,0 +1,183 @@
+"""Carries out what control decides for the disk, on two threads: one reads, one writes, so that no load waits for a
+store. Answers every action with its event, whatever the disk does.
+
+A disk that fails several times in a row is not used any more: a DiskState event and a log line say so, and the worker
+goes on without it. A disk that is full is asked again later.
+"""
+
+import errno
+import logging
+import os
+import queue
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+from diptych.control.engine.kvcache.tier_records import (
+    BlocksLoaded,
+    BlocksStored,
+    CancelLoad,
+    DiskContents,
+    DiskState,
+    LoadBlocks,
+    StoreBlocks,
+    TierAction,
+    TierEvent,
+)
+from diptych.runtime.tiers.disk_store import DiskStore
+from diptych.runtime.tiers.extent_format import Buffer
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILURES = 3  # in a row
+FULL_REST_S = 30.0  # after the disk was full
+REFRESH_S = 2.0  # between looks at what other processes have stored
+
+HostBuffer = Callable[[int], Buffer]
+
+
+class TierMover:
+    """The disk of one worker. host_buffer: the bytes of a host block."""
+
+    def __init__(self, store: DiskStore, host_buffer: HostBuffer) -> None:
+        self.store = store
+        self._host_buffer = host_buffer
+        self._events: deque[TierEvent] = deque()
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._pending: set[int] = set()  # loads that are not answered
+        self._cancelled: set[int] = set()  # of these
+        self._loads: queue.SimpleQueue[LoadBlocks | None] = queue.SimpleQueue()
+        self._stores: queue.SimpleQueue[StoreBlocks | None] = queue.SimpleQueue()
+        self._num_failures = 0
+        self._is_on = True
+        self._full_until = 0.0
+        self._is_closed = False
+        self.used_bytes = store.folder.used_bytes()  # of the folder, as of the last look
+        self._report_changes()
+        self._threads = [
+            threading.Thread(target=self._read_loop, name="tier-reader", daemon=True),
+            threading.Thread(target=self._write_loop, name="tier-writer", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def fileno(self) -> int:
+        """Readable when there are events."""
+        return self._fd
+
+    def poll(self) -> list[TierEvent]:
+        """What has happened since the last call, in order."""
+        try:
+            os.eventfd_read(self._fd)
+        except BlockingIOError:
+            return []
+        return [self._events.popleft() for _ in range(len(self._events))]
+
+    def wait(self, timeout_s: float) -> None:
+        """Until there are events, or for so long."""
+        select.select([self._fd], [], [], timeout_s)
+
+    def act(self, action: TierAction) -> None:
+        """Begin to carry out an action; returns at once."""
+        if isinstance(action, LoadBlocks):
+            self._pending.add(action.load_id)
+            self._loads.put(action)
+        elif isinstance(action, StoreBlocks):
+            self._stores.put(action)
+        elif isinstance(action, CancelLoad) and action.load_id in self._pending:
+            self._cancelled.add(action.load_id)
+
+    def close(self) -> None:
+        """Finish the stores that were begun, and stop."""
+        self._is_closed = True
+        self._loads.put(None)
+        self._stores.put(None)
+        for thread in self._threads:
+            thread.join()
+        try:
+            self.store.close()
+        except OSError as error:
+            logger.warning("the last segment of the disk tier was not closed: %s", error)
+        os.close(self._fd)
+
+    def _emit(self, event: TierEvent) -> None:
+        self._events.append(event)
+        os.eventfd_write(self._fd, 1)
+
+    # -- the reader's thread ------------------------------------------------------------------------------------------
+
+    def _read_loop(self) -> None:
+        while (action := self._loads.get()) is not None:
+            begun_ns, count = time.monotonic_ns(), 0
+            load_id = action.load_id
+            buffers = [self._host_buffer(block) for block in action.host_blocks]
+            if self._is_on and not self._is_closed:
+                try:
+                    count = self.store.load(action.hashes, buffers, partial(self._is_cancelled, load_id))
+                    self._num_failures = 0
+                except OSError as error:
+                    self._failed("reading", error)
+            self._report_changes()
+            self._pending.discard(load_id)
+            self._cancelled.discard(load_id)
+            self._emit(BlocksLoaded(load_id, count, time.monotonic_ns() - begun_ns))
+
+    def _is_cancelled(self, load_id: int) -> bool:
+        return load_id in self._cancelled or self._is_closed
+
+    # -- the writer's thread ------------------------------------------------------------------------------------------
+
+    def _write_loop(self) -> None:
+        while True:
+            try:
+                action = self._stores.get(timeout=REFRESH_S)
+            except queue.Empty:
+                self._refresh()
+                continue
+            if action is None:
+                return
+            self._emit(BlocksStored(action.store_id, self._store(action)))
+
+    def _store(self, action: StoreBlocks) -> int:
+        if not self._is_on or time.monotonic() < self._full_until:
+            return 0
+        self._refresh()
+        count = 0
+        try:
+            count = self.store.store(action.hashes, [self._host_buffer(block) for block in action.host_blocks])
+            self._num_failures = 0
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                logger.warning("the disk tier is full: %s; nothing is stored for %d s", error, FULL_REST_S)
+                self._full_until = time.monotonic() + FULL_REST_S
+            else:
+                self._failed("writing", error)
+        self._report_changes()
+        return count
+
+    def _refresh(self) -> None:
+        if not self._is_on:
+            return
+        try:
+            self.store.refresh()
+            self.used_bytes = self.store.folder.used_bytes()
+        except OSError as error:
+            self._failed("reading", error)
+        self._report_changes()
+
+    def _report_changes(self) -> None:
+        added, removed = self.store.take_changes()
+        if added or removed:
+            self._emit(DiskContents(added, removed))
+
+    def _failed(self, what: str, error: OSError) -> None:
+        self._num_failures += 1
+        logger.warning("%s the disk tier failed: %s", what, error)
+        if self._num_failures >= MAX_FAILURES and self._is_on:
+            self._is_on = False
+            message = f"{what} failed {self._num_failures} times in a row, the last time with: {error}"
+            logger.error("the disk tier is not used any more: %s", message)
+            self._emit(DiskState(False, message))

@@ -1,0 +1,95 @@
+"""The tiers below a worker's KV cache: how many host blocks, what a copy costs, and the disk if there is one."""
+
+import dataclasses
+import logging
+import time
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diptych.control.config import TierConfig
+from diptych.control.errors import ConfigError
+from diptych.runtime.checkpoint import open_checkpoint
+from diptych.runtime.kv_geometry import KVGeometry
+from diptych.runtime.tiers.disk_store import DiskStore
+from diptych.runtime.tiers.extent_format import MAX_BLOCKS
+from diptych.runtime.tiers.tier_mover import TierMover
+from diptych.runtime.tiers.weights_digest import weights_digest
+from diptych.serving.link.engine_options import MemoryOptions
+
+if TYPE_CHECKING:
+    from diptych.runtime.kv_tensors import KVTensors
+    from diptych.runtime.model_runner import ModelRunner
+    from diptych.runtime.transfer.kv_format import KVFormat
+
+logger = logging.getLogger(__name__)
+
+MOST_STAGING_BYTES = 512 << 20  # host memory for what is on its way to or from the disk, where no option says more
+GUESSED_BYTES_PER_S = 500_000_000  # of a disk that was not read yet
+MEASURED_BLOCKS = 8
+
+
+def num_host_blocks(memory: MemoryOptions, geometry: KVGeometry, max_model_len: int) -> int:
+    """Host blocks of one worker: what the option gives, and with a disk at least enough to pass a prompt through."""
+    blocks = memory.host_bytes // geometry.block_bytes
+    if memory.disk is None:
+        return blocks
+    longest = -(-max_model_len // geometry.block_size) + MAX_BLOCKS
+    return max(blocks, min(longest, MOST_STAGING_BYTES // geometry.block_bytes), 2)
+
+
+def tier_config(memory: MemoryOptions, runner: "ModelRunner", geometry: KVGeometry) -> TierConfig:
+    """Measured for copies, guessed for the disk."""
+    if not runner.num_host_blocks:
+        return TierConfig()
+    longest = -(-runner.max_model_len // runner.block_size)
+    return TierConfig(
+        copy_block_ns=measured_copy_ns(runner.kv, min(MEASURED_BLOCKS, runner.num_host_blocks, runner.num_blocks)),
+        clean_blocks=min(longest, runner.num_blocks // 2),
+        has_disk=memory.disk is not None,
+        load_block_ns=geometry.block_bytes * 1_000_000_000 // GUESSED_BYTES_PER_S,
+    )
+
+
+def measured_copy_ns(kv: "KVTensors", num_blocks: int) -> int:
+    """The time of copying one block between device and host, the slower way; nothing is in the cache yet."""
+    first = kv.first_block
+    down = [(first + number, number) for number in range(num_blocks)]
+    up = [(number, first + number) for number in range(num_blocks)]
+    times_ns = []
+    for _ in range(3):  # the first takes the memory
+        begun_ns = time.perf_counter_ns()
+        kv.copy_to_host(down)
+        between_ns = time.perf_counter_ns()
+        kv.copy_from_host(up)
+        times_ns.append(max(between_ns - begun_ns, time.perf_counter_ns() - between_ns))
+    return max(1, min(times_ns) // num_blocks)
+
+
+def open_disk(memory: MemoryOptions, runner: "ModelRunner", kv_format: "KVFormat") -> TierMover | None:
+    """The disk of a worker, or None without one. Raises ConfigError for a folder that cannot be used."""
+    if memory.disk is None:
+        return None
+    directory = Path(memory.disk)
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        weights = weights_digest(open_checkpoint(runner.model_config).files, directory)
+    except OSError as error:
+        raise ConfigError(f"kv_disk is {memory.disk!r}: {error.strerror}", param="kv_disk") from None
+    host = runner.kv.host_bytes
+    description: dict[str, object] = {
+        **dataclasses.asdict(kv_format),
+        "name": runner.model_config.path.name,
+        "weights": weights,
+        "kernels": runner.loaded.instruction_set,
+        "block_bytes": int(host.shape[1]),
+    }
+    digest = blake2b(repr(sorted(format_identity(description).items())).encode(), digest_size=16).digest()
+    store = DiskStore(directory, memory.disk_bytes, digest, int(host.shape[1]), description)
+    logger.warning("disk tier in %s: %d blocks of %d tokens are there", directory, len(store), runner.block_size)
+    return TierMover(store, lambda block: memoryview(host[block]))
+
+
+def format_identity(description: dict[str, object]) -> dict[str, object]:
+    """What makes a format another one: not the name under which the model lies somewhere."""
+    return {key: value for key, value in description.items() if key != "name"}

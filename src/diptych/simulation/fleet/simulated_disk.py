@@ -1,0 +1,158 @@
+"""The disk tier of a worker under virtual time: the same actions and events as the live one, at the pace of a disk.
+
+Loads are read one after the other, stores written one after the other, each in whole blocks. Content lies in segments
+like the live ones; when the capacity is reached, the segment that was least recently read or written goes.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from diptych.control.engine.kvcache.tier_records import (
+    BlocksLoaded,
+    BlocksStored,
+    CancelLoad,
+    DiskContents,
+    LoadBlocks,
+    StoreBlocks,
+    TierAction,
+    TierEvent,
+)
+from diptych.control.errors import ConfigError
+from diptych.control.slo import NS_PER_S
+from diptych.simulation.environment import MESSAGE, Environment
+
+SEGMENT_BYTES, EXTENT_BLOCKS, MIN_SEGMENTS = 64 << 20, 64, 4  # as runtime/tiers has them
+PAGE_BYTES = 4096
+
+# Bytes per second read and written, and the latency of a load. nvme4, nvme3: the rate of PCIe x4 times 0.8; sata: its
+# line rate times 0.9; virtual: measured on the virtual disk of a cloud machine with direct input and output.
+DISKS: dict[str, tuple[int, int, int]] = {
+    "nvme4": (6_300_000_000, 6_300_000_000, 100_000),
+    "nvme3": (3_150_000_000, 3_150_000_000, 100_000),
+    "sata": (540_000_000, 540_000_000, 200_000),
+    "virtual": (700_000_000, 640_000_000, 500_000),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DiskModel:
+    """capacity_bytes: the cap, as --kv-disk-gb gives it. block_bytes: of one block of a worker."""
+
+    capacity_bytes: int
+    block_bytes: int
+    read_bytes_per_s: int
+    write_bytes_per_s: int
+    latency_ns: int = 0
+
+    @classmethod
+    def named(cls, name: str, capacity_bytes: int, block_bytes: int) -> "DiskModel":
+        """A disk of the catalogue above. Raises ConfigError with the names there are."""
+        if name not in DISKS:
+            raise ConfigError(f"disk is {name!r}; one of {', '.join(DISKS)}", param="disk")
+        return cls(capacity_bytes, block_bytes, *DISKS[name])
+
+    @property
+    def read_block_ns(self) -> int:
+        """Reading one block."""
+        return self.block_bytes * NS_PER_S // self.read_bytes_per_s
+
+    @property
+    def write_block_ns(self) -> int:
+        """Writing one block."""
+        return self.block_bytes * NS_PER_S // self.write_bytes_per_s
+
+
+class SimulatedDisk:
+    """One disk. ``report`` gets its events."""
+
+    def __init__(self, model: DiskModel, environment: Environment, report: Callable[[TierEvent], None]) -> None:
+        self._model = model
+        self._environment = environment
+        self._report = report
+        segment = min(max(SEGMENT_BYTES, EXTENT_BLOCKS * model.block_bytes), model.capacity_bytes // MIN_SEGMENTS)
+        self._segment_bytes = segment
+        self._max_segments = model.capacity_bytes // segment if segment else 0
+        self._segments: OrderedDict[int, list[bytes]] = OrderedDict()  # least recently used first
+        self._used_bytes = 0  # of the open one, which is the newest
+        self._open = 0
+        self._segment_of: dict[bytes, int] = {}
+        self._read_until = 0
+        self._written_until = 0
+        self._timers: dict[int, tuple[int, int, LoadBlocks]] = {}  # loads: (timer, begin, load)
+        self._stores: list[int] = []  # their timers
+
+    def restart(self) -> None:
+        """The process of the worker is another one: nothing is under way any more, and it finds what is there."""
+        for timer, _, _ in self._timers.values():
+            self._environment.cancel(timer)
+        for timer in self._stores:
+            self._environment.cancel(timer)
+        self._timers.clear()
+        self._stores.clear()
+        self._read_until = self._written_until = self._environment.now
+        if self._segment_of:
+            self._report(DiskContents(added=tuple(self._segment_of)))
+
+    def act(self, action: TierAction) -> None:
+        """Begin to carry out an action."""
+        now, model = self._environment.now, self._model
+        if isinstance(action, LoadBlocks):
+            begin_ns = max(now, self._read_until) + model.latency_ns
+            self._read_until = begin_ns + len(action.hashes) * model.read_block_ns
+            timer = self._environment.at(self._read_until, MESSAGE, partial(self._loaded, action, begin_ns))
+            self._timers[action.load_id] = (timer, begin_ns, action)
+        elif isinstance(action, StoreBlocks):
+            self._written_until = max(now, self._written_until) + len(action.hashes) * model.write_block_ns
+            self._stores.append(self._environment.at(self._written_until, MESSAGE, partial(self._stored, action)))
+        elif isinstance(action, CancelLoad) and action.load_id in self._timers:
+            timer, begin_ns, load = self._timers[action.load_id]
+            self._environment.cancel(timer)
+            self._environment.at(now, MESSAGE, partial(self._loaded, load, begin_ns))
+
+    def _loaded(self, load: LoadBlocks, begin_ns: int) -> None:
+        """As much of it as was read by now, and is there."""
+        if self._timers.pop(load.load_id, None) is None:
+            return
+        duration_ns = max(0, self._environment.now - begin_ns)
+        num_read = len(load.hashes)
+        if self._model.read_block_ns:
+            num_read = min(num_read, duration_ns // self._model.read_block_ns)
+        count = 0
+        while count < num_read and (segment := self._segment_of.get(load.hashes[count])) is not None:
+            self._segments.move_to_end(segment)
+            count += 1
+        self._report(BlocksLoaded(load.load_id, count, duration_ns + self._model.latency_ns))
+
+    def _stored(self, store: StoreBlocks) -> None:
+        self._stores.pop(0)  # they end in their order
+        new = [block_hash for block_hash in store.hashes if block_hash not in self._segment_of]
+        count = len(store.hashes)
+        removed: tuple[bytes, ...] = ()
+        if new:
+            needed = PAGE_BYTES + len(new) * self._model.block_bytes
+            if needed > self._segment_bytes:
+                self._report(BlocksStored(store.store_id, len(store.hashes) - len(new)))
+                return
+            removed = self._make_room(needed)
+            self._used_bytes += needed
+            self._segments[self._open] += new
+            self._segments.move_to_end(self._open)
+            self._segment_of.update(dict.fromkeys(new, self._open))
+        if new or removed:
+            self._report(DiskContents(tuple(new), removed))
+        self._report(BlocksStored(store.store_id, count))
+
+    def _make_room(self, num_bytes: int) -> tuple[bytes, ...]:
+        """A segment with room is open; what was deleted for it."""
+        removed: list[bytes] = []
+        if self._open not in self._segments or self._used_bytes + num_bytes > self._segment_bytes:
+            self._open += 1
+            self._segments[self._open], self._used_bytes = [], 0
+            while len(self._segments) > self._max_segments:
+                _, hashes = self._segments.popitem(last=False)
+                removed += hashes
+                for block_hash in hashes:
+                    del self._segment_of[block_hash]
+        return tuple(removed)

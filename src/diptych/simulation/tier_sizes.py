@@ -1,0 +1,53 @@
+"""The tiers below a simulated KV cache, from settings: how many host blocks, what a copy takes, which disk."""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from diptych.control.config import CacheConfig, TierConfig
+from diptych.control.errors import ConfigError
+from diptych.control.slo import NS_PER_S
+from diptych.simulation.costs.cost_choice import CostChoice
+from diptych.simulation.fleet.links import Link
+from diptych.simulation.fleet.simulated_disk import EXTENT_BLOCKS, DiskModel
+
+if TYPE_CHECKING:
+    from diptych.simulation.settings import Settings
+
+MOST_STAGING_BYTES = 512 << 20  # as a live worker has it
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedTiers:
+    """The cache with its tiers. swap_block_ns: copying one block between device and host."""
+
+    cache: CacheConfig
+    swap_block_ns: int = 0
+    disk: DiskModel | None = None
+
+
+def with_tiers(settings: "Settings", choice: CostChoice, cache: CacheConfig, gpu_block_bytes: int) -> SimulatedTiers:
+    """Of one worker, a lane of a replica's pipeline. gpu_block_bytes: of one block on each GPU (0: not known). Raises
+    ConfigError where the bytes of a block are not known."""
+    memory, stages = settings.memory, settings.parallelism.pipeline
+    if not memory.host_bytes and not memory.disk_bytes:
+        return SimulatedTiers(cache)
+    if not gpu_block_bytes:
+        name = "host_bytes" if memory.host_bytes else "disk_bytes"
+        raise ConfigError(
+            f"memory.{name} needs a model of the catalogue, whose KV size is known; cost is a calibration", param=name
+        )
+    block_bytes = gpu_block_bytes * settings.parallelism.tensor * stages
+    host_blocks = memory.host_bytes // block_bytes // stages
+    longest = -(-(settings.max_model_len or choice.max_model_len) // cache.block_size)
+    disk = None
+    if memory.disk_bytes:
+        disk = DiskModel.named(memory.disk, memory.disk_bytes // stages, block_bytes)
+        host_blocks = max(host_blocks, min(longest + EXTENT_BLOCKS, MOST_STAGING_BYTES // block_bytes), 2)
+    swap_ns = gpu_block_bytes * NS_PER_S // Link.named(memory.host_link).bandwidth  # each over its own link
+    tiers = TierConfig(
+        copy_block_ns=swap_ns,
+        clean_blocks=min(longest, cache.num_blocks // 2),
+        has_disk=disk is not None,
+        load_block_ns=disk.read_block_ns if disk else 0,
+    )
+    return SimulatedTiers(replace(cache, num_host_blocks=host_blocks, tiers=tiers), swap_ns, disk)

@@ -1,0 +1,216 @@
+"""Tiers under virtual time: the decisions of control at the pace of links and disks."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from diptych.cli import main as cli
+from diptych.cli.simulate import overrides
+from diptych.control.config import (
+    BudgetConfig,
+    CacheConfig,
+    EngineConfig,
+    PreemptionConfig,
+    SchedulerConfig,
+    TierConfig,
+)
+from diptych.control.engine.kvcache.tier_records import (
+    BlocksLoaded,
+    BlocksStored,
+    CancelLoad,
+    DiskContents,
+    LoadBlocks,
+    StoreBlocks,
+    TierEvent,
+)
+from diptych.control.errors import ConfigError
+from diptych.simulation.environment import Environment
+from diptych.simulation.faults import Fault
+from diptych.simulation.fleet.simulated_disk import DiskModel, SimulatedDisk
+from diptych.simulation.planning.tier_worth import tier_sizes, worth_table
+from diptych.simulation.results import SimulationResult, summarize
+from diptych.simulation.run import simulate, simulate_with_log
+from diptych.simulation.scenario import Scenario
+from diptych.simulation.settings import prepare, read_settings
+from diptych.workload.spec import RequestSpec
+from tests.simulation.linear_cost import LinearCost
+
+BLOCK = 16
+BLOCK_BYTES = 1 << 20
+TURNS = 6
+
+
+def conversations(count: int, seed: int = 1) -> list[RequestSpec]:
+    """Each turn repeats all that was said before; the conversations take turns."""
+    rng, specs, at_ns = random.Random(seed), [], 0
+    lengths = [rng.randrange(100, 300) for _ in range(count)]
+    for turn in range(TURNS):
+        for number in range(count):
+            prompt = lengths[number] + 64 * turn
+            ids = tuple(1000 * number + index for index in range((prompt + 32) // BLOCK))
+            specs.append(
+                RequestSpec(
+                    arrival_ns=at_ns, prompt_tokens=prompt, output_tokens=32, hash_ids=ids, hash_block_tokens=BLOCK
+                )
+            )
+            at_ns += 60_000_000
+    return specs
+
+
+def scenario(num_host_blocks: int = 0, disk_blocks: int = 0, **changes: object) -> Scenario:
+    disk = DiskModel(disk_blocks * BLOCK_BYTES, BLOCK_BYTES, 10**9, 10**9, 100_000) if disk_blocks else None
+    price = disk.read_block_ns if disk else 0
+    tiers = TierConfig(50_000, clean_blocks=60, has_disk=disk is not None, load_block_ns=price)
+    cache = CacheConfig(150, BLOCK, num_host_blocks, watermark_blocks=2, tiers=tiers)
+    settings = SchedulerConfig(budget=BudgetConfig("fixed", 256), preemption=PreemptionConfig("swap"), max_num_seqs=16)
+    return Scenario(
+        engine=EngineConfig(cache, settings, max_model_len=2000),
+        cost=LinearCost(5e6, 2e5, 0.0, 1e5, 20.0),
+        workload=conversations(30),
+        swap_block_ns=50_000,
+        disk=disk,
+        record_events=True,
+        **changes,  # type: ignore[arg-type]
+    )
+
+
+def share(result: SimulationResult) -> float:
+    return float(summarize(result)["cached_token_share"])
+
+
+def test_a_tier_that_holds_all_conversations_finds_them_and_a_small_one_does_not() -> None:
+    device, small, host, disk = (simulate(scenario(*sizes)) for sizes in ((), (100,), (1200,), (200, 4000)))
+
+    assert share(device) <= share(small) < 0.1
+    assert share(host) > 0.6
+    assert share(disk) > 0.6
+    assert summarize(disk)["disk_token_share"] > 0.1
+    assert "disk_token_share" not in summarize(device)
+
+
+@pytest.mark.parametrize(("host", "disk"), [(40, 0), (300, 0), (100, 300), (300, 4000)])
+def test_steps_one_by_one_give_the_same_log(host: int, disk: int) -> None:
+    fast, slow = (simulate_with_log(scenario(host, disk, fast_forward=way))[0] for way in (True, False))
+    assert fast.requests == slow.requests
+    assert fast.workers[0].disk_stored_blocks == slow.workers[0].disk_stored_blocks
+
+
+def test_a_worker_that_crashed_finds_what_it_had_stored() -> None:
+    crash = Fault(at_ns=4_000_000_000, worker=0, kind="crash", duration_ns=500_000_000)
+    lost, kept = simulate(scenario(300, faults=(crash,))), simulate(scenario(300, 4000, faults=(crash,)))
+    assert share(lost) + 0.05 < share(kept)
+
+
+class Reports(list[TierEvent]):
+    def __init__(self, environment: Environment) -> None:
+        super().__init__()
+        self.environment = environment
+        self.times: list[int] = []
+
+    def __call__(self, event: TierEvent) -> None:
+        self.append(event)
+        self.times.append(self.environment.now)
+
+
+def test_the_disk_reads_one_load_after_the_other_and_keeps_its_capacity() -> None:
+    environment = Environment()
+    reports = Reports(environment)
+    disk = SimulatedDisk(DiskModel(400 * BLOCK_BYTES, BLOCK_BYTES, 10**9, 10**9, 1000), environment, reports)
+    runs = [tuple(bytes([number, index]) * 8 for index in range(60)) for number in range(10)]
+    for number, run in enumerate(runs):
+        disk.act(StoreBlocks(number, run, tuple(range(60))))
+    environment.run()
+    removed = [h for event in reports if isinstance(event, DiskContents) for h in event.removed]
+    assert 600 - len(removed) <= 400 and removed[:60] == list(runs[0])
+    assert sum(isinstance(event, BlocksStored) for event in reports) == 10
+    reports.clear()
+    reports.times.clear()
+    begun_ns = environment.now
+    disk.act(LoadBlocks(1, runs[9][:10], tuple(range(10))))
+    disk.act(LoadBlocks(2, runs[9][10:20], tuple(range(10))))
+    disk.act(LoadBlocks(3, runs[0][:5], tuple(range(5))))
+    environment.run()
+    block_ns = BLOCK_BYTES * 10**9 // 10**9
+    assert [event.num_blocks for event in reports if isinstance(event, BlocksLoaded)] == [10, 10, 0]
+    assert reports.times[:2] == [begun_ns + 1000 + 10 * block_ns, begun_ns + 2000 + 20 * block_ns]
+
+
+def test_a_cancelled_load_is_answered_with_what_was_read() -> None:
+    environment = Environment()
+    reports = Reports(environment)
+    disk = SimulatedDisk(DiskModel(400 * BLOCK_BYTES, BLOCK_BYTES, 10**9, 10**9), environment, reports)
+    run = tuple(bytes([7, index]) * 8 for index in range(60))
+    disk.act(StoreBlocks(1, run, tuple(range(60))))
+    environment.run()
+    reports.clear()
+    disk.act(LoadBlocks(1, run, tuple(range(60))))
+    environment.at(environment.now + 5 * BLOCK_BYTES + 1, 0, lambda: disk.act(CancelLoad(1)))
+    environment.run()
+    (event,) = reports
+    assert isinstance(event, BlocksLoaded) and event.num_blocks == 5
+
+
+def test_the_options_size_the_tiers() -> None:
+    given = {"kv_host_gb": 2, "kv_disk_gb": 100.0, "disk": "virtual"}
+    base = {"model": "llama-3.1-8b", "hardware": "h100"}
+    pool = prepare(read_settings(None, overrides({**base, **given}))).pools[0]
+    assert pool.disk is not None and pool.disk.read_bytes_per_s == 700_000_000
+    block_bytes = 32 * 131072
+    assert pool.engine.cache.num_host_blocks == 2 * 10**9 // block_bytes
+    assert pool.engine.cache.tiers.load_block_ns == block_bytes * 10**9 // 700_000_000
+    with pytest.raises(ConfigError, match="disk is 'tape'"):
+        prepare(read_settings(None, overrides({**base, **given, "disk": "tape"})))
+
+
+def test_a_plan_says_what_gigabytes_would_be_worth(tmp_path: Path) -> None:
+    rows = [
+        {
+            "timestamp": 150 * number,
+            "input_length": 2048,
+            "output_length": 8,
+            "hash_ids": [4 * (number % 40) + i for i in range(4)],
+        }
+        for number in range(160)
+    ]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    base = [
+        "plan",
+        "--model",
+        "llama-3-8b",
+        "--hardware",
+        "h100",
+        "--parallel",
+        "tp1",
+        "--devices",
+        "1",
+        "--processes",
+        "1",
+    ]
+    load = ["--trace", str(trace), "--ttft-slo-ms", "2000", "--tpot-slo-ms", "50", "--shapes", "chunked", "--json"]
+    load += ["--set", "memory.kv_cache_tokens=20000", "--tolerance", "0.5", "--probe", "20s"]
+    result = CliRunner().invoke(cli.app, [*base, *load, "--kv-host-gb", "20", "--kv-disk-gb", "50"])
+    assert result.exit_code == 0, result.output
+    none, host, disk = json.loads(result.stdout)["tiers"]
+    assert none["below"] == 0 and none["found"] < 0.1
+    assert host["below"] > 0.5
+    assert host["prefill"] < none["prefill"]
+    assert disk["below"] == 0  # to read from it is not much faster than to compute there, so nothing is
+    assert disk["ttft_mean_ms"] < 1.01 * none["ttft_mean_ms"]
+    assert "host GB" in worth_table([none, host, disk]).columns
+
+
+@pytest.mark.parametrize("text", ["a", "-1", "1,,2"])
+def test_sizes_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="kv_disk_gb"):
+        tier_sizes("4", text)
+
+
+def test_a_prefetch_is_as_random_as_its_seed() -> None:
+    one, two = simulate(scenario(100, 300)), simulate(scenario(100, 300))
+    assert one.requests == two.requests
+    assert one.requests != simulate(replace(scenario(100, 300), workload=conversations(30, 2))).requests
