@@ -19,8 +19,8 @@ from diptych.simulation.settings import Settings
 
 HEAD = """# Settings
 
-Every option of every command, and every setting of `diptych simulate`, as the code declares them. This page is written by
-`scripts/docs tables`; a test compares it with the code.
+Every option of every command, and every setting of `diptych simulate`, as the code declares them. This page is written
+by `scripts/docs tables`; a test compares it with the code.
 """
 PRESETS = """
 ## What `--shape` presets
@@ -31,8 +31,8 @@ PRESETS = """
 SIMULATION = """
 ## Settings of the simulator
 
-The tables of the TOML file of `diptych simulate` ([simulation.md](simulation.md#settings)). `--set PATH=VALUE` sets any of
-them, `--sweep PATH=a,b,c` sweeps them. An empty default means: not given, and then what the text says.
+The tables of the TOML file of `diptych simulate` ([simulation.md](simulation.md#settings)). `--set PATH=VALUE` sets any
+of them, `--sweep PATH=a,b,c` sweeps them. An empty default means: not given, and then what the text says.
 """
 PLAIN_TYPES = {int: "whole number", float: "number", str: "text", Path: "path", bool: ""}
 
@@ -84,7 +84,9 @@ def _commands() -> Iterator[str]:
                 panel = str(getattr(info, "rich_help_panel", None) or "")
                 panels.setdefault(panel, []).append(_option_row(parameter, hint, info))
         for panel, rows in panels.items():
-            yield f"\n{panel}\n" * bool(panel) + "\n| option | values | default | |\n|---|---|---|---|\n" + "".join(rows)
+            yield (
+                f"\n{panel}\n" * bool(panel) + "\n| option | values | default | |\n|---|---|---|---|\n" + "".join(rows)
+            )
 
 
 def _parameters(function: Callable[..., Any]) -> Iterator[tuple[inspect.Parameter, Any]]:
@@ -187,7 +189,9 @@ def type_words(info: structs.Type) -> str:
     if isinstance(info, structs.IntType | structs.FloatType):
         name = "whole number" if isinstance(info, structs.IntType) else "number"
         limits = {"at least": info.ge, "above": info.gt, "at most": info.le, "below": info.lt}
-        return " ".join([name, " and ".join(f"{word} {value:g}" for word, value in limits.items() if value is not None)])
+        return " ".join(
+            [name, " and ".join(f"{word} {value:g}" for word, value in limits.items() if value is not None)]
+        )
     if isinstance(info, structs.VarTupleType):
         return f"list: {type_words(info.item_type)}"
     words = {structs.StrType: "text", structs.BoolType: "`true`, `false`", structs.DictType: "a table"}

@@ -72,7 +72,7 @@ def llms(readme: str) -> str:
     for section, pages in navigation().items():
         lines += [f"## {section}", ""]
         for title, page in pages.items():
-            path = files[page]
+            path = files.get(page, ROOT / "docs" / page)
             words = about.get(path.resolve(), "")
             lines.append(f"- [{title}]({path.relative_to(ROOT).as_posix()})" + (f": {words}" if words else ""))
         lines.append("")

@@ -1,7 +1,7 @@
 """docs/supported.md and the table at the head of README.md: what is supported, from the tables of the code.
 
-Facts that no table of the code holds (what an instruction set needs, which published models an architecture is) are here,
-keyed by the names of the code: a name without one is an error.
+Facts that no table of the code holds (what an instruction set needs, which published models an architecture is) are
+here, keyed by the names of the code: a name without one is an error.
 """
 
 import tomllib
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
+from document_settings import table_row
 
 from diptych.runtime.dtypes import COMPUTE_DTYPES, DTYPES
 from diptych.runtime.gguf.ggml_types import GGML_TYPES
@@ -30,7 +31,6 @@ from diptych.simulation.hardware import hardware_names
 from diptych.simulation.models import model_names
 from diptych.simulation.serving_engine import engine_names
 from diptych.workload.packed import BUNDLED
-from document_settings import table_row
 
 ROOT = Path(__file__).parents[1]
 NEEDS = {
@@ -59,11 +59,25 @@ BODIES = {
     "/tokenize": "TokenizeBody",
     "/detokenize": "DetokenizeBody",
 }
+MACHINES = """
+`auto` takes the first of these that the processor has. The tests of the kernels run on every set of the machine that
+runs them, and on AMX emulated in plain C++ where there is none. Weights of 8 and 4 bits use the dot products of VNNI
+where they exist. Answers are bitwise reproducible within one set ([determinism.md](determinism.md)).
+
+macOS, Windows and processors other than x86-64 are not tested. Several workers share memory on Linux only.
+
+## GPUs
+
+CUDA by PyTorch, one GPU for each worker; weights in floating point (quantised checkpoints are widened when they are
+loaded). Not tested in continuous integration: `pytest -m cuda` runs the tests of it where there is a GPU. The figures
+of the engine in the benchmarks are of CPUs; the GPUs of the simulator are priced from published measurements
+([simulation.md](simulation.md#where-durations-come-from)).
+"""
 METHODS_OF_HTTP = ("get", "post", "put", "delete")
 HEAD = """# What is supported
 
-This page is written by `scripts/docs tables` from the tables of the code; a test compares it with them. What a checkpoint
-or a request asks for beyond it is refused by name.
+This page is written by `scripts/docs tables` from the tables of the code; a test compares it with them. What a
+checkpoint or a request asks for beyond it is refused by name.
 
 """
 
@@ -135,16 +149,7 @@ def _machines() -> Iterator[str]:
         marks = ("yes" if name in NATIVE_SETS[dtype] else "" for dtype in (torch.bfloat16, torch.float32))
         yield table_row(f"`{name}`", NEEDS[name], *marks)
     yield table_row("`torch`", "any processor for which PyTorch exists", "yes", "yes")
-    yield (
-        "\n`auto` takes the first of these that the processor has. The tests of the kernels run on every set of the machine"
-        " that runs them, and on AMX emulated in plain C++ where there is none. Weights of 8 and 4 bits use the dot products"
-        " of VNNI where they exist. Answers are bitwise reproducible within one set ([determinism.md](determinism.md)).\n"
-        "\nmacOS, Windows and processors other than x86-64 are not tested. Several workers share memory on Linux only.\n"
-        "\n## GPUs\n\nCUDA by PyTorch, one GPU for each worker; weights in floating point (quantised checkpoints are widened"
-        " when they are loaded). Not tested in continuous integration: `pytest -m cuda` runs the tests of it where there is a"
-        " GPU. The figures of the engine in the benchmarks are of CPUs; the GPUs of the simulator are priced from published"
-        " measurements ([simulation.md](simulation.md#where-durations-come-from)).\n"
-    )
+    yield MACHINES
 
 
 def _models() -> Iterator[str]:
@@ -212,13 +217,16 @@ def schema_words(field: Mapping[str, Any]) -> str:
 
 
 def _number(value: float) -> str:
-    powers = {2**exponent - 1: f"2^{exponent} - 1" for exponent in (31, 32, 63)} | {-(2**31): "-2^31", -(2**63): "-2^63"}
+    powers = {2**exponent - 1: f"2^{exponent} - 1" for exponent in (31, 32, 63)} | {
+        -(2**31): "-2^31",
+        -(2**63): "-2^63",
+    }
     return powers.get(value, f"{value:g}")  # type: ignore[call-overload, no-any-return]
 
 
 def _refusals() -> Iterator[str]:
-    yield "\n## Fields that are refused\n\nWith 400 and `unsupported`, unless they have a value that changes nothing.\n\n"
-    yield "| API | field | accepted all the same |\n|---|---|---|\n"
+    yield "\n## Fields that are refused\n\nWith 400 and `unsupported`, unless they have a value that changes nothing.\n"
+    yield "\n| API | field | accepted all the same |\n|---|---|---|\n"
     of_responses: Mapping[str, tuple[Any, ...]] = responses_request._UNSUPPORTED
     tables: dict[str, Mapping[str, tuple[Any, ...]]] = {
         "completions, chat": UNSUPPORTED,
