@@ -14,8 +14,8 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).parents[1]
-PAGES, SITE = ROOT / "build" / "pages", ROOT / "build" / "site"
-MARKS = ("<!-- The table is written by scripts/docs tables. -->\n", "<!-- End of the table. -->\n")
+PAGES = ROOT / "build" / "pages"
+MARKS = ("<!-- The table is written by scripts/docs tables. -->\n\n", "\n<!-- End of the table. -->\n")
 OTHER_PAGES = {  # pages that are not in docs, by the name that they have in the site
     "index.md": "README.md",
     "CHANGELOG.md": "CHANGELOG.md",
@@ -79,17 +79,18 @@ def llms(readme: str) -> str:
     return "\n".join(lines)
 
 
-def stage() -> None:
-    """Fill build/pages."""
-    shutil.rmtree(PAGES, ignore_errors=True)
-    shutil.copytree(ROOT / "docs" / "images", PAGES / "images")
+def stage(folder: Path = PAGES) -> None:
+    """Fill the folder that mkdocs reads."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(ROOT / "docs" / "images", folder / "images")
+    shutil.copy(ROOT / "docs" / "site.css", folder)
     files = sources()
     names = {path.resolve(): name for name, path in files.items()}
     for name, path in files.items():
-        (PAGES / name).write_text(_relinked(path, names))
+        (folder / name).write_text(_relinked(path, names))
     links = {path.relative_to(ROOT).as_posix(): name for name, path in files.items()}
     text = LINK.sub(lambda link: f"[{link[2]}]({links.get(link[3], link[3])})", (ROOT / "llms.txt").read_text())
-    (PAGES / "llms.txt").write_text(text)
+    (folder / "llms.txt").write_text(text)
 
 
 def _relinked(path: Path, names: dict[Path, str]) -> str:

@@ -39,6 +39,7 @@ NEEDS = {
     "avx512": "AVX-512 (F, BW, VL, DQ)",
     "avx2": "AVX2 and FMA",
 }
+TITLES = {"amx": "AMX", "avx512_bf16": "AVX512-BF16", "avx512": "AVX-512", "avx2": "AVX2"}
 PUBLISHED = {
     "LlamaForCausalLM": "Llama 2, 3, 3.1 and 3.2, SmolLM2, and others of that architecture",
     "MistralForCausalLM": "Mistral 7B, with and without a sliding window",
@@ -109,7 +110,8 @@ def readme_table(api: Mapping[str, Any] | None = None) -> str:
     served = [path for path in routes if not path.startswith("/admin")]
     rows = {
         "systems": f"Linux, Python {_python()}; a C++ compiler for the native kernels",
-        "processors": f"x86-64 with {_join(_sets())} by native kernels; other processors by those of PyTorch",
+        "processors": f"x86-64 with {_join([TITLES[name] for name in _sets()])} by native kernels; others by those of "
+        "PyTorch",
         "GPUs": "NVIDIA by PyTorch and CUDA, one GPU for each worker. **Continuous integration has no GPU**: the tests "
         "marked `cuda` run only where there is one",
         "models": f"{_join([_class(name) for name in MODELS])} architectures, dense, text only",
