@@ -51,15 +51,6 @@ ELSEWHERE = (
     *("/v1/embeddings", "/v1/files", "/v1/batches", "/v1/audio/transcriptions", "/v1/images/generations"),
     *("/v1/moderations", "/v1/fine_tuning/jobs", "/v1/rerank", "/score", "/pooling", "/classify"),
 )
-BODIES = {
-    "/v1/completions": "CompletionBody",
-    "/v1/chat/completions": "ChatBody",
-    "/v1/responses": "ResponsesBody",
-    "/v1/messages": "MessagesBody",
-    "/v1/messages/count_tokens": "TokenCountBody",
-    "/tokenize": "TokenizeBody",
-    "/detokenize": "DetokenizeBody",
-}
 MACHINES = """
 `auto` takes the first of these that the processor has. The tests of the kernels run on every set of the machine that
 runs them, and on AMX emulated in plain C++ where there is none. Weights of 8 and 4 bits use the dot products of VNNI
@@ -92,7 +83,7 @@ def supported_page() -> str:
         _models(),
         _parallelism(),
         _routes(api),
-        *(_fields(path, api) for path in BODIES if path in api["paths"]),
+        *(_fields(path, schema) for path, schema in _bodies(api)),
         _refusals(),
         _catalogue(),
     )
@@ -191,8 +182,16 @@ def _routes(api: Mapping[str, Any]) -> Iterator[str]:
     yield f"\nNot served (404): {missing}.\n"
 
 
-def _fields(path: str, api: Mapping[str, Any]) -> Iterator[str]:
-    schema = api["components"]["schemas"][BODIES[path]]
+def _bodies(api: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """(path, schema of its body) of the routes that clients send bodies to."""
+    for path, operations in api["paths"].items():
+        body = operations.get("post", {}).get("requestBody")
+        if body is not None and not path.startswith("/admin"):
+            reference = body["content"]["application/json"]["schema"]["$ref"]
+            yield path, api["components"]["schemas"][reference.rpartition("/")[2]]
+
+
+def _fields(path: str, schema: Mapping[str, Any]) -> Iterator[str]:
     yield f"\n## Fields of `{path}`\n\n| field | values | |\n|---|---|---|\n"
     for name, field in sorted(schema["properties"].items()):
         is_required = name in schema.get("required", ())
