@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -10,13 +11,15 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from diptych.cli import main as cli
+from diptych.serving.link.engine_options import BUNDLED_MODEL
 from diptych.workload.traces import load_trace
-from tests.docs.documents import ROOT, SHELL, blocks, commands
+from tests.docs.documents import ROOT, SHELL, Block, blocks, commands
 
 FEW = 40  # requests of a simulation
 DIPTYCH = (sys.executable, "-c", "from diptych.cli.main import main; main()")
@@ -139,3 +142,24 @@ def test_alerts_are_written(folder: Path) -> None:
         "diptych-dashboard.json",
         "diptych-rules.yml",
     ]
+
+
+def python_blocks(mark: str) -> list[Any]:
+    """The Python blocks in which something stands."""
+    return [pytest.param(block, id=block.name) for block in blocks("python") if mark in block.text]
+
+
+@pytest.mark.slow
+@pytest.mark.system
+@pytest.mark.parametrize("block", python_blocks("LLM("))
+def test_python_without_a_server_runs(block: Block, folder: Path) -> None:
+    text = re.sub(r'"/path/to/[^"]*"', repr(str(BUNDLED_MODEL)), block.text)
+    assert run((sys.executable, "-c", text), "", folder)
+
+
+@pytest.mark.slow
+@pytest.mark.system
+@pytest.mark.parametrize("block", python_blocks("127.0.0.1:8000"))
+def test_python_against_a_live_server_runs(block: Block, server: tuple[str, Path], folder: Path) -> None:
+    text = block.text.replace("http://127.0.0.1:8000", server[0]).replace("Qwen2.5-0.5B-Instruct", BUNDLED_MODEL.name)
+    assert run((sys.executable, "-c", text.replace("num_requests=100", "num_requests=5")), "", folder)
