@@ -50,8 +50,9 @@ SERVING_WITH_TORCH = ("worker", "llm.py")
 # What the front end may read of runtime, without torch or numpy: sizes, formats, the configs of model families, and the
 # table of connectors.
 TORCH_FREE_RUNTIME = {
-    "checkpoint", "dtypes", "kv_geometry", "mapped_file", "model_config", "models", "safetensors_directory",
-    "safetensors_file", "stored_tensor", "weight_bytes", "weight_format",
+    "checkpoint", "dtypes", "kv_geometry", "mapped_file", "model_config", "model_place", "models",
+    "required_packages", "safetensors_directory",
+    "safetensors_file", "stored_tensor", "thread_limits", "weight_bytes", "weight_format",
     "quantization", "quantization.packed_weight", "quantization.quantization_config",
     "gguf", "gguf.ggml_types", "gguf.gguf_checkpoint", "gguf.gguf_config", "gguf.gguf_file", "gguf.gguf_metadata",
     "gguf.gguf_vocabulary",

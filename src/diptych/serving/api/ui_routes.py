@@ -7,8 +7,9 @@ import time
 from typing import Any, Literal
 
 from fastapi import FastAPI, Request
-from fastapi.responses import Response
+from fastapi.responses import RedirectResponse, Response
 from pydantic import BaseModel
+from starlette.routing import Route
 
 from diptych import __version__
 from diptych.control.planner.planner_events import Decision
@@ -160,6 +161,11 @@ class UiState(BaseModel):
     explains_misses: bool
 
 
+async def _to_live_page(request: Request) -> Response:
+    """Of the address alone, which people click. The way there is relative, as in ``without_slash``."""
+    return RedirectResponse("ui", 307)
+
+
 def add_ui_routes(
     app: FastAPI, llm: AsyncLLM, model_name: str, errors: dict[int | str, dict[str, Any]], *, has_admin_key: bool
 ) -> None:
@@ -167,6 +173,7 @@ def add_ui_routes(
     400 on."""
     recent = _recent(llm)
     app.router.routes += [page_route("/ui", "ui/index.html"), without_slash("/ui"), *static_routes()]
+    app.router.routes.append(Route("/", _to_live_page, methods=["GET"], include_in_schema=False))
     app.router.routes.append(page_route("/docs", "reference/index.html"))
     panels = PanelHost(gives_way=True)
     app.router.routes += guide_routes(panels, live=True)
