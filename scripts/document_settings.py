@@ -99,7 +99,7 @@ def _option_row(parameter: inspect.Parameter, hint: Any, info: Any) -> str:
     first = info.default  # where typer keeps the first of the names that were given
     names = [name for name in (first, *(info.param_decls or ())) if isinstance(name, str)]
     if isinstance(info, typer.models.ArgumentInfo):
-        names = [parameter.name.upper()]
+        names = [(info.metavar or parameter.name.upper()).strip("[]")]
     elif not names:
         dashed = parameter.name.replace("_", "-")
         names = [f"--{dashed}"] + ([f"--no-{dashed}"] if _inner(hint) is bool else [])
@@ -116,7 +116,7 @@ def _inner(hint: Any) -> Any:
 
 
 def _values(hint: Any, info: Any) -> str:
-    if getattr(info, "metavar", None):
+    if getattr(info, "metavar", None) and not isinstance(info, typer.models.ArgumentInfo):
         return str(info.metavar).strip("<>").replace("|", ", ")
     inner = _inner(hint)
     if get_origin(inner) is list:

@@ -12,6 +12,7 @@ import yaml
 from typer.main import get_command
 
 from diptych.cli import main as cli
+from diptych.cli.other_names import INSTEAD, SAME
 from diptych.serving.api.ignored_fields import ignored_fields
 from diptych.serving.api.messages_request import MessagesBody
 from diptych.serving.api.protocol import ChatBody, CompletionBody
@@ -66,6 +67,8 @@ def test_every_command_in_the_documents_parses(words: list[str]) -> None:
     assert name in COMMANDS
     if rest and "--help" not in rest:
         given = [word for word in rest if word != "..."]
+        options = {name for option in COMMANDS[name].params for name in (*option.opts, *option.secondary_opts)}
+        assert {word.partition("=")[0] for word in given if word.startswith("--")} <= options  # whole names
         COMMANDS[name].make_context(name, given)  # raises for an unknown option, or a value of the wrong kind
 
 
@@ -91,6 +94,17 @@ def test_every_option_that_the_text_names_exists(page: Path) -> None:
     known |= {name for command in COMMANDS.values() for option in command.params for name in option.secondary_opts}
     found = {name for span in spans(page) for name in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", span)}
     assert found - known - FOREIGN - {"--help", "--version"} == set()
+
+
+def test_options_of_vllm_are_those_that_the_command_line_knows_and_ours_exist() -> None:
+    table = (ROOT / "docs/migrating.md").read_text().partition("## Options of the server")[2].partition("## ")[0]
+    ours = {name for option in COMMANDS["serve"].params for name in (*option.opts, *option.secondary_opts)}
+    known, wrong = ours | SAME.keys() | INSTEAD.keys(), []
+    for row in table.splitlines():
+        if row.startswith("| `--"):
+            theirs, here = (set(re.findall(r"--[a-z][a-z0-9-]*", cell)) for cell in row.split("|")[1:3])
+            wrong += [*(theirs - known), *(here - ours)]
+    assert wrong == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
