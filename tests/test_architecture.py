@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "bundled": set(),
     "cli": {
         "control", "diagnosis", "runtime", "simulation", "serving", "bench", "web", "workload", "report", "search",
-        "timeline", "calibration", "compiled_modules", "__version__",
+        "timeline", "calibration", "compiled_modules", "processor", "__version__",
     },
     "__init__": {"compiled_modules", "control", "serving"},
 }  # fmt: skip

@@ -3,9 +3,13 @@
 Owns the look of usage errors. The commands and their options are declared in main.py and in the files beside it.
 """
 
+import os
+import shlex
+import shutil
 import sys
 from collections.abc import Collection, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
@@ -128,3 +132,12 @@ def _option_names(command: TyperCommand, ctx: Any) -> dict[str, str]:
         if param.opts[0].startswith("--") and not (has_file and ctx.params.get(param.name) is None)
     ]
     return {option[2:].replace("-", "_"): option for _, option in options} | dict(options)
+
+
+def own_command() -> str:
+    """How a user of this terminal starts ``diptych``: by its name where the shell finds it, else by a path."""
+    if shutil.which("diptych"):
+        return "diptych"
+    script = Path(__file__).parents[3] / "scripts" / "diptych"  # in a checkout
+    path = str(script if script.exists() else Path(sys.executable).parent / "diptych")
+    return shlex.quote(min(path, os.path.relpath(path), key=len))

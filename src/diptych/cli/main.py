@@ -5,9 +5,6 @@ command ends in a call of another package.
 """
 
 import logging
-import os
-import shlex
-import shutil
 import sys
 from dataclasses import replace
 from inspect import signature
@@ -21,9 +18,10 @@ from diptych.cli.advise import advise
 from diptych.cli.alerts import alerts
 from diptych.cli.bench import bench
 from diptych.cli.calibrate import calibrate, replay
-from diptych.cli.command_line import Command, CommandGroup
+from diptych.cli.command_line import Command, CommandGroup, own_command
 from diptych.cli.diagnose import diagnose
 from diptych.cli.error_messages import errors_in_words
+from diptych.cli.front import front
 from diptych.cli.guide import guide
 from diptych.cli.options import (
     SLO_HELP,
@@ -89,7 +87,7 @@ UNTOUCHED_NAMES = ("--max-untouched-per-worker", "--edge-depth")  # the second i
 UNTOUCHED_HELP = "Requests per worker without a first token; more wait in the queue (0: none wait). Default: 64."
 BOTH_HELP = "Workers that do both. Default: 1 if there is no other."
 CORE_SPLIT_HELP = "Cores by role, such as prefill=3,decode=1 (weights); divided again when a role changes."
-FLEET_HELP = "TOML file of unequal workers: tables [pools.NAME], as for diptych simulate."
+FLEET_HELP = "TOML file of unequal workers: tables pools.NAME, as for diptych simulate."
 POOL_HELP = "NAME=POOL, such as large=1:max_model_len=131072,kv_cache_bytes=8GiB. Repeatable."
 DEFLECTION_HELP = "Prompts of a busy decode worker: short ones, or any that its streams' objective leaves room for."
 MAX_QUEUED_HELP = "Requests that may wait in the queue; more get 429. Default: 4096."
@@ -300,15 +298,6 @@ def busy_machine_hint(options: EngineOptions, num_workers: int, processor: Proce
     return "It computes on every core, so programs beside it make each step slower; --threads N leaves cores to them."
 
 
-def own_command() -> str:
-    """How a user of this terminal starts ``diptych``: by its name where the shell finds it, else by a path."""
-    if shutil.which("diptych"):
-        return "diptych"
-    script = Path(__file__).parents[3] / "scripts" / "diptych"  # in a checkout
-    path = str(script if script.exists() else Path(sys.executable).parent / "diptych")
-    return shlex.quote(min(path, os.path.relpath(path), key=len))
-
-
 def manners(given: dict[str, Any]) -> Manners:
     """How the server behaves towards clients. Raises ConfigError."""
     return Manners(
@@ -359,7 +348,7 @@ def version() -> None:
     print(f"diptych {__version__} (control code and simulator: {compiled_modules.what_runs()})")
 
 
-for command in (advise, alerts, bench, calibrate, chat, diagnose, plan, replay, simulate, guide):
+for command in (advise, alerts, bench, calibrate, chat, diagnose, front, plan, replay, simulate, guide):
     app.command(cls=Command)(command)
 
 

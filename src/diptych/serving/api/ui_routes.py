@@ -15,10 +15,10 @@ from diptych import __version__
 from diptych.control.planner.planner_events import Decision
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 from diptych.serving.api.admin_routes import is_local
-from diptych.serving.api.diagnosis_routes import add_diagnosis_routes
-from diptych.serving.async_llm import AsyncLLM
+from diptych.serving.api.diagnosis_routes import add_diagnosis_routes, refuse_diagnosis
 from diptych.serving.fleet.fleet_planner import FleetPlanner
 from diptych.serving.metrics.rolling_window import WINDOW_S, Recent
+from diptych.serving.served_fleet import ServedFleet
 from diptych.web.assets import page_route, static_routes, without_slash
 from diptych.web.guide_app import guide_routes
 from diptych.web.panel_host import PanelHost
@@ -167,17 +167,26 @@ async def _to_live_page(request: Request) -> Response:
 
 
 def add_ui_routes(
-    app: FastAPI, llm: AsyncLLM, model_name: str, errors: dict[int | str, dict[str, Any]], *, has_admin_key: bool
+    app: FastAPI,
+    llm: ServedFleet,
+    model_name: str,
+    errors: dict[int | str, dict[str, Any]],
+    *,
+    has_admin_key: bool,
+    has_steps: bool = True,
 ) -> None:
     """Add ``/ui``, its files and ``/ui/state``, ``/docs``, ``/guide`` and ``/compare``. errors: documented replies from
-    400 on."""
+    400 on. has_steps: whether the workers report their steps, without which nothing is diagnosed."""
     recent = _recent(llm)
     app.router.routes += [page_route("/ui", "ui/index.html"), without_slash("/ui"), *static_routes()]
     app.router.routes.append(Route("/", _to_live_page, methods=["GET"], include_in_schema=False))
     app.router.routes.append(page_route("/docs", "reference/index.html"))
     panels = PanelHost(gives_way=True)
     app.router.routes += guide_routes(panels, live=True)
-    add_diagnosis_routes(app, llm, model_name, panels, errors)
+    if has_steps:
+        add_diagnosis_routes(app, llm, model_name, panels, errors)
+    else:
+        refuse_diagnosis(app, errors)
 
     @app.get("/ui/state", responses={401: errors[401], 200: {"model": UiState}})
     async def state(request: Request) -> Response:
@@ -188,7 +197,7 @@ def add_ui_routes(
         return Response(found.model_dump_json(), media_type="application/json")
 
 
-def _recent(llm: AsyncLLM) -> Recent:
+def _recent(llm: ServedFleet) -> Recent:
     metrics = llm.metrics
     histograms = {
         "ttft": metrics.time_to_first_token,
@@ -212,10 +221,9 @@ def _recent(llm: AsyncLLM) -> Recent:
     return Recent(histograms, counters)
 
 
-def _state(llm: AsyncLLM, model_name: str, recent: Recent) -> UiState:
+def _state(llm: ServedFleet, model_name: str, recent: Recent) -> UiState:
     view, ready, slo = llm.metrics.fleet.view(), llm.ready, llm.options.slo
     workers = [_worker(llm, number, role) for number, role in enumerate(view.roles)]
-    budget = llm.options.scheduler.budget.kind
     roles = {role: view.roles.count(role) for role in _ROLES}
     return UiState(
         version=__version__,
@@ -224,13 +232,13 @@ def _state(llm: AsyncLLM, model_name: str, recent: Recent) -> UiState:
             name=model_name,
             description=ready.description if ready else llm.loading.stage,
             max_model_len=ready.max_model_len if ready else None,
-            kv_capacity_tokens=ready.kv_capacity_tokens if ready else None,
-            vocab_size=ready.vocab_size if ready else None,
-            has_text=llm.tokenizer.has_text,
+            kv_capacity_tokens=llm.kv_capacity_tokens,
+            vocab_size=(ready.vocab_size or None) if ready else None,
+            has_text=llm.has_text,
         ),
         objectives=Objectives(ttft_ms=_ms(slo.ttft_ns), tpot_ms=_ms(slo.tpot_ns)),
         shape=" + ".join(f"{count} {role}" for role, count in roles.items() if count),
-        scheduling="unified" if budget == "whole" else "chunked",
+        scheduling=llm.scheduling,
         workers=workers,
         phases=[_phase(role, [worker for worker in workers if worker.role == role]) for role in _ROLES if roles[role]],
         queued=view.num_queued,
@@ -277,7 +285,7 @@ def _decision(decision: Decision, now: int) -> PlanDecision:
     )
 
 
-def _worker(llm: AsyncLLM, number: int, role: str) -> WorkerReply:
+def _worker(llm: ServedFleet, number: int, role: str) -> WorkerReply:
     fleet = llm.metrics.fleet
     view, stats = fleet.view(), fleet.stats_of(number)
     known, info = llm.timeline.workers.get(number), llm.fleet.members.infos.get(number)
