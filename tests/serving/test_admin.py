@@ -264,6 +264,16 @@ async def test_without_an_admin_key_only_this_machine_is_answered() -> None:
 
 
 @in_virtual_time
+async def test_without_an_admin_key_what_a_proxy_on_this_machine_hands_on_is_refused() -> None:
+    async with in_process_fleet(both=1) as setup, client_of(setup) as client:
+        for header in ("X-Forwarded-For", "Forwarded", "X-Real-IP", "Via"):
+            assert (await client.get("/admin/workers", headers={header: "for=10.0.0.7"})).status_code == 403
+    async with in_process_fleet(both=1) as setup, client_of(setup, admin_key="secret") as client:
+        headers = {"X-Forwarded-For": "10.0.0.7", "Authorization": "Bearer secret"}
+        assert (await client.get("/admin/workers", headers=headers)).status_code == 200
+
+
+@in_virtual_time
 async def test_an_admin_key_is_asked_for_everywhere_and_is_no_api_key() -> None:
     async with in_process_fleet(both=1) as setup:
         for peer in (HERE, ELSEWHERE):

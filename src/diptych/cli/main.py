@@ -193,7 +193,7 @@ def serve(
     max_partial_prefills: Annotated[Whole, option("Prompts partly computed at once (0: no limit).", SCHEDULER)] = None,
     max_long_partial_prefills: Annotated[Whole, option("Of these, long ones (0: no limit).", SCHEDULER)] = None,
     long_prefill_threshold: Annotated[Whole, option("A prompt with more uncached tokens is long.", SCHEDULER)] = None,
-    preemption: Annotated[PreemptionName | None, option("When a decode loses its blocks.", SCHEDULER)] = None,
+    preemption: Annotated[PreemptionName | None, option("When a decode loses its KV blocks.", SCHEDULER)] = None,
     preempt_for_priority: Annotated[bool, option("Displace running requests of lower priority.", SCHEDULER)] = False,
     block_size: Annotated[int, option("Tokens per KV block.", MEMORY)] = 32,
     kv_cache_memory: Annotated[Text, option("KV cache per worker, such as 2GiB. Default: a share.", MEMORY)] = None,

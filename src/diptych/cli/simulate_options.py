@@ -99,7 +99,7 @@ class SimulateOptions:
     max_partial_prefills: Annotated[Whole, option("Prompts partly computed at once (0: no limit).", SCHEDULER)] = None
     max_long_partial_prefills: Annotated[Whole, option("Of these, long ones (0: no limit).", SCHEDULER)] = None
     long_prefill_threshold: Annotated[Whole, option("A prompt with more uncached tokens is long.", SCHEDULER)] = None
-    preemption: Annotated[Text, option("When a decode loses its blocks: recompute or swap.", SCHEDULER)] = None
+    preemption: Annotated[Text, option("When a decode loses its KV blocks: recompute or swap.", SCHEDULER)] = None
     preempt_for_priority: Annotated[Switch, option("Displace running requests of lower priority.", SCHEDULER)] = None
     block_size: Annotated[Whole, option("Tokens per KV block.", MEMORY)] = None
     kv_cache_tokens: Annotated[Whole, option("KV cache in tokens. Default: what fits.", MEMORY)] = None

@@ -68,7 +68,7 @@ class PoolSettings(SettingsTable, frozen=True, kw_only=True):
 class PoolsSettings(SettingsTable, frozen=True, kw_only=True):
     """``named``: the pools (none, or none with a replica: all ``replicas`` of the fleet prefill and decode).
 
-    link: the name of one of fleet/links.py. nics: how many of them a replica has, each for either direction. hosts:
+    link: between replicas, by its name. nics: how many of them a replica has, each for either direction. hosts:
     replicas are dealt out to so many hosts, and those of one host borrow blocks of each other instead of sending them
     (0: each is on a host of its own). stall_ms: how much longer a step lasts for each request whose KV the worker takes
     over or gives away in it (0: transfers cost the steps nothing).

@@ -50,8 +50,8 @@ Struct = TypeVar("Struct", bound=msgspec.Struct)
 class MemorySettings(SettingsTable, frozen=True, kw_only=True):
     """The KV cache of one replica. kv_cache_tokens or kv_cache_bytes (of each GPU) replace what fits beside the
     weights in ``gpu_memory_utilization`` of the memory. host_bytes: host memory for evicted blocks and preempted
-    requests, which travel over ``host_link`` (one of simulation/fleet/links.py). disk_bytes: a disk below it, of the
-    kind ``disk`` (one of simulation/fleet/simulated_disk.py). Each replica has its own."""
+    requests, which travel over ``host_link`` (a link, by its name). disk_bytes: a disk below it, of the
+    kind ``disk``. Each replica has its own."""
 
     block_size: AtLeastOne = 32
     kv_cache_tokens: AtLeastOne | None = None
@@ -72,7 +72,8 @@ class SloSettings(SettingsTable, frozen=True, kw_only=True):
 
 
 class WatchSettings(SettingsTable, frozen=True, kw_only=True):
-    """How failures are noticed; see faults.Watch."""
+    """How failures are noticed. detection_ms: from the end of a process until the front end knows of it. heartbeat_s: a
+    worker that hangs for longer is killed. resume_s: how long the ends of a broken KV connection try to resume it."""
 
     detection_ms: Positive = 10.0
     heartbeat_s: Positive = 10.0
@@ -80,7 +81,10 @@ class WatchSettings(SettingsTable, frozen=True, kw_only=True):
 
 
 class FaultSettings(SettingsTable, frozen=True, kw_only=True):
-    """One scripted fault; see faults.py."""
+    """One scripted fault of the worker ``replica``. crash: its state is gone; it is back, empty, after the duration.
+    hang: it takes no message and ends no step. slow: its steps take ``factor`` times as long. Messages between it and
+    the front end are, by link_loss, held back until the end; by delay, late by up to ``factor`` milliseconds; by
+    reorder, late by random amounts; by duplicate, delivered twice. link_down: no KV leaves it or comes to it."""
 
     kind: FaultKind
     at_s: NotNegative
@@ -98,7 +102,7 @@ class RandomFaultSettings(SettingsTable, frozen=True, kw_only=True):
 
 
 class SpeculationSettings(SettingsTable, frozen=True, kw_only=True):
-    """Guessed tokens; see fleet/guesses.py. coverage: share of the tokens behind which there is a guess (0: nothing is
+    """Guessed tokens. coverage: share of the tokens behind which there is a guess (0: nothing is
     guessed). acceptance: probability that a guessed token is right when those before it are."""
 
     coverage: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
@@ -117,7 +121,7 @@ class Settings(SettingsTable, frozen=True, kw_only=True):
     its format, or a table (hardware.py). Neither is needed when ``cost`` is a file of ``diptych calibrate``.
     tensor_parallel to data_parallel: see Parallelism. routing to max_queued: as for ``diptych serve`` (None: its
     defaults). weight_bits: of a GPU (None: what the checkpoint has). quantize: on a CPU, as for ``diptych serve``; with
-    a calibration it may only agree with what was measured (None: that, or "none"). engine: one of serving_engine.py,
+    a calibration it may only agree with what was measured (None: that, or "none"). engine: one of the engines
     whose host prepares the steps and whose front end takes the requests (None: as the cost model has it). admit_all:
     refuse no request, however long it would wait. explain_misses: say what prefills were spent on."""
 

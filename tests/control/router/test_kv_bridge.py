@@ -6,16 +6,16 @@ import pytest
 
 from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.router.assumed_cache import AssumedCache
-from diptych.control.router.kv_bridge import BlocksRemoved, BlocksStored, CacheCleared, EngineHash, KVBridge
+from diptych.control.router.kv_bridge import BlocksRemoved, CacheCleared, EngineBlocksStored, EngineHash, KVBridge
 from diptych.control.router.kv_source import KVSource, SourceState
 
 TOKENS = list(range(100, 164))
 
 
-def stored(tokens: list[int], size: int, names: str = "e", parent: EngineHash | None = None) -> BlocksStored:
+def stored(tokens: list[int], size: int, names: str = "e", parent: EngineHash | None = None) -> EngineBlocksStored:
     """Blocks named e0, e1 ..."""
     hashes = [f"{names}{number}".encode() for number in range(len(tokens) // size)]
-    return BlocksStored(hashes, parent, tokens[: len(hashes) * size], size)
+    return EngineBlocksStored(hashes, parent, tokens[: len(hashes) * size], size)
 
 
 @pytest.mark.parametrize("size", [8, 16, 32, 4])
@@ -45,7 +45,7 @@ def test_a_block_without_a_known_parent_does_not_count_nor_do_its_children() -> 
     bridge = KVBridge(16, 1000)
     assert bridge.apply([stored(TOKENS, 16, parent=b"unknown")]) == ((), ())
     assert bridge.num_orphans == 4
-    assert bridge.apply([BlocksStored([b"x"], None, TOKENS[:10], 16)]) == ((), ())  # fewer tokens than a block
+    assert bridge.apply([EngineBlocksStored([b"x"], None, TOKENS[:10], 16)]) == ((), ())  # fewer tokens than a block
 
 
 def test_stored_and_removed_in_one_batch_is_no_change_and_clearing_is() -> None:
@@ -153,7 +153,7 @@ class RandomEngine:
             return []
         own = f"{self.life}/{len(self.batches)}/{self.rng.random()}".encode()
         self.blocks[own] = new
-        return [BlocksStored([own], name, list(new[len(tokens) :]), self.size)]
+        return [EngineBlocksStored([own], name, list(new[len(tokens) :]), self.size)]
 
 
 @pytest.mark.parametrize("seed", range(60))

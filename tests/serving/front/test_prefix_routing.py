@@ -12,7 +12,7 @@ from fake_events import FakePublisher, removed, stored
 from front_harness import FrontClient, fronted
 
 from diptych.control.errors import ConfigError
-from diptych.control.router.kv_bridge import BlocksRemoved, BlocksStored, CacheCleared
+from diptych.control.router.kv_bridge import BlocksRemoved, CacheCleared, EngineBlocksStored
 from diptych.serving.front.engine_spec import EngineSpec
 from diptych.serving.front.kv_events import UnreadableBatchError, read_batch
 
@@ -151,7 +151,7 @@ async def test_blocks_that_are_not_plain_prompts_do_not_count() -> None:
     events = read_batch(
         msgspec.msgpack.encode({"ts": 0, "events": [plain, removed([1]), {"type": "AllBlocksCleared"}]})
     )
-    assert events == [BlocksStored([1], None, [5] * 16, 16), BlocksRemoved([1]), CacheCleared()]
+    assert events == [EngineBlocksStored([1], None, [5] * 16, 16), BlocksRemoved([1]), CacheCleared()]
 
 
 NO_BATCHES = [b"\xc1", [1], [0.0, "x"], [0.0, [7]], [0.0, [["BlockRemoved", "x"]]]]

@@ -18,7 +18,7 @@ EngineHash = int | bytes
 
 
 @dataclass(frozen=True, slots=True)
-class BlocksStored:
+class EngineBlocksStored:
     """Blocks that the engine's cache holds now, each the child of the one before it; parent: of the first (None: it
     begins a prompt). token_ids: of all of them."""
 
@@ -40,7 +40,7 @@ class CacheCleared:
     """The engine's cache is empty."""
 
 
-EngineCacheEvent = BlocksStored | BlocksRemoved | CacheCleared
+EngineCacheEvent = EngineBlocksStored | BlocksRemoved | CacheCleared
 
 
 @dataclass(slots=True)
@@ -90,7 +90,7 @@ class KVBridge:
         """A batch of events, in order: our hashes that are held from now on, and those that are not any more."""
         self._changed = {}
         for event in events:
-            if isinstance(event, BlocksStored):
+            if isinstance(event, EngineBlocksStored):
                 self._store(event)
             elif isinstance(event, BlocksRemoved):
                 for block in event.hashes:
@@ -112,7 +112,7 @@ class KVBridge:
         evicted = tuple(block for block, was_held in changed.items() if was_held and block not in held)
         return stored, evicted
 
-    def _store(self, event: BlocksStored) -> None:
+    def _store(self, event: EngineBlocksStored) -> None:
         size = event.block_size
         if size < 1 or len(event.token_ids) != size * len(event.hashes):
             self.num_orphans += len(event.hashes)

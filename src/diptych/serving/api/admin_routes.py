@@ -25,6 +25,7 @@ from diptych.serving.served_fleet import ServedFleet
 
 ADMIN_PREFIX = "/admin/"
 LOOPBACK = ("127.", "::1", "::ffff:127.")
+FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip", "via")  # a proxy on this machine speaks for somebody else
 
 
 class ChangeBody(BaseModel):
@@ -111,8 +112,10 @@ class AdminAccess:
 
 
 def is_local(scope: Scope) -> bool:
-    """Whether a request comes from this machine's loopback address."""
-    return str((scope.get("client") or ("",))[0]).startswith(LOOPBACK)
+    """Whether a request comes from this machine's loopback address, and no proxy says that it hands it on."""
+    headers = Headers(scope=scope)
+    is_forwarded = any(name in headers for name in FORWARDED)
+    return str((scope.get("client") or ("",))[0]).startswith(LOOPBACK) and not is_forwarded
 
 
 def _is_same_origin(headers: Headers) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from diptych.control.errors import ConfigError
-from diptych.control.router.kv_bridge import BlocksRemoved, BlocksStored, CacheCleared, EngineCacheEvent
+from diptych.control.router.kv_bridge import BlocksRemoved, CacheCleared, EngineBlocksStored, EngineCacheEvent
 from diptych.control.router.kv_source import KVSource, SourceChange
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ def read_event(event: Any) -> EngineCacheEvent | None:
         raise UnreadableBatchError("token_ids of a stored block are not tokens")
     if not isinstance(size, int) or not (parent is None or isinstance(parent, int | bytes)):
         raise UnreadableBatchError("a stored block without block_size, or with an odd parent")
-    return BlocksStored(_hashes(fields), parent, tokens, size)
+    return EngineBlocksStored(_hashes(fields), parent, tokens, size)
 
 
 def _hashes(fields: Mapping[str, Any]) -> list[int | bytes]:
