@@ -13,7 +13,7 @@ const MARGIN = 0.015;
 
 export class Playback {
   constructor() {
-    this.view = new TimelineView($("#timeline"), { label: "What happens", name: (id) => id, maxHeight: Math.max(420, Math.min(700, innerHeight * 0.82)), tools: true });
+    this.view = new TimelineView($("#timeline"), { label: "What happens", name: (id) => id, now: () => this.time || null, maxHeight: Math.max(420, Math.min(700, innerHeight * 0.82)), tools: true });
     this.view.buttons.pause.hidden = true;
     this.records = [];
     this.given = 0;
@@ -82,10 +82,21 @@ export class Playback {
     while (last < this.records.length && this.ends[last] <= this.time) last++;
     if (last > this.given) this.view.add(this.records.slice(this.given, last));
     this.given = last;
+    this.view.setOpen(this.#openSteps());
     this.range.value = String(this.end ? Math.round((this.time / this.end) * 1000) : 0);
     this.range.setAttribute("aria-valuetext", duration(this.time));
     setText($("#clock"), `${(this.time / 1e6).toFixed(1)} ms`);
     this.say("");
+  }
+
+  /** Of each worker, the step in which this moment lies, as it is reported when it begins. */
+  #openSteps() {
+    const open = new Map();
+    for (let index = this.given; index < this.records.length && open.size < this.play.lanes.length; index++) {
+      const { kind, worker, start_ns, end_ns, ...step } = this.records[index];
+      if (kind === "step" && start_ns < this.time && !open.has(worker)) open.set(worker, { ...step, kind: "step_begun", worker, time_ns: start_ns, predicted_ns: end_ns - start_ns });
+    }
+    return [...open.values()];
   }
 
   say(text) {

@@ -2,7 +2,7 @@
 
 import { firstAbove } from "../common/sorted.js";
 
-const MIN_TOKENS = 64; // of a prefill that counts
+export const MIN_TOKENS = 64; // of a prefill that counts
 const MIN_GAPS = 20;
 const MAX_REQUESTS = 24;
 

@@ -4,10 +4,11 @@ import { $, announce, h, queryState, setQueryState, setText, show } from "../com
 import { count, duration, shortId, significant } from "../common/format.js";
 import { EventStream } from "../common/stream.js";
 import { themeButton } from "../common/theme.js";
+import { computingText } from "../common/timeline-words.js";
 import { TimelineView } from "../common/timeline.js";
 import { Admin } from "./admin.js";
 import { DiagnosisCard } from "./diagnosis.js";
-import { interference } from "./interference.js";
+import { MIN_TOKENS, interference } from "./interference.js";
 import { MissCard } from "./misses.js";
 import { Tiles, showRequest, showRequests, showWorkers } from "./panels.js";
 import { PlanCard } from "./plan.js";
@@ -15,6 +16,7 @@ import { Sender } from "./sender.js";
 import { ServerError, getJson, hasKey, headers, setKey } from "../common/server.js";
 
 const LAG_NS = 450e6; // workers report every 200 ms, the stream every 100 ms
+const AHEAD = 0.12; // of the timeline's width is for what is predicted
 const FIRST_RECORDS = 6000;
 const STATE_INTERVAL_MS = 1000;
 const PANEL_INTERVAL_MS = 300;
@@ -31,7 +33,7 @@ let since = null;
 
 const sender = new Sender({ onChange: () => updateButtons(), onProblem: showProblem });
 const view = new TimelineView($("#timeline"), {
-  label: "Timeline of this server", lagNs: LAG_NS, spanNs: (Number(query.span) || 8) * 1e9, clock: true, stall: { floorNs: STALL_FLOOR_NS }, minRequestRows: 6,
+  label: "Timeline of this server", lagNs: LAG_NS, aheadShare: AHEAD, spanNs: (Number(query.span) || 8) * 1e9, clock: true, stall: { floorNs: STALL_FLOOR_NS }, minRequestRows: 6,
   showRequests: query.requests !== "0", now: () => now(), name: nameOf,
 });
 const tiles = new Tiles($("#tiles"));
@@ -184,17 +186,18 @@ function showVerdict() {
   const found = interference(view.model, edge - span, edge);
   const value = $("#verdict-value");
   const words = $("#verdict-words");
+  const computing = view.following ? computingText(view.model, MIN_TOKENS, nameOf) : "";
   if (!found) {
     const streams = [...view.model.requests.values()].some((request) => !request.end && request.times.length);
     setText(value, "–");
     value.className = "verdict-value";
-    setText(words, streams ? "Streams run undisturbed. Now send a long prompt." : "Interference: how much longer streams wait while a prompt is computed.");
+    setText(words, computing || (streams ? "Streams run undisturbed. Now send a long prompt." : "Interference: how much longer streams wait while a prompt is computed."));
     return;
   }
   const shown = Math.max(1, found.factor);
   setText(value, `${shown < 10 ? shown.toFixed(1) : significant(shown)}×`);
   value.className = `verdict-value ${shown < 2 ? "good" : shown > 4 ? "bad" : ""}`;
-  setText(words, `gap between tokens (p99): ${duration(found.busyNs)} while a prompt is computed, ${duration(found.quietNs)} else`);
+  setText(words, computing || `gap between tokens (p99): ${duration(found.busyNs)} while a prompt is computed, ${duration(found.quietNs)} else`);
 }
 
 function updatePanels() {
