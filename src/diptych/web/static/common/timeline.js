@@ -39,7 +39,8 @@ const NARROW = 620;
  * time that is shown at first; name: request id -> text;
  * stall: see TimelineModel; clock: show the time of day (needs a header record); showRequests; minRequestRows;
  * maxHeight: in pixels, then it scrolls; tools: false leaves out the buttons and the legend.
- * Events: hover, select (detail: {request, lane, index, transfer, time}), range (detail: {t0, t1, following}).
+ * Events: hover, select (detail: {request, lane, index, transfer, time}), range (detail: {t0, t1, following}),
+ * requests (detail: {on}).
  */
 export class TimelineView extends EventTarget {
   constructor(container, options = {}) {
@@ -161,6 +162,7 @@ export class TimelineView extends EventTarget {
   toggleRequests(on = !this.showRequests) {
     this.showRequests = on;
     this.buttons.requests?.setAttribute("aria-pressed", String(on));
+    this.dispatchEvent(new CustomEvent("requests", { detail: { on } }));
     this.redraw();
   }
 
