@@ -87,6 +87,11 @@ class Tokenizer:
         return Detokenizer(self._fast, prompt_token_ids, self._whole_texts, shown) if self._fast else None
 
     @property
+    def has_chat_template(self) -> bool:
+        """Whether a conversation can become a prompt."""
+        return bool(self._templates) and self._fast is not None
+
+    @property
     def takes_tools(self) -> bool:
         """Whether the chat template renders tools."""
         return any("tools" in source for source in self._templates.values())

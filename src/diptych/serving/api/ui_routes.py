@@ -4,6 +4,7 @@ Owns the shape of ``/ui/state``. Measures nothing: it reads metrics, timeline an
 """
 
 import time
+from pathlib import Path
 from typing import Any, Literal
 
 from fastapi import FastAPI, Request
@@ -11,12 +12,14 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 
 from diptych import __version__
+from diptych.control.config import ShapeName
 from diptych.control.planner.planner_events import Decision
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 from diptych.serving.api.admin_routes import is_local
 from diptych.serving.api.diagnosis_routes import add_diagnosis_routes
 from diptych.serving.async_llm import AsyncLLM
 from diptych.serving.fleet.fleet_planner import FleetPlanner
+from diptych.serving.link.engine_options import BUNDLED_MODEL
 from diptych.serving.metrics.rolling_window import WINDOW_S, Recent
 from diptych.web.assets import page_route, static_routes, without_slash
 from diptych.web.guide_app import guide_routes
@@ -37,7 +40,8 @@ class PercentilesReply(BaseModel):
 
 class WorkerReply(BaseModel):
     """One worker, as it reported last. cache_hits: share of the prompt tokens looked up that were found, 0 to 1 (null:
-    none was looked up). computes_on: for people ("": its whole device)."""
+    none was looked up). computes_on: for people ("": its whole device). shape: how it would schedule prompts beside
+    streams."""
 
     worker: int
     role: str
@@ -53,6 +57,7 @@ class WorkerReply(BaseModel):
     preemptions: int
     step_time_error: float
     computes_on: str
+    shape: ShapeName
 
 
 class PhaseView(BaseModel):
@@ -76,7 +81,8 @@ class Objectives(BaseModel):
 
 
 class Model(BaseModel):
-    """What is served, and how long a prompt may be. null: not known before the workers are ready."""
+    """What is served, and how long a prompt may be. null: not known before the workers are ready. has_chat: whether it
+    answers conversations (the bundled one has a template for them, and was not trained to)."""
 
     name: str
     description: str
@@ -84,6 +90,7 @@ class Model(BaseModel):
     kv_capacity_tokens: int | None
     vocab_size: int | None
     has_text: bool
+    has_chat: bool
 
 
 class WindowReply(BaseModel):
@@ -148,7 +155,6 @@ class UiState(BaseModel):
     model: Model
     objectives: Objectives
     shape: str
-    scheduling: str
     workers: list[WorkerReply]
     phases: list[PhaseView]
     queued: int
@@ -208,7 +214,6 @@ def _recent(llm: AsyncLLM) -> Recent:
 def _state(llm: AsyncLLM, model_name: str, recent: Recent) -> UiState:
     view, ready, slo = llm.metrics.fleet.view(), llm.ready, llm.options.slo
     workers = [_worker(llm, number, role) for number, role in enumerate(view.roles)]
-    budget = llm.options.scheduler.budget.kind
     roles = {role: view.roles.count(role) for role in _ROLES}
     return UiState(
         version=__version__,
@@ -220,10 +225,10 @@ def _state(llm: AsyncLLM, model_name: str, recent: Recent) -> UiState:
             kv_capacity_tokens=ready.kv_capacity_tokens if ready else None,
             vocab_size=ready.vocab_size if ready else None,
             has_text=llm.tokenizer.has_text,
+            has_chat=llm.tokenizer.has_chat_template and Path(llm.options.model) != BUNDLED_MODEL,
         ),
         objectives=Objectives(ttft_ms=_ms(slo.ttft_ns), tpot_ms=_ms(slo.tpot_ns)),
         shape=" + ".join(f"{count} {role}" for role, count in roles.items() if count),
-        scheduling="unified" if budget == "whole" else "chunked",
         workers=workers,
         phases=[_phase(role, [worker for worker in workers if worker.role == role]) for role in _ROLES if roles[role]],
         queued=view.num_queued,
@@ -289,6 +294,7 @@ def _worker(llm: AsyncLLM, number: int, role: str) -> WorkerReply:
         preemptions=stats.num_preemptions,
         step_time_error=stats.step_time_error,
         computes_on=str(info.share) if info and info.share.num_units else "",
+        shape=llm.fleet.changes.shape(number),
     )
 
 

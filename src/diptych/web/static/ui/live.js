@@ -7,12 +7,15 @@ import { themeButton } from "../common/theme.js";
 import { computingText } from "../common/timeline-words.js";
 import { TimelineView } from "../common/timeline.js";
 import { Admin } from "./admin.js";
+import { Chat } from "./chat.js";
 import { DiagnosisCard } from "./diagnosis.js";
 import { MIN_TOKENS, interference } from "./interference.js";
 import { MissCard } from "./misses.js";
 import { Tiles, showRequest, showRequests, showWorkers } from "./panels.js";
 import { PlanCard } from "./plan.js";
+import { Readers } from "./readers.js";
 import { Sender } from "./sender.js";
+import { ShapeSwitch } from "./shape.js";
 import { ServerError, getJson, hasKey, headers, setKey } from "../common/server.js";
 
 const LAG_NS = 450e6; // workers report every 200 ms, the stream every 100 ms
@@ -31,7 +34,9 @@ let state = null; // of /ui/state
 let shownWorkers = "";
 let since = null;
 
-const sender = new Sender({ onChange: () => updateButtons(), onProblem: showProblem });
+const sender = new Sender({ onChange: () => onSent(), onProblem: showProblem });
+const readers = new Readers(sender, () => view.model.stall.objectiveNs / 1e6);
+const chat = new Chat(sender);
 const view = new TimelineView($("#timeline"), {
   label: "Timeline of this server", lagNs: LAG_NS, aheadShare: AHEAD, spanNs: (Number(query.span) || 8) * 1e9, clock: true, stall: { floorNs: STALL_FLOOR_NS }, minRequestRows: 6,
   showRequests: query.requests !== "0", now: () => now(), name: nameOf,
@@ -41,6 +46,7 @@ const planCard = new PlanCard();
 const missCard = new MissCard(nameOf);
 const diagnosisCard = new DiagnosisCard(() => ({ ttft: objective("ttft"), gap: objective("gap") }));
 const admin = new Admin(() => pollState());
+const shapes = new ShapeSwitch((worker, body) => admin.changeWorker(worker, body));
 const stream = new EventStream({
   url: () => (since === null ? "timeline" : `timeline?since=${since}`), headers,
   onEvent: ({ data }) => onRecords(JSON.parse(data)), onState: onConnection,
@@ -116,11 +122,12 @@ async function pollState() {
 
 function onState() {
   const { model } = state;
-  setText($("#model"), `${model.name} · ${model.description}`);
+  setText($("#model"), model.name);
   $("#model").title = model.description;
   document.title = `${model.name}: live – Diptych`;
   if (stream.state === "open") onConnection("open");
-  showStory();
+  shapes.update(state, admin.isOpen);
+  chat.update(model, state.state === "ready");
   fillLongChoices();
   applyObjectives();
   tiles.update(state, { ttft: objective("ttft") || state.objectives.ttft_ms, gap: objective("gap") || state.objectives.tpot_ms });
@@ -132,15 +139,6 @@ function onState() {
   const workers = JSON.stringify([state.admin, ...state.workers.map(({ worker, role, state: phase, computes_on: units }) => [worker, role, phase, units])]);
   if (workers !== shownWorkers) admin.refresh(state.admin);
   shownWorkers = workers;
-}
-
-function showStory() {
-  const has = (role) => state.workers.some((worker) => worker.role === role);
-  const end = "Start four streams, then send a long prompt, and watch the streams.";
-  let text = `One worker computes prompts whole, and running streams stall meanwhile. ${end}`;
-  if (has("prefill") && has("decode")) text = `Prompts are computed on prefill workers and answers written on decode workers, so streams should not feel a long prompt. ${end}`;
-  else if (state.scheduling === "chunked") text = `Workers compute prompts in chunks between tokens: streams slow down, but do not stop. ${end}`;
-  setText($("#story"), text);
 }
 
 function fillLongChoices() {
@@ -166,6 +164,11 @@ function applyObjectives() {
   sender.objectives = { ...(ttft && { ttft_slo_ms: ttft }), ...(gap && { tpot_slo_ms: gap }) };
   const limit = gap || state?.objectives.tpot_ms || 0;
   if (view.model.stall.objectiveNs !== limit * 1e6) view.setStall({ objectiveNs: limit * 1e6 });
+}
+
+function onSent() {
+  updateButtons();
+  readers.update();
 }
 
 function updateButtons() {
@@ -197,7 +200,7 @@ function showVerdict() {
   const shown = Math.max(1, found.factor);
   setText(value, `${shown < 10 ? shown.toFixed(1) : significant(shown)}×`);
   value.className = `verdict-value ${shown < 2 ? "good" : shown > 4 ? "bad" : ""}`;
-  setText(words, computing || `gap between tokens (p99): ${duration(found.busyNs)} while a prompt is computed, ${duration(found.quietNs)} else`);
+  setText(words, computing || `gap between tokens (p99): ${duration(found.busyNs)} while a prompt is computed, in the stream that waits longest; ${duration(found.quietNs)} else`);
 }
 
 function updatePanels() {
