@@ -155,7 +155,7 @@ def test_a_long_prompt_is_seen_while_it_is_computed_and_its_cause_is_said(browse
         assert "2,048 tokens of Long prompt 2" in words.inner_text() and "4 streams wait for it" in words.inner_text()
         assert "prefilling" in text(page, "#requests tr:has-text('Long prompt 2')")
         assert model(page, "model.lanes.get(0).open.predicted_ns") > 100e6
-        assert page.locator(".reader.still").count() == 4
+        wait_until(lambda: page.locator(".reader.still").count() == 4)
         wait_until(lambda: "done" in text(page, "#requests tr:has-text('Long prompt 2')"))
         assert model(page, "model.lanes.get(0).open") is None
         wait_until(lambda: page.locator(".reader.still").count() == 0)
@@ -200,10 +200,9 @@ def test_a_server_with_one_worker_offers_no_pools_and_one_with_an_admin_key_no_s
         wait_live(page)
         assert page.locator("[data-shape=pools]").is_disabled()
         assert page.locator("[data-shape=unified]").is_enabled()
-    with fake_server(serve={"admin_key": KEY}) as server:
-        with watched(browser, f"{server.url}/ui", lambda text: "401" in text) as page:
-            wait_live(page)
-            assert page.locator("#shape").is_hidden()
+    with fake_server(serve={"admin_key": KEY}) as server, watched(browser, f"{server.url}/ui") as page:
+        wait_live(page)
+        assert page.locator("#shape").is_hidden()
 
 
 def test_a_text_is_continued_and_a_conversation_goes_on(browser: Any) -> None:
