@@ -69,7 +69,7 @@ export class Chat {
       this.messages.push({ role: "user", content: text });
       $("#chat-input").value = "";
     }
-    const [path, body] = isChat ? ["v1/chat/completions", { messages: this.messages, max_tokens: CHAT_TOKENS, ...common }] : ["v1/completions", { prompt: text, max_tokens: TEXT_TOKENS, ...common }];
+    const [path, body] = isChat ? ["v1/chat/completions", { messages: this.messages, max_tokens: CHAT_TOKENS, ...common }] : ["v1/completions", { prompt: text, max_tokens: TEXT_TOKENS, stop: ["\n\n"], ...common }];
     this.#setBusy(true);
     const log = $("#chat-log");
     const reply = await this.sender.ask(path, body, ({ text: so_far }) => {

@@ -26,7 +26,7 @@ const PANEL_INTERVAL_MS = 300;
 const VERDICT_SPAN_NS = 20e9;
 const LONG_CHOICES = [512, 1024, 2048, 4096, 8192, 16384];
 const STREAMS = 4;
-const STALL_FLOOR_NS = 25e6; // shorter pauses are noise of the machine, and nobody sees them
+const STALL_FLOOR_NS = 50e6; // shorter pauses are noise of the machine, and nobody sees them
 
 const query = queryState();
 const clock = { now: 0, at: 0, runs: false };
