@@ -1,14 +1,15 @@
 """Servers that are hurt on purpose: does ``diptych diagnose`` name the cause, and is the predicted gain true?
 
     python benchmarks/diagnosis.py [MODEL_DIR] [--cases sequence_limit,...] [--loads 5] [--healthy 20] [--vllm VENV]
-                                   [--apply] [--seconds 20] [--json FILE]
+                                   [--apply] [--doctors VENV] [--seconds 20] [--json FILE]
 
 Each case starts a server with one thing wrong and sends it ``--loads`` loads of different rates (``diptych bench``; a
 slow reader and conversations are made here). The objectives are FACTOR times what the same server takes when nothing is
 wrong, measured first. A run counts as right when the first cause is the injected one; a healthy run when there is none.
-With --apply the first advice that has a predicted gain and an option of ``diptych serve`` is applied: the same load
-runs again, and sign and size of the measured gain are compared with the prediction. A slow link cannot be injected on
-one machine without privileges; tests/diagnosis does it in the simulator.
+With --doctors, published tools look at the same server (other_doctors.py). With --apply the first advice that has a
+predicted gain and an option of ``diptych serve`` is applied: the same load runs again, and sign and size of the
+measured gain are compared with the prediction. A slow link cannot be injected on one machine without privileges;
+tests/diagnosis does it in the simulator.
 """
 
 import argparse
@@ -28,6 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from common import report
+from other_doctors import OTHER_DOCTORS, other_findings
+from other_doctors import is_right as doctor_is_right
 from servers import PORT, PROGRAM, URL, Server, bench, diptych_server, vllm_server
 
 from diptych.diagnosis.engine_settings import DIPTYCH
@@ -109,21 +112,32 @@ def slow_reader(seconds: float) -> None:
         connection.close()
 
 
-def conversations(changes: bool) -> Callable[[float], None]:
-    """Sessions that resend a long beginning; ``changes``: its first token is another one each time."""
+def conversations(first_token: Callable[[int, float], int]) -> Callable[[float], None]:
+    """Sessions that resend a long beginning, whose first token is ``first_token(turn, share of the time that is
+    over)``."""
 
     def run(seconds: float) -> None:
-        end, turn = time.monotonic() + seconds, 0
-        while time.monotonic() < end:
+        begun, turn = time.monotonic(), 0
+        while (over := (time.monotonic() - begun) / seconds) < 1:
             turn += 1
-            first = [100 + turn % 800] if changes else [100]
-            body = {"prompt": first + [200 + at % 700 for at in range(1500)] + [300 + turn % 600], "max_tokens": 8}
+            prompt = [first_token(turn, over)] + [200 + at % 700 for at in range(1500)] + [300 + turn % 600]
             connection = http.client.HTTPConnection("127.0.0.1", PORT, timeout=60)
-            connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+            body = json.dumps({"prompt": prompt, "max_tokens": 8})
+            connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
             connection.getresponse().read()
             connection.close()
 
     return run
+
+
+def always_another(turn: int, over: float) -> int:
+    """A time stamp, say, at the beginning of the system prompt."""
+    return 100 + turn % 800
+
+
+def coming_back(turn: int, over: float) -> int:
+    """After a start, everybody's conversation is new to the cache, until they come back."""
+    return 100 + (turn % 800 if over < 0.54 else turn % 10)
 
 
 def busy_cores(seconds: float) -> None:
@@ -158,8 +172,8 @@ CASES = {
         ("too_few_decode_workers", "kv_cache_full"),
         "--prefill 2 --decode 1 --disaggregate always --kv-cache-memory 8MiB", Load(6, 60, 200),
     ),
-    "broken prefix": Case(("prefix_misses",), "--explain-misses on", Load(1), beside=conversations(True)),
-    "cold cache": Case(("cold_cache", "prefix_misses"), load=Load(1), beside=conversations(False)),
+    "broken prefix": Case(("prefix_misses",), "--explain-misses on", Load(1), beside=conversations(always_another)),
+    "cold cache": Case(("cold_cache", "prefix_misses"), load=Load(1), beside=conversations(coming_back)),
     "busy cores": Case(("oversubscribed_cores",), load=Load(4), vllm="", beside=busy_cores),
     "batch flood": Case(("batch_flood",), load=Load(4, flood=300), vllm=""),
     "capacity": Case(("capacity", "decode_batch"), load=Load(60, 600, 60), vllm=""),
@@ -174,7 +188,9 @@ def diagnosed(slo: str, window: float) -> dict[str, Any]:
     return {**found, "took_s": time.monotonic() - begun}
 
 
-def observe(case: Case, seconds: float, scale: float, seed: int, slo: str) -> dict[str, Any]:
+def observe(
+    case: Case, seconds: float, scale: float, seed: int, slo: str, doctors: Path | None = None
+) -> dict[str, Any]:
     """Run a load; diagnose in its last third."""
     beside = threading.Thread(target=case.beside or time.sleep, args=(seconds,))
     load = threading.Thread(target=case.load.run, args=(seconds, scale, seed))
@@ -182,6 +198,7 @@ def observe(case: Case, seconds: float, scale: float, seed: int, slo: str) -> di
     load.start()
     time.sleep(2 * seconds / 3)
     found = diagnosed(slo, seconds / 4)
+    found["others"] = other_findings(doctors, URL, seconds / 8) if doctors else {}
     load.join()
     beside.join()
     return found
@@ -235,11 +252,13 @@ def runs(engine: str, name: str, case: Case, options: argparse.Namespace) -> lis
     for number in range(count):
         scale = RATE_STEPS[number % len(RATE_STEPS)]
         with start(own):
-            found = observe(case, options.seconds, scale, number + 1, slo)
+            found = observe(case, options.seconds, scale, number + 1, slo, options.doctors)
         first = found["causes"][0]["cause"] if found["causes"] else ""
         is_right = first in case.expected if case.expected else not found["causes"]
         rows.append({"engine": engine, "case": name, "load": number + 1, "first cause": first, "right": is_right,
                      "requests": found["num_requests"], "took s": round(found["took_s"], 2)})  # fmt: skip
+        for tool, finding in found["others"].items():
+            rows[-1] |= {tool: finding, f"{tool} right": doctor_is_right(finding, case.expected)}
         advice = [given for cause in found["causes"] for given in cause["advice"] if _can_apply(given)]
         if options.apply and engine == "diptych" and advice:
             rows[-1] |= applied(advice[0], start, case, (options.seconds, scale, number + 1, slo, found))
@@ -261,6 +280,7 @@ def main() -> None:
     parser.add_argument("--healthy", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--vllm", type=Path, help="vLLM's virtual environment, to hurt it too")
+    parser.add_argument("--doctors", type=Path, help="a virtual environment with vllm-doctor and inferpilot")
     parser.add_argument("--apply", action="store_true", help="apply the first advice, and measure")
     parser.add_argument("--json", help="write a record")
     options = parser.parse_args()
@@ -271,6 +291,10 @@ def main() -> None:
     hurt = [row["right"] for row in rows if row["case"] != "healthy"]
     alarms = sum(not row["right"] for row in rows if row["case"] == "healthy")
     share = statistics.fmean(hurt) if hurt else 0.0
+    for tool in OTHER_DOCTORS if options.doctors else ():
+        others = [row[f"{tool} right"] for row in rows if row["case"] != "healthy"]
+        false = sum(not row[f"{tool} right"] for row in rows if row["case"] == "healthy")
+        print(f"{tool}: right in {statistics.fmean(others or [0]):.0%}; {false} alarms on healthy runs")
     print(f"first cause right in {share:.0%} of {len(hurt)} runs; {alarms} alarms on healthy runs")
     report("diagnosis", rows, options.json, right=share, alarms=alarms)
 

@@ -29,6 +29,7 @@ from diptych.control.planner.planner_events import (
     AskTwin,
     ChangeEnded,
     Demanded,
+    GroupCosts,
     Observed,
     ObservedWorker,
     PlannerCommand,
@@ -86,7 +87,7 @@ class Choice:
         engine = EngineConfig(CacheConfig(NUM_BLOCKS, BLOCK_SIZE), shape_preset("chunked"), workload.slo, 32_768)
         self.settings = {number: WorkerSetting(number, "both", "chunked") for number in range(workload.num_workers)}
         self.num_questions = 0
-        self.known: dict[Any, Prediction] = {}  # of the twin, by counts
+        self.known: dict[Any, Prediction] = {}  # of the twin, by configuration
         self._twin = Twin(TwinSettings(engine, ClusterConfig(), 131_072, shares_memory=False))
         self._workload = workload
         config = PlannerConfig(
@@ -121,25 +122,23 @@ class Choice:
         assert self._question is not None, "nothing was asked"
         first = self.layout
         reach = Reach(SHAPES, len(self.settings), len(self.settings))
-        layouts = [assign(first, counts, (), frozenset()) for counts in reachable(first, reach)]
+        layouts = [assign(first, wanted, (), frozenset()) for wanted in reachable(first, reach)]
         return first, self.predict(first), {layout.label: self.predict(layout) for layout in layouts}
 
     def predict(self, layout: Layout) -> Prediction:
         """What the twin says of one configuration."""
         assert self._question is not None
-        if layout.counts not in self.known:
+        if layout.configuration not in self.known:
             question = TwinQuestion(
                 1,
                 self._question.arrivals,
                 self._question.num_before,
                 self._question.span_ns,
                 (layout,),
-                TERMS,
-                NUM_BLOCKS,
-                BLOCK_SIZE,
+                (GroupCosts(TERMS, NUM_BLOCKS, BLOCK_SIZE),),
             )
-            (self.known[layout.counts],) = self._twin.answer(question)
-        return self.known[layout.counts]
+            (self.known[layout.configuration],) = self._twin.answer(question)
+        return self.known[layout.configuration]
 
     def _observed(self) -> Observed:
         load = LoadReport(self._now, 0, NUM_BLOCKS, 0, TERMS[1], TERMS[2], TERMS[0], TERMS[3], TERMS[4])

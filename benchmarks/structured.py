@@ -20,7 +20,7 @@ from typing import Any
 import jsonschema
 
 from diptych import LLM, SamplingParams
-from diptych.control.errors import InvalidRequestError
+from diptych.control.errors import InvalidRequestError, WorkerError
 from diptych.serving.answers.grammar.grammar_checker import GrammarChecker
 from diptych.serving.answers.grammar.grammar_text import GrammarWriter
 from diptych.serving.async_llm import AsyncLLM
@@ -194,7 +194,7 @@ async def gaps_beside(llm: AsyncLLM, work: Any) -> list[float]:
 async def hostile_gaps(options: argparse.Namespace) -> dict[str, Any]:
     device, memory = DeviceOptions(threads=options.threads), MemoryOptions(kv_cache_bytes=256 << 20)
     settings = EngineOptions(model=str(options.model or BUNDLED_MODEL), device=device, memory=memory)
-    refused = served = 0
+    refused = served = failed = 0
 
     async def quiet() -> None:
         await asyncio.sleep(3600)
@@ -202,19 +202,22 @@ async def hostile_gaps(options: argparse.Namespace) -> dict[str, Any]:
     async with AsyncLLM(settings) as llm:
 
         async def attack() -> None:
-            nonlocal refused, served
+            nonlocal refused, served, failed
             number = 0
             while True:
                 schema = {**HOSTILE[number % len(HOSTILE)], "$comment": str(number)}
                 number += 1
                 try:
-                    text = await llm.try_grammar(WRITER.schema(schema, "schema"))
+                    written = await asyncio.to_thread(WRITER.schema, schema, "schema")  # as the server does
+                    text = await llm.try_grammar(written)
                     params = SamplingParams(max_tokens=30, grammar=text)
                     async for _ in llm.generate([5, 6], params):
                         pass
                     served += 1
                 except InvalidRequestError:
                     refused += 1
+                except WorkerError:  # a mask beyond the limits, in the middle of an answer
+                    failed += 1
                 await asyncio.sleep(0.05)
 
         await llm.try_grammar(WRITER.choice(["begin"], "x"))
@@ -230,6 +233,7 @@ async def hostile_gaps(options: argparse.Namespace) -> dict[str, Any]:
         "worst gap ms beside": round(attacked[-1], 1),
         "hostile schemas served": served,
         "refused": refused,
+        "ended by a limit of masks": failed,
     }
 
 

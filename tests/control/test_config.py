@@ -254,6 +254,22 @@ def test_sampling_that_is_not_asked_for_is_that_of_the_openai_api() -> None:
     )
 
 
+def test_an_embedding_has_one_token_and_nothing_that_tokens_have() -> None:
+    for pooling, reads_cache in (("last", True), ("mean", False)):
+        sampling = SamplingParams(max_tokens=1, pooling=pooling)  # type: ignore[arg-type]
+        assert (sampling.reads_prefix_cache, sampling.hands_off) == (reads_cache, False)
+    plain, scored = SamplingParams(), SamplingParams(prompt_logprobs=0)
+    assert (plain.reads_prefix_cache, plain.hands_off) == (True, True)
+    assert (scored.reads_prefix_cache, scored.hands_off) == (False, False)
+    wrong: dict[str, Any] = {"max_tokens": 2, "n": 2, "logprobs": 0, "prompt_logprobs": 0, "grammar": "start: X"}
+    for name, value in wrong.items():
+        with pytest.raises(InvalidRequestError, match=f"{name} is .*with pooling it must be") as caught:
+            SamplingParams(**({"max_tokens": 1, "pooling": "last"} | {name: value}))
+        assert caught.value.param == name
+    with pytest.raises(InvalidRequestError, match="pooling is 'cls'; one of last, mean"):
+        SamplingParams(max_tokens=1, pooling="cls")  # type: ignore[arg-type]
+
+
 def test_a_sampling_parameter_that_is_no_number_is_refused() -> None:
     for value in (math.nan, math.inf, -math.inf):
         with pytest.raises(InvalidRequestError, match="temperature is"):

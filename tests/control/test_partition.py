@@ -6,7 +6,7 @@ import pytest
 
 from diptych.control.cluster.cluster_core import ClusterCore
 from diptych.control.cluster.cluster_events import PartitionChanged, Reported, WorkerDown, WorkerUp
-from diptych.control.cluster.core_split import CoreSplit, parse_core_split
+from diptych.control.cluster.core_split import CoreSplit, parse_core_split, split_for
 from diptych.control.commands import Command, Resize
 from diptych.control.compute_share import ComputeShare, cpu_ranges
 from diptych.control.errors import ConfigError
@@ -115,6 +115,26 @@ def test_siblings_stay_together_and_a_flip_moves_only_the_cores_that_it_must() -
     assert before == {0: ComputeShare((0, 1, 2, 4, 5, 6), 3), 1: ComputeShare((3, 7), 1)}
     after = split.divide(cores, {0: "decode", 1: "prefill"}, before)
     assert after == {0: ComputeShare((0, 4), 1), 1: ComputeShare((1, 2, 3, 5, 6, 7), 3)}
+
+
+def test_a_rule_is_found_for_every_division_that_weights_can_give_and_gives_it_whatever_the_numbers() -> None:
+    rng, num_found = random.Random(7), 0
+    for _ in range(2000):
+        workers = {role: rng.randrange(1, 4) for role in rng.sample(ROLES, rng.randrange(2, 4))}
+        cores = {role: count + rng.randrange(9) for role, count in workers.items()}
+        split = split_for(cores, workers)
+        if split is None:
+            assert any(cores[role] % count for role, count in workers.items()), "whole cores for each are no ties"
+            continue
+        num_found += 1
+        numbered = [role for role, count in workers.items() for _ in range(count)]
+        rng.shuffle(numbered)
+        counts = split.counts(dict(enumerate(numbered)), sum(cores.values()))
+        for role in workers:
+            assert sum(counts[number] for number, other in enumerate(numbered) if other == role) == cores[role]
+    assert num_found > 1200
+    assert split_for({"prefill": 5, "decode": 3}, {"prefill": 1, "decode": 1}) == CoreSplit(5, 3, 4)
+    assert split_for({"prefill": 5, "decode": 3}, {"prefill": 2, "decode": 2}) is None
 
 
 @pytest.mark.parametrize("text", ["", "prefill", "prefill=x", "writer=2", "prefill=1,prefill=2", "prefill=0"])

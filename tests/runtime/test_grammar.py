@@ -1,7 +1,9 @@
 """Answers under a grammar: whatever tokens are drawn, they follow it; forced, undone or replayed, it is the same."""
 
 import json
+import os
 import random
+import threading
 
 import jsonschema
 import pytest
@@ -140,6 +142,13 @@ def test_calls_that_a_grammar_allows_are_read_as_calls(grammars: Grammars, name:
     head = form.first + form.begin
     right, wrong = ('"f"', '"nope"') if form.quotes_name else ("f", "nope")
     for called, is_right in ((right, True), (wrong, False)):
-        before = "" if name == "llama3_json" else "Well then. "
+        before = "" if form.is_whole else "Well then. "
         tokens = TOKENIZER.encode(f"{before}{head}{called}{form.between}", add_special_tokens=False)
         assert (free.count_allowed(tokens) == len(tokens)) == is_right
+
+
+@pytest.mark.skipif(not hasattr(os, "setpriority"), reason="a niceness for each thread")
+def test_the_thread_that_compiles_gives_way_to_the_others(grammars: Grammars) -> None:
+    thread = grammars._pool.submit(threading.get_native_id).result()
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    assert os.getpriority(os.PRIO_PROCESS, thread) == min(19, own + 10)

@@ -38,8 +38,10 @@ class Guesses(OfferedTokens):
         self._rng = random.Random(seed)
         self._rate = rate
 
-    def after(self, state: RequestState, token_ids: npt.NDArray[np.int32], room: int) -> Offer | None:
-        forced = super().after(state, token_ids, room) if state.constraint is not None else None
+    def after(
+        self, state: RequestState, token_ids: npt.NDArray[np.int32], room: int, num_streams: int = 1
+    ) -> Offer | None:
+        forced = super().after(state, token_ids, room, num_streams) if state.constraint is not None else None
         if state.num_forced:
             return forced
         rest = self.answers[state.request_id][len(token_ids) - state.num_prompt_tokens :]
@@ -196,7 +198,9 @@ def test_forced_tokens_are_not_sampled_and_the_others_obey_the_mask(dtype: str, 
     shared = runner(FAMILY, instruction_set, dtype)
 
     class Silent(OfferedTokens):
-        def after(self, state: RequestState, token_ids: npt.NDArray[np.int32], room: int) -> Offer | None:
+        def after(
+            self, state: RequestState, token_ids: npt.NDArray[np.int32], room: int, num_streams: int = 1
+        ) -> Offer | None:
             return None
 
     plain = run(Eager(shared, Silent(drafts=False)), max_tokens=50, constrained=True)

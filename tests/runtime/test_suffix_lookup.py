@@ -1,8 +1,14 @@
 """What came next before is guessed to come next again; how often that was right is counted without trying it."""
 
+import itertools
 import random
 
-from diptych.runtime.suffix_lookup import INDEXED_AT_ONCE, LENGTHS, MatchCounts, SuffixLookup
+import numpy as np
+
+from diptych.control.request import SamplingParams
+from diptych.runtime.offered_tokens import OfferedTokens
+from diptych.runtime.request_state import RequestState
+from diptych.runtime.suffix_lookup import INDEXED_AT_ONCE, LENGTHS, MAX_PAUSE, MatchCounts, SuffixLookup
 
 
 def lookup(tokens: list[int]) -> SuffixLookup:
@@ -81,3 +87,48 @@ def test_guesses_are_those_of_a_search_through_everything() -> None:
         assert bool(guess) == (tuple(tokens[-2:]) in seen)
         if guess:
             assert any(tokens[at : at + 3] == [*tokens[-2:], guess[0]] for at in range(len(tokens) - 2))
+
+
+def test_in_a_wide_batch_an_answer_that_is_never_guessed_is_looked_up_more_rarely_until_a_run() -> None:
+    found = lookup(list(range(100, 200)))
+    pauses = []
+    for token in range(1000, 1200):
+        found.extend([token])
+        pauses.append(found.pause(64))
+    assert pauses == sorted(pauses) and (pauses[0], pauses[-1]) == (1, MAX_PAUSE)
+    assert [found.pause(streams) for streams in (1, 2, 8, 64)] == [1, 2, 5, MAX_PAUSE]
+    found.extend([120, 121])
+    assert found.pause(64) == 1  # a match is followed
+    found.extend([122, 123, 999])
+    assert found.pause(64) == MAX_PAUSE  # two right guesses are no run
+    found.extend([150, 151])
+    found.extend([152, 153, 154, 998])
+    assert found.pause(64) == 1
+
+
+def test_a_prediction_is_guessed_where_the_answer_begins_to_repeat_it() -> None:
+    offered = OfferedTokens(drafts=True)
+    predicted = tuple(range(500, 540))
+    state = RequestState("r", [1, 2, 3], 3, SamplingParams(max_tokens=100, predicted=predicted))
+    tokens = np.array([1, 2, 3, 500, 501, 502, 600, 510, 511, 512], dtype=np.int32)
+    guesses = []
+    for length in range(4, len(tokens) + 1):
+        offer = offered.after(state, tokens[:length], 50)
+        guesses.append(state.offered[:2] if offer is not None else ())
+    assert guesses == [(), (502, 503), (503, 504), (), (), (512, 513), (513, 514)]
+
+
+def test_what_came_during_a_pause_is_known_at_the_next_look() -> None:
+    offered = OfferedTokens(drafts=True)
+    tokens = np.array([*range(100, 140), *range(200, 300), *range(100, 112)], dtype=np.int32)
+    state = RequestState("r", tokens[:40].tolist(), 40, SamplingParams(max_tokens=500))
+    looks, found = [], 0
+    for length in range(41, len(tokens) + 1):
+        if length >= state.next_look:
+            looks.append(length)
+        offer = offered.after(state, tokens[:length], 100, num_streams=64)
+        if offer is not None:
+            found = found or length
+            assert state.offered[0] == (tokens[length] if length < len(tokens) else 112)
+    assert len(looks) < 60 and max(b - a for a, b in itertools.pairwise(looks)) > 4
+    assert 142 <= found <= 152  # the repetition begins at 140

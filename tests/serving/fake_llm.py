@@ -1,6 +1,7 @@
 """An AsyncLLM without workers, for tests of the HTTP side in one process: token i after p prompt tokens is p + i."""
 
 import asyncio
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +55,7 @@ class FakeLLM:
         self.metrics = ServingMetrics()
         self.timeline = Timeline()
         self.fleet = Fleet(self.options)  # without workers
-        self.ready: Ready | None = Ready(4096, 8192, 100_000, 64, 16, [0], "a fake model")
+        self.ready: Ready | None = Ready(4096, 8192, 100_000, 64, 16, [0], "a fake model", embedding_size=8)
         self.loading = Loading("pretending")
         self.state = "ready"
         self.is_routable = True
@@ -73,10 +74,13 @@ class FakeLLM:
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return (await self.encode_all([text], add_special_tokens=add_special_tokens))[0]
 
-    async def encode_all(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+    async def encode_all(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True, param: str = "prompt"
+    ) -> list[list[int]]:
         if self._refusal is not None:
             raise self._refusal
-        return [self.tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+        encode = self.tokenizer.encode
+        return [encode(text, add_special_tokens=add_special_tokens, param=param) for text in texts]
 
     async def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         return self.tokenizer.encode_chat(messages, **options)
@@ -118,6 +122,9 @@ class FakeLLM:
         for stream in generation.streams:
             if sampling.prompt_logprobs is not None:
                 stream.add_prompt_logprobs(1, [_logprobs(token, 1) for token in stream.prompt_token_ids[1:]])
+        if sampling.pooling is not None:
+            self._embed(generation)
+            return
         scripted = self._answer_ids
         num_tokens = sampling.max_tokens if scripted is None else min(sampling.max_tokens, len(scripted))
         for step in range(num_tokens):
@@ -138,6 +145,17 @@ class FakeLLM:
                     reason = FinishReason.STOP if is_whole else FinishReason.LENGTH
                     stream.end(RequestFinished(0, stream.request_id, reason, num_prompt, 1, 0, LATENCY, None))
             generation.deliver()
+
+    def _embed(self, generation: Generation) -> None:
+        """Number i of a vector is (length of the prompt + i) / 100: of no length in particular."""
+        if self._error is not None:
+            generation.fail(self._error)
+            return
+        for stream in generation.streams:
+            num_prompt = len(stream.prompt_token_ids)
+            stream.embedding = array("f", [(num_prompt + place) / 100 for place in range(8)]).tobytes()
+            stream.end(RequestFinished(0, stream.request_id, FinishReason.LENGTH, num_prompt, 1, 0, LATENCY, None))
+            stream.mark().wake()
 
 
 def _logprobs(token_id: int, count: int) -> TokenLogprobs:

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,7 +115,10 @@ class FakeRunner:
                 sampling.append(chunk.request_id)
                 self.decoding[chunk.request_id] = None
         for request_id in sampling:
-            if self._sample(request_id, payload):
+            prompt, pooling = self.requests[request_id].prompt, self.requests[request_id].sampling.pooling
+            if pooling is not None:
+                payload.embeddings[request_id] = array("f", [len(prompt), sum(prompt)]).tobytes()
+            elif self._sample(request_id, payload):
                 stopped.append((request_id, FinishReason.STOP))
         duration_s = self.step_s + self.token_s * output.num_prefill_tokens
         if output.is_compute and duration_s:
@@ -159,7 +163,7 @@ def fake_load(arguments: argparse.Namespace) -> Callable[..., LoadedEngine[FakeR
         runner = FakeRunner(arguments.step_ms / 1000, arguments.tokens_per_s)
         capacity, scheduler = engine.kv.capacity_tokens, options.scheduler
         waiting, seqs = scheduler.max_waiting, scheduler.max_num_seqs
-        ready = Ready(VOCAB_SIZE, length, capacity, waiting, seqs, [EOS_TOKEN], "a fake model")
+        ready = Ready(VOCAB_SIZE, length, capacity, waiting, seqs, [EOS_TOKEN], "a fake model", embedding_size=2)
         return LoadedEngine(engine, runner, ready, recorder)
 
     return load

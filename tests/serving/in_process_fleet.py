@@ -54,7 +54,8 @@ class Client:
         generation = self.generations[request_id] = Generation(request_id, [stream])
         self.fleet.streams.add([stream])
         hashes = hash_blocks(list(prompt), BLOCK_SIZE, options.cache_salt) if self._needs_hashes else ()
-        self.fleet.submit([Submission(request_id, len(prompt), params.max_tokens, hashes, options)])
+        submission = Submission(request_id, len(prompt), params.max_tokens, hashes, options, hands_off=params.hands_off)
+        self.fleet.submit([submission])
         return generation.streams[0]
 
     def leave(self, request_id: str) -> None:

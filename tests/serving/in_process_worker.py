@@ -296,7 +296,7 @@ class InProcessEngine:
 
     def _flush(self, tokens: StepTokens | None = None) -> None:
         now = self._host.time.now
-        if tokens is not None and not (tokens.request_ids or tokens.prompt_logprobs):
+        if tokens is not None and tokens.is_empty:
             tokens = None
         while not (outbox := self.core.take_outbox()).is_empty or tokens is not None:
             for action in outbox.before:

@@ -176,6 +176,13 @@ async def test_cores_are_divided_by_another_rule_while_serving() -> None:
         assert (divided.status_code, divided.json()["core_split"]) == (200, "prefill=1,decode=3,both=1")
         await setup.time.until(setup.time.now + NS_PER_S)
         assert [infos[worker].share.num_threads for worker in (0, 1)] == [1, 3]
+        assert divided.json()["is_core_split_pinned"]
+        freed = await client.post("/admin/core_split", json={"pin": False})
+        assert (freed.json()["core_split"], freed.json()["is_core_split_pinned"]) == (str(CoreSplit(decode=3)), False)
+        assert (await client.post("/admin/workers/0", json={"cores": "0,4"})).status_code == 200
+        assert (await client.get("/admin/workers")).json()["is_core_split_pinned"], "a worker's cores were set by hand"
+        refused = await client.post("/admin/core_split", json={})
+        assert refused.status_code == 400 and "give split or pin" in refused.json()["error"]["message"]
         refused = await client.post("/admin/core_split", json={"split": "decode=many"})
         assert refused.status_code == 400 and "core_split is 'decode=many'" in refused.json()["error"]["message"]
     alone = Processor("a processor", ((0,),), (0,))
@@ -204,7 +211,8 @@ async def test_the_operators_routes_change_workers_and_show_them() -> None:
         idle = {"role": "both", "state": "ready", "restarts": 0, "open_requests": 0, "max_sequence_tokens": 2048}
         units = {"threads": 1, "multiprocessors": None, "is_pinned": False}
         both = [{"worker": number, **idle, "cores": str(number), **units} for number in (0, 1)]
-        assert (await client.get("/admin/workers")).json() == {"workers": both, "max_workers": 3, "core_split": None}
+        split = {"core_split": None, "is_core_split_pinned": False}
+        assert (await client.get("/admin/workers")).json() == {"workers": both, "max_workers": 3, **split}
         changed = await client.post("/admin/workers/1", json={"role": "decode", "shape": "unified"})
         assert changed.status_code == 200 and changed.json()["role"] == "decode" and changed.json()["is_pinned"]
         assert not (await client.post("/admin/workers/1", json={"pin": False})).json()["is_pinned"]

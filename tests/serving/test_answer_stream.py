@@ -239,3 +239,17 @@ async def test_a_callback_that_declines_leaves_the_news_to_read() -> None:
     generation.streams[0].push(5)
     generation.streams[0].mark().deliver()
     assert [delta.token_ids for delta in await reader] == [[5]]
+
+
+def test_what_stops_an_answer_is_part_of_its_text_where_that_is_asked_for() -> None:
+    said = push_all(answer(stop=("= 2", "zz"), include_stop_str_in_output=True), tokens_of("x = 22 + 3"))
+    assert said == "x = 2"
+    for stops, wanted in (((), True), (("; b",), True), ((), False)):
+        stream = answer(stop=stops, include_stop_str_in_output=wanted)
+        *before, last = tokens_of("a;")
+        for token_id in before:
+            assert not stream.push(token_id)
+        assert not stream.push(last, is_stop_token=True)
+        end(stream, FinishReason.STOP)
+        assert stream.take().text == ("a;" if wanted else TOKENIZER.decode(before))
+        assert stream.stop_reason == last

@@ -3,6 +3,7 @@
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -142,3 +143,51 @@ async def test_a_model_without_a_format_of_calls_refuses_tools_by_name() -> None
         with pytest.raises(openai.BadRequestError, match="takes no tools") as caught:
             await client.chat.completions.create(model="fake", messages=ASK, tools=TOOLS)
     assert (caught.value.param, caught.value.code) == ("tools", "unsupported")
+
+
+async def test_a_model_that_writes_calls_in_tags_can_be_made_to_call(tmp_path: Path) -> None:
+    template = (tool_model(tmp_path / "hermes") / "tokenizer_config.json").read_text()
+    config = tmp_path / "hermes" / "tokenizer_config.json"
+    config.write_text(template.replace('{\\"name\\": ..., \\"arguments\\": ...}', "<function=...>"))
+    answer = "<tool_call>\n<function=weather>\n<parameter=city>\nBern\n</parameter>\n</function>\n</tool_call>"
+    llm = FakeLLM(answer=answer, tokenizer=Tokenizer(tmp_path / "hermes"))
+    async with client_of(llm) as client:
+        reply = await client.chat.completions.create(model="fake", messages=ASK, tools=TOOLS, tool_choice="required")
+        with pytest.raises(openai.BadRequestError, match=r"properties\.city: oneOf cannot be enforced") as refused:
+            wrong = {"type": "object", "properties": {"city": {"oneOf": [{"type": "string"}]}}}
+            tools: Any = [{"type": "function", "function": {"name": "weather", "parameters": wrong}}]
+            await client.chat.completions.create(model="fake", messages=ASK, tools=tools, tool_choice="required")
+    assert refused.value.param == "tools.0.function.parameters.properties.city"
+    [call] = reply.choices[0].message.tool_calls or []
+    assert json.loads(call.function.arguments) == {"city": "Bern"}  # type: ignore[union-attr]
+    assert "<parameter=city>" in llm.submitted[0].sampling.grammar
+
+
+async def test_a_prediction_reaches_the_engine_and_may_be_text_or_parts(tokenizer: Tokenizer) -> None:
+    llm = FakeLLM(answer="x = 2", tokenizer=tokenizer)
+    async with client_of(llm) as client:
+        for content in ("x = 1\ny = 3", [{"type": "text", "text": "x = 1\ny = 3"}]):
+            prediction: Any = {"type": "content", "content": content}
+            reply = await client.chat.completions.create(model="fake", messages=ASK, prediction=prediction)
+            assert reply.choices[0].message.content == "x = 2"
+            expected = tokenizer.encode("x = 1\ny = 3", add_special_tokens=False)
+            assert list(llm.submitted[-1].sampling.predicted) == expected
+        for wrong in ({"type": "image", "content": "x"}, {"type": "content", "content": [{"type": "image_url"}]}):
+            with pytest.raises(openai.BadRequestError):
+                await client.chat.completions.create(model="fake", messages=ASK, prediction=wrong)  # type: ignore[arg-type]
+
+
+async def test_documents_go_to_a_template_that_reads_them(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    documents = {"documents": [{"title": "a", "text": "Bern is a city."}]}
+    async with client_of(FakeLLM(answer="Yes.", tokenizer=tokenizer)) as client:
+        with pytest.raises(openai.BadRequestError, match="reads none") as refused:
+            await client.chat.completions.create(model="fake", messages=ASK, extra_body=documents)
+        assert refused.value.param == "documents"
+    config = tool_model(tmp_path / "model") / "tokenizer_config.json"
+    settings = json.loads(config.read_text())
+    settings["chat_template"] = "{% for d in documents %}{{ d.text }}{% endfor %}" + settings["chat_template"]
+    config.write_text(json.dumps(settings))
+    llm = FakeLLM(answer="Yes.", tokenizer=Tokenizer(tmp_path / "model"))
+    async with client_of(llm) as client:
+        await client.chat.completions.create(model="fake", messages=ASK, extra_body=documents)
+    assert "Bern is a city." in llm.tokenizer.decode(llm.submitted[0].prompts[0])

@@ -1,6 +1,7 @@
 """The fleet over workers of this process: what reaches the core, what reaches the workers, what reaches the client."""
 
 import logging
+from array import array
 
 import pytest
 from in_process_fleet import ALWAYS, TOKENIZER, InProcessFleet, engine_options, expected, in_process_fleet
@@ -97,6 +98,25 @@ async def test_a_request_is_served() -> None:
         assert (stream.finish_reason, stream.worker) == ("length", 0)
         assert stream.finished is not None and stream.finished.latency.num_output_tokens == 8
         await setup.check_nothing_is_left()
+
+
+def test_an_embedding_is_computed_by_a_prefill_worker_and_again_when_that_is_lost() -> None:
+    @in_virtual_time
+    async def scenario() -> None:
+        async with in_process_fleet(prefill=2, decode=1, cluster=ALWAYS, transfer="tcp") as setup:
+            streams = [setup.client.submit(f"v{at}", PROMPT, max_tokens=1, pooling="last") for at in range(4)]
+            await setup.when(lambda: all(stream.worker >= 0 for stream in streams))
+            assert {stream.worker for stream in streams} == {0, 1}
+            setup.workers[0].lose("it is lost")
+            for stream in streams:
+                assert await setup.client.read(stream.request_id) == []
+                assert array("f", stream.embedding).tolist() == [len(PROMPT), sum(PROMPT)]
+                assert (stream.finish_reason, stream.num_tokens) == ("length", 0)
+            assert setup.fleet.core.counts["handoffs"] == 0
+            await setup.when(lambda: setup.workers[0].engine is not None)
+            await setup.check_nothing_is_left()
+
+    scenario()
 
 
 @pytest.mark.parametrize("transfer", ["shared_memory", "tcp"])

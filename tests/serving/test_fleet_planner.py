@@ -4,17 +4,20 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
-from in_process_fleet import InProcessFleet, expected, in_process_fleet
+from in_process_fleet import InProcessFleet, engine_options, expected, in_process_fleet
 from virtual_time import in_virtual_time
 
 from diptych.control.cluster.cluster_config import ClusterConfig
-from diptych.control.config import CacheConfig, EngineConfig
+from diptych.control.cluster.core_split import CoreSplit
+from diptych.control.config import CacheConfig, EngineConfig, shape_preset
 from diptych.control.planner.cluster_watch import ClusterWatch
 from diptych.control.planner.fleet_layout import Layout, WorkerSetting
-from diptych.control.planner.planner_config import PlannerConfig
+from diptych.control.planner.planner_config import PlannedPool, PlannerConfig
 from diptych.control.planner.planner_events import (
+    GroupCosts,
     Prediction,
     TwinAnswered,
     TwinFailed,
@@ -24,8 +27,11 @@ from diptych.control.planner.planner_events import (
 from diptych.control.planner.planner_recording import RecordingPlannerCore
 from diptych.control.request import RequestOptions
 from diptych.control.slo import NS_PER_S, Slo
-from diptych.serving.fleet.fleet_planner import FleetPlanner
+from diptych.processor import Processor
+from diptych.serving.fleet.fleet_options import FleetOptions
+from diptych.serving.fleet.fleet_planner import FleetPlanner, pools_of
 from diptych.serving.fleet.twin_link import TwinLink
+from diptych.serving.fleet.worker_groups import WorkerGroup
 from diptych.serving.link.recorder import record_planner
 from diptych.simulation.planner_replay import replay_planner
 
@@ -54,10 +60,11 @@ class FakeTwin:
 @asynccontextmanager
 async def planned(setup: InProcessFleet, twin: FakeTwin, record: Path) -> AsyncIterator[FleetPlanner]:
     fleet = setup.fleet
-    config = PlannerConfig("auto", min_arrivals=5)
+    planned = replace(fleet.fleet, plan=PlannerConfig("auto", min_arrivals=5), twin_command=("true",))
+    members, _, config = pools_of(fleet.options, planned, (0,) * len(fleet.workers))
     recorder = record_planner(record, config)
     core = RecordingPlannerCore(config, recorder.write)
-    watch = ClusterWatch(fleet.core, fleet.options.scheduler)
+    watch = ClusterWatch(fleet.core, fleet.options.scheduler, members)
     fleet.planner = FleetPlanner(core, watch, fleet.changes, twin, setup.time.clock, recorder)
     running = asyncio.create_task(fleet.planner.run())
     try:
@@ -120,9 +127,95 @@ async def test_a_change_that_is_refused_half_way_is_taken_back(tmp_path: Path) -
         assert [setup.fleet.role(worker) for worker in (0, 1)] == ["both", "both"]
 
 
+FOUR_CORES = Processor("a processor", ((0, 4), (1, 5), (2, 6), (3, 7)), tuple(range(8)))
+MORE_FOR_PROMPTS = "1 decode on 1 core + 1 prefill on 3 cores"
+
+
+@in_virtual_time
+async def test_cores_move_as_the_twin_likes_and_answers_stay_whole(tmp_path: Path) -> None:
+    recorded = tmp_path / "run.jsonl"
+    async with (
+        in_process_fleet(prefill=1, decode=1, core_split=CoreSplit(), processor=FOUR_CORES) as setup,
+        planned(setup, FakeTwin(MORE_FOR_PROMPTS), recorded) as planner,
+    ):
+        await requests(setup, 30)
+        infos = setup.fleet.members.infos
+        assert [infos[worker].share.num_threads for worker in (0, 1)] == [3, 1]
+        assert planner.decisions[-1].present == MORE_FOR_PROMPTS
+        assert planner.num_decisions["change"] == 1
+        for number in range(60):
+            assert await setup.client.read(f"r{number}") == expected([9] * 50, 4)
+    report = replay_planner(recorded)
+    assert report.difference is None
+    assert report.is_complete
+
+
+@in_virtual_time
+async def test_a_split_that_an_operator_sets_while_the_twin_simulates_stays(tmp_path: Path) -> None:
+    async with in_process_fleet(prefill=1, decode=1, core_split=CoreSplit(), processor=FOUR_CORES) as setup:
+        changes = setup.fleet.changes
+
+        class Setting(FakeTwin):
+            """An operator divides the cores between the second answer and the next tick."""
+
+            async def ask(self, question: TwinQuestion) -> TwinAnswered | TwinFailed:
+                if self.num_asked == 1:
+                    changes.pin_split(True)
+                return await super().ask(question)
+
+        async with planned(setup, Setting(MORE_FOR_PROMPTS), tmp_path / "run.jsonl") as planner:
+            await requests(setup, 30)
+            assert any("pinned meanwhile" in decision.reason for decision in planner.decisions)
+        assert changes.cores.split == CoreSplit()
+        infos = setup.fleet.members.infos
+        assert [infos[worker].share.num_threads for worker in (0, 1)] == [2, 2]
+
+
+SMALL = WorkerGroup(name="small", max_model_len=512, kv_cache_tokens=8192, replicas=2)
+LARGE = WorkerGroup(name="large", max_model_len=2048, kv_cache_tokens=2560, scheduler=shape_preset("unified"))
+
+
+@in_virtual_time
+async def test_unequal_workers_change_their_roles_and_long_prompts_are_still_served(tmp_path: Path) -> None:
+    favourite = "1 both (unified) of large + 1 decode (chunked) of small + 1 prefill (chunked) of small"
+    async with in_process_fleet(groups=(SMALL, LARGE)) as setup:
+        seen: list[str] = []
+
+        class Seeing(FakeTwin):
+            async def ask(self, question: TwinQuestion) -> TwinAnswered | TwinFailed:
+                seen.extend(layout.label for layout in question.candidates)
+                assert {costs.group for costs in question.costs} == {"", "large", "small"}
+                return await super().ask(question)
+
+        async with planned(setup, Seeing(favourite), tmp_path / "run.jsonl"):
+            await requests(setup, 30)
+        assert sorted(setup.fleet.role(worker) for worker in range(3)) == ["both", "decode", "prefill"]
+        assert setup.fleet.role(2) == "both"
+        assert seen and not any("prefill (unified) of large" in label for label in seen), "long answers need a worker"
+        prompt = list(range(1, 1500))
+        setup.client.submit("long", prompt)
+        assert await setup.client.read("long") == expected(prompt, 8)
+    report = replay_planner(tmp_path / "run.jsonl")
+    assert report.difference is None
+    assert report.is_complete
+
+
+def test_pools_are_told_to_the_planner_with_the_shapes_that_they_may_have() -> None:
+    rough = WorkerGroup(name="rough", quantize="int8")
+    plan = PlannerConfig("auto", shapes=("chunked", "unified"))
+    fleet = FleetOptions(groups=(SMALL, LARGE, rough), max_workers=5, plan=plan, twin_command=("true",))
+    members, twins, config = pools_of(engine_options(), fleet, (0, 0, 0, 1, 0))
+    assert [member.pool for member in members] == ["small", "small", "large", "rough"]
+    both = ("chunked", "unified")
+    assert config.pools == (PlannedPool("small", both), PlannedPool("large", ("unified",)), PlannedPool("rough", both))
+    assert [(pool.engine.max_model_len, pool.model_copy) for pool in twins[:2]] == [(512, 0), (2048, 0)]
+    assert twins[2].model_copy == 1
+    assert config.max_workers == 5
+
+
 def question() -> TwinQuestion:
     present = Layout((WorkerSetting(0, "both", "chunked"),))
-    return TwinQuestion(1, (), 0, 1, (present,), (1.0, 1.0, 0.0, 1.0, 1.0), 100, 16)
+    return TwinQuestion(1, (), 0, 1, (present,), (GroupCosts((1.0, 1.0, 0.0, 1.0, 1.0), 100, 16),))
 
 
 def settings() -> TwinSettings:

@@ -1,6 +1,7 @@
 """Grammars before a worker has them: written, tried in a process of their own, and waited for beside the steps."""
 
 import asyncio
+import contextlib
 import select
 from typing import Any
 
@@ -125,6 +126,35 @@ def test_a_process_that_dies_is_started_again() -> None:
         process.kill()
         assert await checker.check(WRITER.choice(["b"], "x"))
         await checker.close()
+
+    asyncio.run(main())
+
+
+def test_a_fork_serves_until_a_grammar_was_too_much_for_it_or_it_is_killed() -> None:
+    slow = {"type": "object", "properties": {f"k{n}": {"type": "string", "maxLength": 1000} for n in range(4000)}}
+
+    async def main() -> None:
+        checker = GrammarChecker(TOKENIZER.fast.to_str(), [0, 2], 4096)
+
+        async def fork_after(grammar: Grammar) -> psutil.Process:
+            with contextlib.suppress(InvalidRequestError):
+                await checker.check(grammar)
+            await asyncio.sleep(0.2)  # a new fork is made after the reply
+            [process] = psutil.Process().children()
+            [fork] = process.children()
+            return fork
+
+        first = await fork_after(WRITER.choice(["a"], "x"))
+        assert await fork_after(WRITER.regex("(a", "x")) == first
+        assert await fork_after(WRITER.choice(["b"], "x")) == first
+        second = await fork_after(WRITER.schema(slow, "x"))
+        assert second != first and not first.is_running()
+        second.kill()
+        assert await checker.check(WRITER.choice(["c"], "x"))
+        third = await fork_after(WRITER.choice(["d"], "x"))
+        assert third != second
+        await checker.close()
+        third.wait(10)  # the fork ends with its parent
 
     asyncio.run(main())
 

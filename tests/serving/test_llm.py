@@ -1,6 +1,7 @@
 """LLM: offline batches with the bundled model."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
@@ -43,6 +44,26 @@ def test_offline_and_served_say_the_same(llm: LLM, server: RunningServer) -> Non
         for prompt in PROMPTS:
             served = client.completions.create(model="stdlib-python", prompt=prompt, max_tokens=16, temperature=0)
             assert served.choices[0].text == llm.generate(prompt, GREEDY)[0].outputs[0].text
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_embeddings_offline_and_served_are_the_same_bits(llm: LLM, server: RunningServer, pooling: Any) -> None:
+    alone = [llm.embed(prompt, pooling)[0] for prompt in PROMPTS]
+    assert llm.embed(PROMPTS, pooling) == alone and {len(vector) for vector in alone} == {256}
+    token_ids = [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        for given in (PROMPTS, token_ids):
+            served = client.embeddings.create(model="stdlib-python", input=given, extra_body={"pooling": pooling})
+            assert [item.embedding for item in served.data] == alone
+            assert served.usage.total_tokens == sum(map(len, token_ids))
+        long = token_ids[1] * 30
+        for num_cached in (0, 0 if pooling == "mean" else len(long) // 32 * 32):
+            served = client.embeddings.create(
+                model="stdlib-python", input=long, extra_body={"pooling": pooling, "cache_salt": pooling}
+            )
+            assert served.usage.model_extra == {"prompt_tokens_details": {"cached_tokens": num_cached}}
+    with pytest.raises(InvalidRequestError, match="0 tokens"):
+        llm.embed("", pooling)
 
 
 def test_params_for_each_prompt_and_several_answers(llm: LLM) -> None:

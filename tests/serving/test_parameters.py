@@ -1,5 +1,6 @@
 """From bodies to what the engine understands, without a server."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from diptych.control.errors import ContextLengthError, InvalidRequestError, NotFoundError
 from diptych.control.request import RequestOptions
 from diptych.control.slo import Slo
+from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.api import protocol
 from diptych.serving.api.conversation import conversation
 from diptych.serving.api.error_responses import invalid_body
@@ -21,9 +23,13 @@ from diptych.serving.api.parameters import (
     options_of,
     refuse_unsupported,
     sampling_of,
+    shown_tokens,
+    truncated,
 )
+from diptych.serving.link.engine_options import BUNDLED_MODEL
 from diptych.serving.link.messages import Ready
 
+TOKENIZER = Tokenizer(BUNDLED_MODEL)
 READY = Ready(4096, 1000, 800, 8, 4, [0], "a worker")
 
 
@@ -181,3 +187,31 @@ def test_a_body_that_is_no_object_is_told_so(body: Any) -> None:
     with pytest.raises(ValidationError) as caught:
         protocol.CompletionBody.model_validate(body)
     assert "dictionary" in invalid_body(caught.value).message
+
+
+def test_special_tokens_have_their_text_where_that_is_asked_for_or_an_answer_is_read_with_it() -> None:
+    special = TOKENIZER.special_token_ids
+    assert shown_tokens(TOKENIZER, completion()) == {}
+    assert shown_tokens(TOKENIZER, completion(skip_special_tokens=True)) == {}
+    assert shown_tokens(TOKENIZER, completion(skip_special_tokens=False)) == {
+        token_id: text for text, token_id in special.items()
+    }
+    [first, *_] = special
+    assert shown_tokens(TOKENIZER, completion(), [f"x{first}y"]) == {special[first]: first}
+
+
+def test_prompts_are_cut_from_their_beginning() -> None:
+    prompts = [list(range(1, 7)), [8]]
+    assert truncated(completion(), prompts, READY, None) == prompts
+    assert truncated(completion(truncate_prompt_tokens=2), prompts, READY, None) == [[5, 6], [8]]
+    long = [list(range(2000))]
+    assert [len(prompt) for prompt in truncated(chat(truncate_prompt_tokens=-1), long, READY, 100)] == [900]
+    assert [len(prompt) for prompt in truncated(chat(truncate_prompt_tokens=-1), long, READY, None)] == [999]
+    assert [len(prompt) for prompt in truncated(chat(truncate_prompt_tokens=-1), long, READY, 5000)] == [1]
+    with pytest.raises(InvalidRequestError, match="truncate_prompt_tokens is 0"):
+        truncated(completion(truncate_prompt_tokens=0), prompts, READY, None)
+
+
+def test_the_docs_name_every_field_that_is_refused() -> None:
+    said = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    assert [name for name in UNSUPPORTED if name != "prediction" and f"`{name}`" not in said] == []

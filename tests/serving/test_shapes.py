@@ -5,6 +5,7 @@ requests at once, so prompts are cut into chunks, batches differ, and prefixes a
 """
 
 import asyncio
+from array import array
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -16,7 +17,7 @@ from tests.runtime.checkpoints import prompt_of, reference
 from diptych.control.cluster.cluster_config import cluster_config
 from diptych.control.config import BudgetConfig, SchedulerConfig, shape_preset
 from diptych.control.events import HandoffReserved
-from diptych.control.request import SamplingParams
+from diptych.control.request import POOLINGS, Pooling, SamplingParams
 from diptych.serving.async_llm import AsyncLLM
 from diptych.serving.fleet.fleet import Fleet
 from diptych.serving.fleet.fleet_options import FleetOptions
@@ -158,6 +159,27 @@ def expected(model: str) -> list[Round]:
     return rounds
 
 
+EMBEDDED = [prompt_of(length, seed=length) for length in (1, 40, 100, 270)]
+
+
+@cache
+def expected_vectors(model: str, pooling: Pooling) -> list[list[float]]:
+    """What one engine in this process makes of EMBEDDED."""
+    return LLM(options=engine_options(model, 2048)).embed(EMBEDDED, pooling, progress=False)
+
+
+async def embed_and_compare(llm: AsyncLLM, model: str) -> None:
+    for pooling in POOLINGS:
+        sampling = SamplingParams(max_tokens=1, temperature=0, pooling=pooling)
+        generation = llm.submit(EMBEDDED, sampling)
+        while not generation.is_exhausted:
+            await generation.read()
+        vectors = [array("f", stream.embedding).tolist() for stream in generation.streams]
+        assert vectors == expected_vectors(model, pooling)
+        roles = {llm.fleet.role(stream.worker) for stream in generation.streams}
+        assert "decode" not in roles or len(set(llm.fleet.fleet.roles)) == 3
+
+
 class WatchedFleet(Fleet):
     """Notes how much of each attempt its decode worker had cached."""
 
@@ -205,6 +227,7 @@ async def test_every_shape_gives_the_tokens_of_one_engine(shape: Shape) -> None:
     fleet = WatchedFleet(options, pools)
     async with AsyncLLM(options, fleet) as llm:
         outputs = await ask_and_compare(llm, shape.model)
+        await embed_and_compare(llm, shape.model)
         metrics = llm.metrics.fleet
         if shape.always:
             assert metrics.num_transfers == num_handoffs(outputs)

@@ -85,7 +85,7 @@ SCHEDULER_OPTIONS = tuple(name for name in signature(scheduler_config).parameter
 TWIN_COMMAND = (sys.executable, "-m", "diptych.simulation.twin.twin_process")
 SHAPES: tuple[ShapeName, ...] = ("chunked", "unified")
 SHAPE_HELP = "unified: prompts first. chunked: between decodes. Default: chunked, and --plan may change it."
-PLAN_HELP = "Change roles and shapes to fit the load: by itself (auto), or only say so (advise). Default: advise."
+PLAN_HELP = "Change roles, shapes and --core-split to fit the load (auto), or only say so (advise). Default: advise."
 CLUSTER_OPTIONS = tuple(signature(cluster_config).parameters)
 
 
@@ -198,7 +198,7 @@ def fleet_options(given: dict[str, Any]) -> FleetOptions:
         core_split=parse_core_split(given["core_split"]) if given["core_split"] else None,
         cluster=cluster_config(**picked(given, *CLUSTER_OPTIONS)),
     )
-    is_planned = len(found.slots) > 1 and not found.groups
+    is_planned = len(found.slots) > 1
     mode: PlanMode = given["plan"] or ("advise" if is_planned else "off")
     has_chosen = any(
         given[name] for name in ("shape", *SCHEDULER_OPTIONS)

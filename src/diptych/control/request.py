@@ -10,12 +10,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
+from typing import Literal, get_args
 
 from diptych.control.errors import InvalidRequestError
 from diptych.control.length_predictor import LengthGroup
 from diptych.control.slo import Slo
 
 MAX_LOGPROBS = 20
+Pooling = Literal["last", "mean"]
+POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
 SERVICE_CLASSES: tuple[str, ...] = ("interactive", "standard", "batch")
 MAX_SEED = 2**63 - 1
 
@@ -37,7 +40,11 @@ class SamplingParams:
     (0: only the chosen token). seed None: one is drawn per request by the front end. grammar: that the answer follows,
     in Lark ("": none). forces_tokens: tokens of which the grammar leaves no choice are not sampled. thinking_budget:
     tokens of reasoning after which its closing mark (thinking_end) follows; thinking_begin: the opening mark, where the
-    prompt does not end with it. Raises InvalidRequestError naming the field, the value and the limit.
+    prompt does not end with it. pooling: no token is wanted but an embedding of the prompt, from the hidden state of
+    its last token or the mean of those of all tokens; such a request counts one token, its last. predicted:
+    tokens that the answer may well repeat, for speculation; they change no token.
+    include_stop_str_in_output: the text ends with the stop string, or the text of the stop token, instead of before it.
+    Raises InvalidRequestError naming the field, the value and the limit.
     """
 
     max_tokens: int = 16
@@ -62,6 +69,9 @@ class SamplingParams:
     thinking_budget: int | None = None
     thinking_begin: tuple[int, ...] = ()
     thinking_end: tuple[int, ...] = ()
+    pooling: Pooling | None = None
+    predicted: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -87,12 +97,41 @@ class SamplingParams:
             _check_range("thinking_budget", self.thinking_budget, 0, math.inf)
             if not self.thinking_end:
                 raise InvalidRequestError("thinking_budget needs thinking_end, which is empty", param="thinking_end")
+        if self.pooling is not None:
+            _check_pooling(self)
         if self.seed is not None:
             _check_range("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
         for bias in self.logit_bias.values():
             _check_range("logit_bias", bias, -100.0, 100.0)
         if any(not text for text in self.stop):
             raise InvalidRequestError("stop holds an empty string; each must have at least one character", param="stop")
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """Whether tokens of the prompt may be left out that are in the cache: not where each of them gives a part of
+        the result."""
+        return self.prompt_logprobs is None and self.pooling != "mean"
+
+    @property
+    def hands_off(self) -> bool:
+        """Whether one worker may begin it and another go on: not where the prompt gives a part of the result."""
+        return self.prompt_logprobs is None and self.pooling is None
+
+
+def _check_pooling(sampling: SamplingParams) -> None:
+    if sampling.pooling not in POOLINGS:
+        message = f"pooling is {sampling.pooling!r}; one of {', '.join(POOLINGS)}"
+        raise InvalidRequestError(message, param="pooling")
+    for name, value, only in (
+        ("max_tokens", sampling.max_tokens, 1),
+        ("n", sampling.n, 1),
+        ("logprobs", sampling.logprobs, None),
+        ("prompt_logprobs", sampling.prompt_logprobs, None),
+        ("grammar", sampling.grammar, ""),
+        ("thinking_budget", sampling.thinking_budget, None),
+    ):
+        if value != only:
+            raise InvalidRequestError(f"{name} is {value!r}; with pooling it must be {only!r}", param=name)
 
 
 def _check_range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
@@ -261,7 +300,7 @@ class Request:
             sampling.max_tokens - num_output_tokens,
             block_hashes=block_hashes,
             options=options,
-            reads_prefix_cache=sampling.prompt_logprobs is None,
+            reads_prefix_cache=sampling.reads_prefix_cache,
         )
 
     @property

@@ -141,13 +141,20 @@ class StepTokens:
 
     logprobs: by index of the token; only of requests that asked. prompt_logprobs: (position of the first, one entry per
     prompt position) of the chunk that was computed; a prompt's first token has none, nor have tokens found in the
-    prefix cache.
+    prefix cache. embeddings: of requests with pooling, whose prompts end in the step and which get no token: the vector
+    of length 1, little-endian float32.
     """
 
     request_ids: list[str]
     token_ids: list[int]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: PromptLogprobs = field(default_factory=dict)
+    embeddings: dict[str, bytes] = field(default_factory=dict)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody gets anything."""
+        return not (self.request_ids or self.prompt_logprobs or self.embeddings)
 
     def is_last(self, index: int) -> bool:
         """Whether this token is the last that its request got in the step."""

@@ -120,6 +120,8 @@ class GrammarConstraint:
 
 
 def _give_way() -> None:
-    """This thread runs when the others leave time for it (Linux has a niceness for each thread)."""
+    """This thread runs when the others leave time for it (Linux has a niceness for each thread): NICENESS more than
+    they have."""
     if hasattr(os, "setpriority"):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + NICENESS))

@@ -43,6 +43,7 @@ from diptych.runtime.model_config import ModelConfig
 from diptych.runtime.models.registry import MODELS, LanguageModel, read_model_config
 from diptych.runtime.offered_tokens import OfferedTokens
 from diptych.runtime.ops import make_ops
+from diptych.runtime.pooling import add_rows, pool
 from diptych.runtime.request_state import RequestState, check_tokens
 from diptych.runtime.rope import RotaryTables
 from diptych.runtime.sampler import row_as_float32, token_logprobs
@@ -196,13 +197,17 @@ class ModelRunner:
         self._sampling.begin(layout)
         hidden = self.forward(layout.batch)
         prompt_logprobs = self._score_prompts(layout, hidden)
-        if layout.num_samples == 0:
-            payload = StepTokens([], [], prompt_logprobs=prompt_logprobs)
-            return StepResult(output.step_id, full_blocks=self._hash_full_blocks(layout), payload=payload)
+        pooled = pool(layout, self._batch, hidden)
+        if len(pooled.places) == layout.last_slot - layout.first_slot:  # nobody gets a token
+            payload = StepTokens([], [], prompt_logprobs=prompt_logprobs, embeddings=pooled.vectors)
+            full_blocks, failed = self._hash_full_blocks(layout), tuple(pooled.failed)
+            return StepResult(output.step_id, full_blocks=full_blocks, failed=failed, payload=payload)
         sampled = self._sampling.sample(layout, self.model.logits(hidden[: layout.num_samples]))
+        sampled.silence(pooled.places, pooled.failed)
         extra = self._extra(layout, sampled)
         full_blocks = self._hash_full_blocks(layout)
         payload, stopped = self._conclude(layout, sampled, prompt_logprobs)
+        payload.embeddings = pooled.vectors
         offers = self._offers(layout, sampled, {request_id for request_id, _ in stopped})
         return StepResult(
             output.step_id, stopped, full_blocks, tuple(sampled.failed), payload, extra=extra, offers=offers
@@ -292,16 +297,17 @@ class ModelRunner:
         """What may come after the tokens of this step."""
         batch, offers, drafts = self._batch, [], self._offered.drafts
         num_members = layout.num_members  # those behind them may never decode here
-        for slot in range(layout.first_slot, layout.last_slot):
+        newest = batch.positions[layout.first_slot : layout.last_slot].tolist()
+        for slot, position in enumerate(newest, start=layout.first_slot):
             state = batch.states[slot]
-            if state.constraint is None and not (drafts and slot < num_members):
+            if state.constraint is None and not (drafts and slot < num_members and position + 1 >= state.next_look):
                 continue
             if sampled.is_silent[slot - layout.first_slot] or state.request_id in stopped:
                 continue
             tokens = batch.tokens_of(slot)
             most = min(state.num_prompt_tokens + state.params.max_tokens, self.max_model_len)
             try:
-                offer = self._offered.after(state, tokens, most - len(tokens) - 1)
+                offer = self._offered.after(state, tokens, most - len(tokens) - 1, len(newest))
             except ValueError as error:
                 sampled.failed.append((state.request_id, str(error)))
                 continue
@@ -310,11 +316,17 @@ class ModelRunner:
         return tuple(offers)
 
     def _score_prompts(self, layout: StepLayout, hidden: torch.Tensor) -> dict[str, tuple[int, list[TokenLogprobs]]]:
-        """Log probabilities of prompt tokens, from the rows behind the sampled ones."""
+        """Log probabilities of prompt tokens, from the rows behind the sampled ones. Rows of which the mean is wanted
+        are added up."""
         scores: dict[str, tuple[int, list[TokenLogprobs]]] = {}
         row = layout.num_samples
         for chunk in layout.chunks:
             state, entries = chunk.state, []
+            if state.params.pooling == "mean" and chunk.scores:
+                add_rows(state, hidden[row : row + len(chunk.scores)])
+                row += len(chunk.scores)
+                state.num_scored_tokens = chunk.scores.stop
+                continue
             num_top = state.params.prompt_logprobs or 0
             for first in range(chunk.scores.start, chunk.scores.stop, SCORED_ROWS_AT_ONCE):
                 count = min(SCORED_ROWS_AT_ONCE, chunk.scores.stop - first)

@@ -18,11 +18,16 @@ class OfferedTokens:
         self.drafts = drafts
         self._counts = MatchCounts()
 
-    def after(self, state: RequestState, token_ids: npt.NDArray[np.int32], room: int) -> Offer | None:
-        """token_ids: of the request so far. room: how many may follow besides the one that is sampled next. Raises
-        ValueError where its constraint cannot go on."""
+    def after(
+        self, state: RequestState, token_ids: npt.NDArray[np.int32], room: int, num_streams: int = 1
+    ) -> Offer | None:
+        """token_ids: of the request so far. room: how many may follow besides the one that is sampled next.
+        num_streams: that decode together. Raises ValueError where its constraint cannot go on."""
         state.offered, state.num_forced = (), 0
-        lookup = self._follow(state, token_ids) if self.drafts else None
+        lookup = None
+        if self.drafts and len(token_ids) >= state.next_look:
+            lookup = self._follow(state, token_ids)
+            state.next_look = len(token_ids) + lookup.pause(num_streams)
         if room <= 0:
             return None
         if state.constraint is not None:
@@ -41,9 +46,9 @@ class OfferedTokens:
         return Offer(state.request_id, tuple(chances[: len(draft)]))
 
     def _follow(self, state: RequestState, token_ids: npt.NDArray[np.int32]) -> SuffixLookup:
-        lookup = state.lookup
+        lookup, predicted = state.lookup, state.params.predicted  # as if they stood before the prompt
         if lookup is None:
-            lookup = state.lookup = SuffixLookup(token_ids.tolist(), self._counts)
+            lookup = state.lookup = SuffixLookup([*predicted, *token_ids.tolist()], self._counts)
         else:
-            lookup.extend(token_ids[lookup.num_tokens :].tolist())
+            lookup.extend(token_ids[lookup.num_tokens - len(predicted) :].tolist())
         return lookup

@@ -5,6 +5,7 @@ from hashlib import blake2b
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from diptych.control.constraint import TokenConstraint
 from diptych.control.engine.kvcache.prefix_cache import hash_block, hash_blocks, root_hash
@@ -26,12 +27,14 @@ class RequestState:
         "hash_parent",
         "is_plain",
         "lookup",
+        "next_look",
         "num_forced",
         "num_hashed_blocks",
         "num_prompt_tokens",
         "num_scored_tokens",
         "offered",
         "params",
+        "pooled",
         "request_id",
         "sampling_seed",
         "stop_ids",
@@ -58,7 +61,9 @@ class RequestState:
         self.offered: tuple[int, ...] = ()  # tokens that may follow the newest one
         self.num_forced = 0  # of these, at the front
         self.lookup: SuffixLookup | None = None  # where drafts come from, once its answer has begun
-        self.num_scored_tokens = 0  # prompt tokens whose log probability was reported (the first has none)
+        self.next_look = 0  # how many tokens it has when they are looked up again; until then nothing is guessed
+        self.num_scored_tokens = 0  # prompt tokens whose rows were used for prompt_logprobs or for the mean
+        self.pooled: torch.Tensor | None = None  # the sum of these rows, for the mean
         self.block_size = 1
         self.hash_parent = b""
         self.num_hashed_blocks = 0

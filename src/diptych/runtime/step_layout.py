@@ -17,7 +17,8 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class PromptChunk:
-    """One prefill of the step. ``scores``: positions [first, last) whose next token's probability is asked for."""
+    """One prefill of the step. ``scores``: positions [first, last) whose rows are wanted besides the sampled one: for
+    the probability of the next token, or for the mean of all."""
 
     plan: ScheduledPrefill
     state: RequestState
@@ -65,11 +66,15 @@ class StepLayout:
 
 
 def scored_positions(state: RequestState, plan: ScheduledPrefill) -> range:
-    """Positions of a chunk whose logits say how likely the next prompt token was, not counting those done before."""
-    if state.params.prompt_logprobs is None:
+    """See PromptChunk; those that were done before do not count. The last token of a prompt has no next one."""
+    if state.params.pooling == "mean":
+        last = state.num_prompt_tokens
+    elif state.params.prompt_logprobs is not None:
+        last = state.num_prompt_tokens - 1
+    else:
         return range(0)
     first = max(plan.start, state.num_scored_tokens)
-    return range(first, max(first, min(plan.start + plan.num_tokens, state.num_prompt_tokens - 1)))
+    return range(first, max(first, min(plan.start + plan.num_tokens, last)))
 
 
 def rows_of_decodes(batch: DecodeRows, num_decodes: int, extra: dict[int, int]) -> DecodeRowsOfStep:

@@ -39,7 +39,8 @@ class Sampled:
     """What the sampling slots of a step got, by their place in the step.
 
     token_ids: the newest token of each. before: those before the newest, of slots that got several. is_silent: slots
-    that failed, now or in an earlier step. logprobs: of all tokens of a slot, where they are wanted.
+    that failed, now or in an earlier step, or whose requests want no token. logprobs: of all tokens of a slot, where
+    they are wanted.
     """
 
     token_ids: npt.NDArray[np.int64]
@@ -47,6 +48,12 @@ class Sampled:
     before: dict[int, list[int]] = field(default_factory=dict)
     failed: list[tuple[str, str]] = field(default_factory=list)
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+
+    def silence(self, places: Sequence[int], failed: Sequence[tuple[str, str]]) -> None:
+        """These slots get no token after all, and ``failed`` of their requests have failed."""
+        self.is_silent[list(places)] = True
+        known = {request_id for request_id, _ in self.failed}
+        self.failed += [failure for failure in failed if failure[0] not in known]
 
 
 _Masks = dict[str, bytes | ValueError | None]  # by request; an error is that of its constraint

@@ -6,11 +6,15 @@ idea over many requests). No model, no weights: an index of a few entries per to
 
 How often a match of a given length goes on is counted for every token of an answer, guessed tokens that nobody computed
 included: measuring costs nothing, so nothing has to be tried to know that it does not pay.
+
+In a wide batch the look-ups themselves cost a part of the step, and guesses bring little. There, an answer in which
+nothing is found that goes on is looked up more and more rarely, until a run of right guesses.
 """
 
 from collections.abc import Sequence
 
 SIZES = (5, 2)  # tokens of the ends that are looked up, the longer first
+BITS = 24  # of a token in the code of an end, which is a single integer
 MAX_CANDIDATES = 8  # earlier places that are compared, the latest first
 MAX_MATCH = 24  # how far back two places are compared
 INDEXED_AT_ONCE = 2048  # tokens of a long prompt that are indexed per step: 1 ms
@@ -19,6 +23,12 @@ PRIOR = 4.0  # weight of all answers of the worker in what is expected of one
 SHARED_PRIOR = 16.0
 FORGET = 0.998  # of the worker's counts, per guess
 LEAST_CHANCE = 0.02
+RUN = 3  # right guesses in a row after which an answer is looked up at every token
+LOOKS = 2  # without such a run, after which the pause between two look-ups is a token longer
+MAX_PAUSE = 16  # tokens
+STREAMS_PER_TOKEN = 2  # of a batch, for which the pause may be a token longer: none where one stream decodes
+
+_LONG_MASK, _SHORT_MASK = ((1 << BITS * size) - 1 for size in SIZES)
 
 
 class MatchCounts:
@@ -71,11 +81,13 @@ class SuffixLookup:
     def __init__(self, token_ids: Sequence[int], shared: MatchCounts) -> None:
         self._tokens = list(token_ids)
         self._counts = MatchCounts(shared)
-        self._latest: dict[tuple[int, ...], int] = {}  # n-gram -> the place behind its latest occurrence
-        self._before: dict[int, dict[int, int]] = {size: {} for size in SIZES}  # place -> the one before it
-        self._num_indexed = 0
+        self._latest: dict[int, dict[int, int]] = {size: {} for size in SIZES}  # code -> the latest place behind it
+        self._before: dict[int, list[int]] = {size: [] for size in SIZES}  # by place: the one before it (0: none)
+        self._code = 0  # of the tokens before the next place that is indexed
         self._source = 0  # the place whose token is guessed to come next (0: none)
         self._length = 0  # of the match before it
+        self._run = 0  # right guesses in a row
+        self._num_quiet = 0  # look-ups since the last run
         self._index()
         self._search()
 
@@ -86,15 +98,24 @@ class SuffixLookup:
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """These came next."""
+        self._num_quiet += 1
         for token in token_ids:
             if self._source:
                 is_hit = self._tokens[self._source] == token
                 self._counts.add(self._length, is_hit)
                 self._source, self._length = (self._source + 1, self._length + 1) if is_hit else (0, 0)
+                self._run = self._run + 1 if is_hit else 0
+                if self._run >= RUN:
+                    self._num_quiet = 0
             self._tokens.append(token)
         self._index()
         if not self._source:
             self._search()
+
+    def pause(self, num_streams: int) -> int:
+        """Tokens that may come before the next look-up, beside so many streams: 1 while something is guessed."""
+        longest = min(MAX_PAUSE, 1 + num_streams // STREAMS_PER_TOKEN)
+        return 1 if self._source else min(longest, 1 + self._num_quiet // LOOKS)
 
     def guess(self, limit: int) -> tuple[list[int], list[float]]:
         """At most ``limit`` tokens that may come next, and the probabilities that the first so many are right."""
@@ -107,16 +128,20 @@ class SuffixLookup:
 
     def _index(self) -> None:
         """Note where n-grams are. The end itself is not indexed before something follows it."""
-        tokens, latest = self._tokens, self._latest
-        last = min(len(tokens), self._num_indexed + INDEXED_AT_ONCE)
-        for size in SIZES:
-            before = self._before[size]
-            for place in range(max(size, self._num_indexed), last):
-                key = tuple(tokens[place - size : place])
-                if (earlier := latest.get(key)) is not None:
-                    before[place] = earlier
-                latest[key] = place
-        self._num_indexed = max(self._num_indexed, last)
+        tokens, code = self._tokens, self._code
+        (long, short), (before_long, before_short) = self._latest.values(), self._before.values()
+        first = len(before_long)
+        for place in range(first, min(len(tokens), first + INDEXED_AT_ONCE)):
+            if place:
+                code = (code << BITS | tokens[place - 1]) & _LONG_MASK
+            end = code & _SHORT_MASK
+            before_long.append(long.get(code, 0))
+            before_short.append(short.get(end, 0))
+            if place >= SIZES[0]:
+                long[code] = place
+            if place >= SIZES[1]:
+                short[end] = place
+        self._code = code
 
     def _search(self) -> None:
         """Find the longest match of the end."""
@@ -124,13 +149,16 @@ class SuffixLookup:
         for size in SIZES:
             if len(tokens) < size:
                 continue
-            place = self._latest.get(tuple(tokens[-size:]))
+            code = 0
+            for token in tokens[-size:]:
+                code = code << BITS | token
+            place = self._latest[size].get(code, 0)
             for _ in range(MAX_CANDIDATES):
-                if place is None:
+                if not place:
                     break
                 if (length := self._match(place)) > longest:
                     best, longest = place, length
-                place = self._before[size].get(place)
+                place = self._before[size][place]
             if best:
                 break
         self._source, self._length = best, longest

@@ -165,9 +165,11 @@ class AsyncLLM:
         """Token ids of a text, off the event loop when it is long. Raises InvalidRequestError when it has none."""
         return (await self.encode_all([text], add_special_tokens=add_special_tokens))[0]
 
-    async def encode_all(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """The same for several texts."""
-        encode = partial(self.tokenizer.encode, add_special_tokens=add_special_tokens)
+    async def encode_all(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True, param: str = "prompt"
+    ) -> list[list[int]]:
+        """The same for several texts. param: what the client calls them."""
+        encode = partial(self.tokenizer.encode, add_special_tokens=add_special_tokens, param=param)
         return await self._compute(lambda: [encode(text) for text in texts], sum(map(len, texts)))
 
     async def encode_chat(
@@ -271,30 +273,31 @@ class AsyncLLM:
             stream.sampling.max_tokens,
             hashes,
             stream.options,
-            hands_off=stream.sampling.prompt_logprobs is None,
+            hands_off=stream.sampling.hands_off,
         )
 
 
-def check_prompt(prompt: Sequence[int], sampling: SamplingParams, ready: Ready) -> None:
-    """Raise the error that names what does not fit: token ids, context length, KV cache."""
+def check_prompt(prompt: Sequence[int], sampling: SamplingParams, ready: Ready, param: str = "prompt") -> None:
+    """Raise the error that names what does not fit: token ids, context length, KV cache. param: what the client calls
+    the prompt."""
     if not prompt:
-        raise InvalidRequestError("the prompt has 0 tokens; it must have at least 1", param="prompt")
+        raise InvalidRequestError("the prompt has 0 tokens; it must have at least 1", param=param)
     if min(prompt) < 0 or max(prompt) >= ready.vocab_size:
         wrong = next(token_id for token_id in prompt if not 0 <= token_id < ready.vocab_size)
         raise InvalidRequestError(
-            f"token id {wrong} is outside the vocabulary of {ready.vocab_size} tokens", param="prompt"
+            f"token id {wrong} is outside the vocabulary of {ready.vocab_size} tokens", param=param
         )
     if len(prompt) >= ready.max_model_len:
         raise ContextLengthError(
             f"This model's maximum context length is {ready.max_model_len} tokens; the prompt has {len(prompt)}, and "
             "at least 1 is for the answer",
-            param="prompt",
+            param=param,
         )
     needed = min(len(prompt) + sampling.max_tokens, ready.max_model_len)
     if needed > ready.kv_capacity_tokens:
         raise ContextLengthError(
             f"prompt and max_tokens make {needed} tokens; the KV cache holds {ready.kv_capacity_tokens}",
-            param="max_tokens",
+            param="max_tokens" if sampling.pooling is None else param,
         )
     for name, ids in (("stop_token_ids", sampling.stop_token_ids), ("logit_bias", tuple(sampling.logit_bias))):
         if any(not 0 <= token_id < ready.vocab_size for token_id in ids):
@@ -303,11 +306,11 @@ def check_prompt(prompt: Sequence[int], sampling: SamplingParams, ready: Ready) 
             )
 
 
-def check_count(count: int, ready: Ready) -> None:
+def check_count(count: int, ready: Ready, param: str = "prompt") -> None:
     """Raise InvalidRequestError for a request that asks for no answer, or for more than may wait and run."""
     limit = ready.max_waiting + ready.max_num_seqs
     if not 0 < count <= limit:
-        raise InvalidRequestError(f"{count} answers in one request; between 1 and {limit}", param="prompt")
+        raise InvalidRequestError(f"{count} answers in one request; between 1 and {limit}", param=param)
 
 
 def _size(value: Any) -> int:

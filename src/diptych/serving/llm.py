@@ -5,6 +5,7 @@ A LocalEngine computes, and text is made of its tokens here: no threads, no proc
 
 import random
 import sys
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -17,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from diptych.control.config import ShapeName, shape_preset
 from diptych.control.errors import ConfigError, WorkerError
 from diptych.control.events import Event, RequestAdmitted, RequestFinished
-from diptych.control.request import FinishReason, SamplingParams
+from diptych.control.request import FinishReason, Pooling, SamplingParams
 from diptych.runtime.local_engine import LocalEngine, StepOutcome
 from diptych.serving.answers.answer_stream import AnswerStream, Generation
 from diptych.serving.answers.tokenizer import Tokenizer, flatten_content
@@ -136,6 +137,19 @@ class LLM:
         ]
         return self.generate(prompts, params, progress=progress)
 
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], pooling: Pooling = "last", *, progress: bool = True
+    ) -> list[list[float]]:
+        """A vector of length 1 for each prompt (a text, token ids, or a list of those): the hidden state behind the
+        final norm of its last token, or the mean of those of all its tokens. Raises what ``generate`` raises."""
+        params = SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling)
+        try:
+            streams = [self._submit(prompt, params).generation.streams[0] for prompt in _as_batch(prompts)]
+            self._run(progress)
+        finally:
+            self._clear()
+        return [array("f", stream.embedding).tolist() for stream in streams]
+
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
         """The text of one answer, piece by piece."""
         try:
@@ -196,6 +210,9 @@ class LLM:
         for request_id, (first, entries) in tokens.prompt_logprobs.items():
             if sequence := self._open.get(request_id):
                 sequence.add_prompt_logprobs(first, entries)
+        for request_id, vector in tokens.embeddings.items():
+            if sequence := self._open.get(request_id):
+                sequence.embedding = vector
         matched = []
         for index, (request_id, token_id) in enumerate(zip(tokens.request_ids, tokens.token_ids, strict=True)):
             if (sequence := self._open.get(request_id)) is None:

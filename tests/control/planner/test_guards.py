@@ -3,7 +3,7 @@
 from diptych.control.engine.reports import LoadReport
 from diptych.control.planner import guards
 from diptych.control.planner.fleet_layout import Layout, WorkerSetting
-from diptych.control.planner.planner_events import ObservedWorker, ReplayedArrival
+from diptych.control.planner.planner_events import ObservedWorker, Prediction, ReplayedArrival
 from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo
 
 
@@ -43,6 +43,12 @@ def test_a_benchmark_with_fixed_concurrency_is_not_extrapolated() -> None:
     assert not guards.is_closed_loop([40 + number % 9 for number in range(64)])
 
 
+def test_a_fleet_of_which_no_configuration_is_enough_is_not_judged_by_a_lucky_moment() -> None:
+    poor, good = Prediction(1.0, 0.49, 1.0), Prediction(2.0, 0.5, 2.0)
+    assert guards.is_overloaded([poor, poor])
+    assert not guards.is_overloaded([poor, good])
+
+
 def test_two_busy_workers_are_not_made_one() -> None:
     assert guards.can_spare_a_worker(0.4, 2)
     assert not guards.can_spare_a_worker(0.6, 2), "1.2 of one worker"
@@ -64,6 +70,31 @@ def test_a_phase_is_never_left_without_a_worker() -> None:
     assert guards.keeps_both_phases(layout("prefill", "decode"))
     assert guards.keeps_both_phases(layout("both"))
     assert not guards.keeps_both_phases(layout("prefill", "prefill"))
+
+
+def of_groups(*workers: tuple[str, str]) -> Layout:
+    return Layout(
+        tuple(WorkerSetting(number, role, "chunked", group) for number, (group, role) in enumerate(workers))  # type: ignore[arg-type]
+    )
+
+
+def test_long_requests_are_not_left_without_a_worker_for_a_phase() -> None:
+    limits = {"large": (0, 100_000), "small": (0, 10_000)}
+    present = of_groups(("large", "both"), ("small", "both"), ("small", "both"))
+    fits = of_groups(("large", "both"), ("small", "decode"), ("small", "prefill"))
+    short = of_groups(("large", "prefill"), ("small", "decode"), ("small", "decode"))
+    assert guards.keeps_what_it_serves(present, fits, limits)
+    assert not guards.keeps_what_it_serves(present, short, limits)
+    assert guards.keeps_what_it_serves(short, short, limits), "it is so already"
+    assert not guards.keeps_what_it_serves(present, of_groups(("small", "both"), ("small", "both")), limits)
+
+
+def test_workers_that_hand_nothing_to_each_other_are_not_given_one_phase_each() -> None:
+    limits = {"exact": (0, 10_000), "rough": (1, 10_000)}
+    present = of_groups(("exact", "both"), ("rough", "both"))
+    assert not guards.keeps_what_it_serves(present, of_groups(("exact", "prefill"), ("rough", "decode")), limits)
+    assert not guards.keeps_what_it_serves(present, of_groups(("exact", "both"), ("rough", "decode")), limits)
+    assert guards.keeps_what_it_serves(present, of_groups(("exact", "both")), limits), "the others serve as much"
 
 
 def test_an_objective_that_a_lone_request_misses_is_named_with_its_number() -> None:

@@ -330,6 +330,26 @@ def test_one_token_needs_no_decode_worker_and_few_stay_with_their_prefill_worker
     assert route(router, ask("many", 12_000, 200)).reason == "remote"
 
 
+def test_requests_without_an_answer_leave_decode_workers_alone_as_long_as_others_can_serve_them() -> None:
+    late = {0: replace(REPORT, backlog_ns=NS_PER_S)}
+    for settings, streams, tokens, taker in (
+        ({}, 0, 1000, 1),  # nobody is disturbed there, and the prefill worker is late
+        ({}, 2, 1000, 0),
+        ({}, 2, 200, 1),  # short enough
+        ({"max_local_tokens": 0}, 2, 1000, 1),
+        ({"disaggregate": "always"}, 0, 1000, 0),
+        ({"disaggregate": "never"}, 2, 1000, 1),
+    ):
+        router = router_of("prefill", "decode", reports=late, **settings)  # type: ignore[arg-type]
+        stream(router, 1, streams)
+        for hands_off in (False, True):
+            found = route(router, ask("vector", tokens, 1, hands_off=hands_off))
+            assert (found.prefill, found.decode) == (taker, taker), (settings, streams, tokens)
+            router.on_ended("vector")
+        router.set_down(0)
+        assert route(router, ask("alone", tokens, 1, hands_off=False)).prefill == 1
+
+
 def test_settings_and_requests_overrule_the_costs() -> None:
     assert route(router_of("prefill", "decode", disaggregate="always"), ask(tokens=40)).reason == "remote"
     never = router_of("prefill", "decode", disaggregate="never")

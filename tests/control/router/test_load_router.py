@@ -83,11 +83,17 @@ def test_prefill_and_decode_are_separated_whenever_that_is_possible(routing: Rou
     assert {found.reason for found in routes} == {"remote"}
     assert {found.prefill for found in routes} == {0, 2} and {found.decode for found in routes} == {1, 3}
     assert route(router, "one", 1).reason == "one_token"
+    vectors = [route(router, f"vector{number}", 1, hands_off=False) for number in range(10)]
+    assert {(found.prefill, found.reason) for found in vectors} == {(0, "one_token"), (2, "one_token")}
     assert route(router, "whole", hands_off=False).reason == "whole"
     assert route(router, "elsewhere", avoid=frozenset({0, 1})) == Route(2, 3, 0, 0, "remote")
     router.set_down(1)
     router.set_down(3)
     assert route(router, "alone").reason == "only_worker"
+    router.set_up(WorkerInfo(1, "decode", 1000, 16))
+    router.set_down(0)
+    router.set_down(2)
+    assert route(router, "vector", 1, hands_off=False).prefill == 1
 
 
 @pytest.mark.parametrize("roles", [("both", "both", "both"), ("prefill", "decode", "prefill", "decode")], ids=str)

@@ -5,6 +5,8 @@ Pure: given the roles and who has which cores now, always the same division, wit
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heapreplace
+from math import gcd, lcm
 
 from diptych.control.compute_share import ComputeShare
 from diptych.control.errors import ConfigError
@@ -46,8 +48,12 @@ class CoreSplit:
                 f"core_split: {num_cores} cores for {len(roles)} workers; each needs one", param="core_split"
             )
         counts = dict.fromkeys(sorted(roles), 1)
+        next_up = [(3 / self.weight(roles[worker]), worker) for worker in counts]
+        heapify(next_up)
         for _ in range(num_cores - len(roles)):
-            counts[min(counts, key=lambda worker: ((2 * counts[worker] + 1) / self.weight(roles[worker]), worker))] += 1
+            worker = next_up[0][1]
+            counts[worker] += 1
+            heapreplace(next_up, ((2 * counts[worker] + 1) / self.weight(roles[worker]), worker))
         return counts
 
     def divide(
@@ -70,6 +76,34 @@ class CoreSplit:
             worker: ComputeShare(tuple(sorted(cpu for core in mine for cpu in core)), len(mine))
             for worker, mine in own.items()
         }
+
+
+def split_for(cores: Mapping[Role, int], workers: Mapping[Role, int]) -> CoreSplit | None:
+    """The rule by which the workers of each role together get so many cores, at least one each, whatever their numbers
+    (None: there is none, as for five and three cores on two and two workers, whose halves are ties). workers: how many
+    of each role; roles without any weigh as much as the mean worker."""
+    num_cores, num_workers = sum(cores.values()), sum(workers.values())
+    unit = lcm(*workers.values())
+    present = {role: unit * cores[role] // count for role, count in workers.items()}
+    least = gcd(*present.values())
+    mean = max(1, unit * num_cores // (num_workers * least))
+    weights = {role: present[role] // least if role in present else mean for role in ROLES}
+    if not all(1 <= weight <= MAX_WEIGHT for weight in weights.values()):
+        return None
+    return CoreSplit(**weights) if _are_followed(cores, workers, weights) else None
+
+
+def _are_followed(cores: Mapping[Role, int], workers: Mapping[Role, int], weights: Mapping[Role, int]) -> bool:
+    """Whether Webster's method gives these cores to the workers of each role: no role's last core comes after, or at
+    once with, the next one of another role."""
+    for role, count in workers.items():
+        most = -(-cores[role] // count)
+        for other, num_others in workers.items():
+            least = cores[other] // num_others
+            comes_late = (2 * most - 1) * weights[other] >= (2 * least + 1) * weights[role]
+            if other != role and most > 1 and comes_late:
+                return False
+    return True
 
 
 def parse_core_split(text: str) -> CoreSplit:

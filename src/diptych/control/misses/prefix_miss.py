@@ -16,7 +16,9 @@ class MissReason(StrEnum):
     OTHER_SALT = "other_salt"  # it was sent before, under another cache_salt
     BEING_COMPUTED = "being_computed"  # another request was computing it at that moment
     NOT_KEPT = "not_kept"  # sent before, and never cached: it ended before, or its blocks were taken at once
-    CACHE_NOT_READ = "cache_not_read"  # the request asks for what only a computation gives (prompt_logprobs)
+    CACHE_NOT_READ = (
+        "cache_not_read"  # the request asks for what only a computation gives (prompt_logprobs, mean pooling)
+    )
 
 
 NEW = "new"  # not sent before

@@ -4,6 +4,7 @@ Reads the cluster, never changes it.
 """
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from diptych.control.cluster.attempts import AttemptState
 from diptych.control.cluster.cluster_core import ClusterCore
@@ -11,9 +12,11 @@ from diptych.control.cluster.cluster_events import Arrived, Cancelled, ClusterEv
 from diptych.control.commands import Command, End
 from diptych.control.config import SchedulerConfig, ShapeName
 from diptych.control.events import Event, FirstToken, HandoffReserved, RequestAdmitted
+from diptych.control.planner.fleet_layout import STARTED_GROUP
 from diptych.control.planner.planner_events import (
     AnswerBegun,
     AnswerEnded,
+    Cores,
     Demanded,
     Observed,
     ObservedWorker,
@@ -27,12 +30,22 @@ from diptych.control.slo import objectives
 WHOLE_ANSWERS = (FinishReason.STOP, FinishReason.LENGTH)
 
 
-class ClusterWatch:
-    """One cluster. started: the scheduler settings that its workers began with."""
+@dataclass(frozen=True, slots=True)
+class PoolMember:
+    """Of which pool a worker is, and the scheduler settings that it began with."""
 
-    def __init__(self, core: ClusterCore, started: SchedulerConfig) -> None:
+    pool: str
+    started: SchedulerConfig
+
+
+class ClusterWatch:
+    """One cluster. started: the scheduler settings that its workers began with. members: the first workers, where these
+    are of pools."""
+
+    def __init__(self, core: ClusterCore, started: SchedulerConfig, members: Sequence[PoolMember] = ()) -> None:
         self._core = core
         self._started = started
+        self._members = members
         self._open: set[str] = set()  # requests that have not ended
 
     def read(self, event: ClusterEvent, commands: Sequence[Command]) -> list[PlannerEvent]:
@@ -54,21 +67,27 @@ class ClusterWatch:
                 found.append(self._ended(command.request_id, num_tokens))
         return found
 
-    def observe(self, pinned: Collection[int] = ()) -> Observed:
-        """The fleet as it is now. pinned: workers whose role and shape an operator has set."""
+    def observe(self, pinned: Collection[int] = (), cores: Cores | None = None) -> Observed:
+        """The fleet as it is now. pinned: workers whose role and shape an operator has set. cores: how they are
+        divided."""
         core = self._core
-        workers = tuple(
-            ObservedWorker(
-                worker,
-                core.members.infos[worker].role,
-                self.shape(worker),
-                core.members.infos[worker].block_size,
-                core.loads.get(worker),
-                worker in pinned,
-            )
-            for worker in core.members.usable
+        workers = tuple(self._observed(worker, worker in pinned, cores is not None) for worker in core.members.usable)
+        return Observed(workers, core.attempts.count_in(AttemptState.RESERVING), cores)
+
+    def _observed(self, worker: int, is_pinned: bool, has_rule: bool) -> ObservedWorker:
+        info = self._core.members.infos[worker]
+        return ObservedWorker(
+            worker,
+            info.role,
+            self.shape(worker),
+            info.block_size,
+            self._core.loads.get(worker),
+            is_pinned,
+            self._members[worker].pool if worker < len(self._members) else STARTED_GROUP,
+            info.share.num_units if has_rule else 0,
+            info.max_sequence_tokens,
+            info.model_copy,
         )
-        return Observed(workers, core.attempts.count_in(AttemptState.RESERVING))
 
     def role(self, worker: int) -> Role:
         """What this worker is for."""
@@ -76,7 +95,8 @@ class ClusterWatch:
 
     def shape(self, worker: int) -> ShapeName:
         """Of the settings that this worker schedules by."""
-        scheduler = self._core.members.schedulers.get(worker, self._started)
+        started = self._members[worker].started if worker < len(self._members) else self._started
+        scheduler = self._core.members.schedulers.get(worker, started)
         return "unified" if scheduler.budget.kind == "whole" else "chunked"
 
     def _demanded(self, event: Arrived) -> Demanded:

@@ -1,14 +1,15 @@
 """When the planner must not judge, or must not change: each a predicate of its arguments alone."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from diptych.control.planner.fleet_layout import Layout, has_both_phases
-from diptych.control.planner.planner_events import ObservedWorker, ReplayedArrival
+from diptych.control.planner.planner_events import ObservedWorker, Prediction, ReplayedArrival
 
 FEW_OPEN_COUNTS = 32
 CLOSED_LOOP_RANGE = 0.02
 MOST_UTILISATION = 0.85
 INFEASIBLE_SHARE = 0.5
+OVERLOADED_ATTAINMENT = 0.5
 
 
 def metrics_are_lost(workers: Sequence[ObservedWorker], now: int, stale_ns: int, is_demanded: bool) -> bool:
@@ -38,6 +39,12 @@ def is_closed_loop(open_counts: Sequence[int]) -> bool:
     return max(open_counts) > 1 and max(open_counts) - min(open_counts) <= CLOSED_LOOP_RANGE * max(open_counts)
 
 
+def is_overloaded(predictions: Sequence[Prediction]) -> bool:
+    """Whether even the best configuration serves few requests in time. Which ones then depends on the moment more than
+    on the configuration, and what works off more ends the overload sooner."""
+    return max(prediction.attainment for prediction in predictions) < OVERLOADED_ATTAINMENT
+
+
 def can_spare_a_worker(utilisation: float, num_workers: int) -> bool:
     """Whether one worker fewer would leave the others below MOST_UTILISATION: their work grows by N / (N - 1)."""
     return num_workers > 1 and utilisation * num_workers / (num_workers - 1) <= MOST_UTILISATION
@@ -50,13 +57,35 @@ def is_within_budget(num_workers: int, most: int) -> bool:
 
 def respects_pins(present: Layout, proposed: Layout, pinned: Collection[int]) -> bool:
     """Whether every worker that an operator has pinned keeps its role and shape."""
-    kept = set(proposed.settings)
-    return all(setting in kept for setting in present.settings if setting.worker in pinned)
+    kept = {(setting.worker, setting.kind) for setting in proposed.settings}
+    return all((setting.worker, setting.kind) in kept for setting in present.settings if setting.worker in pinned)
 
 
 def keeps_both_phases(proposed: Layout) -> bool:
     """Whether a worker is left for prompts, and one for answers."""
-    return has_both_phases(setting.kind for setting in proposed.settings)
+    return has_both_phases(setting.role for setting in proposed.settings)
+
+
+def keeps_what_it_serves(present: Layout, proposed: Layout, limits: Mapping[str, tuple[int, int]]) -> bool:
+    """Whether no request is left without workers for both phases that hand requests to each other and take it as long
+    as it is. limits: (model copy, tokens of the longest sequence) of the workers of each group that has some."""
+    before, after = _longest_of_copies(present, limits), _longest_of_copies(proposed, limits)
+    if any(before.get(copy) and not longest for copy, longest in after.items()):
+        return False
+    return max(after.values(), default=0) >= max(before.values(), default=0)
+
+
+def _longest_of_copies(layout: Layout, limits: Mapping[str, tuple[int, int]]) -> dict[int, int]:
+    """Tokens of the longest sequence for which workers of a model copy can do both phases (0: for none)."""
+    longest: dict[int, list[int]] = {}  # that can be prefilled, and that can be decoded
+    for setting in layout.settings:
+        if setting.group in limits:
+            copy, tokens = limits[setting.group]
+            phases = longest.setdefault(copy, [0, 0])
+            for at, other in enumerate(("decode", "prefill")):
+                if setting.role != other:
+                    phases[at] = max(phases[at], tokens)
+    return {copy: min(phases) for copy, phases in longest.items()}
 
 
 def infeasible_ttft_ns(arrivals: Sequence[ReplayedArrival], terms: Sequence[float]) -> int | None:

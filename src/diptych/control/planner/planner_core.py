@@ -5,7 +5,7 @@
 A state machine without a clock, as ClusterCore is: the same inputs give the same decisions, live and simulated. At each
 tick it looks at the demand and the workers. Where nothing forbids a judgement, it ranks the configurations in reach by
 ``pressure`` and asks a twin (a simulation of the latest arrivals at the forecast rate) for the goodput of the best few.
-A candidate that wins by the margin in answers running becomes a decision.
+A candidate that wins by the margin in answers running, or by less in more of them, becomes a decision.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,13 +15,14 @@ from diptych.control.planner import guards
 from diptych.control.planner.edge_demand import Demand
 from diptych.control.planner.fleet_layout import (
     NEW_WORKER,
-    Counts,
+    Configuration,
     Layout,
     Reach,
     WorkerSetting,
     assign,
     reachable,
 )
+from diptych.control.planner.observed_costs import Pricing, fastest_terms, group_costs
 from diptych.control.planner.planner_config import PlannerConfig
 from diptych.control.planner.planner_events import (
     AddWorker,
@@ -35,6 +36,7 @@ from diptych.control.planner.planner_events import (
     Demanded,
     DemandSummary,
     FleetChange,
+    GroupCosts,
     Observed,
     PlannerCommand,
     PlannerEvent,
@@ -43,18 +45,21 @@ from diptych.control.planner.planner_events import (
     RemoveWorker,
     SetRole,
     SetShape,
+    SetSplit,
+    Terms,
     TwinAnswered,
     TwinFailed,
     TwinQuestion,
     Verdict,
 )
-from diptych.control.planner.pressure import OfferedWork, StepPrices, pressure, prices_of, work_of
+from diptych.control.planner.pressure import OfferedWork, pressure, work_of
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 
 NEARNESS_WEIGHT = 0.1  # where no request meets its objectives, the configuration that comes nearest wins
 SETTLED_ATTAINMENT = 0.99
-SETTLED_CHANGE = 0.15  # of the load, that a settled configuration need not be judged anew for
+SETTLED_CHANGE = 0.15  # of the load, for which the last answer still holds
 MOST_LATE = 0.01  # of the arrivals of the window, that a settled configuration may keep waiting for too long
+ROUNDING = 1e-9
 MOST_WINNERS = 2  # candidates that are asked about again
 SAMPLE = 200  # arrivals that prices and objectives are read from
 
@@ -72,9 +77,10 @@ class PlannerCore:
         self._asked_demand: DemandSummary | None = None
         self._settled_at: DemandSummary | None = None  # for which the present configuration is good enough
         self._next_question_ns = 0
+        self._next_repeat_ns = 0  # of a question that has been answered for such a load
         self._twin_ns = 0.0  # processor time that the twin has had beyond its share
         self._twin_counted_ns = 0  # until when its share has been taken off
-        self._winners: dict[Counts, int] = {}  # candidates -> answers running that they have won
+        self._winners: dict[Configuration, float] = {}  # candidates -> what they gained in answers running
         self._is_changing = False
         self._last_change_ns: int | None = None
         self._num_questions = 0
@@ -113,6 +119,8 @@ class PlannerCore:
             return []
         if guards.is_cooling_down(now, self._last_change_ns, self.config.cooldown_ns) or self._is_settled(demand, now):
             return []
+        if now < self._next_repeat_ns and not self._has_news(demand, now):
+            return []
         return self._ask(demand, now)
 
     def _hold_reason(self, demand: DemandSummary, now: int) -> str:
@@ -125,39 +133,51 @@ class PlannerCore:
         sample = self.demand.latest(SAMPLE)
         if not any(arrival.slo.ttft_ns or arrival.slo.tpot_ns for arrival in sample):
             return "no request has an objective (--ttft-slo-ms, --tpot-slo-ms), so no configuration is better"
-        lone_ns = guards.infeasible_ttft_ns(sample, self._terms())
-        if lone_ns is not None:
-            return f"infeasible: one request alone needs {lone_ns / NS_PER_MS:.0f} ms to its first token"
+        lone_ns = [guards.infeasible_ttft_ns(sample, terms) for terms in self._fastest_terms()]
+        impossible_ns = [time_ns for time_ns in lone_ns if time_ns is not None]
+        if len(impossible_ns) == len(lone_ns):
+            return f"infeasible: one request alone needs {min(impossible_ns) / NS_PER_MS:.0f} ms to its first token"
         return ""
 
     def _is_settled(self, demand: DemandSummary, now: int) -> bool:
         settled = self._settled_at
-        if settled is None or self.demand.num_late(now) > MOST_LATE * len(self.demand):
-            return False
-        return all(
-            abs(new - old) <= SETTLED_CHANGE * old for new, old in zip(_load(demand), _load(settled), strict=True)
-        )
+        return settled is not None and not self._are_many_late(now) and _is_like(demand, settled)
 
-    def _terms(self) -> tuple[float, float, float, float, float]:
-        """The step-time model of the workers, in the mean."""
-        loads = [worker.load for worker in self._workers.workers if worker.load is not None]
-        count = max(1, len(loads))
-        return (
-            sum(load.fixed_ns for load in loads) / count,
-            sum(load.token_ns for load in loads) / count,
-            sum(load.pair_ns for load in loads) / count,
-            sum(load.sequence_ns for load in loads) / count,
-            sum(load.context_ns for load in loads) / count,
-        )
+    def _has_news(self, demand: DemandSummary, now: int) -> bool:
+        """Whether there may be another answer than the last: what the twin may be ahead of its share is for this."""
+        asked = self._asked_demand
+        return asked is None or bool(self._winners) or self._are_many_late(now) or not _is_like(demand, asked)
+
+    def _are_many_late(self, now: int) -> bool:
+        return self.demand.num_late(now) > MOST_LATE * len(self.demand)
+
+    def _fastest_terms(self) -> list[Terms]:
+        """The step-time models that a lone request may meet: where cores move, with all that others can spare."""
+        workers, cores = self._workers.workers, self._workers.cores
+        most = max((worker.num_cores for worker in workers), default=0)
+        if cores is not None and self._moves_cores:
+            most = cores.num_cores - len(workers) + 1
+        return fastest_terms(group_costs(workers), workers, most)
+
+    @property
+    def _moves_cores(self) -> bool:
+        """Whether the rule that divides the cores is the planner's to change, and all workers have what it gave."""
+        cores = self._workers.cores
+        if cores is None or cores.is_pinned:
+            return False
+        return sum(worker.num_cores for worker in self._workers.workers) == cores.num_cores
 
     # -- the question -------------------------------------------------------------------------------------------------
 
     @property
     def present(self) -> Layout:
         """The configuration as observed last."""
-        return Layout(
-            tuple(sorted(WorkerSetting(worker.worker, worker.role, worker.shape) for worker in self._workers.workers))
+        cores = self._workers.cores
+        settings = (
+            WorkerSetting(worker.worker, worker.role, worker.shape, worker.group, worker.num_cores)
+            for worker in self._workers.workers
         )
+        return Layout(tuple(sorted(settings)), cores.split if cores is not None else None)
 
     def _ask(self, demand: DemandSummary, now: int) -> list[PlannerCommand]:
         arrivals, num_waiting, span_ns = self.demand.replay(
@@ -168,53 +188,69 @@ class PlannerCore:
         workers = self._workers.workers
         generated = sum(worker.load.output_tokens for worker in workers if worker.load is not None)
         running = self.demand.running(generated, now)
-        num_blocks = min(worker.load.num_blocks for worker in workers if worker.load is not None)
-        terms, block_size = self._terms(), workers[0].block_size
-        work = work_of(demand, self.demand.latest(SAMPLE), terms, self._workers.num_reserving)
-        candidates = self._candidates(work, prices_of(terms, num_blocks * block_size))
+        costs = group_costs(workers)
+        work = work_of(demand, self.demand.latest(SAMPLE), self._workers.num_reserving)
         self._num_questions += 1
         self._question = TwinQuestion(
             self._num_questions,
             (*running, *arrivals),
             len(running) + num_waiting,
             span_ns,
-            candidates,
-            terms,
-            num_blocks,
-            block_size,
+            self._candidates(work, costs),
+            costs,
         )
         self._asked_demand = demand
         return [AskTwin(self._question)]
 
-    def _candidates(self, work: OfferedWork, prices: StepPrices) -> tuple[Layout, ...]:
+    def _candidates(self, work: OfferedWork, costs: Sequence[GroupCosts]) -> tuple[Layout, ...]:
         """The present configuration, and the most promising ones in reach."""
-        workers, present = self._workers.workers, self.present
-        pinned = frozenset(worker.worker for worker in workers if worker.is_pinned)
+        workers, present, pricing = self._workers.workers, self.present, Pricing(costs, work)
         most = self.config.max_workers or len(workers)
-        first, *others = reachable(
-            present, Reach(self.config.shapes, 1 if self.config.max_workers else most, most, pinned)
-        )
-        now = pressure(first, work, prices)
-        spares = guards.can_spare_a_worker(min(now, 1.0), len(workers))
+        spares = guards.can_spare_a_worker(min(pressure(pricing.parts(present), work), 1.0), len(workers))
         useful = [
-            counts
-            for counts in others
-            if _num_workers(counts) >= len(workers) or spares
-            if guards.is_within_budget(_num_workers(counts), most)
+            layout
+            for layout in self._others(present, most)
+            if len(layout.settings) >= len(workers) or spares
+            if guards.is_within_budget(len(layout.settings), most)
         ]
-        useful.sort(key=lambda counts: (round(pressure(counts, work, prices), 3), _num_workers(counts)))
-        fewer = [counts for counts in useful if _num_workers(counts) < len(workers)][:1]  # else it never has its turn
-        useful = fewer + [counts for counts in useful if counts not in fewer]
+        ranked = [
+            (round(pressure(pricing.parts(layout), work), 3), len(layout.settings), number)
+            for number, layout in enumerate(useful)
+        ]
+        useful = [useful[number] for _, _, number in sorted(ranked)]
+        fewer = [layout for layout in useful if len(layout.settings) < len(workers)][:1]  # else it never has its turn
+        useful = fewer + [layout for layout in useful if not fewer or layout is not fewer[0]]
+        if self._winners:  # what has won once is asked about again, without those that lost: the answer comes sooner
+            useful = [layout for layout in useful if layout.configuration in self._winners] or useful
+        return (present, *useful[: self.config.max_candidates - 1])
+
+    def _others(self, present: Layout, most: int) -> list[Layout]:
+        """What the present configuration may become."""
+        workers, cores = self._workers.workers, self._workers.cores
+        pinned = frozenset(worker.worker for worker in workers if worker.is_pinned)
+        limits = {worker.group: (worker.model_copy, worker.max_tokens) for worker in workers}
+        num_cores = cores.num_cores if cores is not None else 0
+        reach = Reach(
+            self.config.shapes,
+            1 if self.config.max_workers else most,
+            most,
+            pinned,
+            {pool.name: pool.shapes for pool in self.config.pools},
+            self._moves_cores,
+        )
         idlest = [worker.worker for worker in sorted(workers, key=_used_blocks)]
-        layouts = [assign(present, counts, idlest, pinned) for counts in useful]
-        allowed = [
+        layouts = [
+            assign(present, wanted, idlest, pinned, num_cores)
+            for wanted in reachable(present, reach)[1:]
+            if not num_cores or wanted.num_workers <= num_cores
+        ]
+        return [
             layout
             for layout in layouts
-            if guards.respects_pins(present, layout, pinned) and guards.keeps_both_phases(layout)
+            if guards.respects_pins(present, layout, pinned)
+            and guards.keeps_both_phases(layout)
+            and guards.keeps_what_it_serves(present, layout, limits)
         ]
-        if self._winners:  # what has won once is asked about again, without those that lost: the answer comes sooner
-            allowed = [layout for layout in allowed if layout.counts in self._winners] or allowed
-        return (present, *allowed[: self.config.max_candidates - 1])
 
     # -- the answer ---------------------------------------------------------------------------------------------------
 
@@ -236,26 +272,40 @@ class PlannerCore:
             self._winners.clear()
             return []
         scored = tuple(zip(question.candidates, event.predictions, strict=True))
-        present = event.predictions[0]
+        first, present = scored[0]
         offered = NS_PER_S * (len(question.arrivals) - question.num_before) / question.span_ns
-        won = [
-            layout.counts
-            for layout, prediction in sorted(scored[1:], key=lambda pair: -_score(pair[1]))
-            if self._wins(layout, prediction, *scored[0], offered)
-        ][:MOST_WINNERS]
-        self._winners = {counts: self._winners.get(counts, 0) + 1 for counts in won}
-        self._settled_at = None if won or present.attainment < SETTLED_ATTAINMENT else demand
-        ripe = [pair for pair in scored[1:] if self._winners.get(pair[0].counts, 0) >= self.config.wins]
+        is_overloaded = guards.is_overloaded(event.predictions)
+        score = _progress if is_overloaded else _score
+        best_first = sorted(scored[1:], key=lambda pair: (-score(pair[1]), _num_changed(pair[0], first)))
+        gains = {
+            layout.configuration: gain
+            for layout, prediction in best_first
+            if (gain := self._gain(layout, prediction, first, present, offered, score)) > 0
+        }
+        self._winners = {
+            wanted: self._winners.get(wanted, 0.0) + gain for wanted, gain in list(gains.items())[:MOST_WINNERS]
+        }
+        has_won = any(gain >= self.config.margin for gain in gains.values())
+        is_served = present.attainment >= SETTLED_ATTAINMENT
+        self._settled_at = demand if is_served and not gains else None
+        enough = self.config.wins * self.config.margin - ROUNDING
+        ripe = [pair for pair in best_first if self._winners.get(pair[0].configuration, 0.0) >= enough]
         scores = tuple(
             CandidateScore(layout.label, len(layout.settings), prediction) for layout, prediction in scored
         )  # fmt: skip
         if not ripe:
             reason = f"no other configuration wins by {self.config.margin:.0%}"
-            if won:
+            if has_won:  # asked again at once: when the twin is within its share again, the change may come too late
                 reason = f"one wins by {self.config.margin:.0%}, not yet {self.config.wins} times running"
-            return [self._decide("keep", reason, scored[0][0], demand, scores, now)]
-        chosen, prediction = max(ripe, key=lambda pair: (_score(pair[1]), -len(pair[0].settings)))
+                self._next_question_ns = now
+            elif gains:
+                reason = f"one is better by less than {self.config.margin:.0%}, not yet often enough"
+            return [self._decide("keep", reason, first, demand, scores, now)]
+        chosen, prediction = min(ripe, key=lambda pair: (-score(pair[1]), len(pair[0].settings)))
         reason = f"goodput {prediction.goodput_rps:.2f} instead of {present.goodput_rps:.2f} requests/s, as simulated"
+        if is_overloaded:
+            done = f"{prediction.throughput_rps:.2f} instead of {present.throughput_rps:.2f}"
+            reason += f"; overloaded, {done} worked off"
         if self.config.mode != "auto":
             return [self._decide("advise", reason, chosen, demand, scores, now)]
         self._is_changing = True
@@ -268,21 +318,31 @@ class PlannerCore:
         ]
 
     def _pay(self, cost_ns: int, now: int) -> None:
-        """The twin has worked so long: the next question waits until it is within its share again, but for a burst."""
+        """The twin has worked so long: the next question waits until it is within its share again, but for a burst;
+        one without news waits for all of it."""
         config = self.config
         self._twin_ns = max(0.0, self._twin_ns - config.twin_share * (now - self._twin_counted_ns)) + cost_ns
         self._twin_counted_ns = now
         self._next_question_ns = now + int(max(0.0, self._twin_ns - config.twin_burst_ns) / config.twin_share)
+        self._next_repeat_ns = now + int(self._twin_ns / config.twin_share)
 
-    def _wins(
-        self, layout: Layout, prediction: Prediction, present: Layout, now: Prediction, offered_rps: float
-    ) -> bool:
-        """By the margin of what is asked for (where hardly any request is served in time, twice as many are still no
-        reason to move streams about); or, with fewer workers, when almost nothing is lost."""
-        extra = len(layout.settings) - len(present.settings)
-        if extra < 0:
-            return prediction.goodput_rps >= (1 - self.config.tolerance) * now.goodput_rps
-        return _score(prediction) > _score(now) + self.config.margin * (1 + NEARNESS_WEIGHT) * offered_rps
+    def _gain(
+        self,
+        layout: Layout,
+        prediction: Prediction,
+        present: Layout,
+        now: Prediction,
+        offered_rps: float,
+        score: Callable[[Prediction], float],
+    ) -> float:
+        """What a change gains, at most the margin, and 0 where that is too little to count. As a share of what is asked
+        for: where hardly any request is served in time, twice as many are still no reason to move streams about. With
+        fewer workers the margin, when almost nothing is lost."""
+        config = self.config
+        if len(layout.settings) < len(present.settings):
+            return config.margin if prediction.goodput_rps >= (1 - config.tolerance) * now.goodput_rps else 0.0
+        gain = (score(prediction) - score(now)) / max(ROUNDING, (1 + NEARNESS_WEIGHT) * offered_rps)
+        return min(gain, config.margin) if gain >= min(config.least_gain, config.margin) else 0.0
 
     def _on_change_ended(self, event: ChangeEnded, now: int) -> list[PlannerCommand]:
         self._is_changing = False
@@ -322,7 +382,7 @@ class PlannerCore:
 
 def changes(present: Layout, chosen: Layout) -> list[FleetChange]:
     """From one configuration to another: new workers first, and workers that go last, so that no phase is ever without
-    one for longer than a change takes."""
+    one for longer than a change takes. The cores are divided for the new roles."""
     wanted = {setting.worker: setting for setting in chosen.settings if setting.worker != NEW_WORKER}
     commands: list[FleetChange] = [
         AddWorker(setting.role, setting.shape) for setting in chosen.settings if setting.worker == NEW_WORKER
@@ -331,6 +391,8 @@ def changes(present: Layout, chosen: Layout) -> list[FleetChange]:
     commands += [SetRole(old.worker, "both") for old, new in changed if old.role != new.role and old.role != "both"]
     commands += [SetShape(old.worker, new.shape) for old, new in changed if old.shape != new.shape]
     commands += [SetRole(old.worker, new.role) for old, new in changed if old.role != new.role and new.role != "both"]
+    if chosen.split is not None and chosen.split != present.split:
+        commands.append(SetSplit(chosen.split))
     return commands + [RemoveWorker(setting.worker) for setting in present.settings if setting.worker not in wanted]
 
 
@@ -339,12 +401,24 @@ def _load(demand: DemandSummary) -> tuple[float, float]:
     return demand.forecast * demand.mean_prompt_tokens, demand.forecast * demand.mean_output_tokens
 
 
+def _is_like(demand: DemandSummary, other: DemandSummary) -> bool:
+    pairs = zip(_load(demand), _load(other), strict=True)
+    return all(abs(new - old) <= SETTLED_CHANGE * old for new, old in pairs)
+
+
 def _score(prediction: Prediction) -> float:
     return prediction.goodput_rps + NEARNESS_WEIGHT * prediction.nearness_rps
 
 
-def _num_workers(counts: Sequence[tuple[Any, int]]) -> int:
-    return sum(count for _, count in counts)
+def _progress(prediction: Prediction) -> float:
+    """Of an overloaded fleet: what is in time now, and how fast the overload is worked off."""
+    return prediction.goodput_rps + prediction.throughput_rps
+
+
+def _num_changed(layout: Layout, present: Layout) -> int:
+    """Workers that are others, or for something else."""
+    kept = {(setting.worker, setting.kind) for setting in present.settings}
+    return sum((setting.worker, setting.kind) not in kept for setting in layout.settings)
 
 
 def _used_blocks(worker: Any) -> tuple[int, int]:

@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from diptych.control.cluster.cluster_config import ClusterConfig
+from diptych.control.cluster.core_split import CoreSplit
 from diptych.control.config import EngineConfig, ShapeName
 from diptych.control.engine.reports import LoadReport
-from diptych.control.planner.fleet_layout import Layout
-from diptych.control.router.topology import Role
+from diptych.control.planner.fleet_layout import STARTED_GROUP, Layout
+from diptych.control.router.topology import ANY_LENGTH, Role
 from diptych.control.slo import Slo
 
 # -- inputs -----------------------------------------------------------------------------------------------------------
@@ -48,7 +49,9 @@ class AnswerEnded:
 
 @dataclass(frozen=True, slots=True)
 class ObservedWorker:
-    """One worker as it is now. load: its last report (None: there is none)."""
+    """One worker as it is now. load: its last report (None: there is none). group: of equal workers that it belongs to.
+    num_cores: that it computes on, where a rule divides them (else 0). max_tokens: of the longest sequence that it
+    takes. model_copy: only workers of one hand requests to each other."""
 
     worker: int
     role: Role
@@ -56,24 +59,42 @@ class ObservedWorker:
     block_size: int
     load: LoadReport | None
     is_pinned: bool = False
+    group: str = STARTED_GROUP
+    num_cores: int = 0
+    max_tokens: int = ANY_LENGTH
+    model_copy: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Cores:
+    """How cores are divided among the workers: ``num_cores`` by the rule ``split``. is_pinned: by an operator."""
+
+    num_cores: int
+    split: CoreSplit
+    is_pinned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """The fleet at a tick: its usable workers, and how many prompts wait for room on a decode worker."""
+    """The fleet at a tick: its usable workers, how many prompts wait for room on a decode worker, and how cores are
+    divided (None: each worker keeps its own)."""
 
     workers: tuple[ObservedWorker, ...]
     num_reserving: int = 0
+    cores: Cores | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """What the twin says of one configuration. goodput_rps: requests per second that met their objectives. attainment:
-    their share. nearness_rps: requests per second, each counted as min(1, objective / measured)."""
+    their share. nearness_rps: requests per second, each counted as min(1, objective / measured). throughput_rps:
+    requests per second that had their first token within the time of the arrivals, and that ended in it: the mean of
+    the two, with the requests that run or wait already when it begins."""
 
     goodput_rps: float
     attainment: float
     nearness_rps: float
+    throughput_rps: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +130,25 @@ PLANNER_EVENT_CLASSES: dict[str, type[PlannerEvent]] = {cls.__name__: cls for cl
 
 
 @dataclass(frozen=True, slots=True)
+class TwinPool:
+    """Workers that are unlike the fleet's others. engine: as they were started. model_copy: see ObservedWorker."""
+
+    name: str
+    engine: EngineConfig
+    model_copy: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class TwinSettings:
     """The fleet that a twin simulates. engine: of one worker as it was started; its cache and its costs come with each
-    question. kv_bytes_per_token: as it travels. shares_memory: handoffs move no bytes."""
+    question. kv_bytes_per_token: as it travels. shares_memory: handoffs move no bytes. pools: groups of other
+    workers."""
 
     engine: EngineConfig
     cluster: ClusterConfig
     kv_bytes_per_token: int
     shares_memory: bool = True
+    pools: tuple[TwinPool, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,21 +163,38 @@ class ReplayedArrival:
     is_running: bool = False
 
 
+Terms = tuple[float, float, float, float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCosts:
+    """Of equal workers, with ``num_blocks`` blocks each. terms: the prices of the step-time model (a step, a prompt
+    token, a pair, a sequence, a context token), in nanoseconds; of one core where a rule divides the cores."""
+
+    terms: Terms
+    num_blocks: int
+    block_size: int
+    group: str = STARTED_GROUP
+
+    def terms_on(self, num_cores: int) -> Terms:
+        """Of a worker with so many cores (0: they are not divided), which steps are in inverse proportion to."""
+        fixed_ns, token_ns, pair_ns, sequence_ns, context_ns = self.terms
+        units = max(1, num_cores)
+        return fixed_ns / units, token_ns / units, pair_ns / units, sequence_ns / units, context_ns / units
+
+
 @dataclass(frozen=True, slots=True)
 class TwinQuestion:
     """Which of these configurations serves these requests best? The first candidate is the present one. The first
     ``num_before`` requests run or wait already when it begins, and do not count; the others arrive within span_ns.
-    terms: the prices of the step-time model (a step, a prompt token, a pair, a sequence, a context token), in
-    nanoseconds, of workers of ``num_blocks`` blocks."""
+    costs: of each group of workers."""
 
     number: int
     arrivals: tuple[ReplayedArrival, ...]
     num_before: int
     span_ns: int
     candidates: tuple[Layout, ...]
-    terms: tuple[float, float, float, float, float]
-    num_blocks: int
-    block_size: int
+    costs: tuple[GroupCosts, ...]
 
 
 # -- decisions and commands -------------------------------------------------------------------------------------------
@@ -234,5 +283,12 @@ class RemoveWorker:
     worker: int
 
 
-FleetChange = SetRole | SetShape | AddWorker | RemoveWorker
+@dataclass(frozen=True, slots=True)
+class SetSplit:
+    """Divide the cores by another rule."""
+
+    split: CoreSplit
+
+
+FleetChange = SetRole | SetShape | AddWorker | RemoveWorker | SetSplit
 PlannerCommand = AskTwin | Decided | FleetChange

@@ -16,7 +16,7 @@ from diptych.control.planner.planner_events import AskTwin, Decided, PlannerComm
 
 Row = tuple[Any, ...]
 
-PLANNER_FORMAT, PLANNER_VERSION = "diptych planner recording", 1
+PLANNER_FORMAT, PLANNER_VERSION = "diptych planner recording", 2
 DIGEST_BYTES = 12
 
 

@@ -122,7 +122,8 @@ class CandidateSearch:
         held = [matched * size for matched in self._index.matches(hashes, now)]
         may_hand_off = request.hands_off and num_output_tokens > 1 and self._config.disaggregate != "never"
         most_tokens = self._most_tokens(request)
-        return RequestDemand(num_tokens, num_output_tokens, held, may_hand_off, now, most_tokens)
+        is_prefill_only = request.is_prefill_only and self._config.disaggregate != "never"
+        return RequestDemand(num_tokens, num_output_tokens, held, may_hand_off, now, most_tokens, is_prefill_only)
 
     def _usable(self, request: RoutingRequest) -> list[int]:
         """Workers that are large enough and not to be avoided, if that leaves any. One that only prefills need not hold
@@ -148,7 +149,10 @@ class CandidateSearch:
         sources, targets, both = self._up_by_role if usable is self._up else self._by_role(usable)
         has_pair = demand.may_hand_off and bool((sources and targets) or (both and (sources or targets)))
         whole, decodes = self._targets(demand, both, (UNBOUNDED, -1), has_pair)
-        limit = self._config.max_local_tokens if has_pair and self._config.deflection == "short" else 0
+        has_choice = has_pair or (demand.is_prefill_only and bool(sources or both))
+        if has_choice and not has_pair and self._config.disaggregate == "always":
+            targets = []
+        limit = self._config.max_local_tokens if has_choice and self._config.deflection == "short" else 0
         single = (0.0, -1) if has_pair and self._config.disaggregate == "always" else whole  # (nothing beats 0)
         single, prefills = self._sources(demand, sources, single)
         single, more_decodes = self._targets(demand, targets, single, has_pair, limit)

@@ -69,7 +69,8 @@ def unknown_prices(standing: float = 0) -> WorkerPrices:
 @dataclass(slots=True)
 class RequestDemand:
     """One request, as costs need it. num_output_tokens: expected, at least 1. held: leading tokens that each worker
-    holds. most_tokens: of prompt and answer."""
+    holds. most_tokens: of prompt and answer. is_prefill_only: see RoutingRequest; False where that makes no
+    difference."""
 
     num_tokens: int
     num_output_tokens: int
@@ -77,6 +78,7 @@ class RequestDemand:
     may_hand_off: bool
     now: int
     most_tokens: int
+    is_prefill_only: bool = False
 
     @property
     def num_steps(self) -> int:

@@ -243,7 +243,7 @@ class LoadRouter:
         avoid, roles, too_small = request.avoid, self._roles, self._too_small(request)
         is_whole = self._config.disaggregate == "never" or not request.hands_off
         first = None
-        if not is_whole:
+        if not is_whole or (request.is_prefill_only and self._config.disaggregate != "never"):
             first = self._pick(self._prefills, avoid, roles.decode | too_small)
         if first is None:
             first = self._pick(self._prefills, avoid, too_small)
@@ -251,7 +251,7 @@ class LoadRouter:
                 return None
             return self._whole(first, "only_worker" if not is_whole else "never" if request.hands_off else "whole")
         role = self._role_of[first]
-        if role == "both" or request.max_tokens == 1:
+        if role == "both" or request.is_prefill_only:
             return self._whole(first, "both" if role == "both" else "one_token")
         second = self._pick(self._decodes, avoid, roles.prefill | too_small | self._of_other_copies(first))
         if second is None:

@@ -97,6 +97,11 @@ class RoutingRequest:
         """Whether two workers may share it."""
         return self.submission.hands_off and not self.must_stay_whole
 
+    @property
+    def is_prefill_only(self) -> bool:
+        """Whether there is nothing to decode: one token, or an embedding."""
+        return self.max_tokens == 1
+
 
 @dataclass(frozen=True, slots=True)
 class Route:

@@ -39,6 +39,7 @@ class AnswerStream:
         "_stops",
         "attempt_id",
         "cached_tokens",
+        "embedding",
         "finish_reason",
         "finished",
         "first_token_s",
@@ -85,6 +86,7 @@ class AnswerStream:
         self.cached_tokens = 0
         self.prefix_miss: PrefixMiss | None = None
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self.embedding = b""  # of the prompt, see StepTokens
         self.submitted_s = 0.0
         self.first_token_s = 0.0
         self.last_token_s = 0.0
@@ -103,7 +105,8 @@ class AnswerStream:
     def push(self, token_id: int, *, is_stop_token: bool = False, logprobs: TokenLogprobs | None = None) -> bool:
         """Take one sampled token. Returns True when it completed a stop string: the worker has to stop.
 
-        A stop token belongs to the token ids but not to the text. After a stop string, tokens are ignored.
+        A stop token belongs to the token ids but not to the text, unless that is asked for. After a stop string, tokens
+        are ignored.
         """
         if self.stop_reason is not None:
             return False
@@ -113,6 +116,9 @@ class AnswerStream:
             self._logprobs.append(logprobs)
         if is_stop_token:
             self.stop_reason = token_id
+            if self.sampling.include_stop_str_in_output and self._detokenizer is not None:
+                held = self._stops.flush() if self._stops is not None else ""
+                self._new_text += held + self._detokenizer.push(token_id)
         elif self._detokenizer is not None and (text := self._detokenizer.push(token_id)):
             return self._add_text(text)
         return False
@@ -164,6 +170,8 @@ class AnswerStream:
         if self._stops.matched is None:
             return False
         self.stop_reason = self._stops.matched
+        if self.sampling.include_stop_str_in_output:
+            self._new_text += self._stops.matched
         return True
 
 

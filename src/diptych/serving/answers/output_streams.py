@@ -127,6 +127,9 @@ class OutputStreams:
         for attempt_id, (first, entries) in tokens.prompt_logprobs.items():
             if stream := self._fed_by(worker, attempt_id):
                 stream.add_prompt_logprobs(first, entries)
+        for attempt_id, vector in tokens.embeddings.items():
+            if stream := self._fed_by(worker, attempt_id):
+                stream.embedding = vector
         gaps: dict[float, int] = {}  # one for each stream and step, however many tokens it got
         num_tokens, logprobs = 0, tokens.logprobs
         for index, (attempt_id, token_id) in enumerate(zip(tokens.request_ids, tokens.token_ids, strict=True)):

@@ -30,7 +30,8 @@ LOOPBACK = ("127.", "::1", "::ffff:127.")
 class ChangeBody(BaseModel):
     """What is to change about a worker; what is left out stays. drain: true gives it nothing new and hands its streams
     to others, false uses it again. cores: CPUs to compute on, such as 0-3, a thread on each; multiprocessors: how many
-    of its GPU's. pin: whether the planner leaves the worker as it is (left out: true with a role or a shape)."""
+    of its GPU's. pin: whether the planner leaves the worker as it is (left out: true with a role or a shape). With
+    ``cores`` it leaves the rule that divides the cores."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -62,19 +63,23 @@ class AdminWorker(BaseModel):
 
 class AdminWorkers(BaseModel):
     """All workers that there are or were. max_workers: how many there may be at once. core_split: the rule by which
-    cores are divided when a role changes, or a worker comes or goes (null: they are not)."""
+    cores are divided when a role changes, or a worker comes or goes (null: they are not). is_core_split_pinned: the
+    planner leaves it as it is."""
 
     workers: list[AdminWorker]
     max_workers: int
     core_split: str | None
+    is_core_split_pinned: bool
 
 
 class SplitBody(BaseModel):
-    """The weights of the roles, such as prefill=3,decode=1."""
+    """split: the weights of the roles, such as prefill=3,decode=1. pin: whether the planner leaves the rule as it is
+    (left out: true with a split)."""
 
     model_config = ConfigDict(extra="forbid")
 
-    split: str
+    split: str | None = None
+    pin: bool | None = None
 
 
 class AdminAccess:
@@ -148,7 +153,7 @@ def add_admin_routes(app: FastAPI, llm: AsyncLLM, documented: dict[int | str, di
         """Divide the cores among all workers by the weights of their roles, now and after each change of roles or
         workers."""
         llm.require_ready()
-        changes.change_split(_wanted_split(await errors.read_json(request)))
+        _change_split(changes, await errors.read_json(request))
         return _reply(_workers(llm))
 
     @app.delete("/admin/workers/{worker:int}", responses={**refusals, 200: {"model": AdminWorker}})
@@ -174,6 +179,7 @@ def _change(changes: WorkerChanges, worker: int, wanted: ChangeBody) -> None:
         changes.change_shape(worker, wanted.shape)
     if share is not None:
         changes.change_share(worker, share)
+        changes.pin_split(True)
     if wanted.drain is not None:
         (changes.drain if wanted.drain else changes.use_again)(worker)
     is_pinned = wanted.pin
@@ -191,22 +197,33 @@ def _wanted_share(changes: WorkerChanges, wanted: ChangeBody) -> ComputeShare | 
     return None if wanted.cores is None else changes.cores.share_of(wanted.cores)
 
 
-def _wanted_split(body: object) -> CoreSplit:
+def _change_split(changes: WorkerChanges, body: object) -> None:
     try:
-        return parse_core_split(SplitBody.model_validate(body).split)
+        wanted = SplitBody.model_validate(body)
     except ValidationError as error:
         raise errors.invalid_body(error) from None
+    if wanted == SplitBody():
+        raise InvalidRequestError("nothing is to change; give split or pin", param="split")
+    if wanted.split is not None:
+        changes.change_split(_wanted_split(wanted.split))
+    changes.pin_split(wanted.split is not None if wanted.pin is None else wanted.pin)
+
+
+def _wanted_split(text: str) -> CoreSplit:
+    try:
+        return parse_core_split(text)
     except ConfigError as error:
         raise InvalidRequestError(error.message, param="split") from None
 
 
 def _workers(llm: AsyncLLM) -> AdminWorkers:
     fleet = llm.fleet
-    split = fleet.changes.cores.split
+    split, cores = fleet.changes.cores.split, fleet.changes.divided
     return AdminWorkers(
         workers=[_worker(llm, worker.number) for worker in fleet.workers],
         max_workers=len(fleet.fleet.slots),
         core_split=None if split is None else str(split),
+        is_core_split_pinned=cores is not None and cores.is_pinned,
     )
 
 

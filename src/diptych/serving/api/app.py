@@ -27,6 +27,7 @@ from diptych.serving.api.chat import ChatWriter
 from diptych.serving.api.completions import CompletionWriter
 from diptych.serving.api.conversation import conversation, start_chat
 from diptych.serving.api.cross_origin import CrossOrigin
+from diptych.serving.api.embeddings import EmbeddingsBody, add_embeddings_routes
 from diptych.serving.api.manners import Manners
 from diptych.serving.api.messages_routes import MESSAGES_BODIES, add_messages_routes
 from diptych.serving.api.middleware import ApiKey, BodyLimit, NativePanics
@@ -38,6 +39,8 @@ from diptych.serving.api.parameters import (
     options_of,
     refuse_unsupported,
     sampling_of,
+    shown_tokens,
+    truncated,
 )
 from diptych.serving.api.reply import ReplyContext, encode_json
 from diptych.serving.api.reply_headers import ReplyHeaders
@@ -58,6 +61,7 @@ BODIES: tuple[type[BaseModel], ...] = (
     protocol.DetokenizeBody,
     *MESSAGES_BODIES,
     ResponsesBody,
+    EmbeddingsBody,
 )
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": protocol.ErrorReply, "description": text}
@@ -93,6 +97,8 @@ class Service:
         check_count(max(len(texts), len(prompts)) * (body.n or 1), ready)  # before they are encoded
         if texts:
             prompts = await llm.encode_all(texts, add_special_tokens=body.add_special_tokens is not False)
+        if body.truncate_prompt_tokens is not None:
+            prompts, texts = truncated(body, prompts, ready, body.max_tokens), []
         max_tokens = max_tokens_of(body, max(map(len, prompts)), ready)
         grammar = None
         if wants_structure(body):
@@ -110,6 +116,7 @@ class Service:
             sampling,
             f"cmpl-{uuid.uuid4().hex}",
             options_of(body, tenant),
+            shown=shown_tokens(llm.tokenizer, body),
         )
         context = ReplyContext(generation, body, llm.tokenizer, self.model_name, int(time.time()))
         return GenerationResponse(llm, generation, CompletionWriter(context, body, texts), stream=bool(body.stream))
@@ -184,6 +191,7 @@ def build_app(
     errors.install(app)
     _add_generation_routes(app, service)
     add_messages_routes(app, llm, model_name, _ERRORS)
+    add_embeddings_routes(app, llm, model_name, _ERRORS)
     add_responses_routes(app, llm, model_name, _ERRORS, store or ResponseStore())
     _add_information_routes(app, service)
     add_timeline_routes(app, llm.timeline, _ERRORS)

@@ -17,8 +17,15 @@ from diptych.serving.answers.response.response_parser import ResponseParser
 from diptych.serving.answers.response.response_template import ResponseTemplate
 from diptych.serving.answers.tokenizer import Tokenizer, flatten_content
 from diptych.serving.api.answer_reader import AnswerReader
-from diptych.serving.api.parameters import max_tokens_of, options_of, sampling_of, template_arguments
-from diptych.serving.api.protocol import ChatBody, Message
+from diptych.serving.api.parameters import (
+    max_tokens_of,
+    options_of,
+    sampling_of,
+    shown_tokens,
+    template_arguments,
+    truncated,
+)
+from diptych.serving.api.protocol import ChatBody, Message, PredictionBody
 from diptych.serving.api.reply import ReplyContext
 from diptych.serving.api.structured import wanted_grammar, wants_structure
 from diptych.serving.api.tools import ToolRequest, requested_tools
@@ -44,6 +51,7 @@ async def start_chat(
     ready = llm.require_ready()
     tools = requested_tools(body, llm.tokenizer)
     prompt = await chat_prompt(llm, body, tools)
+    [prompt] = truncated(body, [prompt], ready, body.max_completion_tokens or body.max_tokens)
     if clamps and len(prompt) + (body.max_tokens or 0) > ready.max_model_len:
         body = body.model_copy(update={"max_tokens": None})
     template = llm.tokenizer.response_template if body.add_generation_prompt is not False else None
@@ -56,11 +64,19 @@ async def start_chat(
     sampling = sampling_of(body, max_tokens_of(body, len(prompt), ready), logprobs, grammar=text)
     if body.thinking_token_budget is not None:
         sampling = replace(sampling, **_budget(body.thinking_token_budget, llm.tokenizer, parser))
-    shown = llm.tokenizer.special_tokens_in(template.texts) if template is not None else {}
+    if body.prediction is not None:
+        sampling = replace(sampling, predicted=await _predicted(llm, body.prediction, ready.max_model_len))
+    shown = shown_tokens(llm.tokenizer, body, template.texts if template is not None else ())
     request_id = f"{id_prefix}{uuid.uuid4().hex}"
     generation = llm.submit([prompt], sampling, request_id, options_of(body, tenant), shown=shown)
     context = ReplyContext(generation, body, llm.tokenizer, model_name, int(time.time()))
     return StartedChat(generation, AnswerReader(parsers), context, template.id_length if template is not None else 0)
+
+
+async def _predicted(llm: AsyncLLM, prediction: PredictionBody, limit: int) -> tuple[int, ...]:
+    """The tokens of a prediction, as many as an answer can have at most."""
+    text = flatten_content(prediction.content, "prediction.content")
+    return tuple((await llm.encode(text, add_special_tokens=False))[:limit])
 
 
 def _budget(budget: int, tokenizer: Tokenizer, parser: ResponseParser | None) -> dict[str, Any]:
@@ -107,7 +123,11 @@ def _grammar(
 
 
 async def chat_prompt(llm: AsyncLLM, body: ChatBody, tools: ToolRequest | None) -> list[int]:
-    """The token ids of the conversation."""
+    """The token ids of the conversation. Raises InvalidRequestError for documents that the chat template does not
+    read."""
+    if body.documents and not llm.tokenizer.template_mentions("documents"):
+        message = "documents are given, and the chat template of this model reads none"
+        raise InvalidRequestError(message, param="documents", code="unsupported")
     arguments = template_arguments(body)
     if tools is not None:
         arguments.setdefault("tools", list(tools.rendered))

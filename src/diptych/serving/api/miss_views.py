@@ -26,7 +26,7 @@ _WORDS = {
     MissReason.OTHER_SALT: "was computed under another cache_salt",
     MissReason.BEING_COMPUTED: "was being computed by another request at that moment",
     MissReason.NOT_KEPT: "was sent before, and was not cached",
-    MissReason.CACHE_NOT_READ: "was cached, and the request did not read the cache (prompt_logprobs)",
+    MissReason.CACHE_NOT_READ: "was cached, and the request did not read the cache (prompt_logprobs, mean pooling)",
 }
 
 

@@ -4,13 +4,14 @@ Owns defaults and refusals: an unsupported field that would change the answer is
 field is ignored. Submits nothing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from diptych.control.errors import ContextLengthError, InvalidRequestError, NotFoundError
 from diptych.control.request import RequestOptions, SamplingParams
 from diptych.control.slo import NS_PER_MS, Slo
-from diptych.serving.api.protocol import ChatBody, CompletionBody, GenerationBody
+from diptych.serving.answers.tokenizer import Tokenizer
+from diptych.serving.api.protocol import ChatBody, CompletionBody, GenerationBody, OptionsBody
 from diptych.serving.link.messages import Ready
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -28,10 +29,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
     "allowed_token_ids": (),
     "bad_words": ([],),
     "logits_processors": ([],),
@@ -53,6 +51,7 @@ _SAMPLING_FIELDS = (
     "n",
     "seed",
     "prompt_logprobs",
+    "include_stop_str_in_output",
 )
 
 
@@ -69,11 +68,11 @@ def check_model(name: str | None, served: str) -> None:
         raise NotFoundError(f"model {name!r} is not served here; {served!r} is", param="model", code="model_not_found")
 
 
-def options_of(body: GenerationBody, tenant: str = "") -> RequestOptions:
+def options_of(body: OptionsBody, tenant: str = "") -> RequestOptions:
     """What a request asks for besides its tokens: objectives, priority, class, deadline, labels."""
-    slo = None
-    if body.ttft_slo_ms is not None or body.tpot_slo_ms is not None:
-        slo = Slo(_nanoseconds(body.ttft_slo_ms), _nanoseconds(body.tpot_slo_ms))
+    slo, tpot_slo_ms = None, body.tpot_slo_ms if isinstance(body, GenerationBody) else None
+    if body.ttft_slo_ms is not None or tpot_slo_ms is not None:
+        slo = Slo(_nanoseconds(body.ttft_slo_ms), _nanoseconds(tpot_slo_ms))
     return RequestOptions(
         priority=body.priority or 0,
         slo=slo,
@@ -132,6 +131,19 @@ def usual_room(longest_prompt: int, ready: Ready) -> int:
     return min(limits, default=longest) - longest_prompt
 
 
+def truncated(body: OptionsBody, prompts: list[list[int]], ready: Ready, max_tokens: int | None) -> list[list[int]]:
+    """What is kept of each prompt. max_tokens: of the answer, as far as the client says. Raises InvalidRequestError
+    for 0."""
+    wish = body.truncate_prompt_tokens
+    if wish is None:
+        return prompts
+    if not wish:
+        text = "truncate_prompt_tokens is 0; it must be at least 1, or -1"
+        raise InvalidRequestError(text, param="truncate_prompt_tokens")
+    most = wish if wish > 0 else max(1, ready.max_model_len - (max_tokens or 1))
+    return [prompt[-most:] for prompt in prompts]
+
+
 def given_prompts(body: CompletionBody) -> tuple[list[str], list[list[int]]]:
     """The prompts of a completion request: as texts or as lists of token ids; the other list is empty."""
     prompt = body.prompt
@@ -149,10 +161,19 @@ def template_arguments(body: ChatBody) -> dict[str, Any]:
     template, and thinking is off where it is "none" and on where it is anything else, unless the client says so itself
     (enable_thinking)."""
     given = dict(body.chat_template_kwargs or {})
+    if body.documents:
+        given["documents"] = body.documents
     effort = body.reasoning_effort
     if effort is None:
         return given
     return {"reasoning_effort": effort, "enable_thinking": effort != "none"} | given
+
+
+def shown_tokens(tokenizer: Tokenizer, body: GenerationBody, texts: Sequence[str] = ()) -> dict[int, str]:
+    """The special tokens that are part of the text: all of them, or those in ``texts``."""
+    if body.skip_special_tokens is False:
+        return {token_id: text for text, token_id in tokenizer.special_token_ids.items()}
+    return tokenizer.special_tokens_in(texts) if texts else {}
 
 
 def _nanoseconds(milliseconds: float | None) -> int | None:

@@ -49,12 +49,32 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = Field(None, description="Every chunk carries the usage so far.")
 
 
-class GenerationBody(BaseModel):
-    """What completions and chat completions have in common. null means: not given."""
+class OptionsBody(BaseModel):
+    """What every request for the model may say. null means: not given."""
 
     model_config = Finite
 
     model: str | None = Field(None, description="The served model's name; may be left out.")
+    priority: Int32 | None = Field(None, description="Lower is served earlier (with --order priority).")
+    ttft_slo_ms: Milliseconds | None = Field(None, description="Objective for the time to the first token.")
+    service_class: Literal["interactive", "standard", "batch"] | None = Field(
+        None, description="interactive goes before standard, batch uses what others leave."
+    )
+    deadline_ms: Milliseconds | None = Field(
+        None, description="Refuse the request when its first token cannot come within this time after its arrival."
+    )
+    metadata: Metadata | None = Field(
+        None, description="Labels of the request; they decide nothing and come back in the timeline and in recordings."
+    )
+    cache_salt: str | None = Field(None, description="Only requests with the same salt share cached prefixes.")
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = Field(
+        None, description="Only the last so many tokens of a prompt; -1: as many as the context has room for."
+    )
+
+
+class GenerationBody(OptionsBody):
+    """What completions and chat completions have in common. null means: not given."""
+
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Count | None = None
@@ -77,19 +97,7 @@ class GenerationBody(BaseModel):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=256)] | None = None
     ignore_eos: bool | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    priority: Int32 | None = Field(None, description="Lower is served earlier (with --order priority).")
-    ttft_slo_ms: Milliseconds | None = Field(None, description="Objective for the time to the first token.")
     tpot_slo_ms: Milliseconds | None = Field(None, description="Objective for the mean time per later token.")
-    service_class: Literal["interactive", "standard", "batch"] | None = Field(
-        None, description="interactive goes before standard, batch uses what others leave."
-    )
-    deadline_ms: Milliseconds | None = Field(
-        None, description="Refuse the request when its first token cannot come within this time after its arrival."
-    )
-    metadata: Metadata | None = Field(
-        None, description="Labels of the request; they decide nothing and come back in the timeline and in recordings."
-    )
-    cache_salt: str | None = Field(None, description="Only requests with the same salt share cached prefixes.")
     response_format: dict[str, Any] | None = Field(None, description="text, json_object, or json_schema with a schema.")
     structured_outputs: dict[str, Any] | None = Field(
         None, description="vLLM's: json (a schema), regex, choice, grammar (Lark or GBNF) or json_object."
@@ -101,6 +109,8 @@ class GenerationBody(BaseModel):
     forced_tokens: bool | None = Field(
         None, description="false: tokens of which a grammar leaves no choice are sampled all the same."
     )
+    include_stop_str_in_output: bool | None = Field(None, description="The text ends with what stopped it.")
+    skip_special_tokens: bool | None = Field(None, description="false: special tokens have their text in the answer.")
     thinking_token_budget: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = Field(
         None, description="Tokens of reasoning; then the answer follows."
     )
@@ -151,6 +161,15 @@ class ToolBody(BaseModel):
     function: FunctionBody
 
 
+class PredictionBody(BaseModel):
+    """OpenAI's predicted output."""
+
+    model_config = Finite
+
+    type: Literal["content"] = "content"
+    content: str | Items[dict[str, Any]]
+
+
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
@@ -163,6 +182,10 @@ class ChatBody(GenerationBody):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: Items[dict[str, Any]] | None = Field(None, description="For chat templates that read them.")
+    prediction: PredictionBody | None = Field(
+        None, description="What the answer may well repeat: it comes faster then."
+    )
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
         None, description="Goes to the chat template; none turns thinking off where the template can."
     )

@@ -7,7 +7,8 @@ status (before the first byte) or into an error event (in a stream). The Writer 
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from starlette.responses import Response
@@ -53,18 +54,19 @@ class Writer(Protocol):
         ...
 
 
-class GenerationResponse(Response):
-    """Sends a generation as a stream or as one JSON reply."""
+class WholeResponse(Response, ABC):
+    """Sends what a generation gave as one JSON reply."""
 
-    def __init__(
-        self, llm: AsyncLLM, generation: Generation, writer: Writer, *, stream: bool, dialect: Dialect = CHAT
-    ) -> None:
+    def __init__(self, llm: AsyncLLM, generation: Generation, dialect: Dialect = CHAT) -> None:
         super().__init__()
         self._dialect = dialect
         self._llm = llm
         self._generation = generation
-        self._writer = writer
-        self._stream = stream
+
+    @abstractmethod
+    async def content(self, deltas: Sequence[Delta]) -> bytes:
+        """The reply as JSON, given all deltas in order."""
+        ...
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run until the generation ends or the client goes away."""
@@ -72,10 +74,7 @@ class GenerationResponse(Response):
         state["reply_id"], state["generation"] = self._generation.request_id, self._generation  # for the layers around
         watch = asyncio.create_task(self._watch(receive))
         try:
-            if self._stream:
-                await self._send_stream(scope, receive, send)
-            else:
-                await self._send_json(scope, receive, send)
+            await self._send(scope, receive, send)
         except ClientGoneError:
             pass
         finally:
@@ -88,7 +87,7 @@ class GenerationResponse(Response):
         self._llm.abort(self._generation)
         self._generation.fail(ClientGoneError())
 
-    async def _send_json(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
         generation = self._generation
         deltas: list[Delta] = []
 
@@ -99,10 +98,31 @@ class GenerationResponse(Response):
         try:
             while not generation.is_exhausted:
                 deltas += await generation.read(gather)
-            response = Response(self._writer.body(deltas), 200, media_type="application/json")
+            response = Response(await self.content(deltas), 200, media_type="application/json")
         except DiptychError as error:
             response = error_response(error, self._dialect)
         await response(scope, receive, send)
+
+
+class GenerationResponse(WholeResponse):
+    """Sends a generation as a stream or as one JSON reply."""
+
+    def __init__(
+        self, llm: AsyncLLM, generation: Generation, writer: Writer, *, stream: bool, dialect: Dialect = CHAT
+    ) -> None:
+        super().__init__(llm, generation, dialect)
+        self._writer = writer
+        self._stream = stream
+
+    async def content(self, deltas: Sequence[Delta]) -> bytes:
+        """See WholeResponse."""
+        return self._writer.body(deltas)
+
+    async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._stream:
+            await self._send_stream(scope, receive, send)
+        else:
+            await super()._send(scope, receive, send)
 
     async def _send_stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         generation, writer = self._generation, self._writer

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from diptych.control.errors import InvalidRequestError
-from diptych.serving.answers.grammar.grammar_text import Grammar, GrammarWriter, Schema
+from diptych.serving.answers.grammar.grammar_text import Grammar, GrammarWriter
+from diptych.serving.answers.grammar.schema_parts import Schema
 from diptych.serving.api.protocol import GenerationBody
 
 MAX_CHOICES = 4096

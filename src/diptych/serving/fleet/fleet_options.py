@@ -111,9 +111,6 @@ class FleetOptions:
         for name, default in (("prefill", 0), ("decode", 0), ("both", None), ("cores_per_worker", None)):
             if (value := getattr(self, name)) != default:
                 raise ConfigError(f"{name} is {value}, but the pools say what workers there are", param=name)
-        if self.plan.mode != "off":
-            message = f"plan is {self.plan.mode}, but pools are unequal workers, and the planner takes workers as equal"
-            raise ConfigError(message, param="plan")
         names = [group.name for group in self.groups]
         if len(set(names)) < len(names):
             raise ConfigError(f"two pools have one name: {', '.join(names)}", param="pools")

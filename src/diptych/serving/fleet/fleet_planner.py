@@ -15,9 +15,10 @@ from typing import Protocol
 from diptych.control.cluster.cluster_core import ClusterCore
 from diptych.control.cluster.cluster_events import ClusterEvent
 from diptych.control.commands import Command
-from diptych.control.config import CacheConfig, EngineConfig
+from diptych.control.config import CacheConfig, EngineConfig, ShapeName
 from diptych.control.errors import ConflictError, DiptychError
-from diptych.control.planner.cluster_watch import ClusterWatch
+from diptych.control.planner.cluster_watch import ClusterWatch, PoolMember
+from diptych.control.planner.planner_config import PlannedPool, PlannerConfig
 from diptych.control.planner.planner_core import PlannerCore
 from diptych.control.planner.planner_events import (
     AddWorker,
@@ -31,15 +32,17 @@ from diptych.control.planner.planner_events import (
     RemoveWorker,
     SetRole,
     SetShape,
+    SetSplit,
     TwinAnswered,
     TwinFailed,
+    TwinPool,
     TwinQuestion,
     TwinSettings,
 )
 from diptych.control.planner.planner_recording import RecordingPlannerCore
-from diptych.control.slo import NS_PER_S
+from diptych.control.slo import NS_PER_S, Slo
 from diptych.serving.fleet.fleet_options import FleetOptions
-from diptych.serving.fleet.fleet_plan import FleetPlan
+from diptych.serving.fleet.fleet_plan import FleetPlan, worker_options
 from diptych.serving.fleet.twin_link import TwinLink
 from diptych.serving.fleet.worker_changes import WorkerChanges
 from diptych.serving.link.engine_options import EngineOptions
@@ -98,7 +101,7 @@ class FleetPlanner:
             while True:
                 await asyncio.sleep(self.planner.config.tick_ns / NS_PER_S)
                 begun_ns = self._clock()
-                self._tell(self._watch.observe(self._changes.pinned))
+                self._tell(self._watch.observe(self._changes.pinned, self._changes.divided))
                 self.longest_tick_ns = max(self.longest_tick_ns, self._clock() - begun_ns)
         finally:
             for task in self._tasks:
@@ -162,8 +165,7 @@ class FleetPlanner:
     async def _carry_out(self, change: FleetChange) -> list[Callable[[], None]]:
         """Returns what takes it back (workers that were added or removed stay so)."""
         changes, watch = self._changes, self._watch
-        if not isinstance(change, AddWorker) and change.worker in changes.pinned:  # since the last tick
-            raise ConflictError(f"worker {change.worker} was pinned meanwhile", param="pin")
+        self._check_pins(change)
         match change:
             case SetRole():
                 worker, before = change.worker, watch.role(change.worker)
@@ -180,7 +182,22 @@ class FleetPlanner:
                     changes.change_shape(added, change.shape)
             case RemoveWorker():
                 await changes.remove(change.worker)
+            case SetSplit():
+                if (split := changes.cores.split) is not None:
+                    changes.change_split(change.split)
+                    return [lambda: changes.change_split(split)]
         return []
+
+    def _check_pins(self, change: FleetChange) -> None:
+        """Raises ConflictError for what an operator has set since the last tick."""
+        match change:
+            case SetRole() | SetShape() | RemoveWorker():
+                if change.worker in self._changes.pinned:
+                    raise ConflictError(f"worker {change.worker} was pinned meanwhile", param="pin")
+            case SetSplit():
+                cores = self._changes.divided
+                if cores is None or cores.is_pinned:
+                    raise ConflictError("how the cores are divided was pinned meanwhile", param="pin")
 
 
 def plan_with(
@@ -192,20 +209,46 @@ def plan_with(
     clock: Callable[[], int],
 ) -> FleetPlanner:
     """The planner of a fleet that starts with these options."""
-    engine = EngineConfig(
-        cache=CacheConfig(UNKNOWN_BLOCKS, options.memory.block_size),
-        scheduler=options.scheduler,
-        slo=options.slo,
-        max_model_len=options.max_model_len or UNKNOWN_LENGTH,
-    )
+    members, pools, config = pools_of(options, fleet, plan.copies)
     kv_bytes = max(1, plan.cluster.routing.links.bytes_per_token)
-    settings = TwinSettings(engine, plan.cluster, kv_bytes, shares_memory=bool(plan.memories))
-    config = replace(fleet.plan, max_workers=fleet.max_workers or 0)
+    settings = TwinSettings(
+        _engine_of(options, options.slo), plan.cluster, kv_bytes, shares_memory=bool(plan.memories), pools=pools
+    )
     planner = PlannerCore(config)
     recorder: Recorder | None = None
     if options.record is not None:
         path = Path(options.record)
         recorder = record_planner(path.with_name(f"{path.stem}-planner{path.suffix}"), config)
         planner = RecordingPlannerCore(config, recorder.write)
-    watch, twin = ClusterWatch(core, options.scheduler), TwinLink(fleet.twin_command, settings)
+    watch, twin = ClusterWatch(core, options.scheduler, members), TwinLink(fleet.twin_command, settings)
     return FleetPlanner(planner, watch, changes, twin, clock, recorder)
+
+
+def pools_of(
+    options: EngineOptions, fleet: FleetOptions, copies: Sequence[int]
+) -> tuple[list[PoolMember], tuple[TwinPool, ...], PlannerConfig]:
+    """The pool of each worker, and the pools as the twin and the planner know them (nothing where workers are equal).
+    A pool that has scheduler settings of its own keeps its shape."""
+    members: list[PoolMember] = []
+    twins: dict[str, TwinPool] = {}
+    planned: dict[str, PlannedPool] = {}
+    for number, (group, own) in enumerate(
+        zip(fleet.groups_of_workers, worker_options(options, fleet), strict=False)  # the others are of no pool
+    ):
+        members.append(PoolMember(group.name, own.scheduler))
+        twins.setdefault(group.name, TwinPool(group.name, _engine_of(own, options.slo), copies[number]))
+        shape: ShapeName = "unified" if own.scheduler.budget.kind == "whole" else "chunked"
+        shapes = fleet.plan.shapes if group.scheduler is None else (shape,)
+        planned.setdefault(group.name, PlannedPool(group.name, shapes))
+    config = replace(fleet.plan, max_workers=fleet.max_workers or 0, pools=tuple(planned.values()))
+    return members, tuple(twins.values()), config
+
+
+def _engine_of(options: EngineOptions, slo: Slo) -> EngineConfig:
+    """Of a worker that starts with these options."""
+    return EngineConfig(
+        cache=CacheConfig(UNKNOWN_BLOCKS, options.memory.block_size),
+        scheduler=options.scheduler,
+        slo=slo,
+        max_model_len=options.max_model_len or UNKNOWN_LENGTH,
+    )

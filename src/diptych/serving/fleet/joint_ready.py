@@ -37,6 +37,7 @@ def joint_ready(roles: Sequence[Role], known: Mapping[int, Ready]) -> Ready:
         weights=" + ".join(dict.fromkeys(ready.weights for ready in workers)),
         processor=first.processor,
         sequence_limits=sorted({longest_sequence(ready) for ready in decoders}),
+        embedding_size=first.embedding_size,
     )
 
 

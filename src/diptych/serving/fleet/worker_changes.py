@@ -23,6 +23,7 @@ from diptych.control.cluster.membership import Membership
 from diptych.control.compute_share import ComputeShare
 from diptych.control.config import SchedulerConfig, ShapeName, prefill_scheduler, reshaped
 from diptych.control.errors import ConflictError, InvalidRequestError, NotFoundError
+from diptych.control.planner.planner_events import Cores
 from diptych.control.router.topology import Role
 from diptych.control.slo import Slo
 from diptych.serving.fleet.host_cores import HostCores
@@ -82,6 +83,7 @@ class WorkerChanges:
         self._draining: dict[int, _Draining] = {}
         self._stopped: set[int] = set()
         self._pinned: set[int] = set()
+        self._is_split_pinned = False
         self._is_adding = False
 
     def change_role(self, worker: int, role: Role) -> None:
@@ -120,6 +122,16 @@ class WorkerChanges:
         logger.warning("cores are divided by %s from now on", split)
         self.cores.split = split
         self._divide_cores()
+
+    def pin_split(self, is_pinned: bool) -> None:
+        """Whether the planner must leave the rule that divides the cores as it is."""
+        self._is_split_pinned = is_pinned
+
+    @property
+    def divided(self) -> Cores | None:
+        """How the cores are divided (None: each worker keeps its own)."""
+        split = self.cores.split
+        return None if split is None else Cores(len(self.cores.cores), split, self._is_split_pinned)
 
     def check_share(self, worker: int, share: ComputeShare) -> None:
         """Raise what ``change_share`` would raise."""

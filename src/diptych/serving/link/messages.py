@@ -75,6 +75,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     processor: str = ""  # on a cpu: its name, the cores that are used, its caches
     share: ComputeShare = ComputeShare()
     sequence_limits: list[int] = []  # of a fleet: the longest sequences that its kinds of workers take, ascending
+    embedding_size: int = 0  # numbers of an embedding
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):

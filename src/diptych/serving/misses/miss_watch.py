@@ -84,7 +84,7 @@ class MissWatch:
         owner = options.cache_salt, options.tenant
         prompt = SealedTokens(stream.prompt_token_ids, size, self._key, *owner, submission.hashes)
         self._open[stream.request_id] = stream, prompt
-        reads_cache = stream.sampling.prompt_logprobs is None
+        reads_cache = stream.sampling.reads_prefix_cache
         self.explainer.on_arrived(stream.request_id, prompt, options.tenant, reads_cache=reads_cache)
 
     def _on_report(self, report: Reported) -> None:

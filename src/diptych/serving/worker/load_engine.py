@@ -106,6 +106,7 @@ def load_engine(options: EngineOptions, report: Report) -> "LoadedEngine[ModelRu
         weights=loaded.weights,
         processor=threads.processor_words if device == "cpu" else "",
         share=compute.share,
+        embedding_size=model.hidden_size,
     )
     return LoadedEngine(engine, runner, ready, recorder, compute, _load_grammars(options, model))
 

@@ -17,7 +17,7 @@ class WithheldTokens:
         held = {name for name in tokens.request_ids if self._core.is_withheld(name)} if tokens else set()
         if tokens is None or not held:
             return tokens
-        given = StepTokens([], [], prompt_logprobs=tokens.prompt_logprobs)
+        given = StepTokens([], [], prompt_logprobs=tokens.prompt_logprobs, embeddings=tokens.embeddings)
         for index, (name, token_id) in enumerate(zip(tokens.request_ids, tokens.token_ids, strict=True)):
             logprobs = tokens.logprobs.get(index)
             if name in held:

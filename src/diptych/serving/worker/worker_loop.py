@@ -182,7 +182,7 @@ class Worker:
 
     def _flush(self, now: int, tokens: StepTokens | None = None) -> None:
         """Carry out the actions of the core and report the events, also those that the actions cause."""
-        if tokens is not None and not (tokens.request_ids or tokens.prompt_logprobs):
+        if tokens is not None and tokens.is_empty:
             tokens = None
         while not (outbox := self._core.take_outbox()).is_empty or tokens is not None or self._is_stats_time(now):
             for action in outbox.before:

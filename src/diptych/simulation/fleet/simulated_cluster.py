@@ -6,7 +6,7 @@ decides nothing: which worker serves a request, when, and what follows from a fa
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 from diptych.class_hints import mypyc_attr
@@ -39,6 +39,7 @@ from diptych.control.commands import (
     WorkerCommand,
     standing_of,
 )
+from diptych.control.compute_share import ComputeShare
 from diptych.control.engine.reports import LoadReport
 from diptych.control.engine.worker_core import ExpectTransfer, TransferAction, TransferCommitted, TransferEvent
 from diptych.control.errors import ErrorRecord
@@ -199,6 +200,10 @@ class SimulatedCluster:
         if change.is_draining is not None:
             started = DrainStarted(worker, self._tokens_of(worker)) if change.is_draining else DrainEnded(worker)
             self._tell(started)
+
+    def divide(self, shares: Mapping[int, ComputeShare]) -> None:
+        """From now on these workers are to compute on these shares."""
+        self._tell(PartitionChanged(tuple(sorted(shares.items()))))
 
     def _tokens_of(self, worker: int) -> dict[str, int]:
         """How many tokens the clients of this worker's streams have."""

@@ -1,17 +1,20 @@
 """A simulated fleet that a planner watches and changes: the driver of PlannerCore under virtual time."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 from diptych.control.cluster.cluster_events import ClusterEvent
+from diptych.control.cluster.core_split import CoreSplit
 from diptych.control.commands import Command
-from diptych.control.planner.cluster_watch import ClusterWatch
+from diptych.control.errors import ConfigError
+from diptych.control.planner.cluster_watch import ClusterWatch, PoolMember
 from diptych.control.planner.planner_config import PlannerConfig
 from diptych.control.planner.planner_core import PlannerCore
 from diptych.control.planner.planner_events import (
     AddWorker,
     AskTwin,
     ChangeEnded,
+    Cores,
     Decided,
     Decision,
     Observed,
@@ -20,6 +23,7 @@ from diptych.control.planner.planner_events import (
     RemoveWorker,
     SetRole,
     SetShape,
+    SetSplit,
     TwinAnswered,
     TwinQuestion,
 )
@@ -33,7 +37,10 @@ TWIN_REQUEST_NS = 500_000  # of processor time that the compiled twin takes for 
 
 class PlannedFleet:
     """Runs a scenario with a planner. Workers of ``spares`` are drained until the planner adds them, which takes
-    ``start_ns``. outages: (from, until) times in which no observation of the workers comes."""
+    ``start_ns``. outages: (from, until) times in which no observation of the workers comes. pinned: workers that the
+    planner must leave as they are. split: how the CPUs of the
+    scenario's shares are divided among the workers at first, and the planner may divide them in another way (None: each
+    worker keeps its own). Raises ConfigError for a split without shares, and for spares of named pools."""
 
     def __init__(
         self,
@@ -44,7 +51,13 @@ class PlannedFleet:
         spares: Sequence[int] = (),
         start_ns: int = 0,
         outages: Sequence[tuple[int, int]] = (),
+        pinned: Collection[int] = (),
+        split: CoreSplit | None = None,
     ) -> None:
+        if split is not None and not scenario.shares:
+            raise ConfigError("split: the workers of the scenario have no shares", param="split")
+        if spares and scenario.pools is not None and scenario.pools.named:
+            raise ConfigError("spares: a worker that is started later is of no pool", param="spares")
         self.cluster = SimulatedCluster(scenario)
         self.planner = PlannerCore(config)
         self.decisions: list[Decision] = []
@@ -55,7 +68,11 @@ class PlannedFleet:
         self._spares = list(spares)
         self._start_ns = start_ns
         self._outages = outages
-        self._watch = ClusterWatch(self.cluster.core, scenario.engine.scheduler)
+        self._pinned = pinned
+        self._cpus = tuple(sorted({(cpu,) for share in scenario.shares for cpu in share.cpus}))
+        self._split = split
+        self._members = _members(scenario)
+        self._watch = ClusterWatch(self.cluster.core, scenario.engine.scheduler, self._members)
         self._is_ticking = False
         self.cluster.watcher = self._on_cluster_event
 
@@ -63,6 +80,8 @@ class PlannedFleet:
         """To the end of the workload."""
         for spare in self._spares:
             self.cluster.environment.at(0, MESSAGE, partial(self._drain, spare, True))
+        if self._split is not None:
+            self.cluster.environment.at(0, MESSAGE, self._divide_cores)
         self.cluster.run()
 
     def _on_cluster_event(self, event: ClusterEvent, commands: list[Command], now: int) -> None:
@@ -77,7 +96,8 @@ class PlannedFleet:
         environment = self.cluster.environment
         now = environment.now
         is_lost = any(begin <= now < end for begin, end in self._outages)
-        self._tell(Observed(()) if is_lost else self._watch.observe())
+        cores = None if self._split is None else Cores(len(self._cpus), self._split)
+        self._tell(Observed(()) if is_lost else self._watch.observe(self._pinned, cores))
         self._is_ticking = bool(self.cluster.core.num_open or len(self.planner.demand))
         if self._is_ticking:
             environment.at(now + self._config.tick_ns, MESSAGE, self._tick)
@@ -105,6 +125,9 @@ class PlannedFleet:
                 self._set(command.worker, role=True, command=command)
             case SetShape():
                 self._set(command.worker, role=False, command=command)
+            case SetSplit():
+                self._split = command.split
+                self._divide_cores()
             case AddWorker():
                 worker = self._spares.pop()
                 self._set(worker, role=True, command=SetRole(worker, command.role))
@@ -119,12 +142,25 @@ class PlannedFleet:
         new_role = command.role if isinstance(command, SetRole) else info.role
         shape = command.shape if isinstance(command, SetShape) else self._watch.shape(worker)
         engine = self._scenario.engine
-        scheduler = settings_for(engine.scheduler, engine.slo, new_role, shape)
+        started = self._members[worker].started if self._members else engine.scheduler
+        scheduler = settings_for(started, engine.slo, new_role, shape)
         now = self.cluster.environment.now
         self.cluster.change(WorkerChange(now, worker, role=new_role if role else None, scheduler=scheduler))
+        if role:
+            self._divide_cores()
 
     def _drain(self, worker: int, is_draining: bool) -> None:
         self.cluster.change(WorkerChange(self.cluster.environment.now, worker, is_draining=is_draining))
+        self._divide_cores()
+
+    def _divide_cores(self) -> None:
+        """Roles or workers are others, or the rule is."""
+        members = self.cluster.core.members
+        if self._split is not None:
+            infos = {worker: info for worker, info in members.infos.items() if worker not in members.draining}
+            held = {worker: info.share for worker, info in infos.items()}
+            roles = {worker: info.role for worker, info in infos.items()}
+            self.cluster.divide(self._split.divide(self._cpus, roles, held))
 
     def _simulate(self, question: TwinQuestion) -> None:
         predictions = self._twin.answer(question)
@@ -132,3 +168,13 @@ class PlannedFleet:
         answered = TwinAnswered(question.number, predictions, cost_ns)
         environment = self.cluster.environment
         environment.at(environment.now + cost_ns, MESSAGE, partial(self._tell, answered))
+
+
+def _members(scenario: Scenario) -> list[PoolMember]:
+    """Of which pool each worker is, where the scenario names pools."""
+    if scenario.pools is None or not scenario.pools.named:
+        return []
+    return [
+        PoolMember(place.pool.name, (place.pool.engine or scenario.engine).scheduler)
+        for place in scenario.pools.places()
+    ]

@@ -52,7 +52,7 @@ class Twin:
     def _predict(self, question: TwinQuestion, candidate: Layout, requests: list[RequestSpec]) -> Prediction:
         scenario = Scenario(
             engine=self._settings.engine,
-            cost=StepTermsCost(*question.terms),
+            cost=StepTermsCost(*question.costs[0].terms),
             workload=requests,
             cluster=self._settings.cluster,
             pools=self._pools(question, candidate),
@@ -60,31 +60,46 @@ class Twin:
         return prediction_of(simulate(scenario).requests, requests, question.num_before, question.span_ns)
 
     def _pools(self, question: TwinQuestion, candidate: Layout) -> Pools:
-        started = self._settings.engine
-        cache = replace(started.cache, num_blocks=question.num_blocks, block_size=question.block_size, first_block=0)
-        counts = Counter(setting.kind for setting in candidate.settings)
+        costs = {each.group: each for each in question.costs}
+        own = {pool.name: pool for pool in self._settings.pools}
+        counts = Counter((*setting.kind, setting.num_cores) for setting in candidate.settings)
         pools = []
-        for (role, shape), count in sorted(counts.items()):
+        for (group, role, shape, num_cores), count in sorted(counts.items()):
+            cost = costs[group]
+            started = own[group].engine if group in own else self._settings.engine
+            cache = replace(started.cache, num_blocks=cost.num_blocks, block_size=cost.block_size, first_block=0)
             scheduler = settings_for(started.scheduler, started.slo, role, shape)
-            engine = started.with_(cache=cache, scheduler=scheduler)
-            pools.append(Pool(name=f"{role}-{shape}", role=role, replicas=count, engine=engine))
+            pools.append(
+                Pool(
+                    name="-".join((role, shape, str(num_cores), group)),
+                    role=role,
+                    replicas=count,
+                    engine=started.with_(cache=cache, scheduler=scheduler),
+                    cost=StepTermsCost(*cost.terms_on(num_cores)),
+                    model_copy=own[group].model_copy if group in own else 0,
+                )
+            )
         link = "shared_memory" if self._settings.shares_memory else NETWORK
         return Pools(kv_bytes_per_token=self._settings.kv_bytes_per_token, link=link, named=tuple(pools))
 
 
 def prediction_of(table: RequestTable, requests: list[RequestSpec], num_before: int, span_ns: int) -> Prediction:
-    """Sums over the requests but for the first ``num_before``."""
-    met, near, count = 0, 0.0, 0
+    """Sums over the requests; the first ``num_before`` are only a part of the throughput."""
+    met, near, count, progress = 0, 0.0, 0, 0
     for row in range(len(table)):
-        number = table.number[row]
+        number, is_completed = table.number[row], table.is_completed(row)
+        if is_completed:
+            arrival_ns = table.arrival_ns[row]
+            has_begun = arrival_ns + table.ttft_ns(row) <= span_ns and not requests[number].is_running
+            progress += has_begun + (arrival_ns + table.e2e_ns(row) <= span_ns)
         if number < num_before:
             continue
         count += 1
-        if table.is_completed(row):
+        if is_completed:
             met += table.slo_met[row] != 0
             near += nearness(table, row, requests[number].slo)
     seconds = max(1, span_ns) / NS_PER_S
-    return Prediction(met / seconds, met / max(1, count), near / seconds)
+    return Prediction(met / seconds, met / max(1, count), near / seconds, progress / (2 * seconds))
 
 
 def nearness(table: RequestTable, row: int, slo: Slo | None) -> float:

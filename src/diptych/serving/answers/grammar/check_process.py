@@ -1,20 +1,23 @@
-"""``python -m diptych.serving.answers.grammar.check_process``: tries grammars, each in a fork of this process.
+"""``python -m diptych.serving.answers.grammar.check_process``: tries grammars, one at a time, in a fork of itself.
 
-A fork that takes longer than the limit is ended by its own alarm; one that takes too much memory fails. So no grammar
-holds up this process for longer than the limit, and none can harm another. Reads and writes lines of JSON:
-the first one is a CheckSettings, then a CheckRequest in and a CheckReply out (check_messages.py).
+A fork that takes longer than the limit is ended by its own alarm, and one that takes too much memory fails; the next
+grammar gets a new one. So no grammar holds up this process for longer than the limit, and none can harm another. A fork
+that is fine is used again: to make one takes several times as long as to compile a usual schema. Reads and writes lines
+of JSON: the first one is a CheckSettings, then a CheckRequest in and a CheckReply out (check_messages.py).
 """
 
+import contextlib
 import gc
 import json
 import os
 import re
 import resource
+import select
 import signal
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import llguidance
 import msgspec
@@ -22,7 +25,10 @@ import msgspec
 from diptych.serving.answers.grammar.check_messages import CheckReply, CheckRequest, CheckSettings
 
 MEMORY_BYTES = 2 << 30  # a fork may take so much more
-NICENESS = 10
+KEPT_BYTES = 128 << 20  # a fork that holds so much more after a grammar is not used again
+NICENESS = 5
+SLOW_S = 0.02  # what takes longer
+SLOW_NICENESS = 19  # goes on when nobody else wants the processor
 
 
 def main() -> None:
@@ -34,10 +40,16 @@ def main() -> None:
     )
     settings.tokenizer = ""
     gc.freeze()
+    fork = Fork(tokenizer, settings.limit_s)
     _write(CheckReply(""))
     for line in sys.stdin.buffer:
-        request = msgspec.json.decode(line, type=CheckRequest)
-        _write(_check_in_fork(tokenizer, request, settings.limit_s))
+        if fork.has_ended:  # somebody has killed it
+            fork.end()
+            fork = Fork(tokenizer, settings.limit_s)
+        _write(fork.check(line))
+        if not fork.is_usable:  # after the reply: the next grammar is not here yet
+            fork.end()
+            fork = Fork(tokenizer, settings.limit_s)
 
 
 def _write(reply: CheckReply) -> None:
@@ -45,35 +57,94 @@ def _write(reply: CheckReply) -> None:
     sys.stdout.buffer.flush()
 
 
-def _check_in_fork(tokenizer: llguidance.LLTokenizer, request: CheckRequest, limit_s: float) -> CheckReply:
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if not pid:
-        _run_fork(tokenizer, request, limit_s, writing)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as pipe:
-        data = pipe.read()
-    _, status = os.waitpid(pid, 0)
-    if data and not status:
-        return msgspec.json.decode(data, type=CheckReply)
-    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM:
-        return CheckReply(f"it takes longer than {limit_s * 1000:.0f} ms to compile")
-    return CheckReply("it takes too much memory to compile")
+class Fork:
+    """A copy of this process that compiles. ``end`` it when it is not usable any more."""
+
+    def __init__(self, tokenizer: llguidance.LLTokenizer, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._bytes = _used_bytes("self")
+        self.is_usable = True
+        requests, self._requests = os.pipe()
+        self._replies, replies = os.pipe()
+        self._pid = os.fork()
+        if not self._pid:
+            os.close(self._requests)
+            os.close(self._replies)
+            os.close(0)
+            os.close(1)  # who waits for the end of these waits for the parent alone
+            _serve_fork(tokenizer, limit_s, self._bytes, requests, replies)
+        os.close(requests)
+        os.close(replies)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is no such process any more."""
+        if self._pid and os.waitpid(self._pid, os.WNOHANG)[0]:
+            self._pid = 0
+        return not self._pid
+
+    def check(self, line: bytes) -> CheckReply:
+        """The reply to a line with a CheckRequest."""
+        with contextlib.suppress(BrokenPipeError):
+            _write_all(self._requests, line)
+        if not select.select([self._replies], [], [], SLOW_S)[0]:
+            self.is_usable = False  # the way back from a niceness is for privileged processes only
+            with contextlib.suppress(ProcessLookupError):
+                os.setpriority(os.PRIO_PROCESS, self._pid, SLOW_NICENESS)
+        data = b""
+        while not data.endswith(b"\n") and (part := os.read(self._replies, 1 << 16)):
+            data += part
+        if data.endswith(b"\n"):
+            self.is_usable = self.is_usable and _used_bytes(str(self._pid)) < self._bytes + KEPT_BYTES
+            return msgspec.json.decode(data, type=CheckReply)
+        self.is_usable = False
+        _, status = os.waitpid(self._pid, 0)
+        self._pid = 0
+        if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM:
+            return CheckReply(f"it takes longer than {self._limit_s * 1000:.0f} ms to compile")
+        return CheckReply("it takes too much memory to compile")
+
+    def end(self) -> None:
+        """Nothing of it is left."""
+        os.close(self._requests)
+        os.close(self._replies)
+        if self._pid:
+            os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
 
 
-def _run_fork(tokenizer: llguidance.LLTokenizer, request: CheckRequest, limit_s: float, writing: int) -> None:
+def _serve_fork(
+    tokenizer: llguidance.LLTokenizer, limit_s: float, used_bytes: int, requests: int, replies: int
+) -> NoReturn:
     status = 1
     try:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, limit_s)
-        if sys.platform == "linux":
-            with open("/proc/self/statm") as statm:
-                used = int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-            resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
-        os.write(writing, msgspec.json.encode(check(tokenizer, request)))
+        if used_bytes:
+            most = used_bytes + MEMORY_BYTES
+            resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        with os.fdopen(requests, "rb") as lines:
+            for line in lines:
+                signal.setitimer(signal.ITIMER_REAL, limit_s)
+                reply = check(tokenizer, msgspec.json.decode(line, type=CheckRequest))
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                _write_all(replies, msgspec.json.encode(reply) + b"\n")
         status = 0
     finally:
         os._exit(status)
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def _used_bytes(process: str) -> int:
+    """Of its address space; 0 where that cannot be known."""
+    if sys.platform != "linux":
+        return 0
+    with open(f"/proc/{process}/statm") as statm:
+        return int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def check(tokenizer: llguidance.LLTokenizer, request: CheckRequest) -> CheckReply:

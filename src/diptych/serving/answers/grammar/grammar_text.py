@@ -8,17 +8,19 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from keyword import iskeyword
 from typing import Any
 
 from diptych.control.errors import InvalidRequestError
+from diptych.serving.answers.grammar.call_arguments import PythonArguments, TaggedArguments, quoted
+from diptych.serving.answers.grammar.schema_parts import Schema, refuse
 from diptych.serving.answers.response.response_template import CallForm
 
 MAX_GRAMMAR_BYTES = 1 << 20
 MAX_DEPTH = 100  # of a schema
 _SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_ARGUMENTS = {"tags": TaggedArguments, "python": PythonArguments}
 _ANY_TEXT = r"/(?s:.*)/"
-
-Schema = Mapping[str, Any] | bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ class GrammarWriter:
 
     def choice(self, choices: Sequence[str], param: str) -> Grammar:
         """One of these texts."""
-        return Grammar("value", "value: " + " | ".join(map(_quoted, choices)) + "\n", (), param, self._start())
+        return Grammar("value", "value: " + " | ".join(map(quoted, choices)) + "\n", (), param, self._start())
 
     def calls(self, form: CallForm, schemas: Mapping[str, Schema], max_calls: int | None) -> Grammar:
         """Calls of these tools, at least one, and nothing else."""
@@ -88,10 +90,12 @@ class GrammarWriter:
 
     def text_with_calls(self, form: CallForm, schemas: Mapping[str, Schema]) -> Grammar:
         """Text, in which calls of these tools follow their schemas."""
-        mark = form.first or form.begin.split("\n")[0].split("{")[0]
-        if not mark:  # a call is all of the answer
-            free = Grammar("FREE", f"FREE: /[^{form.begin[0]}](?s:.*)/\n", (), "tools")
+        if form.is_whole:
+            free = Grammar(
+                "FREE", rf"FREE: /[^\s{re.escape((form.first or form.begin)[0])}](?s:.*)/" + "\n", (), "tools"
+            )
             return self.calls(form, schemas, None).otherwise(free)
+        mark = form.first or form.begin.split("\n")[0].split("{")[0]
         token = self._special_tokens.get(mark)
         rules = self._call_rules(form, schemas)
         if form.first:
@@ -100,8 +104,9 @@ class GrammarWriter:
             rules = [rule.replace(self.text(form.begin), self.text(form.begin[len(mark) :]), 1) for rule in rules]
             body = "call"
         opening = f"TEXT <[{token}]>" if token is not None else "marked"
-        marked = "" if token is not None else f"\nmarked[lazy]: TEXT {_quoted(mark)}"
-        text = f"tag: {opening} {body}{marked}\nTEXT: {_ANY_TEXT}\n" + "\n".join(rules) + "\n"
+        marked = "" if token is not None else f"\nmarked[lazy]: TEXT {quoted(mark)}"
+        free_text = f"{_ANY_TEXT} & ~/(?s:.*){form.twin}(?s:.*)/" if form.twin else _ANY_TEXT
+        text = f"tag: {opening} {body}{marked}\nTEXT: {free_text}\n" + "\n".join(rules) + "\n"
         return Grammar("(tag)* TEXT", text, _arguments_of(schemas), "tools")
 
     def text(self, text: str) -> str:
@@ -110,16 +115,17 @@ class GrammarWriter:
             return ""
         known = [token for token in self._special_tokens if token in text]
         if not known:
-            return _quoted(text)
+            return quoted(text)
         pieces = re.split("(" + "|".join(map(re.escape, sorted(known, key=len, reverse=True))) + ")", text)
         return " ".join(
-            f"<[{self._special_tokens[piece]}]>" if piece in self._special_tokens else _quoted(piece)
+            f"<[{self._special_tokens[piece]}]>" if piece in self._special_tokens else quoted(piece)
             for piece in pieces
             if piece
         )
 
     def _call_rules(self, form: CallForm, schemas: Mapping[str, Schema]) -> list[str]:
         rules = ["call: " + " | ".join(f"call_{number}" for number in range(len(schemas)))]
+        others = _ARGUMENTS.get(form.arguments, PythonArguments)()
         for number, (name, schema) in enumerate(schemas.items()):
             written = json.dumps(name) if form.quotes_name else name
             arguments = {"type": "object", **schema} if isinstance(schema, Mapping) else {"type": "object"}
@@ -127,8 +133,16 @@ class GrammarWriter:
                 f"call_{number}: {self.text(form.begin)} {self.text(written + form.between)} "
                 f"arguments_{number} {self.text(form.end)}"
             )
-            rules.append(f"arguments_{number}: {json_rule(arguments, _arguments_param(number))}")
-        return rules
+            if form.arguments == "json":
+                rules.append(f"arguments_{number}: {json_rule(arguments, _arguments_param(number))}")
+                continue
+            if form.arguments == "python" and not all(
+                part.isidentifier() and not iskeyword(part) for part in name.split(".")
+            ):
+                refuse(f"tools.{number}.function.name", f"{name!r} is no name in Python")
+            check_depth(arguments, _arguments_param(number))
+            others.add(f"arguments_{number}", arguments, _arguments_param(number))
+        return rules + [f"{name}: {right}" for name, right in others.rules.items()]
 
     def _start(self) -> str:
         """The beginning of a grammar: reasoning comes first where the model does so."""
@@ -139,7 +153,7 @@ class GrammarWriter:
         if end is not None:
             thought = f"THOUGHT <[{end}]> SPACE\nTHOUGHT: {_ANY_TEXT}\nSPACE: /\\s*/"
         else:
-            thought = f"thought SPACE\nthought[lazy]: /(?s:.*)/ {_quoted(thinking.end)}\nSPACE: /\\s*/"
+            thought = f"thought SPACE\nthought[lazy]: /(?s:.*)/ {quoted(thinking.end)}\nSPACE: /\\s*/"
         start = f"start: thinking{'' if thinking.is_open else '?'} answer\n"
         return start + f"thinking: {'' if thinking.is_open else begin} {thought}\n"
 
@@ -173,10 +187,6 @@ def _arguments_of(schemas: Mapping[str, Schema]) -> tuple[tuple[str, Schema], ..
 
 def _arguments_param(number: int) -> str:
     return f"tools.{number}.function.parameters"
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 def _without_slashes(pattern: str) -> str:

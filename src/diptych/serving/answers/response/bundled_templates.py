@@ -58,6 +58,15 @@ TEMPLATES: dict[str, dict[str, Any]] = {
             },
             "content": {"content": "text"},
         },
+        "calls": {
+            "begin": "<tool_call>\n<function=",
+            "between": ">\n",
+            "end": "</function>\n</tool_call>",
+            "separator": "\n",
+            "quotes_name": False,
+            "arguments": "tags",
+            "twin": "<function=",
+        },
     },
     "llama3_json": {
         "start_anchor": _ANY_ASSISTANT,
@@ -71,7 +80,13 @@ TEMPLATES: dict[str, dict[str, Any]] = {
             },
             "content": {"content": "text"},
         },
-        "calls": {"begin": '{"name": ', "between": ', "parameters": ', "end": "}", "separator": "; "},
+        "calls": {
+            "begin": '{"name": ',
+            "between": ', "parameters": ',
+            "end": "}",
+            "separator": "; ",
+            "is_whole": True,
+        },
     },
     "pythonic": {
         "start_anchor": _ANY_ASSISTANT,
@@ -84,6 +99,17 @@ TEMPLATES: dict[str, dict[str, Any]] = {
                 "transform_each": True,
             },
             "content": {"content": "text"},
+        },
+        "calls": {
+            "first": "[",
+            "begin": "",
+            "between": "(",
+            "end": ")",
+            "separator": ", ",
+            "last": "]",
+            "quotes_name": False,
+            "arguments": "python",
+            "is_whole": True,
         },
     },
     "mistral": {

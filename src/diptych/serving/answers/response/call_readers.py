@@ -6,7 +6,7 @@ text comes out unchanged.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
@@ -16,6 +16,10 @@ from diptych.serving.answers.response.pattern import Search
 from diptych.serving.answers.response.response_template import ResponseField
 
 Tools = Mapping[str, Mapping[str, Any]]  # name to the schema of its arguments
+
+
+MAX_NESTED = 16  # alternatives and references that are followed for a type
+_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array"}
 
 
 class PartKind(StrEnum):
@@ -234,7 +238,7 @@ class TaggedCall:
         self.num_calls = 0
         self._name = name
         self._pattern = field.content_args["tag_pattern"]
-        self._properties = schema.get("properties")
+        self._schema = schema
         self._text = ""
         self._at = 0
         self._search = Search([self._pattern])
@@ -268,7 +272,7 @@ class TaggedCall:
             return []
         opening = ", " if self._keys else "{"
         self._keys.add(key)
-        written = _json(with_type(value, _property(self._properties, key)))
+        written = _json(with_type(value, _property(self._schema, key), self._schema))
         return [AnswerPart(PartKind.ARGUMENTS, f"{opening}{_json(key)}: {written}")]
 
 
@@ -302,18 +306,19 @@ class WholeCalls:
         if not isinstance(name, str) or not name:
             raise ValueError("a call without a name")
         if self._field.content in ("xml-inline", "kv-lines") and isinstance(arguments, dict):
-            properties = self._tools.get(name, {}).get("properties")
-            arguments = {key: with_type(value, _property(properties, key)) for key, value in arguments.items()}
+            schema = self._tools.get(name, {})
+            arguments = {key: with_type(value, _property(schema, key), schema) for key, value in arguments.items()}
         return name, arguments if isinstance(arguments, str) else _json(arguments)
 
 
-def with_type(value: Any, schema: Any) -> Any:
-    """A text as the type that its schema names; unchanged where it is none of that type, or already no text."""
+def with_type(value: Any, schema: Any, root: Any = None) -> Any:
+    """A text as the type that its schema names; unchanged where it is none of that type, or already no text. root: the
+    schema that references lead into."""
     if isinstance(value, list):
-        return [with_type(item, schema) for item in value]
+        return [with_type(item, schema, root) for item in value]
     if not isinstance(value, str):
         return value
-    types = list(_types(schema, 0))
+    types = list(_types(schema, root, 0, set()))
     if "string" in types and value.strip() != "null":
         return value
     for kind in types:
@@ -349,20 +354,39 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
-def _types(schema: Any, depth: int) -> Any:
-    """The types that a schema names, of its alternatives too."""
-    if not isinstance(schema, Mapping) or depth > 8:
+def _types(schema: Any, root: Any, depth: int, followed: set[str]) -> Iterator[str]:
+    """The types that a schema names, of its alternatives and of what it refers to, too (each reference once). Without
+    any, those of the values that it lists."""
+    if not isinstance(schema, Mapping) or depth > MAX_NESTED:
         return
     declared = schema.get("type")
-    yield from [declared] if isinstance(declared, str) else declared if isinstance(declared, list) else []
+    if isinstance(declared, str):
+        yield declared
+    elif isinstance(declared, list):
+        yield from declared
+    elif isinstance(pointer := schema.get("$ref"), str):
+        if pointer not in followed:
+            followed.add(pointer)
+            yield from _types(_referred(pointer, root), root, depth + 1, followed)
+    else:
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        yield from dict.fromkeys(_TYPES.get(type(value), "object") for value in values or [])
     for union in ("anyOf", "oneOf", "allOf"):
         for choice in schema.get(union) or []:
-            yield from _types(choice, depth + 1)
+            yield from _types(choice, root, depth + 1, followed)
     if schema.get("nullable"):
         yield "null"
 
 
-def _property(properties: Any, key: str) -> Any:
+def _referred(pointer: str, root: Any) -> Any:
+    """The part of a schema that ``#/...`` leads to; None where it leads nowhere."""
+    for key in pointer.split("/")[1:]:
+        root = root.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(root, Mapping) else None
+    return root if pointer.startswith("#") else None
+
+
+def _property(schema: Mapping[str, Any], key: str) -> Any:
+    properties = schema.get("properties")
     return properties.get(key) if isinstance(properties, Mapping) else None
 
 

@@ -43,9 +43,10 @@ _FIELD_KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """How a tool call is written, for grammars. begin, between, end: around the name and the JSON of the arguments.
-    first, separator, last: around all calls (separator None: a single call in an answer). quotes_name: the name is
-    written as JSON."""
+    """How a tool call is written, for grammars. begin, between, end: around the name and the arguments. first,
+    separator, last: around all calls (separator None: a single call in an answer). quotes_name: the name is written as
+    JSON. arguments: "json", "tags" or "python", see call_arguments.py. is_whole: an answer is either calls or text.
+    twin: another way in which a call may begin, which a grammar leaves out."""
 
     begin: str
     between: str
@@ -54,6 +55,9 @@ class CallForm:
     separator: str | None = ""
     last: str = ""
     quotes_name: bool = True
+    arguments: str = "json"
+    is_whole: bool = False
+    twin: str = ""
 
 
 @dataclass(frozen=True, slots=True)

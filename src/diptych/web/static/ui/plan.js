@@ -16,7 +16,7 @@ export class PlanCard {
   update(plan) {
     $("#plan").hidden = plan === null;
     if (plan === null) return;
-    setText($("#plan-mode"), plan.mode === "auto" ? "It changes roles by itself (--plan auto)" : "It only advises (--plan advise)");
+    setText($("#plan-mode"), plan.mode === "auto" ? "It changes roles, shapes and cores by itself (--plan auto)" : "It only advises (--plan advise)");
     const newest = plan.decisions.length ? plan.decisions[0].number : 0;
     if (newest === this.newest) return;
     this.newest = newest;
