@@ -178,6 +178,15 @@ class Connection(asyncio.Protocol):
         if body.get("fake", {}).get("fail") == "status":
             self.reply(500, {"error": {"message": "it was asked to fail"}})
             return
+        if not body.get("stream"):  # a router's question for a sign of life
+            choice = {
+                "index": 0,
+                "finish_reason": "length",
+                "text": "",
+                "message": {"role": "assistant", "content": ""},
+            }
+            self.reply(200, {"choices": [choice], "usage": {"prompt_tokens": 1, "completion_tokens": 1}})
+            return
         self.answer = Answer(self.shared, self.transport, body, is_chat="chat" in path)
         self.shared.enter(self.answer)
 

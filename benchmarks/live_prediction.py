@@ -184,7 +184,7 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def calibrate(model: Path, path: Path, seconds: float) -> None:
     """Run ``diptych calibrate``."""
     program = str(Path(sys.executable).parent / "diptych")
-    command = [program, "calibrate", "--model", str(model), "--out", str(path), "--seconds", str(seconds), *MACHINE]
+    command = [program, "calibrate", "--model", str(model), "--output", str(path), "--seconds", str(seconds), *MACHINE]
     subprocess.run(command, check=True)
 
 

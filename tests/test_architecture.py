@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "bundled": set(),
     "cli": {
         "control", "diagnosis", "runtime", "simulation", "serving", "bench", "web", "workload", "report", "search",
-        "timeline", "calibration", "compiled_modules", "__version__",
+        "timeline", "calibration", "compiled_modules", "processor", "__version__",
     },
     "__init__": {"compiled_modules", "control", "serving"},
 }  # fmt: skip
@@ -50,8 +50,9 @@ SERVING_WITH_TORCH = ("worker", "llm.py")
 # What the front end may read of runtime, without torch or numpy: sizes, formats, the configs of model families, and the
 # table of connectors.
 TORCH_FREE_RUNTIME = {
-    "checkpoint", "dtypes", "kv_geometry", "mapped_file", "model_config", "models", "safetensors_directory",
-    "safetensors_file", "stored_tensor", "weight_bytes", "weight_format",
+    "checkpoint", "dtypes", "kv_geometry", "mapped_file", "model_config", "model_place", "models",
+    "required_packages", "safetensors_directory",
+    "safetensors_file", "stored_tensor", "thread_limits", "weight_bytes", "weight_format",
     "quantization", "quantization.packed_weight", "quantization.quantization_config",
     "gguf", "gguf.ggml_types", "gguf.gguf_checkpoint", "gguf.gguf_config", "gguf.gguf_file", "gguf.gguf_metadata",
     "gguf.gguf_vocabulary",

@@ -11,9 +11,12 @@ from typer.testing import CliRunner
 
 from diptych import __version__, compiled_modules
 from diptych.cli import main as cli
+from diptych.cli.error_messages import in_options
+from diptych.cli.other_names import INSTEAD, SAME, translate
 from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.config import CapsConfig, SchedulerConfig, ShapeName, shape_preset
 from diptych.control.errors import ConfigError
+from diptych.processor import Processor
 from diptych.serving.link.engine_options import parse_bytes, parse_cores
 
 
@@ -38,6 +41,57 @@ def test_version() -> None:
     result = CliRunner().invoke(cli.app, ["version"])
     how = compiled_modules.what_runs()
     assert result.output == f"diptych {__version__} (control code and simulator: {how})\n"
+
+
+@pytest.mark.parametrize("words", [["--version"], ["-h"], ["serve", "-h"], []])
+def test_short_questions_are_answered(words: list[str]) -> None:
+    result = CliRunner().invoke(cli.app, words)
+    assert result.exit_code == 0 and result.stderr == ""
+    assert ("Usage: diptych" if "--version" not in words else __version__) in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "known", "translated"),
+    [
+        (["--max-num-batched-tokens", "8"], {"--max-batched-tokens"}, ["--max-batched-tokens", "8"]),
+        (["--replicas=2"], {"--both"}, ["--both=2"]),
+        (["--replicas=2"], {"--replicas", "--both"}, ["--replicas=2"]),
+        (["-tp", "4"], {"--tensor-parallel"}, ["--tensor-parallel", "4"]),
+        (["--no-enable-prefix-caching"], {"--no-prefix-cache"}, ["--no-prefix-cache"]),
+        (["--", "--replicas"], {"--both"}, ["--", "--replicas"]),
+        (["--trace", "x"], {"--workload"}, ["--workload", "x"]),
+        (["--unheard-of"], {"--both"}, ["--unheard-of"]),
+    ],
+)
+def test_other_names_of_an_option_are_taken(words: list[str], known: set[str], translated: list[str]) -> None:
+    assert translate(words, known) == translated
+
+
+def test_every_other_name_leads_to_an_option_that_some_command_has() -> None:
+    names = {name for command in COMMANDS.values() for param in command.params for name in param.opts}
+    names |= {name for command in COMMANDS.values() for param in command.params for name in param.secondary_opts}
+    assert set(SAME.values()) <= names
+    serve = {name for param in COMMANDS["serve"].params for name in (*param.opts, *param.secondary_opts)}
+    assert not serve & (set(INSTEAD) - {"--workers"}), "an option that exists needs no other"
+
+
+def test_a_message_names_the_option_that_was_typed() -> None:
+    names = {"kv_cache_memory": "--kv-cache-memory", "rate": "--rate"}
+    assert in_options("kv_cache_bytes is 5", names) == "--kv-cache-memory is 5"
+    assert in_options("workload: rate is 0", names) == "--rate is 0"
+    assert in_options("rates of 1 are fine", names) == "rates of 1 are fine"
+    assert in_options("order is 'x'", names) == "order is 'x'"
+
+
+def test_the_hint_of_a_busy_machine_is_for_one_worker_on_all_cores() -> None:
+    two = Processor("p", ((0,), (1,)), (0, 1))
+    one = Processor("p", ((0,),), (0,))
+    options = cli.engine_options(given())
+    if not cli.GPU.exists():
+        assert "--threads N" in cli.busy_machine_hint(options, 1, two)
+    assert cli.busy_machine_hint(options, 2, two) == ""
+    assert cli.busy_machine_hint(options, 1, one) == ""
+    assert cli.busy_machine_hint(cli.engine_options(given(threads=1)), 1, two) == ""
 
 
 def scheduler(**changes: Any) -> SchedulerConfig:

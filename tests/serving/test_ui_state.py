@@ -28,8 +28,10 @@ def test_the_state_counts_what_happened_since_somebody_watches() -> None:
 
 def test_the_page_is_open_and_what_it_shows_needs_the_key() -> None:
     with fake_server(serve={"api_keys": ["secret"]}) as server:
-        for path, status in (("/ui", 200), ("/static/ui/live.js", 200), ("/ui/state", 401), ("/staticx", 401)):
+        expected = {"/ui": 200, "/": 307, "/static/ui/live.js": 200, "/ui/state": 401, "/staticx": 401}
+        for path, status in expected.items():
             assert httpx.get(f"{server.url}{path}").status_code == status, path
+        assert httpx.get(server.url, follow_redirects=True).text == httpx.get(f"{server.url}/ui").text
         key = {"Authorization": "Bearer secret"}
         assert httpx.get(f"{server.url}/ui/state", headers=key).status_code == 200
 

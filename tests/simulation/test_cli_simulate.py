@@ -83,18 +83,18 @@ def test_it_runs_without_torch_and_numpy() -> None:
         (("--hardware", "h100"), "model is not set"),
         ((*BASE, "--shape", "square"), "shape is 'square'; one of chunked, unified"),
         ((*BASE, "--replicas", "0"), "replicas is 0; it must be int >= 1"),
-        ((*BASE, "--max-num-seqs", "0"), "max_num_seqs is 0"),
+        ((*BASE, "--max-num-seqs", "0"), "--max-num-seqs is 0"),
         ((*BASE, "--cost", "magic"), "cost is 'magic'"),
         ((*BASE, "--cost", "tables", "--hardware", "mi300x"), "does not hold llama-3-8b on 1 x mi300x"),
         ((*BASE, "--set", "scheduler.zeal=1"), "scheduler.zeal is not a setting"),
         ((*BASE, "--set", "seed"), "expected PATH=VALUE"),
-        ((*BASE, "--kv-cache-memory", "much"), "kv_cache_memory is 'much'"),
+        ((*BASE, "--kv-cache-memory", "much"), "--kv-cache-memory is 'much'"),
         ((*BASE, "--sweep", "rate=5:1"), "ascends"),
         ((*BASE, "--sweep", "rate=1:2", "--timeline", "x.json"), "timeline is for a single run"),
-        ((*BASE, "--workers", "2"), "workers has no effect without --sweep"),
-        ((*BASE, "--timeline-window", "1:2"), "timeline_window has no effect"),
+        ((*BASE, "--processes", "2"), "--processes has no effect without --sweep"),
+        ((*BASE, "--timeline-window", "1:2"), "--timeline-window has no effect"),
         ((*BASE, "--report", "nowhere/x.html"), "there is no folder"),
-        ((*BASE, "--sweep", "memory.kv_cache_tokens=10,4000", "--workers", "1"), "at memory.kv_cache_tokens=10:"),
+        ((*BASE, "--sweep", "memory.kv_cache_tokens=10,4000", "--processes", "1"), "at memory.kv_cache_tokens=10:"),
         (("absent.toml",), "cannot read absent.toml"),
     ],
 )
@@ -354,13 +354,13 @@ def test_a_run_in_which_every_request_fails_shows_why_and_ends_with_an_error() -
     result = invoke(*words)
     assert result.exit_code == 1
     assert "failed: too long for the context or the KV cache" in result.stdout
-    assert result.stderr.startswith("error: every request failed (context_length_exceeded): ")
+    assert "\nerror: every request failed (context_length_exceeded): " in result.stderr
     as_json = invoke(*words, "--json")
     assert as_json.exit_code == 1
     assert json.loads(as_json.stdout)["summary"]["failures"] == {"context_length_exceeded": 40}
-    swept = invoke(*words, "--sweep", "rate=4,8", "--workers", "1")
+    swept = invoke(*words, "--sweep", "rate=4,8", "--processes", "1")
     assert swept.exit_code == 1 and "failed" in swept.stdout
-    partly = invoke(*BASE, "--sweep", "max_model_len=100,8192", "--workers", "1")
+    partly = invoke(*BASE, "--sweep", "max_model_len=100,8192", "--processes", "1")
     assert partly.exit_code == 0, partly.output
 
 
@@ -376,6 +376,53 @@ def test_points_are_the_same_in_any_number_of_processes() -> None:
     assert alone[3]["settings"]["replicas"] == alone[3]["values"]["replicas"] == 2
 
 
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_an_interrupted_sweep_keeps_what_is_done(num_workers: int) -> None:
+    points = grid(settings_from(SMALL), [parse_sweep("rate=2:9")])
+
+    def interrupt(done: int) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    kept = run_points(points, num_workers=num_workers, on_done=interrupt, keeps_done=True)
+    rates = [point["values"]["rate"] for point in kept]
+    assert rates[:2] == [2, 3] and rates == sorted(set(rates))
+    with pytest.raises(KeyboardInterrupt):
+        run_points(points, num_workers=1, on_done=interrupt)
+
+
+def test_an_interrupted_sweep_is_shown_and_ends_with_the_status_of_an_interrupt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def two(points: Any, **_: Any) -> list[dict[str, Any]]:
+        return run_points(points[:2], num_workers=1)
+
+    monkeypatch.setattr("diptych.simulation.sweep.run_points", two)
+    result = invoke(*BASE, "--sweep", "rate=2:9")
+    assert result.exit_code == 130
+    assert "interrupted: 2 of 8 points are done" in result.stdout and "interrupted" in result.stderr
+
+
+@pytest.mark.parametrize("what", ["models", "hardware", "links", "engines", "traces", "settings"])
+def test_a_list_names_what_there_is(what: str) -> None:
+    result = invoke("--list", what)
+    known = {"models": "llama-3-8b", "hardware": "h100", "links": "ib400", "engines": "vllm-0.19"}
+    assert result.exit_code == 0 and result.stderr == ""
+    assert {**known, "traces": "azure-conv", "settings": "workload.sessions.max_turns"}[what] in result.stdout
+
+
+def test_what_failed_stands_above_the_tables() -> None:
+    result = invoke(*BASE, "--set", "workload.lengths.prompt.kind=uniform", "--set", "workload.lengths.prompt.max=9000")
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("llama-3-8b on h100. 40 requests in ")
+    assert " of 40 requests failed: too long for the context or the KV cache (such as: the prompt has" in lines[1]
+
+
+def test_objectives_may_be_given_at_once() -> None:
+    apart = invoke(*BASE, "--json", "--ttft-slo-ms", "300", "--tpot-slo-ms", "50")
+    assert invoke(*BASE, "--json", "--slo", "ttft=300ms,tpot=50ms").stdout == apart.stdout
+
+
 def test_an_impossible_point_is_found_before_anything_runs() -> None:
     with pytest.raises(ConfigError, match="max_num_seqs is 512"):
         grid(settings_from(SMALL), [parse_sweep("max_num_seqs=16,512"), parse_sweep("chunk=256,1024")])
@@ -383,11 +430,11 @@ def test_an_impossible_point_is_found_before_anything_runs() -> None:
 
 def test_a_sweep_prints_a_table_and_writes_a_page(tmp_path: Path) -> None:
     page = tmp_path / "sweep.html"
-    result = invoke(*BASE, "--tpot-slo-ms", "20", "--sweep", "rate=4:12:4", "--workers", "1", "--report", str(page))
+    result = invoke(*BASE, "--tpot-slo-ms", "20", "--sweep", "rate=4:12:4", "--processes", "1", "--report", str(page))
     assert result.exit_code == 0, result.output
     assert "goodput" in result.output
     assert "--sweep rate=4:12:4" in re.sub(r"<[^>]*>", "", page.read_text())
-    data = json.loads(invoke(*BASE, "--sweep", "rate=4,8", "--workers", "1", "--json").stdout)
+    data = json.loads(invoke(*BASE, "--sweep", "rate=4,8", "--processes", "1", "--json").stdout)
     assert data["sweep"] == ["rate"] and [point["values"]["rate"] for point in data["points"]] == [4, 8]
 
 

@@ -25,7 +25,7 @@ A100 = PlannedDevice("a100-80gb", 1.5, 400.0)
 ONE, TWO = WorkerKind(H100, Parallelism(1)), WorkerKind(H100, Parallelism(2))
 OLD = WorkerKind(A100, Parallelism(1))
 BASE = (
-    "--model", "llama-3-8b", "--num-requests", "24", "--probe", "1s", "--tolerance", "0.5", "--workers", "1",
+    "--model", "llama-3-8b", "--num-requests", "24", "--probe", "1s", "--tolerance", "0.5", "--processes", "1",
     "--prompt-tokens", "2000", "--output-tokens", "8", "--ttft-slo-ms", "800", "--tpot-slo-ms", "15", "--parallel",
     "tp1",
 )  # fmt: skip

@@ -157,7 +157,7 @@ def test_the_command_prints_the_runs_and_the_answer_and_the_shape_of_bench() -> 
 def test_a_sweep_of_searches_prints_a_table_and_writes_a_page(tmp_path: Any) -> None:
     page = tmp_path / "search.html"
     words = (*BASE, "--find-goodput", "--tolerance", "0.5", "--report", str(page))
-    result = invoke(*words, "--sweep", "hardware=h100,h200", "--workers", "1")
+    result = invoke(*words, "--sweep", "hardware=h100,h200", "--processes", "1")
     assert result.exit_code == 0, result.output
     assert "per device" in result.output and "Highest rate that keeps the objectives" in page.read_text()
     assert "<h1>llama-3-8b</h1>" in page.read_text()  # the device is swept
@@ -173,9 +173,9 @@ def test_a_sweep_of_searches_prints_a_table_and_writes_a_page(tmp_path: Any) -> 
         (("--fewest-devices", "--find-goodput"), "are two searches"),
         (("--find-goodput", "--attainment", "100"), "attainment is 100"),
         (("--find-goodput", "--timeline", "x.json"), "has no effect with a search"),
-        (("--find-goodput", "--sweep", "rate=1,2", "--workers", "1"), "workload.rate is what is searched"),
-        (("--fewest-devices", "--sweep", "replicas=1,2", "--workers", "1"), "replicas is what is searched"),
-        (("--fewest-devices", "--prefill", "1", "--sweep", "decode=1,2", "--workers", "1"), "pools.decode is what is"),
+        (("--find-goodput", "--sweep", "rate=1,2", "--processes", "1"), "workload.rate is what is searched"),
+        (("--fewest-devices", "--sweep", "replicas=1,2", "--processes", "1"), "replicas is what is searched"),
+        (("--fewest-devices", "--prefill", "1", "--sweep", "decode=1,2", "--processes", "1"), "pools.decode is what"),
     ],
 )
 def test_wrong_searches_are_one_line(words: tuple[str, ...], message: str) -> None:

@@ -24,7 +24,7 @@ from diptych.workload.build import (
 )
 from diptych.workload.packed import BUNDLED, read_bundled, tree_columns
 from diptych.workload.synthetic import SyntheticWorkload
-from diptych.workload.traces import Trace, load_trace
+from diptych.workload.traces import Trace, load_pairs, load_trace
 
 OWN_CSV = """arrival_s,prompt_tokens,output_tokens,kind,priority,ttft_slo_ms,session
 2.5,10,3,chat,1,250,7
@@ -139,7 +139,10 @@ def test_a_file_of_ones_own_is_put_in_order_and_keeps_its_classes(tmp_path: Path
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,5,6\n", "line 2: TIMESTAMP is 'yesterday'"),
         ('{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": 4}\n', "line 1: hash_ids is '4'"),
         ('{"arrival_s": 0, "prompt_tokens": 1, "output_tokens": 2}\n{nonsense\n', "line 2: no JSON"),
-        ("when,what\n1,2\n", "no known columns: when, what"),
+        ("when,what\n1,2\n", "no column arrival_s and no prompt_tokens and no output_tokens; it has when, what"),
+        ("time,input_tokens,answer\n1,2,3\n", "no column output_tokens; it has time, input_tokens, answer"),
+        ("2023-11-16x,prompt_tokens,output_tokens\n1,2,3\n", "no column arrival_s"),
+        ("time,prompt_tokens,output_tokens\n2023-11-16 99:00,2,3\n", "it must be a date and time"),
         ("", "has no rows"),
     ],
 )
@@ -147,6 +150,46 @@ def test_a_broken_file_is_named_with_line_field_and_value(tmp_path: Path, text: 
     with pytest.raises(ConfigError) as caught:
         traced(written(tmp_path, "own.csv", text))
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "time,input_tokens,output_tokens\n3,10,2\n4.5,20,3\n",
+        "Timestamp,Model,Request tokens,Response tokens,Total tokens\n3,m,10,2,12\n4.5,m,20,3,23\n",
+        "arrived_at,num_prefill_tokens,num_decode_tokens\n3,10,2\n4.5,20,3\n",
+        '{"start_time": 3, "prompt_len": 10, "completion_tokens": 2}\n'
+        '{"start_time": 4.5, "prompt_len": 20, "completion_tokens": 3}\n',
+    ],
+)
+def test_columns_may_have_the_names_of_other_programs(tmp_path: Path, text: str) -> None:
+    rows = list(load_trace(str(written(tmp_path, "theirs", text))))
+    assert [(row.arrival_ns, row.prompt_tokens, row.output_tokens) for row in rows] == [
+        (3_000_000_000, 10, 2),
+        (4_500_000_000, 20, 3),
+    ]
+
+
+def test_arrivals_may_be_dates(tmp_path: Path) -> None:
+    text = "time,prompt_tokens,output_tokens\n2026-01-02 10:00:00.25,10,2\n2026-01-02T10:00:01.5Z,20,3\n"
+    trace = load_trace(str(written(tmp_path, "dates.csv", text)))
+    assert list(trace.arrival_ns) == [0, 1_250_000_000]
+
+
+def test_an_access_log_is_a_trace_without_what_is_no_answer(tmp_path: Path) -> None:
+    log = (
+        '{"time": "2026-01-02T10:00:00Z", "arrival_s": 1767348000.0, "path": "/metrics", "status": 200}\n'
+        '{"time": "2026-01-02T10:00:01Z", "arrival_s": 1767348001.0, "status": 200, "prompt_tokens": 7, '
+        '"output_tokens": 3}\n'
+    )
+    path = str(written(tmp_path, "access.jsonl", log))
+    assert [(row.prompt_tokens, row.output_tokens) for row in load_trace(path)] == [(7, 3)]
+    assert [list(lengths) for lengths in load_pairs(path)] == [[7], [3]]
+
+
+def test_the_example_of_the_documents_is_a_trace() -> None:
+    trace = load_trace(str(Path(__file__).parents[2] / "docs" / "example-trace.csv"))
+    assert len(trace) == 12 and {label.kind for label in trace.labels} == {"chat", "document"}
 
 
 def test_a_missing_or_damaged_file_is_an_error_of_its_name(tmp_path: Path) -> None:

@@ -289,11 +289,18 @@ def offer(shape: str, attainment: float, capacity: float) -> AdvisedShape:
     )  # fmt: skip
 
 
+TIED = "A tie with disaggregated workers at this rate. Take the simpler: chunked workers."
+
+
 @pytest.mark.parametrize(
     ("chunked_rps", "pools_rps", "title"),
     [
-        (20.0, 20.3, "A tie with disaggregated workers at this rate. Take the simpler: chunked workers."),
-        (30.0, 60.0, "A tie with disaggregated workers at this rate. Take the simpler: chunked workers."),  # both at ease
+        (20.0, 20.3, TIED),
+        (
+            30.0,
+            60.0,
+            TIED,
+        ),  # both at ease
         (20.0, 24.0, "Take disaggregated workers."),
         (24.0, 20.0, "Take chunked workers."),
     ],

@@ -14,7 +14,7 @@ RUN = ("simulate", "--model", "llama-3.1-8b", "--hardware", "h100", "--num-reque
 OBJECTIVES = ("--ttft-slo-ms", "300", "--tpot-slo-ms", "20")
 REPORTS = {
     "a run on two pools": (*RUN, *OBJECTIVES, "--prefill", "1", "--decode", "1"),
-    "a sweep": (*RUN, *OBJECTIVES, "--sweep", "rate=2:8:3", "--sweep", "shape=unified,chunked", "--workers", "1"),
+    "a sweep": (*RUN, *OBJECTIVES, "--sweep", "rate=2:8:3", "--sweep", "shape=unified,chunked", "--processes", "1"),
 }
 
 

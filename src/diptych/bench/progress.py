@@ -8,9 +8,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from diptych.bench.load import LoadProgress
 from diptych.report.text import milliseconds
 
+LINE_S = 10.0
+
 
 class LiveLine:
-    """A bar with the figures so far, on standard error; nothing unless that is a terminal."""
+    """A bar with the figures so far, on standard error; where that is no terminal, a line each LINE_S seconds."""
 
     def __init__(self, words: str, *, quiet: bool) -> None:
         self._console = Console(stderr=True, highlight=False)
@@ -28,6 +30,8 @@ class LiveLine:
         self._task = self._progress.add_task(words, total=1.0, figures="")
         self._last = (0.0, 0)
         self._is_quiet = quiet
+        self._plan = ""
+        self._said_s = 0.0  # of the run, when its last line was printed
 
     def __enter__(self) -> "LiveLine":
         self._progress.start()
@@ -38,6 +42,10 @@ class LiveLine:
     ) -> None:
         self._progress.stop()
 
+    def announce(self, plan: str) -> None:
+        """What is going to be measured: a line before the first figures."""
+        self._plan = plan
+
     def describe(self, words: str) -> None:
         """What is being done now."""
         self._progress.update(self._task, description=words, completed=0.0, figures="")
@@ -46,6 +54,7 @@ class LiveLine:
 
     def show(self, now: LoadProgress) -> None:
         """How the run is doing."""
+        self._say_plan()
         seconds, tokens = self._last
         if now.elapsed_s < seconds:
             seconds, tokens = 0.0, 0
@@ -58,11 +67,22 @@ class LiveLine:
             figures.append(f"{100 * now.met / now.judged:.0f} % in time")
         if now.failed:
             figures.append(f"[red]{now.failed:,} failed[/red]")
+        if not self._console.is_terminal and not self._is_quiet:
+            self._said_s = min(self._said_s, now.elapsed_s)  # a new run begins at 0
+            if now.elapsed_s >= self._said_s + LINE_S:
+                self._said_s = now.elapsed_s
+                self._console.print(f"{now.elapsed_s:.0f} s:  {'  '.join(figures)}", soft_wrap=True)
         share = (now.completed + now.failed) / max(1, now.total)
         self._progress.update(self._task, description="", completed=share, figures="  ".join(figures))
         self._progress.refresh()
 
+    def _say_plan(self) -> None:
+        plan, self._plan = self._plan, ""
+        if plan:
+            self.say(plan)
+
     def say(self, line: str) -> None:
         """A line that stays."""
+        self._say_plan()
         if not self._is_quiet:
             self._console.print(line, markup=False, soft_wrap=True)

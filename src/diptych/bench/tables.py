@@ -72,6 +72,39 @@ def problems(data: Mapping[str, Any]) -> list[str]:
     return worst_problems([figures["client"]["excesses"] for figures in measured])
 
 
+def verdict(data: Mapping[str, Any]) -> list[str]:
+    """The measurement in a sentence; none where it is only a table of runs."""
+    if "goodput" in data:
+        found = data["goodput"]
+        share = percent(found["config"]["attainment"])
+        if found["rate"] is None:
+            return [f"No rate was found at which {share} of the requests meet {_wanted(data)}."]
+        most = f"{'' if found['is_bracketed'] else 'at least '}{rate(found['estimate'] or found['rate'])}"
+        return [f"Goodput: {most} requests/s with {share} of them within {_wanted(data)}."]
+    summary = data.get("summary")
+    if summary is None or not summary["num_completed"]:
+        return []
+    parts = [f"{summary['num_completed']:,} of {summary['num_requests']:,} requests answered"]
+    for key, name in (("ttft_ms", "TTFT"), ("tpot_ms", "TPOT")):
+        parts.append(f"{name} {milliseconds(summary[key]['p50'])} ms (p99 {milliseconds(summary[key]['p99'])})")
+    if summary["attainment"] is not None:
+        parts.append(f"{percent(summary['attainment'])} within {_wanted(data)}")
+    return [f"{', '.join(parts)}."]
+
+
+def _wanted(data: Mapping[str, Any]) -> str:
+    return str(data["settings"].get("slo") or "their objectives")
+
+
+def failures(data: Mapping[str, Any]) -> list[str]:
+    """How many requests failed, and why, the most frequent reason first."""
+    summary = data.get("summary")
+    if summary is None or not summary["errors"]:
+        return []
+    first = f"{summary['num_failed']:,} of {summary['num_requests']:,} requests failed:"
+    return [first, *(f"  {count:,} x {error}" for error, count in summary["errors"].items())]
+
+
 def stall_table(stalls: Sequence[Stall]) -> Table:
     """The longest gaps of streams."""
     rows = [

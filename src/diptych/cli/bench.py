@@ -11,6 +11,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
+import typer
+
 from diptych.cli.error_messages import errors_in_words
 from diptych.cli.options import Number, Text, Whole, option, picked
 from diptych.cli.output import check_folders, print_tables, write_file
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from diptych.bench.progress import LiveLine
     from diptych.bench.session import BenchConfig, Session
     from diptych.report.text import Table
+    from diptych.workload.description import WorkloadConfig
 
 SERVER, WORKLOAD, OBJECTIVES, STREAMS, OUTPUT = "Server", "Workload", "Objectives and series", "Interference", "Output"
 
@@ -50,10 +53,15 @@ ONLY_WITH = {
 }  # fmt: skip
 
 KEY = "DIPTYCH_API_KEY"
+LOCAL_URL = "http://127.0.0.1:8000"
+URL_HELP = f"Address of an OpenAI-compatible server. Default: {LOCAL_URL}."
+DEFAULT_DURATION = "30s"  # of a single run that nothing else ends
+DURATION_HELP = f"Send no request after this time. Default: {DEFAULT_DURATION}, unless requests are counted."
 
 
 def bench(
-    url: Annotated[str, option("Address of an OpenAI-compatible server, such as http://127.0.0.1:8000.", SERVER)],
+    place: Annotated[Text, typer.Argument(metavar="[URL]", help=URL_HELP)] = None,
+    url: Annotated[Text, option("The same as URL.", SERVER)] = None,
     api: Annotated[str, option("completions or chat.", SERVER)] = "completions",
     model: Annotated[Text, option("Served model. Default: the server's first.", SERVER)] = None,
     api_key: Annotated[Text, option("Sent as a bearer token.", SERVER, envvar=KEY, show_envvar=True)] = None,
@@ -65,20 +73,22 @@ def bench(
     extra: Annotated[Text, option("JSON object of further fields for every body.", SERVER)] = None,
     timeout: Annotated[str, option("Longest time for a whole answer.", SERVER)] = "600s",
     workload: Annotated[Text, option("TOML file as for diptych simulate, a trace's name or file.", WORKLOAD)] = None,
-    rate: Annotated[Number, option("Requests per second.", WORKLOAD)] = None,
-    num_requests: Annotated[Whole, option("Requests in all.", WORKLOAD)] = None,
-    arrivals: Annotated[Text, option("poisson, gamma, constant, on_off or closed.", WORKLOAD)] = None,
+    rate: Annotated[Number, option("Requests per second. Default: 1, or the trace's.", WORKLOAD)] = None,
+    num_requests: Annotated[Whole, option("Requests in all. Default: what --duration lets in.", WORKLOAD)] = None,
+    arrivals: Annotated[Text, option("poisson (default), gamma, constant, on_off or closed.", WORKLOAD)] = None,
     concurrency: Annotated[Whole, option("Clients of a closed loop.", WORKLOAD)] = None,
-    prompt_tokens: Annotated[Number, option("Mean length of a prompt.", WORKLOAD)] = None,
-    output_tokens: Annotated[Number, option("Mean length of an answer.", WORKLOAD)] = None,
+    prompt_tokens: Annotated[Number, option("Mean length of a prompt. Default: 512.", WORKLOAD)] = None,
+    output_tokens: Annotated[Number, option("Mean length of an answer. Default: 128.", WORKLOAD)] = None,
     time_scale: Annotated[Number, option("Replay a trace this many times as fast.", WORKLOAD)] = None,
     ramp: Annotated[Text, option("Rate that rises: FROM:TO:TIME, such as 1:20:60s.", WORKLOAD)] = None,
-    duration: Annotated[Text, option("Send no request after this time.", WORKLOAD)] = None,
+    duration: Annotated[Text, option(DURATION_HELP, WORKLOAD)] = None,
     warmup: Annotated[int, option("Requests before the first that counts.", WORKLOAD)] = 4,
     seed: Annotated[Whole, option("Seed of arrivals, lengths and sharing.", WORKLOAD)] = None,
     salt: Annotated[Text, option("Salt of the texts. Default: a new one in every run.", WORKLOAD)] = None,
     assign: Annotated[list[str] | None, option("Any setting: PATH=VALUE. Repeatable.", WORKLOAD, "--set")] = None,
     slo: Annotated[Text, option("Any of ttft, tpot, itl, e2e: ttft=2s,itl=60ms.", OBJECTIVES)] = None,
+    ttft_slo_ms: Annotated[Number, option("The same as --slo ttft=...ms.", OBJECTIVES)] = None,
+    tpot_slo_ms: Annotated[Number, option("The same as --slo tpot=...ms.", OBJECTIVES)] = None,
     find_goodput: Annotated[bool, option("Search the highest rate that meets them.", OBJECTIVES)] = False,
     attainment: Annotated[Number, option("Share of requests that must meet them: 0.9 or 90.", OBJECTIVES)] = None,
     tolerance: Annotated[Number, option("The search ends at two rates this close. Default: 0.05.", OBJECTIVES)] = None,
@@ -103,6 +113,9 @@ def bench(
     """Measure any OpenAI-compatible server: latencies, goodput, stalls, interference."""
     given = dict(locals())
     with errors_in_words():
+        if place is not None and url is not None:
+            raise ConfigError(f"the server is given twice: {place} and --url {url}", param="url")
+        given["url"] = place or url or LOCAL_URL
         run(given)
 
 
@@ -130,7 +143,8 @@ def bench_config(given: Mapping[str, Any]) -> "BenchConfig":
     prompts: Any = given["prompts"] or ("text" if given["api"] == "chat" else "ids")
     file, overrides = workload_settings(given)
     settings = read_settings(file, overrides)
-    objectives = option_grammar.slo(given["slo"])
+    in_ms = option_grammar.slo_of(given["ttft_slo_ms"], given["tpot_slo_ms"])
+    objectives = option_grammar.slo(given["slo"]).or_else(in_ms)
     file_slo = option_grammar.slo_of(settings.slo.ttft_ms, settings.slo.tpot_ms)
     asked = objectives.or_else(file_slo)
     if given["send_slo"] and asked.has_any and asked.ttft_ns is None and asked.tpot_ns is None:
@@ -142,16 +156,25 @@ def bench_config(given: Mapping[str, Any]) -> "BenchConfig":
         timeout_s=option_grammar.duration_s(given["timeout"], "timeout"),
         extra=_extra(given["extra"]),
     )
+    duration = given["duration"]
+    if duration is None and has_default_duration(given, settings.workload):
+        duration = DEFAULT_DURATION
     return BenchConfig(
         target=target,
         workload=settings.workload,
         slo=asked,
         seed=settings.seed,
-        duration_s=None if given["duration"] is None else option_grammar.duration_s(given["duration"], "duration"),
+        duration_s=None if duration is None else option_grammar.duration_s(duration, "duration"),
         ramp=None if given["ramp"] is None else option_grammar.ramp(given["ramp"]),
         warm_up=given["warmup"],
         salt=given["salt"],
     )
+
+
+def has_default_duration(given: Mapping[str, Any], workload: "WorkloadConfig") -> bool:
+    """Whether a single run would send the default number of requests, or a whole trace, which can take an hour."""
+    is_single = not any(given[name] for name in ("find_goodput", "rates", "interference", "ramp"))
+    return is_single and workload.num_requests is None
 
 
 def workload_settings(given: Mapping[str, Any]) -> tuple[Path | None, dict[str, Any]]:
@@ -185,23 +208,39 @@ async def _measure(config: "BenchConfig", mode: str, measure: Measure, given: Ma
     from diptych.bench import measurement
     from diptych.bench.progress import LiveLine
     from diptych.bench.session import open_session
-    from diptych.bench.tables import problems
+    from diptych.bench.tables import failures, problems, verdict
 
     with LiveLine("looking for the server", quiet=given["as_json"]) as live:
         async with open_session(config) as session:
+            live.announce(f"{config.target.url}: {_plan_words(config, mode)}")
             live.describe("measuring")
             data, tables, notes, results = await measure(session, live)
             broken = _broken(session, data)
             data = {**measurement.context(session, command_line(given)), "mode": mode, "broken": broken, **data}
     notes += _write_files(data, results, given)
     server = data["server"]
-    notes.insert(0, f"{server['model']} {server['software']} at {config.target.url}; {data['machine']['cpu']}")
+    software = f", server {server['software']}" if server["software"] else ""
+    notes.insert(0, f"model {server['model']}{software} at {config.target.url}; client on {data['machine']['cpu']}")
     if given["as_json"]:
         print(json.dumps(data))
     else:
-        print_tables(tables, notes, problems(data))
+        print_tables(tables, notes, problems(data), lead=verdict(data), failures=failures(data))
     if broken is not None:
         raise ConfigError(broken, param="url")
+
+
+def _plan_words(config: "BenchConfig", mode: str) -> str:
+    """What is about to be measured."""
+    from diptych.workload.workload_words import workload_words
+
+    if mode == "interference":
+        return "a long prompt among running streams"
+    words = workload_words(config.workload, has_count=mode == "run" and config.duration_s is None)
+    if mode != "run":
+        return f"{words}, at several rates"
+    if config.ramp is not None:
+        words += f", ramp from {config.ramp.start:g} to {config.ramp.end:g}/s in {config.ramp.over_s:g} s"
+    return words if config.duration_s is None else f"{config.duration_s:g} s of {words}"
 
 
 def _broken(session: "Session", data: Mapping[str, Any]) -> str | None:
@@ -229,8 +268,8 @@ def _run(given: Mapping[str, Any]) -> Measure:
         shown += [tables.service_table(summary), tables.client_table(summary)]
         if stalls := longest_gaps(result.records, 5):
             shown.append(tables.stall_table(stalls))
-        notes = [f"{count:,} x {error}" for error, count in summary["errors"].items()]
-        if result.ended in ("stopped", "duration"):
+        notes = []
+        if result.ended == "stopped" or (result.ended == "duration" and given["duration"] is not None):
             notes.append(
                 f"ended early ({result.ended}): {len(result.records):,} of {result.total:,} requests were sent"
             )

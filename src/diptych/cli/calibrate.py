@@ -15,7 +15,7 @@ from rich.console import Console
 
 from diptych import __version__
 from diptych.cli.error_messages import errors_in_words
-from diptych.cli.options import model_name, model_path
+from diptych.cli.options import Text, model_name, model_path
 from diptych.cli.output import check_folders, drawn, progress_bar
 from diptych.serving.link.engine_options import (
     DeviceOptions,
@@ -25,6 +25,7 @@ from diptych.serving.link.engine_options import (
     QuantizeName,
     parse_bytes,
 )
+from diptych.serving.start_checks import check_start
 
 if TYPE_CHECKING:
     from diptych.simulation.cluster_replay import ClusterReplayReport
@@ -36,8 +37,8 @@ BUSY = 0.5  # load average from which a measurement is doubtful
 
 
 def calibrate(
-    model: Annotated[Path | None, typer.Option(help="Model directory, or GGUF file. Default: bundled.")] = None,
-    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("calibration.json"),
+    model: Annotated[Text, typer.Option(help="Model, as for serve. Default: the bundled model.")] = None,
+    output: Annotated[Path, typer.Option(help="The file to write.")] = Path("calibration.json"),
     seconds: Annotated[float, typer.Option(help="Half for single steps, half for a live server.")] = 90.0,
     max_model_len: Annotated[int | None, typer.Option(help="Context length. Default: the model's own.")] = None,
     kv_cache_memory: Annotated[str | None, typer.Option(help="KV cache, such as 2GiB, as for serve.")] = None,
@@ -53,7 +54,7 @@ def calibrate(
     """
     with errors_in_words():
         path = model_path(model)
-        check_folders({"out": out})
+        check_folders({"output": output})
         memory = None if kv_cache_memory is None else parse_bytes(kv_cache_memory, "kv_cache_memory")
         options = EngineOptions(
             model=str(path),
@@ -61,13 +62,14 @@ def calibrate(
             memory=MemoryOptions(block_size=block_size, kv_cache_bytes=memory),
             max_model_len=max_model_len,
         )
+        check_start(options)
         if hasattr(os, "getloadavg") and (load := os.getloadavg()[0]) > BUSY:
             print(f"warning: the machine is busy (load {load:.1f}), so the figures will be too high", file=sys.stderr)
         from diptych.simulation.costs.fitted import write_calibration
 
         calibration = _measure_and_fit(options, seconds, model_name(path))
-        write_calibration(out, calibration)
-        _show_calibration(calibration, out)
+        write_calibration(output, calibration)
+        _show_calibration(calibration, output)
 
 
 def _measure_and_fit(options: EngineOptions, seconds: float, name: str) -> "Calibration":

@@ -18,24 +18,41 @@ from diptych.cli.advise import advise
 from diptych.cli.alerts import alerts
 from diptych.cli.bench import bench
 from diptych.cli.calibrate import calibrate, replay
+from diptych.cli.command_line import Command, CommandGroup, own_command
 from diptych.cli.diagnose import diagnose
 from diptych.cli.error_messages import errors_in_words
+from diptych.cli.front import front
 from diptych.cli.guide import guide
-from diptych.cli.options import Number, Strings, Text, Whole, model_name, model_path, option, picked
+from diptych.cli.options import (
+    SLO_HELP,
+    Number,
+    Strings,
+    Text,
+    Whole,
+    model_name,
+    model_path,
+    option,
+    picked,
+    with_objectives,
+)
 from diptych.cli.plan import plan
 from diptych.cli.simulate import simulate
+from diptych.cli.terminal_chat import chat
 from diptych.control.cluster.cluster_config import OnFailure, cluster_config
 from diptych.control.cluster.core_split import parse_core_split
 from diptych.control.config import BudgetName, OrderName, PreemptionName, ShapeName, scheduler_config
+from diptych.control.errors import ConfigError
 from diptych.control.planner.planner_config import PlanMode, PlannerConfig
 from diptych.control.router.routing import Deflection, Disaggregate, RoutingName
 from diptych.control.slo import NS_PER_MS, Slo
+from diptych.processor import Processor, read_processor
 from diptych.runtime.transfer import CONNECTORS
 from diptych.runtime.transfer.connector import CodecName
 from diptych.serving.api.manners import Manners, is_loopback
 from diptych.serving.fleet.fleet_options import FleetOptions
 from diptych.serving.fleet.worker_groups import WorkerGroup
 from diptych.serving.link.engine_options import (
+    BUNDLED_MODEL,
     DeviceName,
     DeviceOptions,
     DTypeName,
@@ -48,16 +65,19 @@ from diptych.serving.link.engine_options import (
     parse_bytes,
     parse_cores,
 )
+from diptych.serving.start_checks import GPU, check_start
 
 app = typer.Typer(
     name="diptych",
-    help="Diptych: LLM inference served as the two jobs that it is, prefill and decode.",
-    no_args_is_help=True,
+    cls=CommandGroup,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
 
+MODEL_HELP = "Model directory, GGUF file, or a name of the Hub that is in its cache. Default: the bundled model."
 TRANSFERS = "|".join(("auto", *CONNECTORS))  # FleetOptions refuses other names
 MODEL, SERVER, OBJECTIVES, WORKERS = "Model", "Server", "Objectives", "Workers"
 ISA_HELP = "Instructions of the CPU kernels; auto: the fastest set of this machine."
@@ -67,7 +87,7 @@ UNTOUCHED_NAMES = ("--max-untouched-per-worker", "--edge-depth")  # the second i
 UNTOUCHED_HELP = "Requests per worker without a first token; more wait in the queue (0: none wait). Default: 64."
 BOTH_HELP = "Workers that do both. Default: 1 if there is no other."
 CORE_SPLIT_HELP = "Cores by role, such as prefill=3,decode=1 (weights); divided again when a role changes."
-FLEET_HELP = "TOML file of unequal workers: tables [pools.NAME], as for diptych simulate."
+FLEET_HELP = "TOML file of unequal workers: tables pools.NAME, as for diptych simulate."
 POOL_HELP = "NAME=POOL, such as large=1:max_model_len=131072,kv_cache_bytes=8GiB. Repeatable."
 DEFLECTION_HELP = "Prompts of a busy decode worker: short ones, or any that its streams' objective leaves room for."
 MAX_QUEUED_HELP = "Requests that may wait in the queue; more get 429. Default: 4096."
@@ -89,9 +109,22 @@ PLAN_HELP = "Change roles, shapes and --core-split to fit the load (auto), or on
 CLUSTER_OPTIONS = tuple(signature(cluster_config).parameters)
 
 
-@app.command()
+@app.callback()
+def diptych(
+    ctx: typer.Context,
+    is_version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    """Diptych: LLM inference served as the two jobs that it is, prefill and decode."""
+    if is_version:
+        version()
+    elif ctx.invoked_subcommand is None:
+        print(ctx.get_help())
+
+
+@app.command(cls=Command)
 def serve(
-    model: Annotated[Path | None, option("Model directory, or GGUF file. Default: bundled.", MODEL)] = None,
+    place: Annotated[Text, typer.Argument(metavar="[MODEL]", help=MODEL_HELP)] = None,
+    model: Annotated[Text, option("The same as MODEL.", MODEL)] = None,
     served_model_name: Annotated[Text, option("Name for clients. Default: the model's own.", MODEL)] = None,
     max_model_len: Annotated[Whole, option("Context length. Default: the model's own.", MODEL)] = None,
     dtype: Annotated[DTypeName, option("Arithmetic; auto: the checkpoint's own.", MODEL)] = "auto",
@@ -110,6 +143,7 @@ def serve(
     ] = None,
     drain_timeout: Annotated[float, option("Seconds for running requests after SIGTERM.", SERVER)] = 30.0,
     log_level: Annotated[LogLevel, option("How much the server logs.", SERVER)] = "warning",
+    verbose: Annotated[bool, option("Say at the start what the engine computes with.", SERVER)] = False,
     record: Annotated[Path | None, option("Record all decisions to this file, for diptych replay.", SERVER)] = None,
     prefill: Annotated[int, option("Workers that prefill.", WORKERS)] = 0,
     decode: Annotated[int, option("Workers that decode.", WORKERS)] = 0,
@@ -132,6 +166,7 @@ def serve(
     max_untouched_per_worker: Annotated[Whole, option(UNTOUCHED_HELP, WORKERS, *UNTOUCHED_NAMES)] = None,
     max_queued: Annotated[Whole, option(MAX_QUEUED_HELP, WORKERS)] = None,
     max_queued_per_key: Annotated[Whole, option("Of these, requests of one API key (0: no limit).", WORKERS)] = None,
+    slo: Annotated[Text, option(SLO_HELP, OBJECTIVES)] = None,
     ttft_slo_ms: Annotated[Number, option("Time to first token, for requests that name none.", OBJECTIVES)] = None,
     tpot_slo_ms: Annotated[Number, option("Time per later token, for requests that name none.", OBJECTIVES)] = None,
     shape: Annotated[ShapeName | None, option(SHAPE_HELP, OBJECTIVES)] = None,
@@ -160,7 +195,11 @@ def serve(
     """Serve a model over an OpenAI-compatible API."""
     given = dict(locals())
     with errors_in_words():
+        if place is not None and model is not None:
+            raise ConfigError(f"the model is given twice: {place} and --model {model}", param="model")
+        given = with_objectives(given | {"model": place or model})
         options = engine_options(given)
+        check_start(options)
         _serve(options, fleet_options(given), served_model_name or model_name(Path(options.model)), given)
 
 
@@ -226,7 +265,7 @@ def _nanoseconds(milliseconds: float | None) -> int | None:
 def _serve(options: EngineOptions, workers: FleetOptions, name: str, given: dict[str, Any]) -> None:
     logging.basicConfig(level=given["log_level"].upper(), format="%(asctime)s %(levelname)s %(message)s")
     from diptych.serving.api.server import ServerOptions, run_server
-    from diptych.serving.api.start_screen import StartScreen
+    from diptych.serving.api.start_screen import StartScreen, prompt_kind
     from diptych.serving.async_llm import AsyncLLM
     from diptych.serving.fleet.fleet import Fleet
 
@@ -239,8 +278,24 @@ def _serve(options: EngineOptions, workers: FleetOptions, name: str, given: dict
         drain_timeout_s=given["drain_timeout"],
         manners=manners(given),
     )
-    with StartScreen(name, has_key=bool(server.api_keys)) as screen:
-        run_server(AsyncLLM(options, Fleet(options, workers)), server, screen.on_loading, screen.on_ready)
+    chat_command = f"{own_command()} chat"
+    with StartScreen(
+        name, has_key=bool(server.api_keys), chat_command=chat_command, is_verbose=given["verbose"]
+    ) as screen:
+        screen.hint = busy_machine_hint(options, len(workers.roles))
+        llm = AsyncLLM(options, Fleet(options, workers))
+        screen.kind = prompt_kind(llm.tokenizer, is_bundled=Path(options.model) == BUNDLED_MODEL)
+        run_server(llm, server, screen.on_loading, screen.on_ready)
+
+
+def busy_machine_hint(options: EngineOptions, num_workers: int, processor: Processor | None = None) -> str:
+    """What to know where one worker computes on all cores of this machine; empty elsewhere."""
+    device = options.device
+    if num_workers > 1 or device.threads or device.cores or device.device == "cuda" or GPU.exists():
+        return ""
+    if (processor or read_processor()).num_threads < 2:
+        return ""
+    return "It computes on every core, so programs beside it make each step slower; --threads N leaves cores to them."
 
 
 def manners(given: dict[str, Any]) -> Manners:
@@ -254,10 +309,10 @@ def manners(given: dict[str, Any]) -> Manners:
     )
 
 
-@app.command()
+@app.command(cls=Command)
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads standard input.")],
-    model: Annotated[Path | None, option("Model directory, or GGUF file. Default: bundled.", MODEL)] = None,
+    model: Annotated[Text, option(MODEL_HELP, MODEL)] = None,
     max_tokens: Annotated[int, option("Tokens at most.", MODEL)] = 128,
     temperature: Annotated[float, option("0 takes the likeliest token each time.", MODEL)] = 0.7,
     top_p: Annotated[float, option("Only the likeliest tokens of this total probability.", MODEL)] = 1.0,
@@ -274,7 +329,10 @@ def generate(
     with errors_in_words():
         from diptych.serving.llm import LLM
 
-        llm = LLM(model, dtype=dtype, threads=threads, instruction_set=instruction_set, quantize=quantize)
+        path = model_path(model)
+        device = DeviceOptions(dtype=dtype, threads=threads, instruction_set=instruction_set, quantize=quantize)
+        check_start(EngineOptions(model=str(path), device=device))
+        llm = LLM(path, dtype=dtype, threads=threads, instruction_set=instruction_set, quantize=quantize)
         print(llm.ready.description, file=sys.stderr)
         sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
         sys.stdout.write(text)
@@ -284,14 +342,14 @@ def generate(
         sys.stdout.write("\n")
 
 
-@app.command()
+@app.command(cls=Command)
 def version() -> None:
     """Print the version, and whether the control code and the simulator are compiled."""
     print(f"diptych {__version__} (control code and simulator: {compiled_modules.what_runs()})")
 
 
-for command in (advise, alerts, bench, calibrate, diagnose, plan, replay, simulate, guide):
-    app.command()(command)
+for command in (advise, alerts, bench, calibrate, chat, diagnose, front, plan, replay, simulate, guide):
+    app.command(cls=Command)(command)
 
 
 def main() -> None:

@@ -9,7 +9,9 @@ from typing import Any, TypeAlias, get_type_hints
 import typer
 
 from diptych.control.errors import ConfigError
-from diptych.runtime.gguf.gguf_file import is_gguf
+from diptych.control.slo import NS_PER_MS
+from diptych.diagnosis.objectives_presets import parse_objectives
+from diptych.runtime.model_place import find_model, name_of
 from diptych.serving.link.engine_options import BUNDLED_MODEL
 
 Text: TypeAlias = str | None
@@ -50,17 +52,29 @@ def picked(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
     return {name: given[name] for name in names}
 
 
-def model_path(model: Path | None) -> Path:
+SLO_HELP = "Both at once: ttft=300ms,tpot=50ms, or a preset such as mlperf-llama3.1-8b."
+
+
+def with_objectives(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a command's options with those of ``--slo`` as ttft_slo_ms and tpot_slo_ms. Raises ConfigError for
+    an objective that is given twice."""
+    values = {name: value for name, value in given.items() if name != "slo"}
+    if given.get("slo") is None:
+        return values
+    slo = parse_objectives(given["slo"])
+    for name, nanoseconds in (("ttft_slo_ms", slo.ttft_ns), ("tpot_slo_ms", slo.tpot_ns)):
+        if nanoseconds is not None and values.get(name) is not None:
+            raise ConfigError(f"slo is {given['slo']!r}; {name} is given, too", param="slo")
+        if nanoseconds is not None:
+            values[name] = nanoseconds / NS_PER_MS
+    return values
+
+
+def model_path(model: str | Path | None) -> Path:
     """The directory or GGUF file that was asked for, or the bundled directory. Raises ConfigError."""
-    path = Path(model or BUNDLED_MODEL)
-    if is_gguf(path):
-        if not path.is_file():
-            raise ConfigError(f"{path}: no such file", param="model")
-    elif not (path / "config.json").exists():
-        raise ConfigError(f"{path} is not a model directory: it has no config.json", param="model")
-    return path.resolve()
+    return find_model(model or BUNDLED_MODEL)
 
 
 def model_name(path: Path) -> str:
     """What clients call the model at this path, unless they are given another name."""
-    return path.name.removesuffix(".gguf")
+    return name_of(path)

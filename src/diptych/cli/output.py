@@ -4,12 +4,15 @@ Owns the look of tables in a terminal and the message for a file that cannot be 
 """
 
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diptych.control.errors import ConfigError
+
+LINE_S = 10.0  # between two lines of progress where there is no terminal
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -49,28 +52,40 @@ def drawn(table: "Table") -> "RichTable":
 
 
 def print_tables(
-    tables: "Sequence[Table]", notes: Iterable[str], warnings: Iterable[str] = (), *, num_narrow: int = 0
+    tables: "Sequence[Table]",
+    notes: Iterable[str],
+    warnings: Iterable[str] = (),
+    *,
+    lead: Iterable[str] = (),
+    failures: Iterable[str] = (),
+    num_narrow: int = 0,
 ) -> None:
-    """Tables and sentences on standard output. num_narrow: how many of the last tables stand side by side."""
+    """Sentences and tables on standard output: first ``lead``, what was found; then what speaks against it. num_narrow:
+    how many of the last tables stand side by side."""
     from rich.columns import Columns
     from rich.console import Console
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    for line in lead:
+        console.print(line, style="bold", soft_wrap=True, markup=False)
+    for warning in warnings:
+        console.print(f"NOT RELIABLE: {warning}", style="bold red", soft_wrap=True, markup=False)
+    for line in failures:
+        console.print(line, style="red", soft_wrap=True, markup=False)
     grids = [drawn(table) for table in tables]
     num_wide = len(grids) - num_narrow
     for grid in grids[:num_wide]:
         console.print(grid)
     if num_narrow:
         console.print(Columns(grids[num_wide:], padding=(0, 2)))
-    for warning in warnings:
-        console.print(f"NOT RELIABLE: {warning}", style="bold red", soft_wrap=True, markup=False)
     for note in notes:
         console.print(note, style="dim", soft_wrap=True, markup=False)
 
 
 @contextmanager
-def progress_bar(*, quiet: bool = False) -> Iterator[Callable[[str, float], None]]:
-    """A bar on standard error, unless that is no terminal; set by (what is being done, the share that is done)."""
+def progress_bar(*, quiet: bool = False, announcement: str = "") -> Iterator[Callable[[str, float], None]]:
+    """A bar on standard error, set by (what is being done, the share that is done); where that is no terminal, a line
+    each LINE_S seconds. announcement: a line before the first."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -94,4 +109,16 @@ def progress_bar(*, quiet: bool = False) -> Iterator[Callable[[str, float], None
     )
     with bar:
         task = bar.add_task("starting", total=1.0)
-        yield lambda stage, share: bar.update(task, description=stage, completed=share)
+        said = time.monotonic()
+
+        def show(stage: str, share: float) -> None:
+            nonlocal said, announcement
+            if announcement and not quiet:
+                console.print(announcement, markup=False, highlight=False, soft_wrap=True)
+            announcement = ""
+            bar.update(task, description=stage, completed=share)
+            if not quiet and not console.is_terminal and (now := time.monotonic()) >= said + LINE_S:
+                said = now
+                print(f"{stage}: {share:.0%}", file=sys.stderr, flush=True)
+
+        yield show

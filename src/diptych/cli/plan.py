@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
 from diptych.cli.error_messages import errors_in_words
-from diptych.cli.options import takes
+from diptych.cli.options import takes, with_objectives
 from diptych.cli.output import check_folders, print_tables, progress_bar, write_file
 from diptych.cli.plan_options import PlanOptions
 from diptych.cli.simulate import command_line
@@ -36,6 +36,7 @@ def plan(options: dict[str, Any]) -> None:
     """Find the best fleet for a load: shape, ratio, parallelism and devices, by simulation."""
     given = {name: value for name, value in options.items() if value is not None and value is not False and value != []}
     with errors_in_words():
+        given = with_objectives(given)
         from diptych.simulation.report.plan_page import render
         from diptych.simulation.report.plan_tables import plain_plan, plan_notes, plan_tables
 
@@ -86,9 +87,9 @@ def plan_question(given: Mapping[str, Any]) -> "PlanQuestion":
     base = read_settings(given.get("config"), values | assigned(given.get("assign", ())))
     if base.model is None:
         raise ConfigError("model is not given; a plan needs one of the catalogue, or a config.json", param="model")
-    num_processes = given.get("workers", os.cpu_count() or 1)
+    num_processes = given.get("processes", os.cpu_count() or 1)
     if num_processes < 1:
-        raise ConfigError(f"workers is {num_processes}; it must be at least 1", param="workers")
+        raise ConfigError(f"processes is {num_processes}; it must be at least 1", param="processes")
     return PlanQuestion(
         base=base,
         space=layout_space(given, base),

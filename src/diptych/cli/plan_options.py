@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from diptych.cli.options import Number, Text, Whole, option
+from diptych.cli.options import SLO_HELP, Number, Text, Whole, option
 
 FLEET, BUDGET, SEARCH, WORKLOAD = "Model and devices", "Budget (without: the smallest fleet)", "Search", "Workload"
 OBJECTIVES, OUTPUT = "Objectives", "Output"
@@ -32,7 +32,7 @@ class PlanOptions:
     kilowatts: Annotated[Number, option("Rated power of the fleet's devices at most.", BUDGET)] = None
     shapes: Annotated[Text, option("Of unified,chunked,split,mixed. Default: all.", SEARCH)] = None
     placement: Annotated[Text, option("joint: whole fleets. per-phase: DistServe's search.", SEARCH)] = None
-    workers: Annotated[Whole, option("Processes. Default: one per core.", SEARCH)] = None
+    processes: Annotated[Whole, option("Processes. Default: one per core.", SEARCH)] = None
     rate: Annotated[Number, option("Requests per second. Default: the trace's.", WORKLOAD)] = None
     prompt_tokens: Annotated[Number, option("Mean length of a prompt.", WORKLOAD)] = None
     output_tokens: Annotated[Number, option("Mean length of an answer.", WORKLOAD)] = None
@@ -40,6 +40,7 @@ class PlanOptions:
     trace: Annotated[Text, option("azure-conv, mooncake-conversation, or a file.", WORKLOAD)] = None
     num_requests: Annotated[Whole, option("Requests of a run at least.", WORKLOAD)] = None
     seed: Annotated[Whole, option("Seed of everything random.", WORKLOAD)] = None
+    slo: Annotated[Text, option(SLO_HELP, OBJECTIVES)] = None
     ttft_slo_ms: Annotated[Number, option("Time to first token.", OBJECTIVES)] = None
     tpot_slo_ms: Annotated[Number, option("Time per later token.", OBJECTIVES)] = None
     attainment: Annotated[Number, option("Share of requests that must meet them: 0.9 or 90.", OBJECTIVES)] = None

@@ -6,12 +6,15 @@ logic that a library user would miss: settings come from simulation/settings.py,
 
 import os
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from diptych.cli.error_messages import errors_in_words
-from diptych.cli.options import takes
+from diptych.cli.options import takes, with_objectives
 from diptych.cli.output import check_folders, print_tables, progress_bar, write_file
 from diptych.cli.simulate_options import PATHS, SimulateOptions
 from diptych.control.errors import ConfigError
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from diptych.simulation.sweep import Run
     from diptych.timeline.lanes import Window
 
+INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
 OUTPUTS = ("records", "timeline", "report")  # options that name a file to be written
 SEARCHES: "Mapping[str, Asked]" = {"find_goodput": "goodput", "fewest_devices": "devices"}
 ONLY_WITH = {  # options that mean something only with others
@@ -39,6 +43,12 @@ def simulate(options: dict[str, Any]) -> None:
     given = {name: value for name, value in options.items() if value is not None and value != []}
     given = {name: value for name, value in given.items() if name in PATHS or value is not False}
     with errors_in_words():
+        if "list_" in given:
+            from diptych.cli.catalogue_list import listed
+
+            print_tables([listed(given["list_"])], [])
+            return
+        given = with_objectives(given)
         asked = question(given)
         if "sweep" in given:
             _simulate_sweep(given, asked)
@@ -161,14 +171,14 @@ def _simulate_one(given: Mapping[str, Any]) -> None:
     from diptych.simulation.settings import read_settings
     from diptych.simulation.sweep import run_here
 
-    if "workers" in given:
-        raise ConfigError("workers has no effect without --sweep", param="workers")
+    if "processes" in given:
+        raise ConfigError("processes has no effect without --sweep", param="processes")
     if "timeline_window" in given and "timeline" not in given:
         raise ConfigError("timeline_window has no effect without --timeline", param="timeline_window")
     window = parse_window(given.get("timeline_window"))
     settings = read_settings(given.get("config"), overrides(given))
     check_folders({name: given.get(name) for name in OUTPUTS})
-    with progress_bar(quiet="as_json" in given) as show:
+    with progress_bar(quiet="as_json" in given, announcement=_announcement(settings)) as show:
         run = run_here(
             settings,
             record_events="timeline" in given or "report" in given,
@@ -182,6 +192,7 @@ def _simulate_one(given: Mapping[str, Any]) -> None:
         return
     from diptych.report.text import class_table, latency_table, pool_table, resource_table, service_table
     from diptych.simulation.report.simulation_tables import cost_notes, misses_table, simulated_table
+    from diptych.simulation.report.titles import lead, title
 
     point = run.point
     tables = [latency_table(point["summary"])]
@@ -194,7 +205,8 @@ def _simulate_one(given: Mapping[str, Any]) -> None:
     if "misses" in point:
         tables.append(misses_table(point["misses"]))
     took = f"{len(run.result.requests):,} requests simulated in {run.result.wall_s:.2f} s"
-    print_tables(tables, [*cost_notes([point]), took, *_failure_notes(point), *notes], num_narrow=3)
+    what = [f"{title(settings)}. {lead(run, settings)}"]
+    print_tables(tables, [*cost_notes([point]), took, *notes], lead=what, failures=_failure_notes(point), num_narrow=3)
     _fail_if_all_failed([point])
 
 
@@ -207,9 +219,9 @@ def _simulate_sweep(given: Mapping[str, Any], asked: "Question | None") -> None:
     from diptych.simulation.sweep import grid, parse_sweep, run_points
 
     _only_single(given, "--sweep")
-    workers = given.get("workers", os.cpu_count() or 1)
-    if workers < 1:
-        raise ConfigError(f"workers is {workers}; it must be at least 1", param="workers")
+    num_processes = given.get("processes", os.cpu_count() or 1)
+    if num_processes < 1:
+        raise ConfigError(f"processes is {num_processes}; it must be at least 1", param="processes")
     settings = read_settings(given.get("config"), overrides(given))
     sweeps = [parse_sweep(text) for text in given["sweep"]]
     points = grid(settings, sweeps)
@@ -217,7 +229,10 @@ def _simulate_sweep(given: Mapping[str, Any], asked: "Question | None") -> None:
     with progress_bar(quiet="as_json" in given) as show:
         stage = f"{len(points)} points"
         run = run_points if asked is None else partial(answer_points, question=asked)
-        outcomes = run(points, num_workers=workers, on_done=lambda done: show(stage, done / len(points)))
+        outcomes = run(
+            points, num_workers=num_processes, on_done=lambda done: show(stage, done / len(points)), keeps_done=True
+        )
+    cut_off = _cut_off(len(outcomes), len(points))
     names = [sweep.name for sweep in sweeps]
     notes = cost_notes(outcomes)
     if "report" in given:
@@ -234,7 +249,12 @@ def _simulate_sweep(given: Mapping[str, Any], asked: "Question | None") -> None:
     if "as_json" in given:
         _print_json({"sweep": names, "points": outcomes})
     else:
-        print_tables(sweep_tables(names, outcomes, None if asked is None else asked.asked), notes)
+        tables = sweep_tables(names, outcomes, None if asked is None else asked.asked)
+        lead = [f"{title(settings, sweeps)}. {sweep_lead(settings, sweeps)}"]
+        print_tables(tables, notes, lead=lead, failures=[*cut_off, *_failed_in_sweep(names, outcomes)])
+    if cut_off:
+        print(f"error: {cut_off[0]}", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED)
     _fail_if_all_failed(outcomes)
 
 
@@ -267,9 +287,37 @@ def _write_files(run: "Run", settings: "Settings", window: "Window", given: Mapp
 
 
 def _failure_notes(point: Mapping[str, Any]) -> list[str]:
-    """An example of each reason for which requests failed."""
-    failures, messages = point["summary"]["failures"], point["failure_messages"]
-    return [f"{count:,} x {reason}: {messages.get(reason, '')}".rstrip(": ") for reason, count in failures.items()]
+    """How many requests failed, for each reason with an example."""
+    from diptych.report.text import failure
+
+    summary, messages = point["summary"], point["failure_messages"]
+    whole = f"of {summary['num_requests']:,} requests failed"
+    return [
+        f"{count:,} {whole}: {failure(reason)}" + (f" (such as: {messages[reason]})" if reason in messages else "")
+        for reason, count in summary["failures"].items()
+    ]
+
+
+def _failed_in_sweep(names: Sequence[str], outcomes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The most frequent reason of the point at which most requests failed."""
+    worst = max(outcomes, key=lambda point: point["summary"]["num_failed"])
+    if not worst["summary"]["num_failed"]:
+        return []
+    where = ", ".join(f"{name}={worst['values'][name]}" for name in names)
+    return [f"at {where}: {line}" for line in _failure_notes(worst)[:1]]
+
+
+def _cut_off(num_done: int, num_points: int) -> list[str]:
+    """What to say when a sweep was interrupted."""
+    return [f"interrupted: {num_done} of {num_points} points are done"] if num_done < num_points else []
+
+
+def _announcement(settings: "Settings") -> str:
+    """What is about to be simulated."""
+    from diptych.simulation.report.titles import title
+    from diptych.workload.workload_words import workload_words
+
+    return f"simulating {workload_words(settings.workload)}: {title(settings)}"
 
 
 def _fail_if_all_failed(points: Sequence[Mapping[str, Any]]) -> None:

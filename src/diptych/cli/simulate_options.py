@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from diptych.cli.options import Number, Switch, Text, Whole, option
+from diptych.cli.options import SLO_HELP, Number, Switch, Text, Whole, option
 
 FLEET, WORKLOAD, OBJECTIVES = "Model and fleet", "Workload", "Objectives"
 SCHEDULER, MEMORY, OUTPUT = "Scheduler (details; --shape presets them)", "Memory", "Output"
@@ -38,6 +38,8 @@ PATHS = {
     "guess_acceptance": "speculation.acceptance",
     "explain_misses": "explain_misses",
 }
+
+LIST_HELP = "Print what there is, and end: models, hardware, links, engines, traces or settings."
 
 
 class SimulateOptions:
@@ -75,6 +77,7 @@ class SimulateOptions:
     output_tokens: Annotated[Number, option("Mean length of an answer.", WORKLOAD)] = None
     trace: Annotated[Text, option("azure-conv, mooncake-conversation, or a file.", WORKLOAD)] = None
     seed: Annotated[Whole, option("Seed of everything random; equal seeds give equal runs.", WORKLOAD)] = None
+    slo: Annotated[Text, option(SLO_HELP, OBJECTIVES)] = None
     ttft_slo_ms: Annotated[Number, option("Time to first token, for requests that name none.", OBJECTIVES)] = None
     tpot_slo_ms: Annotated[Number, option("Time per later token, for requests that name none.", OBJECTIVES)] = None
     find_goodput: Annotated[bool, option("Search the highest rate that meets them.", OBJECTIVES)] = False
@@ -104,7 +107,8 @@ class SimulateOptions:
     explain_misses: Annotated[Switch, option("Say what prefills were spent on.", OUTPUT)] = None
     assign: Annotated[list[str] | None, option("Any setting: PATH=VALUE. Repeatable.", OUTPUT, "--set")] = None
     sweep: Annotated[list[str] | None, option("NAME=from:to:step or a,b,c. Twice: a grid.", OUTPUT)] = None
-    workers: Annotated[Whole, option("Processes of a sweep. Default: one per core.", OUTPUT)] = None
+    processes: Annotated[Whole, option("Processes of a sweep. Default: one per core.", OUTPUT)] = None
+    list_: Annotated[Text, option(LIST_HELP, OUTPUT, "--list")] = None
     as_json: Annotated[bool, option("One JSON object on standard output.", OUTPUT, "--json")] = False
     records: Annotated[Path | None, option("Write one JSON line per request.", OUTPUT)] = None
     report: Annotated[Path | None, option("Write a page with charts (HTML).", OUTPUT)] = None

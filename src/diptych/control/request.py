@@ -174,7 +174,8 @@ class Submission:
     very record.
 
     hashes: of the full blocks of the prompt. hands_off: whether two workers may share it (False: one must serve it
-    whole).
+    whole). is_resumable: whether another worker can continue the answer after its first token (False: the answer ends
+    where it began, or not at all).
     """
 
     request_id: str
@@ -183,6 +184,7 @@ class Submission:
     hashes: tuple[bytes, ...] = ()
     options: RequestOptions = DEFAULT_OPTIONS
     hands_off: bool = True
+    is_resumable: bool = True
 
 
 class Standing(IntEnum):

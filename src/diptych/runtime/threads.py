@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 
 from diptych.control.compute_share import ComputeShare
-from diptych.control.errors import ConfigError
 from diptych.processor import Processor, read_processor
 from diptych.runtime.native import load_native
+from diptych.runtime.thread_limits import allowed_threads
 
 logger = logging.getLogger(__name__)
 
@@ -67,13 +67,7 @@ def configure_threads(
     a core or a quota.
     """
     processor = processor or read_processor()
-    chosen = processor.usable if cores is None else tuple(sorted(set(cores)))
-    if not chosen or not set(chosen) <= set(processor.usable):
-        raise ConfigError(f"cores is {chosen}; this process may use {processor.usable}", param="cores")
-    usual = processor.num_threads if cores is None else len(chosen)
-    count = usual if num_threads is None else num_threads
-    if not 1 <= count <= len(chosen):
-        raise ConfigError(f"threads is {count}; between 1 and {len(chosen)}, the number of CPUs", param="threads")
+    chosen, count = allowed_threads(num_threads, cores, processor)
     if num_threads is not None:
         _warn(count, chosen, processor)
     if cores is not None:

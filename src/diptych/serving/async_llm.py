@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from diptych.control.engine.kvcache.prefix_cache import hash_blocks
-from diptych.control.errors import ContextLengthError, InvalidRequestError, OverloadedError, UnavailableError
+from diptych.control.errors import ContextLengthError, InvalidRequestError, OverloadedError
 from diptych.control.request import DEFAULT_OPTIONS, MAX_SEED, RequestOptions, SamplingParams, Submission
 from diptych.control.slo import Slo
 from diptych.serving.answers.answer_stream import AnswerStream, Generation
@@ -23,10 +23,11 @@ from diptych.serving.answers.grammar.grammar_checker import GrammarChecker, is_i
 from diptych.serving.answers.grammar.grammar_text import Grammar
 from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.fleet.fleet import Fleet
-from diptych.serving.link.engine_options import EngineOptions
-from diptych.serving.link.messages import Loading, Ready
+from diptych.serving.link.engine_options import BUNDLED_MODEL, EngineOptions
+from diptych.serving.link.messages import Ready
 from diptych.serving.output_builder import OutputBuilder
 from diptych.serving.outputs import RequestOutput
+from diptych.serving.served_fleet import ServedFleet
 
 Prompt = str | Sequence[int]
 Result = TypeVar("Result")
@@ -34,7 +35,7 @@ LONG_TEXT = 16_384  # characters (or token ids) that are encoded (or decoded) in
 MAX_LONG_TEXTS = 2  # at a time
 
 
-class AsyncLLM:
+class AsyncLLM(ServedFleet):
     """A served model. ``start`` it inside the event loop that will use it, ``shutdown`` it in the same loop.
 
     ``async for output in llm.generate(prompt, SamplingParams(...))`` yields growing RequestOutputs. Leaving the loop
@@ -42,12 +43,9 @@ class AsyncLLM:
     """
 
     def __init__(self, options: EngineOptions | None = None, fleet: Fleet | None = None) -> None:
-        self.options = options or EngineOptions()
-        self.fleet = fleet or Fleet(self.options)
+        options = options or EngineOptions()
+        super().__init__(options, fleet or Fleet(options))
         self.tokenizer = Tokenizer(Path(self.options.model))
-        self.metrics = self.fleet.metrics
-        self.timeline = self.fleet.timeline
-        self.is_draining = False
         self._long_texts = asyncio.Semaphore(MAX_LONG_TEXTS)
         self._grammars: GrammarChecker | None = None
         self._streams = self.fleet.streams
@@ -57,30 +55,11 @@ class AsyncLLM:
         reads_hashes = fleet_options.cluster.routing.routing == "kv_aware" and len(fleet_options.slots) > 1
         self._needs_hashes = reads_hashes and self.options.memory.prefix_cache
 
-    async def start(self, *, wait: bool = True) -> None:
-        """Start the workers; with ``wait`` until all are ready. Raises the error of a worker that cannot start."""
-        await self.fleet.start()
-        if wait:
-            assert self.fleet.ready is not None
-            await asyncio.shield(self.fleet.ready)
-
-    async def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests and wait for the running ones; False when some were still running at the timeout."""
-        self.is_draining = True
-        try:
-            await asyncio.wait_for(self._streams.idle.wait(), timeout_s)
-        except TimeoutError:
-            return False
-        return True
-
     async def shutdown(self) -> None:
         """Stop the workers; requests that still run fail with UnavailableError."""
-        self.is_draining = True
-        self._streams.fail_all(UnavailableError("the server is shutting down"))
         if self._grammars is not None:
             await self._grammars.close()
-        await self.fleet.stop()
-        self.timeline.close()
+        await super().shutdown()
 
     async def __aenter__(self) -> "AsyncLLM":
         try:
@@ -94,44 +73,18 @@ class AsyncLLM:
         await self.shutdown()
 
     @property
-    def loading(self) -> Loading:
-        """How far the start is."""
-        return self.fleet.loading
+    def has_text(self) -> bool:
+        """Whether the model has a tokenizer."""
+        return self.tokenizer.has_text
 
     @property
-    def ready(self) -> Ready | None:
-        """What the workers hold together; None before all were ready once."""
-        return self.fleet.joint_ready
+    def has_chat(self) -> bool:
+        """See ServedFleet. The bundled model has a chat template, and was not trained to follow it."""
+        return self.tokenizer.has_chat_template and Path(self.options.model) != BUNDLED_MODEL
 
-    @property
-    def num_open(self) -> int:
-        """Sequences that have not ended."""
-        return len(self._streams)
-
-    @property
-    def is_routable(self) -> bool:
-        """Whether a request sent now would be taken."""
-        return not self.is_draining and self.fleet.is_routable
-
-    @property
-    def state(self) -> str:
-        """One word for a page: ready, draining, starting or lost (no worker can take a request)."""
-        if self.is_draining:
-            return "draining"
-        if self.fleet.is_routable:
-            return "ready"
-        return "starting" if self.fleet.is_starting else "lost"
-
-    def require_ready(self) -> Ready:
-        """What the workers hold together. Raises UnavailableError when no request can be taken now."""
-        if self.is_draining:
-            raise UnavailableError("the server is draining and takes no new requests", code="draining")
-        ready = self.ready
-        if ready is None:
-            raise UnavailableError("the model is still loading", retry_after_s=2.0, code="loading")
-        if not self.fleet.is_routable:
-            raise UnavailableError("workers were lost and are being restarted", retry_after_s=2.0, code="worker_lost")
-        return ready
+    def shape_of(self, worker: int) -> str:
+        """See ServedFleet."""
+        return self.fleet.changes.shape(worker)
 
     async def generate(
         self,
@@ -256,10 +209,6 @@ class AsyncLLM:
             self.abort(generation)
             raise
         return generation
-
-    def abort(self, generation: Generation) -> None:
-        """End what still runs of a request; its blocks are free for the workers' next step."""
-        self.fleet.abort(generation)
 
     def _submission(self, stream: AnswerStream) -> Submission:
         """A request as the cluster knows it. Hashes only where there is a choice of workers."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -19,7 +19,8 @@ from diptych.control.config import ShapeName, shape_preset
 from diptych.control.errors import ConfigError, WorkerError
 from diptych.control.events import Event, RequestAdmitted, RequestFinished
 from diptych.control.request import FinishReason, Pooling, SamplingParams
-from diptych.runtime.local_engine import LocalEngine, StepOutcome
+from diptych.runtime.model_place import find_model
+from diptych.runtime.required_packages import require_packages
 from diptych.serving.answers.answer_stream import AnswerStream, Generation
 from diptych.serving.answers.tokenizer import Tokenizer, flatten_content
 from diptych.serving.async_llm import check_prompt, derive_seed
@@ -38,6 +39,9 @@ from diptych.serving.output_builder import OutputBuilder
 from diptych.serving.outputs import RequestOutput
 from diptych.serving.worker.load_engine import load_engine
 
+if TYPE_CHECKING:
+    from diptych.runtime.local_engine import StepOutcome
+
 Prompt = str | Sequence[int]
 Params = SamplingParams | Sequence[SamplingParams] | None
 Conversation = Sequence[Mapping[str, Any]]
@@ -46,7 +50,8 @@ Conversation = Sequence[Mapping[str, Any]]
 class LLM:
     """A model in this process.
 
-    model: a Hugging Face directory or a GGUF file; None takes the bundled one. shape: chunked or unified.
+    model: a Hugging Face directory, a GGUF file, or a name of the Hub that is in its cache; None takes the bundled one.
+    shape: chunked or unified.
     kv_cache_bytes None: a share of the free memory. instruction_set, quantize: see DeviceOptions. speculation: see
     EngineOptions. ``ready`` says what was loaded. Raises ConfigError for what cannot be loaded.
     """
@@ -65,9 +70,10 @@ class LLM:
         max_model_len: int | None = None,
         options: EngineOptions | None = None,
     ) -> None:
+        require_packages()
         if options is None:
             options = EngineOptions(
-                model=str(model or BUNDLED_MODEL),
+                model=str(find_model(model or BUNDLED_MODEL)),
                 device=DeviceOptions(
                     device=cast(DeviceName, device),
                     dtype=cast(DTypeName, dtype),
@@ -84,6 +90,8 @@ class LLM:
         self.tokenizer = Tokenizer(Path(options.model))
         loaded = load_engine(options, lambda stage, fraction=None: None)
         self.ready = loaded.ready
+        from diptych.runtime.local_engine import LocalEngine
+
         self._engine = LocalEngine(loaded.engine, loaded.runner, grammars=loaded.grammars)
         self._open: dict[str, AnswerStream] = {}
         self._num_requests = 0
@@ -201,7 +209,7 @@ class LLM:
             self._take(outcome)
             yield
 
-    def _take(self, outcome: StepOutcome) -> None:
+    def _take(self, outcome: "StepOutcome") -> None:
         tokens = outcome.tokens
         ended = {event.request_id: event for event in outcome.events if isinstance(event, RequestFinished)}
         for event in outcome.events:

@@ -82,6 +82,7 @@ def answer_points(
     *,
     num_workers: int,
     on_done: Callable[[int], None] | None = None,
+    keeps_done: bool = False,
 ) -> list[dict[str, Any]]:
     """The answer at every point of a sweep: the outcome of the best run, with the fields of the answer under
     ``goodput`` or ``devices`` and the runs of the search under ``runs``. Raises ConfigError."""
@@ -90,7 +91,9 @@ def answer_points(
         for path in map(setting_path, values):
             if re.fullmatch(searched, path):
                 raise ConfigError(f"{path} is what is searched; it cannot be swept, too", param="sweep")
-    return run_tasks(_answer_task, points, asdict(question), num_workers=num_workers, on_done=on_done)
+    return run_tasks(
+        _answer_task, points, asdict(question), num_workers=num_workers, on_done=on_done, keeps_done=keeps_done
+    )
 
 
 def _answer_task(task: bytes) -> bytes:

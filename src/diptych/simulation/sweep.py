@@ -85,9 +85,21 @@ def setting_path(name: str) -> str:
     if not matches:
         last = {path.split(".")[-1]: path for path in paths}
         near = get_close_matches(name, paths) or [last[key] for key in get_close_matches(name.split(".")[-1], last)]
-        hint = f"; did you mean {' or '.join(near)}?" if near else "; docs/simulation.md lists them"
+        hint = f"; did you mean {' or '.join(near)}?" if near else "; diptych simulate --list settings lists them"
         raise ConfigError(f"{name} is not a setting{hint}", param=name)
     return matches[0]
+
+
+def setting_defaults() -> dict[str, Any]:
+    """Every setting by its dotted path, with its default: those that ``--set`` and ``--sweep`` take."""
+    whole = plain(Settings())
+    found: dict[str, Any] = {}
+    for path in _paths(Settings):
+        value: Any = whole
+        for name in path.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+        found[path] = value
+    return found
 
 
 def assigned(assignments: Iterable[str]) -> dict[str, Any]:
@@ -164,12 +176,13 @@ def run_points(
     *,
     num_workers: int,
     on_done: Callable[[int], None] | None = None,
+    keeps_done: bool = False,
 ) -> list[dict[str, Any]]:
     """The outcome of every point, in their order, from ``num_workers`` processes. Raises ConfigError.
 
-    on_done: called with the number of points that are done.
+    on_done: called with the number of points that are done. keeps_done: see run_tasks.
     """
-    return run_tasks(_run_task, points, num_workers=num_workers, on_done=on_done)
+    return run_tasks(_run_task, points, num_workers=num_workers, on_done=on_done, keeps_done=keeps_done)
 
 
 def run_tasks(
@@ -178,22 +191,28 @@ def run_tasks(
     *extras: Any,
     num_workers: int,
     on_done: Callable[[int], None] | None = None,
+    keeps_done: bool = False,
 ) -> list[dict[str, Any]]:
     """What a task makes of every point, in their order, from ``num_workers`` processes. extras: plain data that each
-    task gets after the values and the settings of its point. Raises ConfigError."""
+    task gets after the values and the settings of its point. keeps_done: an interrupt (Ctrl-C) ends the work and gives
+    the points that are done, if any. Raises ConfigError."""
     tasks = [msgspec.json.encode((values, plain(settings), *extras)) for values, settings in points]
     num_workers = min(num_workers, len(tasks))
     if num_workers <= 1:
-        return _collect(map(task, tasks), on_done)
+        return _collect(map(task, tasks), on_done, keeps_done)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(num_workers, mp_context=context, initializer=_end_silently) as pool:
+        futures = [pool.submit(task, encoded) for encoded in tasks]
         try:
-            return _collect(pool.map(task, tasks), on_done)
+            return _collect((future.result() for future in futures), on_done)
         except BrokenProcessPool:
             message = "a process of the sweep was killed; was the memory used up? Fewer workers need less of it"
             raise DiptychError(message, param="workers") from None
-        except BaseException:
+        except BaseException as error:
             pool.shutdown(wait=False, cancel_futures=True)
+            done = [future for future in futures if future.done() and not future.cancelled() and not future.exception()]
+            if keeps_done and done and isinstance(error, KeyboardInterrupt):
+                return [msgspec.json.decode(future.result()) for future in done]
             raise
 
 
@@ -219,12 +238,18 @@ def _run_task(task: bytes) -> bytes:
         return msgspec.json.encode(run_here(settings_from(raw), values=values).point)
 
 
-def _collect(answers: Iterable[bytes], on_done: Callable[[int], None] | None) -> list[dict[str, Any]]:
-    outcomes = []
-    for answer in answers:
-        outcomes.append(msgspec.json.decode(answer))
-        if on_done is not None:
-            on_done(len(outcomes))
+def _collect(
+    answers: Iterable[bytes], on_done: Callable[[int], None] | None, keeps_done: bool = False
+) -> list[dict[str, Any]]:
+    outcomes: list[dict[str, Any]] = []
+    try:
+        for answer in answers:
+            outcomes.append(msgspec.json.decode(answer))
+            if on_done is not None:
+                on_done(len(outcomes))
+    except KeyboardInterrupt:
+        if not keeps_done or not outcomes:
+            raise
     return outcomes
 
 

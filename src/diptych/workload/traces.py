@@ -4,14 +4,16 @@ Formats, each plain or gzipped:
     azure     CSV: TIMESTAMP (date and time), ContextTokens, GeneratedTokens
     mooncake  JSONL: timestamp (ms), input_length, output_length, hash_ids (blocks of 512 tokens of the prompt)
     own       CSV or JSONL: arrival_s, prompt_tokens, output_tokens, and, if wanted, kind, priority, ttft_slo_ms,
-              tpot_slo_ms, session
+              tpot_slo_ms, session; the first three under any name in OWN, in any case, also a date and time as arrival
+Lines of an access log that are of no answer (they have a status, and no tokens) are passed over.
 Lengths of 0 count as 1: an engine computes at least one token and answers with at least one. Rows are put in order of
 arrival; rows of the same time keep the file's order. Must never draw a random number.
 """
 
+import re
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
@@ -26,8 +28,22 @@ MOONCAKE_BLOCK_TOKENS = 512
 MARKS = {"azure": "ContextTokens", "mooncake": "input_length", "own": "prompt_tokens"}  # each format's sign
 COLUMNS = ("arrival_ns", "prompt_tokens", "output_tokens", "hash_ids", "labels", "sessions")
 LENGTHS = {"azure": "GeneratedTokens", "mooncake": "output_length", "own": "output_tokens"}
-
-
+# Names that other programs have for the columns of a trace of our own; the first is ours.
+OWN = {
+    "arrival_s": (
+        "arrival_s", "arrival", "arrived_at", "arrival_time", "arrival_time_s", "start_time", "timestamp", "time",
+    ),
+    "prompt_tokens": (
+        "prompt_tokens", "num_prompt_tokens", "num_prefill_tokens", "input_tokens", "request_tokens", "prompt_len",
+        "input_len", "prompt_length",
+    ),
+    "output_tokens": (
+        "output_tokens", "num_output_tokens", "num_decode_tokens", "completion_tokens", "generated_tokens",
+        "generation_tokens", "response_tokens", "output_len", "output_length",
+    ),
+}  # fmt: skip
+LENGTHS_OF_OWN = {name: OWN[name] for name in ("prompt_tokens", "output_tokens")}
+DATE = re.compile(r"\d{4}-\d\d-\d\d")
 FIRST_DATE_NS = 10**9 * NS_PER_S  # an arrival from here on (2001) is a time since 1970
 
 
@@ -141,10 +157,10 @@ def load_trace(name: str, form: str = "auto") -> Trace:
             packed.hash_block_tokens,
         )
     columns = _Columns()
-    for row in read_rows(name):
+    for row in answered_rows(name):
         if form == "auto":
             form = _form_of(row)
-        columns.add(row, form)
+        columns.add(_renamed(row, OWN) if form == "own" else row, form)
     if not columns.rows:
         raise ConfigError(f"{name} has no rows", param="path")
     return columns.to_trace(name, form)
@@ -156,8 +172,10 @@ def load_pairs(name: str) -> tuple[Sequence[int], Sequence[int]]:
         trace = load_trace(name)
         return trace.prompt_tokens, trace.output_tokens
     prompts, outputs, form = array("q"), array("q"), ""
-    for row in read_rows(name):
+    for row in answered_rows(name):
         form = form or _form_of(row)
+        if form == "own":
+            row = _renamed(row, LENGTHS_OF_OWN)
         prompts.append(max(1, row.length(MARKS[form])))
         outputs.append(max(1, row.length(LENGTHS[form])))
     if not prompts:
@@ -165,13 +183,39 @@ def load_pairs(name: str) -> tuple[Sequence[int], Sequence[int]]:
     return prompts, outputs
 
 
+def answered_rows(name: str) -> Iterator[Row]:
+    """The rows of a file but those of an access log that are of no answer."""
+    for row in read_rows(name):
+        if "status" not in row.fields or any(found in row.fields for found in OWN["prompt_tokens"]):
+            yield row
+
+
 def _form_of(row: Row) -> str:
-    for form, mark in MARKS.items():
-        if mark in row.fields:
-            return form
-    known = ", ".join(f"{mark} ({form})" for form, mark in MARKS.items())
-    there = ", ".join(map(str, row.fields))
-    raise ConfigError(f"{row.path}, line {row.line}: no known columns: {there}; looked for {known}", param="format")
+    """azure and mooncake by the name of a column; every other file is one of our own."""
+    return next((form for form, mark in MARKS.items() if form != "own" and mark in row.fields), "own")
+
+
+def _renamed(row: Row, wanted: Mapping[str, Sequence[str]]) -> Row:
+    """The row with the columns that are wanted under our names. Raises ConfigError naming those that are missing."""
+    if all(column in row.fields for column in wanted):
+        return row
+    there = {str(name).strip().lower().replace(" ", "_"): name for name in row.fields}
+    fields, missing = dict(row.fields), []
+    for column, names in wanted.items():
+        found = next((there[name] for name in names if name in there), None)
+        if found is None:
+            missing.append(column)
+        elif found != column:
+            fields[column] = row.fields[found]
+    if missing:
+        has = ", ".join(map(str, row.fields))
+        raise ConfigError(
+            f"{row.path}, line {row.line}: there is no column {' and no '.join(missing)}; it has {has}. A trace needs "
+            f"{', '.join(wanted)} (docs/simulation.md has other names for them), or azure's {MARKS['azure']}, or "
+            f"mooncake's {MARKS['mooncake']}",
+            param="format",
+        )
+    return replace(row, fields=fields)
 
 
 class _Columns:
@@ -195,7 +239,7 @@ class _Columns:
             arrival = round(row.number("timestamp") * NS_PER_MS)
             self.hash_ids.append(_hash_ids(row))
         else:
-            arrival = round(row.number("arrival_s") * NS_PER_S)
+            arrival = _arrival_ns(row)
             self._add_own(row)
         self.rows.append((arrival, max(1, prompt), max(1, output)))
 
@@ -223,6 +267,14 @@ class _Columns:
             sessions=array("q", (self.sessions[index] for index in order)) if self.sessions else array("q"),
             num_raised=self.num_raised,
         )
+
+
+def _arrival_ns(row: Row) -> int:
+    """Seconds, or a date and time."""
+    value = row.fields["arrival_s"]
+    if isinstance(value, str) and DATE.match(value.strip()):
+        return _timestamp_ns(row, "arrival_s")
+    return round(row.number("arrival_s") * NS_PER_S)
 
 
 def _hash_ids(row: Row) -> tuple[int, ...]:

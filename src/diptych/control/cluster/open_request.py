@@ -97,6 +97,9 @@ class OpenRequest:
             return WorkerError(message, code="poison_request")
         if on_failure == "fail":
             return WorkerError(f"the request was lost ({why}) and on_failure is fail")
+        if self.num_tokens and not self.submission.is_resumable:
+            message = f"the request was lost ({why}) in the middle of its answer, and no other worker can continue it"
+            return WorkerError(message, code="answer_lost")
         if self.num_fruitless >= max_attempts:
             return WorkerError(f"{self.num_fruitless} attempts in a row were lost, the last one: {why}")
         return None

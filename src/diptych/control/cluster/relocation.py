@@ -2,7 +2,7 @@
 
 A worker that decodes a stream hands it to another as a prefill worker does a prompt: another attempt begins, with all
 tokens so far as its prompt, of which the worker has almost everything in its prefix cache. What has no token yet begins
-anew. A request that no other worker can take stays where it is, and ends there.
+anew. A request that no other worker can take, or whose answer no other can continue, stays where it is, and ends there.
 
 Where workers are unequal, streams also make way for a request that only a large worker can hold. These are computed
 anew where they go: the worker's cache, which a handoff would read, is what the newcomer takes.
@@ -148,6 +148,8 @@ class Relocation:
         it anew."""
         core, submission = self._core, entry.submission
         if num_tokens >= submission.max_tokens or not core.members.num_usable:  # its end is on its way, or only here
+            return []
+        if num_tokens and not submission.is_resumable:
             return []
         source = attempt.decode if attempt.is_decoding and not entry.is_untouched else None
         num_expected = core.lengths.mean(entry.length_group, num_tokens, submission.max_tokens)

@@ -102,6 +102,11 @@ class AnswerStream:
         """Tokens so far."""
         return len(self.token_ids)
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt_token_ids)
+
     def push(self, token_id: int, *, is_stop_token: bool = False, logprobs: TokenLogprobs | None = None) -> bool:
         """Take one sampled token. Returns True when it completed a stop string: the worker has to stop.
 

@@ -214,7 +214,7 @@ class OutputStreams:
             round(stream.submitted_s * NS_PER_S),
             round(stream.first_token_s * NS_PER_S),
             round(stream.last_token_s * NS_PER_S),
-            len(stream.prompt_token_ids),
+            stream.num_prompt_tokens,
             stream.cached_tokens,
             stream.num_tokens,
             str(finished.reason if finished else FinishReason.ERROR),

@@ -91,7 +91,7 @@ def _answers(generation: Generation, begin: float) -> dict[str, Any]:
     first = [stream.first_token_s for stream in streams if stream.first_token_s]
     return {
         "reply_id": generation.request_id,
-        "prompt_tokens": sum(len(stream.prompt_token_ids) for stream in streams),
+        "prompt_tokens": sum(stream.num_prompt_tokens for stream in streams),
         "cached_tokens": sum(stream.cached_tokens for stream in streams),
         "output_tokens": sum(stream.num_tokens for stream in streams),
         "ttft_s": round(min(first) - begin, 6) if first else None,

@@ -19,9 +19,9 @@ from diptych.control.config import ShapeName
 from diptych.control.errors import AuthenticationError, ConfigError, InvalidRequestError, PermissionDeniedError
 from diptych.control.router.topology import Role
 from diptych.serving.api import error_responses as errors
-from diptych.serving.async_llm import AsyncLLM
 from diptych.serving.fleet.worker_changes import WorkerChanges
 from diptych.serving.fleet.worker_port import WorkerState
+from diptych.serving.served_fleet import ServedFleet
 
 ADMIN_PREFIX = "/admin/"
 LOOPBACK = ("127.", "::1", "::ffff:127.")
@@ -120,7 +120,7 @@ def _is_same_origin(headers: Headers) -> bool:
     return origin is None or origin.partition("://")[2] == headers.get("host")
 
 
-def add_admin_routes(app: FastAPI, llm: AsyncLLM, documented: dict[int | str, dict[str, Any]]) -> None:
+def add_admin_routes(app: FastAPI, llm: ServedFleet, documented: dict[int | str, dict[str, Any]]) -> None:
     """Add ``/admin/workers``. documented: replies from 400 on."""
     changes = llm.fleet.changes
     refusals: dict[int | str, dict[str, Any]] = {status: documented[status] for status in (400, 401, 403, 404, 409)}
@@ -216,7 +216,7 @@ def _wanted_split(text: str) -> CoreSplit:
         raise InvalidRequestError(error.message, param="split") from None
 
 
-def _workers(llm: AsyncLLM) -> AdminWorkers:
+def _workers(llm: ServedFleet) -> AdminWorkers:
     fleet = llm.fleet
     split, cores = fleet.changes.cores.split, fleet.changes.divided
     return AdminWorkers(
@@ -227,7 +227,7 @@ def _workers(llm: AsyncLLM) -> AdminWorkers:
     )
 
 
-def _worker(llm: AsyncLLM, number: int) -> AdminWorker:
+def _worker(llm: ServedFleet, number: int) -> AdminWorker:
     fleet = llm.fleet
     port = fleet.workers[number]
     info = fleet.members.infos.get(number)

@@ -63,7 +63,7 @@ BODIES: tuple[type[BaseModel], ...] = (
     ResponsesBody,
     EmbeddingsBody,
 )
-_ERRORS: dict[int | str, dict[str, Any]] = {
+ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": protocol.ErrorReply, "description": text}
     for status, text in {
         400: "A field is wrong; param names it",
@@ -190,26 +190,26 @@ def build_app(
     service = Service(llm, model_name)
     errors.install(app)
     _add_generation_routes(app, service)
-    add_messages_routes(app, llm, model_name, _ERRORS)
-    add_embeddings_routes(app, llm, model_name, _ERRORS)
-    add_responses_routes(app, llm, model_name, _ERRORS, store or ResponseStore())
+    add_messages_routes(app, llm, model_name, ERRORS)
+    add_embeddings_routes(app, llm, model_name, ERRORS)
+    add_responses_routes(app, llm, model_name, ERRORS, store or ResponseStore())
     _add_information_routes(app, service)
-    add_timeline_routes(app, llm.timeline, _ERRORS)
-    add_ui_routes(app, llm, model_name, _ERRORS, has_admin_key=admin_key is not None)
-    add_settings_routes(app, llm, model_name, _ERRORS)
-    add_admin_routes(app, llm, _ERRORS)
-    add_miss_routes(app, llm.fleet, _ERRORS)
+    add_timeline_routes(app, llm.timeline, ERRORS)
+    add_ui_routes(app, llm, model_name, ERRORS, has_admin_key=admin_key is not None)
+    add_settings_routes(app, llm, model_name, ERRORS)
+    add_admin_routes(app, llm, ERRORS)
+    add_miss_routes(app, llm.fleet, ERRORS)
     app.add_middleware(NativePanics)
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
     if api_keys:
         app.add_middleware(ApiKey, keys=api_keys)
     app.add_middleware(AdminAccess, key=admin_key)
-    _add_manners(app, manners or Manners())
+    add_manners(app, manners or Manners())
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
 
 
-def _add_manners(app: FastAPI, manners: Manners) -> None:
+def add_manners(app: FastAPI, manners: Manners) -> None:
     """The layers around everything that ``app`` has so far. Raises ConfigError for a log that cannot be opened."""
     app.state.is_strict = manners.is_strict
     app.add_middleware(CrossOrigin, origins=manners.cors_origins, hosts=manners.hosts)
@@ -224,7 +224,7 @@ def _add_generation_routes(app: FastAPI, service: Service) -> None:
 
     @app.post(
         "/v1/completions",
-        responses={**_ERRORS, 200: {"model": protocol.CompletionReply, **stream}},
+        responses={**ERRORS, 200: {"model": protocol.CompletionReply, **stream}},
         openapi_extra=takes(protocol.CompletionBody),
     )
     async def completions(request: Request) -> Response:
@@ -233,7 +233,7 @@ def _add_generation_routes(app: FastAPI, service: Service) -> None:
 
     @app.post(
         "/v1/chat/completions",
-        responses={**_ERRORS, 200: {"model": protocol.ChatReply, **stream}},
+        responses={**ERRORS, 200: {"model": protocol.ChatReply, **stream}},
         openapi_extra=takes(protocol.ChatBody),
     )
     async def chat(request: Request) -> Response:
@@ -242,7 +242,7 @@ def _add_generation_routes(app: FastAPI, service: Service) -> None:
 
     @app.post(
         "/tokenize",
-        responses={**_ERRORS, 200: {"model": protocol.TokenizeReply}},
+        responses={**ERRORS, 200: {"model": protocol.TokenizeReply}},
         openapi_extra=takes(protocol.TokenizeBody),
     )
     async def tokenize(request: Request) -> Response:
@@ -251,7 +251,7 @@ def _add_generation_routes(app: FastAPI, service: Service) -> None:
 
     @app.post(
         "/detokenize",
-        responses={**_ERRORS, 200: {"model": protocol.DetokenizeReply}},
+        responses={**ERRORS, 200: {"model": protocol.DetokenizeReply}},
         openapi_extra=takes(protocol.DetokenizeBody),
     )
     async def detokenize(request: Request) -> Response:
@@ -261,7 +261,7 @@ def _add_generation_routes(app: FastAPI, service: Service) -> None:
 
 def _add_information_routes(app: FastAPI, service: Service) -> None:
     llm = service.llm
-    no_key: dict[int | str, dict[str, Any]] = {401: _ERRORS[401]}
+    no_key: dict[int | str, dict[str, Any]] = {401: ERRORS[401]}
     not_ready: dict[int | str, dict[str, Any]] = {503: {"model": protocol.StatusReply, "description": "Not now"}}
 
     @app.get("/v1/models", responses={**no_key, 200: {"model": protocol.ModelList}})
@@ -269,7 +269,7 @@ def _add_information_routes(app: FastAPI, service: Service) -> None:
         """The served model."""
         return _json({"object": "list", "data": [service.card()]})
 
-    @app.get("/v1/models/{name:path}", responses={**no_key, 404: _ERRORS[404], 200: {"model": protocol.ModelCard}})
+    @app.get("/v1/models/{name:path}", responses={**no_key, 404: ERRORS[404], 200: {"model": protocol.ModelCard}})
     async def model(name: str) -> Response:
         """One model by its name."""
         check_model(name, service.model_name)

@@ -14,8 +14,9 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 
 from diptych import __version__
-from diptych.serving.async_llm import AsyncLLM
+from diptych.control.errors import ConflictError
 from diptych.serving.fleet.settings_view import settings_of
+from diptych.serving.served_fleet import ServedFleet
 from diptych.timeline.watched_server import WatchedServer
 from diptych.web.panel_host import PanelHost
 from diptych.web.panel_wire import Call
@@ -39,7 +40,7 @@ class DiagnosisReply(BaseModel):
 
 
 def add_diagnosis_routes(
-    app: FastAPI, llm: AsyncLLM, model_name: str, panels: PanelHost, errors: dict[int | str, dict[str, Any]]
+    app: FastAPI, llm: ServedFleet, model_name: str, panels: PanelHost, errors: dict[int | str, dict[str, Any]]
 ) -> None:
     """Add ``/diagnosis``. panels: computes it. errors: documented replies from 400 on."""
     refusals: dict[int | str, dict[str, Any]] = {status: errors[status] for status in (400, 401, 503)}
@@ -62,7 +63,20 @@ def add_diagnosis_routes(
         return Response(reply.body, reply.status, media_type="application/json")
 
 
-async def _encoded(llm: AsyncLLM) -> list[msgspec.Raw]:
+def refuse_diagnosis(app: FastAPI, errors: dict[int | str, dict[str, Any]]) -> None:
+    """Add a ``/diagnosis`` that says why there is none: the workers do not report their steps."""
+
+    @app.get("/diagnosis", responses={status: errors[status] for status in (401, 409)})
+    async def diagnosis() -> Response:
+        """No diagnosis: it needs the duration of each step."""
+        raise ConflictError(
+            "no step telemetry: the engines behind this server do not report their steps, so that nothing can be said "
+            "of what limits them (diptych diagnose reads the metrics of one engine)",
+            code="no_step_telemetry",
+        )
+
+
+async def _encoded(llm: ServedFleet) -> list[msgspec.Raw]:
     timeline = llm.timeline
     since, pages = max(timeline.first_sequence - 1, timeline.next_sequence - 1 - MOST_RECORDS), []
     while records := timeline.since(since, PORTION):

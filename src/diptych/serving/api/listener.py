@@ -43,9 +43,10 @@ def bind(host: str, port: int) -> socket.socket:
         listening.listen(LISTEN_BACKLOG)
     except OSError as error:
         listening.close()
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another one with --port", param="port"
-        ) from None
+        cure = "choose another one with --port"
+        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+            cure = "--host must be an address of this machine (127.0.0.1: only programs here reach it, 0.0.0.0: all)"
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}; {cure}", param="port") from None
     except OverflowError:
         listening.close()
         raise ConfigError(f"port is {port}; it must be in [0, 65535]", param="port") from None

@@ -16,7 +16,7 @@ from diptych.serving.api.error_responses import error_response
 
 logger = logging.getLogger(__name__)
 
-OPEN_PATHS = ("/health", "/ready", "/ui", "/ui/", "/docs", "/guide", "/compare", "/compare/")
+OPEN_PATHS = ("/", "/health", "/ready", "/ui", "/ui/", "/docs", "/guide", "/compare", "/compare/")
 OPEN_PREFIXES = ("/static/", "/guide/", "/admin/")  # AdminAccess guards the last
 CLOSED_PREFIX = "/guide/api/"  # paths that compute something
 

@@ -19,19 +19,16 @@ from diptych.serving.answers.answer_stream import Delta, Generation
 from diptych.serving.api.dialect import CHAT, Dialect
 from diptych.serving.api.direct_body import DIRECT_BODY, DirectBody
 from diptych.serving.api.error_responses import error_response
-from diptych.serving.async_llm import AsyncLLM
+from diptych.serving.served_fleet import ServedFleet
 
 logger = logging.getLogger(__name__)
 
-_STREAM_START = {
-    "type": "http.response.start",
-    "status": 200,
-    "headers": [
-        (b"content-type", b"text/event-stream; charset=utf-8"),
-        (b"cache-control", b"no-cache"),
-        (b"x-accel-buffering", b"no"),
-    ],
-}
+MoreHeaders = Callable[[], Iterable[tuple[bytes, bytes]]]
+_STREAM_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
 
 
 class ClientGoneError(Exception):
@@ -57,11 +54,14 @@ class Writer(Protocol):
 class WholeResponse(Response, ABC):
     """Sends what a generation gave as one JSON reply."""
 
-    def __init__(self, llm: AsyncLLM, generation: Generation, dialect: Dialect = CHAT) -> None:
+    def __init__(
+        self, llm: ServedFleet, generation: Generation, dialect: Dialect = CHAT, more_headers: MoreHeaders = tuple
+    ) -> None:
         super().__init__()
         self._dialect = dialect
         self._llm = llm
         self._generation = generation
+        self._more_headers = more_headers  # asked when the reply begins
 
     @abstractmethod
     async def content(self, deltas: Sequence[Delta]) -> bytes:
@@ -99,6 +99,7 @@ class WholeResponse(Response, ABC):
             while not generation.is_exhausted:
                 deltas += await generation.read(gather)
             response = Response(await self.content(deltas), 200, media_type="application/json")
+            response.raw_headers.extend(self._more_headers())
         except DiptychError as error:
             response = error_response(error, self._dialect)
         await response(scope, receive, send)
@@ -108,9 +109,16 @@ class GenerationResponse(WholeResponse):
     """Sends a generation as a stream or as one JSON reply."""
 
     def __init__(
-        self, llm: AsyncLLM, generation: Generation, writer: Writer, *, stream: bool, dialect: Dialect = CHAT
+        self,
+        llm: ServedFleet,
+        generation: Generation,
+        writer: Writer,
+        *,
+        stream: bool,
+        dialect: Dialect = CHAT,
+        more_headers: MoreHeaders = tuple,
     ) -> None:
-        super().__init__(llm, generation, dialect)
+        super().__init__(llm, generation, dialect, more_headers)
         self._writer = writer
         self._stream = stream
 
@@ -132,7 +140,8 @@ class GenerationResponse(WholeResponse):
         except DiptychError as error:
             await error_response(error, self._dialect)(scope, receive, send)
             return
-        await send(_STREAM_START)
+        headers = [*_STREAM_HEADERS, *self._more_headers()]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
             while not generation.is_exhausted:
                 if events := writer.events(deltas):

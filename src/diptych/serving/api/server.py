@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvicorn
 import uvloop
@@ -18,8 +19,11 @@ import uvloop
 from diptych.control.errors import DiptychError
 from diptych.serving.api.listener import Listener, bind, raise_descriptor_limit
 from diptych.serving.api.manners import Manners
-from diptych.serving.async_llm import AsyncLLM
 from diptych.serving.link.messages import Loading, Ready
+from diptych.serving.served_fleet import ServedFleet
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 logger = logging.getLogger(__name__)
 
@@ -85,27 +89,30 @@ class _QuietServer(uvicorn.Server):
 
 
 def run_server(
-    llm: AsyncLLM,
+    llm: ServedFleet,
     options: ServerOptions,
     on_loading: Callable[[Loading], None] = lambda loading: None,
     on_ready: Callable[[Ready, str], None] = lambda ready, url: None,
+    make_app: "Callable[[], FastAPI] | None" = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT. Raises the error of a worker that cannot start."""
+    """Serve until SIGTERM or SIGINT. make_app: instead of the application around an AsyncLLM. Raises the error of a
+    worker that cannot start."""
     limit = raise_descriptor_limit(len(llm.fleet.fleet.slots))
     listening = bind(options.host, options.port)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(llm, options, Listener(listening, limit), on_loading, on_ready))
+            runner.run(_serve(llm, options, Listener(listening, limit), on_loading, on_ready, make_app))
     finally:
         listening.close()
 
 
 async def _serve(
-    llm: AsyncLLM,
+    llm: ServedFleet,
     options: ServerOptions,
     listener: Listener,
     on_loading: Callable[[Loading], None],
     on_ready: Callable[[Ready, str], None],
+    make_app: "Callable[[], FastAPI] | None",
 ) -> None:
     stop = asyncio.Event()
     stop_now = asyncio.Event()
@@ -117,7 +124,8 @@ async def _serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     await llm.start(wait=False)  # the worker imports torch while we import the web framework
-    server = _make_server(llm, options, listener)
+    app = _app_of(llm, options) if make_app is None else make_app()
+    server = _make_server(app, options, listener)
     serving = asyncio.create_task(server.serve())
     starting = asyncio.create_task(_report_start(llm, listener.url, on_loading, on_ready))
     stopping = asyncio.create_task(stop.wait())
@@ -135,12 +143,13 @@ async def _serve(
         stopping.cancel()
 
 
-def _make_server(llm: AsyncLLM, options: ServerOptions, listener: Listener) -> _QuietServer:
+def _app_of(llm: ServedFleet, options: ServerOptions) -> "FastAPI":
     from diptych.serving.api.app import build_app
-    from diptych.serving.api.connection import Connection
     from diptych.serving.api.response_store import ResponseStore
+    from diptych.serving.async_llm import AsyncLLM
 
-    app = build_app(
+    assert isinstance(llm, AsyncLLM)
+    return build_app(
         llm,
         options.served_model_name,
         api_keys=options.api_keys,
@@ -149,6 +158,11 @@ def _make_server(llm: AsyncLLM, options: ServerOptions, listener: Listener) -> _
         manners=options.manners,
         store=ResponseStore(options.responses),
     )
+
+
+def _make_server(app: "FastAPI", options: ServerOptions, listener: Listener) -> _QuietServer:
+    from diptych.serving.api.connection import Connection
+
     config = uvicorn.Config(
         app,
         http=Connection,
@@ -164,7 +178,7 @@ def _make_server(llm: AsyncLLM, options: ServerOptions, listener: Listener) -> _
 
 
 async def _report_start(
-    llm: AsyncLLM,
+    llm: ServedFleet,
     url: str,
     on_loading: Callable[[Loading], None],
     on_ready: Callable[[Ready, str], None],
@@ -181,7 +195,7 @@ async def _report_start(
     on_ready(starting.result(), url)
 
 
-async def _drain(llm: AsyncLLM, timeout_s: float, stop_now: asyncio.Event) -> None:
+async def _drain(llm: ServedFleet, timeout_s: float, stop_now: asyncio.Event) -> None:
     """Let running requests end; a second signal or the timeout ends the wait."""
     if llm.num_open:
         logger.warning("draining: %d running, at most %.0f s", llm.num_open, timeout_s)

@@ -8,8 +8,8 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 
 from diptych import __version__
-from diptych.serving.async_llm import AsyncLLM
 from diptych.serving.fleet.settings_view import settings_of
+from diptych.serving.served_fleet import ServedFleet
 
 
 class SettingsReply(BaseModel):
@@ -23,7 +23,9 @@ class SettingsReply(BaseModel):
     shares_memory: bool
 
 
-def add_settings_routes(app: FastAPI, llm: AsyncLLM, model_name: str, errors: dict[int | str, dict[str, Any]]) -> None:
+def add_settings_routes(
+    app: FastAPI, llm: ServedFleet, model_name: str, errors: dict[int | str, dict[str, Any]]
+) -> None:
     """Add ``/settings``. errors: documented replies from 400 on."""
 
     @app.get("/settings", responses={401: errors[401], 200: {"model": SettingsReply}})

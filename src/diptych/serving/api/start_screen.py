@@ -1,25 +1,59 @@
-"""What the terminal shows while a server starts: progress, then a box with the address and a command to paste.
+"""What the terminal shows while a server starts: progress, then its addresses and a command to paste.
 
 Without a terminal the same comes as plain lines. A failure here must not fail the start.
 """
 
+import json
 import shlex
 import sys
 from types import TracebackType
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.panel import Panel
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.link.messages import Loading, Ready
+
+ADDRESSES = {"API": "/v1", "Live page": "/ui", "Guide": "/guide", "Reference": "/docs"}
+PromptKind = Literal["chat", "code", "text", "ids"]  # what a first request is best made of
+CODE = "def get(self, key, default=None):\n    try:\n        return self[key]\n    except KeyError:\n"
+EXAMPLES: dict[PromptKind, tuple[str, dict[str, Any]]] = {
+    "chat": ("chat/completions", {"messages": [{"role": "user", "content": "What is the capital of France?"}]}),
+    "code": ("completions", {"prompt": CODE, "max_tokens": 32, "stop": ["\n\n"]}),
+    "text": ("completions", {"prompt": "The capital of France is", "max_tokens": 32}),
+    "ids": ("completions", {"prompt": [1, 2, 3], "max_tokens": 8, "return_token_ids": True}),
+}
+NO_TOKENIZER = (
+    "warning: this model has no tokenizer (no tokenizer.json), so prompts and answers are token ids; texts get an "
+    "error. A tokenizer.json of the same model in its directory mends that."
+)
+
+
+def prompt_kind(tokenizer: Tokenizer, *, is_bundled: bool) -> PromptKind:
+    """What to show a newcomer. The bundled model has a chat template, and follows no instruction."""
+    if not tokenizer.has_text:
+        return "ids"
+    if is_bundled:
+        return "code"
+    return "chat" if tokenizer.has_chat_template else "text"
 
 
 class StartScreen:
-    """A progress line until the server is ready. Use it as a context manager."""
+    """A progress line until the server is ready. Use it as a context manager.
 
-    def __init__(self, model_name: str, *, has_key: bool) -> None:
+    chat_command: how this user starts ``diptych chat``. is_verbose: say what the engine says of itself, too. kind: of
+    the request that is shown. hint: a line below the workers, if any.
+    """
+
+    def __init__(self, model_name: str, *, has_key: bool, chat_command: str, is_verbose: bool = False) -> None:
+        self.kind: PromptKind = "text"
+        self.hint = ""
         self._model_name = model_name
         self._has_key = has_key
+        self._chat_command = chat_command
+        self._is_verbose = is_verbose
         self._console = Console(file=sys.stdout, highlight=False)
         self._last_stage = ""
         self._progress = Progress(
@@ -55,22 +89,25 @@ class StartScreen:
     def on_ready(self, ready: Ready, url: str) -> None:
         """The server takes requests."""
         self._progress.stop()
-        example = curl(url, self._model_name, has_key=self._has_key)
-        lines = (
-            f"[bold]{self._model_name}[/bold] is served at [bold cyan]{url}[/bold cyan] (API: {url}/v1, "
-            f"reference: {url}/docs; watch it: {url}/ui)",
-            f"[dim]{ready.description}; context {ready.max_model_len:,} tokens[/dim]",
-        )
+        lines = [f"{name:<11}{url}{path}" for name, path in ADDRESSES.items()]
+        workers = f"{ready.summary}; context {ready.max_model_len:,} tokens"
+        details = [line for line in (self.hint, ready.description if self._is_verbose else "") if line]
         if self._console.is_terminal:
-            self._console.print(Panel("\n".join(lines), title="Diptych", expand=False))
+            text = "\n".join([*lines, f"[dim]{workers}[/dim]", *(f"[dim]{line}[/dim]" for line in details)])
+            self._console.print(Panel(text, title=f"{self._model_name} is served", expand=False))
         else:
-            print(f"{self._model_name} is served at {url} (API: {url}/v1, reference: {url}/docs; watch it: {url}/ui)")
-            print(f"{ready.description}; context {ready.max_model_len:,} tokens")
-        print(f"Try it:\n\n{example}\n", flush=True)
+            print("\n".join([f"{self._model_name} is served at {url}", *lines, workers, *details]))
+        if self.kind == "ids":
+            print(NO_TOKENIZER, file=sys.stderr)
+        print("Try it:\n")
+        if self.kind != "ids":
+            print(f"{self._chat_command} {url}\n")
+        print(f"{curl(url, self._model_name, self.kind, has_key=self._has_key)}\n", flush=True)
 
 
-def curl(url: str, model_name: str, *, has_key: bool) -> str:
-    """A command to paste: it streams a completion. Below the box, so that no frame gets into the clipboard."""
-    body = f'{{"model": "{model_name}", "prompt": "def fibonacci(n):\\n", "max_tokens": 64, "stream": true}}'
+def curl(url: str, model_name: str, kind: PromptKind, *, has_key: bool) -> str:
+    """A command to paste. Below the box, so that no frame gets into the clipboard."""
+    path, fields = EXAMPLES[kind]
+    body = json.dumps({"model": model_name, **fields, "temperature": 0}, ensure_ascii=False)
     key = ' -H "Authorization: Bearer $DIPTYCH_API_KEY"' if has_key else ""
-    return f"curl -N {url}/v1/completions -H 'Content-Type: application/json'{key} \\\n  -d {shlex.quote(body)}"
+    return f"curl {url}/v1/{path} -H 'Content-Type: application/json'{key} \\\n  -d {shlex.quote(body)}"

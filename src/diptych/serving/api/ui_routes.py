@@ -4,23 +4,21 @@ Owns the shape of ``/ui/state``. Measures nothing: it reads metrics, timeline an
 """
 
 import time
-from pathlib import Path
 from typing import Any, Literal
 
 from fastapi import FastAPI, Request
-from fastapi.responses import Response
+from fastapi.responses import RedirectResponse, Response
 from pydantic import BaseModel
+from starlette.routing import Route
 
 from diptych import __version__
-from diptych.control.config import ShapeName
 from diptych.control.planner.planner_events import Decision
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 from diptych.serving.api.admin_routes import is_local
-from diptych.serving.api.diagnosis_routes import add_diagnosis_routes
-from diptych.serving.async_llm import AsyncLLM
+from diptych.serving.api.diagnosis_routes import add_diagnosis_routes, refuse_diagnosis
 from diptych.serving.fleet.fleet_planner import FleetPlanner
-from diptych.serving.link.engine_options import BUNDLED_MODEL
 from diptych.serving.metrics.rolling_window import WINDOW_S, Recent
+from diptych.serving.served_fleet import ServedFleet
 from diptych.web.assets import page_route, static_routes, without_slash
 from diptych.web.guide_app import guide_routes
 from diptych.web.panel_host import PanelHost
@@ -40,8 +38,8 @@ class PercentilesReply(BaseModel):
 
 class WorkerReply(BaseModel):
     """One worker, as it reported last. cache_hits: share of the prompt tokens looked up that were found, 0 to 1 (null:
-    none was looked up). computes_on: for people ("": its whole device). shape: how it would schedule prompts beside
-    streams."""
+    none was looked up). computes_on: for people ("": its whole device). shape: how it schedules prompts
+    beside streams, unified or chunked ("": as its engine likes)."""
 
     worker: int
     role: str
@@ -57,7 +55,7 @@ class WorkerReply(BaseModel):
     preemptions: int
     step_time_error: float
     computes_on: str
-    shape: ShapeName
+    shape: str
 
 
 class PhaseView(BaseModel):
@@ -155,6 +153,7 @@ class UiState(BaseModel):
     model: Model
     objectives: Objectives
     shape: str
+    scheduling: str
     workers: list[WorkerReply]
     phases: list[PhaseView]
     queued: int
@@ -166,17 +165,32 @@ class UiState(BaseModel):
     explains_misses: bool
 
 
+async def _to_live_page(request: Request) -> Response:
+    """Of the address alone, which people click. The way there is relative, as in ``without_slash``."""
+    return RedirectResponse("ui", 307)
+
+
 def add_ui_routes(
-    app: FastAPI, llm: AsyncLLM, model_name: str, errors: dict[int | str, dict[str, Any]], *, has_admin_key: bool
+    app: FastAPI,
+    llm: ServedFleet,
+    model_name: str,
+    errors: dict[int | str, dict[str, Any]],
+    *,
+    has_admin_key: bool,
+    has_steps: bool = True,
 ) -> None:
     """Add ``/ui``, its files and ``/ui/state``, ``/docs``, ``/guide`` and ``/compare``. errors: documented replies from
-    400 on."""
+    400 on. has_steps: whether the workers report their steps, without which nothing is diagnosed."""
     recent = _recent(llm)
     app.router.routes += [page_route("/ui", "ui/index.html"), without_slash("/ui"), *static_routes()]
+    app.router.routes.append(Route("/", _to_live_page, methods=["GET"], include_in_schema=False))
     app.router.routes.append(page_route("/docs", "reference/index.html"))
     panels = PanelHost(gives_way=True)
     app.router.routes += guide_routes(panels, live=True)
-    add_diagnosis_routes(app, llm, model_name, panels, errors)
+    if has_steps:
+        add_diagnosis_routes(app, llm, model_name, panels, errors)
+    else:
+        refuse_diagnosis(app, errors)
 
     @app.get("/ui/state", responses={401: errors[401], 200: {"model": UiState}})
     async def state(request: Request) -> Response:
@@ -187,7 +201,7 @@ def add_ui_routes(
         return Response(found.model_dump_json(), media_type="application/json")
 
 
-def _recent(llm: AsyncLLM) -> Recent:
+def _recent(llm: ServedFleet) -> Recent:
     metrics = llm.metrics
     histograms = {
         "ttft": metrics.time_to_first_token,
@@ -211,7 +225,7 @@ def _recent(llm: AsyncLLM) -> Recent:
     return Recent(histograms, counters)
 
 
-def _state(llm: AsyncLLM, model_name: str, recent: Recent) -> UiState:
+def _state(llm: ServedFleet, model_name: str, recent: Recent) -> UiState:
     view, ready, slo = llm.metrics.fleet.view(), llm.ready, llm.options.slo
     workers = [_worker(llm, number, role) for number, role in enumerate(view.roles)]
     roles = {role: view.roles.count(role) for role in _ROLES}
@@ -222,13 +236,14 @@ def _state(llm: AsyncLLM, model_name: str, recent: Recent) -> UiState:
             name=model_name,
             description=ready.description if ready else llm.loading.stage,
             max_model_len=ready.max_model_len if ready else None,
-            kv_capacity_tokens=ready.kv_capacity_tokens if ready else None,
-            vocab_size=ready.vocab_size if ready else None,
-            has_text=llm.tokenizer.has_text,
-            has_chat=llm.tokenizer.has_chat_template and Path(llm.options.model) != BUNDLED_MODEL,
+            kv_capacity_tokens=llm.kv_capacity_tokens,
+            vocab_size=(ready.vocab_size or None) if ready else None,
+            has_text=llm.has_text,
+            has_chat=llm.has_chat,
         ),
         objectives=Objectives(ttft_ms=_ms(slo.ttft_ns), tpot_ms=_ms(slo.tpot_ns)),
         shape=" + ".join(f"{count} {role}" for role, count in roles.items() if count),
+        scheduling=llm.scheduling,
         workers=workers,
         phases=[_phase(role, [worker for worker in workers if worker.role == role]) for role in _ROLES if roles[role]],
         queued=view.num_queued,
@@ -275,7 +290,7 @@ def _decision(decision: Decision, now: int) -> PlanDecision:
     )
 
 
-def _worker(llm: AsyncLLM, number: int, role: str) -> WorkerReply:
+def _worker(llm: ServedFleet, number: int, role: str) -> WorkerReply:
     fleet = llm.metrics.fleet
     view, stats = fleet.view(), fleet.stats_of(number)
     known, info = llm.timeline.workers.get(number), llm.fleet.members.infos.get(number)
@@ -294,7 +309,7 @@ def _worker(llm: AsyncLLM, number: int, role: str) -> WorkerReply:
         preemptions=stats.num_preemptions,
         step_time_error=stats.step_time_error,
         computes_on=str(info.share) if info and info.share.num_units else "",
-        shape=llm.fleet.changes.shape(number),
+        shape=llm.shape_of(number),
     )
 
 

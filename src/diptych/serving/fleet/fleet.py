@@ -25,6 +25,7 @@ from diptych.control.cluster.cluster_events import (
 from diptych.control.cluster.cluster_recording import RecordingClusterCore
 from diptych.control.cluster.membership import Membership
 from diptych.control.commands import Command, Drained, End, GiveWay, Prefill, Reserve, Restarted, Serve, WorkerCommand
+from diptych.control.config import SchedulerConfig
 from diptych.control.errors import DiptychError, WorkerError
 from diptych.control.events import Event, HandoffDelivered, RequestFinished, Resized, TransferFailed
 from diptych.control.request import FinishReason, Submission
@@ -104,7 +105,7 @@ class Fleet:
         self._launcher = launcher or LocalLauncher()
         self._clock = clock
         self._plan: FleetPlan | None = None
-        self._known: dict[int, Ready] = {}  # each worker's last Ready
+        self.known: dict[int, Ready] = {}  # each worker's last Ready
         self._happened: deque[ClusterEvent] = deque()
         self._is_busy = False
         self._orders: dict[int, list[Order]] = {}  # not sent yet
@@ -114,18 +115,21 @@ class Fleet:
         self._recorder: Recorder | None = None
         cores = HostCores(processor or read_processor(), options.device.cores, self.fleet.core_split)
         started = [own.scheduler for own in worker_options(options, self.fleet)]
-        self.changes = WorkerChanges(self, started, options.slo, cores)
+        self.changes = self.make_changes(started, cores)
         self.planner: FleetPlanner | None = None
         self._tasks: list[asyncio.Task[None]] = []
+
+    def make_changes(self, started: Sequence[SchedulerConfig], cores: HostCores) -> WorkerChanges:
+        """What an operator may change of it."""
+        return WorkerChanges(self, started, self.options.slo, cores)
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Start all workers; returns at once. ``ready`` tells how the first starts went."""
-        plan = self._plan = plan_fleet(self.options, self.fleet, self.changes.cores.processor)
-        if self.options.record is not None and len(plan.options) > 1:
-            path = Path(self.options.record)
-            self._recorder = record_cluster(path.with_name(f"{path.stem}-cluster{path.suffix}"), plan.cluster)
+        plan = self._plan = self.make_plan()
+        if (path := self.recording_path(len(plan.options))) is not None:
+            self._recorder = record_cluster(path, plan.cluster)
             self.core = RecordingClusterCore(plan.cluster, self._recorder.write)
         else:
             self.core = ClusterCore(plan.cluster)
@@ -136,9 +140,21 @@ class Fleet:
         for number in range(len(self.fleet.roles)):
             self._launch(number)
         watch = watch_pulses(self.workers, self.fleet.heartbeat_timeout_s)
-        self._tasks = [asyncio.create_task(self._first_starts(), name="first starts"), asyncio.create_task(watch)]
+        self._tasks = [asyncio.create_task(self.first_starts(), name="first starts"), asyncio.create_task(watch)]
         if self.planner is not None:
             self._tasks.append(asyncio.create_task(self.planner.run(), name="planner"))
+
+    def make_plan(self) -> FleetPlan:
+        """What each worker is started with. Raises ConfigError."""
+        return plan_fleet(self.options, self.fleet, self.changes.cores.processor)
+
+    def recording_path(self, num_workers: int) -> Path | None:
+        """Where the cluster's decisions are recorded, beside the recordings of the workers; None: nowhere. (A worker
+        that is alone is recorded whole.)"""
+        if self.options.record is None or num_workers == 1:
+            return None
+        path = Path(self.options.record)
+        return path.with_name(f"{path.stem}-cluster{path.suffix}")
 
     async def stop(self) -> None:
         """End all workers, and what belongs to them."""
@@ -188,12 +204,12 @@ class Fleet:
         self.tell(WorkerDown(worker, self.streams.progress()))
         self.streams.deliver()
 
-    async def _first_starts(self) -> None:
+    async def first_starts(self) -> None:
         """All workers are ready, or one of them refused to start: then the fleet does."""
         assert self.ready is not None
         try:
             await asyncio.gather(*(worker.ready for worker in self.workers if worker.ready is not None))
-            self.joint_ready = joint_ready(self.fleet.roles, self._known)
+            self.joint_ready = joint_ready(self.fleet.roles, self.known)
             self.ready.set_result(self.joint_ready)
         except DiptychError as error:
             self.ready.set_exception(error)
@@ -255,7 +271,7 @@ class Fleet:
             case StepReport():
                 self._on_report(worker, message)
             case Ready():
-                self._on_ready(worker, message)
+                self.on_ready(worker, message)
             case Loading():
                 self._on_loading(worker, message)
             case Failed():  # its port reports how the start went
@@ -326,8 +342,8 @@ class Fleet:
             if stream.generation.has_failed:
                 self.abort(stream.generation)
 
-    def _on_ready(self, worker: int, ready: Ready) -> None:
-        self._known[worker] = ready
+    def on_ready(self, worker: int, ready: Ready) -> None:
+        self.known[worker] = ready
         assert self._plan is not None
         info = WorkerInfo(
             worker,
@@ -406,7 +422,7 @@ class Fleet:
             return
         if not isinstance(command, Reserve):
             self.streams.on_placed(command.request_id, command.attempt_id, command.worker)
-        address = self._known[command.target].address if isinstance(command, Prefill) else ""
+        address = self.known[command.target].address if isinstance(command, Prefill) else ""
         self._orders.setdefault(command.worker, []).append(Order(pack_command(command), tokens, address))
 
     def _order(self, command: WorkerCommand) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from diptych.control.compute_share import ComputeShare
 from diptych.control.errors import ConfigError
 from diptych.control.router.topology import ROLES, Role
 from diptych.serving.link.messages import Ready
@@ -38,7 +39,25 @@ def joint_ready(roles: Sequence[Role], known: Mapping[int, Ready]) -> Ready:
         processor=first.processor,
         sequence_limits=sorted({longest_sequence(ready) for ready in decoders}),
         embedding_size=first.embedding_size,
+        summary=fleet_summary(roles, workers),
     )
+
+
+def fleet_summary(roles: Sequence[Role], workers: Sequence[Ready]) -> str:
+    """For people: "1 prefill + 1 decode worker, 1 core each"."""
+    counts = [f"{roles.count(role)} {role}" for role in ROLES if role in roles]
+    if set(roles) == {"both"}:
+        counts = [str(len(roles))]
+    plural = "s" if len(roles) > len(counts) or len(roles) > 2 else ""
+    shares = dict.fromkeys(_units(ready.share) for ready in workers)
+    units = " and ".join(filter(None, shares))
+    each = " each" if units and len(roles) > 1 and len(shares) == 1 else ""
+    return f"{' + '.join(counts)} worker{plural}" + (f", {units}{each}" if units else "")
+
+
+def _units(share: ComputeShare) -> str:
+    count, noun = (share.num_threads, "core") if share.num_threads else (share.num_sms, "multiprocessor")
+    return f"{count} {noun}{'s' if count > 1 else ''}" if count else ""
 
 
 def _description(roles: Sequence[Role], workers: Sequence[Ready]) -> str:

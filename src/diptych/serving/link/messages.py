@@ -76,6 +76,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     share: ComputeShare = ComputeShare()
     sequence_limits: list[int] = []  # of a fleet: the longest sequences that its kinds of workers take, ascending
     embedding_size: int = 0  # numbers of an embedding
+    summary: str = ""  # of a fleet, for people: how many workers of which kind, and what each computes on
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):

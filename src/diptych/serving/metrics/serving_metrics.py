@@ -4,7 +4,7 @@ Owns the counts. Costs a few additions per step: gaps between tokens are gathere
 one value, and added in bulk; the text format is made when Prometheus asks for it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -47,6 +47,7 @@ class ServingMetrics(Collector):
         self.num_meeting_slo = 0
         self.fleet = FleetMetrics()
         self.misses: MissExplainer | None = None  # where prefix misses are explained
+        self.more_families: Callable[[str], Iterable[Metric]] | None = None  # of a front end that has some, by model
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -126,6 +127,8 @@ class ServingMetrics(Collector):
         yield from self.fleet.families(model)
         if self.misses is not None:
             yield from miss_families(self.misses, model)
+        if self.more_families is not None:
+            yield from self.more_families(model)
         yield self.prompt_lengths.family("vllm:request_prompt_tokens", "Prompt tokens of a request", model)
         yield self.output_lengths.family("vllm:request_generation_tokens", "Output tokens of a request", model)
 

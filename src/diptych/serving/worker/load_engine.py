@@ -19,6 +19,7 @@ from diptych.runtime.checkpoint import open_checkpoint
 from diptych.runtime.compute_device import ComputeDevice, UndividedDevice
 from diptych.runtime.kv_geometry import KVGeometry, read_kv_geometry
 from diptych.runtime.model_config import ModelConfig
+from diptych.runtime.required_packages import require_packages
 from diptych.runtime.transfer import CONNECTORS, make_connector
 from diptych.runtime.transfer.connector import KVConnector, TransferOptions
 from diptych.runtime.transfer.kv_format import KVFormat
@@ -28,6 +29,7 @@ from diptych.serving.fleet.shared_memory import default_num_blocks
 from diptych.serving.link.engine_options import EngineOptions, parse_cores
 from diptych.serving.link.messages import Ready
 from diptych.serving.link.recorder import Recorder, record_engine
+from diptych.serving.start_checks import check_kv_memory
 from diptych.serving.worker.request_intake import Runner
 
 if TYPE_CHECKING:
@@ -61,6 +63,7 @@ class LoadedEngine(Generic[RunnerType]):
 def load_engine(options: EngineOptions, report: Report) -> "LoadedEngine[ModelRunner]":
     """Load the checkpoint, size the KV cache, fit the step-time model. Raises ConfigError for options that cannot be
     met."""
+    require_packages()
     report("importing torch")
     from diptych.runtime.local_engine import engine_config
     from diptych.runtime.model_runner import load_runner
@@ -149,12 +152,8 @@ def _runner_config(options: EngineOptions, device: str, geometry: KVGeometry) ->
         num_blocks = share.num_blocks
         pool = SharedPool(share.fd, share.total_blocks, share.first_block)
     elif memory.kv_cache_bytes is not None:
-        total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if device == "cpu" and memory.kv_cache_bytes > total_bytes:
-            raise ConfigError(
-                f"kv_cache_bytes is {memory.kv_cache_bytes}; this machine has {total_bytes} bytes of memory",
-                param="kv_cache_bytes",
-            )
+        if device == "cpu":
+            check_kv_memory(memory.kv_cache_bytes)
         num_blocks = geometry.blocks_within(memory.kv_cache_bytes)
     else:
         num_blocks = default_num_blocks(options, geometry, 1, device)

@@ -130,7 +130,7 @@ def write_calibration(path: Path, calibration: Calibration) -> None:
     try:
         path.write_text(text + "\n}\n")
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}", param="out") from None
+        raise ConfigError(f"cannot write {path}: {error.strerror}", param="output") from None
 
 
 def read_calibration(path: str | Path) -> Calibration:

@@ -56,7 +56,9 @@ def recommend(
     equals = tied(best, found, rate)
     title = f"Take {best.words}."
     if equals:
-        title = f"A tie with {' and '.join(shape.words for shape in equals)} at this rate. Take the simpler: {best.words}."
+        title = (
+            f"A tie with {' and '.join(shape.words for shape in equals)} at this rate. Take the simpler: {best.words}."
+        )
     if not holds:
         title = f"Nothing holds {significant(rate)} requests/s here; {best.words} comes closest."
     if not holds and best.capacity_rps:

@@ -30,7 +30,8 @@ export class DiagnosisCard {
       this.#show(found);
       if (advice) this.#showAdvice(found);
     } catch (error) {
-      if (advice && error instanceof ServerError) setText($("#diagnosis-sentence"), error.message);
+      const isRefused = error instanceof ServerError && (advice || error.status === 409); // 409: no step telemetry
+      if (isRefused) setText($("#diagnosis-sentence"), error.message);
     } finally {
       this.asking = false;
       button.disabled = false;

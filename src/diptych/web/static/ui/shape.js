@@ -6,6 +6,7 @@ const SHAPES = [["unified", "whole prompts"], ["chunked", "prompts in chunks"], 
 const WHY = {
   unified: "One worker computes prompts whole, and running streams stall meanwhile.",
   chunked: "Workers compute prompts in chunks between tokens: streams slow down, but do not stop.",
+  engines: "Engines that others run compute prompts in their own way.",
   pools: "Prompts are computed on prefill workers and answers written on decode workers, so streams should not feel a long prompt.",
 };
 
@@ -36,8 +37,9 @@ export class ShapeSwitch {
     this.workers = state.workers;
     const shown = shapeOf(state.workers);
     const there = state.workers.filter((worker) => worker.state !== "stopped");
-    setText($("#story"), `${WHY[shown]} Start four streams, then send a long prompt, and watch their texts.`);
-    $("#shape").hidden = !mayChange;
+    const isOurs = there.every(({ shape }) => shape);
+    setText($("#story"), `${WHY[isOurs || shown === "pools" ? shown : "engines"]} Start four streams, then send a long prompt, and watch their texts.`);
+    $("#shape").hidden = !mayChange || !isOurs;
     for (const button of $("#shape-choices").children) {
       button.setAttribute("aria-pressed", String(button.dataset.shape === shown));
       const isTooFew = button.dataset.shape === "pools" && there.length < 2;

@@ -1,0 +1,130 @@
+"""``diptych front``: engines that others run, behind our edge, router, metrics and page."""
+
+import logging
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from diptych.cli.command_line import own_command
+from diptych.cli.error_messages import errors_in_words
+from diptych.cli.options import Number, Strings, Text, Whole, option, picked, takes
+from diptych.control.cluster.cluster_config import OnFailure, cluster_config
+from diptych.control.errors import ConfigError
+from diptych.control.router.routing import RoutingName
+from diptych.control.slo import NS_PER_MS, Slo
+from diptych.serving.api.manners import Manners, is_loopback
+from diptych.serving.front.engine_spec import EVENT_BLOCK, TEXT_BLOCK, FrontOptions, parse_engine, read_engines
+from diptych.serving.link.engine_options import parse_bytes
+
+ENGINES, SERVER, ROUTING, OBJECTIVES = "Engines", "Server", "Routing and queue", "Objectives"
+LogLevel = Literal["debug", "info", "warning", "error"]
+ENGINE_HELP = "KIND=URL[,NAME=VALUE ...]; kinds: vllm, sglang, llamacpp, openai. Repeatable."
+FILE_HELP = 'TOML file of engines: a table "engine" for each, with kind, url and the same names.'
+KEY_HELP = "Accept this key (Authorization: Bearer KEY). Repeatable; each key is a tenant, tenants share fairly."
+ADMIN_HELP = "Ask for this key at /admin. Default: only programs on this machine are answered there."
+CORS_HELP = "Origin whose web pages may use the API, such as https://example.org (*: all). Repeatable."
+HOST_HELP = "Name by which the server may be called, besides addresses and localhost. Repeatable."
+LOG_HELP = "Append a JSON line per request to this file (-: standard error), without prompts and answers."
+BLOCK_HELP = "Tokens per block of the prefix index. Default: 16 with KV events, else 128."
+BYTES_HELP = "Bytes of prompt per token, where prompts are not tokenised."
+ASSUMED_HELP = "Seconds for which an engine without KV events is believed to hold a prompt."
+SILENCE_HELP = "Seconds without a byte from a busy engine, after which it is asked for a sign of life."
+RECOVERY_HELP = "Continue a stream at another engine when its own is lost."
+UNTOUCHED_HELP = "Requests per engine without a first token; more wait in the queue (0: none wait)."
+FRONT_UNTOUCHED = 256
+CLUSTER_OPTIONS = ("routing", "on_failure", "max_untouched_per_worker", "max_queued", "max_queued_per_key")
+
+
+class FrontCommand:
+    """The options of ``diptych front``."""
+
+    engine: Annotated[Strings, option(ENGINE_HELP, ENGINES)] = None
+    engines: Annotated[Path | None, option(FILE_HELP, ENGINES)] = None
+    served_model_name: Annotated[Text, option("Name for clients. Default: the engines' own.", ENGINES)] = None
+    probe_interval: Annotated[float, option("Seconds between two looks at an engine's gauges.", ENGINES)] = 0.5
+    silence: Annotated[float, option(SILENCE_HELP, ENGINES)] = 5.0
+    first_byte_timeout: Annotated[float, option("Seconds that an engine may take for a prompt.", ENGINES)] = 600.0
+    idle_timeout: Annotated[float, option("Seconds between two tokens of a stream.", ENGINES)] = 60.0
+    recovery: Annotated[bool, option(RECOVERY_HELP, ENGINES)] = True
+    host: Annotated[str, option("Address to listen on. 0.0.0.0: reachable from everywhere.", SERVER)] = "127.0.0.1"
+    port: Annotated[int, option("Port; 0 picks a free one.", SERVER)] = 8000
+    api_key: Annotated[Strings, option(KEY_HELP, SERVER, envvar="DIPTYCH_API_KEY")] = None
+    admin_key: Annotated[Text, option(ADMIN_HELP, SERVER, envvar="DIPTYCH_ADMIN_KEY")] = None
+    max_body: Annotated[str, option("Largest request body; more gets 413.", SERVER)] = "16MiB"
+    cors_origin: Annotated[Strings, option(CORS_HELP, SERVER)] = None
+    allowed_host: Annotated[Strings, option(HOST_HELP, SERVER)] = None
+    access_log: Annotated[Text, option(LOG_HELP, SERVER)] = None
+    drain_timeout: Annotated[float, option("Seconds for running requests after SIGTERM.", SERVER)] = 30.0
+    log_level: Annotated[LogLevel, option("How much the server logs.", SERVER)] = "warning"
+    record: Annotated[Path | None, option("Record all decisions to this file, for diptych replay.", SERVER)] = None
+    routing: Annotated[RoutingName | None, option("How engines are chosen.", ROUTING)] = None
+    block_size: Annotated[Whole, option(BLOCK_HELP, ROUTING)] = None
+    bytes_per_token: Annotated[float, option(BYTES_HELP, ROUTING)] = 4.0
+    assumed: Annotated[float, option(ASSUMED_HELP, ROUTING)] = 600.0
+    on_failure: Annotated[OnFailure | None, option("What becomes of the requests of a lost engine.", ROUTING)] = None
+    max_untouched_per_worker: Annotated[int, option(UNTOUCHED_HELP, ROUTING)] = FRONT_UNTOUCHED
+    max_queued: Annotated[Whole, option("Requests that may wait in the queue; more get 429.", ROUTING)] = None
+    max_queued_per_key: Annotated[Whole, option("Of these, requests of one API key (0: no limit).", ROUTING)] = None
+    ttft_slo_ms: Annotated[Number, option("Time to first token, for requests that name none.", OBJECTIVES)] = None
+    tpot_slo_ms: Annotated[Number, option("Time per later token, for requests that name none.", OBJECTIVES)] = None
+
+
+@takes(FrontCommand)
+def front(given: dict[str, Any]) -> None:
+    """Put Diptych in front of engines that run already: vLLM, SGLang, llama.cpp, any OpenAI-compatible server."""
+    with errors_in_words():
+        _front(front_options(given), given)
+
+
+def front_options(given: dict[str, Any]) -> FrontOptions:
+    """The engines, and how they are looked after. Raises ConfigError."""
+    engines = [parse_engine(text) for text in given["engine"] or ()]
+    if given["engines"] is not None:
+        engines += read_engines(given["engines"])
+    usual = EVENT_BLOCK if any(engine.kv_events for engine in engines) else TEXT_BLOCK
+    return FrontOptions(
+        tuple(engines),
+        **picked(given, "bytes_per_token", "recovery"),
+        block_size=given["block_size"] or usual,
+        assumed_s=given["assumed"],
+        probe_s=given["probe_interval"],
+        silence_s=given["silence"],
+        first_byte_s=given["first_byte_timeout"],
+        idle_s=given["idle_timeout"],
+    )
+
+
+def _front(options: FrontOptions, given: dict[str, Any]) -> None:
+    logging.basicConfig(level=given["log_level"].upper(), format="%(asctime)s %(levelname)s %(message)s")
+    from diptych.serving.api.front_app import build_front_app
+    from diptych.serving.api.server import ServerOptions, run_server
+    from diptych.serving.api.start_screen import StartScreen
+    from diptych.serving.front.external_fleet import ExternalFleet
+    from diptych.serving.front.served_engines import EngineFront
+
+    slo = Slo(_nanoseconds(given["ttft_slo_ms"]), _nanoseconds(given["tpot_slo_ms"]))
+    fleet = ExternalFleet(options, cluster_config(**picked(given, *CLUSTER_OPTIONS)), slo, given["record"])
+    end = EngineFront(fleet)
+    keys, admin_key = tuple(given["api_key"] or ()), given["admin_key"] or None
+    max_body = parse_bytes(given["max_body"], "max_body")
+    rules = Manners(
+        cors_origins=tuple(given["cors_origin"] or ()),
+        allowed_hosts=tuple(given["allowed_host"] or ()),
+        only_local=is_loopback(given["host"]) and not given["api_key"],
+        access_log=given["access_log"],
+    )
+    name = given["served_model_name"] or ""
+    server = ServerOptions(
+        **picked(given, "host", "port", "log_level"), served_model_name=name, drain_timeout_s=given["drain_timeout"]
+    )
+
+    def make_app() -> Any:
+        return build_front_app(end, name, api_keys=keys, admin_key=admin_key, max_body_bytes=max_body, manners=rules)
+
+    with StartScreen(name or "front", has_key=bool(keys), chat_command=f"{own_command()} chat") as screen:
+        run_server(end, server, screen.on_loading, screen.on_ready, make_app)
+
+
+def _nanoseconds(milliseconds: float | None) -> int | None:
+    if milliseconds is not None and not milliseconds > 0:
+        raise ConfigError(f"an objective is {milliseconds} ms; it must be more than 0", param="slo")
+    return None if milliseconds is None else int(milliseconds * NS_PER_MS)

@@ -1,0 +1,91 @@
+"""``diptych chat``: a conversation with a running server, in the terminal.
+
+Options, input and output; what is said to the server is in chat_client.py. Where standard input is no terminal, each
+line of it is a message.
+"""
+
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from diptych.cli.error_messages import errors_in_words
+from diptych.cli.options import Number, Text, Whole
+from diptych.control.errors import RequestError
+
+if TYPE_CHECKING:
+    from diptych.cli.chat_client import ChatClient
+
+URL = "http://127.0.0.1:8000"
+CONTINUES = "\\"  # at the end of a line: the message goes on in the next
+
+
+def chat(
+    url: Annotated[str, typer.Argument(metavar="[URL]", help="A running server.")] = URL,
+    model: Annotated[Text, typer.Option(help="Served model. Default: the server's first.")] = None,
+    system: Annotated[Text, typer.Option(help="What the model is told before the conversation.")] = None,
+    max_tokens: Annotated[Whole, typer.Option(help="Tokens of an answer at most. Default: the server's limit.")] = None,
+    temperature: Annotated[Number, typer.Option(help="0 takes the likeliest token each time.")] = 0.7,
+    complete: Annotated[bool, typer.Option("--complete", help="Continue each text, without a conversation.")] = False,
+    api_key: Annotated[Text, typer.Option(help="Key of the server.", envvar="DIPTYCH_API_KEY")] = None,
+) -> None:
+    """Talk to a served model. Ctrl-C stops an answer, and a second one ends.
+
+    A model without a chat template continues texts instead.
+    """
+    with errors_in_words():
+        from diptych.cli.chat_client import ChatClient
+
+        client = ChatClient.connect(url, api_key, model, system=system, completes=complete)
+        client.sampling = {
+            name: value
+            for name, value in (("temperature", temperature), ("max_tokens", max_tokens))
+            if value is not None
+        }
+        is_terminal = sys.stdin.isatty()
+        if is_terminal:
+            import readline  # noqa: F401  (input() edits lines with it)
+
+            print(client.words)
+            print(f"Ctrl-C stops an answer, a second one ends. A line that ends in {CONTINUES} goes on in the next.")
+        else:
+            print(client.words, file=sys.stderr)
+        num_failed = sum(not _answer(client, text, is_terminal) for text in _messages(is_terminal))
+        if num_failed and not is_terminal:
+            raise typer.Exit(1)
+
+
+def _messages(is_terminal: bool) -> Iterator[str]:
+    """What is typed, until the end of the input or Ctrl-C."""
+    lines: list[str] = []
+    while True:
+        try:
+            line = input(("... " if lines else "> ") if is_terminal else "")
+        except (EOFError, KeyboardInterrupt):
+            if is_terminal:
+                print()
+            return
+        lines.append(line.removesuffix(CONTINUES))
+        if line.endswith(CONTINUES):
+            continue
+        text, lines = "\n".join(lines), []
+        if text.strip():
+            yield text
+
+
+def _answer(client: "ChatClient", text: str, is_terminal: bool) -> bool:
+    """Print the answer while it comes. False: there was an error, which is said."""
+    try:
+        for piece in client.answer(text):
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        sys.stdout.write(" (stopped)")
+        if not is_terminal:
+            raise
+    except RequestError as error:  # of this request; the conversation can go on
+        print(f"error: {error.message}", file=sys.stderr)
+        return False
+    print("\n" if is_terminal else "")
+    return True

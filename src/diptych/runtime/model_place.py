@@ -1,0 +1,87 @@
+"""Where a model is: from what people type to the directory or GGUF file, or a sentence with the cure.
+
+A name of the Hugging Face Hub is looked for in the Hub's cache folder on this machine. Nothing is downloaded, and
+nothing but file names is read here.
+"""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from diptych.control.errors import ConfigError
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")  # organisation/name
+HUB_ADDRESS = re.compile(r"(?:https?://)?(?:huggingface\.co|hf\.co)/([^/?#]+/[^/?#]+).*")
+WEIGHTS = ("*.safetensors", "*.gguf")
+
+
+def find_model(place: str | Path, environment: Mapping[str, str] = os.environ) -> Path:
+    """The model directory or GGUF file: a path, or a name of the Hub that is in its cache. environment: says where that
+    cache is, as for the programs that fill it. Raises ConfigError."""
+    text = str(place)
+    address = HUB_ADDRESS.fullmatch(text)
+    path = Path(text).expanduser()
+    if address is None and path.exists():
+        return _model_at(Path(os.path.abspath(path)))  # links are kept: in the Hub's cache, only they have names
+    name = address[1] if address else text
+    if path.suffix == ".gguf" or not HUB_NAME.fullmatch(name):
+        raise ConfigError(f"{place} does not exist", param="model")
+    return _cached(name, hub_cache(environment))
+
+
+def hub_cache(environment: Mapping[str, str]) -> Path:
+    """The folder in which the Hub's programs keep what they have downloaded."""
+    if folder := environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE"):
+        return Path(folder).expanduser()
+    cache = environment.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(environment.get("HF_HOME") or f"{cache}/huggingface").expanduser() / "hub"
+
+
+def name_of(path: Path) -> str:
+    """What a model is called: by its name on the Hub where it lies in the Hub's cache, else by its folder or file."""
+    for folder in (path, *path.parents):
+        if folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--"):
+            return folder.parent.parent.name.removeprefix("models--").replace("--", "/", 1)
+    return path.name.removesuffix(".gguf")
+
+
+def _model_at(path: Path) -> Path:
+    """What there is at a path. Raises ConfigError."""
+    if path.is_file():
+        if path.suffix in (".safetensors", ".json", ".bin"):
+            raise ConfigError(f"{path} is one file of a model; give its directory, {path.parent}", param="model")
+        return path
+    if (path / "config.json").exists():
+        return path
+    if found := sorted(path.glob("*.gguf")):
+        raise ConfigError(_which_gguf(path, found), param="model")
+    if (path / "adapter_config.json").exists():
+        raise ConfigError(f"{path} is an adapter (LoRA); merge it into its model first", param="model")
+    if snapshots := sorted(path.glob("snapshots/*/config.json")):
+        raise ConfigError(f"{path} is a folder of the Hub's cache; give {snapshots[-1].parent}", param="model")
+    raise ConfigError(f"{path} is not a model directory: it has no config.json", param="model")
+
+
+def _which_gguf(path: Path, found: Sequence[Path]) -> str:
+    if len(found) == 1:
+        return f"{path} holds a GGUF file; give it: {found[0]}"
+    return f"{path} holds {len(found)} GGUF files; give one of them, such as {found[0]}"
+
+
+def _cached(name: str, cache: Path) -> Path:
+    """The newest snapshot of a name of the Hub. Raises ConfigError."""
+    folder = cache / f"models--{name.replace('/', '--')}"
+    main = folder / "refs" / "main"
+    wanted = main.read_text().strip() if main.is_file() else ""
+    snapshots = sorted(folder.glob("snapshots/*/"), key=lambda path: (path.name == wanted, path.stat().st_mtime))
+    whole = [path for path in snapshots if any(any(path.glob(pattern)) for pattern in WEIGHTS)]
+    if whole:
+        return _model_at(whole[-1])
+    here = f"its entry in {cache} has no weights" if snapshots else f"it is not in {cache}"
+    directory = name.partition("/")[2]
+    raise ConfigError(
+        f"{name} does not exist here; it looks like a name of the Hugging Face Hub ({here}). Download it with "
+        f"'hf download {name} --local-dir {directory}', then: diptych serve ./{directory}",
+        param="model",
+    )

@@ -1,0 +1,22 @@
+"""How many threads may compute, and on which CPUs. Imports no torch, so that a wrong number is refused at once."""
+
+from collections.abc import Iterable
+
+from diptych.control.errors import ConfigError
+from diptych.processor import Processor
+
+
+def allowed_threads(
+    num_threads: int | None, cores: Iterable[int] | None, processor: Processor
+) -> tuple[tuple[int, ...], int]:
+    """(CPUs, number of threads) of a process. num_threads None: one for each of ``cores``, or else for each physical
+    core. Raises ConfigError when a CPU is not available or there are more threads than CPUs."""
+    chosen = processor.usable if cores is None else tuple(sorted(set(cores)))
+    if not chosen or not set(chosen) <= set(processor.usable):
+        names = [",".join(map(str, cpus)) for cpus in (chosen, processor.usable)]
+        raise ConfigError(f"cores is {names[0]}; this process may use {names[1]}", param="cores")
+    usual = processor.num_threads if cores is None else len(chosen)
+    count = usual if num_threads is None else num_threads
+    if not 1 <= count <= len(chosen):
+        raise ConfigError(f"threads is {count}; between 1 and {len(chosen)}, the number of CPUs", param="threads")
+    return chosen, count

@@ -1,0 +1,173 @@
+"""The routes of a front over engines that others run: OpenAI's paths are passed on, the rest is about the front itself.
+
+Owns paths and their headers. Knows no engine's protocol: it is given a EngineFront.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any, get_args
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+
+from diptych import __version__, compiled_modules
+from diptych.control.errors import NotFoundError
+from diptych.serving.api import error_responses as errors
+from diptych.serving.api import protocol
+from diptych.serving.api.admin_routes import AdminAccess, add_admin_routes
+from diptych.serving.api.app import ERRORS, add_manners
+from diptych.serving.api.bodies import tenant_in
+from diptych.serving.api.manners import Manners
+from diptych.serving.api.middleware import ApiKey, BodyLimit, NativePanics
+from diptych.serving.api.reply import encode_json
+from diptych.serving.api.responses import GenerationResponse
+from diptych.serving.api.timeline_routes import add_timeline_routes
+from diptych.serving.api.ui_routes import add_ui_routes
+from diptych.serving.front.relay_request import RelayPath, read_request
+from diptych.serving.front.relay_stream import RELAY, RelayWriter
+from diptych.serving.front.served_engines import EngineFront
+
+OBJECT: dict[str, Any] = {"content": {"application/json": {"schema": {"type": "object"}}}}
+OWN_NAME = "front"  # by which clients may call any model
+BODY = {"requestBody": {"required": True, **OBJECT}}
+
+
+class FrontService:
+    """What the routes need: the engines, and the name of their model for clients ("": the engines' own)."""
+
+    def __init__(self, front: EngineFront, model_name: str) -> None:
+        self.front = front
+        self.given_name = model_name
+        self.created = int(time.time())
+
+    @property
+    def model_name(self) -> str:
+        """For clients."""
+        return self.given_name or next(iter(self.front.engine_models), OWN_NAME)
+
+    async def relay(self, path: RelayPath, request: Request) -> Response:
+        """Pass a request on."""
+        asked = read_request(path, await request.body())
+        self.front.require_ready()
+        name = asked.body.model
+        if name is not None and name not in (self.given_name or OWN_NAME, *self.front.engine_models):
+            message = f"model {name!r} is not served here; {self.model_name!r} is"
+            raise NotFoundError(message, param="model", code="model_not_found")
+        generation = await self.front.submit(asked, tenant_in(request))
+        stream = generation.relay
+
+        def headers() -> list[tuple[bytes, bytes]]:
+            found = [(b"x-diptych-engine", stream.served_by.encode())] if stream.served_by else []
+            if asked.is_stream:
+                found.append((b"x-diptych-recovery", self.front.recovery_of(stream).encode()))
+            return found
+
+        return GenerationResponse(
+            self.front, generation, RelayWriter(), stream=asked.is_stream, dialect=RELAY, more_headers=headers
+        )
+
+    def card(self) -> dict[str, Any]:
+        """The model."""
+        ready = self.front.ready
+        return protocol.ModelCard(
+            id=self.model_name,
+            created=self.created,
+            root=next(iter(self.front.engine_models), ""),
+            max_model_len=ready.max_model_len if ready else None,
+        ).model_dump()
+
+    def engines(self) -> list[dict[str, Any]]:
+        """Every engine, with what was found out about it."""
+        fleet = self.front.external
+        return [
+            {
+                "worker": engine.number,
+                "kind": engine.spec.kind,
+                "url": engine.spec.url,
+                "role": engine.spec.role,
+                "state": engine.state.value,
+                "is_up": engine.number in fleet.core.members.up,
+                "open_requests": len(engine.exchanges),
+                "losses": engine.num_restarts,
+                **engine.described(),
+            }
+            for engine in fleet.engines
+        ]
+
+
+def build_front_app(
+    front: EngineFront,
+    model_name: str = "",
+    *,
+    api_keys: Sequence[str] = (),
+    admin_key: str | None = None,
+    max_body_bytes: int = 16 * 2**20,
+    manners: Manners | None = None,
+) -> FastAPI:
+    """The ASGI application around engines that are being served."""
+    app = FastAPI(title="Diptych front", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None)
+    service = FrontService(front, model_name)
+    front.metrics.model_name = model_name or OWN_NAME
+    errors.install(app)
+    for path in get_args(RelayPath):
+        _add_relay(app, service, path)
+    _add_information(app, service)
+    add_timeline_routes(app, front.timeline, ERRORS)
+    add_ui_routes(app, front, model_name or OWN_NAME, ERRORS, has_admin_key=admin_key is not None, has_steps=False)
+    add_admin_routes(app, front, ERRORS)
+    app.add_middleware(NativePanics)
+    app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
+    if api_keys:
+        app.add_middleware(ApiKey, keys=api_keys)
+    app.add_middleware(AdminAccess, key=admin_key)
+    add_manners(app, manners or Manners())
+    return app
+
+
+def _add_relay(app: FastAPI, service: FrontService, path: RelayPath) -> None:
+    @app.post(path, responses={**ERRORS, 200: OBJECT}, openapi_extra=BODY, operation_id=path.strip("/"))
+    async def relay(request: Request) -> Response:
+        """Passed on to an engine."""
+        return await service.relay(path, request)
+
+
+def _add_information(app: FastAPI, service: FrontService) -> None:
+    front = service.front
+    no_key: dict[int | str, dict[str, Any]] = {401: ERRORS[401]}
+
+    @app.get("/v1/models", responses={**no_key, 200: {"model": protocol.ModelList}})
+    async def models() -> Response:
+        """The model of the engines."""
+        return _json({"object": "list", "data": [service.card()]})
+
+    @app.get("/health", responses={200: {"model": protocol.StatusReply}})
+    async def health() -> Response:
+        """Whether this process is alive (not: whether it takes requests; see /ready)."""
+        return _json({"status": "ok", "detail": None})
+
+    @app.get("/ready", responses={200: {"model": protocol.StatusReply}, 503: {"model": protocol.StatusReply}})
+    async def ready() -> Response:
+        """Whether a request sent now would find an engine."""
+        if front.is_routable:
+            return _json({"status": "ready", "detail": None})
+        return _json({"status": "not ready", "detail": front.state}, 503)
+
+    @app.get("/version", responses={**no_key, 200: OBJECT})
+    async def version() -> Response:
+        """The version of this server, and of its engines where they say it."""
+        versions = {engine["url"]: engine["version"] for engine in service.engines()}
+        return _json({"version": __version__, "control": compiled_modules.what_runs(), "engines": versions})
+
+    @app.get("/engines", responses={**no_key, 200: OBJECT})
+    async def engines() -> Response:
+        """Every engine: whether it is up, its version, what it can do, and what it lacks."""
+        return _json({"engines": service.engines()})
+
+    @app.get("/metrics", responses={**no_key, 200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
+    async def metrics() -> Response:
+        """What Prometheus reads."""
+        return Response(front.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    return Response(encode_json(content), status, media_type="application/json")

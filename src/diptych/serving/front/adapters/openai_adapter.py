@@ -1,0 +1,38 @@
+"""Any server that speaks OpenAI's API and says nothing of itself: Ollama, TGI, LiteLLM, a hosted model.
+
+It is placed by its own requests alone, and its cache is assumed from what it was sent.
+"""
+
+from typing import Any
+
+from diptych.serving.front.adapters.openai_parts import first_model, real_token, usage_wanted
+from diptych.serving.front.capabilities import EngineFacts, whole_number
+from diptych.serving.front.engine_connection import ConnectionPool
+from diptych.serving.front.engine_load import EngineGauges
+from diptych.serving.front.engine_spec import EngineSpec
+from diptych.serving.front.relay_request import RelayRequest
+
+
+class OpenAIAdapter:
+    """See EngineAdapter."""
+
+    gauge_path = ""
+
+    async def look(self, pool: ConnectionPool, spec: EngineSpec) -> EngineFacts:
+        """See EngineAdapter."""
+        model = await first_model(pool)
+        name = str(model["id"])
+        await real_token(pool, name)
+        return EngineFacts("openai", "", name, whole_number(model.get("max_model_len")))
+
+    def changes(self, request: RelayRequest, facts: EngineFacts) -> dict[str, Any]:
+        """See EngineAdapter."""
+        return usage_wanted(request)
+
+    def read_gauges(self, page: bytes) -> EngineGauges | None:
+        """See EngineAdapter."""
+        return None
+
+    async def tokenize(self, pool: ConnectionPool, request: RelayRequest, model: str) -> tuple[int, ...] | None:
+        """See EngineAdapter."""
+        return None

@@ -1,0 +1,132 @@
+"""What all kinds of engines have in common: OpenAI's API, and a page of Prometheus metrics."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from diptych.serving.front.capabilities import EngineNotReadyError
+from diptych.serving.front.engine_connection import ConnectionPool, ReplyTooLongError, ask
+from diptych.serving.front.engine_load import EngineGauges, gauges_of
+from diptych.serving.front.relay_request import RelayRequest, encode_json
+from diptych.serving.front.reply_chunks import error_message
+
+LOOK_S = 20.0  # that an engine may take for one token, when it is asked for a sign of life
+TOKENIZE_S = 10.0
+TOKENS_LIMIT = 64 << 20
+
+
+async def get_json(pool: ConnectionPool, path: str) -> Any:
+    """The JSON at a path; None where there is none. Raises EngineNotReadyError when the engine does not answer."""
+    try:
+        status, body = await ask(pool, "GET", path, timeout_s=LOOK_S)
+    except TimeoutError:
+        raise EngineNotReadyError(f"{path}: no reply within {LOOK_S:g} s") from None
+    except (ConnectionError, ReplyTooLongError) as error:
+        raise EngineNotReadyError(f"{path}: {error}") from None
+    if status in (401, 403):
+        raise EngineNotReadyError(f"{path}: status {status}; the engine asks for another key (api_key_env)")
+    if status != 200:
+        return None
+    try:
+        return msgspec.json.decode(body)
+    except msgspec.DecodeError:
+        return None
+
+
+async def get_fields(pool: ConnectionPool, path: str) -> dict[str, Any]:
+    """The JSON object at a path; {} where there is none. Raises EngineNotReadyError."""
+    found = await get_json(pool, path)
+    return found if isinstance(found, dict) else {}
+
+
+async def first_model(pool: ConnectionPool) -> dict[str, Any]:
+    """What /v1/models says of its first model. Raises EngineNotReadyError."""
+    models = (await get_fields(pool, "/v1/models")).get("data")
+    if not isinstance(models, list) or not models or not isinstance(models[0], dict) or "id" not in models[0]:
+        raise EngineNotReadyError("/v1/models names no model")
+    found: dict[str, Any] = models[0]
+    return found
+
+
+async def real_token(pool: ConnectionPool, model: str) -> None:
+    """Ask for one token (of a completion, of a chat, else for an embedding). Raises EngineNotReadyError."""
+    asked: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("/v1/completions", {"prompt": "1", "max_tokens": 1, "temperature": 0}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "1"}], "max_tokens": 1, "temperature": 0}),
+        ("/v1/embeddings", {"input": "1"}),
+    )
+    said = ""
+    for path, fields in asked:
+        try:
+            status, body = await ask(pool, "POST", path, encode_json({"model": model, **fields}), timeout_s=LOOK_S)
+        except TimeoutError:
+            raise EngineNotReadyError(f"{path}: no token within {LOOK_S:g} s") from None
+        except (ConnectionError, ReplyTooLongError) as error:
+            raise EngineNotReadyError(f"{path}: {error}") from None
+        if status == 200 and has_token(body):
+            return
+        said = said or f"{path}: status {status}: {error_message(body, 'no token in the reply')}"
+    raise EngineNotReadyError(said)
+
+
+def has_token(body: bytes) -> bool:
+    """Whether a whole reply has an answer in it."""
+    try:
+        content = msgspec.json.decode(body)
+    except msgspec.DecodeError:
+        return False
+    return isinstance(content, dict) and bool(content.get("choices") or content.get("data"))
+
+
+def usage_wanted(request: RelayRequest) -> dict[str, Any]:
+    """Streams end with usage, whether their clients asked or not."""
+    if not request.is_stream:
+        return {}
+    options = request.body.stream_options
+    wanted: dict[str, Any] = {"include_usage": True}
+    if options is not None and options.continuous_usage_stats:
+        wanted["continuous_usage_stats"] = True
+    return {"stream_options": wanted}
+
+
+class GaugePage:
+    """Reads a few samples of a metrics page, added up over their labels, without reading the rest. names: of samples,
+    by field of EngineGauges."""
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self._fields = {name.encode(): field for field, name in names.items()}
+        every = b"|".join(re.escape(name) for name in self._fields)
+        self._pattern = re.compile(rb"^(" + every + rb")(?:\{[^}\n]*\})? ([0-9.eE+-]+|NaN)", re.MULTILINE)
+
+    def read(self, page: bytes) -> EngineGauges | None:
+        """None where none of the samples is there."""
+        values: dict[str, float] = {}
+        for name, text in self._pattern.findall(page):
+            try:
+                value = float(text)
+            except ValueError:
+                continue
+            if value == value:  # not NaN
+                field = self._fields[name]
+                values[field] = values.get(field, 0.0) + value
+        return gauges_of(values) if values else None
+
+
+async def post_tokens(pool: ConnectionPool, path: str, fields: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The tokens of a reply {"tokens": [...]}; None where the engine refuses. Raises ConnectionError, TimeoutError."""
+    try:
+        status, body = await ask(pool, "POST", path, encode_json(fields), timeout_s=TOKENIZE_S, limit=TOKENS_LIMIT)
+    except ReplyTooLongError:
+        return None
+    if status != 200:
+        return None
+    try:
+        return tuple(msgspec.json.decode(body, type=_Tokens).tokens)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+class _Tokens(msgspec.Struct):
+    tokens: list[int]

@@ -1,0 +1,89 @@
+"""SGLang's server (endpoints and fields as of 0.5). Spoken to from its documentation and sources: it has no build for
+CPUs, so that only servers that speak its protocol were run here.
+
+``/health_generate`` makes a token, also at engines that only prefill or only decode. Cached tokens are said with
+``--enable-cache-report``, gauges with ``--enable-metrics``. Answers' token ids are not on its OpenAI endpoints: a
+stream that it loses cannot be continued.
+"""
+
+from typing import Any
+
+from diptych.serving.front.adapters.openai_parts import (
+    LOOK_S,
+    GaugePage,
+    first_model,
+    get_fields,
+    post_tokens,
+    usage_wanted,
+)
+from diptych.serving.front.capabilities import Capabilities, EngineFacts, EngineNotReadyError, text_in, whole_number
+from diptych.serving.front.engine_connection import ConnectionPool, ReplyTooLongError, ask
+from diptych.serving.front.engine_load import EngineGauges
+from diptych.serving.front.engine_spec import EngineSpec
+from diptych.serving.front.relay_request import COMPLETION_PATH, RelayRequest
+
+_GAUGES = GaugePage(
+    {
+        "num_running": "sglang:num_running_reqs",
+        "num_waiting": "sglang:num_queue_reqs",
+        "kv_usage": "sglang:token_usage",
+        "num_preemptions": "sglang:num_retracted_requests_total",
+    }
+)
+
+
+class SGLangAdapter:
+    """See EngineAdapter."""
+
+    gauge_path = "/metrics"
+
+    async def look(self, pool: ConnectionPool, spec: EngineSpec) -> EngineFacts:
+        """See EngineAdapter."""
+        try:
+            status, _ = await ask(pool, "GET", "/health_generate", timeout_s=LOOK_S)
+            if status != 200:
+                raise EngineNotReadyError(f"/health_generate: status {status}")
+            _, page = await ask(pool, "GET", self.gauge_path, timeout_s=LOOK_S)
+        except TimeoutError:
+            raise EngineNotReadyError(f"/health_generate: no token within {LOOK_S:g} s") from None
+        except (ConnectionError, ReplyTooLongError) as error:
+            raise EngineNotReadyError(str(error)) from None
+        model = await first_model(pool)
+        info = await get_fields(pool, "/server_info") or await get_fields(pool, "/get_server_info")
+        has_gauges, has_report = _GAUGES.read(page) is not None, info.get("enable_cache_report") is True
+        degraded = [] if has_gauges else ["gauges (start it with --enable-metrics)"]
+        if not has_report:
+            degraded.append("cached_tokens (start it with --enable-cache-report)")
+        if not info:
+            degraded.append("version (no /server_info)")
+        page_size = max(1, whole_number(info.get("page_size"), 1))
+        return EngineFacts(
+            "sglang",
+            text_in(info, "version"),
+            str(model["id"]),
+            whole_number(model.get("max_model_len")) or whole_number(info.get("context_length")),
+            whole_number(info.get("max_total_num_tokens")) // page_size,
+            page_size,
+            Capabilities(
+                tokenizes=True,
+                cached_tokens=has_report,
+                gauges=has_gauges,
+                kv_events=bool(spec.kv_events),
+                handoff="bootstrap",
+            ),
+            tuple(degraded),
+        )
+
+    def changes(self, request: RelayRequest, facts: EngineFacts) -> dict[str, Any]:
+        """See EngineAdapter."""
+        return usage_wanted(request)
+
+    def read_gauges(self, page: bytes) -> EngineGauges | None:
+        """See EngineAdapter."""
+        return _GAUGES.read(page)
+
+    async def tokenize(self, pool: ConnectionPool, request: RelayRequest, model: str) -> tuple[int, ...] | None:
+        """See EngineAdapter. Of text only: it has no endpoint for its chat template."""
+        if request.path == COMPLETION_PATH and request.prompt.startswith(b'"'):
+            return await post_tokens(pool, "/tokenize", {"model": model, "prompt": request.body.prompt})
+        return None

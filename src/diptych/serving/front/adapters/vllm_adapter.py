@@ -1,0 +1,116 @@
+"""vLLM's OpenAI server (endpoints and fields as of 0.11 to 0.32).
+
+Token ids of answers come by ``return_token_ids``; prompts are tokenised by ``/tokenize`` with the engine's own chat
+template; the size of the KV cache is a label of ``vllm:cache_config_info``. A request is given up by closing its
+connection, which every version understands.
+"""
+
+import re
+from typing import Any
+
+from diptych.serving.front.adapters.openai_parts import (
+    LOOK_S,
+    GaugePage,
+    first_model,
+    get_fields,
+    post_tokens,
+    real_token,
+    usage_wanted,
+)
+from diptych.serving.front.capabilities import Capabilities, EngineFacts, EngineNotReadyError, text_in, whole_number
+from diptych.serving.front.engine_connection import ConnectionPool, ReplyTooLongError, ask
+from diptych.serving.front.engine_load import EngineGauges
+from diptych.serving.front.engine_spec import EngineSpec
+from diptych.serving.front.relay_request import CHAT_PATH, COMPLETION_PATH, RelayRequest
+
+_GAUGES = GaugePage(
+    {
+        "num_running": "vllm:num_requests_running",
+        "num_waiting": "vllm:num_requests_waiting",
+        "kv_usage": "vllm:kv_cache_usage_perc",
+        "num_preemptions": "vllm:num_preemptions_total",
+    }
+)
+_CACHE_LINE = re.compile(rb"^vllm:cache_config_info\{([^}\n]*)\}", re.MULTILINE)
+_LABEL = re.compile(rb'(num_gpu_blocks|block_size)="(\d+)"')
+TEMPLATE_FIELDS = (
+    "tools", "chat_template", "chat_template_kwargs", "continue_final_message", "add_generation_prompt",
+    "add_special_tokens",
+)  # fmt: skip
+
+
+class VLLMAdapter:
+    """See EngineAdapter."""
+
+    gauge_path = "/metrics"
+
+    async def look(self, pool: ConnectionPool, spec: EngineSpec) -> EngineFacts:
+        """See EngineAdapter."""
+        model = await first_model(pool)
+        name = str(model["id"])
+        await real_token(pool, name)
+        version = text_in(await get_fields(pool, "/version"), "version")
+        degraded = []
+        try:
+            _, page = await ask(pool, "GET", self.gauge_path, timeout_s=LOOK_S)
+        except (ConnectionError, TimeoutError, ReplyTooLongError) as error:
+            raise EngineNotReadyError(f"{self.gauge_path}: {error or 'no reply'}") from None
+        has_gauges = _GAUGES.read(page) is not None
+        if not has_gauges:
+            degraded.append("gauges (no vllm:num_requests_running; --disable-log-stats?)")
+        labels = (
+            {key: int(value) for key, value in _LABEL.findall(found[1])} if (found := _CACHE_LINE.search(page)) else {}
+        )
+        tokens = await self._tokens(pool, {"model": name, "prompt": "1"})
+        if tokens is None:
+            degraded.append("tokenizes (no /tokenize)")
+        if not version:
+            degraded.append("version (no /version)")
+        return EngineFacts(
+            "vllm",
+            version,
+            name,
+            whole_number(model.get("max_model_len")),
+            labels.get(b"num_gpu_blocks", 0),
+            labels.get(b"block_size", 0),
+            Capabilities(
+                tokenizes=tokens is not None,
+                tokens_out=True,
+                cached_tokens=True,
+                gauges=has_gauges,
+                kv_events=bool(spec.kv_events),
+                handoff="nixl",
+            ),
+            tuple(degraded),
+        )
+
+    def changes(self, request: RelayRequest, facts: EngineFacts) -> dict[str, Any]:
+        """See EngineAdapter."""
+        added = usage_wanted(request)
+        if request.is_stateless and facts.capabilities.tokens_out:
+            added["return_token_ids"] = True
+        if request.path == COMPLETION_PATH and request.token_ids is not None and not request.body_echoes:
+            added["prompt"] = request.token_ids
+        return added
+
+    def read_gauges(self, page: bytes) -> EngineGauges | None:
+        """See EngineAdapter."""
+        return _GAUGES.read(page)
+
+    async def tokenize(self, pool: ConnectionPool, request: RelayRequest, model: str) -> tuple[int, ...] | None:
+        """See EngineAdapter."""
+        if request.path == CHAT_PATH:
+            fields: dict[str, Any] = {"model": model, "messages": request.body.messages, "add_generation_prompt": True}
+            fields |= {name: request.fields[name] for name in TEMPLATE_FIELDS if name in request.fields}
+            return await self._tokens(pool, fields)
+        if request.path == COMPLETION_PATH and request.prompt.startswith(b'"'):
+            special = {name: request.fields[name] for name in ("add_special_tokens",) if name in request.fields}
+            return await self._tokens(pool, {"model": model, "prompt": request.body.prompt, **special})
+        return None
+
+    @staticmethod
+    async def _tokens(pool: ConnectionPool, fields: dict[str, Any]) -> tuple[int, ...] | None:
+        try:
+            return await post_tokens(pool, "/tokenize", fields)
+        except (ConnectionError, TimeoutError):
+            return None

@@ -1,0 +1,91 @@
+"""What an engine can do, as it was found out when it came up; and the protocol of the adapters that find it out.
+
+An adapter is one file of adapters/ and one line in ADAPTERS. The rest of the front reads capabilities, never a kind.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from diptych.serving.front.engine_connection import ConnectionPool
+from diptych.serving.front.engine_load import EngineGauges
+from diptych.serving.front.engine_spec import EngineKind, EngineSpec
+from diptych.serving.front.relay_request import RelayRequest
+
+HandoffKind = Literal["", "nixl", "bootstrap"]
+
+
+class EngineNotReadyError(Exception):
+    """The engine does not serve yet, or not as it must; the words say why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """tokenizes: gives the token ids of a prompt. tokens_out: names the tokens of its answers, so that another engine
+    can continue them. cached_tokens: says how many prompt tokens it found in its cache. gauges: says how busy it is.
+    kv_events: publishes what its cache holds. handoff: how a prompt goes from one such engine to another. step_times:
+    says how long its steps take."""
+
+    tokenizes: bool = False
+    tokens_out: bool = False
+    cached_tokens: bool = False
+    gauges: bool = False
+    kv_events: bool = False
+    handoff: HandoffKind = ""
+    step_times: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """An engine that serves. version: "" where it does not say. max_model_len, num_blocks, block_size: 0 where it does
+    not say. degraded: capabilities that this kind of engine has and this one lacks, each with its reason."""
+
+    kind: EngineKind
+    version: str
+    model: str
+    max_model_len: int = 0
+    num_blocks: int = 0
+    block_size: int = 0
+    capabilities: Capabilities = Capabilities()
+    degraded: tuple[str, ...] = ()
+
+    @property
+    def description(self) -> str:
+        """One line for people."""
+        parts = [f"{self.kind} {self.version or '(version not said)'}", self.model]
+        if self.degraded:
+            parts.append(f"degraded: {'; '.join(self.degraded)}")
+        return ", ".join(parts)
+
+
+class EngineAdapter(Protocol):
+    """How one kind of engine is spoken to, besides OpenAI's API. gauge_path: of its metrics page ("": it has none)."""
+
+    gauge_path: str
+
+    async def look(self, pool: ConnectionPool, spec: EngineSpec) -> EngineFacts:
+        """Ask for a real token, and for what the engine is. Raises EngineNotReadyError."""
+        ...
+
+    def changes(self, request: RelayRequest, facts: EngineFacts) -> dict[str, Any]:
+        """Fields that are added to a request, besides the model."""
+        ...
+
+    def read_gauges(self, page: bytes) -> EngineGauges | None:
+        """None where the page says nothing."""
+        ...
+
+    async def tokenize(self, pool: ConnectionPool, request: RelayRequest, model: str) -> tuple[int, ...] | None:
+        """The token ids of the prompt as the engine will see it; None where it cannot say. Raises ConnectionError or
+        TimeoutError."""
+        ...
+
+
+def whole_number(value: Any, default: int = 0) -> int:
+    """A count that an engine gave, or the default for anything else."""
+    return int(value) if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 else default
+
+
+def text_in(fields: Mapping[str, Any], *names: str) -> str:
+    """The first of these fields that is text ("": none)."""
+    return next((value for name in names if isinstance(value := fields.get(name), str)), "")

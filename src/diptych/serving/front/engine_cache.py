@@ -1,0 +1,106 @@
+"""What the prefix cache of one engine holds, as the router is told: from the engine's own events, or assumed from the
+prompts that it was sent. Either way it is told by numbered KVEvents, as by workers of ours.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+
+from diptych.control.events import Event, KVEvents, KVSnapshot
+from diptych.control.router.assumed_cache import AssumedCache
+from diptych.control.router.kv_bridge import KVBridge
+from diptych.control.router.kv_source import KVSource, SourceChange
+from diptych.control.slo import NS_PER_S
+from diptych.serving.front.engine_spec import EngineSpec, FrontOptions
+from diptych.serving.front.kv_events import KVEventReader
+
+logger = logging.getLogger(__name__)
+
+Report = Callable[[Sequence[Event]], None]
+SPARE_BLOCKS = 1024  # by which an engine may have more blocks than it says
+
+
+class EngineCache:
+    """``begin`` it whenever the engine has come up, and ``close`` it when it is gone."""
+
+    def __init__(self, options: FrontOptions, spec: EngineSpec, clock: Callable[[], int]) -> None:
+        self._options = options
+        self._spec = spec
+        self._clock = clock
+        self._lifetime_ns = int(options.assumed_s * NS_PER_S)
+        self._assumed = AssumedCache(1, self._lifetime_ns)
+        self._source: KVSource | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._sequence = 0
+        self._report: Report = lambda events: None
+        self.num_gaps = 0  # of events, that were not filled, in all its lives
+        self._seen_gaps = 0  # of these, in this one
+
+    def begin(self, num_blocks: int, num_engine_blocks: int, report: Report) -> None:
+        """The engine has come up. num_blocks: of ours; num_engine_blocks: as the engine counts them."""
+        self._assumed = AssumedCache(num_blocks, self._lifetime_ns)
+        self._sequence = self._seen_gaps = 0
+        self._report = report
+        spec = self._spec
+        if spec.kv_events:
+            bridge = KVBridge(self._options.block_size, num_engine_blocks + SPARE_BLOCKS)
+            self._source = KVSource(bridge, can_replay=bool(spec.kv_replay))
+            reader = KVEventReader(self._source, spec.kv_events, spec.kv_replay, self._on_change)
+            self._reading = asyncio.create_task(self._read(reader))
+
+    @property
+    def kind(self) -> str:
+        """How it is known what the engine holds: "assumed" from what it was sent, or how far its events are to be
+        believed (see SourceState)."""
+        return "assumed" if self._source is None else self._source.state.value
+
+    @property
+    def num_blocks(self) -> int:
+        """That are known or assumed."""
+        return len(self._assumed) if self._source is None else len(self._source.bridge)
+
+    async def close(self) -> None:
+        """The engine is gone."""
+        reading, self._reading, self._source = self._reading, None, None
+        if reading is not None:
+            reading.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await reading
+
+    def on_computed(self, hashes: Sequence[bytes], now: int) -> None:
+        """The engine has computed a prompt with these blocks."""
+        if hashes and self._source is None:
+            self._changed(*self._assumed.on_computed(hashes, now))
+
+    def tick(self, now: int) -> None:
+        """Time has passed."""
+        if self._source is None:
+            self._changed((), self._assumed.expire(now))
+
+    def snapshot(self) -> None:
+        """The router has missed something: tell it everything."""
+        hashes = self._assumed.hashes if self._source is None else self._source.bridge.hashes
+        self._report([KVSnapshot(self._clock(), self._sequence, hashes)])
+
+    async def _read(self, reader: KVEventReader) -> None:
+        try:
+            await reader.run()
+        except asyncio.CancelledError:
+            raise
+        except Exception:  # nothing more is known of this cache: forget it rather than to believe what is old
+            logger.exception("KV events of %s are read no more", self._spec.name)
+            self._on_change(reader.source.on_lost())
+
+    def _on_change(self, change: SourceChange) -> None:
+        source = self._source
+        if source is not None and source.num_gaps > self._seen_gaps:
+            self.num_gaps += source.num_gaps - self._seen_gaps
+            self._seen_gaps = source.num_gaps
+            logger.warning("%s: KV events were lost; its prefix index is %s", self._spec.name, self.kind)
+        self._changed(change.stored, change.evicted)
+
+    def _changed(self, stored: tuple[bytes, ...], evicted: tuple[bytes, ...]) -> None:
+        if stored or evicted:
+            self._sequence += 1
+            self._report([KVEvents(self._clock(), self._sequence, stored, evicted)])

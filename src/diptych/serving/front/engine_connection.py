@@ -1,0 +1,383 @@
+"""HTTP/1.1 to one engine: kept connections, one request on each at a time, and callbacks instead of tasks.
+
+    call = pool.send("POST", "/v1/completions", body, listener)     # returns at once
+    listener.on_head(status, headers), on_data(bytes) ..., then exactly one of on_end() and on_failure(words)
+    call.abort()                                                    # closes the connection; nothing follows
+
+A closed connection is how every engine learns that an answer is not wanted any more. Knows nothing of what is asked.
+Memory: ``pause`` stops reading; a head has at most HEAD_LIMIT bytes.
+"""
+
+import asyncio
+import ssl
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
+
+HEAD_LIMIT = 65_536
+CONNECT_TIMEOUT_S = 5.0
+MAX_IDLE = 256  # connections that are kept
+MAX_IDLE_S = 4.0  # servers close what is idle, uvicorn after 5 s: a request must not meet that
+RELEASE_S = 1.0
+
+
+class ReplyListener(Protocol):
+    """Is told how a request went. After ``on_end`` or ``on_failure`` nothing follows."""
+
+    def on_head(self, status: int, headers: Mapping[bytes, bytes]) -> None:
+        """The head of the reply; names of headers in lower case."""
+        ...
+
+    def on_data(self, data: bytes) -> None:
+        """A part of the body."""
+        ...
+
+    def on_end(self) -> None:
+        """The body is whole."""
+        ...
+
+    def on_failure(self, words: str, *, was_sent: bool) -> None:
+        """There is no whole reply. was_sent: the engine may have read the request."""
+        ...
+
+
+class EngineCall:
+    """A request that is under way."""
+
+    __slots__ = ("_connection", "_task", "is_over")
+
+    def __init__(self) -> None:
+        self._connection: _Connection | None = None
+        self._task: asyncio.Task[None] | None = None
+        self.is_over = False
+
+    def abort(self) -> None:
+        """Give it up: the connection is closed, and the listener gets no more calls."""
+        if self.is_over:
+            return
+        self.is_over = True
+        if self._task is not None:
+            self._task.cancel()
+        if self._connection is not None:
+            self._connection.drop()
+
+    def release(self) -> None:
+        """The rest of the reply does not matter: its listener gets no more calls, and the connection is kept if the
+        reply ends within RELEASE_S."""
+        if self.is_over or self._connection is None:
+            self.abort()
+            return
+        self._connection.ignore()
+        asyncio.get_running_loop().call_later(RELEASE_S, self.abort)
+
+    def pause(self) -> None:
+        """Read no more of the reply for now."""
+        if self._connection is not None and not self.is_over:
+            self._connection.pause()
+
+    def resume(self) -> None:
+        """Read on."""
+        if self._connection is not None and not self.is_over:
+            self._connection.resume()
+
+
+class ConnectionPool:
+    """The connections to one server. headers: sent with every request. tls: None for plain HTTP."""
+
+    def __init__(self, host: str, port: int, headers: Mapping[str, str], tls: ssl.SSLContext | None = None) -> None:
+        self._host, self._port, self._tls = host, port, tls
+        name = f"[{host}]" if ":" in host else host
+        lines = [f"Host: {name}:{port}", *(f"{key}: {value}" for key, value in headers.items())]
+        self._head = "".join(f"{line}\r\n" for line in lines).encode("latin-1")
+        self._idle: list[_Connection] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+
+    def send(
+        self, method: str, path: str, body: bytes | None, listener: ReplyListener, *, headers: bytes = b""
+    ) -> EngineCall:
+        """Send a request; returns at once. headers: lines that end with CR LF."""
+        call = EngineCall()
+        length = b"" if body is None else b"Content-Type: application/json\r\nContent-Length: %d\r\n" % len(body)
+        request = b"%b %b HTTP/1.1\r\n%b%b%b\r\n" % (method.encode(), path.encode(), self._head, headers, length)
+        if body is not None:
+            request += body
+        loop = asyncio.get_running_loop()
+        while self._idle:
+            connection = self._idle.pop()
+            if loop.time() - connection.idle_since_s > MAX_IDLE_S:
+                connection.drop()
+            elif connection.is_usable:
+                connection.begin(call, listener, request, is_fresh=False)
+                return call
+        task = loop.create_task(self._connect(call, listener, request))
+        call._task = task
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return call
+
+    async def _connect(self, call: EngineCall, listener: ReplyListener, request: bytes) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                _, connection = await loop.create_connection(
+                    lambda: _Connection(self), self._host, self._port, ssl=self._tls
+                )
+        except TimeoutError:
+            self._fail(call, listener, f"no connection within {CONNECT_TIMEOUT_S:g} s")
+            return
+        except (OSError, ssl.SSLError) as error:
+            self._fail(call, listener, f"no connection: {error.strerror or error}")
+            return
+        call._task = None
+        if call.is_over or self._is_closed:
+            connection.drop()
+        else:
+            connection.begin(call, listener, request, is_fresh=True)
+
+    @staticmethod
+    def _fail(call: EngineCall, listener: ReplyListener, words: str) -> None:
+        if not call.is_over:
+            call.is_over = True
+            listener.on_failure(words, was_sent=False)
+
+    def keep(self, connection: "_Connection") -> None:
+        """The connection can carry another request."""
+        if len(self._idle) < MAX_IDLE and not self._is_closed:
+            connection.idle_since_s = asyncio.get_running_loop().time()
+            self._idle.append(connection)
+        else:
+            connection.drop()
+
+    def forget(self, connection: "_Connection") -> None:
+        """The connection is closed."""
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    def resend(self, call: EngineCall, listener: ReplyListener, request: bytes) -> None:
+        """A kept connection had ended before there was a reply: ask the same question on a new one."""
+        task = asyncio.get_running_loop().create_task(self._connect(call, listener, request))
+        call._connection, call._task = None, task
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def close(self) -> None:
+        """Close what is idle, and keep nothing from now on."""
+        self._is_closed = True
+        for connection in self._idle:
+            connection.drop()
+        self._idle.clear()
+        for task in self._tasks:
+            task.cancel()
+
+
+class _Connection(asyncio.Protocol):
+    """One connection. The parser calls the methods without an underscore."""
+
+    def __init__(self, pool: ConnectionPool) -> None:
+        self._pool = pool
+        self._transport: Any = None
+        self._parser: HttpResponseParser | None = None
+        self._call: EngineCall | None = None
+        self._listener: ReplyListener | None = None
+        self._request = b""
+        self._headers: dict[bytes, bytes] = {}
+        self._head_bytes = 0
+        self._has_head = self._is_whole = self._is_fresh = self._has_begun = self._is_paused = False
+        self._keeps = self._is_framed = False
+        self.idle_since_s = 0.0
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether a request may be sent on it."""
+        return self._transport is not None and not self._transport.is_closing()
+
+    def begin(self, call: EngineCall, listener: ReplyListener, request: bytes, *, is_fresh: bool) -> None:
+        """Send a request. is_fresh: the connection has carried none before."""
+        self._call, self._listener, self._request, self._is_fresh = call, listener, request, is_fresh
+        call._connection = self
+        self._parser = HttpResponseParser(self)
+        self._headers, self._head_bytes = {}, 0
+        self._has_head = self._is_whole = self._has_begun = self._keeps = self._is_framed = False
+        self._transport.write(request)
+
+    def ignore(self) -> None:
+        """See EngineCall.release."""
+        self.resume()
+        self._listener = _Ignored()
+
+    def pause(self) -> None:
+        """See EngineCall."""
+        if not self._is_paused and self.is_usable:
+            self._is_paused = True
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        """See EngineCall."""
+        if self._is_paused and self.is_usable:
+            self._is_paused = False
+            self._transport.resume_reading()
+
+    def drop(self) -> None:
+        """Close at once."""
+        self._call = self._listener = self._parser = None
+        if self._transport is not None:
+            self._transport.abort()
+
+    # -- what the loop calls ------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """It is connected."""
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """More bytes of the reply."""
+        parser = self._parser
+        if parser is None:  # nothing was asked for
+            self.drop()
+            return
+        self._has_begun = True
+        self._request = b""
+        if not self._has_head:
+            self._head_bytes += len(data)
+        try:
+            parser.feed_data(data)
+        except (HttpParserError, HttpParserUpgrade) as error:
+            if (cause := error.__context__) is not None and not isinstance(cause, HttpParserError):
+                raise cause from None  # a defect in a listener, not in the bytes
+            self._end_with(f"the reply is no HTTP/1.1 ({error})")
+            return
+        if self._parser is not parser:  # aborted by its listener
+            return
+        if not self._has_head and self._head_bytes > HEAD_LIMIT:
+            self._end_with(f"the head of the reply is longer than {HEAD_LIMIT} bytes")
+        elif self._is_whole:
+            self._finish()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It is closed, by either side."""
+        self._pool.forget(self)
+        if self._call is None or self._listener is None:
+            return
+        if self._has_head and not self._is_framed and exc is None:  # its length is where the connection ends
+            self._finish()
+        elif not self._has_begun and not self._is_fresh and self._request.startswith(b"GET "):
+            call, listener, request = self._call, self._listener, self._request
+            self._call = self._listener = None
+            self._pool.resend(call, listener, request)
+        else:
+            where = "in the middle of the reply" if self._has_begun else "without a reply"
+            self._end_with(f"the connection ended {where}")
+
+    # -- what the parser calls ----------------------------------------------------------------------------------------
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header, or a trailer, which is ignored."""
+        if not self._has_head:
+            self._headers[name.lower()] = value
+
+    def on_headers_complete(self) -> None:
+        """The head is read (of an interim reply, too)."""
+        assert self._parser is not None
+        status = self._parser.get_status_code()
+        if status < 200:
+            self._headers = {}
+            return
+        self._has_head = True
+        self._keeps = self._parser.should_keep_alive()
+        self._is_framed = b"content-length" in self._headers or b"transfer-encoding" in self._headers
+        if self._listener is not None:
+            self._listener.on_head(status, self._headers)
+
+    def on_body(self, data: bytes) -> None:
+        """A part of the body."""
+        if self._listener is not None:
+            self._listener.on_data(data)
+
+    def on_message_complete(self) -> None:
+        """The reply is read."""
+        self._is_whole = self._has_head
+
+    def _finish(self) -> None:
+        call, listener = self._call, self._listener
+        self._call = self._listener = self._parser = None
+        assert call is not None and listener is not None
+        call.is_over, call._connection = True, None
+        if self._keeps and self._is_framed and self.is_usable:
+            self.resume()
+            self._pool.keep(self)
+        elif self._transport is not None:
+            self._transport.abort()
+        listener.on_end()
+
+    def _end_with(self, words: str) -> None:
+        call, listener = self._call, self._listener
+        self._call = self._listener = self._parser = None
+        if self._transport is not None:
+            self._transport.abort()
+        if call is not None and listener is not None:
+            call.is_over, call._connection = True, None
+            listener.on_failure(words, was_sent=True)
+
+
+class _Ignored:
+    """A ReplyListener of what nobody reads."""
+
+    def on_head(self, status: int, headers: Mapping[bytes, bytes]) -> None:
+        """Nothing."""
+
+    def on_data(self, data: bytes) -> None:
+        """Nothing."""
+
+    def on_end(self) -> None:
+        """Nothing."""
+
+    def on_failure(self, words: str, *, was_sent: bool) -> None:
+        """Nothing."""
+
+
+class ReplyTooLongError(Exception):
+    """A reply has more bytes than were asked for."""
+
+
+class _Gathered:
+    """A ReplyListener for small replies."""
+
+    def __init__(self, limit: int) -> None:
+        self.done: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
+        self.call: EngineCall | None = None
+        self._limit = limit
+        self._status = 0
+        self._body = bytearray()
+
+    def on_head(self, status: int, headers: Mapping[bytes, bytes]) -> None:
+        self._status = status
+
+    def on_data(self, data: bytes) -> None:
+        self._body += data
+        if len(self._body) > self._limit and not self.done.done():
+            self.done.set_exception(ReplyTooLongError(f"the reply has more than {self._limit} bytes"))
+            assert self.call is not None
+            self.call.abort()
+
+    def on_end(self) -> None:
+        if not self.done.done():
+            self.done.set_result((self._status, bytes(self._body)))
+
+    def on_failure(self, words: str, *, was_sent: bool) -> None:
+        if not self.done.done():
+            self.done.set_exception(ConnectionError(words))
+
+
+async def ask(
+    pool: ConnectionPool, method: str, path: str, body: bytes | None = None, *, timeout_s: float, limit: int = 4 << 20
+) -> tuple[int, bytes]:
+    """Status and body of a small reply. Raises ConnectionError, TimeoutError or ReplyTooLongError."""
+    gathered = _Gathered(limit)
+    gathered.call = pool.send(method, path, body, gathered)
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await gathered.done
+    finally:
+        gathered.call.abort()

@@ -1,0 +1,413 @@
+"""One attempt at one engine: its HTTP exchange, told to the fleet as a worker tells it.
+
+    sent ---> first token ---> tokens ---> the last chunk: RequestFinished
+      |            |             |
+      '------------'-------------'--> refused, broken off, silent, unreadable: the worker says what becomes of it
+
+The bytes go to the client's stream; the fleet gets counts and events. An exchange whose attempt is over (another has
+begun, its client has left) writes nothing any more. Ends exactly once.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from diptych.control.errors import DiptychError, ErrorRecord, InvalidRequestError, WorkerError
+from diptych.control.events import Event, FirstToken, HandoffDelivered, RequestAdmitted, RequestFinished
+from diptych.control.request import FinishReason
+from diptych.control.slo import LatencyBreakdown
+from diptych.control.step import StepTokens
+from diptych.serving.api.error_format import error_body
+from diptych.serving.front.engine_connection import ConnectionPool, EngineCall
+from diptych.serving.front.relay_request import COMPLETION_PATH, WHOLE_PATHS, encode_json
+from diptych.serving.front.relay_stream import NO_TOKEN, EngineRefusal, RelayStream
+from diptych.serving.front.reply_chunks import (
+    DONE,
+    EngineChunk,
+    EngineUsage,
+    EventSplitter,
+    UnreadableReplyError,
+    error_message,
+    read_chunk,
+    without_token_ids,
+)
+
+BODY_LIMIT = 64 << 20
+REFUSAL_LIMIT = 1 << 16
+ELSEWHERE = frozenset((408, 409, 425, 429))  # and all from 500 on: another engine may take it
+SPARE_TOKENS = 8  # by which an engine may miscount an answer
+
+
+class ExchangeOwner(Protocol):
+    """The worker that an exchange belongs to. name: of its engine, for people."""
+
+    number: int
+    name: str
+
+    def report(self, events: Sequence[Event], tokens: StepTokens | None = None) -> None:
+        """Tell the fleet."""
+        ...
+
+    def report_takeover(self, events: Sequence[Event], attempt_id: str, token_id: int) -> None:
+        """Tell the fleet that this engine goes on with what another has computed; its first token."""
+        ...
+
+    def on_tokens(self, exchange: "EngineExchange", num_tokens: int) -> None:
+        """Tokens came (0: the first byte of another kind)."""
+        ...
+
+    def on_usage(self, exchange: "EngineExchange", usage: EngineUsage) -> int:
+        """The engine has said what the prompt was. Returns the cached tokens in the front's own count."""
+        ...
+
+    def on_over(self, exchange: "EngineExchange") -> None:
+        """It is over, whatever follows."""
+        ...
+
+    def on_lost(self, exchange: "EngineExchange", words: str) -> None:
+        """It broke off: the engine may be gone."""
+        ...
+
+    def on_refused(self, exchange: "EngineExchange", status: int) -> bool:
+        """The engine does not want it now. Returns whether it is tried elsewhere."""
+        ...
+
+    def clock(self) -> int:
+        """Nanoseconds."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineQuestion:
+    """What is sent. resumes: the answer goes on after tokens of another engine. adds_ids, adds_usage: the engine was
+    asked for more than the client has asked for. headers: lines that end with CR LF."""
+
+    path: str
+    body: bytes
+    resumes: bool = False
+    adds_ids: bool = False
+    adds_usage: bool = False
+    headers: bytes = b""
+
+
+class EngineExchange:
+    """A ReplyListener. num_tokens: of this attempt, so far. last_ns: when the last token came, or the request went.
+    feeder: the worker that the stream belongs to until this engine's first token, when another computed the prompt."""
+
+    def __init__(
+        self,
+        owner: ExchangeOwner,
+        attempt_id: str,
+        stream: RelayStream,
+        question: EngineQuestion,
+        feeder: int | None = None,
+    ) -> None:
+        self.attempt_id = attempt_id
+        self.stream = stream
+        self.begun_ns = self.last_ns = owner.clock()
+        self.first_ns = 0
+        self.num_tokens = 0
+        self.is_over = False
+        self.has_bytes = False
+        self.is_handoff = feeder is not None and feeder != owner.number
+        self._owner = owner
+        self._question = question
+        self._feeder = owner.number if feeder is None else feeder
+        self._most_tokens = (stream.request.max_tokens + SPARE_TOKENS) * stream.request.num_choices
+        self._call: EngineCall | None = None
+        self._status = 0
+        self._is_events = False
+        self._splitter = EventSplitter()
+        self._body = bytearray()
+        self._usage: EngineUsage | None = None
+        self._finished: set[int] = set()
+        self._reason = FinishReason.STOP
+
+    def begin(self, pool: ConnectionPool) -> None:
+        """Send the request."""
+        question = self._question
+        self.stream.on_read = self._on_read
+        self._call = pool.send("POST", question.path, question.body, self, headers=question.headers)
+
+    def cancel(self) -> None:
+        """Nobody wants the rest. Nothing is reported."""
+        if not self.is_over:
+            self._over()
+
+    def break_off(self, words: str) -> None:
+        """The engine is silent for too long."""
+        if not self.is_over:
+            self._over()
+            self._owner.on_lost(self, words)
+
+    # -- ReplyListener ------------------------------------------------------------------------------------------------
+
+    def on_head(self, status: int, headers: Mapping[bytes, bytes]) -> None:
+        """See ReplyListener."""
+        self._status, self.has_bytes = status, True
+        self._is_events = headers.get(b"content-type", b"").lower().startswith(b"text/event-stream")
+
+    def on_data(self, data: bytes) -> None:
+        """See ReplyListener."""
+        if self.is_over:
+            return
+        try:
+            if self._status == 200 and self._is_events:
+                for payload in self._splitter.feed(data):
+                    self._on_event(payload)
+                    if self.is_over:
+                        return
+                if self.stream.is_full and self._call is not None:
+                    self._call.pause()
+                return
+            self._body += data
+            limit = BODY_LIMIT if self._status == 200 else REFUSAL_LIMIT
+            if len(self._body) > limit:
+                raise UnreadableReplyError(f"the reply (status {self._status}) is longer than {limit} bytes")
+        except UnreadableReplyError as error:
+            self.break_off(str(error))
+
+    def on_end(self) -> None:
+        """See ReplyListener."""
+        if self.is_over:
+            return
+        if self._status != 200:
+            self._on_refusal()
+        elif self._is_events:
+            self._on_done("the stream ended before its answer did")
+        else:
+            self._on_whole(bytes(self._body))
+
+    def on_failure(self, words: str, *, was_sent: bool) -> None:
+        """See ReplyListener."""
+        self.break_off(words)
+
+    # -- streams ------------------------------------------------------------------------------------------------------
+
+    def _on_event(self, payload: bytes) -> None:
+        if self.stream.attempt_id != self.attempt_id or self.stream.worker != self._feeder:
+            self.cancel()  # of an attempt that is over
+            return
+        if payload == DONE:
+            self._on_done("the stream ended without a finish_reason")
+            return
+        chunk = read_chunk(payload)
+        if chunk.error is not None:
+            self._on_error(chunk.error, error_message(payload, "the engine reported an error without a message"))
+            return
+        if chunk.usage is not None:
+            self._usage = chunk.usage
+        token_ids = self._tokens_of(chunk)
+        if self._is_excess(token_ids):
+            return
+        if self._question.resumes:
+            self._relay_resumed(chunk)
+        elif chunk.choices or not self._question.adds_usage:
+            self._relay(chunk, payload)
+        self._count(token_ids)
+
+    def _on_error(self, error: Any, message: str) -> None:
+        """An error in the middle of a stream: the request's own fault, or the engine's."""
+        code = error.get("code") if isinstance(error, dict) else None
+        if isinstance(code, int) and 400 <= code < 500 and code not in ELSEWHERE:
+            self._fail(InvalidRequestError(message))
+        else:
+            self.break_off(f"the engine reported in its stream: {message}")
+
+    def _tokens_of(self, chunk: EngineChunk) -> list[int]:
+        """The tokens that it brings; NO_TOKEN for those that the engine does not name."""
+        stream = self.stream
+        found: list[int] = []
+        for choice in chunk.choices:
+            if choice.finish_reason is not None:
+                self._finished.add(choice.index)
+                self._reason = FinishReason.LENGTH if choice.finish_reason == "length" else FinishReason.STOP
+                if choice.finish_reason in ("abort", "error"):
+                    raise UnreadableReplyError(f"the engine ended the answer with {choice.finish_reason}")
+            if choice.delta is not None and not choice.delta.is_plain:
+                stream.is_exact = False
+            ids = choice.prompt_token_ids or chunk.prompt_token_ids
+            if ids and not self._question.resumes:
+                stream.prompt_ids = ids
+            if choice.token_ids is None:
+                count = choice.num_tokens
+                stream.is_exact = stream.is_exact and not count
+                found += [NO_TOKEN] * count
+            else:
+                found += choice.token_ids
+        return found
+
+    def _is_excess(self, token_ids: Sequence[int]) -> bool:
+        """Whether the engine goes on after the longest answer that was asked for: it would never end."""
+        if self.stream.num_tokens + len(token_ids) <= self._most_tokens:
+            return False
+        most = self.stream.request.max_tokens
+        self._fail(WorkerError(f"{self._owner.name} gave more than max_tokens ({most}) tokens"))
+        return True
+
+    def _relay(self, chunk: EngineChunk, payload: bytes) -> None:
+        if self.stream.first_chunk is None and chunk.id:
+            self.stream.first_chunk = (chunk.id, chunk.created, chunk.model)
+        if self._question.adds_ids and b"token_ids" in payload:
+            payload = without_token_ids(payload)
+        self.stream.add(b"data: %b\n\n" % payload)
+
+    def _relay_resumed(self, chunk: EngineChunk) -> None:
+        """A completion's chunk, in the format of the client's request."""
+        for choice in chunk.choices:
+            if choice.text or choice.finish_reason is not None:
+                self.stream.add(self.stream.chunk(choice.text or "", choice.finish_reason))
+
+    def _count(self, token_ids: list[int]) -> None:
+        if not token_ids:
+            return
+        now = self._owner.clock()
+        events: list[Event] = []
+        if not self.first_ns:
+            self.first_ns = now
+            self.stream.served_by = self._owner.name
+            events.append(FirstToken(now, self.attempt_id))
+        self._owner.on_tokens(self, len(token_ids))
+        self.num_tokens += len(token_ids)
+        self.last_ns = now
+        if self.is_handoff and self._feeder != self._owner.number:
+            self._feeder = self._owner.number
+            events.append(HandoffDelivered(now, self.attempt_id, 0, now - self.begun_ns))
+            self._owner.report_takeover(events, self.attempt_id, token_ids[0])
+            events, token_ids = [], token_ids[1:]
+        if events or token_ids:
+            self._owner.report(events, StepTokens([self.attempt_id] * len(token_ids), token_ids))
+
+    def _on_done(self, words: str) -> None:
+        if len(self._finished) < self.stream.request.num_choices:
+            self.break_off(words)
+            return
+        if self._question.resumes and self.stream.request.wants_usage:
+            usage = self._usage
+            cached = usage.cached_tokens if usage else None
+            self.stream.add(self.stream.usage_chunk(self.stream.num_prompt_tokens, cached))
+        self._finish()
+
+    # -- whole replies and refusals -----------------------------------------------------------------------------------
+
+    def _on_whole(self, body: bytes) -> None:
+        stream, request = self.stream, self.stream.request
+        if request.is_stream:
+            self.break_off("a stream was asked for, and the reply is none")
+            return
+        if stream.attempt_id != self.attempt_id or stream.worker != self._feeder:
+            self.cancel()
+            return
+        try:
+            chunk = read_chunk(body)
+        except UnreadableReplyError as error:
+            self.break_off(str(error))
+            return
+        if request.path not in WHOLE_PATHS:
+            found = self._tokens_of(chunk) if chunk.error is None else []
+            if chunk.error is not None or len(self._finished) < len(chunk.choices) or not chunk.choices:
+                self.break_off("the reply has no whole answer")
+                return
+            stream.add(body)
+            self._usage = chunk.usage
+            said = chunk.usage.completion_tokens if chunk.usage else None
+            self._count([NO_TOKEN] * max(1, min(len(found) if said is None else said, self._most_tokens)))
+        else:
+            self._usage = chunk.usage
+            stream.served_by = self._owner.name
+            stream.add(body)
+        self._finish()
+
+    def _on_refusal(self) -> None:
+        status, body = self._status, bytes(self._body)
+        words = f"{self._owner.name} answered with status {status}"
+        self._over()
+        if status in (401, 403):  # the front's own key is wrong: not the client's fault
+            self._owner.report([self._end(FinishReason.ERROR, WorkerError(f"{words} to the key of this server"))])
+            return
+        if (status in ELSEWHERE or status >= 500) and self._owner.on_refused(self, status):
+            return
+        message = error_message(body, words)
+        refused = WorkerError(message, code="engine_refused")
+        if not self.stream.num_tokens:
+            status, body = (status, body) if status >= 400 else (502, b"")
+            self.stream.refusal = EngineRefusal(status, body or error_body(refused), message)
+        self._owner.report([self._end(FinishReason.ERROR, refused)])
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        """The answer is complete."""
+        self._over(is_whole=True)
+        events: list[Event] = []
+        num_cached = 0
+        if self._usage is not None and not self._question.resumes:
+            num_cached = self._owner.on_usage(self, self._usage)
+            if self._usage.cached_tokens is not None and not self.is_handoff:
+                events.append(RequestAdmitted(self._owner.clock(), self.attempt_id, num_cached, is_first=True))
+        self._owner.report([*events, self._end(self._reason, None, num_cached)])
+
+    def _fail(self, error: DiptychError) -> None:
+        self._over()
+        self._owner.report([self._end(FinishReason.ERROR, error)])
+
+    def _end(self, reason: FinishReason, error: DiptychError | None, num_cached: int = 0) -> RequestFinished:
+        now, options = self._owner.clock(), self.stream.options
+        first_ns = self.first_ns or now
+        latency = LatencyBreakdown(0, first_ns - self.begun_ns, now - first_ns, self.num_tokens)
+        return RequestFinished(
+            now,
+            self.attempt_id,
+            reason,
+            self.stream.num_estimated_tokens,
+            num_cached,
+            0,
+            latency,
+            None if options.slo is None else error is None,
+            None if error is None else ErrorRecord.of(error),
+        )
+
+    def _over(self, *, is_whole: bool = False) -> None:
+        self.is_over = True
+        if self.stream.on_read == self._on_read:
+            self.stream.on_read = None
+        if self._call is not None:
+            (self._call.release if is_whole else self._call.abort)()
+        self._owner.on_over(self)
+
+    def _on_read(self) -> None:
+        if self._call is not None:
+            self._call.resume()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFields:
+    """What is asked of an engine for a stream, from its beginning or after the tokens that its client has; fields: of
+    the body."""
+
+    path: str
+    fields: Mapping[str, Any]
+    resumes: bool
+
+    def question(self, stream: RelayStream, more: Mapping[str, Any] = {}) -> EngineQuestion:
+        """As it is sent, with more fields."""
+        body = encode_json({**self.fields, **more})
+        if self.resumes:
+            return EngineQuestion(self.path, body, resumes=True)
+        asked = stream.request
+        return EngineQuestion(
+            self.path,
+            body,
+            adds_ids="return_token_ids" in self.fields and "return_token_ids" not in asked.fields,
+            adds_usage="stream_options" in self.fields and not asked.wants_usage,
+        )
+
+
+def fields_of(stream: RelayStream, model: str, changes: Mapping[str, Any]) -> RequestFields:
+    """For an engine that calls the model so. changes: what its adapter adds."""
+    request = stream.request
+    if stream.num_tokens:
+        assert stream.prompt_ids is not None
+        fields = request.continuation_fields(model, stream.prompt_ids, stream.token_ids)
+        return RequestFields(COMPLETION_PATH, fields, resumes=True)
+    return RequestFields(request.path, request.engine_fields(model, changes), resumes=False)

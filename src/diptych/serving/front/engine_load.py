@@ -1,0 +1,173 @@
+"""The load of an engine: the requests that it has of ours, its own gauges, and what its time costs, as learned.
+
+An engine behind a front gives no step times. A prompt token's price is learned from how long prompts took while any
+was waited for; a token's, from the gaps between tokens. Gauges that are due and do not come mean that the engine is
+busy: it counts as saturated until they do. Asks nothing, waits for nothing.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from diptych.control.engine.reports import EngineStats, LoadReport
+from diptych.control.slo import NS_PER_MS, NS_PER_S
+
+FIRST_TOKEN_PRICE_NS = 100_000.0  # of a prompt token, before any was seen: 10,000 a second
+FIRST_GAP_NS = 20.0 * NS_PER_MS
+PRIOR_TOKENS = 2048.0  # that the first price counts as
+MEMORY = 0.98  # of what was learned before, at each request
+GROWING_SHARE = 0.2  # of a step's time is taken to grow with the batch: assumed, not measured
+SATURATED_NS = 60 * NS_PER_S  # of work, at an engine that does not say how busy it is
+
+
+@dataclass(frozen=True, slots=True)
+class EngineGauges:
+    """What an engine says of itself. kv_usage: 0 to 1 (None: it does not say)."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_usage: float | None = None
+    num_preemptions: int = 0
+
+
+@dataclass(slots=True)
+class _Held:
+    """A request of ours at the engine."""
+
+    num_tokens: int  # of its prompt
+    begun_ns: int
+    first_ns: int = 0
+    num_output_tokens: int = 0
+
+
+class EngineLoad:
+    """num_blocks, block_size: of its KV cache. gauges_due_ns: after which gauges that do not come are stale (0: it has
+    none)."""
+
+    def __init__(self, num_blocks: int, block_size: int, gauges_due_ns: int, now: int) -> None:
+        self._num_blocks = num_blocks
+        self._block_size = block_size
+        self._due_ns = gauges_due_ns
+        self._gauges_ns = now
+        self._gauges = EngineGauges()
+        self._held: dict[str, _Held] = {}
+        self._num_pending = 0  # without a first token
+        self._busy_since_ns = 0
+        self._busy_ns = FIRST_TOKEN_PRICE_NS * PRIOR_TOKENS
+        self._computed = PRIOR_TOKENS
+        self._gap_ns = FIRST_GAP_NS
+        self._mean_prompt = 512.0
+        self._queried = 0
+        self._hit = 0
+        self._refused_ns = 0
+
+    @property
+    def num_held(self) -> int:
+        """Requests of ours."""
+        return len(self._held)
+
+    @property
+    def token_ns(self) -> float:
+        """Of a prompt token that is computed."""
+        return self._busy_ns / self._computed
+
+    def on_sent(self, attempt_id: str, num_tokens: int, now: int) -> None:
+        """The engine gets a request."""
+        if not self._num_pending:
+            self._busy_since_ns = now
+        self._num_pending += 1
+        self._held[attempt_id] = _Held(num_tokens, now)
+        self._mean_prompt += (num_tokens - self._mean_prompt) / 32
+
+    def on_first_token(self, attempt_id: str, now: int) -> None:
+        """Its prompt is computed."""
+        held = self._held.get(attempt_id)
+        if held is not None and not held.first_ns:
+            held.first_ns = now
+            self._done_waiting(now)
+
+    def on_gap(self, attempt_id: str, gap_ns: int, num_tokens: int) -> None:
+        """Tokens came, so long after those before."""
+        held = self._held.get(attempt_id)
+        if held is not None:
+            held.num_output_tokens += num_tokens
+            self._gap_ns += (gap_ns / num_tokens - self._gap_ns) / 64
+
+    def on_over(self, attempt_id: str, now: int) -> None:
+        """The engine has it no longer."""
+        held = self._held.pop(attempt_id, None)
+        if held is not None and not held.first_ns:
+            self._done_waiting(now)
+
+    def on_prompt(self, num_tokens: int, num_cached: int | None) -> None:
+        """A prompt of so many tokens was computed, but for those that were found (None: the engine does not say)."""
+        if num_cached is not None:
+            self._queried += num_tokens
+            self._hit += num_cached
+        self._busy_ns *= MEMORY
+        self._computed = self._computed * MEMORY + max(1, num_tokens - (num_cached or 0))
+
+    def on_gauges(self, gauges: EngineGauges, now: int) -> None:
+        """The engine's own figures came."""
+        self._gauges, self._gauges_ns = gauges, now
+
+    def on_refused(self, now: int) -> None:
+        """It takes no more for the moment."""
+        self._refused_ns = now
+
+    def is_saturated(self, now: int) -> bool:
+        """Whether it refused within the last second, or its gauges are stale."""
+        is_stale = self._due_ns > 0 and now - self._gauges_ns > self._due_ns
+        return is_stale or (self._refused_ns > 0 and now - self._refused_ns < NS_PER_S)
+
+    def report(self, now: int) -> LoadReport:
+        """For the router: what is there besides our own requests, which it counts itself."""
+        held = list(self._held.values())
+        own_blocks = sum(-(-(known.num_tokens + known.num_output_tokens) // self._block_size) for known in held)
+        token_ns, gauges = self.token_ns, self._gauges
+        used = max(0, int((gauges.kv_usage or 0.0) * self._num_blocks) - own_blocks)
+        foreign = max(0, gauges.num_waiting - self._num_pending)
+        backlog_ns = int(foreign * self._mean_prompt * token_ns)
+        if self.is_saturated(now):
+            backlog_ns, used = backlog_ns + SATURATED_NS, self._num_blocks
+        return LoadReport(
+            time_ns=now,
+            backlog_ns=backlog_ns,
+            num_blocks=self._num_blocks,
+            used_blocks=min(used, self._num_blocks),
+            token_ns=token_ns,
+            pair_ns=0.0,
+            fixed_ns=self._gap_ns * (1 - GROWING_SHARE),
+            sequence_ns=self._gap_ns * GROWING_SHARE / max(1, len(self._held) - self._num_pending),
+            output_tokens=sum(known.num_output_tokens for known in held),
+        )
+
+    def stats(self) -> EngineStats:
+        """For metrics: of the engine where it says so, else of our own requests there."""
+        running = max(self._gauges.num_running, len(self._held) - self._gauges.num_waiting)
+        prefilling = min(self._num_pending, running)
+        return EngineStats(
+            num_waiting=self._gauges.num_waiting,
+            num_prefilling=prefilling,
+            num_decoding=max(0, running - prefilling),
+            kv_usage=self._gauges.kv_usage or 0.0,
+            prefix_queried_tokens=self._queried,
+            prefix_hit_tokens=self._hit,
+            num_preemptions=self._gauges.num_preemptions,
+        )
+
+    def _done_waiting(self, now: int) -> None:
+        """One that was pending is not any more."""
+        self._busy_ns += now - self._busy_since_ns
+        self._busy_since_ns = now
+        self._num_pending -= 1
+
+
+def gauges_of(values: Mapping[str, float]) -> EngineGauges:
+    """Of what was read of a page; names are the fields of EngineGauges."""
+    usage = values.get("kv_usage")
+    return EngineGauges(
+        num_running=int(values.get("num_running", 0)),
+        num_waiting=int(values.get("num_waiting", 0)),
+        kv_usage=None if usage is None else min(1.0, max(0.0, usage)),
+        num_preemptions=int(values.get("num_preemptions", 0)),
+    )

@@ -1,0 +1,221 @@
+"""Which engines stand behind a front, as its command line or its TOML file names them.
+
+    --engine vllm=http://10.0.0.1:8000,role=prefill,kv_events=tcp://10.0.0.1:5557
+
+    [[engine]]
+    kind = "vllm"
+    url = "http://10.0.0.1:8000"
+    role = "prefill"
+
+Owns the refusal of settings that contradict each other. Connects to nothing.
+"""
+
+import os
+import re
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+from urllib.parse import urlsplit
+
+from diptych.control.errors import ConfigError
+from diptych.control.router.topology import ROLES, Role
+
+EngineKind = Literal["vllm", "sglang", "llamacpp", "openai"]
+KINDS: tuple[EngineKind, ...] = get_args(EngineKind)
+MAX_ENGINES = 1024
+TEXT_BLOCK, EVENT_BLOCK = 128, 16  # tokens per block, where prompts are hashed as text, and where engines say theirs
+_ZMQ_ADDRESS = re.compile(r"tcp://\S+:\d+|ipc://\S+")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """One engine. url: of its HTTP server, without a path. role: what it is used for. api_key_env: the environment
+    variable with the key that the engine asks for ("": none). kv_events, kv_replay: where it publishes what enters and
+    leaves its prefix cache, and where it repeats that ("": not used). bootstrap: host:port of the bootstrap server of
+    an SGLang prefill engine ("": the host of the url, port 8998)."""
+
+    kind: EngineKind
+    url: str
+    role: Role = "both"
+    api_key_env: str = ""
+    kv_events: str = ""
+    kv_replay: str = ""
+    bootstrap: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ConfigError(f"engine kind is {self.kind!r}; one of {', '.join(KINDS)}", param="engine")
+        parts = urlsplit(self.url)
+        is_plain = parts.path in ("", "/") and not parts.query and not parts.fragment and "@" not in parts.netloc
+        try:
+            is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        except ValueError:
+            is_valid = False
+        if not is_valid or not is_plain:
+            raise ConfigError(
+                f"engine url is {self.url!r}; it must be http://HOST:PORT or https://HOST:PORT without a path "
+                "(a key goes into api_key_env)",
+                param="engine",
+            )
+        if self.role not in ROLES:
+            raise ConfigError(f"role of {self.url} is {self.role!r}; one of {', '.join(ROLES)}", param="role")
+        self._check_events()
+        if self.api_key_env and self.api_key_env not in os.environ:
+            raise ConfigError(
+                f"api_key_env of {self.url} is {self.api_key_env}, and there is no such environment variable",
+                param="api_key_env",
+            )
+
+    def _check_events(self) -> None:
+        for name in ("kv_events", "kv_replay"):
+            address = getattr(self, name)
+            if address and self.kind not in ("vllm", "sglang"):
+                raise ConfigError(f"{name} of {self.url}: {self.kind} publishes no KV events", param=name)
+            if address and not _ZMQ_ADDRESS.fullmatch(address):
+                raise ConfigError(f"{name} of {self.url} is {address!r}; such as tcp://HOST:5557", param=name)
+        if self.kv_replay and not self.kv_events:
+            raise ConfigError(f"kv_replay of {self.url} has no effect without kv_events", param="kv_replay")
+        if self.role != "both" and self.kind not in ("vllm", "sglang"):
+            raise ConfigError(
+                f"role of {self.url} is {self.role}, and {self.kind} has no protocol to hand a prompt over; role=both",
+                param="role",
+            )
+        if self.bootstrap and (self.kind != "sglang" or self.role != "prefill"):
+            raise ConfigError(f"bootstrap of {self.url} is for kind sglang with role prefill", param="bootstrap")
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port."""
+        parts = urlsplit(self.url)
+        assert parts.hostname is not None
+        return parts.hostname, parts.port or (443 if self.is_tls else 80)
+
+    @property
+    def is_tls(self) -> bool:
+        """Whether it speaks HTTPS."""
+        return self.url.startswith("https:")
+
+    @property
+    def api_key(self) -> str:
+        """The key to send ("": none)."""
+        return os.environ.get(self.api_key_env, "") if self.api_key_env else ""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        host, port = self.address
+        return f"{self.kind} {host}:{port}"
+
+
+@dataclass(frozen=True, slots=True)
+class FrontOptions:
+    """engines: in the order of roles prefill, decode, both. block_size: tokens per block of the prefix index.
+    bytes_per_token: by which prompts are counted where they are not tokenised. assumed_s: how long an engine that
+    publishes no events is believed to hold a prompt. probe_s: between two looks at an engine's gauges. silence_s:
+    without a byte from an engine that has requests, after which it is asked for a sign of life. first_byte_s: that an
+    engine may take for a prompt. idle_s: between two tokens of a stream. recovery: whether a stream that an engine lost
+    goes on at another."""
+
+    engines: tuple[EngineSpec, ...]
+    block_size: int = TEXT_BLOCK
+    bytes_per_token: float = 4.0
+    assumed_s: float = 600.0
+    probe_s: float = 0.5
+    silence_s: float = 5.0
+    first_byte_s: float = 600.0
+    idle_s: float = 60.0
+    recovery: bool = True
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.engines) <= MAX_ENGINES:
+            raise ConfigError(
+                f"{len(self.engines)} engines; between 1 and {MAX_ENGINES} (--engine kind=URL)", param="engine"
+            )
+        urls = [engine.url.rstrip("/") for engine in self.engines]
+        if twice := {url for url in urls if urls.count(url) > 1}:
+            raise ConfigError(f"engine {sorted(twice)[0]} is given twice", param="engine")
+        if not 1 <= self.block_size <= 4096:
+            raise ConfigError(f"block_size is {self.block_size}; it must be in [1, 4096]", param="block_size")
+        for name, least, most in (
+            ("probe_s", 0.05, 60.0),
+            ("silence_s", 0.1, 600.0),
+            ("first_byte_s", 0.1, 86_400.0),
+            ("idle_s", 0.1, 86_400.0),
+            ("bytes_per_token", 0.5, 32.0),
+            ("assumed_s", 1.0, 86_400.0),
+        ):
+            value = getattr(self, name)
+            if not least <= value <= most:
+                raise ConfigError(f"{name} is {value}; it must be in [{least}, {most}]", param=name)
+        kinds = {engine.kind for engine in self.engines if engine.role != "both"}
+        if len(kinds) > 1:
+            raise ConfigError(
+                f"engines with the roles prefill and decode are of the kinds {', '.join(sorted(kinds))}; KV is handed "
+                "over between engines of one kind only",
+                param="role",
+            )
+
+    @property
+    def reads_events(self) -> bool:
+        """Whether an engine publishes its KV events: then prompts are tokenised, and blocks are those of tokens."""
+        return any(engine.kv_events for engine in self.engines)
+
+    @property
+    def hands_off(self) -> bool:
+        """Whether some engines have a role of their own."""
+        return any(engine.role != "both" for engine in self.engines)
+
+
+def parse_engine(text: str) -> EngineSpec:
+    """The engine of ``kind=URL[,name=value ...]``. Raises ConfigError."""
+    head, *rest = text.split(",")
+    kind, separator, url = head.partition("=")
+    if not separator:
+        raise ConfigError(f"engine is {text!r}; expected KIND=URL, such as vllm=http://HOST:8000", param="engine")
+    given: dict[str, Any] = {"kind": kind.strip(), "url": url.strip()}
+    for part in rest:
+        name, separator, value = part.partition("=")
+        if not separator or not value:
+            raise ConfigError(f"engine {url} has {part!r}; expected name=value", param="engine")
+        given[name.strip()] = value.strip()
+    return engine_of(given)
+
+
+def engine_of(given: dict[str, Any]) -> EngineSpec:
+    """The engine of a table. Raises ConfigError for unknown names and wrong types."""
+    known = {found.name for found in fields(EngineSpec)}
+    if unknown := sorted(set(given) - known):
+        raise ConfigError(
+            f"engine {given.get('url', '')} has the unknown field {unknown[0]!r}; one of {', '.join(sorted(known))}",
+            param="engine",
+        )
+    for name in ("kind", "url"):
+        if name not in given:
+            raise ConfigError(f"an engine has no {name}", param="engine")
+    for name, value in given.items():
+        if not isinstance(value, str):
+            raise ConfigError(f"{name} of engine {given['url']} is {value!r}; it must be text", param=name)
+    return EngineSpec(**given)
+
+
+def read_engines(path: Path) -> list[EngineSpec]:
+    """The engines of a TOML file. Raises ConfigError."""
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}", param="engines") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is no TOML: {error}", param="engines") from None
+    tables = content.pop("engine", [])
+    if content:
+        raise ConfigError(f"{path} has {sorted(content)[0]!r}; only [[engine]] tables", param="engines")
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise ConfigError(f"{path}: engine must be tables, [[engine]]", param="engines")
+    return [engine_of(table) for table in tables]
+
+
+def in_order(engines: Sequence[EngineSpec]) -> tuple[EngineSpec, ...]:
+    """In the order in which a fleet numbers its workers: by role; within a role as they are given."""
+    return tuple(sorted(engines, key=lambda engine: ROLES.index(engine.role)))

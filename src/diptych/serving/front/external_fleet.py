@@ -1,0 +1,181 @@
+"""A Fleet whose workers are engines of others: what differs from workers of ours.
+
+It is ready when one engine is that can serve a request whole; others come when they come. Nothing is started, and
+nothing of an engine can be set: an operator may drain it, use it again, and change its role where it can hand over.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from diptych.control.cluster.cluster_config import ClusterConfig
+from diptych.control.cluster.core_split import CoreSplit
+from diptych.control.compute_share import ComputeShare
+from diptych.control.config import SchedulerConfig
+from diptych.control.errors import ConflictError
+from diptych.control.router.topology import Role
+from diptych.control.slo import Slo
+from diptych.control.step import StepTokens
+from diptych.serving.fleet.fleet import Fleet
+from diptych.serving.fleet.fleet_options import FleetOptions
+from diptych.serving.fleet.fleet_plan import FleetPlan
+from diptych.serving.fleet.host_cores import HostCores
+from diptych.serving.fleet.joint_ready import joint_ready
+from diptych.serving.fleet.worker_changes import DRAIN_LIMIT_S, WorkerChanges
+from diptych.serving.fleet.worker_port import WorkerPort
+from diptych.serving.front.engine_spec import FrontOptions, in_order
+from diptych.serving.front.external_worker import ExternalWorker
+from diptych.serving.front.kv_events import require_zmq
+from diptych.serving.front.relay_stream import RelayStream
+from diptych.serving.link.engine_options import EngineOptions, MemoryOptions
+from diptych.serving.link.messages import Ready
+
+NOT_STOPPED: frozenset[str] = frozenset()
+NOT_OURS = "the engine is not this server's: {} cannot be changed from here"
+
+
+class ExternalChanges(WorkerChanges):
+    """What an operator may change of engines that others run."""
+
+    def change_role(self, worker: int, role: Role) -> None:
+        """See WorkerChanges."""
+        raise ConflictError(NOT_OURS.format("its role"))
+
+    def change_scheduler(self, worker: int, scheduler: SchedulerConfig) -> None:
+        """See WorkerChanges."""
+        raise ConflictError(NOT_OURS.format("its scheduler"))
+
+    def change_split(self, split: CoreSplit) -> None:
+        """See WorkerChanges."""
+        raise ConflictError(NOT_OURS.format("its cores"))
+
+    def check_share(self, worker: int, share: ComputeShare) -> None:
+        """See WorkerChanges."""
+        raise ConflictError(NOT_OURS.format("what it computes on"))
+
+    def pin(self, worker: int, is_pinned: bool) -> None:
+        """See WorkerChanges."""
+        raise ConflictError("there is no planner in front of engines that are not this server's", param="pin")
+
+    async def remove(self, worker: int, limit_s: float = DRAIN_LIMIT_S) -> None:
+        """See WorkerChanges."""
+        raise ConflictError("an engine is drained here, and removed from the list with which this server is started")
+
+    async def add(self) -> int:
+        """See WorkerChanges."""
+        raise ConflictError("an engine is added to the list with which this server is started")
+
+
+class ExternalLauncher:
+    """A Launcher of ports to engines that run already."""
+
+    def __init__(self, front: FrontOptions, clock: Callable[[], int]) -> None:
+        self.fleet: ExternalFleet | None = None
+        self._front = front
+        self._clock = clock
+
+    def launch(self, number: int, options: EngineOptions, pass_fds: Sequence[int]) -> WorkerPort:
+        """See Launcher."""
+        assert self.fleet is not None
+        fleet = self.fleet
+
+        def num_up() -> int:
+            return fleet.core.members.num_usable
+
+        spec = self._front.engines[number]
+        return ExternalWorker(number, spec, self._front, fleet.relay_of, fleet.feed, num_up, self._clock)
+
+
+class ExternalFleet(Fleet):
+    """See the module. slo: objectives of requests that name none. record: a file for the decisions."""
+
+    def __init__(
+        self,
+        front: FrontOptions,
+        cluster: ClusterConfig | None = None,
+        slo: Slo | None = None,
+        record: Path | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self.front = replace(front, engines=in_order(front.engines))
+        if front.reads_events:
+            require_zmq()
+        roles = [engine.role for engine in self.front.engines]
+        cluster = cluster or ClusterConfig()
+        if front.hands_off and any(
+            engine.kind == "sglang" for engine in front.engines
+        ):  # no engine serves a request whole
+            cluster = replace(cluster, routing=replace(cluster.routing, disaggregate="always"))
+        options = EngineOptions(
+            memory=MemoryOptions(block_size=front.block_size),
+            slo=slo or Slo(),
+            record=None if record is None else str(record),
+        )
+        workers = FleetOptions(
+            prefill=roles.count("prefill"),
+            decode=roles.count("decode"),
+            both=roles.count("both"),
+            cluster=replace(cluster, slo=slo or Slo()),
+        )
+        launcher = ExternalLauncher(self.front, clock)
+        super().__init__(options, workers, launcher, clock=clock)
+        launcher.fleet = self
+        self._first_ready = asyncio.Event()
+
+    @property
+    def engines(self) -> list[ExternalWorker]:
+        """The workers as what they are."""
+        return [worker for worker in self.workers if isinstance(worker, ExternalWorker)]
+
+    def relay_of(self, request_id: str) -> RelayStream | None:
+        """The open stream of a request."""
+        stream = self.streams.get(request_id)
+        return stream if isinstance(stream, RelayStream) else None
+
+    def progress(self) -> Mapping[str, int]:
+        """See Fleet; this is asked when streams are to leave an engine. One that turned out to be no stream of plain
+        text (its tokens are not known) cannot: it counts as complete, so that it ends where it is."""
+        found = dict(super().progress())
+        for request_id in found:
+            stream = self.relay_of(request_id)
+            if stream is not None and not stream.can_resume:
+                found[request_id] = stream.request.max_tokens
+        return found
+
+    def feed(self, worker: int, tokens: StepTokens) -> None:
+        """Tokens of one stream, and nothing else: as ``on_message`` would, by a shorter way. (An engine reports each
+        token of each stream by itself.)"""
+        self.streams.on_tokens(worker, tokens, NOT_STOPPED)
+        self.streams.deliver()
+
+    def make_changes(self, started: Sequence[SchedulerConfig], cores: HostCores) -> WorkerChanges:
+        """See Fleet."""
+        return ExternalChanges(self, started, self.options.slo, cores)
+
+    def make_plan(self) -> FleetPlan:
+        """See Fleet."""
+        count = len(self.front.engines)
+        return FleetPlan((self.options,) * count, self.fleet.cluster, (0,) * count)
+
+    def recording_path(self, num_workers: int) -> Path | None:
+        """See Fleet."""
+        return None if self.options.record is None else Path(self.options.record)
+
+    async def first_starts(self) -> None:
+        """See Fleet."""
+        assert self.ready is not None
+        await self._first_ready.wait()
+        if not self.ready.done():
+            assert self.joint_ready is not None
+            self.ready.set_result(self.joint_ready)
+
+    def on_ready(self, worker: int, ready: Ready) -> None:
+        """See Fleet."""
+        super().on_ready(worker, ready)
+        known = {number: self.known[number] for number in sorted(self.known) if number in self.core.members.infos}
+        roles = [self.role(number) for number in known]
+        if {"prefill", "decode"} <= set(roles) or "both" in roles:
+            self.joint_ready = joint_ready(roles, dict(enumerate(known.values())))
+            self._first_ready.set()

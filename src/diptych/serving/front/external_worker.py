@@ -1,0 +1,467 @@
+"""An engine that somebody else runs, as a worker of the fleet (a WorkerPort): it is not started, only looked for.
+
+    STARTING: asked for a real token, again and again ---> READY ---> LOST: it does not answer ---> asked again ...
+
+Owns the life of the connection, the exchanges that are under way, and what is known of the engine's load and cache. A
+request that breaks off is given back to the core when the engine still answers, and with all others when it does not:
+so every request ends, or goes on elsewhere.
+"""
+
+import asyncio
+import contextlib
+import logging
+import ssl
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from diptych.control.commands import AskKVSnapshot, Drop, Prefill, Release, Reserve, Serve, WorkerCommand
+from diptych.control.compute_share import ComputeShare
+from diptych.control.errors import ErrorRecord, WorkerError
+from diptych.control.events import Event, HandoffReleased, RequestFinished
+from diptych.control.request import FinishReason
+from diptych.control.slo import NS_PER_S, LatencyBreakdown
+from diptych.control.step import StepTokens
+from diptych.serving.fleet.exit_status import Loss
+from diptych.serving.fleet.worker_port import WorkerListener, WorkerState
+from diptych.serving.front.adapters import ADAPTERS
+from diptych.serving.front.capabilities import EngineFacts, EngineNotReadyError, HandoffKind
+from diptych.serving.front.engine_cache import EngineCache
+from diptych.serving.front.engine_connection import ConnectionPool, ReplyTooLongError, ask
+from diptych.serving.front.engine_exchange import EngineExchange, RequestFields, fields_of
+from diptych.serving.front.engine_handoff import PrefillLeg
+from diptych.serving.front.engine_load import EngineLoad
+from diptych.serving.front.engine_spec import EngineSpec, FrontOptions
+from diptych.serving.front.handoff_port import HandoffPort
+from diptych.serving.front.relay_request import RelayRequest
+from diptych.serving.front.relay_stream import RelayStream
+from diptych.serving.front.reply_chunks import EngineUsage
+from diptych.serving.link.heartbeat import Pulse
+from diptych.serving.link.messages import (
+    FrontendMessage,
+    Loading,
+    Orders,
+    Ready,
+    StepReport,
+    pack_events,
+    unpack_command,
+)
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 5.0
+ALIVE_S = 2.0  # for a sign of life
+UNKNOWN_BLOCKS = 1 << 16  # of an engine that does not say how large its KV cache is
+MAX_ENGINE_BLOCKS = 1 << 20  # of which events are kept, of such an engine
+MAX_SEQS = 4096
+STALE_PROBES = 4
+
+
+class ExternalWorker:
+    """See WorkerPort. relay_of: the open stream of a request. feed: takes a worker's tokens where
+    nothing else has happened. num_up: how many engines there are to try."""
+
+    def __init__(
+        self,
+        number: int,
+        spec: EngineSpec,
+        options: FrontOptions,
+        relay_of: Callable[[str], RelayStream | None],
+        feed: Callable[[int, StepTokens], None],
+        num_up: Callable[[], int],
+        clock: Callable[[], int],
+    ) -> None:
+        self.number = number
+        self.name = spec.name
+        self.spec = spec
+        self.state = WorkerState.STOPPED
+        self.num_restarts = 0
+        self.ready: asyncio.Future[Ready] | None = None
+        self.facts: EngineFacts | None = None
+        self.clock = clock
+        self.exchanges: dict[str, EngineExchange] = {}
+        self._adapter = ADAPTERS[spec.kind]
+        self._options = options
+        self._relay_of = relay_of
+        self._feed = feed
+        self._num_up = num_up
+        self._listener: WorkerListener | None = None
+        self._life: asyncio.Task[None] | None = None
+        self._lost = asyncio.Event()
+        self._lost_words = ""
+        self._suspects: dict[str, str] = {}  # attempts that broke off, until it is known whether the engine lives
+        self._check: asyncio.Task[None] | None = None
+        self._scraping: asyncio.Task[None] | None = None
+        self.pool = self._new_pool()
+        self.load = EngineLoad(UNKNOWN_BLOCKS, options.block_size, 0, clock())
+        self.cache = EngineCache(options, spec, clock)
+        self.handoffs = HandoffPort(self)
+
+    # -- WorkerPort ---------------------------------------------------------------------------------------------------
+
+    def start(self, listener: WorkerListener) -> None:
+        """See WorkerPort."""
+        assert self._life is None, "started twice"
+        self._listener = listener
+        self.ready = asyncio.get_running_loop().create_future()
+        self.ready.add_done_callback(lambda future: future.cancelled() or future.exception())
+        self.state = WorkerState.STARTING
+        self._life = asyncio.create_task(self._live(), name=f"engine-{self.number}")
+
+    def send(self, message: FrontendMessage) -> None:
+        """See WorkerPort."""
+        if isinstance(message, Orders) and self.state is WorkerState.READY:
+            for order in message.orders:
+                self._obey(unpack_command(order.command))
+
+    def pulse(self) -> Pulse | None:
+        """None: an engine is asked for a sign of life, and stamps no file here."""
+        return None
+
+    def kill(self, because: str) -> None:
+        """Engines of others are not killed: this one counts as lost."""
+        self._lose(because)
+
+    async def stop(self) -> None:
+        """Let go of the engine, which runs on."""
+        self.state = WorkerState.STOPPED
+        tasks = [task for task in (self._life, self._check, self._scraping) if task is not None]
+        self._life = self._check = self._scraping = None
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._drop_exchanges()
+        self.pool.close()
+        await self.cache.close()
+        if self.ready is not None and not self.ready.done():
+            self.ready.set_exception(WorkerError(f"stopped before {self.name} was ready"))
+
+    async def tokenize(self, request: RelayRequest) -> tuple[int, ...] | None:
+        """The tokens of a prompt as this engine sees them; None where it cannot say, or does not answer."""
+        if self.facts is None:
+            return None
+        try:
+            return await self._adapter.tokenize(self.pool, request, self.facts.model)
+        except (ConnectionError, TimeoutError) as error:
+            logger.warning("%s: a prompt could not be tokenised: %s", self.name, error or "no reply")
+            self._check_soon()
+            return None
+
+    def described(self) -> dict[str, Any]:
+        """What was found out about it, for people."""
+        facts = self.facts
+        return {
+            "version": facts.version if facts else None,
+            "model": facts.model if facts else None,
+            "max_model_len": facts.max_model_len if facts else None,
+            "capabilities": asdict(facts.capabilities) if facts else None,
+            "degraded": list(facts.degraded) if facts else [],
+            "prefix_index": self.cache.kind,
+        }
+
+    # -- its life -----------------------------------------------------------------------------------------------------
+
+    async def _live(self) -> None:
+        while True:
+            await self._until_ready()
+            await self._watch()
+
+    async def _until_ready(self) -> None:
+        """Ask for a real token until there is one."""
+        assert self._listener is not None and self.ready is not None
+        pause_s, said = FIRST_PAUSE_S, ""
+        while True:
+            self._listener.on_message(self.number, Loading(f"asking {self.name} for a token"))
+            try:
+                facts = await self._adapter.look(self.pool, self.spec)
+                break
+            except EngineNotReadyError as error:
+                words = str(error)
+            except Exception as error:  # a defect of the adapter must not end the worker's life in silence
+                logger.exception("%s: its replies could not be read", self.name)
+                words = f"{type(error).__name__}: {error}"
+            if words != said:
+                logger.warning("%s is not ready: %s", self.name, words)
+                said = words
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        self._begin(facts)
+        message = self._ready_message(facts)
+        if facts.degraded:
+            logger.warning("%s lacks: %s", self.name, "; ".join(facts.degraded))
+        self._listener.on_message(self.number, message)
+        if not self.ready.done():
+            self.ready.set_result(message)
+        self._report_load()
+
+    def _begin(self, facts: EngineFacts) -> None:
+        """The engine holds nothing of ours."""
+        self.facts, self.state = facts, WorkerState.READY
+        self._lost.clear()
+        due_s = STALE_PROBES * self._options.probe_s + 1.0 if facts.capabilities.gauges else 0.0
+        blocks = self.num_blocks
+        self.load = EngineLoad(blocks, self._options.block_size, int(due_s * NS_PER_S), self.clock())
+        self.cache.begin(blocks, facts.num_blocks or MAX_ENGINE_BLOCKS, self.report)
+
+    @property
+    def num_blocks(self) -> int:
+        """Of its KV cache, in blocks of ours."""
+        facts = self.facts
+        if facts is None or not facts.num_blocks:
+            return UNKNOWN_BLOCKS
+        return max(1, facts.num_blocks * max(1, facts.block_size) // self._options.block_size)
+
+    def _ready_message(self, facts: EngineFacts) -> Ready:
+        num_tokens = self.num_blocks * self._options.block_size
+        return Ready(
+            0,
+            facts.max_model_len or num_tokens,
+            num_tokens,
+            MAX_SEQS,
+            MAX_SEQS,
+            [],
+            facts.description,
+            address=self.spec.url,
+            num_blocks=self.num_blocks,
+            block_size=self._options.block_size,
+            share=ComputeShare(),
+        )
+
+    async def _watch(self) -> None:
+        """Look after it while it serves; returns when it is lost, and has told the fleet."""
+        assert self._listener is not None
+        while self.state is WorkerState.READY and not self._lost.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._lost.wait(), self._options.probe_s)
+            if not self._lost.is_set():
+                self._look_after()
+        if self.state is not WorkerState.READY:
+            return
+        words = self._lost_words
+        logger.error("%s is lost: %s", self.name, words)
+        self.state = WorkerState.LOST
+        self.num_restarts += 1
+        self._drop_exchanges()
+        self.pool.close()
+        self.pool = self._new_pool()
+        await self.cache.close()
+        self._listener.on_lost(self.number, Loss(WorkerError(f"{self.name}: {words}"), crashed=False))
+
+    def _look_after(self) -> None:
+        """A tick: gauges, limits of silence, the load."""
+        now = self.clock()
+        if self._scraping is None or self._scraping.done():
+            self._scraping = asyncio.create_task(self._scrape())
+        silent_ns = self._options.silence_s * NS_PER_S
+        newest = 0
+        for exchange in list(self.exchanges.values()):
+            newest = max(newest, exchange.last_ns)
+            limit_s = self._options.idle_s if exchange.first_ns else self._options.first_byte_s
+            if now - exchange.last_ns > limit_s * NS_PER_S:
+                exchange.break_off(f"nothing came for {limit_s:g} s")
+        self.handoffs.break_off_overdue(now, self._options.first_byte_s)
+        if self.exchanges and now - newest > silent_ns:
+            self._check_soon()
+        self.cache.tick(now)
+        self._report_load()
+
+    async def _scrape(self) -> None:
+        path = self._adapter.gauge_path
+        if not path or self.facts is None or not self.facts.capabilities.gauges:
+            return
+        try:
+            status, page = await ask(self.pool, "GET", path, timeout_s=ALIVE_S)
+        except ReplyTooLongError:
+            return
+        except (ConnectionError, TimeoutError):
+            self._check_soon()
+            return
+        gauges = self._adapter.read_gauges(page) if status == 200 else None
+        if gauges is not None:
+            self.load.on_gauges(gauges, self.clock())
+
+    def _check_soon(self) -> None:
+        """Find out whether it lives."""
+        if self.state is WorkerState.READY and (self._check is None or self._check.done()):
+            self._check = asyncio.create_task(self._check_life())
+
+    async def _check_life(self) -> None:
+        """Any reply to a small question is a sign of life; what broke off is given back then."""
+        try:
+            await ask(self.pool, "GET", "/v1/models", timeout_s=ALIVE_S)
+        except (ConnectionError, TimeoutError, ReplyTooLongError) as error:
+            self._lose(str(error) or f"no sign of life within {ALIVE_S:g} s")
+            return
+        suspects, self._suspects = self._suspects, {}
+        if suspects:
+            now = self.clock()
+            self.report([HandoffReleased(now, attempt_id) for attempt_id in suspects])
+
+    def _lose(self, words: str) -> None:
+        if self.state is WorkerState.READY and not self._lost.is_set():
+            self._lost_words = words
+            self._lost.set()
+
+    def _drop_exchanges(self) -> None:
+        for exchange in list(self.exchanges.values()):
+            exchange.cancel()
+        self.handoffs.drop_all()
+        self._suspects.clear()
+
+    def _new_pool(self) -> ConnectionPool:
+        host, port = self.spec.address
+        headers = {"User-Agent": "diptych"}
+        if key := self.spec.api_key:
+            headers["Authorization"] = f"Bearer {key}"
+        return ConnectionPool(host, port, headers, ssl.create_default_context() if self.spec.is_tls else None)
+
+    def _report_load(self) -> None:
+        assert self._listener is not None
+        report = StepReport([], load=self.load.report(self.clock()), stats=self.load.stats())
+        self._listener.on_message(self.number, report)
+
+    # -- commands -----------------------------------------------------------------------------------------------------
+
+    def _obey(self, command: WorkerCommand) -> None:
+        match command:
+            case Serve():
+                self._serve(command)
+            case Drop():
+                self._drop(command)
+            case AskKVSnapshot():
+                self.cache.snapshot()
+            case Reserve():
+                self.handoffs.reserve(command)
+            case Prefill():
+                self.handoffs.prefill(command)
+            case Release():
+                self.handoffs.release(command.attempt_id)
+            case _:  # Send, Renew: the engines' own protocols do that; settings: an operator cannot give them here
+                pass
+
+    def _serve(self, command: Serve) -> None:
+        stream = self._relay_of(command.request_id)
+        assert self.facts is not None
+        if stream is None:
+            self.report([HandoffReleased(self.clock(), command.attempt_id)])
+            return
+        if not stream.can_resume:
+            self._cannot(command.attempt_id, "the answer cannot be continued at another engine")
+            return
+        if self.spec.role != "both" and self.handoff_kind == "bootstrap":
+            self._cannot(command.attempt_id, f"{self.name} serves only one phase, and there is no engine for the other")
+            return
+        exchange = EngineExchange(self, command.attempt_id, stream, self.asked(stream).question(stream))
+        self.exchanges[command.attempt_id] = exchange
+        self.load.on_sent(command.attempt_id, stream.num_estimated_tokens, self.clock())
+        exchange.begin(self.pool)
+
+    def _drop(self, command: Drop) -> None:
+        exchange = self.exchanges.get(command.attempt_id)
+        if exchange is not None:
+            exchange.cancel()
+        self.handoffs.drop(command.attempt_id)
+        self._suspects.pop(command.attempt_id, None)
+        self.report([HandoffReleased(self.clock(), command.attempt_id)])
+
+    def _cannot(self, attempt_id: str, words: str) -> None:
+        error = ErrorRecord.of(WorkerError(words, code="answer_lost"))
+        latency = LatencyBreakdown(0, 0, 0, 0)
+        self.report([RequestFinished(self.clock(), attempt_id, FinishReason.ERROR, 0, 0, 0, latency, None, error)])
+
+    @property
+    def handoff_kind(self) -> HandoffKind:
+        """See HandoffOwner."""
+        return self.facts.capabilities.handoff if self.facts is not None else ""
+
+    def stream_of(self, request_id: str) -> RelayStream | None:
+        """See HandoffOwner."""
+        return self._relay_of(request_id)
+
+    def asked(self, stream: RelayStream) -> RequestFields:
+        """See HandoffOwner."""
+        assert self.facts is not None
+        return fields_of(stream, self.facts.model, self._adapter.changes(stream.request, self.facts))
+
+    # -- what exchanges tell (see ExchangeOwner) ----------------------------------------------------------------------
+
+    def report(self, events: Sequence[Event], tokens: StepTokens | None = None) -> None:
+        """See ExchangeOwner."""
+        if self._listener is None or self.state is not WorkerState.READY:
+            return
+        if tokens is not None and not events:
+            self._feed(self.number, tokens)
+        else:
+            self._listener.on_message(self.number, StepReport(pack_events(events), tokens))
+
+    def report_takeover(self, events: Sequence[Event], attempt_id: str, token_id: int) -> None:
+        """See ExchangeOwner."""
+        if self._listener is not None and self.state is WorkerState.READY:
+            report = StepReport(pack_events(events), first_tokens={attempt_id: (token_id, None)})
+            self._listener.on_message(self.number, report)
+
+    def on_tokens(self, exchange: EngineExchange, num_tokens: int) -> None:
+        """See ExchangeOwner."""
+        now = self.clock()
+        if exchange.num_tokens:
+            self.load.on_gap(exchange.attempt_id, now - exchange.last_ns, num_tokens)
+        else:
+            self.load.on_first_token(exchange.attempt_id, now)
+            self.on_prompt_computed(exchange.stream)
+
+    def on_prompt_computed(self, stream: RelayStream) -> None:
+        """See HandoffOwner."""
+        self.cache.on_computed(stream.hashes, self.clock())
+
+    def on_usage(self, exchange: EngineExchange, usage: EngineUsage) -> int:
+        """See ExchangeOwner."""
+        return self.cached_of(exchange.stream, usage)
+
+    def cached_of(self, stream: RelayStream, usage: EngineUsage) -> int:
+        """See HandoffOwner. The engine's tokens are scaled to the estimate that the core knows."""
+        said = usage.cached_tokens
+        estimated = stream.num_estimated_tokens
+        stream.num_said_tokens = usage.prompt_tokens
+        cached = min(estimated, (said or 0) * estimated // max(1, usage.prompt_tokens))
+        self.load.on_prompt(estimated, None if said is None else cached)
+        return cached
+
+    def on_over(self, exchange: EngineExchange) -> None:
+        """See ExchangeOwner."""
+        self.exchanges.pop(exchange.attempt_id, None)
+        self.load.on_over(exchange.attempt_id, self.clock())
+
+    def on_lost(self, exchange: EngineExchange, words: str) -> None:
+        """See ExchangeOwner."""
+        logger.warning("%s: request %s broke off: %s", self.name, exchange.attempt_id, words)
+        self._suspects[exchange.attempt_id] = words
+        self._check_soon()
+
+    def on_refused(self, exchange: EngineExchange, status: int) -> bool:
+        """See ExchangeOwner. Each engine is asked once."""
+        self.load.on_refused(self.clock())
+        refused_by = exchange.stream.refused_by
+        refused_by.add(self.number)
+        if len(refused_by) >= self._num_up():
+            return False
+        logger.warning("%s: status %d for request %s; trying another", self.name, status, exchange.attempt_id)
+        self._report_load()
+        self.report([HandoffReleased(self.clock(), exchange.attempt_id)])
+        return True
+
+    # -- what prefill legs tell (see PrefillOwner) --------------------------------------------------------------------
+
+    def on_leg_computed(self, leg: PrefillLeg) -> None:
+        """See PrefillOwner."""
+        self.handoffs.on_computed(leg)
+
+    def on_leg_lost(self, leg: PrefillLeg, words: str) -> None:
+        """See PrefillOwner."""
+        self.handoffs.on_over(leg)
+        logger.warning("%s: the prompt of %s broke off: %s", self.name, leg.attempt_id, words)
+        self._suspects[leg.attempt_id] = words
+        self._check_soon()
+
+    def on_leg_refused(self, leg: PrefillLeg, status: int, body: bytes) -> None:
+        """See PrefillOwner."""
+        self.handoffs.on_refused(leg, status, body)

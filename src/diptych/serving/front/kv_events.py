@@ -1,0 +1,175 @@
+"""The KV events of vLLM and SGLang: ZeroMQ messages of three frames (topic, number, batch in msgpack), and the request
+that has them repeated.
+
+Owns the sockets and the reading of batches; kv_source.py decides what they mean. Needs pyzmq (``diptych[front]``).
+Fields that are not known are ignored; blocks that are not plain prompt blocks (an adapter, images, a salt, a group of
+layers without full attention, another tier of memory) do not count.
+"""
+
+import asyncio
+import importlib.util
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from diptych.control.errors import ConfigError
+from diptych.control.router.kv_bridge import BlocksRemoved, BlocksStored, CacheCleared, EngineCacheEvent
+from diptych.control.router.kv_source import KVSource, SourceChange
+
+logger = logging.getLogger(__name__)
+
+RECEIVE_LIMIT = 100_000  # messages that wait in the socket
+REPLAY_S = 2.0  # that the engine may take for the next batch of a replay
+END_OF_REPLAY = -1
+IGNORED_TOPICS = (b"load",)
+FULL_ATTENTION = (None, "full_attention", "mla_attention", "sink_full_attention")
+STORED_FIELDS = (
+    "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "extra_keys",
+    "group_idx", "kv_cache_spec_kind",
+)  # fmt: skip
+REMOVED_FIELDS = ("block_hashes", "medium")
+
+
+class UnreadableBatchError(Exception):
+    """A batch is not what the protocol says."""
+
+
+def require_zmq() -> None:
+    """Raise ConfigError where pyzmq is missing."""
+    if importlib.util.find_spec("zmq") is None:
+        raise ConfigError("kv_events needs pyzmq: pip install 'diptych[front]'", param="kv_events")
+
+
+def read_batch(payload: bytes) -> list[EngineCacheEvent]:
+    """The events of a batch, those that count. Raises UnreadableBatchError."""
+    try:
+        content = msgspec.msgpack.decode(payload)
+    except msgspec.DecodeError as error:
+        raise UnreadableBatchError(str(error)) from None
+    if isinstance(content, Mapping):
+        events = content.get("events")
+    else:
+        events = content[1] if isinstance(content, Sequence) and len(content) > 1 else None
+    if not isinstance(events, list):
+        raise UnreadableBatchError("a batch without a list of events")
+    found = [read_event(event) for event in events]
+    return [event for event in found if event is not None]
+
+
+def read_event(event: Any) -> EngineCacheEvent | None:
+    """An event as a map or as an array with its name first; None for one that does not count. Raises
+    UnreadableBatchError."""
+    if isinstance(event, Mapping):
+        name, fields = event.get("type"), event
+    elif isinstance(event, list) and event:
+        name = event[0]
+        names = STORED_FIELDS if name == "BlockStored" else REMOVED_FIELDS
+        fields = dict(zip(names, event[1:], strict=False))
+    else:
+        raise UnreadableBatchError(f"an event is {type(event).__name__}")
+    if name == "AllBlocksCleared":
+        return CacheCleared()
+    if name == "BlockRemoved":
+        return BlocksRemoved(_hashes(fields)) if _is_first_tier(fields) else None
+    if name != "BlockStored" or not _counts(fields):
+        return None
+    parent, tokens, size = fields.get("parent_block_hash"), fields.get("token_ids"), fields.get("block_size")
+    if not isinstance(tokens, list) or not all(isinstance(token, int) and 0 <= token < 1 << 32 for token in tokens):
+        raise UnreadableBatchError("token_ids of a stored block are not tokens")
+    if not isinstance(size, int) or not (parent is None or isinstance(parent, int | bytes)):
+        raise UnreadableBatchError("a stored block without block_size, or with an odd parent")
+    return BlocksStored(_hashes(fields), parent, tokens, size)
+
+
+def _hashes(fields: Mapping[str, Any]) -> list[int | bytes]:
+    found = fields.get("block_hashes")
+    if not isinstance(found, list) or not all(isinstance(block, int | bytes) for block in found):
+        raise UnreadableBatchError("block_hashes are not hashes")
+    return found
+
+
+def _is_first_tier(fields: Mapping[str, Any]) -> bool:
+    medium = fields.get("medium")
+    return medium is None or (isinstance(medium, str) and medium.upper() in ("GPU", "DEVICE", ""))
+
+
+def _counts(fields: Mapping[str, Any]) -> bool:
+    extra = fields.get("extra_keys")
+    is_plain = not extra or (isinstance(extra, list) and all(not keys for keys in extra))
+    has_adapter = fields.get("lora_id") is not None or fields.get("lora_name") is not None
+    kind = fields.get("kv_cache_spec_kind")
+    return _is_first_tier(fields) and is_plain and not has_adapter and kind in FULL_ATTENTION
+
+
+class KVEventReader:
+    """Reads one engine's events until it is closed. on_change: called with what follows from each of them."""
+
+    def __init__(self, source: KVSource, address: str, replay: str, on_change: Callable[[SourceChange], None]) -> None:
+        self.source = source
+        self._address = address
+        self._replay = replay
+        self._on_change = on_change
+        self._has_warned = False
+
+    async def run(self) -> None:
+        """For ever; cancel it."""
+        import zmq
+        import zmq.asyncio
+
+        context = zmq.asyncio.Context()
+        socket = context.socket(zmq.SUB)
+        try:
+            socket.set_hwm(RECEIVE_LIMIT)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.SUBSCRIBE, b"")
+            socket.connect(self._address)
+            await self._take(self.source.on_connected(), context)
+            while True:
+                frames = await socket.recv_multipart()
+                if len(frames) >= 2 and not (len(frames) > 2 and frames[0] in IGNORED_TOPICS):
+                    await self._take(self._on_frames(frames, self.source.on_batch), context)
+        finally:
+            socket.close()
+            context.destroy(linger=0)
+
+    def _on_frames(
+        self, frames: Sequence[bytes], take: Callable[[int, Sequence[EngineCacheEvent]], SourceChange]
+    ) -> SourceChange:
+        number, payload = frames[-2], frames[-1]
+        try:
+            if len(number) != 8:
+                raise UnreadableBatchError(f"a batch number of {len(number)} bytes")
+            return take(int.from_bytes(number, "big", signed=True), read_batch(payload))
+        except UnreadableBatchError as error:
+            if not self._has_warned:
+                logger.warning("KV events of %s cannot be read: %s", self._address, error)
+                self._has_warned = True
+            return self.source.on_lost()
+
+    async def _take(self, change: SourceChange, context: Any) -> None:
+        self._on_change(change)
+        if change.replay_from is not None:
+            await self._ask_again(change.replay_from, context)
+            self._on_change(self.source.on_replay_end())
+
+    async def _ask_again(self, number: int, context: Any) -> None:
+        """Have the batches from this number on repeated, as far as the engine has them."""
+        import zmq
+
+        socket = context.socket(zmq.DEALER)
+        try:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(self._replay)
+            await socket.send_multipart([b"", number.to_bytes(8, "big", signed=True)])
+            while True:
+                async with asyncio.timeout(REPLAY_S):
+                    frames = await socket.recv_multipart()
+                if len(frames) < 2 or frames[-2] == END_OF_REPLAY.to_bytes(8, "big", signed=True):
+                    return
+                self._on_change(self._on_frames(frames, self.source.on_replayed))
+        except TimeoutError:
+            logger.warning("KV events of %s: %s repeats nothing", self._address, self._replay)
+        finally:
+            socket.close()

@@ -1,0 +1,254 @@
+"""A client's request as the front passes it on: what is read of its body, and the body that an engine gets.
+
+Only a few fields are read; all others go to the engine as they came. Fields that are the front's own (objectives,
+class, deadline, labels) are taken out. Prompts are hashed by text in blocks of a fixed number of bytes, or by token
+where they are known; never both in one fleet.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, Literal
+
+import msgspec
+
+from diptych.control.engine.kvcache.prefix_cache import HASH_BYTES, hash_blocks
+from diptych.control.errors import InvalidRequestError
+from diptych.control.request import SERVICE_CLASSES, RequestOptions
+from diptych.control.slo import NS_PER_MS, Slo
+
+RelayPath = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v1/score"]
+CHAT_PATH: RelayPath = "/v1/chat/completions"
+COMPLETION_PATH: RelayPath = "/v1/completions"
+WHOLE_PATHS: tuple[RelayPath, ...] = ("/v1/embeddings", "/v1/rerank", "/v1/score")  # that are never streamed
+OWN_FIELDS = frozenset(
+    ("ttft_slo_ms", "tpot_slo_ms", "service_class", "deadline_ms", "metadata", "priority", "return_latency")
+)
+# Fields with which an answer can go on after some tokens at another engine: those that made the prompt, which is known
+# as tokens by then, and those that are sent again. With any other (tools, schemas, stop strings, penalties ...) the
+# state of a parser, of a grammar or of a search would be lost, or a field that is not known here would be.
+PROMPT_FIELDS = frozenset(
+    (
+        "model", "messages", "prompt", "stream", "stream_options", "max_tokens", "max_completion_tokens",
+        "add_generation_prompt", "add_special_tokens", "chat_template", "chat_template_kwargs", "documents",
+    )
+)  # fmt: skip
+NEUTRAL = (b"null", b"[]", b"{}", b"false", b"0", b"0.0", b'""', b'"text"', b'{"type":"text"}')
+SAMPLING_FIELDS = (
+    "temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "ignore_eos", "stop_token_ids", "user",
+    "cache_salt",
+)  # fmt: skip
+RESUMABLE_FIELDS = PROMPT_FIELDS | OWN_FIELDS | frozenset(SAMPLING_FIELDS)
+DEFAULT_MAX_TOKENS = 1 << 16
+Raw = msgspec.Raw
+
+
+class AskedStreamOptions(msgspec.Struct):
+    """What is read of stream_options."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class RelayBody(msgspec.Struct):
+    """The fields that the front reads."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: AskedStreamOptions | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    n: int | None = None
+    temperature: float | None = None
+    messages: Raw = Raw()
+    prompt: Raw = Raw()
+    input: Raw = Raw()
+    tools: Raw = Raw()
+    chat_template_kwargs: Raw = Raw()
+    cache_salt: str | None = None
+    priority: int | None = None
+    service_class: str | None = None
+    ttft_slo_ms: float | None = None
+    tpot_slo_ms: float | None = None
+    deadline_ms: float | None = None
+    metadata: dict[str, str] | None = None
+
+
+_body_decoder = msgspec.json.Decoder(RelayBody)
+_fields_decoder = msgspec.json.Decoder(dict[str, Raw])
+_ids_decoder = msgspec.json.Decoder(list[int])
+encode_json = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class RelayRequest:
+    """One request. fields: of its body by name, as JSON. token_ids: of the prompt, where they are known."""
+
+    path: RelayPath
+    body: RelayBody
+    fields: Mapping[str, Raw]
+    num_bytes: int
+    token_ids: tuple[int, ...] | None = None
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the client reads a stream."""
+        return bool(self.body.stream) and self.path not in WHOLE_PATHS
+
+    @property
+    def num_choices(self) -> int:
+        """Answers that are asked for."""
+        return self.body.n or 1
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether the client asked for usage at the end of a stream."""
+        options = self.body.stream_options
+        return bool(options and (options.include_usage or options.continuous_usage_stats))
+
+    @property
+    def prompt(self) -> bytes:
+        """The JSON of what is to be read: messages, prompt or input."""
+        return bytes(self.body.messages or self.body.prompt or self.body.input)
+
+    @property
+    def max_tokens(self) -> int:
+        """Of the answer at most; one for what gives no tokens."""
+        if self.path in WHOLE_PATHS:
+            return 1
+        wish = self.body.max_completion_tokens if self.body.max_completion_tokens is not None else self.body.max_tokens
+        if wish is None:
+            wish = 16 if self.path == COMPLETION_PATH else DEFAULT_MAX_TOKENS
+        return max(1, wish)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the same prompt gives the same answer on the same build."""
+        return self.body.temperature == 0
+
+    @property
+    def is_stateless(self) -> bool:
+        """Whether its answer, given so far as tokens, is all that another engine needs to continue it."""
+        return self.is_stream and all(
+            name in RESUMABLE_FIELDS or bytes(value).replace(b" ", b"") in _neutral(name)
+            for name, value in self.fields.items()
+        )
+
+    @property
+    def body_echoes(self) -> bool:
+        """Whether the reply repeats the prompt's text."""
+        return "echo" in self.fields and bytes(self.fields["echo"]) not in NEUTRAL
+
+    def estimated_tokens(self, bytes_per_token: float) -> int:
+        """Prompt tokens: counted where they are known, else estimated."""
+        if self.token_ids is not None:
+            return max(1, len(self.token_ids))
+        return max(1, int(len(self.prompt) / bytes_per_token))
+
+    def hashes(self, block_size: int, bytes_per_token: float) -> tuple[bytes, ...]:
+        """The chained hashes of the full blocks of its prompt. By text, a block is as many bytes as ``block_size``
+        tokens have by that ratio, which must stay the same for the life of an index."""
+        if self.token_ids is not None:
+            return () if self.body.cache_salt else hash_blocks(self.token_ids, block_size)
+        if self.path in WHOLE_PATHS:
+            return ()
+        width, data = max(1, int(block_size * bytes_per_token)), memoryview(self.prompt)
+        before = (self.path, self.body.cache_salt or "", self.body.model or "")
+        seed = "\0".join(before).encode() + bytes(self.body.tools) + bytes(self.body.chat_template_kwargs)
+        parent = blake2b(seed, digest_size=HASH_BYTES).digest()
+        found = []
+        for end in range(width, len(data) + 1, width):
+            parent = blake2b(parent + data[end - width : end], digest_size=HASH_BYTES).digest()
+            found.append(parent)
+        return tuple(found)
+
+    def engine_fields(self, model: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """The body for an engine that calls the model so, without the front's own fields."""
+        fields: dict[str, Any] = {name: value for name, value in self.fields.items() if name not in OWN_FIELDS}
+        return {**fields, "model": model, **changes}
+
+    def continuation_fields(self, model: str, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> dict[str, Any]:
+        """A completion that goes on after ``output_ids`` of the answer, wherever the first ones came from."""
+        fields: dict[str, Any] = {name: self.fields[name] for name in SAMPLING_FIELDS if name in self.fields}
+        return fields | {
+            "model": model,
+            "prompt": [*prompt_ids, *output_ids],
+            "max_tokens": max(1, self.max_tokens - len(output_ids)),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+        }
+
+
+def _neutral(name: str) -> tuple[bytes, ...]:
+    """Values of a field that change nothing."""
+    if name in ("n", "best_of", "repetition_penalty"):
+        return (*NEUTRAL, b"1", b"1.0")
+    return (b"null", b"false") if name in ("logprobs", "prompt_logprobs") else NEUTRAL
+
+
+def read_request(path: RelayPath, data: bytes) -> RelayRequest:
+    """The request of a body. Raises InvalidRequestError that names the field."""
+    try:
+        body = _body_decoder.decode(data)
+        fields = _fields_decoder.decode(data)
+    except msgspec.ValidationError as error:
+        words = str(error)
+        param = words.rpartition("`$.")[2].rstrip("`").split(".")[0].split("[")[0] if "`$." in words else None
+        raise InvalidRequestError(f"{param or 'body'}: {words}", param=param) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    request = RelayRequest(path, body, fields, len(data))
+    _check(request)
+    return request
+
+
+def _check(request: RelayRequest) -> None:
+    body = request.body
+    wanted = {CHAT_PATH: ("messages", body.messages), COMPLETION_PATH: ("prompt", body.prompt)}
+    if request.path in wanted and bytes(wanted[request.path][1]) in (b"", b"null"):
+        name = wanted[request.path][0]
+        raise InvalidRequestError(f"{name}: this field is required", param=name)
+    limits = (("max_tokens", body.max_tokens), ("max_completion_tokens", body.max_completion_tokens), ("n", body.n))
+    for name, value in limits:
+        if value is not None and not (0 if name != "n" else 1) <= value <= 1 << 24:
+            raise InvalidRequestError(f"{name} is {value}; it must be in [1, {1 << 24}]", param=name)
+    if body.service_class is not None and body.service_class not in SERVICE_CLASSES:
+        known = ", ".join(SERVICE_CLASSES)
+        raise InvalidRequestError(f"service_class is {body.service_class!r}; one of {known}", param="service_class")
+    for name in ("ttft_slo_ms", "tpot_slo_ms", "deadline_ms"):
+        value = getattr(body, name)
+        if value is not None and not 0 < value <= 1e9:
+            raise InvalidRequestError(f"{name} is {value}; it must be in (0, 1e9]", param=name)
+
+
+def options_for(body: RelayBody, tenant: str) -> RequestOptions:
+    """What the request asks of the front."""
+    slo = None
+    if body.ttft_slo_ms is not None or body.tpot_slo_ms is not None:
+        slo = Slo(_ns(body.ttft_slo_ms), _ns(body.tpot_slo_ms))
+    return RequestOptions(
+        priority=body.priority or 0,
+        slo=slo,
+        service_class=body.service_class or "standard",
+        tenant=tenant,
+        deadline_ns=_ns(body.deadline_ms),
+        cache_salt=body.cache_salt,
+        metadata=body.metadata or {},
+    )
+
+
+def prompt_token_ids(request: RelayRequest) -> tuple[int, ...] | None:
+    """Of a completion whose prompt is one list of token ids; None for all others."""
+    data = request.prompt.lstrip()
+    if request.path != COMPLETION_PATH or not data.startswith(b"[") or data.startswith((b"[[", b'["')):
+        return None
+    try:
+        ids = tuple(_ids_decoder.decode(data))
+    except msgspec.DecodeError:
+        return None
+    return ids if all(0 <= token_id < 1 << 32 for token_id in ids) else None
+
+
+def _ns(milliseconds: float | None) -> int | None:
+    return None if milliseconds is None else max(1, int(milliseconds * NS_PER_MS))

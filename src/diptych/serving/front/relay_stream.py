@@ -1,0 +1,226 @@
+"""One answer of an engine on its way to its client: an AnswerStream whose text stays as the engine wrote it.
+
+Tokens are counted (and kept, where the engine names them, to continue the answer elsewhere); their text is never made
+here. Bounded: an exchange stops reading while its client has not taken UNREAD_BYTES.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from diptych.control.errors import DiptychError, RequestError
+from diptych.control.events import RequestFinished
+from diptych.control.request import RequestOptions, SamplingParams
+from diptych.serving.answers.answer_stream import AnswerStream, Delta, Generation
+from diptych.serving.api.dialect import CHAT, Dialect
+from diptych.serving.api.error_format import error_body
+from diptych.serving.front.relay_request import CHAT_PATH, RelayRequest
+
+UNREAD_BYTES = 1 << 20
+NO_TOKEN = 0  # stands for a token that the engine did not name
+
+
+class HandoffSlot:
+    """Carries the parameters of one attempt from its prefill engine to its decode engine, whichever comes first.
+    prefill: the worker that gives them."""
+
+    def __init__(self, attempt_id: str) -> None:
+        self.attempt_id = attempt_id
+        self.prefill = -1
+        self._parameters: Mapping[str, Any] | None = None
+        self._on_given: Callable[[Mapping[str, Any]], None] | None = None
+
+    def give(self, parameters: Mapping[str, Any]) -> None:
+        """The prefill engine's parameters."""
+        self._parameters = parameters
+        self._meet()
+
+    def await_parameters(self, on_given: Callable[[Mapping[str, Any]], None]) -> None:
+        """The decode engine's port: called once, when they are there."""
+        self._on_given = on_given
+        self._meet()
+
+    def _meet(self) -> None:
+        if self._parameters is not None and self._on_given is not None:
+            on_given, self._on_given = self._on_given, None
+            on_given(self._parameters)
+
+
+class RelayDelta(Delta, gc=False):
+    """data: what the client gets, as it is: events of a stream, or a whole body."""
+
+    data: bytes = b""
+
+
+class EngineRefusal(RequestError):
+    """An engine refused the request: its client gets the engine's own reply."""
+
+    def __init__(self, status: int, body: bytes, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = body
+
+
+class _NoTokenizer:
+    """Of answers whose text the engine makes."""
+
+    def detokenizer(self, prompt_token_ids: Any, shown: Any = None) -> None:
+        """None."""
+
+
+_NO_TOKENIZER: Any = _NoTokenizer()
+
+
+class RelayStream(AnswerStream):
+    """request: as the client sent it. num_estimated_tokens: of its prompt, in the front's own count; num_said_tokens:
+    as the engine counted them (0: it has not yet). hashes: of its blocks. prompt_ids: of its prompt, where an engine
+    named them. is_exact: whether all tokens so far are known. refusal: an engine's reply to pass on as it is.
+    served_by: the engine that gave the first byte. refused_by: workers that did not want the request now. on_read:
+    called when the client has taken everything."""
+
+    __slots__ = (
+        "_data",
+        "_num_unread",
+        "first_chunk",
+        "hashes",
+        "is_exact",
+        "num_estimated_tokens",
+        "num_said_tokens",
+        "on_read",
+        "prompt_ids",
+        "refusal",
+        "refused_by",
+        "request",
+        "served_by",
+        "slot",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        request: RelayRequest,
+        options: RequestOptions,
+        num_estimated_tokens: int,
+        hashes: tuple[bytes, ...] = (),
+    ) -> None:
+        sampling = SamplingParams(max_tokens=request.max_tokens, temperature=0.0)
+        super().__init__(request_id, 0, [], sampling, _NO_TOKENIZER, options)
+        self.request = request
+        self.num_estimated_tokens = num_estimated_tokens
+        self.num_said_tokens = 0
+        self.hashes = hashes
+        self.prompt_ids: list[int] | None = list(request.token_ids) if request.token_ids is not None else None
+        self.is_exact = True
+        self.refusal: EngineRefusal | None = None
+        self.served_by = ""
+        self.refused_by: set[int] = set()
+        self.first_chunk: tuple[str, int, str] | None = None  # id, created and model, as the client knows them
+        self.slot: HandoffSlot | None = None  # of its attempt that two engines share
+        self.on_read: Callable[[], None] | None = None
+        self._data: list[bytes] = []
+        self._num_unread = 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Counted by an engine or by a tokenizer, else estimated."""
+        return self.num_said_tokens or self.num_estimated_tokens
+
+    @property
+    def can_resume(self) -> bool:
+        """Whether another engine can go on after what the client has."""
+        known = self.is_exact and self.prompt_ids is not None
+        return not self.num_tokens or (known and self.request.is_stateless)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the client has left too much unread."""
+        return self._num_unread > UNREAD_BYTES
+
+    def add(self, data: bytes) -> None:
+        """What the client gets next. (The tokens in it come by ``push``.)"""
+        self._data.append(data)
+        self._num_unread += len(data)
+
+    def take(self) -> RelayDelta:
+        """What is new since the last call."""
+        self.is_dirty = False
+        data = self._data[0] if len(self._data) == 1 else b"".join(self._data)
+        self._data.clear()
+        self._num_unread = 0
+        if self.on_read is not None:
+            self.on_read()
+        return RelayDelta(0, "", [], [], self.finish_reason, data)
+
+    def end(self, finished: RequestFinished) -> None:
+        """See AnswerStream."""
+        self.finished = finished
+        self.generation.num_open -= 1
+        self.cached_tokens = max(self.cached_tokens, finished.num_cached_tokens)
+        self.finish_reason = str(finished.reason)
+
+    def chunk(self, text: str, finish_reason: str | None) -> bytes:
+        """An event with this text, in the format of the client's request, after another engine has taken over."""
+        reply_id, created, model = self.first_chunk or (self.request_id, 0, "")
+        choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": finish_reason}
+        if self.request.path == CHAT_PATH:
+            choice["delta"] = {"content": text} if text or finish_reason is None else {}
+            kind = "chat.completion.chunk"
+        else:
+            choice["text"], kind = text, "text_completion"
+        return event_of({"id": reply_id, "object": kind, "created": created, "model": model, "choices": [choice]})
+
+    def usage_chunk(self, prompt_tokens: int, cached_tokens: int | None) -> bytes:
+        """The usage of an answer that two engines gave."""
+        reply_id, created, model = self.first_chunk or (self.request_id, 0, "")
+        kind = "chat.completion.chunk" if self.request.path == CHAT_PATH else "text_completion"
+        usage = {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": self.num_tokens,
+            "total_tokens": prompt_tokens + self.num_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached_tokens or 0},
+        }
+        head = {"id": reply_id, "object": kind, "created": created, "model": model}
+        return event_of({**head, "choices": [], "usage": usage})
+
+
+class RelayGeneration(Generation):
+    """The one stream of a client's request. An engine's refusal is the error that its reader gets."""
+
+    __slots__ = ("relay",)
+
+    def __init__(self, stream: RelayStream) -> None:
+        super().__init__(stream.request_id, [stream])
+        self.relay = stream
+
+    def fail(self, error: Exception) -> None:
+        """See Generation."""
+        super().fail(self.relay.refusal or error)
+
+
+class RelayWriter:
+    """The Writer of replies that engines wrote."""
+
+    def events(self, deltas: Iterable[Delta]) -> bytes:
+        """As they came."""
+        return b"".join([delta.data for delta in deltas if isinstance(delta, RelayDelta)])
+
+    def last_events(self) -> bytes:
+        """Nothing: an engine's usage is among its events."""
+        return b""
+
+    def body(self, deltas: Iterable[Delta]) -> bytes:
+        """The engine's body."""
+        return self.events(deltas)
+
+
+def event_of(content: Any) -> bytes:
+    """A server-sent event."""
+    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+
+
+def _refusal_body(error: DiptychError) -> bytes:
+    return error.body if isinstance(error, EngineRefusal) else error_body(error)
+
+
+RELAY = Dialect(_refusal_body, CHAT.error_event, CHAT.done)

@@ -1,0 +1,154 @@
+"""What the front reads of an engine's reply: events of a stream, the parts of a chunk that decide something, usage.
+
+Unknown fields are passed on unread, and unknown events too. A chunk is changed only where the front had asked the
+engine for more than the client did (usage, token ids): that is taken out again.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+MAX_EVENT_BYTES = 16 << 20
+DONE = b"[DONE]"
+_TOKEN_IDS = re.compile(rb',\s*"(?:prompt_)?token_ids"\s*:\s*(?:\[[\d,\s]*\]|null)')
+_BLANK_LINE = re.compile(rb"\r\n\r\n|\n\n|\r\r")
+
+
+class UnreadableReplyError(Exception):
+    """An engine's reply is not what its protocol says."""
+
+
+class EventSplitter:
+    """Server-sent events out of bytes that were cut anywhere."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """The payloads of the events that are whole now; comments and events without data give none. Raises
+        UnreadableReplyError for an event that is too long."""
+        if not self._rest and data.startswith(b"data: ") and data.find(b"\n\n") == len(data) - 2 and b"\r" not in data:
+            yield data[6:-2] if b"\n" not in data[:-2] else _payload(data[:-2]) or b""  # one event, as most are
+            return
+        searched = max(0, len(self._rest) - 3)  # a blank line may have been cut
+        self._rest = self._rest + data if self._rest else data
+        begin = 0
+        while found := _BLANK_LINE.search(self._rest, max(begin, searched)):
+            event, begin = self._rest[begin : found.start()], found.end()
+            payload = _payload(event)
+            if payload is not None:
+                yield payload
+        self._rest = self._rest[begin:]
+        if len(self._rest) > MAX_EVENT_BYTES:
+            raise UnreadableReplyError(f"an event of the stream is longer than {MAX_EVENT_BYTES} bytes")
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether a part of an event is left."""
+        return bool(self._rest.strip())
+
+
+def _payload(event: bytes) -> bytes | None:
+    if event.startswith(b"data: ") and b"\n" not in event and b"\r" not in event:
+        return event[6:]
+    lines = [line[5:].removeprefix(b" ") for line in event.splitlines() if line.startswith(b"data:")]
+    return b"\n".join(lines) if lines else None
+
+
+class TokenDetails(msgspec.Struct):
+    """A part of usage."""
+
+    cached_tokens: int | None = None
+
+
+class EngineUsage(msgspec.Struct):
+    """Of a reply."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int | None = None
+    prompt_tokens_details: TokenDetails | None = None
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Prompt tokens that the engine found in its prefix cache; None: it does not say."""
+        return self.prompt_tokens_details.cached_tokens if self.prompt_tokens_details else None
+
+
+class ChunkDelta(msgspec.Struct):
+    """What a chat chunk adds. tool_calls, reasoning: only whether there are any."""
+
+    content: str | None = None
+    tool_calls: msgspec.Raw = msgspec.Raw()
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it adds nothing but text of the answer."""
+        has_calls = bytes(self.tool_calls) not in (b"", b"null", b"[]")
+        return not (has_calls or self.reasoning_content or self.reasoning)
+
+
+class ChunkChoice(msgspec.Struct):
+    """One choice of a chunk or of a whole reply."""
+
+    index: int = 0
+    text: str | None = None
+    delta: ChunkDelta | None = None
+    finish_reason: str | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that it brings: counted where the engine names them, else one for a chunk with content."""
+        if self.token_ids is not None:
+            return len(self.token_ids)
+        if self.text or (self.delta is not None and (self.delta.content or not self.delta.is_plain)):
+            return 1
+        return 0
+
+
+class EngineChunk(msgspec.Struct):
+    """What is read of a chunk, and of a whole reply."""
+
+    id: str = ""
+    created: int = 0
+    model: str = ""
+    choices: list[ChunkChoice] = []
+    usage: EngineUsage | None = None
+    error: Any = None
+    prompt_token_ids: list[int] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+_decoder = msgspec.json.Decoder(EngineChunk)
+
+
+def read_chunk(payload: bytes) -> EngineChunk:
+    """Raises UnreadableReplyError."""
+    try:
+        return _decoder.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UnreadableReplyError(f"the engine sent no chunk that can be read: {error}") from None
+
+
+def without_token_ids(payload: bytes) -> bytes:
+    """A chunk as it is without ``return_token_ids``. (Within a JSON string the quotes of a name would be escaped, so
+    that only fields match.)"""
+    return _TOKEN_IDS.sub(b"", payload)
+
+
+def error_message(payload: bytes, fallback: str) -> str:
+    """The message of an engine's error, in OpenAI's or another usual form; at most 2,000 characters."""
+    try:
+        content = msgspec.json.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return fallback
+    found = content
+    for name in ("error", "message", "detail"):
+        if isinstance(found, dict) and name in found:
+            found = found[name]
+    return found[:2000] if isinstance(found, str) and found else fallback

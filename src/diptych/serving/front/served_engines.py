@@ -1,0 +1,132 @@
+"""The front end over engines that others run: takes clients' requests, and gives each a stream that an engine feeds."""
+
+import asyncio
+import uuid
+from dataclasses import replace
+
+from diptych.control.errors import OverloadedError, UnavailableError
+from diptych.control.request import Submission
+from diptych.serving.front.engine_metrics import engine_families
+from diptych.serving.front.external_fleet import ExternalFleet
+from diptych.serving.front.external_worker import ExternalWorker
+from diptych.serving.front.relay_request import CHAT_PATH, COMPLETION_PATH, RelayRequest, options_for, prompt_token_ids
+from diptych.serving.front.relay_stream import RelayGeneration, RelayStream
+from diptych.serving.served_fleet import ServedFleet
+
+MAX_OPEN = 65_536  # requests that are open at once
+ID_PREFIXES = {"/v1/chat/completions": "chatcmpl", "/v1/completions": "cmpl"}
+
+
+class EngineFront(ServedFleet):
+    """A ServedFleet of engines."""
+
+    def __init__(self, fleet: ExternalFleet) -> None:
+        super().__init__(fleet.options, fleet)
+        self.external = fleet
+        self.front = fleet.front
+        self._next_tokenizer = 0
+        self.metrics.more_families = lambda model: engine_families(fleet.engines, model)
+
+    @property
+    def scheduling(self) -> str:
+        """See ServedFleet."""
+        return "by the engines"
+
+    @property
+    def kv_capacity_tokens(self) -> int | None:
+        """See ServedFleet."""
+        says = [engine.facts is not None and engine.facts.num_blocks > 0 for engine in self.external.engines]
+        return super().kv_capacity_tokens if all(says) else None
+
+    @property
+    def engine_models(self) -> list[str]:
+        """What the engines call the model, each name once."""
+        facts = [engine.facts for engine in self.external.engines]
+        return list(dict.fromkeys(found.model for found in facts if found is not None))
+
+    async def submit(self, request: RelayRequest, tenant: str) -> RelayGeneration:
+        """Send a request to an engine. Raises InvalidRequestError, OverloadedError or UnavailableError."""
+        self.require_ready()
+        if self.num_open >= MAX_OPEN:
+            raise OverloadedError(f"{self.num_open} requests are open already; at most {MAX_OPEN}")
+        if self.front.reads_events:
+            request = replace(request, token_ids=await self._token_ids(request))
+            self.require_ready()
+        else:
+            request = replace(request, token_ids=prompt_token_ids(request))
+        front = self.front
+        hashes: tuple[bytes, ...] = ()
+        if len(front.engines) > 1 and (request.token_ids is not None or not front.reads_events):
+            hashes = request.hashes(front.block_size, front.bytes_per_token)
+        request_id = f"{ID_PREFIXES.get(request.path, 'req')}-{uuid.uuid4().hex}"
+        options = options_for(request.body, tenant)
+        stream = RelayStream(request_id, request, options, request.estimated_tokens(front.bytes_per_token), hashes)
+        generation = RelayGeneration(stream)
+        self.fleet.streams.add([stream])
+        submission = Submission(
+            request_id,
+            stream.num_estimated_tokens,
+            request.max_tokens,
+            hashes,
+            options,
+            hands_off=self._hands_off(request),
+            is_resumable=self._resumes(request),
+        )
+        try:
+            self.fleet.submit([submission])
+        except Exception:
+            self.abort(generation)
+            raise
+        return generation
+
+    def recovery_of(self, stream: RelayStream) -> str:
+        """What becomes of this stream when its engine is lost in the middle of it, in one word for a header. exact: it
+        goes on with the tokens that there would have been, at an engine of the same build. resampled: it goes on with
+        others. none: it ends with an error."""
+        if not self._resumes(stream.request) or not stream.can_resume:
+            return "none"
+        return "exact" if stream.request.is_greedy else "resampled"
+
+    def engine_of(self, stream: RelayStream) -> ExternalWorker | None:
+        """The engine that feeds this stream."""
+        engines = self.external.engines
+        return engines[stream.worker] if 0 <= stream.worker < len(engines) else None
+
+    def _resumes(self, request: RelayRequest) -> bool:
+        names_tokens = [
+            engine.facts is not None and engine.facts.capabilities.tokens_out for engine in self.external.engines
+        ]
+        return not request.is_stream or (self.front.recovery and request.is_stateless and any(names_tokens))
+
+    def _hands_off(self, request: RelayRequest) -> bool:
+        """Whether two engines may share it."""
+        is_answer = request.path in (CHAT_PATH, COMPLETION_PATH) and request.num_choices == 1
+        return self.front.hands_off and is_answer and not request.body_echoes
+
+    async def _token_ids(self, request: RelayRequest) -> tuple[int, ...] | None:
+        """Of its prompt, as an engine of the fleet counts them; None where none can say."""
+        known = prompt_token_ids(request)
+        if known is not None:
+            return known
+        engines = [
+            engine
+            for engine in self.external.engines
+            if engine.number in self.fleet.core.members.up
+            and engine.facts is not None
+            and engine.facts.capabilities.tokenizes
+        ]
+        self._next_tokenizer += 1
+        for turn in range(min(2, len(engines))):
+            engine = engines[(self._next_tokenizer + turn) % len(engines)]
+            found = await engine.tokenize(request)
+            if found is not None:
+                return found
+        return None
+
+    async def wait_ready(self, timeout_s: float) -> None:
+        """Until an engine can serve. Raises UnavailableError after ``timeout_s``."""
+        assert self.fleet.ready is not None
+        try:
+            await asyncio.wait_for(asyncio.shield(self.fleet.ready), timeout_s)
+        except TimeoutError:
+            raise UnavailableError(f"no engine was ready within {timeout_s:g} s") from None

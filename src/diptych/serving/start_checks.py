@@ -1,0 +1,39 @@
+"""What can be refused of an engine's options before a process is started and torch is imported: within a second.
+
+The worker checks the same again where it uses it. Reads the model's config and the heads of its files, no weight.
+"""
+
+import os
+from pathlib import Path
+
+from diptych.control.errors import ConfigError
+from diptych.processor import Processor, read_processor
+from diptych.runtime.checkpoint import open_checkpoint
+from diptych.runtime.models.registry import read_model_config
+from diptych.runtime.required_packages import require_packages
+from diptych.runtime.thread_limits import allowed_threads
+from diptych.serving.link.engine_options import EngineOptions, parse_cores
+
+GPU = Path("/dev/nvidiactl")  # where there is one, memory may be that of a GPU
+
+
+def check_start(options: EngineOptions, processor: Processor | None = None) -> None:
+    """Raises ConfigError or UnsupportedModelError for what no worker could serve with."""
+    require_packages()
+    open_checkpoint(read_model_config(options.model))
+    device = options.device
+    if device.device == "cpu" or (device.device == "auto" and not GPU.exists()):
+        cores = parse_cores(device.cores) if device.cores else None
+        allowed_threads(device.threads, cores, processor or read_processor())
+        check_kv_memory(options.memory.kv_cache_bytes)
+
+
+def check_kv_memory(kv_cache_bytes: int | None) -> None:
+    """Raises ConfigError for a KV cache that is larger than the memory of this machine."""
+    total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if kv_cache_bytes is not None and kv_cache_bytes > total_bytes:
+        raise ConfigError(
+            f"kv_cache_bytes is {kv_cache_bytes / 2**30:,.1f} GiB; this machine has {total_bytes / 2**30:,.1f} GiB of "
+            "memory",
+            param="kv_cache_bytes",
+        )

@@ -1,0 +1,157 @@
+"""What a front does with requests besides passing them on: queue, classes, deadlines, load, recording, bounds."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from fake_engine import FakeEngine, Fault, answer_to
+from front_harness import fronted
+
+from diptych.control.cluster.cluster_config import cluster_config
+from diptych.serving.front.engine_load import SATURATED_NS, EngineGauges, EngineLoad
+from diptych.serving.front.relay_request import read_request
+from diptych.serving.front.reply_chunks import EventSplitter, UnreadableReplyError, without_token_ids
+from diptych.simulation.cluster_replay import replay_cluster
+
+S = 1_000_000_000
+
+
+@pytest.mark.asyncio
+async def test_the_queue_is_bounded_and_classes_and_deadlines_count_in_it() -> None:
+    engine = FakeEngine(prefill_s=0.3)
+    cluster = cluster_config(max_untouched_per_worker=1, max_queued=4)
+    async with fronted(engine, cluster=cluster) as client:
+        ask = client.complete
+        first = asyncio.create_task(ask("first", 2))
+        while not engine.requests:
+            await asyncio.sleep(0.01)
+        waiting = [asyncio.create_task(ask(name, 2, service_class=name)) for name in ("standard", "interactive")]
+        extra = asyncio.create_task(ask("extra", 2))
+        late = asyncio.create_task(ask("late", 2, deadline_ms=50))
+        await asyncio.sleep(0.02)
+        refused = await ask("past the limit", 2)
+        assert refused.status == 429 and refused.error is not None and refused.error["code"] == "queue_full"
+        answers = await asyncio.gather(first, *waiting, late, extra)
+        assert [answer.status for answer in answers[:3]] == [200, 200, 200]
+        assert answers[3].status in (429, 503) and answers[3].error is not None  # its deadline passed in the queue
+        prompts = ["".join(map(chr, sent["prompt"])) if isinstance(sent["prompt"], list) else sent["prompt"]
+                   for sent in engine.requests]  # fmt: skip
+        assert prompts == ["first", "interactive", "standard", "extra"]
+        await client.idle()
+
+
+@pytest.mark.asyncio
+async def test_what_a_front_decided_is_recorded_and_replays_to_the_same(tmp_path: Path) -> None:
+    engines = [FakeEngine(), FakeEngine()]
+    async with fronted(*engines, record=tmp_path / "front.jsonl") as client:
+        engines[0].faults.append(Fault("reset", at=2))
+        engines[1].faults.append(Fault("status", status=503))
+        await asyncio.gather(*(client.complete(f"prompt {number} " * 9, 5) for number in range(8)))
+        await client.idle()
+    report = replay_cluster(tmp_path / "front.jsonl")
+    assert report.is_identical and report.is_complete and report.num_decisions > 8
+
+
+@pytest.mark.asyncio
+async def test_latency_is_divided_between_the_front_and_the_engine() -> None:
+    async with fronted(FakeEngine(prefill_s=0.2)) as client:
+        await client.complete("abc", 3, ttft_slo_ms=10_000)
+        metrics = client.front.metrics
+        assert 0.15 < metrics.latencies["request_prefill_time"]._sum < 2 and metrics.num_meeting_slo == 1
+        assert metrics.latencies["request_queue_time"]._sum < 0.15
+        assert metrics.num_generated_tokens == 3
+
+
+def test_load_is_our_own_and_what_the_gauges_have_besides() -> None:
+    load = EngineLoad(1000, 16, 2 * S, 0)
+    load.on_gauges(EngineGauges(num_running=1, num_waiting=3, kv_usage=0.5), 0)
+    load.on_sent("a", 160, 0)
+    report = load.report(1)
+    assert report.used_blocks == 490 and report.num_blocks == 1000  # 10 of the 500 are ours
+    assert report.backlog_ns == int(2 * load._mean_prompt * load.token_ns)  # two of three that wait are not ours
+    load.on_first_token("a", S)
+    load.on_over("a", S)
+    assert load.num_held == 0
+
+
+def test_gauges_that_do_not_come_mean_saturated_until_they_do() -> None:
+    load = EngineLoad(1000, 16, 2 * S, 0)
+    assert not load.is_saturated(S)
+    stale = load.report(3 * S)
+    assert load.is_saturated(3 * S) and stale.backlog_ns >= SATURATED_NS and stale.used_blocks == 1000
+    load.on_gauges(EngineGauges(), 3 * S)
+    assert load.report(3 * S).backlog_ns == 0
+    load.on_refused(3 * S)
+    assert load.is_saturated(3 * S + 1) and not load.is_saturated(4 * S + 1)
+    assert not EngineLoad(1000, 16, 0, 0).is_saturated(100 * S)  # it has no gauges
+
+
+def test_the_price_of_a_prompt_token_is_learned_from_the_time_that_prompts_are_waited_for() -> None:
+    load = EngineLoad(1000, 16, 0, 0)
+    now = 0
+    for number in range(200):  # 1000 tokens in 50 ms, two at a time: 25 us a token
+        load.on_sent(f"a{number}", 1000, now)
+        load.on_sent(f"b{number}", 1000, now)
+        for name in "ab":
+            now += 25_000_000
+            load.on_first_token(f"{name}{number}", now)
+            load.on_prompt(1000, 0)
+            load.on_over(f"{name}{number}", now + 10_000_000)
+        now += 50_000_000
+    assert 20_000 < load.token_ns < 30_000
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+def test_events_come_whole_however_they_are_cut(size: int) -> None:
+    data = b'data: {"a":1}\n\n: comment\n\ndata: {"b":\r\ndata: 2}\r\n\r\nevent: x\nid: 1\n\ndata: [DONE]\n\n'
+    splitter, found = EventSplitter(), []
+    for begin in range(0, len(data), size):
+        found += list(splitter.feed(data[begin : begin + size]))
+    assert found == [b'{"a":1}', b'{"b":\n2}', b"[DONE]"]
+
+
+def test_an_event_without_an_end_is_not_kept_for_ever() -> None:
+    splitter = EventSplitter()
+    with pytest.raises(UnreadableReplyError, match="longer than"):
+        for _ in range(20):
+            list(splitter.feed(b"x" * (1 << 20)))
+
+
+def test_token_ids_are_taken_out_of_a_chunk_and_text_that_looks_like_them_is_not() -> None:
+    text = r'{"text":",\"token_ids\":[1]","token_ids":[7, 8],"prompt_token_ids":null,"x":","}'
+    assert without_token_ids(text.encode()) == rb'{"text":",\"token_ids\":[1]","x":","}'
+
+
+def test_prompts_with_a_common_beginning_have_common_hashes_and_other_tools_have_none() -> None:
+    def hashes(messages: str, more: str = "") -> tuple[bytes, ...]:
+        body = f'{{"messages":[{messages}]{more}}}'.encode()
+        return read_request("/v1/chat/completions", body).hashes(16, 1.0)
+
+    turn = '{"role":"user","content":"' + "x" * 200 + '"}'
+    short, long = hashes(turn), hashes(f'{turn},{{"role":"assistant","content":"y"}}')
+    assert len(short) > 10 and long[: len(short) - 1] == short[: len(short) - 1]
+    assert not set(short) & set(hashes(turn, ',"tools":[{"a":1}]'))
+    assert not set(short) & set(hashes(turn, ',"cache_salt":"me"'))
+
+
+@pytest.mark.asyncio
+async def test_a_client_that_does_not_read_stops_its_engine_from_filling_the_memory() -> None:
+    engine = FakeEngine()
+    async with fronted(engine) as client:
+        request = read_request("/v1/completions", b'{"prompt":"abc","max_tokens":200000,"stream":true,"temperature":0}')
+        generation = await client.front.submit(request, "")
+        stream = generation.relay
+        async with asyncio.timeout(20):
+            while not stream.is_full:
+                await asyncio.sleep(0.02)
+        await asyncio.sleep(0.2)
+        before = stream._num_unread
+        await asyncio.sleep(0.3)
+        assert stream._num_unread == before < 2 << 20  # nothing more is read ...
+        text = b"".join([stream.take().data])
+        assert text.count(b'"text"') == stream.num_tokens
+        await asyncio.sleep(0.2)
+        assert stream._num_unread > 0  # ... until it is
+        client.front.abort(generation)
+        await client.idle()
+    assert answer_to("abc", 1)

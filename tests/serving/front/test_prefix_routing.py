@@ -1,0 +1,172 @@
+"""Where a front sends prompts that share a beginning, and what it knows of the engines' caches."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+from fake_engine import BLOCK, FakeEngine
+from fake_events import FakePublisher, removed, stored
+from front_harness import FrontClient, fronted
+
+from diptych.control.errors import ConfigError
+from diptych.control.router.kv_bridge import BlocksRemoved, BlocksStored, CacheCleared
+from diptych.serving.front.engine_spec import EngineSpec
+from diptych.serving.front.kv_events import UnreadableBatchError, read_batch
+
+pytestmark = pytest.mark.asyncio
+
+
+@asynccontextmanager
+async def publishing(
+    count: int = 2, form: str = "array", *, replay: bool = True, **engine: object
+) -> AsyncIterator[FrontClient]:
+    """A front over vLLMs that publish their events."""
+    publishers = [FakePublisher(form) for _ in range(count)]
+    engines = [FakeEngine(publisher=publisher, **engine) for publisher in publishers]  # type: ignore[arg-type]
+    for each in engines:
+        await each.start()
+    specs = [
+        EngineSpec("vllm", each.url, kv_events=publisher.address, kv_replay=publisher.replay if replay else "")
+        for each, publisher in zip(engines, publishers, strict=True)
+    ]
+    try:
+        async with fronted(specs=specs) as client:
+            client.engines = engines
+            async with asyncio.timeout(10):
+                while len(client.front.fleet.core.members.up) < count:
+                    await asyncio.sleep(0.01)
+            yield client
+    finally:
+        for each in engines:
+            await each.stop()
+        for publisher in publishers:
+            await publisher.close()
+
+
+async def settled(client: FrontClient) -> None:
+    """Until what the front knows of the caches is what they hold."""
+    async with asyncio.timeout(5):
+        for engine, fake in zip(client.front.external.engines, client.engines, strict=True):
+            while engine.cache.num_blocks != len(fake.blocks):
+                await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "openai"])
+async def test_without_events_a_conversation_stays_where_its_beginning_was_computed(kind: str) -> None:
+    engines = [FakeEngine(kind), FakeEngine(kind)]
+    async with fronted(*engines) as client:
+        texts = [f"conversation {number} " + "x" * 400 for number in range(6)]
+        oracle = 0
+        for turn in range(3):
+            oracle += sum(len(text) // BLOCK * BLOCK for text in texts) if turn else 0
+            texts = [text + f" turn {turn} " + "y" * 50 for text in texts]
+            await asyncio.gather(*(client.complete(text, 2) for text in texts))
+        assert sum(found for engine in engines for found, _ in engine.cached) >= 0.95 * oracle
+        assert all(engine.requests for engine in engines)  # and both work
+        await client.idle()
+
+
+@pytest.mark.parametrize("form", ["array", "map"])
+async def test_with_events_the_prompt_goes_where_it_is_held_also_when_another_sent_it_there(form: str) -> None:
+    async with publishing(form=form) as client:
+        engines = client.front.external.engines
+        prompt = "a prompt that another router has sent " * 8
+        for number in (0, 1, 1):  # only engine 1 is to know it; engine 0 is to be idle
+            if number:
+                await client.engines[1]._compute([ord(letter) for letter in prompt])
+        await settled(client)
+        assert engines[1].cache.kind == "exact"
+        for _ in range(3):
+            await client.complete(prompt + str(random.random()), 2)
+        assert len(client.engines[1].requests) == 3
+        assert all(found >= len(prompt) // BLOCK * BLOCK for found, _ in client.engines[1].cached[2:])
+        assert all(isinstance(sent["prompt"], list) for sent in client.engines[1].requests)  # tokenised once
+        await client.idle()
+
+
+async def test_chats_are_tokenised_with_the_engines_template() -> None:
+    async with publishing() as client:
+        await client.chat("hello " * 30, 2)
+        await settled(client)
+        await client.chat("hello " * 30 + "more", 2)
+        used = [engine for engine in client.engines if engine.requests]
+        assert len(used) == 1 and used[0].cached[-1][0] >= 160
+        assert sum(engine.tokenized for engine in client.engines) >= 2
+
+
+async def test_predicted_is_reported_through_gaps_and_restarts() -> None:
+    """Of 100 prompts, with lost messages, restarts of the numbering, evictions."""
+    rng = random.Random(5)
+    async with publishing(capacity=60) as client:
+        wrong = total = 0
+        texts = [f"{number} " + "z" * 120 for number in range(8)]
+        for turn in range(100):
+            if rng.random() < 0.1:
+                client.engines[rng.randrange(2)].publisher.lose = rng.randint(1, 3)  # type: ignore[union-attr]
+            number = rng.randrange(8)
+            text = texts[number] + str(turn)
+            await client.complete(text, 1)
+            await asyncio.sleep(0)
+        for engine, fake in zip(client.front.external.engines, client.engines, strict=True):
+            fake.publisher.lose = 0  # type: ignore[union-attr]
+            await fake._compute(list(range(BLOCK)))
+            async with asyncio.timeout(5):
+                while engine.cache.num_blocks != len(fake.blocks):
+                    await asyncio.sleep(0.01)
+            total += len(fake.blocks)
+            wrong += engine.cache.num_gaps
+        assert total and wrong == 0  # every gap was filled by a replay
+        assert client.front.fleet.core.router.alarm == ""
+        await client.idle()
+
+
+async def test_an_engine_that_starts_again_is_known_from_its_first_event() -> None:
+    async with publishing(1) as client:
+        engine, fake = client.front.external.engines[0], client.engines[0]
+        await client.complete("w" * 100, 2)
+        await settled(client)
+        port = int(fake.url.rsplit(":", 1)[1])
+        await fake.stop()
+        fake.publisher.restart()  # type: ignore[union-attr]
+        async with asyncio.timeout(10):
+            while engine.facts is not None and engine.state.value == "ready":
+                await asyncio.sleep(0.02)
+        await fake.start(port)
+        async with asyncio.timeout(10):
+            while engine.state.value != "ready":
+                await asyncio.sleep(0.02)
+        await client.complete("v" * 100, 2)
+        await settled(client)
+        assert engine.cache.kind == "exact" and engine.cache.num_blocks == 100 // BLOCK
+
+
+async def test_blocks_that_are_not_plain_prompts_do_not_count() -> None:
+    plain = stored([1], None, [5] * 16, 16)
+    odd = [{**plain, "lora_id": 3}, {**plain, "medium": "CPU"}, {**plain, "extra_keys": [["salt"]]},
+           {**plain, "kv_cache_spec_kind": "sliding_window"}, removed([1], "CPU"), {"type": "NewThing"}]  # fmt: skip
+    assert read_batch(msgspec.msgpack.encode([0.0, odd, 0])) == []
+    events = read_batch(
+        msgspec.msgpack.encode({"ts": 0, "events": [plain, removed([1]), {"type": "AllBlocksCleared"}]})
+    )
+    assert events == [BlocksStored([1], None, [5] * 16, 16), BlocksRemoved([1]), CacheCleared()]
+
+
+NO_BATCHES = [b"\xc1", [1], [0.0, "x"], [0.0, [7]], [0.0, [["BlockRemoved", "x"]]]]
+NO_BATCHES += [[0.0, [["BlockStored", [1], *rest]]] for rest in ((None, ["a"], 16), (None, [-1], 16), (1.5, [1], 16))]
+
+
+@pytest.mark.parametrize("content", NO_BATCHES)
+async def test_what_is_no_batch_is_not_believed(content: object) -> None:
+    payload = content if isinstance(content, bytes) else msgspec.msgpack.encode(content)
+    with pytest.raises(UnreadableBatchError):
+        read_batch(payload)
+
+
+async def test_events_are_refused_where_there_are_none() -> None:
+    with pytest.raises(ConfigError, match="publishes no KV events"):
+        EngineSpec("llamacpp", "http://h:1", kv_events="tcp://h:2")
+    with pytest.raises(ConfigError, match="no effect without kv_events"):
+        EngineSpec("vllm", "http://h:1", kv_replay="tcp://h:2")

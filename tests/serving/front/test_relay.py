@@ -1,0 +1,139 @@
+"""Requests through a front: what engines get, what clients get, whichever kind of engine it is."""
+
+import asyncio
+
+import pytest
+from fake_engine import FakeEngine, answer_to
+from front_harness import fronted
+
+KINDS = ("vllm", "sglang", "llamacpp", "openai")
+pytestmark = pytest.mark.asyncio
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_stream_is_that_of_the_engine(kind: str) -> None:
+    async with fronted(FakeEngine(kind)) as client:
+        answer = await client.complete("hello there", 6)
+        assert (answer.text, answer.finish_reason, answer.is_done) == (answer_to("hello there", 6), "length", True)
+        assert answer.headers is not None and answer.headers["x-diptych-engine"].startswith(kind)
+        await client.idle()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_whole_reply_is_that_of_the_engine(kind: str) -> None:
+    async with fronted(FakeEngine(kind)) as client:
+        answer = await client.chat("hi", 5, stream=False)
+        assert answer.text == answer_to("<user>hi<assistant>", 5)
+        assert answer.usage is not None and answer.usage["completion_tokens"] == 5
+        await client.idle()
+
+
+async def test_what_the_front_asked_for_itself_is_taken_out_again() -> None:
+    async with fronted(FakeEngine()) as client:
+        answer = await client.complete("abc", 3)
+        sent = client.engines[0].requests[0]
+        assert sent["return_token_ids"] and sent["stream_options"] == {"include_usage": True}
+        assert answer.usage is None and answer.events is not None
+        assert all("token_ids" not in choice for event in answer.events for choice in event["choices"])
+        asked = await client.complete("abc", 3, stream_options={"include_usage": True})
+        assert asked.usage is not None and asked.usage["prompt_tokens"] == 3
+
+
+async def test_own_fields_do_not_reach_the_engine_and_others_do() -> None:
+    async with fronted(FakeEngine()) as client:
+        own = {"ttft_slo_ms": 500, "service_class": "interactive", "metadata": {"a": "b"}, "priority": 3}
+        await client.complete("abc", 2, **own, guided_regex="a+", vllm_xargs={"x": 1})
+        sent = client.engines[0].requests[0]
+        assert not set(own) & set(sent)
+        assert sent["guided_regex"] == "a+" and sent["vllm_xargs"] == {"x": 1}
+        assert "return_token_ids" not in sent  # an answer under a grammar cannot be continued elsewhere
+
+
+async def test_an_engines_refusal_reaches_the_client_as_it_is() -> None:
+    from fake_engine import Fault
+
+    engine = FakeEngine()
+    engine.faults.append(Fault("status", status=400))
+    async with fronted(engine) as client:
+        answer = await client.complete("abc")
+        assert answer.status == 400 and answer.error == {"message": "as told", "code": 400}
+        await client.idle()
+
+
+async def test_embeddings_pass() -> None:
+    async with fronted(FakeEngine()) as client:
+        reply = await client.http.post("/v1/embeddings", json={"input": "x", "model": "fake-model"})
+        assert reply.status_code == 200 and reply.json()["data"][0]["embedding"] == [0.5, 0.25]
+        await client.idle()
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [({"prompt": "x", "max_tokens": -1}, "max_tokens"), ({"prompt": "x", "service_class": "gold"}, "service_class"),
+     ({"max_tokens": 3}, "prompt"), ({"prompt": "x", "n": "two"}, "n"),
+     ({"prompt": "x", "deadline_ms": 0}, "deadline_ms")],
+)  # fmt: skip
+async def test_a_wrong_field_is_named(body: dict[str, object], param: str) -> None:
+    async with fronted(FakeEngine()) as client:
+        answer = await client.post("/v1/completions", body)
+        assert answer.status == 400 and answer.error is not None and answer.error["param"] == param
+        assert not client.engines[0].requests
+
+
+async def test_a_body_that_is_no_json_and_a_model_that_is_not_there() -> None:
+    async with fronted(FakeEngine()) as client:
+        reply = await client.http.post("/v1/completions", content=b"{")
+        assert (reply.status_code, reply.json()["error"]["code"]) == (400, "invalid_json")
+        answer = await client.complete("x", model="other")
+        assert answer.status == 404 and answer.error is not None and answer.error["code"] == "model_not_found"
+
+
+async def test_a_client_that_leaves_ends_its_request_at_the_engine() -> None:
+    engine = FakeEngine(delay_s=0.01, answer_tokens=0)
+    async with fronted(engine) as client:
+        task = asyncio.create_task(client.complete("abc", 5000))
+        while not engine.num_running:
+            await asyncio.sleep(0.005)
+        generation = next(iter(client.front.fleet.streams._streams.values())).generation
+        client.front.abort(generation)
+        await client.idle()
+        async with asyncio.timeout(5):
+            while engine.num_running:
+                await asyncio.sleep(0.01)
+        task.cancel()
+
+
+async def test_api_keys_and_the_engines_own_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    from diptych.serving.front.engine_spec import EngineSpec
+
+    engine = await FakeEngine(api_key="secret").start()
+    url = engine.url
+    await engine.stop()
+    monkeypatch.setenv("ENGINE_KEY", "secret")
+    port = int(url.rsplit(":", 1)[1])
+    engine = await FakeEngine(api_key="secret").start(port)
+    spec = EngineSpec("vllm", url, api_key_env="ENGINE_KEY")
+    async with fronted(specs=[spec], app={"api_keys": ["mine"]}) as client:
+        async with asyncio.timeout(5):
+            while not client.front.is_routable:
+                await asyncio.sleep(0.01)
+        assert (await client.complete("abc")).status == 401
+        body = {"prompt": "abc", "max_tokens": 2, "temperature": 0}
+        answer = await client.post("/v1/completions", body, Authorization="Bearer mine")
+        assert answer.text == answer_to("abc", 2)
+    await engine.stop()
+
+
+async def test_pages_say_what_is_known_and_refuse_what_is_not() -> None:
+    async with fronted(FakeEngine(), FakeEngine("sglang", has_metrics=False, reports_cache=False)) as client:
+        await client.complete("abc")
+        engines = (await client.http.get("/engines")).json()["engines"]
+        assert [engine["version"] for engine in engines] == ["0.32.0-fake", "0.5.23-fake"]
+        assert engines[0]["degraded"] == [] and engines[0]["capabilities"]["tokens_out"]
+        assert any("--enable-metrics" in words for words in engines[1]["degraded"])
+        refused = await client.http.get("/diagnosis")
+        assert refused.status_code == 409 and refused.json()["error"]["code"] == "no_step_telemetry"
+        assert (await client.http.get("/ready")).status_code == 200
+        assert (await client.http.get("/ui/state")).json()["workers"][0]["is_up"]
+        assert (await client.http.get("/v1/models")).json()["data"][0]["id"] == "fake-model"
+        assert "vllm:generation_tokens_total" in (await client.http.get("/metrics")).text
