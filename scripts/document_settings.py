@@ -68,9 +68,12 @@ def _presets() -> Iterator[str]:
 def commands() -> dict[str, Callable[..., Any]]:
     """The functions behind the commands, by the names of the commands."""
     found = {}
-    for info in cli.app.registered_commands:
-        assert info.callback is not None
-        found[info.name or info.callback.__name__.replace("_", "-")] = info.callback
+    groups = [(f"{group.name} ", group.typer_instance) for group in cli.app.registered_groups]
+    for prefix, app in [("", cli.app), *groups]:
+        assert app is not None
+        for info in app.registered_commands:
+            assert info.callback is not None
+            found[prefix + (info.name or info.callback.__name__.replace("_", "-"))] = info.callback
     return dict(sorted(found.items()))
 
 

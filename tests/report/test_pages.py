@@ -57,6 +57,17 @@ def test_a_command_is_shown_as_it_was_typed_and_breaks_between_its_options() -> 
     assert '<span class="word">--a</span>' in shown[1]
 
 
+def test_points_that_do_not_follow_one_another_are_dots_without_a_line_between_them() -> None:
+    line = Line("gaps", [(0.0, 1.0), (2.0, 9.0), (2.1, 1.0)], "s-mixed", is_joined=False)
+    drawn = LineChart("t", "c", "f", [line], SECONDS, linear_scale([9.0], "")).svg()
+    assert drawn.count('<circle class="dot s-mixed"') == 3 and '<path class="line' not in drawn
+
+
+def test_the_grid_lies_under_the_bands() -> None:
+    drawn = StackedChart("t", "c", "f", [Layer("a", [0.5], "s-decode")], [0.0, 1.0], "seconds").svg()
+    assert drawn.index('class="grid-line"') < drawn.index('class="band')
+
+
 def test_a_legend_is_shown_when_there_is_something_to_tell_apart() -> None:
     several = LineChart("t", "c", "f", [Line(name, [(0, 0)], "s-whole") for name in "ab"], SECONDS, SECONDS)
     assert '<ul class="legend">' in render(report(Section(heading="h", charts=[several])))

@@ -3,12 +3,14 @@
 import asyncio
 import json
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
 import pytest
 from servers import RunningServer, fake_server, wait_until
+from worker_peers import attempt, fake_peer
 
 from diptych.control.errors import ConfigError, OverloadedError
 from diptych.control.events import (
@@ -23,16 +25,19 @@ from diptych.control.events import (
     RequestPreempted,
     RequestQueued,
     RequestResumed,
+    StepBegun,
     StepFinished,
 )
 from diptych.control.request import FinishReason
 from diptych.control.slo import LatencyBreakdown
+from diptych.control.step import StepFeatures
 from diptych.serving.api import timeline_routes as routes
 from diptych.timeline.records import (
     GapRecord,
     Milestone,
     Record,
     RequestRecord,
+    StepBegunRecord,
     StepRecord,
     TransferRecord,
     WorkerRecord,
@@ -267,6 +272,41 @@ def test_a_trace_of_a_ring_that_has_turned_is_valid_and_knows_who_decoded_before
     recent = drawn(timeline, 70 * MS, last_ns=12 * MS)
     assert all(one["ts"] >= 58_000 for one in recent["traceEvents"] if one["ph"] != "M")
     assert drawn(Timeline(), 0)["traceEvents"] == []
+
+
+def test_a_long_step_is_held_from_its_beginning_and_changes_no_batch() -> None:
+    timeline = Timeline()
+    timeline.on_events(0, [*begun("a", 0), step(0, 0, ("a", 0, 8)), step(1, 1)])
+    timeline.on_events(0, [StepBegun(2 * MS, 2, (("b~1", 0, 4096),), 0, 400 * MS)])
+    opened = timeline.since(0)[-1]
+    assert opened == StepBegunRecord(opened.sequence, 0, 2, 2 * MS, "prefill", 0, 400 * MS, (("b", 0, 4096),), (1,))
+    assert json.loads(msgspec.json.encode(opened))["kind"] == "step_begun"
+    before = timeline.decoding_after(opened.sequence)
+    timeline.on_events(0, [step(2, 0, ("b~1", 0, 4096))])
+    assert before == {0: ["a"]} and changes(timeline)[2:] == [((), ())]
+    assert sum(one["ph"] == "X" for one in drawn(timeline, 5 * MS)["traceEvents"]) == 3  # the steps that ended
+
+
+def test_a_worker_reports_a_step_that_should_take_long_before_it_computes_it(tmp_path: Path) -> None:
+    peer = fake_peer(tmp_path / "kv")
+    try:
+        peer.serve(attempt("short", range(8), max_tokens=2))
+        peer.wait_end("short")
+        assert peer.of_kind(StepBegun) == []
+        for tokens in range(16, 65, 16):  # 10 ms a token
+            peer.engine.observe(StepFeatures(tokens, tokens * tokens // 2, 0, 0), tokens * 10 * MS)
+        peer.serve(attempt("long", range(64), max_tokens=1))
+        peer.wait_end("long")
+        ended = {one.step_id: one for one in peer.of_kind(StepFinished)}
+        long = [one for one in peer.of_kind(StepBegun) if one.prefills]
+        assert [one.prefills for one in long] == [(("long", 0, 64),)]
+        for one in long:
+            end = ended[one.step_id]
+            assert (one.time_ns, one.num_decodes, one.predicted_ns) == (end.start_ns, 0, end.predicted_ns)
+            assert one.predicted_ns >= 100 * MS
+            assert peer.events.index(one) < peer.events.index(end)
+    finally:
+        peer.close()
 
 
 def check_trace(data: dict[str, Any]) -> None:

@@ -12,11 +12,12 @@ from diptych.control.errors import ConfigError
 from diptych.runtime.transfer.codec.wire_format import wire_share
 from diptych.simulation.hardware import hardware_names
 from diptych.simulation.models import load_model
+from diptych.web.assets import STATIC
 from diptych.web.chapters import CHAPTERS
 from diptych.web.panels import choose, chunked, disaggregated, transfer
 from diptych.web.panels import interference_panel as interference
 from diptych.web.panels import roofline_panel as roofline
-from diptych.web.panels.advice import serve_command, simulate_command
+from diptych.web.panels.advice import AdvisedShape, recommend, serve_command, simulate_command
 from diptych.web.panels.cast import read_prompts
 from diptych.web.panels.machine import machine
 from diptych.web.panels.query import controls, read
@@ -27,7 +28,7 @@ def asked(module: Any, kind: Any, **query: Any) -> dict[str, Any]:
 
 
 def sent(**query: Any) -> dict[str, Any]:
-    return asked(transfer, transfer.TransferQuery, **query)
+    return asked(transfer, transfer.TransferQuery, **{"tokens": 2048, **query})
 
 
 def crossed(link: str, **query: Any) -> float:
@@ -168,13 +169,56 @@ def test_two_pools_move_every_prompt_once_and_their_transfers_weigh_what_the_mod
     assert workers == {(0, "prefill"), (1, "decode")}
 
 
-@pytest.mark.parametrize("kill", [0, 1])
-def test_a_killed_worker_breaks_no_answer(kill: int) -> None:
+@pytest.mark.parametrize("kill", ["prefill-1", "decode-1"])
+def test_a_killed_worker_breaks_no_answer(kill: str) -> None:
     found = asked(disaggregated, disaggregated.DisaggregatedQuery, kill=kill)
     states = [record["state"] for record in found["play"]["records"] if record["kind"] == "worker"]
     assert states == ["ready", "ready", "lost", "ready"]
     assert found["measures"]["apart"]["completed"] == disaggregated.NUM_REQUESTS
     assert all(one["output_tokens"] in (30, 60) for one in found["play"]["requests"])
+
+
+def test_the_worker_that_is_killed_is_the_one_that_was_named_however_many_there_are() -> None:
+    for prefill in (1, 2, 3):
+        found = asked(disaggregated, disaggregated.DisaggregatedQuery, prefill=prefill, decode=2, kill="decode-2")
+        lost = [record["worker"] for record in found["play"]["records"] if record.get("state") == "lost"]
+        labels = {lane["id"]: lane["label"] for lane in found["play"]["lanes"]}
+        assert [labels[worker] for worker in lost] == ["decode 2"]
+        assert any(note.startswith("Decode 2 was killed") for note in found["notes"])
+
+
+def test_what_a_worker_does_after_its_restart_is_said() -> None:
+    late = asked(disaggregated, disaggregated.DisaggregatedQuery, kill="decode-1")["notes"]
+    assert any("but had its first step at" in note for note in late)
+    early = asked(disaggregated, disaggregated.DisaggregatedQuery, kill="prefill-1")["notes"]
+    assert any("had work at once" in note for note in early)
+
+
+def test_the_pause_of_a_handoff_is_no_gap_of_a_stream() -> None:
+    measures = asked(disaggregated, disaggregated.DisaggregatedQuery)["measures"]
+    assert measures["together"]["handoff_ms"] is None
+    assert measures["apart"]["handoff_ms"] > measures["apart"]["gap_ms"]
+    assert measures["apart"]["gap_ms"] < measures["together"]["gap_ms"]  # decode workers compute no prompts
+
+
+def test_streams_that_keep_their_objective_do_not_stand_still() -> None:
+    found = asked(chunked, chunked.ChunkedQuery, mode="slo")
+    assert found["objective_ns"] == 25_000_000
+    assert found["measures"]["chosen"]["gap_ms"] * 1e6 <= found["objective_ns"]
+    assert asked(chunked, chunked.ChunkedQuery)["objective_ns"] == 0
+
+
+def test_caps_and_order_decide_who_waits_behind_whom_as_the_page_says() -> None:
+    def waits(**settings: Any) -> dict[str, float]:
+        found = asked(chunked, chunked.ChunkedQuery, **settings)["play"]["requests"]
+        return {one["name"]: one["ttft_ms"] for one in found if one["kind"] != "stream"}
+
+    free = waits(order="fcfs", partial=0, long_partial=0)
+    assert free["long 1"] < free["short 1"] < free["long 2"]  # behind both: it begins when the second leaves room
+    assert free["long 2"] > 1.8 * free["long 1"]  # one after the other, not half of each step
+    capped = waits(order="fcfs")
+    assert capped["short 1"] < free["short 1"] / 2 and capped["short 1"] < capped["long 1"]
+    assert waits()["short 1"] < capped["short 1"] / 10  # shortest first
 
 
 @pytest.mark.parametrize("shape", ["interference", "chunked", "disaggregated"])
@@ -207,7 +251,7 @@ def test_records_tell_one_story(shape: str) -> None:
 
 
 def test_spans_of_a_request_follow_each_other_from_its_arrival_to_its_end() -> None:
-    for one in asked(disaggregated, disaggregated.DisaggregatedQuery, kill=1)["play"]["requests"]:
+    for one in asked(disaggregated, disaggregated.DisaggregatedQuery, kill="decode-1")["play"]["requests"]:
         last_ns = one["arrival_ns"]
         for _, start_ns, end_ns, _, _ in one["spans"]:
             assert start_ns == last_ns < end_ns
@@ -234,6 +278,45 @@ def test_short_prompts_and_loose_objectives_need_no_pools() -> None:
     ]
     assert advice["shape"] == "chunked"
     assert advice["serve"].endswith("--shape chunked --both 2 --ttft-slo-ms 2000 --tpot-slo-ms 100")
+
+
+def offer(shape: str, attainment: float, capacity: float) -> AdvisedShape:
+    some = {"p50": 1.0, "p90": 2.0}
+    return AdvisedShape(
+        shape=shape, words=f"{shape} workers", workers=2, prefill=0, decode=0, attainment=attainment, goodput_rps=9.0,
+        late_share=0.0, slow_share=0.0, ttft_ms=some, tpot_ms=some, itl_p99_ms=None, usd_per_hour=1.0,
+        usd_per_thousand_good=None, busy={}, capacity_rps=capacity,
+    )  # fmt: skip
+
+
+TIED = "A tie with disaggregated workers at this rate. Take the simpler: chunked workers."
+
+
+@pytest.mark.parametrize(
+    ("chunked_rps", "pools_rps", "title"),
+    [
+        (20.0, 20.3, TIED),
+        (
+            30.0,
+            60.0,
+            TIED,
+        ),  # both at ease
+        (20.0, 24.0, "Take disaggregated workers."),
+        (24.0, 20.0, "Take chunked workers."),
+    ],
+)
+def test_a_tie_is_called_a_tie(chunked_rps: float, pools_rps: float, title: str) -> None:
+    chosen = machine("llama-3.1-8b", "h100-sxm")
+    asked_for = {name: getattr(choose.ChooseQuery(), name) for name in choose.ChooseQuery.__struct_fields__}
+    found = [offer("chunked", 0.93, chunked_rps), offer("disaggregated", 0.927, pools_rps)]
+    assert recommend(found, 20.0, 4, chosen, asked_for)["title"] == title
+
+
+@pytest.mark.slow
+def test_the_answer_with_which_chapter_six_opens_is_what_is_computed_and_pools_win_in_it() -> None:
+    stored = json.loads((STATIC / "guide" / "choose-example.json").read_text())
+    assert stored == json.loads(json.dumps(choose.panel(choose.ChooseQuery()))), "run scripts/guide_example"
+    assert stored["recommendation"]["shape"] == "disaggregated"
 
 
 @pytest.mark.parametrize(("shape", "prefill"), [("unified", 0), ("chunked", 0), ("disaggregated", 1)])
@@ -292,7 +375,8 @@ def test_one_gpu_cannot_be_two_pools_and_the_page_says_so() -> None:
         ("interference", {"prompts": "1:2"}, "ARRIVAL_MS:PROMPT_TOKENS:OUTPUT_TOKENS"),
         ("interference", {"prompts": "0:99999:1"}, "it must be from 1 to 32768"),
         ("chunked", {"partial": "1", "long_partial": "2"}, "long_partial is 2; it must be at most partial (1)"),
-        ("disaggregated", {"kill": "2"}, "there are 2 workers"),
+        ("disaggregated", {"kill": "decode-2"}, "kill is 'decode-2'; there is 1 decode worker"),
+        ("disaggregated", {"kill": "1"}, "one of decode-1, decode-2"),
         ("transfer", {"link": "pigeon"}, "link is 'pigeon'"),
         ("transfer", {"model": "yi-34b", "tokens": "100000"}, "reads at most"),
         ("transfer", {"model": "opt-13b", "attention": "gqa", "kv_heads": "16", "tokens": "100"}, "must divide"),

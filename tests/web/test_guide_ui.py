@@ -45,6 +45,11 @@ def settle(page: Any) -> None:
     page.wait_for_selector(QUIET)
 
 
+def unfold(page: Any) -> None:
+    """Show all settings."""
+    page.evaluate("for (const one of document.querySelectorAll('#form details')) one.open = true")
+
+
 def state(page: Any) -> dict[str, str]:
     return dict(page.evaluate("Object.fromEntries(new FormData(document.querySelector('#form')))"))
 
@@ -78,6 +83,7 @@ def test_a_page_is_readable_in_light_dark_and_on_a_phone(browser: Any, guide: st
 def test_every_control_changes_the_address_and_the_address_brings_it_back(browser: Any, guide: str, name: str) -> None:
     with watched(browser, f"{guide}guide/{name}", _is_refusal) as page:
         page.wait_for_selector(QUIET)
+        unfold(page)
         for field in page.locator("#form select[name]").all():
             if field.is_visible():
                 other = field.evaluate("one => [...one.options].map(o => o.value).find(v => v !== one.value)")
@@ -140,6 +146,7 @@ def test_prompts_are_added_changed_and_removed_and_the_streams_stand_still(brows
     with watched(browser, f"{guide}guide/interference") as page:
         page.wait_for_selector(QUIET)
         assert "30.9 ×" in page.locator("#tiles").inner_text()
+        unfold(page)
         page.click("#add-long")
         page.click("#add-short")
         settle(page)
@@ -149,7 +156,7 @@ def test_prompts_are_added_changed_and_removed_and_the_streams_stand_still(brows
         assert "500" in page.locator("#requests tbody").inner_text()
         page.click("#clear-prompts")
         settle(page)
-        assert "No prompt disturbs the streams" in page.locator("#notes").inner_text()
+        assert "No prompt disturbs the streams" in page.locator("#headline").inner_text()
         assert query(page) == "?prompts="
 
 
@@ -184,6 +191,9 @@ def test_chunks_take_the_stalls_away(browser: Any, guide: str) -> None:
     with watched(browser, f"{guide}guide/chunked") as page:
         page.wait_for_selector(QUIET)
         assert page.locator("#measures tbody tr").first.locator(".better").inner_text() == "16.9 ms"
+        assert page.locator("#timeline canvas").count() == 2
+        assert page.locator(".run h3").all_inner_texts() == ["As chosen", "Whole prompts"]
+        page.locator("details", has_text="Every request").locator("summary").click()
         page.click("#show-other")
         assert page.get_attribute("#show-other", "aria-pressed") == "true"
         page.locator("input[name=mode][value=slo]").check()
@@ -196,13 +206,18 @@ def test_chunks_take_the_stalls_away(browser: Any, guide: str) -> None:
 def test_a_worker_is_killed_and_another_added(browser: Any, guide: str) -> None:
     with watched(browser, f"{guide}guide/disaggregated") as page:
         page.wait_for_selector(QUIET)
-        page.click("[data-kill='1']")
+        page.click("[data-kill='decode-1']")
         settle(page)
-        assert "kill=1" in query(page)
+        assert "kill=decode-1" in query(page)
         assert "32 of 32 answers were completed all the same" in page.locator("#notes").inner_text()
         page.fill("#decode", "2")
         settle(page)
         assert page.locator("#kill-buttons button").count() == 4
+        page.fill("#prefill", "2")
+        settle(page)
+        assert page.get_attribute("[data-kill='decode-1']", "aria-pressed") == "true"
+        page.fill("#prefill", "1")
+        settle(page)
         page.locator("details", has_text="Every request").locator("summary").click()
         assert page.locator("#requests tbody tr").count() == 32
         page.click("#show-other")
@@ -212,13 +227,17 @@ def test_a_worker_is_killed_and_another_added(browser: Any, guide: str) -> None:
 def test_the_transfer_page_shows_the_right_size_and_warns(browser: Any, guide: str) -> None:
     with watched(browser, f"{guide}guide/transfer") as page:
         page.wait_for_selector(QUIET)
-        assert "671 MB" in page.locator("#tiles").inner_text()
-        assert "2 × 80 × 8 × 128 × 2,048 × 2" in page.locator("#formulas").inner_text()
+        assert "2.68 GB" in page.locator("#tiles").inner_text()
+        assert "2 × 80 × 8 × 128 × 8,192 × 2" in page.locator("#formulas").inner_text()
         left = page.locator("#tiles .tile", has_text="Left after the prefill").locator(".value").inner_text()
         assert page.locator("#ways .chosen-way").all_inner_texts() == [left]
-        page.fill("#gbytes", "1")
+        page.click("a.try:has-text('1 GB/s')")
         settle(page)
+        assert query(page) == "?gbytes=1"
+        assert page.locator("#more-changed").inner_text() == " (1 changed)"
         assert "The link is the bottleneck" in page.locator("#verdict").inner_text()
+        assert page.locator("details.more").get_attribute("open") is None
+        unfold(page)
         page.locator("input[name=attention][value=gqa]").check()
         settle(page)
         assert page.locator("input[name=kv_heads]").first.is_visible()
@@ -236,6 +255,60 @@ def test_all_three_shapes_are_simulated_and_one_is_recommended(browser: Any, gui
         page.click("#run")
         page.wait_for_selector(QUIET, timeout=60_000)
         assert page.locator("#shapes").inner_text() == shown
+
+
+def test_chapter_six_opens_with_an_answer_and_marks_it_when_something_else_is_asked(browser: Any, guide: str) -> None:
+    with watched(browser, f"{guide}guide/choose") as page:
+        page.locator(".shape.chosen", has_text="Two pools").wait_for()
+        assert "Take 2 prefill + 6 decode" in page.locator("#recommendation-title").inner_text()
+        assert "computed in advance" in page.locator("#progress-text").inner_text()
+        assert serious_findings(page) == []
+        page.fill("#rate", "3")
+        page.locator("#results.stale").wait_for()
+        page.fill("#rate", "12")
+        page.locator("#results:not(.stale)").wait_for()
+
+
+@pytest.mark.parametrize("name", [one.name for one in CHAPTERS if one.panel])
+def test_every_suggestion_sets_the_panel_and_gets_an_answer(browser: Any, guide: str, name: str) -> None:
+    with watched(browser, f"{guide}guide/{name}") as page:
+        page.wait_for_selector(QUIET)
+        links = page.locator("a.try").all()
+        assert len(links) >= 3
+        for link in links:
+            link.click()
+            settle(page)
+            wanted = dict(pair.split("=", 1) for pair in link.get_attribute("href").removeprefix("?").split("&"))
+            assert wanted.items() <= state(page).items()
+            assert page.locator("#problem").is_hidden()
+
+
+def test_a_step_is_seen_while_it_is_computed(browser: Any, guide: str) -> None:
+    with watched(browser, f"{guide}guide/interference") as page:
+        page.wait_for_selector(QUIET)
+        page.locator("#seek").evaluate(
+            "one => { one.value = '400'; one.dispatchEvent(new Event('input', {bubbles: true})); }"
+        )
+        page.locator("#timeline canvas").focus()
+        page.keyboard.press("ArrowUp")
+        spoken = page.locator("#timeline [aria-live]").inner_text()
+        assert "Prefill step on worker 1: for " in spoken and "4 streams wait for it" in spoken
+
+
+def test_the_answer_is_shown_token_by_token_and_rests_for_those_who_want_less_motion(browser: Any, guide: str) -> None:
+    with watched(browser, f"{guide}guide/phases", reduced_motion="reduce") as page:
+        assert "8 tokens: one prefill step and 7 decode steps" in page.locator(".flow-said").inner_text()
+        page.click("#flow-step")
+        assert page.locator(".flow-token.done").count() == 0
+        page.click("#flow-step")
+        assert page.locator(".flow-token.prefill.done").count() == 6
+        assert page.locator(".flow-token.decode.done").count() == 1
+        assert page.locator(".flow-cache i.done").count() == 6
+        page.click("#flow-step")
+        assert page.locator(".flow-cache i.done").count() == 7
+        page.click("#flow-play")
+        wait_until(lambda: page.locator(".flow-token.decode.done").count() > 2)
+        page.click("#flow-play")
 
 
 def test_the_copied_link_is_the_address(browser: Any, guide: str) -> None:
@@ -256,7 +329,7 @@ def test_everything_is_reached_with_the_keyboard(browser: Any, guide: str) -> No
         for _ in range(60):
             page.keyboard.press("Tab")
             reached.add(page.evaluate("document.activeElement.id || document.activeElement.tagName"))
-        assert {"theme", "reset-all", "copy-link", "model", "hardware", "streams-range", "streams", "tokens"} <= reached
+        assert {"theme", "reset-all", "copy-link", "streams-range", "streams", "SUMMARY", "A"} <= reached
         assert {"add-short", "add-long", "clear-prompts", "to-start", "play", "speed", "seek", "CANVAS"} <= reached
 
 

@@ -88,7 +88,7 @@ def _around(around: Mapping[str, Any], long_tokens: int) -> LineChart:
         "Gaps around the long prompt",
         f"Every gap of the streams by when it ended; 0: {long_tokens:,} tokens are sent. First repetition.",
         f"The longest is {milliseconds(most)} ms.",
-        [Line("gaps", spots, "s-mixed")],
+        [Line("gaps", spots, "s-mixed", is_joined=False)],
         x,
         linear_scale([most], "milliseconds"),
         [Rule(0.0, "sent", "s-prefill"), Rule(first_token, "first token", "s-prefill")],

@@ -149,6 +149,18 @@ class RequestFinished:
         return self.error.message if self.error else ""
 
 
+@dataclass(frozen=True, slots=True)
+class StepBegun:
+    """A step that is expected to take long has begun: what viewers are shown until its StepFinished comes. Fields as
+    there."""
+
+    time_ns: int
+    step_id: int
+    prefills: tuple[tuple[str, int, int], ...]
+    num_decodes: int
+    predicted_ns: int
+
+
 @dataclass(slots=True)
 class StepFinished:
     """One step of the executor, with what it computed; the timeline and the step-time model read this.
@@ -228,6 +240,7 @@ Event = (
     | TransferFailed
     | FirstToken
     | RequestFinished
+    | StepBegun
     | StepFinished
     | KVEvents
     | KVSnapshot

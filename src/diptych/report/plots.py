@@ -21,12 +21,14 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One named curve. ``style`` is a class of the style sheet (colour and dash)."""
+    """One named curve. ``style`` is a class of the style sheet (colour and dash). is_joined: points that follow one
+    another are joined by a line; otherwise they are dots."""
 
     name: str
     points: Sequence[Point]
     style: str
     markers: bool = False
+    is_joined: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +150,9 @@ class LineChart:
         marks = [_frame(self.x, self.y, above), _rules(self.rules, self.x)]
         for line in self.lines:
             spots = [_at(self.x.place(px), self.y.place(py)) for px, py in line.points]
+            if not line.is_joined:
+                marks += [f'<circle class="dot {line.style}" cx="{px:.1f}" cy="{py:.1f}" r="2.4"/>' for px, py in spots]
+                continue
             path = "M" + "L".join(f"{px:.1f} {py:.1f}" for px, py in spots) if spots else ""
             if self.x.words:  # nothing lies between two words: a stem for each
                 ground = _at(0.0, self.y.place(self.y.low))[1]
@@ -182,7 +187,7 @@ class StackedChart:
         """The drawing, as markup."""
         x = Scale(self.edges[0], self.edges[-1], self.unit)
         y = Scale(0.0, 1.0, "", as_percent=True, ticks=(0.0, 0.25, 0.5, 0.75, 1.0))
-        marks = []
+        marks = [_frame(x, y)]
         floor = [0.0] * (len(self.edges) - 1)
         for layer in self.layers:
             top = [min(1.0, low + high) for low, high in zip(floor, layer.values, strict=True)]
@@ -190,7 +195,7 @@ class StackedChart:
             path = "L".join(f"{px:.1f} {py:.1f}" for px, py in (_at(x.place(px), y.place(py)) for px, py in outline))
             marks.append(f'<path class="band {layer.style}" d="M{path}Z"/>')
             floor = top
-        return _drawing(f"{self.title}, by {x.unit}", self.facts, [*marks, _frame(x, y)])
+        return _drawing(f"{self.title}, by {x.unit}", self.facts, marks)
 
 
 Chart: TypeAlias = LineChart | StackedChart

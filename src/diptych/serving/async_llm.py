@@ -24,7 +24,7 @@ from diptych.serving.answers.grammar.grammar_text import Grammar
 from diptych.serving.answers.stream_journal import StreamJournal, StreamRecord, replay
 from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.fleet.fleet import Fleet
-from diptych.serving.link.engine_options import EngineOptions
+from diptych.serving.link.engine_options import BUNDLED_MODEL, EngineOptions
 from diptych.serving.link.messages import Ready
 from diptych.serving.output_builder import OutputBuilder
 from diptych.serving.outputs import RequestOutput
@@ -85,6 +85,15 @@ class AsyncLLM(ServedFleet):
     def has_text(self) -> bool:
         """Whether the model has a tokenizer."""
         return self.tokenizer.has_text
+
+    @property
+    def has_chat(self) -> bool:
+        """See ServedFleet. The bundled model has a chat template, and was not trained to follow it."""
+        return self.tokenizer.has_chat_template and Path(self.options.model) != BUNDLED_MODEL
+
+    def shape_of(self, worker: int) -> str:
+        """See ServedFleet."""
+        return self.fleet.changes.shape(worker)
 
     async def generate(
         self,

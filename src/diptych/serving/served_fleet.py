@@ -29,6 +29,15 @@ class ServedFleet:
         return True
 
     @property
+    def has_chat(self) -> bool:
+        """Whether the model answers conversations, as far as it is known."""
+        return True
+
+    def shape_of(self, worker: int) -> str:
+        """How this worker schedules prompts beside streams: unified or chunked ("": as its engine likes)."""
+        return ""
+
+    @property
     def scheduling(self) -> str:
         """How steps are made, in a word for people."""
         return "unified" if self.options.scheduler.budget.kind == "whole" else "chunked"

@@ -19,6 +19,7 @@ from diptych.control.events import (
     RequestPreempted,
     RequestQueued,
     RequestResumed,
+    StepBegun,
     StepFinished,
 )
 from diptych.control.slo import NS_PER_MS
@@ -50,8 +51,8 @@ class _WorkerStay:
     chunk_end_ns: int = 0  # end of its newest prefill chunk
 
 
-def phase_of(step: StepFinished) -> str:
-    """Which kind of step it was: prefill, decode or mixed."""
+def phase_of(step: StepBegun | StepFinished) -> str:
+    """Which kind of step it is: prefill, decode or mixed."""
     if not step.prefills:
         return "decode"
     return "mixed" if step.num_decodes else "prefill"

@@ -22,6 +22,7 @@ from diptych.control.events import (
     RequestPreempted,
     RequestQueued,
     RequestResumed,
+    StepBegun,
     StepFinished,
 )
 from diptych.control.request import FinishReason, RequestOptions
@@ -46,6 +47,7 @@ Milestone = (
 )
 Decoding = dict[int, list[str]]  # worker -> requests in its decode batch
 AttemptIds = tuple[str, ...]
+Chunks = tuple[tuple[str, int, int], ...]  # (request, first token, tokens)
 
 _CLASSES: dict[str, type[Any]] = {
     "queued": RequestQueued,
@@ -81,6 +83,21 @@ class StepRecord(msgspec.Struct, frozen=True, gc=False, tag_field="kind", tag="s
     joined: AttemptIds = ()
     left: AttemptIds = ()
     extra: tuple[tuple[str, int, int, int], ...] = ()
+
+
+class StepBegunRecord(msgspec.Struct, frozen=True, gc=False, tag_field="kind", tag="step_begun", omit_defaults=True):
+    """A step that should take long has begun; its ``step`` follows with the same ``step_id`` when it ends, unless the
+    worker is lost meanwhile. Fields as there. Who is in the decode batch is what was known before it."""
+
+    sequence: int
+    worker: int
+    step_id: int
+    time_ns: int
+    phase: str
+    num_decodes: int
+    predicted_ns: int
+    prefills: tuple[tuple[str, int, int], ...] = ()
+    epochs: tuple[int, ...] = ()
 
 
 class RequestRecord(msgspec.Struct, frozen=True, gc=False, tag_field="kind", tag="request", omit_defaults=True):
@@ -171,7 +188,7 @@ class HeaderRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="header"):
     decoding: Decoding
 
 
-Record = StepRecord | RequestRecord | TransferRecord | WorkerRecord | AnswerRecord
+Record = StepRecord | StepBegunRecord | RequestRecord | TransferRecord | WorkerRecord | AnswerRecord
 
 
 def split_attempt_id(attempt_id: str) -> tuple[str, int]:
@@ -187,14 +204,25 @@ def requests_of(attempts: AttemptIds) -> AttemptIds:
     return tuple([split_attempt_id(attempt_id)[0] for attempt_id in attempts]) if attempts else ()
 
 
+def step_begun_record(sequence: int, worker: int, step: StepBegun) -> StepBegunRecord:
+    """The beginning of a long step for the ring."""
+    prefills, epochs = _split_epochs(step.prefills)
+    return StepBegunRecord(
+        sequence,
+        worker,
+        step.step_id,
+        step.time_ns,
+        phase_of(step),
+        step.num_decodes,
+        step.predicted_ns,
+        prefills,
+        epochs,
+    )
+
+
 def step_record(sequence: int, worker: int, step: StepFinished, changes: Changes) -> StepRecord:
     """A step for the ring. changes: the attempts that joined and left the decode batch."""
-    prefills = step.prefills
-    epochs: tuple[int, ...] = ()
-    if any("~" in chunk[0] for chunk in prefills):
-        split = [split_attempt_id(chunk[0]) for chunk in prefills]
-        prefills = tuple((own[0], *chunk[1:]) for own, chunk in zip(split, step.prefills, strict=True))
-        epochs = tuple(epoch for _, epoch in split)
+    prefills, epochs = _split_epochs(step.prefills)
     return StepRecord(
         sequence,
         worker,
@@ -248,6 +276,15 @@ def event_of(record: StepRecord | RequestRecord) -> StepFinished | Milestone:
         detail["options"] = RequestOptions(metadata=detail.pop("metadata", {}))
     event: Milestone = _CLASSES[record.what](record.time_ns, attempt_id, **detail)
     return event
+
+
+def _split_epochs(prefills: Chunks) -> tuple[Chunks, tuple[int, ...]]:
+    """Chunks by their requests' own ids, and the epochs unless all are 0."""
+    if not any("~" in chunk[0] for chunk in prefills):
+        return prefills, ()
+    split = [split_attempt_id(chunk[0]) for chunk in prefills]
+    named = tuple((own[0], *chunk[1:]) for own, chunk in zip(split, prefills, strict=True))
+    return named, tuple(epoch for _, epoch in split)
 
 
 def _detail(event: Milestone) -> dict[str, Any]:

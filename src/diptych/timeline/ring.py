@@ -13,7 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from diptych.control.errors import ConfigError, OverloadedError
-from diptych.control.events import Event, FirstToken, HandoffReserved, StepFinished
+from diptych.control.events import Event, FirstToken, HandoffReserved, StepBegun, StepFinished
 from diptych.timeline.records import (
     MAX_MESSAGE,
     AnswerRecord,
@@ -22,12 +22,14 @@ from diptych.timeline.records import (
     HeaderRecord,
     Milestone,
     Record,
+    StepBegunRecord,
     StepRecord,
     TransferRecord,
     WorkerRecord,
     request_record,
     requests_of,
     split_attempt_id,
+    step_begun_record,
     step_record,
 )
 from diptych.timeline.roster import Roster
@@ -90,6 +92,8 @@ class Timeline:
         for event in events:
             if isinstance(event, StepFinished):
                 self._append(step_record(self.next_sequence, worker, event, roster.step(event)))
+            elif isinstance(event, StepBegun):
+                self._append(step_begun_record(self.next_sequence, worker, event))
             elif isinstance(event, Milestone):
                 self._follow(worker, event, roster)
                 self._append(request_record(self.next_sequence, worker, event))
@@ -252,7 +256,7 @@ def _concerns(record: Record, workers: frozenset[int]) -> bool:
 
 def _weight(record: Record) -> int:
     """Units of the ring's capacity that it takes."""
-    return 1 + len(record.prefills) if isinstance(record, StepRecord) else 1
+    return 1 + len(record.prefills) if isinstance(record, StepRecord | StepBegunRecord) else 1
 
 
 def _remember(newest: dict[str, Value], attempt_id: str, value: Value) -> None:

@@ -16,7 +16,16 @@ import msgspec
 from diptych.control.commands import attempt_id_of
 from diptych.timeline.lanes import Lane, TraceEvent, Window
 from diptych.timeline.perfetto import frame, place_of, titles
-from diptych.timeline.records import AnswerRecord, Decoding, Record, StepRecord, TransferRecord, WorkerRecord, event_of
+from diptych.timeline.records import (
+    AnswerRecord,
+    Decoding,
+    Record,
+    StepBegunRecord,
+    StepRecord,
+    TransferRecord,
+    WorkerRecord,
+    event_of,
+)
 from diptych.timeline.ring import Timeline
 
 LOST_STATES = ("lost", "stopped")
@@ -55,7 +64,7 @@ class _Track:
             if record.state in LOST_STATES:
                 lane.crash(record.time_ns)
                 self.lost, self.was_lost = (record.state, record.time_ns), True
-        elif not isinstance(record, AnswerRecord):  # the lanes draw what workers reported
+        elif not isinstance(record, AnswerRecord | StepBegunRecord):  # the lanes draw what workers reported
             lane.event(event_of(record))
         self.keep()
 

@@ -3,9 +3,16 @@
 import msgspec
 
 from diptych.control.fleet_settings import FleetSettings
-from diptych.timeline.records import AnswerRecord, RequestRecord, StepRecord, TransferRecord, WorkerRecord
+from diptych.timeline.records import (
+    AnswerRecord,
+    RequestRecord,
+    StepBegunRecord,
+    StepRecord,
+    TransferRecord,
+    WorkerRecord,
+)
 
-AnyRecord = StepRecord | RequestRecord | TransferRecord | WorkerRecord | AnswerRecord
+AnyRecord = StepRecord | StepBegunRecord | RequestRecord | TransferRecord | WorkerRecord | AnswerRecord
 
 
 class WatchedServer(msgspec.Struct, frozen=True, kw_only=True):

@@ -54,6 +54,7 @@ class RequestPlayback:
     stamps: list[int] = field(default_factory=list)
     first_token_ns: int = -1
     handoff: tuple[int, int] = (-1, -1)  # from the first token to the decode worker going on
+    handed_over_ns: set[int] = field(default_factory=set)  # the tokens after which it was handed over
     end_ns: int = -1
 
     def add(self, phase: str, start_ns: int, end_ns: int, worker: int) -> None:
@@ -66,9 +67,16 @@ class RequestPlayback:
             self._put(phase, start_ns, end_ns, worker, 1)
 
     def longest_gap_ns(self, since_ns: int = 0) -> int:
-        """Between two tokens in a row, the first of them at ``since_ns`` or later; 0 with fewer than two."""
+        """Between two tokens in a row, the first of them at ``since_ns`` or later; 0 with fewer than two. A pause for a
+        handoff is none of them."""
         stamps = [stamp for stamp in self.stamps if stamp >= since_ns]
-        return max((later - earlier for earlier, later in pairwise(stamps)), default=0)
+        gaps = pairwise(stamps)
+        return max((later - earlier for earlier, later in gaps if earlier not in self.handed_over_ns), default=0)
+
+    def handoff_pause_ns(self) -> int:
+        """The longest time without a token because another worker was taking over; 0: it was not handed over."""
+        gaps = pairwise(self.stamps)
+        return max((later - earlier for earlier, later in gaps if earlier in self.handed_over_ns), default=0)
 
     def stalled_ns(self, since_ns: int = 0) -> int:
         """How long it stood still after ``since_ns``."""
@@ -160,6 +168,7 @@ class Playback:
             "ttft_ms": table.ttft_ns(row) / NS_PER_MS,
             "tpot_ms": None if tpot_ns is None else tpot_ns / NS_PER_MS,
             "longest_gap_ms": line.longest_gap_ns(self.begun_ns) / NS_PER_MS,
+            "handoff_pause_ms": line.handoff_pause_ns() / NS_PER_MS or None,
             "stalled_ms": line.stalled_ns(self.begun_ns) / NS_PER_MS,
             "completed": table.is_completed(row),
             "slo_met": {1: True, 0: False}.get(table.slo_met[row]),
@@ -294,6 +303,7 @@ class _Writer:
         own, epoch = split_attempt_id(attempt_id)
         line = self._line(attempt_id)
         line.handoff = (prefilled_ns, event.time_ns)
+        line.handed_over_ns.add(prefilled_ns)
         num_tokens = self._computed.get(attempt_id, 0) - self._receivers[attempt_id][1]
         num_bytes = 0 if pools.num_hosts else num_tokens * pools.kv_bytes_per_token
         exposed_ns = event.time_ns - prefilled_ns

@@ -66,6 +66,21 @@ test("a long prompt of another request counts, a short one and the stream's own 
   assert.equal(together.factor, 11);
 });
 
+test("the stream that waits longest counts, not those beside it on other workers", () => {
+  const model = new TimelineModel();
+  const steps = [];
+  for (let at = 0; at < 60; at++) {
+    for (const worker of [0, 1]) {
+      const isPrompt = worker === 0 && at >= 40 && at < 55;
+      if (worker === 0 && at === 40) steps.push(step(0, 0, 400, 550, 0, { prefills: [["p", 0, 512]] }));
+      if (!isPrompt) steps.push(step(0, worker, at * 10, at * 10 + 10, 1));
+    }
+  }
+  steps.sort((a, b) => a.end_ns - b.end_ns).forEach((record, at) => (record.sequence = at + 1));
+  model.add([{ ...HEADER, decoding: { 0: ["x"], 1: ["y"] } }, ...steps]);
+  assert.deepEqual(interference(model, 0, 1e9), { quietNs: 10, busyNs: 160, factor: 16 });
+});
+
 test("gaps of an outage and of lost records are nobody's", () => {
   const prompt = step(41, 0, 400, 420, 1, { prefills: [["p", 0, 512]] });
   const away = [{ kind: "worker", sequence: 42, worker: 0, time_ns: 430, state: "lost" }, { kind: "worker", sequence: 43, worker: 0, time_ns: 900, state: "ready" }];

@@ -101,3 +101,35 @@ test("a long prompt is known by its length before it answers", () => {
   assert.equal(sender.nameOf({ id: "other", promptTokens: 301 }), "");
   assert.equal(sender.nameOf({ id: "other", promptTokens: 300, end: 5 }), "");
 });
+
+test("what the reader of a stream sees is its text, and the longest pause in it", async () => {
+  globalThis.fetch = () => {
+    const parts = [["a", 1], ["b", 1], ["c", 60]].map(([text, wait]) => [event({ id: "cmpl", choices: [{ text }] }), wait]);
+    const body = new ReadableStream({
+      async start(control) {
+        for (const [text, wait] of parts) {
+          await new Promise((resolve) => {
+            setTimeout(resolve, wait);
+          });
+          control.enqueue(new TextEncoder().encode(text));
+        }
+      },
+    });
+    return Promise.resolve(new Response(body));
+  };
+  const { sender } = made(MODEL);
+  sender.streams(1);
+  const reader = sender.readers.get("Stream 1");
+  await until(() => reader.numTokens === 3);
+  assert.deepEqual([reader.text, reader.isRunning], ["abc", true]);
+  assert.ok(reader.longestMs >= 40, String(reader.longestMs));
+});
+
+test("a conversation is asked where the caller says, and its answer grows", async () => {
+  const asked = streaming({ id: "chat", choices: [{ delta: { content: "Par" } }] }, { id: "chat", choices: [{ delta: { content: "is" } }] }, { id: "chat", choices: [], usage: { completion_tokens: 2 } }, "[DONE]");
+  const { sender, problems } = made(MODEL);
+  const seen = [];
+  const answer = await sender.ask("v1/chat/completions", { messages: [], temperature: 0.2 }, ({ text }) => seen.push(text));
+  assert.deepEqual([answer.text, answer.numTokens, seen, problems], ["Paris", 2, ["Par", "Paris"], []]);
+  assert.deepEqual([asked[0].temperature, asked[0].stream, asked[0].ignore_eos, [...sender.names.values()]], [0.2, true, undefined, ["Chat 1"]]);
+});

@@ -37,6 +37,7 @@ from diptych.control.events import (
     PeerForgotten,
     RequestFinished,
     Resized,
+    StepBegun,
     StepFinished,
     TransferFailed,
 )
@@ -46,7 +47,8 @@ from diptych.control.step import SchedulerOutput, StepResult
 
 REPORT_INTERVAL_NS = 200 * NS_PER_MS  # a worker reports its load at most this often
 _HANDOFFS = frozenset((HandoffReserved, HandoffDelivered, HandoffReleased, HandoffExpired, RequestFinished))
-_NOT_NEWS = frozenset((StepFinished, KVEvents, KVSnapshot))
+_KV = frozenset((KVEvents, KVSnapshot))
+_NOT_NEWS = frozenset((StepBegun, StepFinished, KVEvents, KVSnapshot))
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +236,8 @@ class WorkerCore:
         return request is not None and request.is_ahead
 
     def note(self, events: Sequence[Event]) -> None:
-        """Events of a call that the driver made to the engine itself (a request that the executor refused)."""
+        """Events that the driver found itself: those of a call that it made to the engine (a request that the executor
+        refused), or that a long step has begun."""
         self._note(events)
 
     # -- what the KV connector reports --------------------------------------------------------------------------------
@@ -340,7 +343,7 @@ class WorkerCore:
                 self._has_news = True
                 if kind in _HANDOFFS:
                     self._follow(event)
-            elif kind is not StepFinished and not self._publishes_kv:
+            elif kind in _KV and not self._publishes_kv:
                 continue
             reported.append(event)
 

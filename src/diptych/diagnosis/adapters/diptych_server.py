@@ -17,6 +17,7 @@ from diptych.timeline.records import (
     GapRecord,
     Record,
     RequestRecord,
+    StepBegunRecord,
     StepRecord,
     TransferRecord,
     WorkerRecord,
@@ -24,7 +25,7 @@ from diptych.timeline.records import (
 
 PAGE = 2000  # records a request
 MOST_WORDS = 3  # sentences of /cache/misses
-KINDS = StepRecord | RequestRecord | TransferRecord | WorkerRecord | AnswerRecord
+KINDS = StepRecord | StepBegunRecord | RequestRecord | TransferRecord | WorkerRecord | AnswerRecord
 
 
 class RecordsPage(msgspec.Struct):

@@ -17,7 +17,7 @@ from diptych.control.step import StepFeatures, chunk_attention
 from diptych.diagnosis.observation import Missing, Observation
 from diptych.diagnosis.request_parts import KnownWorker, PartsReader, RequestParts, transfers, worker_uses
 from diptych.diagnosis.step_sums import Terms
-from diptych.timeline.records import AnswerRecord, Record, RequestRecord, StepRecord, WorkerRecord
+from diptych.timeline.records import AnswerRecord, Record, RequestRecord, StepBegunRecord, StepRecord, WorkerRecord
 
 NUM_LEARNED = 2000  # newest steps of a worker from which its step-time model is fitted
 SLICES = 10  # of the window, for bursts
@@ -249,4 +249,6 @@ def _of_queues(records: Sequence[Record], start_ns: int, end_ns: int) -> dict[st
 
 def end_of(record: Record) -> int:
     """When what it says was over."""
-    return record.time_ns if isinstance(record, RequestRecord | AnswerRecord | WorkerRecord) else record.end_ns
+    if isinstance(record, RequestRecord | AnswerRecord | WorkerRecord | StepBegunRecord):
+        return record.time_ns
+    return record.end_ns

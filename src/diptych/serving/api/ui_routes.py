@@ -39,7 +39,8 @@ class PercentilesReply(BaseModel):
 
 class WorkerReply(BaseModel):
     """One worker, as it reported last. cache_hits: share of the prompt tokens looked up that were found, 0 to 1 (null:
-    none was looked up). computes_on: for people ("": its whole device)."""
+    none was looked up). computes_on: for people ("": its whole device). shape: how it schedules prompts
+    beside streams, unified or chunked ("": as its engine likes)."""
 
     worker: int
     role: str
@@ -55,6 +56,7 @@ class WorkerReply(BaseModel):
     preemptions: int
     step_time_error: float
     computes_on: str
+    shape: str
 
 
 class PhaseView(BaseModel):
@@ -78,7 +80,8 @@ class Objectives(BaseModel):
 
 
 class Model(BaseModel):
-    """What is served, and how long a prompt may be. null: not known before the workers are ready."""
+    """What is served, and how long a prompt may be. null: not known before the workers are ready. has_chat: whether it
+    answers conversations (the bundled one has a template for them, and was not trained to)."""
 
     name: str
     description: str
@@ -86,6 +89,7 @@ class Model(BaseModel):
     kv_capacity_tokens: int | None
     vocab_size: int | None
     has_text: bool
+    has_chat: bool
 
 
 class WindowReply(BaseModel):
@@ -253,6 +257,7 @@ def _state(llm: ServedFleet, model_name: str, recent: Recent) -> UiState:
             kv_capacity_tokens=llm.kv_capacity_tokens,
             vocab_size=(ready.vocab_size or None) if ready else None,
             has_text=llm.has_text,
+            has_chat=llm.has_chat,
         ),
         objectives=Objectives(ttft_ms=_ms(slo.ttft_ns), tpot_ms=_ms(slo.tpot_ns)),
         shape=" + ".join(f"{count} {role}" for role, count in roles.items() if count),
@@ -343,6 +348,7 @@ def _worker(llm: ServedFleet, number: int, role: str) -> WorkerReply:
         preemptions=stats.num_preemptions,
         step_time_error=stats.step_time_error,
         computes_on=str(info.share) if info and info.share.num_units else "",
+        shape=llm.shape_of(number),
     )
 
 

@@ -164,6 +164,10 @@ class WorkerChanges:
         self._require(worker)
         self.change_scheduler(worker, reshaped(self._base(worker), shape))
 
+    def shape(self, worker: int) -> ShapeName:
+        """By which it schedules, when it does both phases."""
+        return "unified" if self._base(worker).budget.kind == "whole" else "chunked"
+
     def drain(self, worker: int) -> None:
         """Give this worker nothing new, and its streams to others. Raises ConflictError when no worker would be left
         for a phase, NotFoundError when there is no such worker."""

@@ -28,6 +28,7 @@ from diptych.control.commands import Drop, Prefill, Reserve, Resize, Serve, Work
 from diptych.control.engine.outgoing import SendChunk
 from diptych.control.engine.worker_core import Outbox, WorkerCore
 from diptych.control.errors import ConfigError, DiptychError, ErrorRecord
+from diptych.control.events import StepBegun
 from diptych.control.slo import NS_PER_MS
 from diptych.control.step import SchedulerOutput, StepBrokenOff, StepResult, StepTokens
 from diptych.runtime.compute_device import ComputeDevice, UndividedDevice
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STATS_INTERVAL_NS = 200 * NS_PER_MS
+ANNOUNCED_STEP_NS = 100 * NS_PER_MS  # a step that should take so long is reported when it begins, too
 LINGER_S = 1.0
 PR_SET_PDEATHSIG = 1  # of prctl(2): which signal the parent's end sends
 
@@ -134,7 +136,7 @@ class Worker:
             self._take_messages(now)
             core.end_turn(now)
             self._flush(now, self._withheld.release())
-            output, result = core.begin_step(now) if self._is_running else None, None
+            output, result = self._begin_step(now) if self._is_running else None, None
             self._flush(now)  # before the step, which may take long
             if output is not None:
                 heartbeat.begin_step(output.predicted_ns)
@@ -149,6 +151,13 @@ class Worker:
         if num_layers:
             for chunk in self._chunks:
                 self._transfers.send(chunk, num_layers)
+
+    def _begin_step(self, now: int) -> SchedulerOutput | None:
+        output = self._core.begin_step(now)
+        if output is not None and output.is_compute and output.predicted_ns >= ANNOUNCED_STEP_NS:
+            chunks = tuple((chunk.request_id, chunk.start, chunk.num_tokens) for chunk in output.prefills)
+            self._core.note([StepBegun(now, output.step_id, chunks, output.num_decodes, output.predicted_ns)])
+        return output
 
     def _execute(self, output: SchedulerOutput) -> StepResult | None:
         """The result; None when the step was broken off."""

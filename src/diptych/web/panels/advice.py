@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from diptych.simulation.planning.shape_preference import TIE, ShapeOffer, preferred
+from diptych.simulation.planning.shape_preference import ROOM, TIE, ShapeOffer, preferred
 from diptych.web.panels.formula import milliseconds, percent, significant
 from diptych.web.panels.machine import Machine
 
@@ -53,11 +53,14 @@ def recommend(
             f"{chosen.num_gpus} of {gpus}."
         )
     holds = best.attainment >= TARGET
-    title = (
-        f"Take {best.words}."
-        if holds
-        else f"Nothing holds {significant(rate)} requests/s here; {best.words} comes closest."
-    )
+    equals = tied(best, found, rate)
+    title = f"Take {best.words}."
+    if equals:
+        title = (
+            f"A tie with {' and '.join(shape.words for shape in equals)} at this rate. Take the simpler: {best.words}."
+        )
+    if not holds:
+        title = f"Nothing holds {significant(rate)} requests/s here; {best.words} comes closest."
     if not holds and best.capacity_rps:
         workers = -(-rate * best.workers // best.capacity_rps)
         reasons.append(
@@ -92,6 +95,17 @@ def best_of(found: Sequence[AdvisedShape], rate: float) -> AdvisedShape:
         for shape in found
     ]
     return found[preferred(offers, TARGET)]
+
+
+def tied(best: AdvisedShape, found: Sequence[AdvisedShape], rate: float) -> list[AdvisedShape]:
+    """Those that the rule does not tell from ``best`` but by being less simple: all hold the load, and either all hold
+    it at ease or carry nearly the same rate."""
+    if best.attainment < TARGET:
+        return []
+    others = [shape for shape in found if shape is not best and shape.attainment >= TARGET]
+    if best.capacity_rps >= ROOM * rate:
+        return [shape for shape in others if shape.capacity_rps >= ROOM * rate]
+    return [shape for shape in others if abs(shape.capacity_rps - best.capacity_rps) <= TIE * best.capacity_rps]
 
 
 def _why(best: AdvisedShape, found: Sequence[AdvisedShape]) -> str:

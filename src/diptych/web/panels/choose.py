@@ -34,12 +34,12 @@ class ChooseQuery(Query, frozen=True, kw_only=True):
 
     model: str = "llama-3.1-8b"
     hardware: str = "h100-sxm"
-    gpus: Literal[1, 2, 4, 8, 16] = 4
-    rate: Annotated[float, Meta(ge=0.1, le=400)] = 20.0
-    prompt: Annotated[int, Meta(ge=16, le=16_384)] = 3000
-    output: Annotated[int, Meta(ge=2, le=1000)] = 200
-    ttft_ms: Annotated[float, Meta(ge=10, le=60_000)] = 500.0
-    tpot_ms: Annotated[float, Meta(ge=1, le=1000)] = 15.0
+    gpus: Literal[1, 2, 4, 8, 16] = 8
+    rate: Annotated[float, Meta(ge=0.1, le=400)] = 12.0
+    prompt: Annotated[int, Meta(ge=16, le=16_384)] = 6000
+    output: Annotated[int, Meta(ge=2, le=1000)] = 100
+    ttft_ms: Annotated[float, Meta(ge=10, le=60_000)] = 1500.0
+    tpot_ms: Annotated[float, Meta(ge=1, le=1000)] = 8.0
     link: str = "ib400"
     seed: Annotated[int, Meta(ge=0, le=9999)] = 1
 

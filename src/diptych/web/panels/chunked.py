@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from diptych.control.config import BudgetConfig, ShapeName
 from diptych.control.errors import ConfigError
+from diptych.control.slo import NS_PER_MS
 from diptych.simulation.scenario import Scenario
 from diptych.web.panels.cast import MAX_STREAMS, cast, one_worker, read_prompts, requests_of_kind, worst
 from diptych.web.panels.formula import Formula, formula, milliseconds, significant
@@ -42,7 +43,8 @@ class ChunkedQuery(Query, frozen=True, kw_only=True):
 
 
 def panel(query: ChunkedQuery) -> dict[str, Any]:
-    """``play`` as chosen, ``whole`` the same with whole prompts, ``measures`` of both, and ``curve``: the trade between
+    """``play`` as chosen, ``whole`` the same with whole prompts, ``measures`` of both, ``objective_ns``: the
+    longest gap that is allowed (0: none is asked for), and ``curve``: the trade between
     the longest gap and the first token of the longest prompt, by chunk size. Raises ConfigError."""
     if query.partial and query.long_partial > query.partial:
         raise ConfigError(
@@ -60,6 +62,7 @@ def panel(query: ChunkedQuery) -> dict[str, Any]:
         "play": play,
         "whole": whole,
         "measures": measures,
+        "objective_ns": round(query.tpot_ms * NS_PER_MS) if query.mode == "slo" else 0,
         "curve": _curve(query) if query.streams else [],
         "formulas": _formulas(chosen, query, play),
         "notes": _notes(query, play, measures),

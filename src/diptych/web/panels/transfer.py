@@ -47,7 +47,7 @@ class TransferQuery(Query, frozen=True, kw_only=True):
 
     model: str = "llama-3.1-70b"
     hardware: str = "h100-sxm"
-    tokens: Annotated[int, Meta(ge=16, le=131_072)] = 2048
+    tokens: Annotated[int, Meta(ge=16, le=131_072)] = 8192
     attention: AttentionKind = "own"
     kv_heads: Literal[1, 2, 4, 8, 16, 32] = 8
     dtype: Literal["fp32", "bf16", "fp8"] = "bf16"

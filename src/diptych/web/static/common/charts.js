@@ -3,6 +3,8 @@
 import { h, show, svg } from "./dom.js";
 import { duration, percent, significant } from "./format.js";
 
+const LETTER = 7; // of a label, about
+const LINE = 15;
 const MARGIN = { left: 54, right: 16, top: 12, bottom: 40 };
 
 /**
@@ -38,8 +40,8 @@ function linearTicks(low, high, wanted) {
 /**
  * Lines over two axes.
  *   lineChart(element, {title, series: [{name, points: [[x, y]], colour, dashed}], x: {label, log, min, max, format},
- *                       y: {...}, marks: [{x, y, name, colour, minor, below}], bands: [{from, to, name, colour}], height})
- * Replaces what the element holds. The title is what people hear who do not see it.
+ *                       y: {...}, marks: [{x, y, name, colour, minor, below, ring, to}], bands: [{from, to, name, colour}], height})
+ * Marks: a ring is hollow, with a dotted line down to the height `to`. Replaces what the element holds. The title is what people hear who do not see it.
  */
 export function lineChart(element, { title, series, x, y, marks = [], bands = [], height = 280 }) {
   const width = Math.max(260, element.clientWidth || 560);
@@ -56,15 +58,27 @@ export function lineChart(element, { title, series, x, y, marks = [], bands = []
     const path = line.points.map(([a, b], at) => `${at ? "L" : "M"}${across.at(a).toFixed(1)} ${up.at(b).toFixed(1)}`).join("");
     root.append(svg("path.line", { d: path, stroke: line.colour, "stroke-dasharray": line.dashed ? "5 4" : null }));
   }
-  for (const mark of marks) {
-    const [left, top] = [across.at(mark.x), up.at(mark.y)];
-    const end = left > width * 0.7;
-    root.append(svg("circle", { cx: left, cy: top, r: mark.minor ? 3.5 : 6, fill: mark.colour, stroke: "var(--surface)", "stroke-width": mark.minor ? 1 : 2 }),
-      svg(mark.minor ? "text" : "text.strong", { x: left + (end ? -9 : 9), y: mark.below ? top + 18 : top - 10, "text-anchor": end ? "end" : "start" }, mark.name ?? ""));
-  }
+  drawMarks(root, marks, { across, up, width });
   const legend = h("ul.timeline-legend", {}, series.filter((line) => line.name).map((line) => h("li", {}, h("span.swatch", { style: { background: line.colour } }), line.name)));
   show(element, root, series.length > 1 ? legend : null);
   return root;
+}
+
+function drawMarks(root, marks, { across, up, width }) {
+  const taken = [];
+  for (const mark of marks) {
+    const [left, top] = [across.at(mark.x), up.at(mark.y)];
+    if (mark.to !== undefined) root.append(svg("line", { x1: left, x2: left, y1: top, y2: up.at(mark.to), stroke: mark.colour, "stroke-width": 2, "stroke-dasharray": "2 3" }));
+    const fill = mark.ring ? { fill: "var(--surface)", stroke: mark.colour } : { fill: mark.colour, stroke: "var(--surface)" };
+    root.append(svg("circle", { cx: left, cy: top, r: mark.minor ? 3.5 : 6, ...fill, "stroke-width": mark.minor && !mark.ring ? 1 : 2 }));
+    if (!mark.name) continue;
+    const end = left > width * 0.7;
+    const from = end ? left - 9 - LETTER * mark.name.length : left + 9;
+    let y = mark.below ? top + 18 : top - 10;
+    while (taken.some((other) => Math.abs(other.y - y) < LINE && other.from < from + LETTER * mark.name.length && from < other.to)) y += mark.below ? LINE : -LINE;
+    taken.push({ y, from, to: from + LETTER * mark.name.length });
+    root.append(svg(mark.minor ? "text" : "text.strong", { x: left + (end ? -9 : 9), y, "text-anchor": end ? "end" : "start" }, mark.name));
+  }
 }
 
 function scale({ values, log = false, min, max }, from, to) {

@@ -4,6 +4,7 @@
  */
 
 import { firstAbove } from "./sorted.js";
+import { drawOpenSteps } from "./timeline-open.js";
 import { PHASES } from "./timeline-model.js";
 import { colours as resolved } from "./theme.js";
 import { short } from "./format.js";
@@ -58,7 +59,7 @@ const mix = (colour, alpha) => `color-mix(in srgb, ${colour} ${alpha * 100}%, tr
 
 /**
  * One frame. view: {t0, t1, width, height, gutter, ratio, top (scrolled by), shown (rows), rows (CellRows), colours,
- * fonts, ticks, edge, hoveredRow, selectedRow}.
+ * fonts, ticks, edge, isLive, hoveredRow, selectedRow}.
  */
 export function drawFrame(pen, model, view) {
   const { width, height, gutter, colours, top, t0, t1 } = view;
@@ -75,6 +76,7 @@ export function drawFrame(pen, model, view) {
   drawLanes(pen, shown.filter((row) => row.kind === "lane"), at);
   for (const row of shown) if (row.kind === "request") drawRequest(pen, model, row, at);
   drawTransfers(pen, model, shown, at);
+  drawAhead(pen, at, height);
   pen.restore();
   drawGutter(pen, shown, at, height);
   drawAxis(pen, at);
@@ -85,6 +87,18 @@ function drawGrid(pen, at, height) {
   pen.globalAlpha = 0.55;
   for (const { time } of at.ticks) pen.fillRect(Math.round(at.x(time)), AXIS, 1, height);
   pen.globalAlpha = 1;
+}
+
+/** What has not happened yet lies behind a line. */
+function drawAhead(pen, at, height) {
+  const left = at.x(at.edge);
+  if (!at.isLive || left > at.width - 2) return;
+  pen.globalAlpha = 0.45;
+  pen.fillStyle = at.colours.surface;
+  pen.fillRect(left, AXIS, at.width - left, height);
+  pen.globalAlpha = 1;
+  pen.fillStyle = at.colours.muted;
+  pen.fillRect(Math.round(left), AXIS, 1, height);
 }
 
 function drawAxis(pen, at) {
@@ -115,6 +129,7 @@ function drawLanes(pen, lanes, at) {
   lanes.forEach((row, number) => cells.paint(pen, number, at.gutter, row.y - at.top + 1, span, row.height - 2));
   pen.fillStyle = colours.patterns.mixed;
   for (const [left, right, y, height] of marks.mixed) pen.fillRect(left, y, right - left, height);
+  drawOpenSteps(pen, lanes, at);
   for (const row of lanes) drawOverlays(pen, row, at);
   drawLabels(pen, marks.labels, colours);
 }
@@ -223,6 +238,12 @@ function drawRequest(pen, model, row, at) {
     if (chunk.t0 > t1 || chunk.t1 < t0) continue;
     pen.fillStyle = colours.prefill;
     pen.fillRect(x(chunk.t0), y, Math.max(1, x(chunk.t1) - x(chunk.t0) - 0.5), height);
+  }
+  if (request.open && request.open.t0 < t1) {
+    pen.fillStyle = colours.prefill;
+    pen.globalAlpha = 0.7;
+    pen.fillRect(x(request.open.t0), y, Math.max(1, x(horizon) - x(request.open.t0)), height);
+    pen.globalAlpha = 1;
   }
   if (request.delivered > request.firstToken && request.firstToken) {
     const left = x(request.firstToken);

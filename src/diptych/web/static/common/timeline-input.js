@@ -126,7 +126,8 @@ export class TimelineInput {
 
   #select(hit) {
     const { view } = this;
-    const ofStep = hit.index >= 0 ? (hit.lane.steps[hit.index].prefills || [])[0]?.[0] : undefined;
+    const step = hit.index >= 0 ? hit.lane.steps[hit.index] : hit.open;
+    const ofStep = (step?.prefills || [])[0]?.[0];
     const id = hit.transfer?.request_id ?? ofStep;
     const request = hit.request ?? (id === undefined ? undefined : view.model.requests.get(id));
     if (request) view.select(request);
@@ -241,7 +242,8 @@ export class TimelineInput {
     const { view, cursor } = this;
     const index = row.lane ? row.lane.between(cursor.time, cursor.time)[0] : -1;
     const covers = row.lane && index < row.lane.length && row.lane.starts[index] <= cursor.time;
-    return { row, time: cursor.time, edge: view.edge, index: covers ? index : -1, lane: row.lane, request: row.request };
+    const isOpen = row.lane?.open && !covers && row.lane.open.time_ns <= cursor.time;
+    return { row, time: cursor.time, edge: view.edge, index: covers ? index : -1, lane: row.lane, request: row.request, ...(isOpen && { open: row.lane.open }) };
   }
 
   #say(row) {

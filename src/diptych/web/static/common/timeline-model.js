@@ -27,6 +27,7 @@ export class Lane {
     this.steps = [];
     this.transfers = []; // that arrived here
     this.batch = new Set();
+    this.open = null; // the step that is being computed: {time_ns, predicted_ns, step_id, phase, prefills, num_decodes, waiting}
     this.pure = []; // durations of the newest steps that only decoded
     this.typicalNs = 0; // their median
   }
@@ -67,8 +68,11 @@ export class Lane {
     return [firstAbove(this.ends, t0, this.length), firstAbove(this.starts, t1, this.length)];
   }
 
-  /** What it did in [t0, t1]: shares of the time by phase and idle, and how long streams waited for steps without them. */
-  shares(t0, t1) {
+  /**
+   * What it did in [t0, t1]: shares of the time by phase and idle, and how long streams waited for steps without them.
+   * now: until when a step that is being computed counts.
+   */
+  shares(t0, t1, now = 0) {
     const sums = [0, 0, 0];
     let waited = 0;
     const [from, to] = this.between(t0, t1);
@@ -76,6 +80,11 @@ export class Lane {
       const time = Math.min(this.ends[at], t1) - Math.max(this.starts[at], t0);
       sums[this.phases[at]] += time;
       if (this.waiting[at]) waited += time;
+    }
+    const open = this.open ? Math.min(now, t1) - Math.max(this.open.time_ns, t0) : 0;
+    if (open > 0) {
+      sums[Math.max(0, PHASES.indexOf(this.open.phase))] += open;
+      if (this.open.waiting) waited += open;
     }
     const [prefill, decode, mixed] = sums.map((sum) => sum / (t1 - t0));
     return { shares: { prefill, decode, mixed, idle: Math.max(0, 1 - prefill - decode - mixed) }, waited };
@@ -160,6 +169,13 @@ export class TimelineModel {
     this.version++;
   }
 
+  /** The steps that are being computed, each with the number of its worker; those of before are over. */
+  setOpen(records) {
+    for (const lane of this.lanes.values()) this.#close(lane);
+    for (const record of records) this._step_begun(record);
+    this.version++;
+  }
+
   /** How long a gap may be before the stream counts as stalled. 0: not known yet. */
   limitNs(worker) {
     const { objectiveNs, factor, floorNs } = this.stall;
@@ -184,6 +200,10 @@ export class TimelineModel {
       const more = others.size > 1 ? ` and ${others.size - 1} more` : "";
       return { kind: "prefill", id, tokens, more, worker };
     }
+    if (lane.open && lane.open.time_ns < t1) {
+      const [id, , tokens] = (lane.open.prefills || []).find(([other]) => other !== request.id) ?? [];
+      if (id !== undefined) return { kind: "prefill", id, tokens, more: "", worker };
+    }
     const down = lane.states.find((state) => state.t0 < t1 && state.t1 > t0);
     if (down) return { kind: "state", state: down.state, worker };
     return { kind: to > from ? "busy" : "unknown", worker };
@@ -202,6 +222,7 @@ export class TimelineModel {
 
   _gap(record) {
     this.sequence = Math.max(this.sequence, record.last);
+    for (const lane of this.lanes.values()) this.#close(lane); // whether it still runs is not known
     for (const request of this.requests.values()) if (!request.end) request.lose();
     this.#setBatches(record.decoding);
   }
@@ -209,13 +230,22 @@ export class TimelineModel {
   _worker(record) {
     const lane = this.lane(record.worker);
     if (record.role) lane.role = record.role;
+    if (record.state !== "ready" && record.state !== "draining") this.#close(lane);
     lane.setState(record.state, record.time_ns, record.detail || "");
     for (const id of record.left || []) lane.batch.delete(id);
     this.#saw(record.time_ns, record.time_ns);
   }
 
+  _step_begun(record) {
+    const lane = this.lane(record.worker);
+    lane.open = { ...record, waiting: record.num_decodes ? 0 : lane.batch.size };
+    for (const [id, first, tokens] of record.prefills || []) this.request(id).open = { t0: record.time_ns, first, tokens, worker: lane.id };
+    this.#saw(record.time_ns, record.time_ns);
+  }
+
   _step(record) {
     const lane = this.lane(record.worker);
+    this.#close(lane);
     for (const id of record.left || []) lane.batch.delete(id);
     for (const id of record.joined || []) lane.batch.add(id);
     lane.push(record);
@@ -242,6 +272,15 @@ export class TimelineModel {
     this.lane(record.worker).transfers.push(record);
     this.request(record.request_id).transfers.push(record);
     this.#saw(record.start_ns, record.end_ns);
+  }
+
+  /** Its open step is over. */
+  #close(lane) {
+    for (const [id] of lane.open?.prefills || []) {
+      const request = this.requests.get(id);
+      if (request?.open?.worker === lane.id) request.open = null;
+    }
+    lane.open = null;
   }
 
   #saw(start, end) {

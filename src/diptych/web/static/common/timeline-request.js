@@ -21,6 +21,7 @@ export class TimelineRequest {
     this.worker = -1; // that decodes it, or computes its prompt until then
     this.workers = new Set();
     this.chunks = []; // {t0, t1, first, tokens, worker, mixed}
+    this.open = null; // the chunk that is being computed: {t0, first, tokens, worker}
     this.transfers = [];
     this.times = []; // of tokens
     this.flags = []; // of the gap before this token. STALLED: too long when it came. UNKNOWN: records of it were lost
@@ -34,7 +35,7 @@ export class TimelineRequest {
 
   /** The first moment that is known of it. */
   get start() {
-    return this.queued || this.chunks[0]?.t0 || this.times[0] || this.end || Infinity;
+    return this.queued || this.firstChunk || this.times[0] || this.end || Infinity;
   }
 
   /** The last one; Infinity while it runs. */
@@ -44,7 +45,7 @@ export class TimelineRequest {
 
   /** When some of it was first computed; 0: not yet. */
   get firstChunk() {
-    return this.chunks[0]?.t0 || 0;
+    return this.chunks[0]?.t0 || this.open?.t0 || 0;
   }
 
   chunk(step, first, tokens) {
@@ -113,6 +114,7 @@ export class TimelineRequest {
       const ready = token || known;
       let own = 0;
       for (const chunk of this.chunks) own += Math.max(0, Math.min(chunk.t1, ready) - Math.max(chunk.t0, begun));
+      if (this.open) own += Math.max(0, ready - Math.max(this.open.t0, begun));
       own = Math.min(own, ready - begun);
       parts.push({ name: "Waiting in the queue", phase: "idle", ns: begun - this.queued, ttft: true });
       parts.push({ name: "Computing the prompt", phase: "prefill", ns: own, ttft: true });

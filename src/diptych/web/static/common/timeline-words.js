@@ -10,6 +10,7 @@ export function describe(model, hit, name) {
   if (hit.request) return describeRequest(model, hit, name);
   if (hit.transfer) return describeTransfer(hit.transfer, name);
   if (hit.index >= 0) return describeStep(hit.lane, hit.index, name);
+  if (hit.open) return describeOpenStep(hit, name);
   if (hit.lane) {
     const down = hit.lane.states.find((state) => state.t0 <= hit.time && hit.time <= state.t1);
     const role = ROLES[hit.lane.role] ? ` (${ROLES[hit.lane.role]})` : "";
@@ -32,14 +33,37 @@ export function reasonText(model, request, worker, t0, t1, name) {
   return request.times.length && t0 >= request.times[0] ? `${where} was in a slow step.` : `${where} was writing answers of others.`;
 }
 
+const TITLES = { prefill: "Prefill step", decode: "Decode step", mixed: "Mixed step" };
+
+function promptLines(step, name) {
+  const prefills = step.prefills || [];
+  const lines = prefills.slice(0, 4).map(([id, first, tokens]) => `${name(id)}: prompt tokens ${count(first)} to ${count(first + tokens)}`);
+  return prefills.length > 4 ? [...lines, `and ${prefills.length - 4} more prompts`] : lines;
+}
+
+/** A step that is being computed. */
+function describeOpenStep({ lane, open, edge }, name) {
+  const lines = [`${TITLES[open.phase] ?? open.phase} on ${lane.label}: for ${duration(Math.max(0, edge - open.time_ns))} so far`, ...promptLines(open, name)];
+  if (open.num_decodes) lines.push(`${plural(open.num_decodes, "stream")} will get a token`);
+  if (open.waiting) lines.push(`${plural(open.waiting, "stream")} wait${open.waiting === 1 ? "s" : ""} for it`);
+  if (open.predicted_ns) lines.push(`predicted: ${duration(open.predicted_ns)}`);
+  return lines;
+}
+
+/** What is being computed that streams feel, as a sentence; "" when there is nothing of so many prompt tokens. */
+export function computingText(model, least, name) {
+  for (const lane of model.lanes.values()) {
+    const [id, , tokens] = [...(lane.open?.prefills || [])].sort((a, b) => b[2] - a[2])[0] ?? [];
+    if (!(tokens >= least)) continue;
+    const waiting = lane.open.waiting ? ` ${plural(lane.open.waiting, "stream")} wait${lane.open.waiting === 1 ? "s" : ""} for it.` : "";
+    return `A long prompt is being computed on ${lane.label}: ${plural(tokens, "token")} of ${name(id)}, predicted to take ${duration(lane.open.predicted_ns)}.${waiting}`;
+  }
+  return "";
+}
+
 function describeStep(lane, index, name) {
   const step = lane.steps[index];
-  const title = { prefill: "Prefill step", decode: "Decode step", mixed: "Mixed step" }[step.phase] ?? step.phase;
-  const lines = [`${title} on ${lane.label}: ${duration(step.end_ns - step.start_ns)}`];
-  for (const [id, first, tokens] of (step.prefills || []).slice(0, 4)) {
-    lines.push(`${name(id)}: prompt tokens ${count(first)} to ${count(first + tokens)}`);
-  }
-  if ((step.prefills || []).length > 4) lines.push(`and ${step.prefills.length - 4} more prompts`);
+  const lines = [`${TITLES[step.phase] ?? step.phase} on ${lane.label}: ${duration(step.end_ns - step.start_ns)}`, ...promptLines(step, name)];
   if (step.num_decodes) lines.push(`${plural(step.num_decodes, "stream")} got a token (context ${count(step.decode_context)})`);
   if ((step.extra || []).length) {
     const [computed, right] = [1, 2].map((at) => step.extra.reduce((sum, entry) => sum + entry[at], 0));
@@ -73,7 +97,7 @@ function describeRequest(model, hit, name) {
 }
 
 function describeQueued(model, request, until, name) {
-  const worker = request.chunks[0]?.worker ?? request.worker;
+  const worker = (request.chunks[0] ?? request.open)?.worker ?? request.worker;
   return [`waits in the queue: ${duration(until - request.queued)}`, reasonText(model, request, worker, request.queued, until, name)];
 }
 
@@ -92,6 +116,7 @@ function describeDecoding(model, request, { time, edge }, name) {
 function describePrefill(model, request, time, name) {
   const chunk = request.chunks.find((part) => part.t0 <= time && time <= part.t1);
   if (chunk) return [`its prompt tokens ${count(chunk.first)} to ${count(chunk.first + chunk.tokens)}: ${duration(chunk.t1 - chunk.t0)}`];
+  if (request.open && request.open.t0 <= time) return [`its prompt tokens ${count(request.open.first)} to ${count(request.open.first + request.open.tokens)} are being computed`];
   if (!request.chunks.length) return [];
   const next = request.chunks.find((part) => part.t0 > time);
   const before = request.chunks.findLast((part) => part.t1 <= time);

@@ -35,17 +35,19 @@ const NARROW = 620;
 
 /**
  * Options: label; now: () => nanoseconds of the records' clock (without it, following shows the newest record); lagNs:
- * how far behind `now` the right edge stays; spanNs: the time that is shown at first; name: request id -> text;
+ * how far behind `now` what is known ends; aheadShare: how much of the width is left for what is predicted; spanNs: the
+ * time that is shown at first; name: request id -> text;
  * stall: see TimelineModel; clock: show the time of day (needs a header record); showRequests; minRequestRows;
  * maxHeight: in pixels, then it scrolls; tools: false leaves out the buttons and the legend.
- * Events: hover, select (detail: {request, lane, index, transfer, time}), range (detail: {t0, t1, following}).
+ * Events: hover, select (detail: {request, lane, index, transfer, time}), range (detail: {t0, t1, following}),
+ * requests (detail: {on}).
  */
 export class TimelineView extends EventTarget {
   constructor(container, options = {}) {
     super();
     this.options = {
       label: "Timeline", lagNs: 0, spanNs: 10e9, name: shortId, showRequests: true, minRequestRows: 0, maxHeight: 620,
-      clock: false, tools: true, ...options,
+      clock: false, tools: true, aheadShare: 0, ...options,
     };
     this.model = new TimelineModel(this.options.stall);
     this.span = this.options.spanNs;
@@ -76,6 +78,11 @@ export class TimelineView extends EventTarget {
     return now ? now - this.options.lagNs : this.model.newest;
   }
 
+  /** The right edge while it follows. */
+  get #followed() {
+    return this.edge + this.options.aheadShare * this.span;
+  }
+
   setLanes(lanes) {
     this.model.setLanes(lanes);
     this.redraw();
@@ -83,6 +90,12 @@ export class TimelineView extends EventTarget {
 
   add(records) {
     this.model.add(records);
+    this.redraw();
+  }
+
+  /** The steps that are being computed; see TimelineModel. */
+  setOpen(records) {
+    this.model.setOpen(records);
     this.redraw();
   }
 
@@ -109,7 +122,7 @@ export class TimelineView extends EventTarget {
   follow(on = true) {
     if (on && this.spanBefore) this.span = this.spanBefore;
     this.spanBefore = null;
-    if (on || this.following) this.t1 = this.edge;
+    if (on || this.following) this.t1 = this.#followed;
     this.#setFollowing(on);
     this.#ranged();
   }
@@ -149,6 +162,7 @@ export class TimelineView extends EventTarget {
   toggleRequests(on = !this.showRequests) {
     this.showRequests = on;
     this.buttons.requests?.setAttribute("aria-pressed", String(on));
+    this.dispatchEvent(new CustomEvent("requests", { detail: { on } }));
     this.redraw();
   }
 
@@ -186,6 +200,7 @@ export class TimelineView extends EventTarget {
     const { lane } = row;
     const index = firstAbove(lane.ends, time - near / 3, lane.length);
     if (index < lane.length && lane.starts[index] <= time + near / 3) found.index = index;
+    else if (lane.open && lane.open.time_ns <= time && time <= Math.max(this.edge, lane.open.time_ns + (lane.open.predicted_ns || 0))) found.open = lane.open;
     return found;
   }
 
@@ -258,7 +273,7 @@ export class TimelineView extends EventTarget {
 
   #draw() {
     if (!this.width) return;
-    if (this.following) this.t1 = this.edge;
+    if (this.following) this.t1 = this.#followed;
     this.#layOut();
     const ratio = Math.min(2, devicePixelRatio || 1);
     const height = Math.min(this.contentHeight, this.options.maxHeight);
@@ -269,7 +284,7 @@ export class TimelineView extends EventTarget {
     const { width, gutter, rows, colours, t0, t1, fonts } = this;
     this.pen.setTransform(ratio, 0, 0, ratio, 0, 0);
     drawFrame(this.pen, this.model, {
-      t0, t1, width, height, gutter, ratio, shown: rows, rows: this.cells, colours, fonts, edge: Math.max(this.edge, this.model.newest), top: this.scroller.scrollTop,
+      t0, t1, width, height, gutter, ratio, shown: rows, rows: this.cells, colours, fonts, edge: Math.max(this.edge, this.model.newest), top: this.scroller.scrollTop, isLive: this.following && Boolean(this.options.now),
       ticks: ticks(t0, t1, width - gutter, clock, this.options.origin ?? 0),
       hoveredRow: rows.find((row) => row.key === this.hovered?.row?.key), selectedRow: rows.find((row) => row.request && row.request === this.selected),
     });
@@ -356,7 +371,7 @@ export class TimelineView extends EventTarget {
   #fillTable() {
     if (!this.details.open) return;
     show(this.tableBody, [...this.model.lanes.values()].map((lane) => {
-      const { shares, waited } = lane.shares(this.t0, this.t1);
+      const { shares, waited } = lane.shares(this.t0, this.t1, this.edge);
       const cells = [shares.prefill, shares.decode, shares.mixed, shares.idle].map((share) => h("td.number", {}, percent(share)));
       return h("tr", {}, h("th", { scope: "row" }, lane.label), h("td", {}, lane.state), cells, h("td.number", {}, waited ? duration(waited) : "–"));
     }));

@@ -5,6 +5,7 @@ import { accept, errorOf, get, panel, query, refuse, showMachine } from "./panel
 
 const NAMES = { unified: "Unified", chunked: "Chunked", disaggregated: "Two pools" };
 let asking = null;
+let answered = null; // the question that is answered on the page
 
 const usd = (value) => (value === null ? "–" : `$${significant(value)}`);
 
@@ -38,6 +39,7 @@ async function run() {
         text.textContent = `${event.done} of ${event.total}: ${event.text}`;
         return;
       }
+      answered = asked;
       draw(event);
       text.textContent = `${event.requests} requests a simulation`;
       announce(event.recommendation.title);
@@ -103,6 +105,18 @@ async function copy(button, text) {
   setTimeout(() => (button.textContent = "Copy"), 1600);
 }
 
-panel({ name: "choose", draw: () => {}, live: false });
+/** The answer to the default question, which was computed in advance. */
+async function example() {
+  const reply = await fetch("../static/guide/choose-example.json");
+  const event = reply.ok ? await reply.json() : null;
+  if (!event || query()) return; // something else is asked for by now
+  answered = "";
+  draw(event);
+  $("#progress-text").textContent = `computed in advance, ${event.requests} requests a simulation`;
+}
+
+const asksAtOnce = Boolean(location.search);
+panel({ name: "choose", draw: () => {}, live: false, onTry: run, onState: () => $("#results").classList.toggle("stale", answered !== null && query() !== answered) });
 $("#form").addEventListener("submit", run);
-if (location.search) run();
+if (asksAtOnce) run();
+else example();

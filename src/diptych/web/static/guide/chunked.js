@@ -2,13 +2,13 @@ import { lineChart } from "../common/charts.js";
 import { $ } from "../common/dom.js";
 import { milliseconds, significant } from "../common/format.js";
 import { panel, showFormulas, showNotes } from "./panel.js";
-import { Playback, measureTable, twoRuns } from "./playback.js";
+import { Playback, measureTable, requestTabs } from "./playback.js";
 import { promptList } from "./prompts.js";
 
 let shown = null;
-const playback = new Playback();
+const playback = new Playback(["As chosen", "Whole prompts"]);
 const drawPrompts = promptList(() => here);
-const show = twoRuns(playback, () => [shown.play, shown.whole]);
+const showRequests = requestTabs(() => [shown.play, shown.whole]);
 
 function onState(state) {
   drawPrompts();
@@ -19,7 +19,9 @@ function onState(state) {
 
 function draw(data, state) {
   shown = data;
-  show();
+  playback.setObjective(data.objective_ns);
+  playback.load(data.play, data.whole);
+  showRequests();
   const { chosen, whole } = data.measures;
   measureTable($("#measures"), ["As chosen", "Whole prompts"], [
     ["Longest gap of a stream", chosen.gap_ms, whole.gap_ms, milliseconds],

@@ -6,23 +6,24 @@
  * Nothing is computed here. Numbers and formulas come from the endpoint of the same name.
  */
 
-import { $, announce, h, show } from "../common/dom.js";
+import { $, announce, h, setText, show } from "../common/dom.js";
 import { headers } from "../common/server.js";
 import { themeButton } from "../common/theme.js";
 import { nearestStop, stopsOf } from "./stops.js";
 
-const WAIT_MS = 140; // after the last change, before the endpoint is asked
+const WAIT_MS = 40; // between two questions while something is being dragged
 const form = $("#form");
 const problem = $("#problem");
 const results = $("#results");
 
-/** Begin. live: false asks nothing by itself. Returns {state, set}. */
-export function panel({ name, draw, live = true, onState = () => {} }) {
+/** Begin. live: false asks nothing by itself; onTry: called when the reader tries something. Returns {state, set}. */
+export function panel({ name, draw, live = true, onState = () => {}, onTry = () => {} }) {
   const asker = live ? new Asker(name, draw) : null;
   readAddress();
   bindRanges();
   const changed = (wait = WAIT_MS) => {
     writeAddress();
+    countMore();
     onState(state());
     asker?.askAfter(wait);
   };
@@ -39,11 +40,17 @@ export function panel({ name, draw, live = true, onState = () => {} }) {
     announce("All settings are back to their defaults.");
   });
   $("#copy-link").addEventListener("click", () => copyLink());
+  bindTries((values) => {
+    restore(values);
+    changed(0);
+    onTry();
+  });
   window.addEventListener("popstate", () => {
     readAddress();
     changed(0);
   });
   themeButton($("#theme"));
+  countMore();
   onState(state());
   if (asker) asker.ask();
   else results.setAttribute("aria-busy", "false");
@@ -56,42 +63,68 @@ export function panel({ name, draw, live = true, onState = () => {} }) {
   };
 }
 
-/** Asks the endpoint of a panel when the form has rested, and draws the answer to the newest question. */
+/**
+ * Asks the endpoint of a panel while the form changes, one question at a time: what is drawn follows a slider as fast as
+ * answers come, and the newest state is always asked for last.
+ */
 class Asker {
   constructor(name, draw) {
-    Object.assign(this, { name, draw, timer: 0, asking: null });
+    Object.assign(this, { name, draw, timer: 0, isAsking: false, isStale: false });
   }
 
   askAfter(wait) {
-    clearTimeout(this.timer);
     results.setAttribute("aria-busy", "true");
-    this.timer = setTimeout(() => this.ask(), wait);
+    if (this.isAsking) this.isStale = true;
+    else this.timer ||= setTimeout(() => this.ask(), wait);
   }
 
   async ask() {
     this.timer = 0;
-    this.asking?.abort();
-    const mine = (this.asking = new AbortController());
+    this.isAsking = true;
+    this.isStale = false;
     results.setAttribute("aria-busy", "true");
+    const [asked, values] = [query(), state()];
     try {
-      const reply = await get(this.name, query(), mine.signal);
+      const reply = await get(this.name, asked);
       const data = await reply.json();
-      if (mine !== this.asking) return;
-      if (reply.ok) this.#show(data);
-      else refuse(errorOf(reply, data));
+      if (reply.ok) this.#show(data, asked, values);
+      else refuse(errorOf(reply, data), this.isStale);
     } catch (error) {
-      if (error.name === "AbortError") return;
       refuse({ message: "The guide does not answer. Is it still running?" });
       throw error;
+    } finally {
+      this.isAsking = false;
+      if (this.isStale) this.askAfter(0);
     }
   }
 
-  #show(data) {
+  #show(data, asked, values) {
     accept();
-    this.draw(data, state());
-    if (!this.timer) results.setAttribute("aria-busy", "false"); // else something has changed again
-    results.dataset.state = query();
+    this.draw(data, values);
+    results.setAttribute("aria-busy", String(this.isStale));
+    results.dataset.state = asked;
   }
+}
+
+/** Links of "What to try": each sets the panel, and shows what comes of it. */
+function bindTries(set) {
+  for (const link of document.querySelectorAll("a.try")) {
+    link.addEventListener("click", (event) => {
+      if (event.ctrlKey || event.metaKey || event.shiftKey) return;
+      event.preventDefault();
+      set(Object.fromEntries(new URLSearchParams(link.search)));
+      announce(`${link.textContent}: set.`);
+      $(".panel").scrollIntoView({ block: "nearest", behavior: matchMedia("(prefers-reduced-motion: reduce)").matches ? "auto" : "smooth" });
+    });
+  }
+}
+
+/** How many of the settings that are folded away differ from their defaults. */
+function countMore() {
+  const changed = new URLSearchParams(query());
+  const names = new Set([...document.querySelectorAll("details.more [name]")].map((input) => input.name));
+  const number = [...names].filter((name) => changed.has(name)).length;
+  $("#more-changed").textContent = number ? ` (${number} changed)` : "";
 }
 
 /** Ask an endpoint; with the API key that this tab was given on the live page, if any. */
@@ -115,14 +148,16 @@ export function query() {
   return found.toString();
 }
 
-export function refuse(error) {
+export function refuse(error, isStale = false) {
   problem.textContent = error.message;
   problem.hidden = false;
-  results.setAttribute("aria-busy", "false");
+  results.setAttribute("aria-busy", String(isStale));
   results.classList.add("stale");
   for (const input of form.elements) if (input.name) input.removeAttribute("aria-invalid");
   const field = error.param && form.elements[error.param];
   if (field instanceof Element) field.setAttribute("aria-invalid", "true");
+  const folded = error.param && $(`details.more [name="${CSS.escape(error.param)}"]`)?.closest("details");
+  if (folded) folded.open = true;
 }
 
 export function accept() {
@@ -142,7 +177,9 @@ export function showMachine(machine) {
   show($("#machine"), `One worker: ${machine.devices}.${bits} Durations: ${machine.words}.`);
 }
 
-export function showNotes(notes) {
+/** The first sentence stands above the picture, the others under it. */
+export function showNotes([headline = "", ...notes]) {
+  setText($("#headline"), headline);
   show($("#notes"), notes.map((text) => h("p", {}, text)));
 }
 

@@ -1,6 +1,7 @@
 import { lineChart } from "../common/charts.js";
 import { $, h, show } from "../common/dom.js";
 import { bytes, milliseconds, percent, significant } from "../common/format.js";
+import { Flow } from "./flow.js";
 import { panel, showFormulas, showNotes } from "./panel.js";
 
 const flops = (value) => (value >= 1e12 ? `${significant(value / 1e12)}T` : value >= 1e9 ? `${significant(value / 1e9)}G` : significant(value));
@@ -18,6 +19,14 @@ const ROWS = [
   ["Tokens a second", (phase) => Math.round(phase.tokens_per_s).toLocaleString("en-GB")],
 ];
 let shown = null;
+const flow = new Flow($("#flow"));
+
+/** A step as a ring on the roof, where it could be, and a point below it, where it was measured. */
+function measured({ phase, intensity, attainable }, { flop, step_ms: step }) {
+  const colour = `var(--${phase})`;
+  const reached = flop / (step / 1e3);
+  return [{ x: intensity, y: attainable, colour, ring: true, to: reached }, { x: intensity, y: reached, colour, name: `${phase}: ${percent(reached / attainable)}`, below: true }];
+}
 
 function draw(data) {
   shown = data;
@@ -31,8 +40,8 @@ function draw(data) {
     ],
     marks: [
       { x: roof.ridge, y: roof.peak, colour: "var(--muted)", name: `ridge: ${significant(roof.ridge)}`, minor: true, below: true },
-      ...points.filter((point) => point.part !== "whole step").map((point) => ({ x: point.intensity, y: point.attainable, colour: `var(--${point.phase})`, minor: true })),
-      ...points.filter((point) => point.part === "whole step").map((point) => ({ x: point.intensity, y: point.attainable, colour: `var(--${point.phase})`, name: point.phase, below: point.intensity < roof.ridge })),
+      ...points.filter((point) => point.part !== "whole step").map((point) => ({ x: point.intensity, y: point.attainable, colour: `var(--${point.phase})`, minor: true, ring: true })),
+      ...points.filter((point) => point.part === "whole step").flatMap((point) => measured(point, phases[point.phase])),
     ],
     x: { label: "calculations per byte (FLOP/B)", log: true, min: low, max: roof.line.at(-1)[0] },
     y: { label: "FLOP/s", log: true, min: lowest, max: roof.peak * 3, format: flops },
@@ -46,6 +55,7 @@ function draw(data) {
     x: { label: "tokens in the step", log: true },
     y: { label: "tokens a second", log: true, format: (value) => (value < 1000 ? String(value) : `${value / 1000}k`) },
   });
+  flow.setTimes({ prefill: phases.prefill.step_ms, decode: phases.decode.step_ms, tokens: phases.prefill.tokens, batch: phases.decode.tokens });
   showNotes(data.notes);
   showFormulas(data);
 }

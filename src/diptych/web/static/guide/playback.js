@@ -1,8 +1,9 @@
 /**
- * Plays what a panel simulated on the shared timeline: records are given to it up to the moment that is shown.
+ * Plays what a panel simulated on the shared timeline: records are given to it up to the moment that is shown. Of two runs
+ * one lies above the other, on one time axis.
  *
- *   const playback = new Playback();
- *   playback.load(data.play);    // header, lanes, records, requests, end_ns
+ *   const playback = new Playback();          // or new Playback(["In chunks", "Whole prompts"])
+ *   playback.load(data.play);                 // header, lanes, records, requests, end_ns; as many as there are runs
  */
 
 import { $, h, setText, show } from "../common/dom.js";
@@ -10,40 +11,102 @@ import { duration, milliseconds } from "../common/format.js";
 import { TimelineView } from "../common/timeline.js";
 
 const MARGIN = 0.015;
+const HEIGHTS = { single: 0.7, pair: 0.42 }; // of the window
+
+/** One run on a timeline of its own. */
+class Run {
+  constructor(element, options) {
+    this.view = new TimelineView(element, { ...options, name: (id) => id, now: () => this.time || null });
+    this.time = 0;
+    this.given = 0;
+    this.records = [];
+  }
+
+  load(play) {
+    this.play = play;
+    this.records = play.records;
+    this.ends = this.records.map((record) => record.end_ns ?? record.time_ns);
+    this.#clear();
+  }
+
+  seek(time) {
+    this.time = time;
+    if (this.given && this.ends[this.given - 1] > time) this.#clear();
+    let last = this.given;
+    while (last < this.records.length && this.ends[last] <= time) last++;
+    if (last > this.given) this.view.add(this.records.slice(this.given, last));
+    this.given = last;
+    this.view.setOpen(this.#openSteps());
+  }
+
+  /** The ends of all steps, in order of time. */
+  get steps() {
+    return this.records.flatMap((record, index) => (record.kind === "step" ? [this.ends[index]] : []));
+  }
+
+  /** The step that ended at this moment, in words; "" when none did. */
+  wordsAt(time) {
+    const step = this.records.findLast((record) => record.kind === "step" && record.end_ns === time);
+    if (!step) return "";
+    const lane = this.play.lanes.find(({ id }) => id === step.worker).label;
+    const parts = [];
+    for (const [name, , tokens] of step.prefills ?? []) parts.push(`${tokens.toLocaleString("en-GB")} prompt tokens of ${name}`);
+    if (step.num_decodes) parts.push(`a token for ${step.num_decodes === 1 ? "one stream" : `${step.num_decodes} streams`}`);
+    return `Step ${step.step_id + 1} of ${lane}, ${duration(step.end_ns - step.start_ns)}: ${parts.join(", and ")}.`;
+  }
+
+  #clear() {
+    const { t0, t1 } = this.view;
+    this.view.clear();
+    this.view.setLanes(this.play.lanes);
+    this.view.add([{ ...this.play.header, now_ns: 0 }]);
+    this.view.setRange(t0, t1);
+    this.given = 0;
+  }
+
+  /** Of each worker, the step in which this moment lies, as it is reported when it begins. */
+  #openSteps() {
+    const open = new Map();
+    for (let index = this.given; index < this.records.length && open.size < this.play.lanes.length; index++) {
+      const { kind, worker, start_ns, end_ns, ...step } = this.records[index];
+      if (kind === "step" && start_ns < this.time && !open.has(worker)) open.set(worker, { ...step, kind: "step_begun", worker, time_ns: start_ns, predicted_ns: end_ns - start_ns });
+    }
+    return [...open.values()];
+  }
+}
 
 export class Playback {
-  constructor() {
-    this.view = new TimelineView($("#timeline"), { label: "What happens", name: (id) => id, maxHeight: Math.max(420, Math.min(700, innerHeight * 0.82)), tools: true });
-    this.view.buttons.pause.hidden = true;
-    this.records = [];
-    this.given = 0;
+  /** titles: of two runs that are compared; without them there is one. showRequests: a row for each request. */
+  constructor(titles = null, { showRequests = true } = {}) {
+    const maxHeight = Math.round(Math.max(300, Math.min(700, innerHeight * (titles ? HEIGHTS.pair : HEIGHTS.single))));
+    const room = $("#timeline");
+    this.runs = (titles ?? [""]).map((title, index) => {
+      const place = h("div.run", {}, title ? h("h3", {}, title) : null);
+      room.append(place);
+      return new Run(place, { label: title || "What happens", tools: !index, maxHeight, showRequests });
+    });
+    [this.first] = this.runs;
+    this.titles = titles;
+    this.first.view.buttons.pause.hidden = true;
     this.time = 0;
     this.end = 0;
     this.playing = false;
     this.range = $("#seek");
-    $("#play").addEventListener("click", () => this.toggle());
-    $("#to-start").addEventListener("click", () => this.seek(0));
-    $("#to-end").addEventListener("click", () => this.seek(this.end));
-    $("#step-on").addEventListener("click", () => this.step(1));
-    $("#step-back").addEventListener("click", () => this.step(-1));
-    this.range.addEventListener("input", () => this.seek((Number(this.range.value) / 1000) * this.end));
-    document.addEventListener("keydown", (event) => {
-      if (event.target.closest("input, select, textarea, button, canvas") || event.ctrlKey || event.metaKey || event.altKey) return;
-      if (event.key === ".") this.step(1);
-      else if (event.key === ",") this.step(-1);
-    });
+    this.#bind();
   }
 
-  /** Show another run, whole. */
-  load(play) {
+  /** Show other runs, whole, in the order of their titles. */
+  load(...plays) {
     this.pause();
-    this.play = play;
-    this.records = play.records;
-    this.ends = this.records.map((record) => record.end_ns ?? record.time_ns);
-    this.end = play.end_ns;
-    this.#clear();
+    this.runs.forEach((run, index) => run.load(plays[index]));
+    this.end = Math.max(...plays.map((play) => play.end_ns));
     this.seek(this.end);
-    this.view.setRange(-this.end * MARGIN, this.end * (1 + MARGIN));
+    for (const { view } of this.runs) view.setRange(-this.end * MARGIN, this.end * (1 + MARGIN));
+  }
+
+  /** The longest gap between tokens that is fine; 0: none is asked for. */
+  setObjective(ns) {
+    for (const { view } of this.runs) view.setStall({ objectiveNs: ns });
   }
 
   toggle() {
@@ -67,21 +130,18 @@ export class Playback {
   /** To the end of the next step that anybody finished, or back to the one before. */
   step(direction) {
     this.pause();
-    const steps = this.records.flatMap((record, index) => (record.kind === "step" ? [this.ends[index]] : []));
+    const steps = this.runs.flatMap((run) => run.steps).sort((a, b) => a - b);
     const next = direction > 0 ? steps.find((at) => at > this.time) : steps.findLast((at) => at < this.time);
     this.seek(next ?? (direction > 0 ? this.end : 0));
-    const found = this.records.findLast((record) => record.kind === "step" && record.end_ns === this.time);
-    this.say(found ? this.#words(found) : "Nothing has happened yet.");
+    const index = this.runs.findIndex((run) => run.wordsAt(this.time));
+    const words = index < 0 ? "Nothing has happened yet." : this.runs[index].wordsAt(this.time);
+    this.say(this.titles && index >= 0 ? `${this.titles[index]}: ${words.charAt(0).toLowerCase()}${words.slice(1)}` : words);
     $("#said").setAttribute("aria-live", "polite");
   }
 
   seek(time) {
     this.time = Math.min(this.end, Math.max(0, time));
-    if (this.given && this.ends[this.given - 1] > this.time) this.#clear();
-    let last = this.given;
-    while (last < this.records.length && this.ends[last] <= this.time) last++;
-    if (last > this.given) this.view.add(this.records.slice(this.given, last));
-    this.given = last;
+    for (const run of this.runs) run.seek(this.time);
     this.range.value = String(this.end ? Math.round((this.time / this.end) * 1000) : 0);
     this.range.setAttribute("aria-valuetext", duration(this.time));
     setText($("#clock"), `${(this.time / 1e6).toFixed(1)} ms`);
@@ -92,13 +152,23 @@ export class Playback {
     setText($("#said"), text);
   }
 
-  #clear() {
-    const { t0, t1 } = this.view;
-    this.view.clear();
-    this.view.setLanes(this.play.lanes);
-    this.view.add([{ ...this.play.header, now_ns: 0 }]);
-    this.view.setRange(t0, t1);
-    this.given = 0;
+  #bind() {
+    $("#play").addEventListener("click", () => this.toggle());
+    $("#to-start").addEventListener("click", () => this.seek(0));
+    $("#to-end").addEventListener("click", () => this.seek(this.end));
+    $("#step-on").addEventListener("click", () => this.step(1));
+    $("#step-back").addEventListener("click", () => this.step(-1));
+    this.range.addEventListener("input", () => this.seek((Number(this.range.value) / 1000) * this.end));
+    document.addEventListener("keydown", (event) => {
+      if (event.target.closest("input, select, textarea, button, canvas") || event.ctrlKey || event.metaKey || event.altKey) return;
+      if (event.key === ".") this.step(1);
+      else if (event.key === ",") this.step(-1);
+    });
+    for (const { view } of this.runs) {
+      const others = this.runs.filter((run) => run.view !== view).map((run) => run.view);
+      view.addEventListener("range", ({ detail: { t0, t1 } }) => others.forEach((other) => (other.t0 !== t0 || other.t1 !== t1) && other.setRange(t0, t1)));
+      view.addEventListener("requests", ({ detail: { on } }) => others.forEach((other) => other.showRequests !== on && other.toggleRequests(on)));
+    }
   }
 
   #frame(now) {
@@ -108,14 +178,6 @@ export class Playback {
     this.before = now;
     if (this.time >= this.end) this.pause();
     else requestAnimationFrame((later) => this.#frame(later));
-  }
-
-  #words(step) {
-    const lane = this.play.lanes.find((lane_) => lane_.id === step.worker).label;
-    const parts = [];
-    for (const [name, , tokens] of step.prefills ?? []) parts.push(`${tokens.toLocaleString("en-GB")} prompt tokens of ${name}`);
-    if (step.num_decodes) parts.push(`a token for ${step.num_decodes === 1 ? "one stream" : `${step.num_decodes} streams`}`);
-    return `Step ${step.step_id + 1} of ${lane}, ${duration(step.end_ns - step.start_ns)}: ${parts.join(", and ")}.`;
   }
 }
 
@@ -138,14 +200,13 @@ export function measureTable(element, [first, second], rows) {
     }))));
 }
 
-/** Buttons that choose which of two runs is played. */
-export function twoRuns(playback, runs) {
+/** Buttons that choose of which of two runs the requests are listed. Returns what draws them anew. */
+export function requestTabs(runs) {
   const buttons = [$("#show-chosen"), $("#show-other")];
   let shown = 0;
   const choose = (index) => {
     shown = index;
     buttons.forEach((button, at) => button.setAttribute("aria-pressed", String(at === index)));
-    playback.load(runs()[index]);
     requestTable($("#requests"), runs()[index].requests);
   };
   buttons.forEach((button, index) => button.addEventListener("click", () => choose(index)));

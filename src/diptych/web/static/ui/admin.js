@@ -43,7 +43,7 @@ export class Admin {
   async refresh(access = this.access) {
     const panel = $("#admin");
     this.access = access;
-    if (access !== "open" && !(access === "key" && this.key)) {
+    if (!this.isOpen) {
       panel.hidden = access !== "key";
       $("#admin-key-form").hidden = false;
       $("#admin-controls").hidden = true;
@@ -98,6 +98,18 @@ export class Admin {
   #change(body, done) {
     const { worker } = this.#selected();
     return this.#do("POST", `admin/workers/${worker}`, body, "", `Worker ${worker}: ${done.charAt(0).toLowerCase()}${done.slice(1)}`);
+  }
+
+  /** Whether this page may change workers now. */
+  get isOpen() {
+    return this.access === "open" || (this.access === "key" && Boolean(this.key));
+  }
+
+  /** Change one worker; rejects with an error in words. body: see docs/api.md. */
+  async changeWorker(worker, body) {
+    await this.#fetch("POST", `admin/workers/${worker}`, body);
+    await this.refresh();
+    this.onChanged();
   }
 
   async #do(method, path, body, meanwhile, done) {

@@ -2,31 +2,34 @@
 
 import { firstAbove } from "../common/sorted.js";
 
-const MIN_TOKENS = 64; // of a prefill that counts
+export const MIN_TOKENS = 64; // of a prefill that counts
 const MIN_GAPS = 20;
 const MAX_REQUESTS = 24;
 
 /**
  * Compares gaps between tokens in [t0, t1] of a TimelineModel: those that touch a prefill of another request anywhere on
- * the server, and all others; gaps in which a worker was gone or records were lost are left out. Returns the 99th percentiles of both and
- * their ratio, {busyNs, quietNs, factor}, or null when one of the two is not known.
+ * the server, and all others; gaps in which a worker was gone or records were lost are left out. Returns the 99th percentile of the
+ * former in the stream that waits longest, that of the others in all streams, and their ratio, {busyNs, quietNs, factor}, or null when
+ * one of the two is not known.
  */
 export function interference(model, t0, t1) {
   const prefills = prefillSpans(model, t0, t1);
   const quiet = [];
-  const busy = [];
+  let busyNs = 0; // in the stream that waits longest: beside a worker that prefills, others may not feel it
   const outages = [...model.lanes.values()].flatMap((lane) => lane.states);
   const requests = [...model.requests.values()].filter((request) => request.times.length > 8 && request.last >= t0 && request.start <= t1);
   for (const request of requests.slice(-MAX_REQUESTS)) {
     const { times } = request;
+    const busy = [];
     for (let at = Math.max(2, firstAbove(times, t0)); at < times.length && times[at] <= t1; at++) {
       const [from, to] = [times[at - 1], times[at]];
       if (!request.isKnown(at) || outages.some((outage) => outage.t0 < to && outage.t1 > from)) continue;
       (touches(prefills, from, to, request.id) ? busy : quiet).push(to - from);
     }
+    if (busy.length) busyNs = Math.max(busyNs, percentile99(busy));
   }
-  if (quiet.length < MIN_GAPS || !busy.length) return null;
-  const [busyNs, quietNs] = [percentile99(busy), percentile99(quiet)];
+  if (quiet.length < MIN_GAPS || !busyNs) return null;
+  const quietNs = percentile99(quiet);
   return { quietNs, busyNs, factor: busyNs / quietNs };
 }
 

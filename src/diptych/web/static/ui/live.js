@@ -4,25 +4,30 @@ import { $, announce, h, queryState, setQueryState, setText, show } from "../com
 import { count, duration, shortId, significant } from "../common/format.js";
 import { EventStream } from "../common/stream.js";
 import { themeButton } from "../common/theme.js";
+import { computingText } from "../common/timeline-words.js";
 import { TimelineView } from "../common/timeline.js";
 import { Admin } from "./admin.js";
+import { Chat } from "./chat.js";
 import { DiagnosisCard } from "./diagnosis.js";
-import { interference } from "./interference.js";
+import { MIN_TOKENS, interference } from "./interference.js";
 import { MissCard } from "./misses.js";
 import { Tiles, showRequest, showRequests, showWorkers } from "./panels.js";
 import { PlanCard } from "./plan.js";
+import { Readers } from "./readers.js";
 import { Sender } from "./sender.js";
+import { ShapeSwitch } from "./shape.js";
 import { showTiers } from "./tiers.js";
 import { ServerError, getJson, hasKey, headers, setKey } from "../common/server.js";
 
 const LAG_NS = 450e6; // workers report every 200 ms, the stream every 100 ms
+const AHEAD = 0.12; // of the timeline's width is for what is predicted
 const FIRST_RECORDS = 6000;
 const STATE_INTERVAL_MS = 1000;
 const PANEL_INTERVAL_MS = 300;
 const VERDICT_SPAN_NS = 20e9;
 const LONG_CHOICES = [512, 1024, 2048, 4096, 8192, 16384];
 const STREAMS = 4;
-const STALL_FLOOR_NS = 25e6; // shorter pauses are noise of the machine, and nobody sees them
+const STALL_FLOOR_NS = 50e6; // shorter pauses are noise of the machine, and nobody sees them
 
 const query = queryState();
 const clock = { now: 0, at: 0, runs: false };
@@ -30,9 +35,11 @@ let state = null; // of /ui/state
 let shownWorkers = "";
 let since = null;
 
-const sender = new Sender({ onChange: () => updateButtons(), onProblem: showProblem });
+const sender = new Sender({ onChange: () => onSent(), onProblem: showProblem });
+const readers = new Readers(sender, () => view.model.stall.objectiveNs / 1e6);
+const chat = new Chat(sender);
 const view = new TimelineView($("#timeline"), {
-  label: "Timeline of this server", lagNs: LAG_NS, spanNs: (Number(query.span) || 8) * 1e9, clock: true, stall: { floorNs: STALL_FLOOR_NS }, minRequestRows: 6,
+  label: "Timeline of this server", lagNs: LAG_NS, aheadShare: AHEAD, spanNs: (Number(query.span) || 8) * 1e9, clock: true, stall: { floorNs: STALL_FLOOR_NS }, minRequestRows: 6,
   showRequests: query.requests !== "0", now: () => now(), name: nameOf,
 });
 const tiles = new Tiles($("#tiles"));
@@ -40,6 +47,7 @@ const planCard = new PlanCard();
 const missCard = new MissCard(nameOf);
 const diagnosisCard = new DiagnosisCard(() => ({ ttft: objective("ttft"), gap: objective("gap") }));
 const admin = new Admin(() => pollState());
+const shapes = new ShapeSwitch((worker, body) => admin.changeWorker(worker, body));
 const stream = new EventStream({
   url: () => (since === null ? "timeline" : `timeline?since=${since}`), headers,
   onEvent: ({ data }) => onRecords(JSON.parse(data)), onState: onConnection,
@@ -115,11 +123,12 @@ async function pollState() {
 
 function onState() {
   const { model } = state;
-  setText($("#model"), `${model.name} · ${model.description}`);
+  setText($("#model"), model.name);
   $("#model").title = model.description;
   document.title = `${model.name}: live – Diptych`;
   if (stream.state === "open") onConnection("open");
-  showStory();
+  shapes.update(state, admin.isOpen);
+  chat.update(model, state.state === "ready");
   fillLongChoices();
   applyObjectives();
   tiles.update(state, { ttft: objective("ttft") || state.objectives.ttft_ms, gap: objective("gap") || state.objectives.tpot_ms });
@@ -132,15 +141,6 @@ function onState() {
   const workers = JSON.stringify([state.admin, ...state.workers.map(({ worker, role, state: phase, computes_on: units }) => [worker, role, phase, units])]);
   if (workers !== shownWorkers) admin.refresh(state.admin);
   shownWorkers = workers;
-}
-
-function showStory() {
-  const has = (role) => state.workers.some((worker) => worker.role === role);
-  const end = "Start four streams, then send a long prompt, and watch the streams.";
-  let text = `One worker computes prompts whole, and running streams stall meanwhile. ${end}`;
-  if (has("prefill") && has("decode")) text = `Prompts are computed on prefill workers and answers written on decode workers, so streams should not feel a long prompt. ${end}`;
-  else if (state.scheduling === "chunked") text = `Workers compute prompts in chunks between tokens: streams slow down, but do not stop. ${end}`;
-  setText($("#story"), text);
 }
 
 function fillLongChoices() {
@@ -168,6 +168,11 @@ function applyObjectives() {
   if (view.model.stall.objectiveNs !== limit * 1e6) view.setStall({ objectiveNs: limit * 1e6 });
 }
 
+function onSent() {
+  updateButtons();
+  readers.update();
+}
+
 function updateButtons() {
   const ready = state?.state === "ready";
   for (const name of ["streams", "long", "short"]) $(`#send-${name}`).disabled = !ready;
@@ -186,17 +191,18 @@ function showVerdict() {
   const found = interference(view.model, edge - span, edge);
   const value = $("#verdict-value");
   const words = $("#verdict-words");
+  const computing = view.following ? computingText(view.model, MIN_TOKENS, nameOf) : "";
   if (!found) {
     const streams = [...view.model.requests.values()].some((request) => !request.end && request.times.length);
     setText(value, "–");
     value.className = "verdict-value";
-    setText(words, streams ? "Streams run undisturbed. Now send a long prompt." : "Interference: how much longer streams wait while a prompt is computed.");
+    setText(words, computing || (streams ? "Streams run undisturbed. Now send a long prompt." : "Interference: how much longer streams wait while a prompt is computed."));
     return;
   }
   const shown = Math.max(1, found.factor);
   setText(value, `${shown < 10 ? shown.toFixed(1) : significant(shown)}×`);
   value.className = `verdict-value ${shown < 2 ? "good" : shown > 4 ? "bad" : ""}`;
-  setText(words, `gap between tokens (p99): ${duration(found.busyNs)} while a prompt is computed, ${duration(found.quietNs)} else`);
+  setText(words, computing || `gap between tokens (p99): ${duration(found.busyNs)} while a prompt is computed, in the stream that waits longest; ${duration(found.quietNs)} else`);
 }
 
 function updatePanels() {

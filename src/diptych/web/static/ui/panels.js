@@ -113,7 +113,7 @@ export function showRequests(body, model, selected, nameOf, onSelect) {
 function stateOf(request) {
   if (request.end) return { stop: "done", length: "done", abort: "stopped", error: "failed" }[request.detail?.reason] ?? request.detail?.reason ?? "done";
   if (request.times.length) return "decoding";
-  return request.chunks.length ? "prefilling" : "queued";
+  return request.firstChunk ? "prefilling" : "queued";
 }
 
 /** Where the time of one request went. */
@@ -138,7 +138,7 @@ export function showRequest(element, title, view, request, sender) {
     bars.push(h("p.request-part", {}, `${words}: `, h("b", {}, duration(total)), isOpen ? " so far" : ""), bar);
   }
   const lines = [];
-  if (request.queued && request.firstChunk - request.queued > 5e6) lines.push(why(`It waited ${duration(request.firstChunk - request.queued)} for its turn`, reasonText(model, request, request.chunks[0].worker, request.queued, request.firstChunk, name)));
+  if (request.queued && request.firstChunk - request.queued > 5e6) lines.push(why(`It waited ${duration(request.firstChunk - request.queued)} for its turn`, reasonText(model, request, (request.chunks[0] ?? request.open).worker, request.queued, request.firstChunk, name)));
   const stall = longestStall(request);
   if (stall && model.limitNs(request.worker) && stall.t1 - stall.t0 > model.limitNs(request.worker)) {
     lines.push(why(`Longest gap between tokens: ${duration(stall.t1 - stall.t0)}`, reasonText(model, request, request.worker, stall.t0, stall.t1, name)));

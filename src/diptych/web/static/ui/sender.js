@@ -15,7 +15,8 @@ export class Sender {
     this.names = new Map(); // id of a request -> its name here
     this.texts = new Map(); // id -> what came back
     this.running = new Set();
-    this.counts = { Stream: 0, "Long prompt": 0, "Short prompt": 0 };
+    this.readers = new Map(); // name -> what its reader sees: {text, numTokens, lastAt, longestMs, isRunning}, times in ms
+    this.counts = { Stream: 0, "Long prompt": 0, "Short prompt": 0, Chat: 0 };
     this.model = null; // of /ui/state
     this.objectives = {};
     this.continues = false;
@@ -23,17 +24,34 @@ export class Sender {
 
   /** Streams that begin anew when they end, until ``stop``. */
   streams(number) {
+    for (const [name, { isRunning }] of this.readers) if (!isRunning) this.readers.delete(name);
     for (let at = 0; at < number; at++) this.#stream(++this.counts.Stream);
   }
 
   short() {
     const text = TEXTS[this.counts["Short prompt"] % TEXTS.length];
-    return this.#send(`Short prompt ${++this.counts["Short prompt"]}`, { prompt: this.#prompt(text, 12), max_tokens: SHORT_TOKENS });
+    return this.#send(`Short prompt ${++this.counts["Short prompt"]}`, { prompt: this.#prompt(text, 12), max_tokens: SHORT_TOKENS, ignore_eos: true, temperature: 0.8 });
   }
 
   /** A prompt of so many tokens that nobody has sent before: no cache helps. */
   long(numTokens) {
-    return this.#send(`Long prompt ${++this.counts["Long prompt"]}`, { prompt: this.#randomTokens(numTokens), max_tokens: LONG_ANSWER_TOKENS });
+    return this.#send(`Long prompt ${++this.counts["Long prompt"]}`, { prompt: this.#randomTokens(numTokens), max_tokens: LONG_ANSWER_TOKENS, ignore_eos: true, temperature: 0.8 });
+  }
+
+  /** A conversation's or a text's next answer; onText is called with it as it grows. Returns {text, numTokens, ttftMs, totalMs}. */
+  async ask(path, body, onText) {
+    const begun = performance.now();
+    const answer = { text: "", numTokens: 0, ttftMs: null, totalMs: 0 };
+    const onToken = (chunk) => {
+      if (chunk.usage) answer.numTokens = chunk.usage.completion_tokens;
+      const [choice] = chunk.choices;
+      if (!choice) return;
+      answer.ttftMs ??= performance.now() - begun;
+      answer.text += choice.delta?.content ?? choice.text ?? "";
+      onText(answer);
+    };
+    await this.#send(`Chat ${++this.counts.Chat}`, body, { path, onToken });
+    return Object.assign(answer, { totalMs: performance.now() - begun });
   }
 
   stop() {
@@ -45,8 +63,13 @@ export class Sender {
 
   async #stream(number) {
     const prompt = this.#prompt(`${TEXTS[number % TEXTS.length]}# ${number}\n`, 16);
-    const again = await this.#send(`Stream ${number}`, { prompt, max_tokens: this.#streamTokens() }, true);
+    const reader = { text: "", numTokens: 0, lastAt: 0, longestMs: 0, isRunning: true };
+    const name = `Stream ${number}`;
+    this.readers.set(name, reader);
+    const again = await this.#send(name, { prompt, max_tokens: this.#streamTokens(), ignore_eos: true, temperature: 0.8 }, { again: true, onToken: (chunk) => read(reader, chunk) });
+    reader.isRunning = false;
     if (again) this.#stream(number);
+    else this.onChange();
   }
 
   /** As long as the context and a share of the KV cache allow. */
@@ -65,12 +88,12 @@ export class Sender {
     return Array.from({ length: numTokens }, () => low + Math.floor(Math.random() * (size - low)));
   }
 
-  async #send(name, body, again = false) {
-    const sent = { name, again, abort: new AbortController(), promptTokens: Array.isArray(body.prompt) ? body.prompt.length : null };
+  async #send(name, body, { again = false, path = "v1/completions", onToken = null } = {}) {
+    const sent = { name, again, onToken, abort: new AbortController(), promptTokens: Array.isArray(body.prompt) ? body.prompt.length : null };
     this.running.add(sent);
     this.onChange();
     try {
-      const reply = await post("v1/completions", { ...body, ...this.objectives, stream: true, ignore_eos: true, temperature: 0.8 }, sent.abort.signal);
+      const reply = await post(path, { ...body, ...this.objectives, stream: true }, sent.abort.signal);
       await readEvents(reply.body, ({ data }) => this.#onChunk(sent, data));
       return sent.again;
     } catch (error) {
@@ -90,7 +113,9 @@ export class Sender {
       sent.id = chunk.id;
       this.names.set(chunk.id, sent.name);
     }
-    this.texts.set(chunk.id, ((this.texts.get(chunk.id) ?? "") + (chunk.choices[0]?.text ?? "")).slice(-2000));
+    sent.onToken?.(chunk);
+    const [choice] = chunk.choices;
+    this.texts.set(chunk.id, ((this.texts.get(chunk.id) ?? "") + (choice?.text ?? choice?.delta?.content ?? "")).slice(-2000));
     if (this.texts.size > 100) this.texts.delete(this.texts.keys().next().value);
   }
 
@@ -101,4 +126,14 @@ export class Sender {
     for (const sent of this.running) if (!sent.id && sent.promptTokens === request.promptTokens && sent.promptTokens > 100) return sent.name;
     return "";
   }
+}
+
+/** A token has come to the reader of a stream. */
+function read(reader, chunk) {
+  const now = performance.now();
+  if (!chunk.choices.length) return;
+  if (reader.numTokens) reader.longestMs = Math.max(reader.longestMs, now - reader.lastAt);
+  reader.lastAt = now;
+  reader.numTokens++;
+  reader.text = (reader.text + (chunk.choices[0].text ?? "")).slice(-2000);
 }
