@@ -44,7 +44,7 @@ class Replies(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("content-type", "text/event-stream")
         self.end_headers()
-        for word in text.split():
+        for word in text.split():  # the client may hang up meanwhile
             if word == "break":
                 event: dict[str, Any] = {"error": {"message": "the worker was lost"}}
             else:

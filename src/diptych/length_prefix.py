@@ -2,7 +2,8 @@
 
 Used between two processes of one user on one host: the sockets between a front end and its workers, the pipes between a
 server and the process that computes its panels. There is no limit but the prefix's own (4 GiB) because both ends are
-ours. What comes over a network has frames with limits and authentication: runtime/transfer/stream/frames.py.
+ours. What comes over a network has a limit, inside TLS (serving/join/framed_link.py), or frames with seals of their own
+(runtime/transfer/stream/frames.py).
 """
 
 import struct
@@ -23,18 +24,23 @@ def read_message(stream: IO[bytes]) -> bytes:
 
 
 class Unpacker:
-    """Cuts messages out of bytes that arrive in pieces of any size."""
+    """Cuts messages out of bytes that arrive in pieces of any size. limit: bytes of the longest message."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int = 2**32 - 1) -> None:
+        self.limit = limit
         self._arrived = bytearray()  # the beginning of a message
 
     def feed(self, data: bytes | memoryview) -> list[bytes]:
-        """The messages that these bytes complete, in their order."""
+        """The messages that these bytes complete, in their order. Raises ValueError for one above the limit, as soon as
+        its length is known."""
         self._arrived += data
         arrived, start = self._arrived, 0
         messages: list[bytes] = []
         while len(arrived) >= (begin := start + _LENGTH.size):
-            end = begin + _LENGTH.unpack_from(arrived, start)[0]
+            length = _LENGTH.unpack_from(arrived, start)[0]
+            if length > self.limit:
+                raise ValueError(f"a message of {length} bytes; at most {self.limit}")
+            end = begin + length
             if end > len(arrived):
                 break
             messages.append(bytes(arrived[begin:end]))

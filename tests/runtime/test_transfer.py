@@ -84,7 +84,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
     def build(
         name: str = "tcp", listen: str = "tcp://127.0.0.1:0", kv_format: KVFormat = FORMAT, codec: CodecName = "none",
-        frame_bytes: int = 4096, secret: bytes = SECRET, timeout_s: float = 10.0,
+        frame_bytes: int = 4096, secret: bytes = SECRET, timeout_s: float = 10.0, encrypts: bool = False,
     ) -> Side:  # fmt: skip
         if listen == "unix":
             listen = f"unix://{tmp_path}/{len(made)}"
@@ -93,7 +93,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         layers = [allocate_cpu(BLOCKS, HEADS, kv_format.block_size, DIM, dtype) for _ in range(kv_format.num_layers)]
         for cache in (cache for pair in layers for cache in pair):
             cache.copy_(torch.randn(cache.shape, generator=generator))
-        options = TransferOptions(secret, listen, codec, timeout_s, frame_bytes)
+        options = TransferOptions(secret, listen, codec, timeout_s, frame_bytes, encrypts)
         side = Side(make_connector(name, layers, kv_format, options), layers, kv_format)
         made.append(side)
         return side
@@ -136,8 +136,11 @@ def assert_same(sender: Side, receiver: Side, tables: tuple[list[int], list[int]
 
 @pytest.mark.parametrize("listen", ["tcp://127.0.0.1:0", "tcp://[::1]:0", "unix"])
 @pytest.mark.parametrize("frame_bytes", [1, 5000, 1 << 19])
-def test_blocks_arrive_bit_for_bit_in_frames_of_every_size(make: Make, listen: str, frame_bytes: int) -> None:
-    sender, receiver = make(frame_bytes=frame_bytes), make(listen=listen)
+@pytest.mark.parametrize("encrypts", [False, True])
+def test_blocks_arrive_bit_for_bit_in_frames_of_every_size(
+    make: Make, listen: str, frame_bytes: int, encrypts: bool
+) -> None:
+    sender, receiver = make(encrypts=encrypts, frame_bytes=frame_bytes), make(encrypts=encrypts, listen=listen)
     untouched = receiver.snapshot()
     tables = transfer(sender, receiver, "abc", 203)
     happened = until(receiver, Committed)
@@ -206,8 +209,9 @@ def test_within_one_pool_only_the_commit_travels(make: Make) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_link_that_breaks_anywhere_loses_nothing_and_repeats_nothing(make: Make, seed: int) -> None:
-    sender, receiver = make(), make()
+@pytest.mark.parametrize("encrypts", [False, True])
+def test_a_link_that_breaks_anywhere_loses_nothing_and_repeats_nothing(make: Make, seed: int, encrypts: bool) -> None:
+    sender, receiver = make(encrypts=encrypts), make(encrypts=encrypts)
     with CuttingProxy(receiver.connector.address, seed, cuts=12, cut_within=60_000) as proxy:
         attempts = {f"attempt {i}": 16 * i + 77 for i in range(5)}
         tables = {
@@ -226,8 +230,9 @@ def test_a_link_that_breaks_anywhere_loses_nothing_and_repeats_nothing(make: Mak
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_damaged_bytes_are_noticed_and_sent_again(make: Make, seed: int) -> None:
-    sender, receiver = make(), make()
+@pytest.mark.parametrize("encrypts", [False, True])
+def test_damaged_bytes_are_noticed_and_sent_again(make: Make, seed: int, encrypts: bool) -> None:
+    sender, receiver = make(encrypts=encrypts), make(encrypts=encrypts)
     with CuttingProxy(receiver.connector.address, seed, flips=5, cut_within=40_000) as proxy:
         for turn in range(6):
             tables = transfer(sender, receiver, f"{turn}", 203, proxy.address)
@@ -236,8 +241,9 @@ def test_damaged_bytes_are_noticed_and_sent_again(make: Make, seed: int) -> None
             until(sender, Sent)
 
 
-def test_a_small_attempt_passes_a_long_one_on_a_slow_link(make: Make) -> None:
-    sender, receiver = make(), make()
+@pytest.mark.parametrize("encrypts", [False, True])
+def test_a_small_attempt_passes_a_long_one_on_a_slow_link(make: Make, encrypts: bool) -> None:
+    sender, receiver = make(encrypts=encrypts), make(encrypts=encrypts)
     with CuttingProxy(receiver.connector.address, bytes_per_s=1_200_000) as proxy:
         transfer(sender, receiver, "long", 640, proxy.address)
         until(receiver, ChunkArrived)
@@ -246,8 +252,9 @@ def test_a_small_attempt_passes_a_long_one_on_a_slow_link(make: Make) -> None:
         assert ended == ["short", "long"]
 
 
-def test_64_attempts_in_both_directions_at_once(make: Make) -> None:
-    left, right = make(frame_bytes=20_000), make(listen="unix", frame_bytes=3000)
+@pytest.mark.parametrize("encrypts", [False, True])
+def test_64_attempts_in_both_directions_at_once(make: Make, encrypts: bool) -> None:
+    left, right = make(encrypts=encrypts, frame_bytes=20_000), make(encrypts=encrypts, listen="unix", frame_bytes=3000)
     for number in range(32):
         for sender, receiver in ((left, right), (right, left)):
             blocks = list(range(20)) if sender is left else list(range(20, 40))
@@ -282,9 +289,10 @@ def test_an_attempt_that_nobody_expects_fails_at_the_sender_alone(make: Make) ->
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_nothing_is_written_after_forget(make: Make, seed: int) -> None:
+@pytest.mark.parametrize("encrypts", [False, True])
+def test_nothing_is_written_after_forget(make: Make, seed: int, encrypts: bool) -> None:
     rng = random.Random(seed)
-    sender, receiver = make(frame_bytes=1 << 16), make()
+    sender, receiver = make(encrypts=encrypts, frame_bytes=1 << 16), make(encrypts=encrypts)
     kept = transfer(sender, receiver, "kept", 48)
     until(receiver, Committed)
     table = [block for block in range(BLOCKS) if block not in kept[1]]
@@ -304,9 +312,10 @@ def test_nothing_is_written_after_forget(make: Make, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_nothing_is_read_after_cancel(make: Make, seed: int) -> None:
+@pytest.mark.parametrize("encrypts", [False, True])
+def test_nothing_is_read_after_cancel(make: Make, seed: int, encrypts: bool) -> None:
     rng = random.Random(seed)
-    sender, receiver = make(frame_bytes=1 << 16), make()
+    sender, receiver = make(encrypts=encrypts, frame_bytes=1 << 16), make(encrypts=encrypts)
     table = list(range(BLOCKS - 3))
     with CuttingProxy(receiver.connector.address, bytes_per_s=20_000_000) as proxy:
         receiver.connector.expect("abc", table, 0, 16 * len(table))
@@ -592,14 +601,15 @@ def test_a_sender_that_vanishes_is_a_failure_at_the_receiver_in_the_end(make: Ma
     assert isinstance(failed, TransferBroken) and "not resumed within 0.2 s" in failed.message
 
 
-def test_a_restarted_receiver_fails_the_attempts_of_the_old_one(make: Make, tmp_path: Path) -> None:
-    sender, old = make(), make(listen=f"unix://{tmp_path}/kv")
+@pytest.mark.parametrize("encrypts", [False, True])
+def test_a_restarted_receiver_fails_the_attempts_of_the_old_one(make: Make, tmp_path: Path, encrypts: bool) -> None:
+    sender, old = make(encrypts=encrypts), make(encrypts=encrypts, listen=f"unix://{tmp_path}/kv")
     old.connector.expect("abc", list(range(8)), 0, 128)
     sender.connector.open("abc", old.connector.address, 0)
     sender.connector.send("abc", 0, 64, list(range(8)))
     until(old, ChunkArrived)
     old.connector.close()
-    new = make(listen=f"unix://{tmp_path}/kv")
+    new = make(encrypts=encrypts, listen=f"unix://{tmp_path}/kv")
     new.connector.expect("abc", list(range(8)), 0, 128)
     failed = until(sender, TransferBroken)[-1]
     assert isinstance(failed, TransferBroken) and "was restarted" in failed.message
@@ -607,9 +617,10 @@ def test_a_restarted_receiver_fails_the_attempts_of_the_old_one(make: Make, tmp_
     until(new, Committed)
 
 
-def test_closing_with_everything_in_flight_ends_at_once(make: Make) -> None:
+@pytest.mark.parametrize("encrypts", [False, True])
+def test_closing_with_everything_in_flight_ends_at_once(make: Make, encrypts: bool) -> None:
     for first in (0, 1):
-        sides = make(), make()
+        sides = make(encrypts=encrypts), make(encrypts=encrypts)
         for number in range(8):
             transfer(sides[0], sides[1], f"{number}", 500)
         sides[first].connector.close()
@@ -619,8 +630,12 @@ def test_closing_with_everything_in_flight_ends_at_once(make: Make) -> None:
         assert not sides[first].connector.poll()
 
 
-def test_who_does_not_know_the_secret_stays_outside(make: Make) -> None:
-    stranger, receiver = make(secret=b"another secret, also 32 bytes long", timeout_s=0.3), make()
+@pytest.mark.parametrize("encrypts", [False, True])
+def test_who_does_not_know_the_secret_stays_outside(make: Make, encrypts: bool) -> None:
+    stranger, receiver = (
+        make(encrypts=encrypts, secret=b"another secret, also 32 bytes long", timeout_s=0.3),
+        make(encrypts=encrypts),
+    )
     receiver.connector.expect("abc", [0], 0, 16)
     stranger.connector.open("abc", receiver.connector.address, 0)
     stranger.connector.send("abc", 0, 16, [0])

@@ -54,6 +54,7 @@ class FakeLLM:
         self._answer_ids = None if answer is None else tokenizer.encode(answer, add_special_tokens=False)
         self.metrics = ServingMetrics()
         self.timeline = Timeline()
+        self.journal = None
         self.fleet = Fleet(self.options)  # without workers
         self.ready: Ready | None = Ready(4096, 8192, 100_000, 64, 16, [0], "a fake model", embedding_size=8)
         self.loading = Loading("pretending")
@@ -99,6 +100,7 @@ class FakeLLM:
         request_id: str,
         options: RequestOptions,
         shown: Mapping[int, str] = {},
+        resumed: None = None,
     ) -> Generation:
         streams = [
             AnswerStream(

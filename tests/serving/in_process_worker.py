@@ -30,7 +30,7 @@ from diptych.control.step import SchedulerOutput, StepTokens
 from diptych.runtime.kv_geometry import read_kv_geometry
 from diptych.runtime.transfer.connector import Committed, ConnectorEvent
 from diptych.serving.fleet.exit_status import Loss
-from diptych.serving.fleet.worker_port import WorkerListener, WorkerState
+from diptych.serving.fleet.worker_port import WorkerListener, WorkerSite, WorkerState
 from diptych.serving.link.engine_options import EngineOptions, parse_cores
 from diptych.serving.link.heartbeat import Pulse
 from diptych.serving.link.messages import (
@@ -88,6 +88,7 @@ class InProcessWorker:
         self.number = number
         self.state = WorkerState.STARTING
         self.num_restarts = 0
+        self.site = WorkerSite()
         self.ready: asyncio.Future[Ready] | None = None
         self.engine: InProcessEngine | None = None  # None while the worker is lost
         self._options = options
@@ -119,7 +120,7 @@ class InProcessWorker:
         """See WorkerPort."""
         self.lose(because, crashed=False)
 
-    async def stop(self) -> None:
+    async def stop(self, *, is_removed: bool = False) -> None:
         """See WorkerPort."""
         self._end_engine()
         self.state = WorkerState.STOPPED

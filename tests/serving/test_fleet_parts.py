@@ -239,13 +239,13 @@ def test_workers_say_what_they_cache_only_where_the_router_reads_it(routing: Rou
 
 def test_a_fleet_holds_what_its_largest_decoder_holds() -> None:
     known = {0: ready(9000, 512), 1: ready(1000, 256), 2: ready(2000, 512)}
-    joint = joint_ready(("prefill", "decode", "decode"), known)
+    joint = joint_ready({0: "prefill", 1: "decode", 2: "decode"}, known)
     assert (joint.max_model_len, joint.kv_capacity_tokens, joint.max_waiting, joint.max_num_seqs) == (512, 2000, 8, 8)
     assert joint.sequence_limits == [256, 512]
     assert joint.description == "1 prefill + 2 decode; 2 x context 512: a worker; 1 x context 256: a worker"
-    equal = joint_ready(("prefill", "decode"), {0: ready(), 1: ready()})
+    equal = joint_ready({0: "prefill", 1: "decode"}, {0: ready(), 1: ready()})
     assert equal.description == "1 prefill + 1 decode; each: a worker"
-    assert joint_ready(("both",), {0: ready()}).description == "a worker"
+    assert joint_ready({0: "both"}, {0: ready()}).description == "a worker"
 
 
 @pytest.mark.parametrize(

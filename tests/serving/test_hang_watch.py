@@ -9,6 +9,7 @@ import pytest
 from diptych.serving.fleet.hang_watch import watch_pulses
 from diptych.serving.fleet.supervisor import Supervisor
 from diptych.serving.fleet.worker_port import WorkerState
+from diptych.serving.fleet.worker_process import WorkerProcess
 from diptych.serving.link.engine_options import EngineOptions
 from diptych.serving.link.heartbeat import FILE_NAME, Heartbeat
 
@@ -21,6 +22,8 @@ class Worker(Supervisor):
         directory.mkdir()
         self.state = WorkerState.READY
         self.directory = directory
+        self._process = WorkerProcess(EngineOptions(), (), lambda data: None)
+        self._process._directory = directory
         self.reasons: list[str] = []
 
     def kill(self, because: str) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from diptych.cli.command_line import own_command
 from diptych.cli.error_messages import errors_in_words
-from diptych.cli.options import Number, Strings, Text, Whole, option, picked, takes
+from diptych.cli.options import SLO_HELP, Number, Strings, Text, Whole, option, picked, takes, with_objectives
 from diptych.control.cluster.cluster_config import OnFailure, cluster_config
 from diptych.control.errors import ConfigError
 from diptych.control.router.routing import RoutingName
@@ -64,6 +64,7 @@ class FrontCommand:
     max_untouched_per_worker: Annotated[int, option(UNTOUCHED_HELP, ROUTING)] = FRONT_UNTOUCHED
     max_queued: Annotated[Whole, option("Requests that may wait in the queue; more get 429.", ROUTING)] = None
     max_queued_per_key: Annotated[Whole, option("Of these, requests of one API key (0: no limit).", ROUTING)] = None
+    slo: Annotated[Text, option(SLO_HELP, OBJECTIVES)] = None
     ttft_slo_ms: Annotated[Number, option("Time to first token, for requests that name none.", OBJECTIVES)] = None
     tpot_slo_ms: Annotated[Number, option("Time per later token, for requests that name none.", OBJECTIVES)] = None
 
@@ -72,6 +73,7 @@ class FrontCommand:
 def front(given: dict[str, Any]) -> None:
     """Put Diptych in front of engines that run already: vLLM, SGLang, llama.cpp, any OpenAI-compatible server."""
     with errors_in_words():
+        given = with_objectives(given)
         _front(front_options(given), given)
 
 
@@ -95,7 +97,7 @@ def front_options(given: dict[str, Any]) -> FrontOptions:
 
 def _front(options: FrontOptions, given: dict[str, Any]) -> None:
     logging.basicConfig(level=given["log_level"].upper(), format="%(asctime)s %(levelname)s %(message)s")
-    from diptych.serving.api.front_app import build_front_app
+    from diptych.serving.api.front_app import OWN_NAME, build_front_app
     from diptych.serving.api.server import ServerOptions, run_server
     from diptych.serving.api.start_screen import StartScreen
     from diptych.serving.front.external_fleet import ExternalFleet
@@ -120,7 +122,9 @@ def _front(options: FrontOptions, given: dict[str, Any]) -> None:
     def make_app() -> Any:
         return build_front_app(end, name, api_keys=keys, admin_key=admin_key, max_body_bytes=max_body, manners=rules)
 
-    with StartScreen(name or "front", has_key=bool(keys), chat_command=f"{own_command()} chat") as screen:
+    chat_command = f"{own_command()} chat"
+    with StartScreen(name or OWN_NAME, has_key=bool(keys), chat_command=chat_command) as screen:
+        screen.kind = "chat"
         run_server(end, server, screen.on_loading, screen.on_ready, make_app)
 
 

@@ -1,4 +1,4 @@
-"""``diptych serve | generate | calibrate | replay | version``: the command line.
+"""``diptych serve | worker | generate | calibrate | replay | version``: the command line.
 
 Owns option names, their help and the output in the terminal. Holds no logic that a library user would miss: every
 command ends in a call of another package.
@@ -40,6 +40,7 @@ from diptych.cli.options import (
 from diptych.cli.plan import plan
 from diptych.cli.simulate import simulate
 from diptych.cli.terminal_chat import chat
+from diptych.cli.worker import worker
 from diptych.control.cluster.cluster_config import OnFailure, cluster_config
 from diptych.control.cluster.core_split import parse_core_split
 from diptych.control.config import BudgetName, OrderName, PreemptionName, ShapeName, scheduler_config
@@ -52,6 +53,7 @@ from diptych.runtime.transfer import CONNECTORS
 from diptych.runtime.transfer.connector import CodecName
 from diptych.serving.api.manners import Manners, is_loopback
 from diptych.serving.fleet.fleet_options import FleetOptions
+from diptych.serving.fleet.join_options import JoinOptions
 from diptych.serving.fleet.worker_groups import WorkerGroup
 from diptych.serving.link.engine_options import (
     BUNDLED_MODEL,
@@ -68,6 +70,7 @@ from diptych.serving.link.engine_options import (
     parse_cores,
 )
 from diptych.serving.start_checks import GPU, check_start
+from diptych.tls.shared_key import read_key_file
 
 app = typer.Typer(
     name="diptych",
@@ -90,6 +93,10 @@ UNTOUCHED_HELP = "Requests per worker without a first token; more wait in the qu
 BOTH_HELP = "Workers that do both. Default: 1 if there is no other."
 CORE_SPLIT_HELP = "Cores by role, such as prefill=3,decode=1 (weights); divided again when a role changes."
 FLEET_HELP = "TOML file of unequal workers: tables pools.NAME, as for diptych simulate."
+SURVIVE_HELP = "Record streams in this directory: clients go on with Last-Event-ID, also after a restart."
+LISTEN_HELP = "Take workers of other hosts here (diptych worker --join)."
+KEY_HELP = "File with the key that workers must have to join: 32 to 4096 bytes."
+PLAIN_HELP = "With --listen-workers: KV unencrypted between workers, on a network that you trust."
 POOL_HELP = "NAME=POOL, such as large=1:max_model_len=131072,kv_cache_bytes=8GiB. Repeatable."
 DEFLECTION_HELP = "Prompts of a busy decode worker: short ones, or any that its streams' objective leaves room for."
 MAX_QUEUED_HELP = "Requests that may wait in the queue; more get 429. Default: 4096."
@@ -151,6 +158,10 @@ def serve(
     prefill: Annotated[int, option("Workers that prefill.", WORKERS)] = 0,
     decode: Annotated[int, option("Workers that decode.", WORKERS)] = 0,
     both: Annotated[Whole, option(BOTH_HELP, WORKERS, "--both", "--workers")] = None,
+    listen_workers: Annotated[Text, option(LISTEN_HELP, WORKERS, metavar="HOST:PORT")] = None,
+    key_file: Annotated[Path | None, option(KEY_HELP, WORKERS)] = None,
+    survive_restart: Annotated[Path | None, option(SURVIVE_HELP, SERVER)] = None,
+    transfer_plain: Annotated[bool, option(PLAIN_HELP, WORKERS)] = False,
     max_workers: Annotated[Whole, option("Workers that there may be, with those added later.", WORKERS)] = None,
     fleet: Annotated[Path | None, option(FLEET_HELP, WORKERS)] = None,
     pool: Annotated[Strings, option(POOL_HELP, WORKERS)] = None,
@@ -204,8 +215,10 @@ def serve(
             raise ConfigError(f"the model is given twice: {place} and --model {model}", param="model")
         given = with_objectives(given | {"model": place or model})
         options = engine_options(given)
-        check_start(options)
-        _serve(options, fleet_options(given), served_model_name or model_name(Path(options.model)), given)
+        workers_here = fleet_options(given)
+        if workers_here.roles:
+            check_start(options)
+        _serve(options, workers_here, served_model_name or model_name(Path(options.model)), given)
 
 
 def engine_options(given: dict[str, Any]) -> EngineOptions:
@@ -241,6 +254,7 @@ def fleet_options(given: dict[str, Any]) -> FleetOptions:
         heartbeat_timeout_s=given["heartbeat_timeout"],
         core_split=parse_core_split(given["core_split"]) if given["core_split"] else None,
         cluster=cluster_config(**picked(given, *CLUSTER_OPTIONS)),
+        join=_join_options(given),
     )
     is_planned = len(found.slots) > 1
     mode: PlanMode = given["plan"] or ("advise" if is_planned else "off")
@@ -249,6 +263,18 @@ def fleet_options(given: dict[str, Any]) -> FleetOptions:
     )  # settings that a change of shape would lose
     shapes = (given["shape"] or SHAPES[0],) if has_chosen else SHAPES
     return replace(found, plan=PlannerConfig(mode, shapes=shapes), twin_command=TWIN_COMMAND)
+
+
+def _join_options(given: dict[str, Any]) -> JoinOptions | None:
+    listen, path = given["listen_workers"], given["key_file"]
+    if listen is None:
+        for name in ("key_file", "transfer_plain"):
+            if given[name]:
+                raise ConfigError(f"{name} has no effect without listen_workers", param=name)
+        return None
+    if path is None:
+        raise ConfigError("listen_workers needs a key_file: what workers must know to join", param="key_file")
+    return JoinOptions(listen, read_key_file(path), given["transfer_plain"])
 
 
 def _groups(given: dict[str, Any]) -> tuple[WorkerGroup, ...]:
@@ -269,6 +295,7 @@ def _nanoseconds(milliseconds: float | None) -> int | None:
 
 def _serve(options: EngineOptions, workers: FleetOptions, name: str, given: dict[str, Any]) -> None:
     logging.basicConfig(level=given["log_level"].upper(), format="%(asctime)s %(levelname)s %(message)s")
+    from diptych.serving.answers.stream_journal import StreamJournal
     from diptych.serving.api.server import ServerOptions, run_server
     from diptych.serving.api.start_screen import StartScreen, prompt_kind
     from diptych.serving.async_llm import AsyncLLM
@@ -288,7 +315,8 @@ def _serve(options: EngineOptions, workers: FleetOptions, name: str, given: dict
         name, has_key=bool(server.api_keys), chat_command=chat_command, is_verbose=given["verbose"]
     ) as screen:
         screen.hint = busy_machine_hint(options, len(workers.roles))
-        llm = AsyncLLM(options, Fleet(options, workers))
+        journal = None if given["survive_restart"] is None else StreamJournal(given["survive_restart"])
+        llm = AsyncLLM(options, Fleet(options, workers), journal)
         screen.kind = prompt_kind(llm.tokenizer, is_bundled=Path(options.model) == BUNDLED_MODEL)
         run_server(llm, server, screen.on_loading, screen.on_ready)
 
@@ -296,7 +324,7 @@ def _serve(options: EngineOptions, workers: FleetOptions, name: str, given: dict
 def busy_machine_hint(options: EngineOptions, num_workers: int, processor: Processor | None = None) -> str:
     """What to know where one worker computes on all cores of this machine; empty elsewhere."""
     device = options.device
-    if num_workers > 1 or device.threads or device.cores or device.device == "cuda" or GPU.exists():
+    if num_workers != 1 or device.threads or device.cores or device.device == "cuda" or GPU.exists():
         return ""
     if (processor or read_processor()).num_threads < 2:
         return ""
@@ -353,7 +381,7 @@ def version() -> None:
     print(f"diptych {__version__} (control code and simulator: {compiled_modules.what_runs()})")
 
 
-for command in (advise, alerts, bench, calibrate, chat, diagnose, front, plan, replay, simulate, guide):
+for command in (advise, alerts, bench, calibrate, chat, diagnose, front, plan, replay, simulate, worker, guide):
     app.command(cls=Command)(command)
 app.add_typer(cache, name="cache")
 

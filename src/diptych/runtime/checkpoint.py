@@ -4,7 +4,9 @@ A format is a Checkpoint here, which knows what there is, and a TensorReader (te
 this side imports no torch, so that the front end can size memory and refuse what a worker would refuse.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import Protocol
 
@@ -52,6 +54,20 @@ def open_checkpoint(config: ModelConfig) -> Checkpoint:
     if is_gguf(config.path):
         return GgufCheckpoint(config.path, config.attention)
     return SafetensorsDirectory(config.path, config.quantization)
+
+
+FINGERPRINT_BYTES = 64  # of each tensor
+
+
+def fingerprint(model: ModelConfig, weights: str = "") -> str:
+    """Equal for the same weights, wherever they lie: tensor names, shapes, and the first bytes of each. weights: the
+    formats that they are loaded in, where these must be equal, too."""
+    checkpoint = open_checkpoint(model)
+    digest = blake2b(repr((dataclasses.replace(model, path=Path()), weights)).encode(), digest_size=16)
+    for name, tensor in sorted(checkpoint.tensors.items()):
+        digest.update(repr((name, tensor.dtype, tensor.shape, tensor.format)).encode())
+        digest.update(checkpoint.first_bytes(name, FINGERPRINT_BYTES))
+    return digest.hexdigest()
 
 
 def resolve_dtype_name(wanted: str, config: ModelConfig, checkpoint: Checkpoint) -> tuple[str, str]:

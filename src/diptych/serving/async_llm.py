@@ -21,6 +21,7 @@ from diptych.control.slo import Slo
 from diptych.serving.answers.answer_stream import AnswerStream, Generation
 from diptych.serving.answers.grammar.grammar_checker import GrammarChecker, is_installed
 from diptych.serving.answers.grammar.grammar_text import Grammar
+from diptych.serving.answers.stream_journal import StreamJournal, StreamRecord, replay
 from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.fleet.fleet import Fleet
 from diptych.serving.link.engine_options import EngineOptions
@@ -42,13 +43,21 @@ class AsyncLLM(ServedFleet):
     (or cancelling the task) aborts the request at the worker before its next step.
     """
 
-    def __init__(self, options: EngineOptions | None = None, fleet: Fleet | None = None) -> None:
+    def __init__(
+        self,
+        options: EngineOptions | None = None,
+        fleet: Fleet | None = None,
+        journal: StreamJournal | None = None,
+    ) -> None:
         options = options or EngineOptions()
         super().__init__(options, fleet or Fleet(options))
         self.tokenizer = Tokenizer(Path(self.options.model))
         self._long_texts = asyncio.Semaphore(MAX_LONG_TEXTS)
         self._grammars: GrammarChecker | None = None
         self._streams = self.fleet.streams
+        self.journal = journal
+        if journal is not None:
+            self._streams.on_news = journal.write
         if self.fleet.misses is not None and self.tokenizer.has_text:
             self.fleet.misses.decode = partial(self.tokenizer.decode, skip_special_tokens=False)
         fleet_options = self.fleet.fleet
@@ -169,9 +178,10 @@ class AsyncLLM(ServedFleet):
         request_id: str | None = None,
         options: RequestOptions = DEFAULT_OPTIONS,
         shown: Mapping[int, str] = {},
+        resumed: StreamRecord | None = None,
     ) -> Generation:
         """Send every prompt n times; sequence number i is answer ``i % n`` of prompt ``i // n``. shown: special tokens
-        that are part of the text."""
+        that are part of the text. resumed: the stream goes on (one prompt, one answer)."""
         ready = self.require_ready()
         count, limit = len(prompts) * sampling.n, ready.max_waiting + ready.max_num_seqs
         check_count(count, ready)
@@ -187,12 +197,18 @@ class AsyncLLM(ServedFleet):
         streams = []
         for number in range(count):
             own_id = request_id if count == 1 else f"{request_id}-{number}"
+            if resumed is not None:  # no attempt of before has this id, wherever it may still be on its way
+                own_id = f"{own_id}.{uuid.uuid4().hex}"
             if own_id in self._streams:
                 raise InvalidRequestError(f"request id {own_id!r} is in use", param="request_id")
             child = replace(sampling, n=1, seed=derive_seed(seed, number))
             prompt = prompts[number // sampling.n]
             streams.append(AnswerStream(own_id, number, prompt, child, self.tokenizer, options, shown))
         generation = Generation(request_id, streams)
+        if resumed is not None:
+            replay(streams[0], resumed)
+            if resumed.finished is not None:
+                return generation
         self._streams.add(streams)
         try:
             self.fleet.submit([self._submission(stream) for stream in streams])
@@ -200,6 +216,12 @@ class AsyncLLM(ServedFleet):
             self.abort(generation)
             raise
         return generation
+
+    def abort(self, generation: Generation) -> None:
+        """See ServedFleet."""
+        if self.journal is not None:
+            self.journal.close(generation)
+        super().abort(generation)
 
     def _submission(self, stream: AnswerStream) -> Submission:
         """A request as the cluster knows it. Hashes only where there is a choice of workers."""

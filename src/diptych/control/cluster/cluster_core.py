@@ -12,7 +12,6 @@ given up while another worker may write into them. Attempts without progress are
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
@@ -39,6 +38,7 @@ from diptych.control.cluster.load_book import LoadBook
 from diptych.control.cluster.membership import Membership
 from diptych.control.cluster.open_request import OpenRequest
 from diptych.control.cluster.partition import Partition
+from diptych.control.cluster.paths import Paths
 from diptych.control.cluster.relocation import Relocation
 from diptych.control.commands import (
     Command,
@@ -91,6 +91,7 @@ class ClusterCore:
         self._parked: dict[str, int] = {}  # request id -> until when it waits for a worker
         self.loads = LoadBook(self.members, self.admission if self.config.max_untouched_per_worker else None)
         self._num_untouched = 0
+        self.paths = Paths(self.counts)
         self._relocation = Relocation(self)
         self._partition = Partition(self.members)
         blocks = BlockReports(self.members, self.router, self.counts)
@@ -206,9 +207,7 @@ class ClusterCore:
         request_id = submission.request_id
         num_expected = self.lengths.mean(entry.length_group, entry.num_tokens, submission.max_tokens)
         asked = RoutingRequest(submission, entry.num_tokens, num_expected, entry.avoid, entry.must_stay_whole)
-        route = self.router.route(asked, now)
-        if route is not None and self.attempts.closes_circle(route.prefill, route.decode):
-            route = self.router.route(replace(asked, must_stay_whole=True), now)
+        route = self.paths.route(self.router, asked, now, self.attempts.closes_circle)
         if route is None:
             self._parked.setdefault(request_id, now + self.config.park_ns)
             return []
@@ -344,6 +343,7 @@ class ClusterCore:
         was_up = worker in self.members.up
         peers = self.members.on_lost(worker)
         self.loads.drop(worker)
+        self.paths.on_worker_changed(worker)
         commands: list[Command] = []
         if was_up:
             self.router.set_down(worker)
@@ -445,6 +445,7 @@ class ClusterCore:
         if attempt is None or entry is None:
             return []
         self.counts["handoffs"] += 1
+        self.paths.on_whole(attempt.prefill, attempt.decode)
         return self.attempts.delivered(attempt) + self._got_token(entry, now)
 
     def _got_token(self, entry: OpenRequest, now: int) -> list[Command]:
@@ -475,6 +476,7 @@ class ClusterCore:
         entry = self.current(attempt)
         if attempt is None or entry is None or not attempt.is_under_way:
             return []
+        self.paths.on_broken(attempt.prefill, attempt.decode, now)
         return self._lose(entry, "transfer", now)
 
     def _take_finished(self, worker: int, event: RequestFinished, now: int) -> list[Command]:

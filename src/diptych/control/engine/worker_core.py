@@ -155,6 +155,7 @@ class WorkerCore:
         self._reports_load = reports_load
         self._outgoing = Outgoing(engine.config.cache.block_size)
         self._targets: dict[str, Prefill] = {}  # attempts that are prefilled here and not released yet
+        self._first_scheduler = engine.config.scheduler
         self._early: dict[str, Send] = {}  # that came before their Prefill, or after its end; oldest first
         self._borrowed: dict[str, bool] = {}  # attempts to come -> whether another worker computes into our blocks
         self._outbox = Outbox()
@@ -207,6 +208,18 @@ class WorkerCore:
                 self._forget_peer(command.peer, now)
             case Configure():
                 self.engine.configure(command.scheduler)
+
+    def drop_all(self, now: int) -> None:
+        """End every attempt: no front end wants them any more. Settings are those of the start again."""
+        for attempt_id in list(self.engine.requests):
+            self._note(self.engine.drop(attempt_id, now))
+        self._early.clear()
+        self.engine.configure(self._first_scheduler)
+
+    def introduce(self, now: int) -> None:
+        """Report to a front end that knows nothing of this worker: what is cached, and the load."""
+        self._note(self.engine.kv_snapshot(now))
+        self._has_news, self._next_report_ns = True, now
 
     def on_resized(self, share: ComputeShare, ratio: float, now: int, message: str = "") -> None:
         """The worker computes on ``share`` from the next step on, where steps should take ``ratio`` times as long.

@@ -31,7 +31,8 @@ class TransferOptions:
     secret: shared by all workers, at least MIN_SECRET_BYTES. listen: tcp://host:port (0: any free port) or unix:///path
     (in a directory of mode 0700). codec: auto takes int8 where the link is slow enough that it saves time, else none.
     resume_timeout_s: a transfer is broken when its connection stays broken for so long. frame_bytes: KV of one frame,
-    after which another transfer has its turn; layers of a step under way leave when they fill it.
+    after which another transfer has its turn; layers of a step under way leave when they fill it. encrypts: connections
+    are TLS, with keys that are derived from the secret.
     """
 
     secret: bytes = field(repr=False)
@@ -39,6 +40,7 @@ class TransferOptions:
     codec: CodecName = "none"
     resume_timeout_s: float = 10.0
     frame_bytes: int = 1 << 19
+    encrypts: bool = False
 
     def __post_init__(self) -> None:
         if len(self.secret) < MIN_SECRET_BYTES:

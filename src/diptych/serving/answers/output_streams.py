@@ -38,6 +38,7 @@ class OutputStreams:
 
     def __init__(self, metrics: ServingMetrics) -> None:
         self.on_gone: Callable[[AnswerStream], None] = lambda stream: None  # called when an answer is no longer open
+        self.on_news: Callable[[Iterable[Generation]], None] | None = None  # called before anything of them is sent
         self.idle = asyncio.Event()
         self.idle.set()
         self.num_untouched = 0  # submitted, no token yet
@@ -191,6 +192,8 @@ class OutputStreams:
         if error is None and finished is not None:
             self._metrics.on_finished(finished, time.monotonic() - stream.submitted_s)
             stream.end(finished)
+            if self.on_news is not None:
+                self.on_news((stream.generation,))
             stream.mark().wake()
             return None
         was_known = finished is not None and finished.slo_met is not None
@@ -229,6 +232,8 @@ class OutputStreams:
     def deliver(self) -> None:
         """A worker's report has been handled: what it brought goes to the readers, all of it at once."""
         news, self._news = self._news, []
+        if self.on_news is not None:
+            self.on_news(news)
         for generation in news:
             generation.deliver()
 

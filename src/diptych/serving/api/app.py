@@ -18,6 +18,7 @@ from pydantic.json_schema import models_json_schema
 from diptych import __version__, compiled_modules
 from diptych.control.errors import InvalidRequestError
 from diptych.serving.answers.grammar.grammar_text import GrammarWriter
+from diptych.serving.answers.stream_journal import StreamHead, StreamRecord
 from diptych.serving.api import error_responses as errors
 from diptych.serving.api import protocol
 from diptych.serving.api.access_log import AccessLog, open_log
@@ -45,9 +46,10 @@ from diptych.serving.api.parameters import (
 from diptych.serving.api.reply import ReplyContext, encode_json
 from diptych.serving.api.reply_headers import ReplyHeaders
 from diptych.serving.api.response_store import ResponseStore
-from diptych.serving.api.responses import GenerationResponse
+from diptych.serving.api.responses import GenerationResponse, Writer
 from diptych.serving.api.responses_request import ResponsesBody
 from diptych.serving.api.responses_routes import add_responses_routes
+from diptych.serving.api.resumable import Body, is_resumable, recorded, resumable_body, with_seed
 from diptych.serving.api.settings_routes import add_settings_routes
 from diptych.serving.api.structured import wanted_grammar, wants_structure
 from diptych.serving.api.timeline_routes import add_timeline_routes
@@ -88,22 +90,26 @@ class Service:
         self.created = int(time.time())
         llm.metrics.model_name = model_name
 
-    async def completions(self, body: protocol.CompletionBody, tenant: str = "") -> GenerationResponse:
-        """Submit a completion request."""
-        llm = self.llm
+    async def completions(
+        self, body: protocol.CompletionBody, tenant: str = "", resumed: StreamRecord | None = None
+    ) -> GenerationResponse:
+        """Submit a completion request. resumed: its stream goes on."""
+        llm, body = self.llm, self._recordable(body)
         self._check(body)
         ready = llm.require_ready()
         texts, prompts = given_prompts(body)
         check_count(max(len(texts), len(prompts)) * (body.n or 1), ready)  # before they are encoded
         if texts:
             prompts = await llm.encode_all(texts, add_special_tokens=body.add_special_tokens is not False)
+        if resumed is not None:
+            prompts = [resumed.head.prompt]
         if body.truncate_prompt_tokens is not None:
             prompts, texts = truncated(body, prompts, ready, body.max_tokens), []
         max_tokens = max_tokens_of(body, max(map(len, prompts)), ready)
         grammar = None
         if wants_structure(body):
-            writer = GrammarWriter(llm.tokenizer.special_token_ids)
-            grammar = await asyncio.to_thread(wanted_grammar, body, writer)
+            grammars = GrammarWriter(llm.tokenizer.special_token_ids)
+            grammar = await asyncio.to_thread(wanted_grammar, body, grammars)
         text = "" if grammar is None else await llm.try_grammar(grammar)
         scored = body.logprobs if body.echo and body.logprobs is not None else None
         sampling = sampling_of(body, max_tokens, body.logprobs, scored, text)
@@ -114,21 +120,46 @@ class Service:
         generation = llm.submit(
             prompts,
             sampling,
-            f"cmpl-{uuid.uuid4().hex}",
+            f"cmpl-{uuid.uuid4().hex}" if resumed is None else resumed.stream_id,
             options_of(body, tenant),
             shown=shown_tokens(llm.tokenizer, body),
+            resumed=resumed,
         )
-        context = ReplyContext(generation, body, llm.tokenizer, self.model_name, int(time.time()))
-        return GenerationResponse(llm, generation, CompletionWriter(context, body, texts), stream=bool(body.stream))
+        created = int(time.time()) if resumed is None else resumed.head.created
+        context = ReplyContext(generation, body, llm.tokenizer, self.model_name, created)
+        writer = self._recorded(CompletionWriter(context, body, texts), context, body, ("cmpl", tenant), resumed)
+        return GenerationResponse(llm, generation, writer, stream=bool(body.stream))
 
-    async def chat(self, body: protocol.ChatBody, tenant: str = "") -> GenerationResponse:
-        """Submit a chat request."""
-        llm = self.llm
+    def _recordable(self, body: Body) -> Body:
+        return with_seed(body) if self.llm.journal is not None and is_resumable(body) else body
+
+    def _recorded(
+        self,
+        writer: Writer,
+        context: ReplyContext,
+        body: protocol.CompletionBody | protocol.ChatBody,
+        owner: tuple[str, str],
+        resumed: StreamRecord | None,
+    ) -> Writer:
+        """The writer of a stream, which is recorded where that is wanted and can be. owner: kind of reply, tenant."""
+        journal = self.llm.journal
+        if journal is None or not is_resumable(body):
+            return writer
+        prompt = context.generation.streams[0].prompt_token_ids
+        head = StreamHead(*owner, body.model_dump_json(exclude_unset=True).encode(), context.created, prompt)
+        return recorded(journal, context.generation, writer, head, resumed)
+
+    async def chat(
+        self, body: protocol.ChatBody, tenant: str = "", resumed: StreamRecord | None = None
+    ) -> GenerationResponse:
+        """Submit a chat request. resumed: its stream goes on."""
+        llm, body = self.llm, self._recordable(body)
         self._check(body)
         if body.top_logprobs is not None and not body.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
-        started = await start_chat(llm, body, self.model_name, tenant, "chatcmpl-")
-        writer = ChatWriter(started.context, body, started.reader, started.id_length)
+        started = await start_chat(llm, body, self.model_name, tenant, "chatcmpl-", resumed=resumed)
+        chat_writer = ChatWriter(started.context, body, started.reader, started.id_length)
+        writer = self._recorded(chat_writer, started.context, body, ("chatcmpl", tenant), resumed)
         return GenerationResponse(llm, started.generation, writer, stream=bool(body.stream))
 
     async def tokenize(self, body: protocol.TokenizeBody) -> Response:
@@ -229,7 +260,8 @@ def _add_generation_routes(app: FastAPI, service: Service) -> None:
     )
     async def completions(request: Request) -> Response:
         """Continue a text."""
-        return await service.completions(await read_body(request, protocol.CompletionBody), tenant_in(request))
+        body, resumed = await resumable_body(request, service.llm, protocol.CompletionBody, "cmpl")
+        return await service.completions(body, tenant_in(request), resumed)
 
     @app.post(
         "/v1/chat/completions",
@@ -238,7 +270,8 @@ def _add_generation_routes(app: FastAPI, service: Service) -> None:
     )
     async def chat(request: Request) -> Response:
         """Answer a conversation."""
-        return await service.chat(await read_body(request, protocol.ChatBody), tenant_in(request))
+        body, resumed = await resumable_body(request, service.llm, protocol.ChatBody, "chatcmpl")
+        return await service.chat(body, tenant_in(request), resumed)
 
     @app.post(
         "/tokenize",

@@ -15,6 +15,7 @@ from diptych.serving.answers.answer_stream import Generation
 from diptych.serving.answers.grammar.grammar_text import Grammar, GrammarWriter, Thinking
 from diptych.serving.answers.response.response_parser import ResponseParser
 from diptych.serving.answers.response.response_template import ResponseTemplate
+from diptych.serving.answers.stream_journal import StreamRecord
 from diptych.serving.answers.tokenizer import Tokenizer, flatten_content
 from diptych.serving.api.answer_reader import AnswerReader
 from diptych.serving.api.parameters import (
@@ -45,12 +46,14 @@ class StartedChat:
 
 
 async def start_chat(
-    llm: AsyncLLM, body: ChatBody, model_name: str, tenant: str, id_prefix: str, *, clamps: bool = False
-) -> StartedChat:
-    """Submit a chat request. clamps: more tokens than the context has room for means: as many as it has."""
+    llm: AsyncLLM, body: ChatBody, model_name: str, tenant: str, id_prefix: str, *, clamps: bool = False,
+    resumed: StreamRecord | None = None,
+) -> StartedChat:  # fmt: skip
+    """Submit a chat request. clamps: more tokens than the context has room for means: as many as it has. resumed: its
+    stream goes on."""
     ready = llm.require_ready()
     tools = requested_tools(body, llm.tokenizer)
-    prompt = await chat_prompt(llm, body, tools)
+    prompt = await chat_prompt(llm, body, tools) if resumed is None else resumed.head.prompt
     [prompt] = truncated(body, [prompt], ready, body.max_completion_tokens or body.max_tokens)
     if clamps and len(prompt) + (body.max_tokens or 0) > ready.max_model_len:
         body = body.model_copy(update={"max_tokens": None})
@@ -67,9 +70,10 @@ async def start_chat(
     if body.prediction is not None:
         sampling = replace(sampling, predicted=await _predicted(llm, body.prediction, ready.max_model_len))
     shown = shown_tokens(llm.tokenizer, body, template.texts if template is not None else ())
-    request_id = f"{id_prefix}{uuid.uuid4().hex}"
-    generation = llm.submit([prompt], sampling, request_id, options_of(body, tenant), shown=shown)
-    context = ReplyContext(generation, body, llm.tokenizer, model_name, int(time.time()))
+    request_id = f"{id_prefix}{uuid.uuid4().hex}" if resumed is None else resumed.stream_id
+    generation = llm.submit([prompt], sampling, request_id, options_of(body, tenant), shown=shown, resumed=resumed)
+    created = int(time.time()) if resumed is None else resumed.head.created
+    context = ReplyContext(generation, body, llm.tokenizer, model_name, created)
     return StartedChat(generation, AnswerReader(parsers), context, template.id_length if template is not None else 0)
 
 

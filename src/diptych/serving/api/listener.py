@@ -18,7 +18,7 @@ from typing import cast
 
 from diptych.control.errors import ConfigError, UnavailableError
 from diptych.serving.api.error_format import error_bytes
-from diptych.serving.fleet.supervisor import WORKER_DESCRIPTORS
+from diptych.serving.fleet.worker_process import WORKER_DESCRIPTORS
 
 logger = logging.getLogger(__name__)
 

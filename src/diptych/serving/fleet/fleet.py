@@ -22,32 +22,33 @@ from diptych.control.cluster.cluster_events import (
     WorkerDown,
     WorkerUp,
 )
-from diptych.control.cluster.cluster_recording import RecordingClusterCore
 from diptych.control.cluster.membership import Membership
 from diptych.control.commands import Command, Drained, End, GiveWay, Prefill, Reserve, Restarted, Serve, WorkerCommand
 from diptych.control.config import SchedulerConfig
-from diptych.control.errors import DiptychError, WorkerError
-from diptych.control.events import Event, HandoffDelivered, RequestFinished, Resized, TransferFailed
+from diptych.control.errors import ConflictError, DiptychError, WorkerError
+from diptych.control.events import Event, RequestFinished, Resized, TransferFailed
 from diptych.control.request import FinishReason, Submission
 from diptych.control.router.topology import Role, WorkerInfo
-from diptych.control.slo import NS_PER_S
-from diptych.control.step import TokenLogprobs
 from diptych.processor import Processor, read_processor
 from diptych.serving.answers.answer_stream import AnswerStream, Generation
 from diptych.serving.answers.output_streams import OutputStreams
+from diptych.serving.fleet.due_timer import DueTimer
 from diptych.serving.fleet.exit_status import Loss
 from diptych.serving.fleet.fleet_options import FleetOptions
 from diptych.serving.fleet.fleet_plan import FleetPlan, plan_fleet, worker_options
 from diptych.serving.fleet.fleet_planner import FleetPlanner, plan_with
 from diptych.serving.fleet.hang_watch import watch_pulses
 from diptych.serving.fleet.host_cores import HostCores
-from diptych.serving.fleet.joint_ready import joint_ready, longest_sequence
+from diptych.serving.fleet.index_alarm import IndexAlarm
+from diptych.serving.fleet.joined_worker import JoinedWorker
+from diptych.serving.fleet.joint_ready import are_enough, joint_ready, longest_sequence
 from diptych.serving.fleet.supervisor import LocalLauncher
+from diptych.serving.fleet.takeovers import Takeovers
 from diptych.serving.fleet.worker_changes import WorkerChanges
-from diptych.serving.fleet.worker_port import Launcher, WorkerPort, WorkerState
+from diptych.serving.fleet.worker_door import WorkerDoor, expected_of
+from diptych.serving.fleet.worker_port import Launcher, WorkerPort, WorkerSite, WorkerState
 from diptych.serving.link.engine_options import EngineOptions
 from diptych.serving.link.messages import (
-    Failed,
     Loading,
     Order,
     Orders,
@@ -57,15 +58,13 @@ from diptych.serving.link.messages import (
     pack_command,
     unpack_events,
 )
-from diptych.serving.link.recorder import Recorder, record_cluster
+from diptych.serving.link.recorder import Recorder, cluster_core
 from diptych.serving.metrics.fleet_metrics import FleetView
 from diptych.serving.metrics.serving_metrics import ServingMetrics
 from diptych.serving.misses.miss_watch import MissWatch
-from diptych.timeline.ring import RUNNING_STATES, Timeline, Transfer
+from diptych.timeline.ring import RUNNING_STATES, Timeline
 
 logger = logging.getLogger(__name__)
-
-FirstTokens = Mapping[str, tuple[int, TokenLogprobs | None]]  # of attempts that a worker has taken over
 
 
 class Fleet:
@@ -101,6 +100,7 @@ class Fleet:
         self.joint_ready: Ready | None = None  # the fleet as one worker, once all were ready
         self.loading = Loading("starting")
         self.timeline = Timeline()
+        self._takeovers = Takeovers(self.streams, self.metrics, self.timeline)
         self.core = ClusterCore()
         self._launcher = launcher or LocalLauncher()
         self._clock = clock
@@ -109,14 +109,15 @@ class Fleet:
         self._happened: deque[ClusterEvent] = deque()
         self._is_busy = False
         self._orders: dict[int, list[Order]] = {}  # not sent yet
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_ns: int | None = None
-        self._alarm = ""
+        self._timer = DueTimer(clock, self._on_timer)
+        self._alarm = IndexAlarm()
         self._recorder: Recorder | None = None
         cores = HostCores(processor or read_processor(), options.device.cores, self.fleet.core_split)
         started = [own.scheduler for own in worker_options(options, self.fleet)]
         self.changes = self.make_changes(started, cores)
         self.planner: FleetPlanner | None = None
+        self.door: WorkerDoor | None = None
+        self._enough = asyncio.Event()  # workers are ready to do both phases
         self._tasks: list[asyncio.Task[None]] = []
 
     def make_changes(self, started: Sequence[SchedulerConfig], cores: HostCores) -> WorkerChanges:
@@ -128,15 +129,16 @@ class Fleet:
     async def start(self) -> None:
         """Start all workers; returns at once. ``ready`` tells how the first starts went."""
         plan = self._plan = self.make_plan()
-        if (path := self.recording_path(len(plan.options))) is not None:
-            self._recorder = record_cluster(path, plan.cluster)
-            self.core = RecordingClusterCore(plan.cluster, self._recorder.write)
-        else:
-            self.core = ClusterCore(plan.cluster)
+        self.core, self._recorder = cluster_core(plan.cluster, self.recording_path(len(plan.options)))
         if self.fleet.plan.mode != "off":
             self.planner = plan_with(self.fleet, self.options, self.core, plan, self.changes, self._clock)
         self.ready = asyncio.get_running_loop().create_future()
         self.ready.add_done_callback(lambda future: future.cancelled() or future.exception())
+        if self.fleet.join is not None:
+            numbers = range(len(self.fleet.roles), len(self.fleet.slots))
+            expected = expected_of(self.options.model)
+            self.door = WorkerDoor(self, self.fleet.join, expected, numbers, self.fleet.heartbeat_timeout_s)
+            await self.door.open()
         for number in range(len(self.fleet.roles)):
             self._launch(number)
         watch = watch_pulses(self.workers, self.fleet.heartbeat_timeout_s)
@@ -161,8 +163,9 @@ class Fleet:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._timer is not None:
-            self._timer.cancel()
+        if self.door is not None:
+            await self.door.close()
+        self._timer.cancel()
         await asyncio.gather(*(worker.stop() for worker in self.workers))
         for worker in self.workers:
             self._note_state(worker.number, WorkerState.STOPPED)
@@ -187,6 +190,8 @@ class Fleet:
 
     async def start_worker(self, worker: int) -> None:
         """See ChangingFleet. Raises the error of a worker that cannot start."""
+        if self.fleet.join is not None and not self.fleet.roles:
+            raise ConflictError("the workers of this server join by themselves: start one where it is to run")
         port = self._launch(worker)
         assert port.ready is not None
         try:
@@ -198,7 +203,7 @@ class Fleet:
 
     async def stop_worker(self, worker: int) -> None:
         """See ChangingFleet."""
-        await self.workers[worker].stop()
+        await self.workers[worker].stop(is_removed=True)
         self._note_state(worker, WorkerState.STOPPED)
         self.metrics.fleet.on_worker_removed(worker)
         self.tell(WorkerDown(worker, self.streams.progress()))
@@ -208,11 +213,44 @@ class Fleet:
         """All workers are ready, or one of them refused to start: then the fleet does."""
         assert self.ready is not None
         try:
-            await asyncio.gather(*(worker.ready for worker in self.workers if worker.ready is not None))
-            self.joint_ready = joint_ready(self.fleet.roles, self.known)
-            self.ready.set_result(self.joint_ready)
+            own = self.workers[: len(self.fleet.roles)]
+            await asyncio.gather(*(worker.ready for worker in own if worker.ready is not None))
+            if not self._enough.is_set():
+                self.loading = Loading("waiting for workers to join")
+            await self._enough.wait()
+            self.ready.set_result(self._join_ready())
         except DiptychError as error:
             self.ready.set_exception(error)
+
+    def _join_ready(self) -> Ready:
+        """What the workers hold together. Raises ConfigError for workers that do not fit."""
+        roles = {number: self.role(number) for number in sorted(self.known)}
+        self.joint_ready = joint_ready(roles, self.known)
+        return self.joint_ready
+
+    # -- workers of other hosts (see JoiningFleet) --------------------------------------------------------------------
+
+    def take_in(self, port: JoinedWorker) -> None:
+        """See JoiningFleet."""
+        self.workers[port.number : port.number + 1] = [port]
+        port.start(self)
+        self.changes.on_joined(port.number)
+        self._note_state(port.number, WorkerState.STARTING)
+
+    def options_of(self, worker: int) -> EngineOptions:
+        """See JoiningFleet."""
+        assert self._plan is not None
+        return self._plan.options[worker]
+
+    async def remove_joined(self, worker: int) -> None:
+        """See JoiningFleet."""
+        await self.changes.remove(worker)
+
+    @property
+    def joined(self) -> frozenset[int]:
+        """See ChangingFleet."""
+        ports = self.door.joined if self.door is not None else ()
+        return frozenset(port.number for port in ports if port.state is not WorkerState.STOPPED)
 
     @property
     def is_starting(self) -> bool:
@@ -239,8 +277,7 @@ class Fleet:
         """Its client wants no more of it: cancel it wherever it is."""
         self._cancel(self.streams.abandon(generation), FinishReason.ABORT)
 
-    # -- what an operator changes (see ChangingFleet)
-    # ------------------------------------------------------------------------
+    # -- what an operator changes (see ChangingFleet) ------------------------------------------------------------------
 
     @property
     def members(self) -> Membership:
@@ -262,8 +299,7 @@ class Fleet:
     def _cancel(self, streams: Iterable[AnswerStream], reason: FinishReason) -> None:
         self.tell(*(Cancelled(stream.request_id, stream.num_tokens, reason) for stream in streams))
 
-    # -- what workers report (see WorkerListener)
-    # ------------------------------------------------------------------------
+    # -- what workers report (see WorkerListener) ----------------------------------------------------------------------
 
     def on_message(self, worker: int, message: WorkerMessage) -> None:
         """A message of a worker."""
@@ -274,8 +310,6 @@ class Fleet:
                 self.on_ready(worker, message)
             case Loading():
                 self._on_loading(worker, message)
-            case Failed():  # its port reports how the start went
-                pass
 
     def on_lost(self, worker: int, loss: Loss) -> None:
         """A worker has ended for certain."""
@@ -293,7 +327,7 @@ class Fleet:
                 logger.info("worker %d: the KV of %s cannot be moved: %s", worker, event.request_id, event.message)
         streams.on_events(worker, events)
         if report.first_tokens:
-            stopped += self._take_over(worker, events, report.first_tokens)
+            stopped += self._takeovers.take(worker, events, report.first_tokens)
         if report.tokens is not None:
             stopped += streams.on_tokens(worker, report.tokens, _stopped_by_token(events))
         self.timeline.on_events(worker, events)
@@ -303,7 +337,7 @@ class Fleet:
         news = [event for event in events if type(event) in read]
         if news or report.load is not None:
             self.tell(Reported(worker, news, report.load))
-            self._check_alarm()
+            self._alarm.check(self.core.router.alarm)
             self._note_resized(worker, news)
         if stopped:
             self._stop(stopped)
@@ -315,24 +349,6 @@ class Fleet:
                 if event.message:
                     logger.warning("worker %d: it still computes on %s: %s", worker, event.share, event.message)
                 self.show(worker, event.time_ns)
-
-    def _take_over(self, worker: int, events: Sequence[Event], first_tokens: FirstTokens) -> list[AnswerStream]:
-        """A decode worker has taken these over. Returns those that are complete."""
-        stopped = []
-        for event in events:
-            if not isinstance(event, HandoffDelivered):
-                continue
-            self.metrics.on_transfer(event.num_bytes, event.transfer_ns)
-            takeover = self.streams.on_delivered(worker, event.request_id, *first_tokens[event.request_id])
-            if takeover is not None:
-                stopped += takeover.stopped
-                start_ns, exposed_ns = event.time_ns - event.transfer_ns, int(takeover.exposed_s * NS_PER_S)
-                self.timeline.on_transfer(
-                    Transfer(
-                        event.request_id, takeover.sender, worker, event.num_bytes, start_ns, event.time_ns, exposed_ns
-                    )
-                )
-        return stopped
 
     def _stop(self, streams: Iterable[AnswerStream]) -> None:
         """These are complete or cannot continue; some have ended in the same report."""
@@ -351,11 +367,16 @@ class Fleet:
             ready.num_blocks,
             ready.block_size,
             memory_domain=self._plan.memory_domain(worker),
+            host=self.workers[worker].site.host,
             share=ready.share,
             max_model_len=longest_sequence(ready),
             model_copy=self._plan.copies[worker],
         )
         self.tell(WorkerUp(info))
+        if are_enough(self.core.members.infos[number].role for number in self.core.members.up):
+            self._enough.set()
+        if self.joint_ready is not None and self.door is not None:
+            self._join_ready()
         self._note_state(worker, WorkerState.READY, ready.description)
         if self.changes.is_draining(worker):
             self.show(worker)
@@ -370,7 +391,10 @@ class Fleet:
     def role(self, worker: int) -> Role:
         """What a worker is for, now."""
         info = self.core.members.infos.get(worker)
-        return info.role if info else self.fleet.slots[worker]
+        if info is not None:
+            return info.role
+        site = self.workers[worker].site if worker < len(self.workers) else WorkerSite()
+        return site.role or self.fleet.slots[worker]
 
     # -- the core: events in, commands out ----------------------------------------------------------------------------
 
@@ -394,7 +418,7 @@ class Fleet:
         finally:
             self._is_busy = False
             self._send_orders()
-            self._set_timer()
+            self._timer.set(self.core.next_time())
 
     def _carry_out(self, command: Command) -> None:
         match command:
@@ -433,34 +457,11 @@ class Fleet:
         for worker, batch in orders.items():
             self.workers[worker].send(Orders(batch))
 
-    def _set_timer(self) -> None:
-        due_ns = self.core.next_time()
-        if due_ns == self._timer_ns:
-            return
-        self._timer_ns = due_ns
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if due_ns is not None:
-            delay_s = max(0.0, (due_ns - self._clock()) / NS_PER_S)
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer)
-
     def _on_timer(self) -> None:
-        self._timer = self._timer_ns = None
         self.tell(Tick())
         self.streams.deliver()
 
     # -- for people ---------------------------------------------------------------------------------------------------
-
-    def _check_alarm(self) -> None:
-        """Say in the log when the router's picture of the caches goes wrong, and when it is right again."""
-        alarm = self.core.router.alarm
-        if bool(alarm) != bool(self._alarm):
-            if alarm:
-                logger.warning("the router's picture of the prefix caches is wrong: %s", alarm)
-            else:
-                logger.warning("the router's picture of the prefix caches is right again")
-        self._alarm = alarm
 
     def _view(self) -> FleetView:
         numbers = range(max(len(self.fleet.roles), len(self.workers)))
@@ -473,6 +474,9 @@ class Fleet:
             self.core.router.alarm,
             self.core.length_watch.errors,
             self.planner.num_decisions if self.planner is not None else {},
+            self.core.paths.broken_at(self._clock()),
+            self.door.refused if self.door is not None else {},
+            self.joint_ready,
         )
 
     def _note_state(self, worker: int, state: str, detail: str = "", at_ns: int | None = None) -> None:

@@ -15,6 +15,7 @@ from diptych.control.planner.planner_config import PlannerConfig
 from diptych.control.router.topology import ROLES, Role
 from diptych.runtime.transfer import CONNECTORS
 from diptych.runtime.transfer.connector import CodecName
+from diptych.serving.fleet.join_options import DEFAULT_MAX_JOINED, JoinOptions
 from diptych.serving.fleet.worker_groups import WorkerGroup
 from diptych.serving.link.engine_options import ExplainMisses, parse_cores
 
@@ -37,7 +38,7 @@ class FleetOptions:
     tried again. groups: unequal workers instead of prefill, decode and both; workers that are added later are as the
     fleet has it. plan: of the planner (its max_workers is that of the fleet). twin_command: starts the process that
     simulates for it. explain_misses: find out for each prompt why it was not in a cache; "text": and keep token ids, to
-    show what differs.
+    show what differs. join: where workers of other hosts come in (None: there are none); they count in max_workers.
     """
 
     prefill: int = 0
@@ -54,6 +55,7 @@ class FleetOptions:
     plan: PlannerConfig = field(default_factory=lambda: PlannerConfig("off"))
     twin_command: tuple[str, ...] = ()
     explain_misses: ExplainMisses = "off"
+    join: JoinOptions | None = None
 
     def __post_init__(self) -> None:
         self._check_groups()
@@ -88,7 +90,8 @@ class FleetOptions:
     def slots(self) -> tuple[Role, ...]:
         """The roles of all workers that there may be: those that are added begin with both."""
         both: Role = "both"
-        return self.roles + (both,) * ((self.max_workers or 0) - len(self.roles))
+        most = self.max_workers or (len(self.roles) + DEFAULT_MAX_JOINED if self.join is not None else 0)
+        return self.roles + (both,) * (most - len(self.roles))
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -121,6 +124,8 @@ class FleetOptions:
 
     def _check_roles(self) -> None:
         roles = set(self.roles)
+        if self.join is not None:  # what is missing may join
+            return
         if not roles:
             raise ConfigError("both is 0 and there is no other worker; at least one must serve", param="both")
         for missing, given in (("decode", "prefill"), ("prefill", "decode")):
@@ -133,6 +138,8 @@ class FleetOptions:
     def _check_effects(self) -> None:
         """Refuse settings that have no effect with this number of workers."""
         disaggregate = self.cluster.routing.disaggregate
+        if self.join is not None:
+            self._check_join(self.join)
         if self.core_split is not None:
             if len(self.slots) == 1:
                 raise ConfigError("core_split has no effect with one worker", param="core_split")
@@ -155,6 +162,25 @@ class FleetOptions:
                 raise ConfigError(
                     f"transfer is {self.transfer}, which is not installed ({kind.cure})", param="transfer"
                 )
+
+    def _check_join(self, join: JoinOptions) -> None:
+        """Refuse what cannot be with workers on other hosts."""
+        for name in ("core_split", "groups"):
+            if getattr(self, name):
+                raise ConfigError(f"{name} and listen_workers exclude each other", param=name)
+        if self.transfer != "auto" and CONNECTORS[self.transfer].shares_pool:
+            raise ConfigError(
+                f"transfer is {self.transfer}, which serves one host only, and workers of others may join",
+                param="transfer",
+            )
+        if self.transfer == "nixl" and not join.transfer_plain:
+            raise ConfigError("transfer is nixl, which does not encrypt: it needs transfer_plain", param="transfer")
+        if self.roles and join.is_everywhere:
+            raise ConfigError(
+                f"listen_workers is {join.listen}: workers of this host need an address that others reach; name it, or "
+                "give --both 0",
+                param="listen_workers",
+            )
 
 
 def check_codec(transfer: str, kv_codec: CodecName) -> None:

@@ -65,13 +65,13 @@ def plan_fleet(options: EngineOptions, fleet: FleetOptions, processor: Processor
     cores = _core_shares(options, fleet, processor or read_processor())
     cluster = replace(fleet.cluster, slo=options.slo)
     wanted = worker_options(options, fleet)
-    if len(roles) == 1:
+    if len(roles) == 1 and fleet.join is None:
         return FleetPlan((_on_cores(wanted[0], cores[0]),), cluster)
     transfer = _transfer(options, fleet)
-    kind = CONNECTORS[transfer]
-    copies = copies_of(wanted, roles)
+    kind, join = CONNECTORS[transfer], fleet.join
+    copies = copies_of(wanted, roles) if join is None else (0,) * len(roles)
     memories = _shared_memories(wanted, copies) if kind.shares_pool else ()
-    secret = secrets.token_bytes(SECRET_BYTES)
+    secret = secrets.token_bytes(SECRET_BYTES) if join is None else join.key.derived("KV")
     told = []
     for number, role in enumerate(roles):
         memory = memories[copies[number]] if memories else None
@@ -83,10 +83,12 @@ def plan_fleet(options: EngineOptions, fleet: FleetOptions, processor: Processor
             transfer=transfer,
             codec=fleet.kv_codec if kind.packs else "none",
             secret=secret,
+            listen="" if join is None else join.kv_listen,
+            encrypts=join is not None and not join.transfer_plain,
             publishes_blocks=cluster.routing.routing == "kv_aware" or explains,
         )
         record = None if options.record is None else _numbered(Path(options.record), number)
-        own = _on_cores(wanted[number], cores[number % len(cores)])
+        own = _on_cores(wanted[number], cores[number % len(cores)] if cores else None)
         scheduler = prefill_scheduler(own.scheduler, own.slo) if role == "prefill" else own.scheduler
         told.append(msgspec.structs.replace(own, place=place, record=record, scheduler=scheduler))
     geometry = _geometry(wanted[0])
@@ -106,6 +108,8 @@ def _core_shares(options: EngineOptions, fleet: FleetOptions, processor: Process
     """Of each worker. CPUs that were named get a thread each. Under a quota of time nothing is pinned: other groups of
     the host would be pinned to the same CPUs."""
     named, num_workers = options.device.cores, len(fleet.roles)  # those that are added share the cores of others
+    if not num_workers:
+        return ()
     if any(group.cores for group in fleet.groups):
         if named or fleet.core_split is not None:
             other = f"cores is {named}" if named else "core_split divides the cores"
@@ -138,6 +142,8 @@ def _transfer(options: EngineOptions, fleet: FleetOptions) -> str:
     if name == "auto":
         may_be_gpu = device == "cuda" or (device == "auto" and Path("/dev/nvidiactl").exists())
         serving = (name for name, kind in CONNECTORS.items() if kind.serves_cuda or not may_be_gpu)
+        if fleet.join is not None:  # some may be on other hosts
+            serving = (name for name in ("tcp",))
         name = next(name for name in serving if CONNECTORS[name].is_installed)
     if device == "cuda" and not CONNECTORS[name].serves_cuda:
         others = ", ".join(name for name, kind in CONNECTORS.items() if kind.serves_cuda)

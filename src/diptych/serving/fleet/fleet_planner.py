@@ -240,7 +240,8 @@ def pools_of(
         shape: ShapeName = "unified" if own.scheduler.budget.kind == "whole" else "chunked"
         shapes = fleet.plan.shapes if group.scheduler is None else (shape,)
         planned.setdefault(group.name, PlannedPool(group.name, shapes))
-    config = replace(fleet.plan, max_workers=fleet.max_workers or 0, pools=tuple(planned.values()))
+    most = 0 if fleet.join is not None else fleet.max_workers or 0  # workers that join are added by nobody here
+    config = replace(fleet.plan, max_workers=most, pools=tuple(planned.values()))
     return members, tuple(twins.values()), config
 
 

@@ -1,6 +1,6 @@
 """A fleet as one worker: what the workers' Ready messages say together, for clients and for the checks of requests."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from diptych.control.compute_share import ComputeShare
 from diptych.control.errors import ConfigError
@@ -13,16 +13,22 @@ def longest_sequence(ready: Ready) -> int:
     return min(ready.max_model_len, ready.kv_capacity_tokens)
 
 
-def joint_ready(roles: Sequence[Role], known: Mapping[int, Ready]) -> Ready:
-    """What all workers know, and what the decode worker with the longest context can hold: longer prompts go there.
-    Raises ConfigError for workers that cannot serve one model together."""
-    workers = [known[number] for number in range(len(roles))]
+def are_enough(roles: Iterable[Role]) -> bool:
+    """Whether workers with these roles can do both phases."""
+    found = set(roles)
+    return "both" in found or found >= {"prefill", "decode"}
+
+
+def joint_ready(roles: Mapping[int, Role], known: Mapping[int, Ready]) -> Ready:
+    """Of the workers in ``roles``: what all know, and what the decode worker with the longest context can hold:
+    longer prompts go there. Raises ConfigError for workers that cannot serve one model together."""
+    workers = [known[number] for number in roles]
     if len({ready.block_size for ready in workers}) > 1:
         raise ConfigError("the workers' block sizes differ", param="block_size")
     if len({tuple(ready.eos_token_ids) for ready in workers}) > 1:
         raise ConfigError("the workers' models end their answers with different tokens", param="model")
-    decoders = [ready for role, ready in zip(roles, workers, strict=True) if role != "prefill"]
-    prefillers = [ready for role, ready in zip(roles, workers, strict=True) if role != "decode"]
+    decoders = [known[number] for number, role in roles.items() if role != "prefill"]
+    prefillers = [known[number] for number, role in roles.items() if role != "decode"]
     first, largest = workers[0], max(decoders, key=longest_sequence)
     return Ready(
         min(ready.vocab_size for ready in workers),
@@ -31,7 +37,7 @@ def joint_ready(roles: Sequence[Role], known: Mapping[int, Ready]) -> Ready:
         sum(ready.max_waiting for ready in prefillers),
         sum(ready.max_num_seqs for ready in decoders),
         first.eos_token_ids,
-        _description(roles, workers),
+        _description(list(roles.values()), workers),
         num_blocks=sum(ready.num_blocks for ready in workers),
         block_size=first.block_size,
         instruction_set=first.instruction_set,
@@ -39,7 +45,7 @@ def joint_ready(roles: Sequence[Role], known: Mapping[int, Ready]) -> Ready:
         processor=first.processor,
         sequence_limits=sorted({longest_sequence(ready) for ready in decoders}),
         embedding_size=first.embedding_size,
-        summary=fleet_summary(roles, workers),
+        summary=fleet_summary(list(roles.values()), workers),
     )
 
 

@@ -6,7 +6,7 @@ decided by ClusterCore; here its events are told, and processes are started and 
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -39,6 +39,11 @@ class ChangingFleet(Protocol):
     @property
     def members(self) -> Membership:
         """The workers as the core knows them."""
+        ...
+
+    @property
+    def joined(self) -> Collection[int]:
+        """The numbers of workers that came by themselves: no process is started for these."""
         ...
 
     def progress(self) -> Mapping[str, int]:
@@ -136,6 +141,8 @@ class WorkerChanges:
     def check_share(self, worker: int, share: ComputeShare) -> None:
         """Raise what ``change_share`` would raise."""
         self._require(worker)
+        if worker in self._fleet.joined:
+            raise InvalidRequestError(f"cores: worker {worker} is on another host, which has its own", param="cores")
         known = self._fleet.members.infos[worker].share
         if share.num_threads and not known.num_threads:
             raise InvalidRequestError(f"cores: worker {worker} does not compute on a processor", param="cores")
@@ -208,7 +215,7 @@ class WorkerChanges:
     async def add(self) -> int:
         """Start one more worker, which does both; returns its number when it is ready. Raises ConflictError when there
         are as many as there may be, or another is being started; and the error of a worker that cannot start."""
-        used = set(self._fleet.members.infos) - self._stopped
+        used = (set(self._fleet.members.infos) - self._stopped).union(self._fleet.joined)
         free = [number for number in range(len(self._started)) if number not in used]
         if not free:
             message = f"there are {len(self._started)} workers, and may be no more (--max-workers)"
@@ -228,6 +235,12 @@ class WorkerChanges:
         self._divide_cores()
         logger.warning("worker %d: added", worker)
         return worker
+
+    def on_joined(self, worker: int) -> None:
+        """A worker came by itself, under a number that may have been another's."""
+        self._stopped.discard(worker)
+        if self._draining.pop(worker, None) is not None:
+            self._fleet.tell(DrainEnded(worker))
 
     def pin(self, worker: int, is_pinned: bool) -> None:
         """Whether the planner must leave this worker as it is. Raises NotFoundError when there is no such worker."""

@@ -5,9 +5,11 @@ The protocols on both sides, and of what starts a worker. supervisor.py has the 
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from diptych.control.router.topology import Role
 from diptych.serving.fleet.exit_status import Loss
 from diptych.serving.link.engine_options import EngineOptions
 from diptych.serving.link.heartbeat import Pulse
@@ -21,6 +23,15 @@ class WorkerState(StrEnum):
     READY = "ready"
     LOST = "lost"  # will be started again
     STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSite:
+    """Where a worker is. role: what it came for (None: what the fleet has planned for its number)."""
+
+    host: str = "local"
+    rack: str = ""
+    role: Role | None = None
 
 
 class WorkerListener(Protocol):
@@ -41,6 +52,7 @@ class WorkerPort(Protocol):
     number: int
     state: WorkerState
     num_restarts: int
+    site: WorkerSite
     ready: asyncio.Future[Ready] | None
     """How the first start went: what the worker holds, or why it refuses."""
 
@@ -60,8 +72,8 @@ class WorkerPort(Protocol):
         """End a worker that does not answer; its loss is reported like any other."""
         ...
 
-    async def stop(self) -> None:
-        """End it for good."""
+    async def stop(self, *, is_removed: bool = False) -> None:
+        """End it for good. is_removed: the fleet goes on without it (else the front end ends)."""
         ...
 
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
+
 from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.cluster.core_split import CoreSplit
 from diptych.control.compute_share import ComputeShare
@@ -22,7 +24,7 @@ from diptych.serving.fleet.fleet import Fleet
 from diptych.serving.fleet.fleet_options import FleetOptions
 from diptych.serving.fleet.fleet_plan import FleetPlan
 from diptych.serving.fleet.host_cores import HostCores
-from diptych.serving.fleet.joint_ready import joint_ready
+from diptych.serving.fleet.joint_ready import are_enough, joint_ready
 from diptych.serving.fleet.worker_changes import DRAIN_LIMIT_S, WorkerChanges
 from diptych.serving.fleet.worker_port import WorkerPort
 from diptych.serving.front.engine_spec import FrontOptions, in_order
@@ -175,7 +177,9 @@ class ExternalFleet(Fleet):
         """See Fleet."""
         super().on_ready(worker, ready)
         known = {number: self.known[number] for number in sorted(self.known) if number in self.core.members.infos}
-        roles = [self.role(number) for number in known]
-        if {"prefill", "decode"} <= set(roles) or "both" in roles:
-            self.joint_ready = joint_ready(roles, dict(enumerate(known.values())))
+        roles = {number: self.role(number) for number in known}
+        if are_enough(roles.values()):
+            kinds = "; ".join(dict.fromkeys(ready.description for ready in known.values()))
+            summary = f"{len(known)} of {len(self.front.engines)} engines: {kinds}"
+            self.joint_ready = msgspec.structs.replace(joint_ready(roles, known), summary=summary)
             self._first_ready.set()

@@ -23,7 +23,7 @@ from diptych.control.request import FinishReason
 from diptych.control.slo import NS_PER_S, LatencyBreakdown
 from diptych.control.step import StepTokens
 from diptych.serving.fleet.exit_status import Loss
-from diptych.serving.fleet.worker_port import WorkerListener, WorkerState
+from diptych.serving.fleet.worker_port import WorkerListener, WorkerSite, WorkerState
 from diptych.serving.front.adapters import ADAPTERS
 from diptych.serving.front.capabilities import EngineFacts, EngineNotReadyError, HandoffKind
 from diptych.serving.front.engine_cache import EngineCache
@@ -74,6 +74,7 @@ class ExternalWorker:
         self.number = number
         self.name = spec.name
         self.spec = spec
+        self.site = WorkerSite()
         self.state = WorkerState.STOPPED
         self.num_restarts = 0
         self.ready: asyncio.Future[Ready] | None = None
@@ -122,7 +123,7 @@ class ExternalWorker:
         """Engines of others are not killed: this one counts as lost."""
         self._lose(because)
 
-    async def stop(self) -> None:
+    async def stop(self, *, is_removed: bool = False) -> None:
         """Let go of the engine, which runs on."""
         self.state = WorkerState.STOPPED
         tasks = [task for task in (self._life, self._check, self._scraping) if task is not None]

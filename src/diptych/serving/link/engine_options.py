@@ -66,8 +66,9 @@ class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
     """Where a worker stands among the workers of a front end, and how KV moves between them.
 
     transfer: a name of CONNECTORS. pool: with a connector that shares one (None: its own memory, and KV is copied).
-    weights_fd: of a memfd with prepared weights. secret: shared by all workers; it is never on a command line.
-    publishes_blocks: report what enters and leaves the prefix cache, for a router.
+    weights_fd: of a memfd with prepared weights. secret: shared by all workers; it is never on a command line. listen:
+    address of its KV connector ("": as the connector has it). encrypts: KV travels over TLS. publishes_blocks: report
+    what enters and leaves the prefix cache, for a router.
     """
 
     transfer: str
@@ -77,6 +78,8 @@ class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
     weights_fd: int | None = None
     codec: CodecName = "none"
     secret: bytes = b""
+    listen: str = ""
+    encrypts: bool = False
     publishes_blocks: bool = True
 
     def __repr__(self) -> str:

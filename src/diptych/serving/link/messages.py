@@ -46,6 +46,13 @@ class Orders(msgspec.Struct, frozen=True, array_like=True, tag="orders"):
     orders: list[Order]
 
 
+class StartOver(msgspec.Struct, frozen=True, array_like=True, tag="start_over"):
+    """Another front end, or the same after it lost this worker, begins with it: drop all attempts, and say Ready again,
+    with ``life``. Weights and prefix cache stay."""
+
+    life: int
+
+
 class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
     """Leave the loop and exit."""
 
@@ -75,6 +82,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     processor: str = ""  # on a cpu: its name, the cores that are used, its caches
     share: ComputeShare = ComputeShare()
     sequence_limits: list[int] = []  # of a fleet: the longest sequences that its kinds of workers take, ascending
+    life: int = 0  # of the StartOver that this answers
     embedding_size: int = 0  # numbers of an embedding
     summary: str = ""  # of a fleet, for people: how many workers of which kind, and what each computes on
 
@@ -97,7 +105,7 @@ class StepReport(msgspec.Struct, frozen=True, array_like=True, tag="report"):
     stats: EngineStats | None = None
 
 
-FrontendMessage = Orders | Shutdown
+FrontendMessage = Orders | StartOver | Shutdown
 WorkerMessage = Loading | Ready | Failed | StepReport
 
 _encoder = msgspec.msgpack.Encoder()

@@ -26,6 +26,7 @@ import msgspec
 from diptych import __version__
 from diptych.control.cluster import cluster_recording
 from diptych.control.cluster.cluster_config import ClusterConfig
+from diptych.control.cluster.cluster_core import ClusterCore
 from diptych.control.config import EngineConfig
 from diptych.control.engine.recording import FORMAT, VERSION, DecisionChain, Row, plan_summary
 from diptych.control.errors import ConfigError
@@ -120,9 +121,12 @@ def record_engine(path: Path, config: EngineConfig, *, max_bytes: int = MAX_BYTE
     return Recorder(path, header, encode, max_bytes=max_bytes)
 
 
-def record_cluster(path: Path, config: ClusterConfig) -> Recorder:
-    """A recorder for a RecordingClusterCore."""
-    return Recorder(path, cluster_recording.header(config), cluster_recording.RowEncoder().encode)
+def cluster_core(config: ClusterConfig, path: Path | None) -> tuple[ClusterCore, Recorder | None]:
+    """A core, and what it is recorded with in this file (None: nothing is recorded)."""
+    if path is None:
+        return ClusterCore(config), None
+    recorder = Recorder(path, cluster_recording.header(config), cluster_recording.RowEncoder().encode)
+    return cluster_recording.RecordingClusterCore(config, recorder.write), recorder
 
 
 def record_planner(path: Path, config: PlannerConfig) -> Recorder:

@@ -5,13 +5,14 @@ made when Prometheus asks for them.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from diptych.control.engine.reports import EngineStats
 from diptych.control.slo import NS_PER_S
+from diptych.serving.link.messages import Ready
 from diptych.serving.metrics.histogram import Histogram
 from diptych.serving.metrics.tier_metrics import tier_families
 
@@ -27,7 +28,9 @@ _NOTHING = EngineStats()
 class FleetView:
     """The fleet at one moment. counts: ClusterCore's. num_queued: requests in the admission queue. alarm: what is
     wrong with the router's index of the caches. length_errors: of the answers' expected lengths, by expectation, see
-    LengthWatch. decisions: the planner's, by verdict."""
+    LengthWatch. decisions: the planner's, by verdict. broken_paths: prefill and decode worker of each path that is left
+    alone. refused_joins: workers of other hosts that were refused, by reason. ready: what all hold together, once they
+    were ready."""
 
     roles: Sequence[str] = ()
     is_up: Sequence[bool] = ()
@@ -37,6 +40,9 @@ class FleetView:
     alarm: str = ""
     length_errors: Mapping[str, float] = field(default_factory=dict)
     decisions: Mapping[str, int] = field(default_factory=dict)
+    broken_paths: Collection[tuple[int, int]] = ()
+    refused_joins: Mapping[str, int] = field(default_factory=dict)
+    ready: Ready | None = None
 
 
 class FleetMetrics:
@@ -117,6 +123,11 @@ class FleetMetrics:
                 "Prompts that gave up reserved blocks to a stream",
                 view.counts.get("recalled", 0),
             ),
+            (
+                "diptych:kv_paths_broken",
+                "Times that KV did not get from a worker to another, and handoffs between the two paused",
+                view.counts.get("paths_broken", 0),
+            ),
             ("diptych:request_retries", "Attempts after a lost one", view.counts.get("retried", 0)),
             ("diptych:streams_moved", "Requests that left a worker where they ran", view.counts.get("moved", 0)),
             (
@@ -145,12 +156,8 @@ class FleetMetrics:
         for expectation, error in view.length_errors.items():
             errors.add_metric([model, expectation], error)
         yield errors
-        decisions = CounterMetricFamily(
-            "diptych:plan_decisions", "Decisions of the planner", labels=["model_name", "verdict"]
-        )
-        for verdict, count in sorted(view.decisions.items()):
-            decisions.add_metric([model, verdict], count)
-        yield decisions
+        yield from _decided(model, view)
+        yield from _across_hosts(model, view)
 
     def _per_worker(self, model: str, view: FleetView) -> Iterator[Metric]:
         labels = ["model_name", "worker", "role"]
@@ -200,3 +207,27 @@ def _by_label(model: str, counts: Mapping[str, int]) -> Iterator[Metric]:
                 if key.startswith(prefix):
                     family.add_metric([model, key.removeprefix(prefix)], count)
         yield family
+
+
+def _decided(model: str, view: FleetView) -> Iterator[Metric]:
+    """What the planner decided."""
+    decisions = CounterMetricFamily(
+        "diptych:plan_decisions", "Decisions of the planner", labels=["model_name", "verdict"]
+    )
+    for verdict, count in sorted(view.decisions.items()):
+        decisions.add_metric([model, verdict], count)
+    yield decisions
+
+
+def _across_hosts(model: str, view: FleetView) -> Iterator[Metric]:
+    """What goes wrong between hosts."""
+    text = "1 for each path between two workers that KV does not pass, while handoffs there pause"
+    paths = GaugeMetricFamily("diptych:kv_path_broken", text, labels=["model_name", "prefill", "decode"])
+    for prefill, decode in sorted(view.broken_paths):
+        paths.add_metric([model, str(prefill), str(decode)], 1)
+    yield paths
+    text = "Workers of other hosts that were refused"
+    refused = CounterMetricFamily("diptych:workers_refused", text, labels=["model_name", "reason"])
+    for reason, count in sorted(view.refused_joins.items()):
+        refused.add_metric([model, reason], count)
+    yield refused

@@ -158,6 +158,11 @@ class ServingMetrics(Collector):
             family = GaugeMetricFamily(name, text, labels=["model_name"])
             family.add_metric([self.model_name], value)
             yield family
+        if (ready := self.fleet.view().ready) is not None:  # an inference gateway sizes its prefix index by it
+            labels = ["model_name", "block_size", "num_gpu_blocks"]
+            info = GaugeMetricFamily("vllm:cache_config_info", "Blocks of the KV cache, on any device", labels=labels)
+            info.add_metric([self.model_name, str(ready.block_size), str(ready.num_blocks)], 1)
+            yield info
 
     def _counters(self) -> Iterator[Metric]:
         accepted_at = self.fleet.accepted_at()

@@ -63,6 +63,10 @@ class AwaitedGrammars:
             del self._held[attempt_id]
             yield from orders
 
+    def clear(self) -> None:
+        """None of the orders is wanted any more."""
+        self._held.clear()
+
     def _wake(self) -> None:
         """In the thread that compiles."""
         with contextlib.suppress(BlockingIOError):  # full: the reader wakes anyway

@@ -24,16 +24,25 @@ from diptych.control.engine.worker_core import (
 from diptych.control.errors import ConfigError
 from diptych.control.step import StepTokens, TokenLogprobs
 from diptych.runtime.transfer import connector as kv
+from diptych.serving.link.host_clock import clock_identity
 from diptych.serving.worker.request_intake import RequestIntake
 
 
 class Commit(msgspec.Struct, frozen=True, array_like=True):
-    """What follows the KV of a prompt: the first token, and when it was computed (this host's monotonic clock)."""
+    """What follows the KV of a prompt: the first token, and when it was computed and sent, by the sender's clock."""
 
     first_token: int
     logprobs: TokenLogprobs | None
     first_step_ns: int
     first_token_ns: int
+    sent_ns: int
+    clock: str
+
+    def times_here(self, arrived_ns: int) -> tuple[int, int]:
+        """When the prompt's first step began and its token was known, on this host's clock. From a host with another
+        clock they are counted back from the arrival: the way of the commit is not in them."""
+        shift_ns = 0 if self.clock == clock_identity() else arrived_ns - self.sent_ns
+        return self.first_step_ns + shift_ns, self.first_token_ns + shift_ns
 
 
 class ConnectorDriver:
@@ -84,7 +93,7 @@ class ConnectorDriver:
                 self.send(action)
             case CommitTransfer():
                 assert tokens is not None, "the last chunk of a prompt gives a token"
-                connector.commit(action.attempt_id, _payload(action, tokens))
+                connector.commit(action.attempt_id, _payload(action, tokens, now))
             case CancelTransfer():
                 self._addresses.pop(action.attempt_id, None)
                 connector.cancel(action.attempt_id)
@@ -115,14 +124,15 @@ class ConnectorDriver:
             self._core.on_transfer(broken, now)
             return
         transfer_ns = event.last_byte_ns - event.first_byte_ns
-        times = (commit.first_step_ns, commit.first_token_ns)
+        times = commit.times_here(event.last_byte_ns)
         committed = TransferCommitted(event.attempt_id, *times, event.num_bytes, transfer_ns)
         if self._intake.deliver(committed, commit.first_token, now):
             self.first_tokens[event.attempt_id] = (commit.first_token, commit.logprobs)
 
 
-def _payload(action: CommitTransfer, tokens: StepTokens) -> bytes:
+def _payload(action: CommitTransfer, tokens: StepTokens, now: int) -> bytes:
     attempt_id = action.attempt_id
     index = tokens.request_ids.index(attempt_id)
     first_token, logprobs = tokens.token_ids[index], tokens.logprobs.get(index)
-    return msgspec.msgpack.encode(Commit(first_token, logprobs, action.first_step_ns, action.first_token_ns))
+    times = action.first_step_ns, action.first_token_ns, now
+    return msgspec.msgpack.encode(Commit(first_token, logprobs, *times, clock_identity()))

@@ -8,14 +8,13 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.recording import RecordingEngineCore
 from diptych.control.errors import ConfigError
-from diptych.runtime.checkpoint import open_checkpoint
+from diptych.runtime.checkpoint import fingerprint
 from diptych.runtime.compute_device import ComputeDevice, UndividedDevice
 from diptych.runtime.kv_geometry import KVGeometry, read_kv_geometry
 from diptych.runtime.model_config import ModelConfig
@@ -44,7 +43,6 @@ logger = logging.getLogger(__name__)
 Report = Callable[..., None]  # (stage, fraction=None)
 RunnerType = TypeVar("RunnerType", bound=Runner)
 
-FINGERPRINT_BYTES = 64  # of each tensor
 # A prefill worker on a CPU gives way to processes that need its core for a moment (the front end, a client on this
 # host), so that they do not take the core of a decode worker, whose streams would wait.
 PREFILL_NICENESS = 5
@@ -193,7 +191,9 @@ def connect_peers(options: EngineOptions, runner: "ModelRunner", directory: Path
         return None
     kind = CONNECTORS[place.transfer]
     assert kind.shares_pool == (place.pool is not None), f"{place.transfer} and pool {place.pool}"
-    transfer = TransferOptions(place.secret, kind.listen_in(directory), place.codec)
+    transfer = TransferOptions(
+        place.secret, place.listen or kind.listen_in(directory), place.codec, encrypts=place.encrypts
+    )
     return make_connector(place.transfer, runner.kv.layers, kv_format(runner), transfer)
 
 
@@ -202,7 +202,7 @@ def kv_format(runner: "ModelRunner") -> KVFormat:
     model = runner.model_config
     caches = runner.kv.layers[0]
     return KVFormat(
-        model=_fingerprint(model, runner.loaded.weights),
+        model=fingerprint(model, runner.loaded.weights),
         num_layers=model.num_layers,
         num_kv_heads=model.attention.num_kv_heads,
         head_dim=model.attention.head_dim,
@@ -210,14 +210,3 @@ def kv_format(runner: "ModelRunner") -> KVFormat:
         block_size=runner.block_size,
         layout=caches[0].device.type,
     )
-
-
-def _fingerprint(model: ModelConfig, weights: str) -> str:
-    """Equal for the same weights in the same formats, wherever they lie: tensor names, shapes, and the first bytes of
-    each."""
-    checkpoint = open_checkpoint(model)
-    digest = blake2b(repr((dataclasses.replace(model, path=Path()), weights)).encode(), digest_size=16)
-    for name, tensor in sorted(checkpoint.tensors.items()):
-        digest.update(repr((name, tensor.dtype, tensor.shape, tensor.format)).encode())
-        digest.update(checkpoint.first_bytes(name, FINGERPRINT_BYTES))
-    return digest.hexdigest()

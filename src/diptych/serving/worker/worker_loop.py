@@ -41,7 +41,9 @@ from diptych.serving.link.messages import (
     Loading,
     Order,
     Orders,
+    Ready,
     Shutdown,
+    StartOver,
     StepReport,
     decode_from_frontend,
     encode,
@@ -70,7 +72,8 @@ Connect = Callable[[EngineOptions, Any, Path], KVConnector | None]
 
 class Worker:
     """The loop of one worker. ``channel`` leads to the front end; ``connector``: to the other workers (None: it takes
-    no part in handoffs). device: what steps are computed on. tiers: the disk, if there is one."""
+    no part in handoffs). device: what steps are computed on. ready: what was said to the front end before ``run``.
+    tiers: the disk, if there is one."""
 
     def __init__(
         self,
@@ -82,9 +85,11 @@ class Worker:
         heartbeat: Heartbeat | None = None,
         device: ComputeDevice | None = None,
         grammars: "Grammars | None" = None,
+        ready: Ready | None = None,
         tiers: TierMover | None = None,
     ) -> None:
         self._core = core
+        self._ready = ready
         self._runner = runner
         self._channel = channel
         self._clock = clock
@@ -99,10 +104,10 @@ class Worker:
             self._poller.register(fileno, select.POLLIN)
         if self._awaited is not None:
             self._poller.register(self._awaited, select.POLLIN)
+        self._inbox: deque[Order | StartOver | Shutdown] = deque()
         self._tiers = tiers
         if tiers is not None:
             self._poller.register(tiers, select.POLLIN)
-        self._inbox: deque[Order | Shutdown] = deque()
         self._step: SchedulerOutput | None = None  # the one that is executed
         self._chunks: list[SendChunk] = []  # what is sent of it
         self._withheld = WithheldTokens(core)
@@ -219,6 +224,9 @@ class Worker:
             if isinstance(message, Shutdown):
                 self._is_running = False
                 continue
+            if isinstance(message, StartOver):
+                self._start_over(message.life, now)
+                continue
             command = unpack_command(message.command)
             if self._awaited is None or not self._awaited.holds(message, command):
                 self._take(message, command, now)
@@ -226,7 +234,18 @@ class Worker:
             for order, command in self._awaited.released():
                 self._take(order, command, now)
 
-    def _receive(self) -> Iterator[Order | Shutdown]:
+    def _start_over(self, life: int, now: int) -> None:
+        """No attempt of before is wanted: end them all, and introduce this worker again."""
+        if self._awaited is not None:
+            self._awaited.clear()
+        self._core.drop_all(now)
+        self._flush(now)
+        if self._ready is not None:
+            ready = msgspec.structs.replace(self._ready, share=self._device.share, life=life)
+            self._channel.send(encode(ready))
+        self._core.introduce(now)
+
+    def _receive(self) -> Iterator[Order | StartOver | Shutdown]:
         channel = self._channel
         if channel.is_closed:
             return
@@ -322,6 +341,7 @@ def serve(directory: Path, load: Load, connect_to_peers: Connect) -> int:
         heartbeat=heartbeat,
         device=loaded.device,
         grammars=loaded.grammars,
+        ready=ready,
         tiers=loaded.tiers,
     )
     runner.on_layer = worker.on_layer

@@ -14,13 +14,15 @@ now (each end's nonce keeps old proofs from being played back). Both traffic key
 conversation; the seals of frames.py under them prove that each header, and the body of each frame but DATA, was written
 by that end, for this connection, in this order: they cannot be forged, changed, repeated, left out or moved.
 
-It does not prove more than that. Nothing is confidential: KV, first tokens, names of requests and the KV formats travel
-in the clear, and prompts can be read out of their KV. The body of DATA has a CRC-32 alone, which detects damage; an
-attacker on the path who rewrites packets can change KV so that the CRC still fits. All workers share the secret, so it
-does not tell them apart: each of them can speak for any other. An attacker on the path can delay or cut connections,
-and one who only reaches the port can crowd out handshakes that are under way (receiver.py, MAX_UNPROVED). There is no
-forward secrecy, since there is no secrecy. Between hosts, use a network that only workers can reach, or a tunnel that
-encrypts (WireGuard, IPsec). The protocol was designed here and has had no review from outside.
+It does not prove more than that. Between hosts the whole conversation lies inside TLS 1.3 (encrypted_socket.py), which
+makes it confidential, protects each byte, and has forward secrecy. Without TLS nothing is confidential: KV, first
+tokens, names of requests and the KV formats travel in the clear, and prompts can be read out of their KV. The body of
+DATA has a CRC-32 alone, which detects damage; an attacker on the path who rewrites packets can change KV so that the
+CRC still fits. All workers share the secret, so it does not tell them apart: each of them can speak for any other. An
+attacker on the path can delay or cut connections, and one who only reaches the port can crowd out handshakes that are
+under way (receiver.py, MAX_UNPROVED). There is no forward secrecy, since there is no secrecy. Between hosts, TLS is
+left out only on request (--transfer-plain), for a network that only workers can reach, or a tunnel that encrypts
+(WireGuard, IPsec). The protocol was designed here and has had no review from outside.
 """
 
 import hashlib
@@ -30,6 +32,7 @@ import struct
 from dataclasses import dataclass
 
 from diptych.runtime.transfer.kv_format import PROTOCOL_VERSION, KVFormat
+from diptych.runtime.transfer.stream.encrypted_socket import KVEncryption
 from diptych.runtime.transfer.stream.frames import ProtocolError
 
 MAGIC = b"diptychkv" + PROTOCOL_VERSION.to_bytes(2, "little")
@@ -53,6 +56,7 @@ class Identity:
     secret: bytes
     instance: bytes
     kv_format: KVFormat
+    encryption: KVEncryption | None = None  # None: what travels can be read on its way
 
 
 @dataclass(frozen=True, slots=True)

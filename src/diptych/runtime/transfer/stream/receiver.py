@@ -127,6 +127,8 @@ class ReceiverConnection(StreamConnection):
 
     def __init__(self, sock: socket.socket, receiver: StreamReceiver) -> None:
         super().__init__(sock)
+        if (encryption := receiver.identity.encryption) is not None:
+            self.encrypt(encryption.receiver, is_server=True)
         self.peer: Introduction | None = None
         self.transfers: dict[int, RecvTransfer] = {}  # under way here, by the sender's numbers
         self._highest_number = 0  # that was opened here; lower ones that are not in ``transfers`` have ended

@@ -57,10 +57,13 @@ class SenderConnection(StreamConnection):
 
     def connected(self) -> None:
         """The socket is writable for the first time. Raises ConnectionLost when that is because it failed."""
+        assert isinstance(self.sock, socket.socket)
         code = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code:
             raise ConnectionLost(errno.errorcode.get(code, str(code)))
         self.is_connected = True
+        if self._identity.encryption is not None:
+            self.encrypt(self._identity.encryption.sender, is_server=False)
 
     def item_done(self, item: bytes) -> None:
         """See StreamConnection: a greeting, the fixed part of a WELCOME, its format."""
@@ -92,6 +95,7 @@ class SenderConnection(StreamConnection):
         if self.sock.family == socket.AF_UNIX or self.num_written < MIN_SAMPLE_BYTES:
             return None
         info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+        assert isinstance(info, bytes)
         if len(info) < _DELIVERY_RATE_AT + 8 or info[_APP_LIMITED_AT] & 1:
             return None
         return float(int.from_bytes(info[_DELIVERY_RATE_AT : _DELIVERY_RATE_AT + 8], "little")) or None

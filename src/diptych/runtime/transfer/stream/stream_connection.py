@@ -8,11 +8,13 @@ frame means is the business of sender.py and receiver.py.
 import contextlib
 import fcntl
 import socket
+import ssl
 import termios
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 
+from diptych.runtime.transfer.stream.encrypted_socket import EncryptedSocket
 from diptych.runtime.transfer.stream.fence import Fence
 from diptych.runtime.transfer.stream.frames import (
     HEADER_BYTES,
@@ -52,7 +54,7 @@ class StreamConnection(ABC):
         if sock.family != socket.AF_UNIX:
             for level, option, value in _TCP_OPTIONS:
                 sock.setsockopt(level, option, value)
-        self.sock = sock
+        self.sock: socket.socket | EncryptedSocket = sock
         self.is_open = True
         self.num_written = 0
         self._out: deque[OutgoingFrame] = deque()
@@ -69,6 +71,14 @@ class StreamConnection(ABC):
         self.seal_in: Seal | None = None
         self.seal_out: Seal | None = None
 
+    def encrypt(self, context: ssl.SSLContext, *, is_server: bool) -> None:
+        """From here on, what is written and read travels in TLS. Raises ConnectionLost."""
+        assert isinstance(self.sock, socket.socket)
+        try:
+            self.sock = EncryptedSocket(self.sock, context, is_server=is_server)
+        except OSError as error:
+            raise ConnectionLost(str(error)) from error
+
     def close(self) -> None:
         """Close the socket; what was queued is lost."""
         if self.is_open:
@@ -80,7 +90,9 @@ class StreamConnection(ABC):
 
     @property
     def wants_write(self) -> bool:
-        """Whether something waits to be written."""
+        """Whether something waits to be written, and could be."""
+        if isinstance(self.sock, EncryptedSocket) and self.sock.waits_for_read:
+            return False
         return bool(self._out)
 
     @property
@@ -135,8 +147,8 @@ class StreamConnection(ABC):
 
     def read(self) -> None:
         """Read what is there, within the budget. Raises ConnectionLost, ProtocolError."""
-        budget = READ_BUDGET
-        while budget > 0 and self.is_open:
+        budget, sock = READ_BUDGET, self.sock
+        while self.is_open and (budget > 0 or (isinstance(sock, EncryptedSocket) and sock.has_pending)):
             count = self._receive()
             if count is None:
                 return

@@ -25,6 +25,7 @@ from diptych.runtime.transfer.connector import (
 from diptych.runtime.transfer.kv_format import KVFormat
 from diptych.runtime.transfer.stream.addresses import SocketAddress, listen, parse_address
 from diptych.runtime.transfer.stream.body_format import BodyFormats
+from diptych.runtime.transfer.stream.encrypted_socket import kv_encryption
 from diptych.runtime.transfer.stream.event_queue import EventQueue
 from diptych.runtime.transfer.stream.frames import ProtocolError
 from diptych.runtime.transfer.stream.handshake import INSTANCE_BYTES, Identity
@@ -42,7 +43,8 @@ class StreamConnector:
 
     def __init__(self, bodies: BodyFormats, kv_format: KVFormat, options: TransferOptions) -> None:
         self._format = kv_format
-        self._identity = Identity(options.secret, secrets.token_bytes(INSTANCE_BYTES), kv_format)
+        encryption = kv_encryption(options.secret) if options.encrypts else None
+        self._identity = Identity(options.secret, secrets.token_bytes(INSTANCE_BYTES), kv_format, encryption)
         self._bodies = bodies
         self._timeout_ns = int(options.resume_timeout_s * 1e9)
         self._listener, self._bound = listen(parse_address(options.listen))
@@ -225,7 +227,10 @@ class StreamConnector:
             self._selector.unregister(self._listener)
             self._resume_listening_ns = time.monotonic_ns() + LISTENER_PAUSE_NS
             return
-        self._watch(self._receiver.accept(sock, time.monotonic_ns()))
+        try:
+            self._watch(self._receiver.accept(sock, time.monotonic_ns()))
+        except ConnectionLost:  # while it was wrapped in TLS
+            sock.close()
 
     def _serve(self, connection: StreamConnection, mask: int) -> None:
         try:

@@ -1,0 +1,93 @@
+"""``diptych worker --join``: a worker on this host for a front end on another (or this) one."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from diptych.cli.error_messages import errors_in_words
+from diptych.cli.options import Text, Whole, model_path, option
+from diptych.control.errors import ConfigError
+from diptych.runtime.transfer.stream.addresses import parse_address
+from diptych.serving.link.engine_options import (
+    DeviceName,
+    DeviceOptions,
+    InstructionSetName,
+    RoleName,
+    parse_bytes,
+    parse_cores,
+)
+
+if TYPE_CHECKING:
+    from diptych.serving.join.worker_agent import AgentOptions
+
+FRONT, PLACE, MACHINE = "Front end", "Place", "Machine"
+JOIN_HELP = "Where the front end takes workers (its --listen-workers), HOST:PORT."
+KEY_HELP = "File with the key that the front end has, too: 32 to 4096 bytes."
+GRACE_HELP = "Seconds to keep the model and its cache while there is no front end."
+KV_HELP = "ADDRESS:PORT for KV from other workers. Default: the address that reaches the front end, any port."
+
+
+def worker(
+    join: Annotated[str, option(JOIN_HELP, FRONT)],
+    key_file: Annotated[Path, option(KEY_HELP, FRONT)],
+    model: Annotated[Text, option("The model of the front end, here. Default: bundled.", FRONT)] = None,
+    grace: Annotated[float, option(GRACE_HELP, FRONT)] = 300.0,
+    drain_timeout: Annotated[float, option("Seconds for running requests after SIGTERM.", FRONT)] = 30.0,
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], option("How much it logs.", FRONT)] = "warning",
+    role: Annotated[RoleName, option("What it is for; it can change while it serves.", PLACE)] = "both",
+    host_name: Annotated[Text, option("Name of this host. Default: its own.", PLACE)] = None,
+    rack: Annotated[str, option("Name of its rack, for the choice of workers.", PLACE)] = "",
+    kv_listen: Annotated[Text, option(KV_HELP, PLACE)] = None,
+    device: Annotated[DeviceName, option("Where to compute.", MACHINE)] = "auto",
+    threads: Annotated[Whole, option("Compute threads. Default: one per physical core.", MACHINE)] = None,
+    cores: Annotated[Text, option("CPUs to compute on, such as 0-3: one thread each.", MACHINE)] = None,
+    instruction_set: Annotated[
+        InstructionSetName, option("Instructions of the CPU kernels; auto: the fastest set.", MACHINE, "--isa")
+    ] = "auto",
+    kv_cache_memory: Annotated[Text, option("KV cache, such as 2GiB. Default: the front end's.", MACHINE)] = None,
+) -> None:
+    """Join a front end as one of its workers."""
+    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
+    with errors_in_words():
+        from diptych.serving.fleet.join_options import parse_host_port
+        from diptych.serving.join.worker_agent import AgentOptions
+        from diptych.tls.shared_key import read_key_file
+
+        if cores:
+            parse_cores(cores)
+        for name, value in (("grace", grace), ("drain_timeout", drain_timeout)):
+            if not value >= 0:
+                raise ConfigError(f"{name} is {value}; it must not be negative", param=name)
+        host, port = parse_host_port(join, "join", may_be_name=True)
+        options = AgentOptions(
+            host=host,
+            port=port,
+            key=read_key_file(key_file),
+            model=str(model_path(model)),
+            role=role,
+            name=host_name or socket.gethostname(),
+            rack=rack,
+            device=DeviceOptions(device=device, threads=threads, cores=cores, instruction_set=instruction_set),
+            kv_cache_bytes=None if kv_cache_memory is None else parse_bytes(kv_cache_memory, "kv_cache_memory"),
+            kv_listen="" if kv_listen is None else str(parse_address(f"tcp://{kv_listen}")),
+            num_cores=len(os.sched_getaffinity(0)),
+            grace_s=grace,
+            drain_s=drain_timeout,
+        )
+        asyncio.run(run_agent(options))
+
+
+async def run_agent(options: "AgentOptions") -> None:
+    """Be a worker until SIGTERM or SIGINT (a second one ends it at once), or until it is removed. Raises ConfigError
+    when the front end refuses it for good."""
+    from diptych.serving.join.worker_agent import WorkerAgent
+
+    agent, leaving = WorkerAgent(options), set()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, lambda: leaving.add(loop.create_task(agent.leave())))
+    await agent.run()

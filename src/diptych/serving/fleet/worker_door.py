@@ -1,0 +1,243 @@
+"""Where workers of other hosts come in: checks who they are, and gives each a number.
+
+Owns the listening socket, the refusals and the beats. Must never decide what a worker does: the fleet does.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+import diptych
+from diptych.control.config import prefill_scheduler
+from diptych.control.errors import ConfigError, DiptychError
+from diptych.runtime.checkpoint import fingerprint
+from diptych.runtime.models.registry import read_model_config
+from diptych.serving.fleet.join_options import JoinOptions
+from diptych.serving.fleet.joined_worker import JoinedWorker
+from diptych.serving.fleet.worker_port import WorkerPort, WorkerState
+from diptych.serving.join.framed_link import HANDSHAKE_S, FramedLink
+from diptych.serving.join.join_messages import PROTOCOL, Accepted, Refused, Registration, read_from_agent, told
+from diptych.serving.link.engine_options import EngineOptions
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 128
+MAX_UNKNOWN = 64  # connections that have proved the key and not registered
+
+
+class JoiningFleet(Protocol):
+    """What the door needs of the fleet."""
+
+    workers: list[WorkerPort]
+
+    def take_in(self, port: JoinedWorker) -> None:
+        """A port for a number that is free."""
+        ...
+
+    def options_of(self, worker: int) -> EngineOptions:
+        """What worker ``number`` is told to begin with."""
+        ...
+
+    async def remove_joined(self, worker: int) -> None:
+        """Drain a worker whose agent is asked to end, and stop it."""
+        ...
+
+    async def stop_worker(self, worker: int) -> None:
+        """Stop a worker as it is."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a worker must be to join: the same version, and the same model."""
+
+    version: str
+    model: str
+    model_name: str
+
+    def refusal(self, registration: Registration) -> str:
+        """Why this worker cannot join; "" when it can. Both sides' values are in it."""
+        if registration.protocol != PROTOCOL:
+            return f"the front end speaks version {PROTOCOL} of the protocol, the worker {registration.protocol}"
+        if registration.version != self.version:
+            return f"the front end is diptych {self.version}, the worker diptych {registration.version}"
+        if registration.model != self.model:
+            here, there = self.model[:12], registration.model[:12]
+            return (
+                f"the models differ: {self.model_name} ({here}) at the front end, {registration.model_name} ({there}) "
+                "at the worker"
+            )
+        return ""
+
+
+def expected_of(model: str) -> Expected:
+    """What workers of a fleet with this model must be. Raises ConfigError for a model that cannot be read."""
+    return Expected(diptych.__version__, fingerprint(read_model_config(model)), Path(model).name)
+
+
+class WorkerDoor:
+    """One fleet's. numbers: that workers may get. silence_s: after which either end gives the other up."""
+
+    def __init__(
+        self, fleet: JoiningFleet, options: JoinOptions, expected: Expected, numbers: range, silence_s: float
+    ) -> None:
+        self.refused: Counter[str] = Counter()
+        self.port = 0  # that it listens on
+        self._fleet = fleet
+        self._options = options
+        self._expected = expected
+        self._numbers = numbers
+        self._silence_s = silence_s
+        self._lives = 0
+        self._server: asyncio.Server | None = None
+        self._unknown: dict[FramedLink, asyncio.TimerHandle] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def open(self) -> None:
+        """Take workers from now on. Raises ConfigError when the address cannot be had."""
+        tls = self._options.key.server_tls("front end", "worker")
+        try:
+            self._server = await asyncio.get_running_loop().create_server(
+                self._connect,
+                self._options.host,
+                self._options.port,
+                ssl=tls,
+                ssl_handshake_timeout=HANDSHAKE_S,
+                backlog=BACKLOG,
+            )
+        except OSError as error:
+            message = f"listen_workers is {self._options.listen}, which cannot be had: {error.strerror or error}"
+            raise ConfigError(message, param="listen_workers") from error
+        self.port = self._server.sockets[0].getsockname()[1]
+        self._start(self._beat())
+
+    async def close(self) -> None:
+        """Take no more. The ports end their own connections."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for link in list(self._unknown):
+            link.close("the front end ends")
+        if self._server is not None:
+            self._server.close()
+
+    @property
+    def joined(self) -> Sequence[JoinedWorker]:
+        """All workers that have ever joined."""
+        return [port for port in self._fleet.workers if isinstance(port, JoinedWorker)]
+
+    def _start(self, work: "asyncio._CoroutineLike[None]") -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _beat(self) -> None:
+        while True:
+            for port in self.joined:
+                port.beat()
+            await asyncio.sleep(self._silence_s / 5)
+
+    def _connect(self) -> FramedLink:
+        link = FramedLink()
+        link.on_connected = lambda: self._greet(link)
+        return link
+
+    def _greet(self, link: FramedLink) -> None:
+        """It knows the key: it is to say what it is, soon."""
+        if len(self._unknown) >= MAX_UNKNOWN:
+            self._forget(next(iter(self._unknown)), "too many connections without a registration")
+        loop = asyncio.get_running_loop()
+        self._unknown[link] = loop.call_later(HANDSHAKE_S, self._forget, link, "it did not register in time")
+        link.on_closed = lambda why: self._forget(link, why)
+        link.on_told = lambda data: self._register(link, data)
+        link.on_relayed = lambda data: self._forget(link, "it sent something else than its registration")
+
+    def _forget(self, link: FramedLink, why: str) -> None:
+        if (timer := self._unknown.pop(link, None)) is not None:
+            timer.cancel()
+            link.close(why)
+
+    def _register(self, link: FramedLink, data: bytes) -> None:
+        try:
+            registration = read_from_agent(data)
+            if not isinstance(registration, Registration):
+                raise ConfigError("the first word is not a registration")
+        except (msgspec.DecodeError, ConfigError) as error:
+            self._refuse(link, "unreadable", f"the registration cannot be read: {error}", is_final=True)
+            return
+        if message := self._expected.refusal(registration):
+            self._refuse(link, "incompatible", message, is_final=True)
+            return
+        port = self._port_for(registration)
+        if port is None:
+            message = f"there are {len(self._numbers)} workers, and may be no more (--max-workers)"
+            self._refuse(link, "full", message, is_final=False)
+            return
+        self._unknown.pop(link).cancel()
+        link.introduced()
+        self._lives += 1
+        options = localized(self._fleet.options_of(port.number), port.role)
+        accepted = Accepted(number=port.number, life=self._lives, options=options, silence_s=self._silence_s)
+        link.tell(told(accepted))
+        logger.warning("worker %d joined: %s, on %s", port.number, registration.role, registration.host)
+        port.attach(link, registration, self._lives)
+
+    def _refuse(self, link: FramedLink, kind: str, message: str, *, is_final: bool) -> None:
+        logger.error("a worker at %s is refused: %s", link.peer, message)
+        self.refused[kind] += 1
+        link.tell(told(Refused(message, is_final)))
+        self._unknown.pop(link).cancel()
+        link.on_closed = lambda why: None
+        link.close("refused", at_once=False)
+
+    def _port_for(self, registration: Registration) -> JoinedWorker | None:
+        """The port of the worker that this was, or of one that is lost and was alike, or a new one, or of any that is
+        lost. None: there are enough."""
+        gone = [port for port in self.joined if port.state in (WorkerState.LOST, WorkerState.STOPPED)]
+        alike = (registration.host, registration.role)
+        choices: tuple[Callable[[JoinedWorker], bool], ...] = (
+            lambda port: port.number == registration.number and (port.site.host, port.role) == alike,
+            lambda port: (port.site.host, port.role) == alike,
+        )
+        for port in self.joined:
+            if port.agent == registration.agent:
+                return self._renewed(port, registration)
+        for is_wanted in choices:
+            for port in gone:
+                if is_wanted(port):
+                    return self._renewed(port, registration)
+        free = [number for number in self._numbers if number >= len(self._fleet.workers)]
+        stopped = [port.number for port in self._fleet.workers if port.state is WorkerState.STOPPED]
+        if free or stopped:
+            return self._renewed(None, registration, min([*free[:1], *stopped]))
+        return self._renewed(gone[0], registration) if gone else None
+
+    def _renewed(self, port: JoinedWorker | None, registration: Registration, number: int = 0) -> JoinedWorker:
+        """The port, in the fleet: a removed worker begins again as a new one."""
+        if port is None or port.state is WorkerState.STOPPED:
+            port = JoinedWorker(number if port is None else port.number, registration)
+            self._fleet.take_in(port)
+        leaver = port.number
+        port.on_leaving = lambda: self._start(self._let_go(leaver))
+        return port
+
+    async def _let_go(self, worker: int) -> None:
+        try:
+            await self._fleet.remove_joined(worker)
+        except DiptychError as error:
+            logger.warning("worker %d leaves without a drain: %s", worker, error.message)
+            await self._fleet.stop_worker(worker)
+
+
+def localized(options: EngineOptions, role: str) -> EngineOptions:
+    """The options of a worker on another host with this role, as far as they do not depend on that host."""
+    assert options.place is not None
+    place = msgspec.structs.replace(options.place, role=role)
+    scheduler = prefill_scheduler(options.scheduler, options.slo) if role == "prefill" else options.scheduler
+    return msgspec.structs.replace(options, place=place, scheduler=scheduler, record=None)
