@@ -5,12 +5,12 @@ import random
 from dataclasses import dataclass, field
 
 from diptych.control.engine.kvcache.tier_records import (
-    BlocksLoaded,
-    BlocksStored,
     CancelLoad,
     DiskContents,
     DiskState,
     LoadBlocks,
+    RunLoaded,
+    RunStored,
     StoreBlocks,
     TierEvent,
 )
@@ -57,7 +57,7 @@ class TieredDriver(Driver):
         self._due.sort(key=lambda entry: entry[:2])
         while self._due and self._due[0][0] <= self.now:
             _, _, event, load = self._due.pop(0)
-            if load is not None and isinstance(event, BlocksLoaded):
+            if load is not None and isinstance(event, RunLoaded):
                 event = self._read(load, event)
             self.core.on_tier(event, self.now)
         self.core.expire(self.now)
@@ -74,7 +74,7 @@ class TieredDriver(Driver):
             if isinstance(action, StoreBlocks):
                 for block_hash, block in zip(action.hashes, action.host_blocks, strict=True):
                     self.contents[block_hash] = list(self.executor.host[block])
-                stored = BlocksStored(action.store_id, len(action.hashes))
+                stored = RunStored(action.store_id, len(action.hashes))
                 self._due.append((end_ns, self._number, stored, None))
                 self._due.append((end_ns, self._number, DiskContents(added=action.hashes), None))
                 continue
@@ -85,15 +85,15 @@ class TieredDriver(Driver):
             count = len(action.hashes)
             if self._disk_rng.random() < self.fault_share:
                 count = self._disk_rng.randrange(len(action.hashes))
-            self._due.append((end_ns, self._number, BlocksLoaded(action.load_id, count, BLOCK_NS * count), action))
+            self._due.append((end_ns, self._number, RunLoaded(action.load_id, count, BLOCK_NS * count), action))
 
-    def _read(self, load: LoadBlocks, event: BlocksLoaded) -> BlocksLoaded:
+    def _read(self, load: LoadBlocks, event: RunLoaded) -> RunLoaded:
         """As much of it as is there."""
         count = 0
         while count < event.num_blocks and load.hashes[count] in self.contents:
             self.executor.host[load.host_blocks[count]] = list(self.contents[load.hashes[count]])
             count += 1
-        return BlocksLoaded(load.load_id, count, BLOCK_NS * count)
+        return RunLoaded(load.load_id, count, BLOCK_NS * count)
 
     def lose(self, block_hash: bytes) -> None:
         """The disk does not have this content any more."""

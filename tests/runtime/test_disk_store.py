@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from diptych.control.engine.kvcache.tier_records import (
-    BlocksLoaded,
-    BlocksStored,
     CancelLoad,
     DiskContents,
     DiskState,
     LoadBlocks,
+    RunLoaded,
+    RunStored,
     StoreBlocks,
     TierEvent,
 )
@@ -267,11 +267,11 @@ def test_stores_and_loads_are_answered(tmp_path: Path) -> None:
     for block, block_hash in enumerate(hashes):
         host.blocks[block][:] = content(block_hash)
     mover.act(StoreBlocks(1, hashes, (0, 1, 2)))
-    events = wait_for(mover, BlocksStored)
-    assert DiskContents(added=hashes) in events and BlocksStored(1, 3) in events
+    events = wait_for(mover, RunStored)
+    assert DiskContents(added=hashes) in events and RunStored(1, 3) in events
     mover.act(LoadBlocks(1, (*hashes, hash_of(9)), (4, 5, 6, 7)))
-    (loaded,) = wait_for(mover, BlocksLoaded)
-    assert isinstance(loaded, BlocksLoaded) and loaded.num_blocks == 3
+    (loaded,) = wait_for(mover, RunLoaded)
+    assert isinstance(loaded, RunLoaded) and loaded.num_blocks == 3
     assert [bytes(block) for block in host.blocks[4:7]] == [content(block_hash) for block_hash in hashes]
     mover.close()
 
@@ -280,7 +280,7 @@ def test_a_cancelled_load_is_answered(tmp_path: Path) -> None:
     mover = TierMover(opened(tmp_path), Host(4))
     mover.act(CancelLoad(1))
     mover.act(LoadBlocks(1, (hash_of(1),), (0,)))
-    wait_for(mover, BlocksLoaded)
+    wait_for(mover, RunLoaded)
     mover.close()
 
 
@@ -295,12 +295,12 @@ def test_a_disk_that_fails_again_and_again_is_switched_off(tmp_path: Path, monke
     for number in range(5):
         mover.act(LoadBlocks(number, (hash_of(1),), (0,)))
     events = wait_for(mover, DiskState)
-    while sum(isinstance(event, BlocksLoaded) for event in events) < 5:
-        events += wait_for(mover, BlocksLoaded)
+    while sum(isinstance(event, RunLoaded) for event in events) < 5:
+        events += wait_for(mover, RunLoaded)
     (state,) = (event for event in events if isinstance(event, DiskState))
     assert not state.is_on and "input/output error" in state.message
     mover.act(StoreBlocks(1, (hash_of(1),), (0,)))
-    assert BlocksStored(1, 0) in wait_for(mover, BlocksStored)
+    assert RunStored(1, 0) in wait_for(mover, RunStored)
     mover.close()
 
 
@@ -318,10 +318,10 @@ def test_a_full_disk_is_asked_again_later(tmp_path: Path, monkeypatch: pytest.Mo
     mover = TierMover(store, Host(4))
     for number in range(6):
         mover.act(StoreBlocks(number, (hash_of(1),), (0,)))
-        assert BlocksStored(number, 0) in wait_for(mover, BlocksStored)
+        assert RunStored(number, 0) in wait_for(mover, RunStored)
     assert store.folder.used_bytes() < PAGE_BYTES * 2  # nothing is left over
     is_full = False
     time.sleep(0.06)
     mover.act(StoreBlocks(9, (hash_of(1),), (0,)))
-    assert BlocksStored(9, 1) in wait_for(mover, BlocksStored)
+    assert RunStored(9, 1) in wait_for(mover, RunStored)
     mover.close()

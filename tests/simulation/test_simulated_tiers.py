@@ -19,11 +19,11 @@ from diptych.control.config import (
     TierConfig,
 )
 from diptych.control.engine.kvcache.tier_records import (
-    BlocksLoaded,
-    BlocksStored,
     CancelLoad,
     DiskContents,
     LoadBlocks,
+    RunLoaded,
+    RunStored,
     StoreBlocks,
     TierEvent,
 )
@@ -126,7 +126,7 @@ def test_the_disk_reads_one_load_after_the_other_and_keeps_its_capacity() -> Non
     environment.run()
     removed = [h for event in reports if isinstance(event, DiskContents) for h in event.removed]
     assert 600 - len(removed) <= 400 and removed[:60] == list(runs[0])
-    assert sum(isinstance(event, BlocksStored) for event in reports) == 10
+    assert sum(isinstance(event, RunStored) for event in reports) == 10
     reports.clear()
     reports.times.clear()
     begun_ns = environment.now
@@ -135,7 +135,7 @@ def test_the_disk_reads_one_load_after_the_other_and_keeps_its_capacity() -> Non
     disk.act(LoadBlocks(3, runs[0][:5], tuple(range(5))))
     environment.run()
     block_ns = BLOCK_BYTES * 10**9 // 10**9
-    assert [event.num_blocks for event in reports if isinstance(event, BlocksLoaded)] == [10, 10, 0]
+    assert [event.num_blocks for event in reports if isinstance(event, RunLoaded)] == [10, 10, 0]
     assert reports.times[:2] == [begun_ns + 1000 + 10 * block_ns, begun_ns + 2000 + 20 * block_ns]
 
 
@@ -151,7 +151,7 @@ def test_a_cancelled_load_is_answered_with_what_was_read() -> None:
     environment.at(environment.now + 5 * BLOCK_BYTES + 1, 0, lambda: disk.act(CancelLoad(1)))
     environment.run()
     (event,) = reports
-    assert isinstance(event, BlocksLoaded) and event.num_blocks == 5
+    assert isinstance(event, RunLoaded) and event.num_blocks == 5
 
 
 def test_the_options_size_the_tiers() -> None:

@@ -17,12 +17,12 @@ from collections.abc import Callable
 from functools import partial
 
 from diptych.control.engine.kvcache.tier_records import (
-    BlocksLoaded,
-    BlocksStored,
     CancelLoad,
     DiskContents,
     DiskState,
     LoadBlocks,
+    RunLoaded,
+    RunStored,
     StoreBlocks,
     TierAction,
     TierEvent,
@@ -123,7 +123,7 @@ class TierMover:
             self._report_changes()
             self._pending.discard(load_id)
             self._cancelled.discard(load_id)
-            self._emit(BlocksLoaded(load_id, count, time.monotonic_ns() - begun_ns))
+            self._emit(RunLoaded(load_id, count, time.monotonic_ns() - begun_ns))
 
     def _is_cancelled(self, load_id: int) -> bool:
         return load_id in self._cancelled or self._is_closed
@@ -139,7 +139,7 @@ class TierMover:
                 continue
             if action is None:
                 return
-            self._emit(BlocksStored(action.store_id, self._store(action)))
+            self._emit(RunStored(action.store_id, self._store(action)))
 
     def _store(self, action: StoreBlocks) -> int:
         if not self._is_on or time.monotonic() < self._full_until:

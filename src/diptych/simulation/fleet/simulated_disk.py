@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from diptych.control.engine.kvcache.tier_records import (
-    BlocksLoaded,
-    BlocksStored,
     CancelLoad,
     DiskContents,
     LoadBlocks,
+    RunLoaded,
+    RunStored,
     StoreBlocks,
     TierAction,
     TierEvent,
@@ -123,7 +123,7 @@ class SimulatedDisk:
         while count < num_read and (segment := self._segment_of.get(load.hashes[count])) is not None:
             self._segments.move_to_end(segment)
             count += 1
-        self._report(BlocksLoaded(load.load_id, count, duration_ns + self._model.latency_ns))
+        self._report(RunLoaded(load.load_id, count, duration_ns + self._model.latency_ns))
 
     def _stored(self, store: StoreBlocks) -> None:
         self._stores.pop(0)  # they end in their order
@@ -133,7 +133,7 @@ class SimulatedDisk:
         if new:
             needed = PAGE_BYTES + len(new) * self._model.block_bytes
             if needed > self._segment_bytes:
-                self._report(BlocksStored(store.store_id, len(store.hashes) - len(new)))
+                self._report(RunStored(store.store_id, len(store.hashes) - len(new)))
                 return
             removed = self._make_room(needed)
             self._used_bytes += needed
@@ -142,7 +142,7 @@ class SimulatedDisk:
             self._segment_of.update(dict.fromkeys(new, self._open))
         if new or removed:
             self._report(DiskContents(tuple(new), removed))
-        self._report(BlocksStored(store.store_id, count))
+        self._report(RunStored(store.store_id, count))
 
     def _make_room(self, num_bytes: int) -> tuple[bytes, ...]:
         """A segment with room is open; what was deleted for it."""

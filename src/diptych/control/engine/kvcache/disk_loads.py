@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from diptych.control.config import CacheConfig
 from diptych.control.engine.kvcache.block_pool import BlockPool
-from diptych.control.engine.kvcache.tier_records import BlocksLoaded, CancelLoad, DiskContents, LoadBlocks, TierAction
+from diptych.control.engine.kvcache.tier_records import CancelLoad, DiskContents, LoadBlocks, RunLoaded, TierAction
 from diptych.control.request import Request, Standing
 
 MARGIN = 2  # a load is to take at most one part in so many of the time of computing
@@ -126,7 +126,7 @@ class DiskLoads:
             self._cancel(load_id, actions)
         return True
 
-    def end(self, event: BlocksLoaded, actions: list[TierAction], now: int) -> list[Request]:
+    def end(self, event: RunLoaded, actions: list[TierAction], now: int) -> list[Request]:
         """A load was answered: what came of it can be found. Returns the requests that waited for it."""
         load = self._loads.pop(event.load_id)
         count = event.num_blocks

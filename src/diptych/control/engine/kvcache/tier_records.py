@@ -1,7 +1,7 @@
 """What passes between the decisions about tiers and the driver that moves bytes: actions out, events in.
 
 Host blocks are named by number, content by its chain hash. A driver carries out actions in their order, and answers
-each LoadBlocks with one BlocksLoaded and each StoreBlocks with one BlocksStored, whatever becomes of it: until then the
+each LoadBlocks with one RunLoaded and each StoreBlocks with one RunStored, whatever becomes of it: until then the
 host blocks that it names belong to it.
 """
 
@@ -37,7 +37,7 @@ TierAction = LoadBlocks | CancelLoad | StoreBlocks
 
 
 @dataclass(frozen=True, slots=True)
-class BlocksLoaded:
+class RunLoaded:
     """A load is over. num_blocks: the leading ones that are in their host blocks, each verified by its checksum.
     duration_ns: of reading them, without waiting for other loads."""
 
@@ -47,7 +47,7 @@ class BlocksLoaded:
 
 
 @dataclass(frozen=True, slots=True)
-class BlocksStored:
+class RunStored:
     """A store is over; nothing reads its host blocks any more. num_blocks: how many were written."""
 
     store_id: int
@@ -70,5 +70,5 @@ class DiskState:
     message: str = ""
 
 
-TierEvent = BlocksLoaded | BlocksStored | DiskContents | DiskState
-TIER_EVENTS = {cls.__name__: cls for cls in (BlocksLoaded, BlocksStored, DiskContents, DiskState)}
+TierEvent = RunLoaded | RunStored | DiskContents | DiskState
+TIER_EVENTS = {cls.__name__: cls for cls in (RunLoaded, RunStored, DiskContents, DiskState)}

@@ -20,10 +20,10 @@ from diptych.control.config import CacheConfig
 from diptych.control.engine.kvcache.block_pool import BlockPool
 from diptych.control.engine.kvcache.disk_loads import DiskLoads, WorkNs
 from diptych.control.engine.kvcache.tier_records import (
-    BlocksLoaded,
-    BlocksStored,
     DiskContents,
     DiskState,
+    RunLoaded,
+    RunStored,
     StoreBlocks,
     TierAction,
     TierEvent,
@@ -252,9 +252,9 @@ class Tiers:
 
     def on_event(self, event: TierEvent, now: int) -> list[Request]:
         """Something happened to the disk. Returns the requests that need not wait for it any more."""
-        if isinstance(event, BlocksLoaded):
+        if isinstance(event, RunLoaded):
             return self.loads.end(event, self.actions, now)
-        if isinstance(event, BlocksStored):
+        if isinstance(event, RunStored):
             self._end_store(event)
         elif isinstance(event, DiskContents):
             self.loads.change(event)
@@ -265,7 +265,7 @@ class Tiers:
                     self._drop_run()
         return []
 
-    def _end_store(self, event: BlocksStored) -> None:
+    def _end_store(self, event: RunStored) -> None:
         hashes, blocks = self._stores.pop(event.store_id)
         self.host.release(blocks)
         self._is_wanted.difference_update(hashes)
