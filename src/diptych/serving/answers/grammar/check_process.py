@@ -28,6 +28,7 @@ MEMORY_BYTES = 2 << 30  # a fork may take so much more
 KEPT_BYTES = 128 << 20  # a fork that holds so much more after a grammar is not used again
 NICENESS = 5
 SLOW_S = 0.02  # what takes longer
+TOO_LARGE = "it takes too much memory to compile"
 SLOW_NICENESS = 19  # goes on when nobody else wants the processor
 
 
@@ -43,10 +44,12 @@ def main() -> None:
     fork = Fork(tokenizer, settings.limit_s)
     _write(CheckReply(""))
     for line in sys.stdin.buffer:
-        if fork.has_ended:  # somebody has killed it
+        reply = fork.check(line)
+        if reply is None:
             fork.end()
             fork = Fork(tokenizer, settings.limit_s)
-        _write(fork.check(line))
+            reply = fork.check(line) or CheckReply(TOO_LARGE)
+        _write(reply)
         if not fork.is_usable:  # after the reply: the next grammar is not here yet
             fork.end()
             fork = Fork(tokenizer, settings.limit_s)
@@ -76,15 +79,8 @@ class Fork:
         os.close(requests)
         os.close(replies)
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether there is no such process any more."""
-        if self._pid and os.waitpid(self._pid, os.WNOHANG)[0]:
-            self._pid = 0
-        return not self._pid
-
-    def check(self, line: bytes) -> CheckReply:
-        """The reply to a line with a CheckRequest."""
+    def check(self, line: bytes) -> CheckReply | None:
+        """The reply to a line with a CheckRequest; None where somebody has killed the fork, perhaps long ago."""
         with contextlib.suppress(BrokenPipeError):
             _write_all(self._requests, line)
         if not select.select([self._replies], [], [], SLOW_S)[0]:
@@ -100,9 +96,10 @@ class Fork:
         self.is_usable = False
         _, status = os.waitpid(self._pid, 0)
         self._pid = 0
-        if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM:
+        ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+        if ended_by == signal.SIGALRM:
             return CheckReply(f"it takes longer than {self._limit_s * 1000:.0f} ms to compile")
-        return CheckReply("it takes too much memory to compile")
+        return None if ended_by == signal.SIGKILL else CheckReply(TOO_LARGE)
 
     def end(self) -> None:
         """Nothing of it is left."""
