@@ -279,6 +279,6 @@ async def test_a_worker_that_is_stopped_while_it_loads_is_started_again(
         first = port.worker_pid
         os.kill(first or 0, signal.SIGKILL)
         await until(lambda: port.worker_pid not in (None, first), "it is started again")
-        await until(lambda: port.directory is not None and (port.directory / "heartbeat").exists(), "it loads")
+        await until(lambda: port.pulse() is not None, "it loads")
         os.kill(port.worker_pid or 0, signal.SIGSTOP)
         await until(lambda: port.num_restarts >= 2 and all(llm.metrics.fleet.view().is_up), "and again")

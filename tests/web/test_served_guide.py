@@ -39,7 +39,7 @@ def test_panels_are_computed_where_nobody_is_kept_waiting_and_end_with_the_serve
     with fake_server(**SPLIT) as server:
         assert panel_processes(server) == []  # not before anybody asks
         first = httpx.get(f"{server.url}/guide/api/transfer", timeout=60)
-        assert first.json()["size"]["cache_bytes"] == 671_088_640
+        assert first.json()["size"]["cache_bytes"] == 2_684_354_560
         (process,) = panel_processes(server)
         if sys.platform == "linux":
             assert os.sched_getscheduler(process.pid) == os.SCHED_IDLE
