@@ -145,7 +145,7 @@ export function showRequest(element, title, view, request, sender) {
   }
   if (request.detail?.message) lines.push(h("p.note.bad", {}, request.detail.message));
   const text = sender.texts.get(request.id);
-  show(element, bars, lines, text ? h("pre.answer", { tabindex: "0", "aria-label": "The answer" }, text) : null);
+  show(element, bars, lines, text ? h("pre.answer", { tabindex: "0", role: "region", "aria-label": "The answer" }, text) : null);
 }
 
 const why = (what, reason) => h("p.why", {}, h("b", {}, `${what}. `), reason);
