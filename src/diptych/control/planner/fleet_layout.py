@@ -12,7 +12,7 @@ from itertools import permutations, product
 
 from diptych.control.cluster.core_split import CoreSplit, split_for
 from diptych.control.config import ShapeName
-from diptych.control.router.topology import ROLES, Role
+from diptych.control.router.topology import ROLES, Role, has_both_phases
 
 NEW_WORKER = -1
 STARTED_GROUP = ""  # of workers that belong to no pool: all of an equal fleet, and those that are started later
@@ -102,12 +102,6 @@ class Reach:
 def as_counts(counts: Mapping[Kind, int]) -> Counts:
     """In one order, without zeros."""
     return tuple(sorted((kind, count) for kind, count in counts.items() if count))
-
-
-def has_both_phases(roles: Iterable[Role]) -> bool:
-    """Whether a worker is left that can prefill, and one that can decode."""
-    found = set(roles)
-    return "both" in found or {"prefill", "decode"} <= found
 
 
 def reachable(layout: Layout, reach: Reach) -> list[Configuration]:

@@ -2,8 +2,9 @@
 
 from collections.abc import Collection, Mapping, Sequence
 
-from diptych.control.planner.fleet_layout import Layout, has_both_phases
+from diptych.control.planner.fleet_layout import Layout
 from diptych.control.planner.planner_events import ObservedWorker, Prediction, ReplayedArrival
+from diptych.control.router.topology import has_both_phases
 
 FEW_OPEN_COUNTS = 32
 CLOSED_LOOP_RANGE = 0.02

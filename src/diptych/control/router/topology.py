@@ -3,6 +3,7 @@
 Load and content are elsewhere: costs.py and prefix_index.py.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Literal
@@ -14,6 +15,12 @@ from diptych.control.slo import NS_PER_S
 ANY_LENGTH = 2**62
 Role = Literal["prefill", "decode", "both"]
 ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
+
+
+def has_both_phases(roles: Iterable[Role]) -> bool:
+    """Whether workers with these roles can prefill and decode."""
+    found = set(roles)
+    return "both" in found or {"prefill", "decode"} <= found
 
 
 @dataclass(frozen=True, slots=True)

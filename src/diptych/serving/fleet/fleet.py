@@ -28,7 +28,7 @@ from diptych.control.config import SchedulerConfig
 from diptych.control.errors import ConflictError, DiptychError, WorkerError
 from diptych.control.events import Event, RequestFinished, Resized, TransferFailed
 from diptych.control.request import FinishReason, Submission
-from diptych.control.router.topology import Role, WorkerInfo
+from diptych.control.router.topology import Role, WorkerInfo, has_both_phases
 from diptych.processor import Processor, read_processor
 from diptych.serving.answers.answer_stream import AnswerStream, Generation
 from diptych.serving.answers.output_streams import OutputStreams
@@ -41,7 +41,7 @@ from diptych.serving.fleet.hang_watch import watch_pulses
 from diptych.serving.fleet.host_cores import HostCores
 from diptych.serving.fleet.index_alarm import IndexAlarm
 from diptych.serving.fleet.joined_worker import JoinedWorker
-from diptych.serving.fleet.joint_ready import are_enough, joint_ready, longest_sequence
+from diptych.serving.fleet.joint_ready import joint_ready, longest_sequence
 from diptych.serving.fleet.supervisor import LocalLauncher
 from diptych.serving.fleet.takeovers import Takeovers
 from diptych.serving.fleet.worker_changes import WorkerChanges
@@ -373,7 +373,7 @@ class Fleet:
             model_copy=self._plan.copies[worker],
         )
         self.tell(WorkerUp(info))
-        if are_enough(self.core.members.infos[number].role for number in self.core.members.up):
+        if has_both_phases(self.core.members.infos[number].role for number in self.core.members.up):
             self._enough.set()
         if self.joint_ready is not None and self.door is not None:
             self._join_ready()

@@ -1,6 +1,6 @@
 """A fleet as one worker: what the workers' Ready messages say together, for clients and for the checks of requests."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from diptych.control.compute_share import ComputeShare
 from diptych.control.errors import ConfigError
@@ -11,12 +11,6 @@ from diptych.serving.link.messages import Ready
 def longest_sequence(ready: Ready) -> int:
     """Tokens of the longest prompt and answer that this worker takes."""
     return min(ready.max_model_len, ready.kv_capacity_tokens)
-
-
-def are_enough(roles: Iterable[Role]) -> bool:
-    """Whether workers with these roles can do both phases."""
-    found = set(roles)
-    return "both" in found or found >= {"prefill", "decode"}
 
 
 def joint_ready(roles: Mapping[int, Role], known: Mapping[int, Ready]) -> Ready:

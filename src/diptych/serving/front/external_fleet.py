@@ -17,14 +17,14 @@ from diptych.control.cluster.core_split import CoreSplit
 from diptych.control.compute_share import ComputeShare
 from diptych.control.config import SchedulerConfig
 from diptych.control.errors import ConflictError
-from diptych.control.router.topology import Role
+from diptych.control.router.topology import Role, has_both_phases
 from diptych.control.slo import Slo
 from diptych.control.step import StepTokens
 from diptych.serving.fleet.fleet import Fleet
 from diptych.serving.fleet.fleet_options import FleetOptions
 from diptych.serving.fleet.fleet_plan import FleetPlan
 from diptych.serving.fleet.host_cores import HostCores
-from diptych.serving.fleet.joint_ready import are_enough, joint_ready
+from diptych.serving.fleet.joint_ready import joint_ready
 from diptych.serving.fleet.worker_changes import DRAIN_LIMIT_S, WorkerChanges
 from diptych.serving.fleet.worker_port import WorkerPort
 from diptych.serving.front.engine_spec import FrontOptions, in_order
@@ -178,7 +178,7 @@ class ExternalFleet(Fleet):
         super().on_ready(worker, ready)
         known = {number: self.known[number] for number in sorted(self.known) if number in self.core.members.infos}
         roles = {number: self.role(number) for number in known}
-        if are_enough(roles.values()):
+        if has_both_phases(roles.values()):
             kinds = "; ".join(dict.fromkeys(ready.description for ready in known.values()))
             summary = f"{len(known)} of {len(self.front.engines)} engines: {kinds}"
             self.joint_ready = msgspec.structs.replace(joint_ready(roles, known), summary=summary)
