@@ -222,7 +222,7 @@ def test_a_text_is_continued_and_a_conversation_goes_on(browser: Any) -> None:
             wait_until(lambda number=number: page.locator(".chat-figures").count() == number)
             wait_until(lambda: page.locator("#chat-send").is_enabled())
         assert page.locator(".said-by-you").all_inner_texts() == ["Question 1", "Question 2"]
-        assert "Chat 3" in request_rows(page)
+        wait_until(lambda: "Chat 3" in request_rows(page))
         page.click("#chat-new")
         assert page.locator(".said-by-you").count() == 0
         page.set_viewport_size(PHONE)
