@@ -368,6 +368,7 @@ class Fleet:
             ready.block_size,
             memory_domain=self._plan.memory_domain(worker),
             host=self.workers[worker].site.host,
+            rack=self.workers[worker].site.rack,
             share=ready.share,
             max_model_len=longest_sequence(ready),
             model_copy=self._plan.copies[worker],
