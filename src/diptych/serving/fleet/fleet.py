@@ -139,6 +139,7 @@ class Fleet:
             expected = expected_of(self.options.model)
             self.door = WorkerDoor(self, self.fleet.join, expected, numbers, self.fleet.heartbeat_timeout_s)
             await self.door.open()
+        await self._launcher.open(self.door.port if self.door is not None else 0)
         for number in range(len(self.fleet.roles)):
             self._launch(number)
         watch = watch_pulses(self.workers, self.fleet.heartbeat_timeout_s)
@@ -167,6 +168,7 @@ class Fleet:
             await self.door.close()
         self._timer.cancel()
         await asyncio.gather(*(worker.stop() for worker in self.workers))
+        await self._launcher.close()
         for worker in self.workers:
             self._note_state(worker.number, WorkerState.STOPPED)
         self.timeline.close()
@@ -181,8 +183,9 @@ class Fleet:
     def _launch(self, number: int) -> WorkerPort:
         """Begin the life of a worker: of a new one, or of one that was stopped."""
         assert self._plan is not None
-        if number == len(self.workers):
-            self.workers.append(self._launcher.launch(number, self._plan.options[number], self._plan.pass_fds))
+        if number == len(self.workers) or type(self.workers[number]) is JoinedWorker:
+            port = self._launcher.launch(number, self._plan.options[number], self._plan.pass_fds)
+            self.workers[number : number + 1] = [port]
         worker = self.workers[number]
         worker.start(self)
         self._note_state(number, WorkerState.STARTING)
@@ -190,7 +193,7 @@ class Fleet:
 
     async def start_worker(self, worker: int) -> None:
         """See ChangingFleet. Raises the error of a worker that cannot start."""
-        if self.fleet.join is not None and not self.fleet.roles:
+        if self.fleet.join is not None and self.fleet.ray is None and not self.fleet.roles:
             raise ConflictError("the workers of this server join by themselves: start one where it is to run")
         port = self._launch(worker)
         assert port.ready is not None
