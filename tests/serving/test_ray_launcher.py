@@ -4,8 +4,11 @@ the real Ray, where it is installed."""
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from fake_ray import FakeRay
 from test_join import ask, expected, ready, tokens, until
 
 from diptych.control.cluster.cluster_config import cluster_config
-from diptych.control.errors import ConfigError, ConflictError, WorkerError
+from diptych.control.errors import ConfigError, WorkerError
 from diptych.control.planner.planner_events import AddWorker, RemoveWorker
 from diptych.serving.async_llm import AsyncLLM
 from diptych.serving.fleet import launched_worker
@@ -28,7 +31,7 @@ from diptych.serving.fleet.launchers import launcher_of
 from diptych.serving.fleet.supervisor import LocalLauncher
 from diptych.serving.fleet.worker_port import WorkerState
 from diptych.serving.link.engine_options import EngineOptions, MemoryOptions
-from diptych.serving.ray.ray_jobs import RayJobs
+from diptych.serving.ray.ray_jobs import RayJobs, import_ray
 from diptych.serving.ray.ray_options import RayOptions
 from diptych.serving.ray.worker_actor import WorkerActor
 from diptych.tls.shared_key import read_key_file
@@ -242,18 +245,64 @@ def test_settings_of_ray_are_checked(key_file: Path) -> None:
         FleetOptions(ray=RayOptions(key_file=key_file), join=join, cores_per_worker="2")
 
 
+@contextmanager
+def ray_cluster() -> Iterator[str]:
+    """A real one on this host, with two CPUs; its address."""
+    pytest.importorskip("ray", reason="ray is not installed (pip install 'diptych[ray]')")
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{found.getsockname()[1]}"
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--num-cpus=2"]
+    command += ["--include-dashboard=false", "--disable-usage-stats", "--node-ip-address=127.0.0.1"]
+    environment = os.environ | {"RAY_AUTH_MODE": "disabled"}
+    process = subprocess.Popen([*command, f"--port={address.rpartition(':')[2]}"], env=environment)
+    try:
+        yield address
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+async def until_it_is_there(address: str) -> None:
+    for _ in range(600):
+        with socket.socket() as found:
+            if found.connect_ex((address.partition(":")[0], int(address.rpartition(":")[2]))) == 0:
+                await asyncio.sleep(5)  # for its first node
+                return
+        await asyncio.sleep(0.1)
+
+
 @pytest.mark.system
 @pytest.mark.slow
 @pytest.mark.asyncio
 @pytest.mark.timeout(240)
-async def test_the_real_ray_does_the_same(key_file: Path) -> None:
-    ray = pytest.importorskip("ray", reason="ray is not installed (pip install 'diptych[ray]')")
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    try:
-        async with fleet_on(ray, key_file, both=2, address="auto", num_cpus=1.0) as llm:
+async def test_the_real_ray_does_the_same(key_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two workers, a completion; one is killed, its streams go on and Ray starts another; one is removed and added."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with ray_cluster() as address:
+        await until_it_is_there(address)
+        async with fleet_on(import_ray(), key_file, both=2, address=address, max_workers=2, wait_s=60.0) as llm:
             await asyncio.wait_for(asyncio.shield(llm.fleet.ready), 120)  # type: ignore[arg-type]
+            await until(lambda: len(llm.fleet.core.members.up) == 2, 60)
             assert tokens(await ask(llm)) == expected()
-            with pytest.raises(ConflictError):
-                await llm.fleet.changes.remove(7)
-    finally:
-        ray.shutdown()
+            before = {port.number: port.agent for port in llm.fleet.workers if isinstance(port, LaunchedWorker)}
+            streams = [asyncio.create_task(ask(llm, 400)) for _ in range(4)]
+            await asyncio.sleep(0.1)
+            os.kill(agent_process(before[0]), signal.SIGKILL)
+            assert [tokens(output) for output in await asyncio.gather(*streams)] == [expected(400)] * 4
+            await until(lambda: llm.fleet.num_restarts == 1 and len(llm.fleet.core.members.up) == 2, 60)
+            await llm.fleet.changes.remove(1)
+            assert tokens(await ask(llm)) == expected()
+            assert await llm.fleet.changes.add() == 1
+            children = [agent_process(port.agent) for port in llm.fleet.workers if isinstance(port, LaunchedWorker)]
+        await until(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() for pid in children), 20)
+
+
+def agent_process(agent: bytes) -> int:
+    """The process id of ``diptych worker`` with this identity."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            words = path.read_bytes().split(b"\0")
+            if b"--agent" in words and agent.hex().encode() in words:
+                return int(path.parent.name)
+    raise AssertionError("there is no such process")

@@ -134,12 +134,15 @@ class Fleet:
             self.planner = plan_with(self.fleet, self.options, self.core, plan, self.changes, self._clock)
         self.ready = asyncio.get_running_loop().create_future()
         self.ready.add_done_callback(lambda future: future.cancelled() or future.exception())
-        if self.fleet.join is not None:
-            numbers = range(len(self.fleet.roles), len(self.fleet.slots))
-            expected = expected_of(self.options.model)
-            self.door = WorkerDoor(self, self.fleet.join, expected, numbers, self.fleet.heartbeat_timeout_s)
+        if (join := self.fleet.join) is not None:
+            numbers, silence_s = range(len(self.fleet.roles), len(self.fleet.slots)), self.fleet.heartbeat_timeout_s
+            self.door = WorkerDoor(self, join, expected_of(self.options.model), numbers, silence_s)
             await self.door.open()
-        await self._launcher.open(self.door.port if self.door is not None else 0)
+        try:
+            await self._launcher.open(self.door.port if self.door is not None else 0)
+        except DiptychError:
+            await self.stop()
+            raise
         for number in range(len(self.fleet.roles)):
             self._launch(number)
         watch = watch_pulses(self.workers, self.fleet.heartbeat_timeout_s)
