@@ -27,7 +27,7 @@ FORGET = 0.998  # of the worker's counts, per guess
 LEAST_CHANCE = 0.02
 LIKELY = 0.5  # the chance of a guess from which on the answer is looked up at every token
 RUN = 3  # right guesses in a row after which it is, too
-MAX_PAUSE = 16  # tokens
+MAX_PAUSE = 32  # tokens
 
 Tokens = Sequence[int] | npt.NDArray[np.int32]
 
@@ -116,7 +116,7 @@ class SuffixLookup:
 
     def pause(self, num_streams: int) -> int:
         """Tokens that may come before the next look-up, beside so many streams: 1 while something likely is guessed."""
-        longest = min(MAX_PAUSE, num_streams, 1 + self._num_quiet)
+        longest = min(MAX_PAUSE, num_streams, 1 << min(self._num_quiet, 5))
         if longest > 1 and self._source and self._counts.chance(self._length) >= LIKELY:
             return 1
         return longest
