@@ -21,6 +21,7 @@ import jsonschema
 
 from diptych import LLM, SamplingParams
 from diptych.control.errors import InvalidRequestError, WorkerError
+from diptych.runtime.thread_limits import switch_often
 from diptych.serving.answers.grammar.grammar_checker import GrammarChecker
 from diptych.serving.answers.grammar.grammar_text import GrammarWriter
 from diptych.serving.async_llm import AsyncLLM
@@ -203,6 +204,7 @@ async def hostile_gaps(options: argparse.Namespace) -> dict[str, Any]:
     async def quiet() -> None:
         await asyncio.sleep(3600)
 
+    switch_often()  # as the server does
     async with AsyncLLM(settings) as llm:
 
         async def attack(schemas: list[dict[str, Any]]) -> None:
