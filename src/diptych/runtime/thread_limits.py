@@ -10,8 +10,8 @@ SWITCH_INTERVAL_S = 0.0005
 
 
 def switch_often() -> None:
-    """A thread of this process that computes in Python holds the others up for SWITCH_INTERVAL_S at most (usually 5 ms):
-    a schema that is checked, say, and the loop that hands on tokens."""
+    """A thread of this process that computes in Python holds the others up for SWITCH_INTERVAL_S at most (by default 5
+    ms): one that checks a schema, say, and the loop that hands on tokens."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
