@@ -18,8 +18,9 @@ from diptych.control.request import SamplingParams
 MAX_COMPILED = 128
 NICENESS = 10
 
-# Of the computation of a single mask: what takes more than some milliseconds ends its own request.
-_LIMITS = llguidance.LLParserLimits(step_lexer_fuel=100_000, step_max_items=25_000, verbose_errors=False)
+# Of the computation of a single mask: what takes more than a millisecond or two ends its own request. Masks of usual
+# schemas take less than a tenth of it.
+MASK_LIMITS = llguidance.LLParserLimits(step_lexer_fuel=30_000, step_max_items=8_000, verbose_errors=False)
 
 
 class Grammars:
@@ -57,7 +58,7 @@ class Grammars:
         return self.constraint(sampling.grammar, forces=sampling.forces_tokens and sampling.logprobs is None)
 
     def _compile(self, text: str) -> llguidance.LLMatcher:
-        matcher = llguidance.LLMatcher(self._tokenizer, text, log_level=0, limits=_LIMITS)
+        matcher = llguidance.LLMatcher(self._tokenizer, text, log_level=0, limits=MASK_LIMITS)
         if matcher.is_error():
             raise ConstraintError(f"the grammar does not compile: {matcher.get_error()[:500]}")
         matcher.compute_bitmask()  # the first mask takes the longest

@@ -50,5 +50,5 @@ class OfferedTokens:
         if lookup is None:
             lookup = state.lookup = SuffixLookup([*predicted, *token_ids.tolist()], self._counts)
         else:
-            lookup.extend(token_ids[lookup.num_tokens - len(predicted) :].tolist())
+            lookup.extend(token_ids[lookup.num_tokens - len(predicted) :])
         return lookup

@@ -16,8 +16,9 @@ from diptych.serving.answers.grammar.call_arguments import PythonArguments, Tagg
 from diptych.serving.answers.grammar.schema_parts import Schema, refuse
 from diptych.serving.answers.response.response_template import CallForm
 
-MAX_GRAMMAR_BYTES = 1 << 20
+MAX_GRAMMAR_BYTES = 1 << 18  # to write a longer one would hold up the other streams of the front end
 MAX_DEPTH = 100  # of a schema
+MAX_PARTS = 20_000  # of a schema: values, at any depth
 _SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ARGUMENTS = {"tags": TaggedArguments, "python": PythonArguments}
 _ANY_TEXT = r"/(?s:.*)/"
@@ -140,7 +141,7 @@ class GrammarWriter:
                 part.isidentifier() and not iskeyword(part) for part in name.split(".")
             ):
                 refuse(f"tools.{number}.function.name", f"{name!r} is no name in Python")
-            check_depth(arguments, _arguments_param(number))
+            check_size(arguments, _arguments_param(number))
             others.add(f"arguments_{number}", arguments, _arguments_param(number))
         return rules + [f"{name}: {right}" for name, right in others.rules.items()]
 
@@ -160,7 +161,7 @@ class GrammarWriter:
 
 def json_rule(schema: Schema, param: str, whitespace: str | None = None) -> str:
     """The right side of a rule for values of a schema. Raises InvalidRequestError for one that is too deep."""
-    check_depth(schema, param)
+    check_size(schema, param)
     options: dict[str, Any] = dict(_SEPARATORS)
     if whitespace is not None:
         options = {"whitespace_pattern": whitespace}
@@ -168,13 +169,20 @@ def json_rule(schema: Schema, param: str, whitespace: str | None = None) -> str:
     return "%json " + json.dumps({**as_object, "x-guidance": options}, ensure_ascii=False)
 
 
-def check_depth(schema: Any, param: str) -> None:
-    """Raise InvalidRequestError with the path of what is nested too deeply."""
+def check_size(schema: Any, param: str) -> None:
+    """Raise InvalidRequestError with the path of what is nested too deeply or has too many parts."""
     nodes: list[tuple[Any, str, int]] = [(schema, param, 0)]
+    num_parts = 1
     while nodes:
         node, path, depth = nodes.pop()
         if depth > MAX_DEPTH:
             raise InvalidRequestError(f"{path[:200]}... is nested more than {MAX_DEPTH} deep", param=param)
+        if isinstance(node, Mapping | list):
+            num_parts += len(node)
+        if num_parts > MAX_PARTS:
+            raise InvalidRequestError(
+                f"{path[:200]} and what comes before it have {num_parts} parts; the limit is {MAX_PARTS}", param=param
+            )
         if isinstance(node, Mapping):
             nodes += [(value, f"{path}.{key}", depth + 1) for key, value in node.items()]
         elif isinstance(node, list):
