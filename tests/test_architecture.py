@@ -61,7 +61,7 @@ TORCH_FREE_RUNTIME = {
     "safetensors_file", "stored_tensor", "thread_limits", "weight_bytes", "weight_format",
     "quantization", "quantization.packed_weight", "quantization.quantization_config",
     "gguf", "gguf.ggml_types", "gguf.gguf_checkpoint", "gguf.gguf_config", "gguf.gguf_file", "gguf.gguf_metadata",
-    "gguf.gguf_vocabulary",
+    "gguf.gguf_vocabulary", "grammar", "tiers", "tiers.extent_format",
     "transfer", "transfer.connector", "transfer.connector_kind", "transfer.kv_format",
     *(f"models.{path.stem}" for path in (SOURCE / "runtime" / "models").glob("[a-z]*.py")),
 }  # fmt: skip

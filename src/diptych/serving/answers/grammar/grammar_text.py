@@ -16,9 +16,9 @@ from diptych.serving.answers.grammar.call_arguments import PythonArguments, Tagg
 from diptych.serving.answers.grammar.schema_parts import Schema, refuse
 from diptych.serving.answers.response.response_template import CallForm
 
-MAX_GRAMMAR_BYTES = 1 << 18  # to write a longer one would hold up the other streams of the front end
+MAX_GRAMMAR_BYTES = 1 << 17  # to write a longer one would hold up the other streams of the front end
 MAX_DEPTH = 100  # of a schema
-MAX_PARTS = 20_000  # of a schema: values, at any depth
+MAX_PARTS = 10_000  # of a schema: values, at any depth
 _SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ARGUMENTS = {"tags": TaggedArguments, "python": PythonArguments}
 _ANY_TEXT = r"/(?s:.*)/"
