@@ -139,6 +139,7 @@ async def _serve(
         await _drain(llm, options.drain_timeout_s, stop_now)
     finally:
         await llm.shutdown()
+        app.state.panels.end()
         server.stop()
         await serving
         starting.cancel()
