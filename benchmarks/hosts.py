@@ -185,7 +185,7 @@ def _num_ready() -> int:
 
 def _read_stream(until: threading.Event, counts: list[int]) -> None:
     """One client: long streams, one after the other."""
-    body = {"model": "any", "prompt": list(range(64)), "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    body = {"prompt": list(range(64)), "max_tokens": 4000, "ignore_eos": True, "stream": True}
     while not until.is_set():
         connection = http.client.HTTPConnection("127.0.0.1", PORT, timeout=60)
         connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
@@ -244,7 +244,7 @@ def _front_end(stack: ExitStack, model: Path, door: int, path: str, most: str) -
 
 def _first_token_s() -> float:
     """When the first token of a short prompt was there."""
-    body = json.dumps({"model": "any", "prompt": "Once", "max_tokens": 1}).encode()
+    body = json.dumps({"prompt": "Once", "max_tokens": 1}).encode()
     request = urllib.request.Request(URL + "/v1/completions", body, {"Content-Type": "application/json"})
     urllib.request.urlopen(request, timeout=60).close()
     return time.monotonic()

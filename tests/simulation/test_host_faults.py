@@ -220,7 +220,7 @@ def test_places_have_workers() -> None:
 
 def test_a_partition_is_between_all_pairs() -> None:
     fault = Fault("link_loss", 0, 0, 1, channel="kv")
-    pairs = [(one.worker, one.peer) for one in befall(fault, [0, 3], [1, 3])]
+    pairs = [(each.worker, each.peer) for each in befall(fault, [0, 3], [1, 3])]
     assert pairs == [(0, 1), (0, 3), (3, 1)]
 
 

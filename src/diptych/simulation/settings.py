@@ -386,10 +386,10 @@ def _faults(settings: Settings, fleet: Pools | None) -> tuple[Fault, ...]:
         if fault.peer is not None:
             peers = _workers_at(settings, fleet, scope, fault.peer, f"faults[{index}].peer")
         at_ns, duration_ns = round(fault.at_s * NS_PER_S), max(1, round(fault.duration_s * NS_PER_S))
-        one = Fault(fault.kind, 0, at_ns, duration_ns, fault.factor, fault.channel, fault.direction)
+        template = Fault(fault.kind, 0, at_ns, duration_ns, fault.factor, fault.channel, fault.direction)
         if peers is not None and fault.channel != "kv":
             raise ConfigError(f"faults[{index}].peer is {fault.peer}; only the channel kv has peers", param="faults")
-        faults += befall(one, workers, peers)
+        faults += befall(template, workers, peers)
     if drawn := settings.random_faults:
         found = random_faults(
             settings.seed,

@@ -47,7 +47,7 @@ class PairSearch:
         self.domains = [domains[place] for place in places]
         self.num_domains = len(paths) + 1
         used = {link for row in paths for link in row if link is not None}  # that KV may have to travel
-        self._nearest = None  # no path is better than this
+        self._nearest: LinkCost | None = None  # no path is better than this
         if used:
             self._nearest = LinkCost(max(link.bytes_per_s for link in used), min(link.latency_ns for link in used))
 
