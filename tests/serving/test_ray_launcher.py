@@ -94,7 +94,7 @@ async def test_ray_starts_the_workers_and_they_end_with_the_front_end(key_file: 
         children = [actor.instance._process for actor in ray.actors]
     assert not ray.is_connected
     for process in children:
-        await asyncio.to_thread(process.wait, 10)
+        await asyncio.to_thread(process.wait, 30)
 
 
 @pytest.mark.system
@@ -141,7 +141,7 @@ async def test_an_actor_that_dies_takes_its_worker_with_it(key_file: Path) -> No
         await until(lambda: len(llm.fleet.core.members.up) == 2)
         process = ray.actors[0].instance._process
         ray.actors[0].die()
-        await asyncio.to_thread(process.wait, 10)
+        await asyncio.to_thread(process.wait, 30)
         await until(lambda: len(ray.actors) == 3 and len(llm.fleet.core.members.up) == 2)
         assert tokens(await ask(llm)) == expected()
 
@@ -157,7 +157,7 @@ async def test_workers_are_added_and_removed_through_ray(key_file: Path) -> None
         assert llm.fleet.core.members.is_usable(1)
         process = ray.actors[0].instance._process
         await changes.remove(0)
-        assert await asyncio.to_thread(process.wait, 10) == 0  # it was asked to end
+        assert await asyncio.to_thread(process.wait, 30) == 0  # it was asked to end
         assert ray.actors[0].is_dead
         assert tokens(await ask(llm)) == expected()
         assert await changes.add() == 0  # the number, and the room, of the one that was removed

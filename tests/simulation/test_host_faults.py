@@ -23,12 +23,12 @@ PREFILL, DECODE = 0, 1
 WHOLE_NS = 10 * NS_PER_S
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(12))
 def test_every_law_holds_among_hosts_on_a_bad_day(seed: int) -> None:
     run_spread(seed)
 
 
-@pytest.mark.parametrize("seed", range(60, 75))
+@pytest.mark.parametrize("seed", range(60, 64))
 def test_strides_give_the_log_of_single_steps_among_hosts_too(seed: int) -> None:
     check_spread_strides(seed, run_spread(seed))
 
