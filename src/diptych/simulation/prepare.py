@@ -130,6 +130,9 @@ def fleet_pools(settings: "Settings", pools: Sequence[PreparedPool]) -> Pools | 
         kv_bytes_per_token=models[0].kv_bytes_per_token(settings.kv_bits // 8, mean_context(settings, models[0])),
         link=network.link,
         num_hosts=network.hosts,
+        num_racks=network.racks,
+        uplink=network.uplink,
+        shares_memory=network.shares_memory,
         stall_ns=round(network.stall_ms * NS_PER_MS),
         named=tuple(_as_pool(pool, network.nics, copy) for pool, copy in zip(pools, _copies(pools), strict=True)),
     )

@@ -78,6 +78,12 @@ class ExternalLauncher:
         self._front = front
         self._clock = clock
 
+    async def open(self, door_port: int) -> None:
+        """See Launcher."""
+
+    async def close(self) -> None:
+        """See Launcher."""
+
     def launch(self, number: int, options: EngineOptions, pass_fds: Sequence[int]) -> WorkerPort:
         """See Launcher."""
         assert self.fleet is not None
