@@ -22,6 +22,7 @@ from diptych.cli.calibrate import calibrate, replay
 from diptych.cli.command_line import Command, CommandGroup, own_command
 from diptych.cli.diagnose import diagnose
 from diptych.cli.error_messages import errors_in_words
+from diptych.cli.examples import examples
 from diptych.cli.front import front
 from diptych.cli.guide import guide
 from diptych.cli.options import (
@@ -134,7 +135,7 @@ def diptych(
         print(ctx.get_help())
 
 
-@app.command(cls=Command)
+@app.command(cls=Command, epilog=examples("serve"))
 def serve(
     place: Annotated[Text, typer.Argument(metavar="[MODEL]", help=MODEL_HELP)] = None,
     model: Annotated[Text, option("The same as MODEL.", MODEL)] = None,
@@ -373,7 +374,7 @@ def manners(given: dict[str, Any]) -> Manners:
     )
 
 
-@app.command(cls=Command)
+@app.command(cls=Command, epilog=examples("generate"))
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads standard input.")],
     model: Annotated[Text, option(MODEL_HELP, MODEL)] = None,
@@ -406,15 +407,15 @@ def generate(
         sys.stdout.write("\n")
 
 
-@app.command(cls=Command)
+@app.command(cls=Command, epilog=examples("version"))
 def version() -> None:
     """Print the version, and whether the control code and the simulator are compiled."""
     print(f"diptych {__version__} (control code and simulator: {compiled_modules.what_runs()})")
 
 
 for command in (advise, alerts, bench, calibrate, chat, diagnose, front, plan, replay, simulate, worker, guide):
-    app.command(cls=Command)(command)
-app.add_typer(cache, name="cache")
+    app.command(cls=Command, epilog=examples(command.__name__))(command)
+app.add_typer(cache, name="cache", epilog=examples("cache"))
 
 
 def main() -> None:
