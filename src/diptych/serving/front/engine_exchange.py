@@ -80,14 +80,13 @@ class ExchangeOwner(Protocol):
 @dataclass(frozen=True, slots=True)
 class EngineQuestion:
     """What is sent. resumes: the answer goes on after tokens of another engine. adds_ids, adds_usage: the engine was
-    asked for more than the client has asked for. headers: lines that end with CR LF."""
+    asked for more than the client has asked for."""
 
     path: str
     body: bytes
     resumes: bool = False
     adds_ids: bool = False
     adds_usage: bool = False
-    headers: bytes = b""
 
 
 class EngineExchange:
@@ -127,7 +126,7 @@ class EngineExchange:
         """Send the request."""
         question = self._question
         self.stream.on_read = self._on_read
-        self._call = pool.send("POST", question.path, question.body, self, headers=question.headers)
+        self._call = pool.send("POST", question.path, question.body, self, headers=id_header(self.attempt_id))
 
     def cancel(self) -> None:
         """Nobody wants the rest. Nothing is reported."""
@@ -378,6 +377,11 @@ class EngineExchange:
     def _on_read(self) -> None:
         if self._call is not None:
             self._call.resume()
+
+
+def id_header(attempt_id: str) -> bytes:
+    """By which an engine that reports its steps names the request in them, and others in their logs."""
+    return b"X-Request-Id: %b\r\n" % attempt_id.encode()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """The load of an engine: the requests that it has of ours, its own gauges, and what its time costs, as learned.
 
-An engine behind a front gives no step times. A prompt token's price is learned from how long prompts took while any
-was waited for; a token's, from the gaps between tokens. Gauges that are due and do not come mean that the engine is
+Where an engine reports its steps, the same model of their times is fitted to them as in workers of ours. Else a prompt
+token's price is learned from how long prompts took while any was waited for; a token's, from the gaps between tokens.
+Gauges that are due and do not come mean that the engine is
 busy: it counts as saturated until they do. Asks nothing, waits for nothing.
 """
 
@@ -9,7 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from diptych.control.engine.reports import EngineStats, LoadReport
+from diptych.control.engine.scheduler.step_time import StepTimeModel
 from diptych.control.slo import NS_PER_MS, NS_PER_S
+from diptych.control.step import StepFeatures
 
 FIRST_TOKEN_PRICE_NS = 100_000.0  # of a prompt token, before any was seen: 10,000 a second
 FIRST_GAP_NS = 20.0 * NS_PER_MS
@@ -59,6 +62,9 @@ class EngineLoad:
         self._queried = 0
         self._hit = 0
         self._refused_ns = 0
+        self._steps = StepTimeModel()
+        self._num_decode_steps = 0
+        self._said_share = 1.0  # tokens that the engine counted, for each of our estimate
 
     @property
     def num_held(self) -> int:
@@ -67,7 +73,9 @@ class EngineLoad:
 
     @property
     def token_ns(self) -> float:
-        """Of a prompt token that is computed."""
+        """Of a prompt token that is computed, as the front counts them."""
+        if self._steps.is_trusted:
+            return self._steps.coefficients[1] * self._said_share
         return self._busy_ns / self._computed
 
     def on_sent(self, attempt_id: str, num_tokens: int, now: int) -> None:
@@ -98,13 +106,22 @@ class EngineLoad:
         if held is not None and not held.first_ns:
             self._done_waiting(now)
 
-    def on_prompt(self, num_tokens: int, num_cached: int | None) -> None:
-        """A prompt of so many tokens was computed, but for those that were found (None: the engine does not say)."""
+    def on_prompt(self, num_tokens: int, num_cached: int | None, num_said: int = 0) -> None:
+        """A prompt of so many tokens was computed, but for those that were found (None: the engine does not say).
+        num_said: the engine's own count of them all (0: it does not say)."""
+        if num_said:
+            self._said_share += (num_said / num_tokens - self._said_share) / 32
         if num_cached is not None:
             self._queried += num_tokens
             self._hit += num_cached
         self._busy_ns *= MEMORY
         self._computed = self._computed * MEMORY + max(1, num_tokens - (num_cached or 0))
+
+    def on_step(self, features: StepFeatures, duration_ns: int) -> None:
+        """The engine has reported a step."""
+        self._num_decode_steps += features.prefill_tokens == 0
+        if self._steps.wants(features, self._num_decode_steps):
+            self._steps.observe(features, duration_ns)
 
     def on_gauges(self, gauges: EngineGauges, now: int) -> None:
         """The engine's own figures came."""
@@ -135,11 +152,19 @@ class EngineLoad:
             num_blocks=self._num_blocks,
             used_blocks=min(used, self._num_blocks),
             token_ns=token_ns,
-            pair_ns=0.0,
-            fixed_ns=self._gap_ns * (1 - GROWING_SHARE),
-            sequence_ns=self._gap_ns * GROWING_SHARE / max(1, len(self._held) - self._num_pending),
             output_tokens=sum(known.num_output_tokens for known in held),
+            **self._step_prices(),
         )
+
+    def _step_prices(self) -> dict[str, float]:
+        """What a step costs besides its prompt tokens."""
+        if self._steps.is_trusted:
+            fixed_ns, _, pair_ns, sequence_ns, context_ns = self._steps.coefficients
+            pair_ns *= self._said_share**2
+            return {"fixed_ns": fixed_ns, "pair_ns": pair_ns, "sequence_ns": sequence_ns, "context_ns": context_ns}
+        growing_ns = self._gap_ns * GROWING_SHARE
+        sequence_ns = growing_ns / max(1, len(self._held) - self._num_pending)
+        return {"fixed_ns": self._gap_ns - growing_ns, "pair_ns": 0.0, "sequence_ns": sequence_ns}
 
     def stats(self) -> EngineStats:
         """For metrics: of the engine where it says so, else of our own requests there."""
@@ -153,6 +178,8 @@ class EngineLoad:
             prefix_queried_tokens=self._queried,
             prefix_hit_tokens=self._hit,
             num_preemptions=self._gauges.num_preemptions,
+            step_time_error=self._steps.relative_error if self._steps.is_trusted else 0.0,
+            step_time_coefficients=self._steps.coefficients if self._steps.is_trusted else (),
         )
 
     def _done_waiting(self, now: int) -> None:

@@ -102,8 +102,9 @@ class ExternalFleet(Fleet):
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.front = replace(front, engines=in_order(front.engines))
-        if front.reads_events:
-            require_zmq()
+        for param in ("kv_events", "step_events"):
+            if any(getattr(engine, param) for engine in front.engines):
+                require_zmq(param)
         roles = [engine.role for engine in self.front.engines]
         cluster = cluster or ClusterConfig()
         if front.hands_off and any(

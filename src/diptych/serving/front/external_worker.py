@@ -18,10 +18,10 @@ from typing import Any
 from diptych.control.commands import AskKVSnapshot, Drop, Prefill, Release, Reserve, Serve, WorkerCommand
 from diptych.control.compute_share import ComputeShare
 from diptych.control.errors import ErrorRecord, WorkerError
-from diptych.control.events import Event, HandoffReleased, RequestFinished
+from diptych.control.events import Event, HandoffReleased, RequestFinished, StepFinished
 from diptych.control.request import FinishReason
 from diptych.control.slo import NS_PER_S, LatencyBreakdown
-from diptych.control.step import StepTokens
+from diptych.control.step import StepFeatures, StepTokens
 from diptych.serving.fleet.exit_status import Loss
 from diptych.serving.fleet.worker_port import WorkerListener, WorkerSite, WorkerState
 from diptych.serving.front.adapters import ADAPTERS
@@ -36,6 +36,7 @@ from diptych.serving.front.handoff_port import HandoffPort
 from diptych.serving.front.relay_request import RelayRequest
 from diptych.serving.front.relay_stream import RelayStream
 from diptych.serving.front.reply_chunks import EngineUsage
+from diptych.serving.front.step_feed import StepWatch
 from diptych.serving.link.heartbeat import Pulse
 from diptych.serving.link.messages import (
     FrontendMessage,
@@ -96,6 +97,7 @@ class ExternalWorker:
         self.pool = self._new_pool()
         self.load = EngineLoad(UNKNOWN_BLOCKS, options.block_size, 0, clock())
         self.cache = EngineCache(options, spec, clock)
+        self.steps = StepWatch(spec.step_events, self._on_step, clock)
         self.handoffs = HandoffPort(self)
 
     # -- WorkerPort ---------------------------------------------------------------------------------------------------
@@ -134,6 +136,7 @@ class ExternalWorker:
         self._drop_exchanges()
         self.pool.close()
         await self.cache.close()
+        await self.steps.close()
         if self.ready is not None and not self.ready.done():
             self.ready.set_exception(WorkerError(f"stopped before {self.name} was ready"))
 
@@ -158,6 +161,7 @@ class ExternalWorker:
             "capabilities": asdict(facts.capabilities) if facts else None,
             "degraded": list(facts.degraded) if facts else [],
             "prefix_index": self.cache.kind,
+            "steps": self.steps.described(),
         }
 
     # -- its life -----------------------------------------------------------------------------------------------------
@@ -203,6 +207,7 @@ class ExternalWorker:
         blocks = self.num_blocks
         self.load = EngineLoad(blocks, self._options.block_size, int(due_s * NS_PER_S), self.clock())
         self.cache.begin(blocks, facts.num_blocks or MAX_ENGINE_BLOCKS, self.report)
+        self.steps.begin()
 
     @property
     def num_blocks(self) -> int:
@@ -246,6 +251,7 @@ class ExternalWorker:
         self.pool.close()
         self.pool = self._new_pool()
         await self.cache.close()
+        await self.steps.close()
         self._listener.on_lost(self.number, Loss(WorkerError(f"{self.name}: {words}"), crashed=False))
 
     def _look_after(self) -> None:
@@ -424,8 +430,12 @@ class ExternalWorker:
         estimated = stream.num_estimated_tokens
         stream.num_said_tokens = usage.prompt_tokens
         cached = min(estimated, (said or 0) * estimated // max(1, usage.prompt_tokens))
-        self.load.on_prompt(estimated, None if said is None else cached)
+        self.load.on_prompt(estimated, None if said is None else cached, usage.prompt_tokens)
         return cached
+
+    def _on_step(self, step: StepFinished, features: StepFeatures) -> None:
+        self.load.on_step(features, step.end_ns - step.start_ns)
+        self.report([step])
 
     def on_over(self, exchange: EngineExchange) -> None:
         """See ExchangeOwner."""
