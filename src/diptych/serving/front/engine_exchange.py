@@ -91,6 +91,7 @@ class EngineQuestion:
 
 class EngineExchange:
     """A ReplyListener. num_tokens: of this attempt, so far. last_ns: when the last token came, or the request went.
+    awaits_admission: the fleet is to know when the engine begins with its prompt, and from which token.
     feeder: the worker that the stream belongs to until this engine's first token, when another computed the prompt."""
 
     def __init__(
@@ -109,6 +110,7 @@ class EngineExchange:
         self.is_over = False
         self.has_bytes = False
         self.is_handoff = feeder is not None and feeder != owner.number
+        self.awaits_admission = stream.request.token_ids is not None and not (self.is_handoff or question.resumes)
         self._owner = owner
         self._question = question
         self._feeder = owner.number if feeder is None else feeder
@@ -342,7 +344,8 @@ class EngineExchange:
         num_cached = 0
         if self._usage is not None and not self._question.resumes:
             num_cached = self._owner.on_usage(self, self._usage)
-            if self._usage.cached_tokens is not None and not self.is_handoff:
+            is_known = self.stream.request.token_ids is not None and not self.awaits_admission
+            if self._usage.cached_tokens is not None and not self.is_handoff and not is_known:
                 events.append(RequestAdmitted(self._owner.clock(), self.attempt_id, num_cached, is_first=True))
         self._owner.report([*events, self._end(self._reason, None, num_cached)])
 

@@ -42,11 +42,27 @@ class _Held:
     num_output_tokens: int = 0
 
 
+@dataclass(slots=True)
+class LearnedPrices:
+    """What the engine costs that has last reported what it has learned: assumed of an engine that has learned nothing,
+    so that a new one is neither shunned nor flooded. Names as in LoadReport."""
+
+    token_ns: float = FIRST_TOKEN_PRICE_NS
+    pair_ns: float = 0.0
+    fixed_ns: float = FIRST_GAP_NS * (1 - GROWING_SHARE)
+    sequence_ns: float = FIRST_GAP_NS * GROWING_SHARE
+    context_ns: float = 0.0
+
+
 class EngineLoad:
     """num_blocks, block_size: of its KV cache. gauges_due_ns: after which gauges that do not come are stale (0: it has
-    none)."""
+    none). shared: of all engines of the front."""
 
-    def __init__(self, num_blocks: int, block_size: int, gauges_due_ns: int, now: int) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, gauges_due_ns: int, now: int, shared: LearnedPrices | None = None
+    ) -> None:
+        self._shared = shared or LearnedPrices()
+        self._has_learned = False
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._due_ns = gauges_due_ns
@@ -74,6 +90,8 @@ class EngineLoad:
     @property
     def token_ns(self) -> float:
         """Of a prompt token that is computed, as the front counts them."""
+        if not (self._has_learned or self._steps.is_trusted):
+            return self._shared.token_ns
         if self._steps.is_trusted:
             return self._steps.coefficients[1] * self._said_share
         return self._busy_ns / self._computed
@@ -109,6 +127,7 @@ class EngineLoad:
     def on_prompt(self, num_tokens: int, num_cached: int | None, num_said: int = 0) -> None:
         """A prompt of so many tokens was computed, but for those that were found (None: the engine does not say).
         num_said: the engine's own count of them all (0: it does not say)."""
+        self._has_learned = True
         if num_said:
             self._said_share += (num_said / num_tokens - self._said_share) / 32
         if num_cached is not None:
@@ -140,7 +159,8 @@ class EngineLoad:
         """For the router: what is there besides our own requests, which it counts itself."""
         held = list(self._held.values())
         own_blocks = sum(-(-(known.num_tokens + known.num_output_tokens) // self._block_size) for known in held)
-        token_ns, gauges = self.token_ns, self._gauges
+        prices, gauges = self._prices(), self._gauges
+        token_ns = prices.token_ns
         used = max(0, int((gauges.kv_usage or 0.0) * self._num_blocks) - own_blocks)
         foreign = max(0, gauges.num_waiting - self._num_pending)
         backlog_ns = int(foreign * self._mean_prompt * token_ns)
@@ -152,19 +172,27 @@ class EngineLoad:
             num_blocks=self._num_blocks,
             used_blocks=min(used, self._num_blocks),
             token_ns=token_ns,
+            pair_ns=prices.pair_ns,
+            fixed_ns=prices.fixed_ns,
+            sequence_ns=prices.sequence_ns,
+            context_ns=prices.context_ns,
             output_tokens=sum(known.num_output_tokens for known in held),
-            **self._step_prices(),
         )
 
-    def _step_prices(self) -> dict[str, float]:
-        """What a step costs besides its prompt tokens."""
+    def _prices(self) -> LearnedPrices:
+        """Its own, which others may assume from now on; or theirs, while it has none."""
+        shared = self._shared
         if self._steps.is_trusted:
             fixed_ns, _, pair_ns, sequence_ns, context_ns = self._steps.coefficients
-            pair_ns *= self._said_share**2
-            return {"fixed_ns": fixed_ns, "pair_ns": pair_ns, "sequence_ns": sequence_ns, "context_ns": context_ns}
-        growing_ns = self._gap_ns * GROWING_SHARE
-        sequence_ns = growing_ns / max(1, len(self._held) - self._num_pending)
-        return {"fixed_ns": self._gap_ns - growing_ns, "pair_ns": 0.0, "sequence_ns": sequence_ns}
+            shared.pair_ns, shared.context_ns = pair_ns * self._said_share**2, context_ns
+            shared.fixed_ns, shared.sequence_ns = fixed_ns, sequence_ns
+        elif self._has_learned:
+            growing_ns = self._gap_ns * GROWING_SHARE
+            shared.pair_ns = shared.context_ns = 0.0
+            shared.fixed_ns = self._gap_ns - growing_ns
+            shared.sequence_ns = growing_ns / max(1, len(self._held) - self._num_pending)
+        shared.token_ns = self.token_ns
+        return shared
 
     def stats(self) -> EngineStats:
         """For metrics: of the engine where it says so, else of our own requests there."""
