@@ -4,7 +4,7 @@ Owns the format, which is the same on a socket and in a file. ``diptych.vllm_plu
 so nothing else of this package is imported here; the front and ``diptych calibrate`` read it.
 
     {"kind": "about", "engine": "vllm", "version": "0.32.0", "max_batched_tokens": 2048, ...}
-    {"kind": "step", "number": 7, "start_ns": ..., "end_ns": ..., "prefills": [["cmpl-1", 0, 512]], "num_decodes": 3, ...}
+    {"kind": "step", "number": 7, "start_ns": ..., "end_ns": ..., "prefills": [["cmpl-1", 0, 512]], "num_left": 3, ...}
 
 Times are CLOCK_MONOTONIC of the engine's host, in nanoseconds. Unknown fields are ignored by readers.
 """
@@ -67,7 +67,7 @@ def decode_line(data: bytes) -> EngineLine:
     if len(data) > MAX_LINE_BYTES:
         raise UnreadableStepError(f"a line of {len(data)} bytes; at most {MAX_LINE_BYTES}")
     try:
-        line = _decoder.decode(data)
+        line: EngineLine = _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UnreadableStepError(str(error)) from None
     if isinstance(line, EngineStep) and not (line.number > 0 and 0 <= line.start_ns <= line.end_ns):

@@ -48,6 +48,20 @@ class ReportedSteps:
             self.steps.clear()
         self.about = line
 
+    async def follow(self, address: str) -> None:
+        """Take what is published there; for ever. Raises WorkerError."""
+        try:
+            await read_steps(address, self.take)
+        except UnreadableStepError as error:
+            raise WorkerError(f"{address}: {error}") from None
+
+    @staticmethod
+    async def stop(reading: "asyncio.Task[None]") -> None:
+        """End a task that follows."""
+        reading.cancel()
+        with contextlib.suppress(asyncio.CancelledError, WorkerError):
+            await reading
+
     def write(self, path: Path) -> None:
         """As a file for ``read_steps_file``. Raises ConfigError."""
         lines = [*([self.about] if self.about else []), *self.steps]
@@ -59,11 +73,12 @@ class ReportedSteps:
 
 def read_steps_file(path: Path) -> ReportedSteps:
     """The lines of a file. Raises ConfigError that names the line."""
-    found, number = ReportedSteps(), 0
+    found, number = ReportedSteps(), 1
     try:
         with path.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
+            for line in lines:
                 found.take(line)
+                number += 1
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", param="engine") from None
     except UnreadableStepError as error:
@@ -71,22 +86,20 @@ def read_steps_file(path: Path) -> ReportedSteps:
     return found
 
 
-async def listen(address: str, found: ReportedSteps, seconds: float, report: Report) -> None:
-    """Take the steps that are published within so many seconds, whoever's requests they compute."""
-    reading = asyncio.create_task(read_steps(address, found.take))
+async def listen(address: str, seconds: float, report: Report) -> ReportedSteps:
+    """The steps that are published within so many seconds, whoever's requests they compute. Raises WorkerError."""
+    found = ReportedSteps()
+    reading = asyncio.create_task(found.follow(address))
     try:
         begun = time.monotonic()
-        while (passed := time.monotonic() - begun) < seconds:
+        while not reading.done() and (passed := time.monotonic() - begun) < seconds:
             await asyncio.wait([reading], timeout=min(0.5, seconds - passed))
-            if reading.done():
-                reading.result()
-            report(f"listening to {address}", min(1.0, passed / seconds))
-    except UnreadableStepError as error:
-        raise WorkerError(f"{address}: {error}") from None
+            report(f"listening to {address}, {len(found.steps)} steps", min(1.0, passed / seconds))
+        if reading.done():
+            reading.result()
+        return found
     finally:
-        reading.cancel()
-        with contextlib.suppress(asyncio.CancelledError, UnreadableStepError):
-            await reading
+        await found.stop(reading)
 
 
 def durations(steps: Sequence[EngineStep]) -> list[int]:
@@ -113,7 +126,7 @@ def worker_ns(steps: Iterable[EngineStep], request_ids: Iterable[str]) -> dict[s
 
 
 def engine_calibration(
-    found: ReportedSteps, name: str = "", front_end: Sequence[tuple[int, int]] = (), machine: dict[str, Any] | None = None
+    found: ReportedSteps, front_end: Sequence[tuple[int, int]] = (), machine: dict[str, Any] | None = None
 ) -> Calibration:
     """The calibration of what was reported. front_end: (prompt tokens, nanoseconds) that requests to the idle engine
     waited for their first token besides its steps. Raises ConfigError where too little is known."""
@@ -128,7 +141,7 @@ def engine_calibration(
     points = gather(zip([features_of(step) for step in steps], durations(steps), strict=True))
     cost, errors = fit([point for point in points if _is_compute(point)])
     return Calibration(
-        model=name or about.model,
+        model=about.model,
         cost=cost,
         cache=cache_of(about),
         max_model_len=about.max_model_len or about.block_size * about.num_blocks,
@@ -144,7 +157,9 @@ def engine_calibration(
 def cache_of(about: EngineAbout) -> CacheConfig:
     """Its KV cache: prompts are let in as soon as they fit. Raises ConfigError."""
     if not (about.block_size and about.num_blocks):
-        raise ConfigError(f"the engine does not say how large its KV cache is ({', '.join(about.lacks)})", param="engine")
+        raise ConfigError(
+            f"the engine does not say how large its KV cache is ({', '.join(about.lacks)})", param="engine"
+        )
     return CacheConfig(
         num_blocks=about.num_blocks,
         block_size=about.block_size,
@@ -155,8 +170,8 @@ def cache_of(about: EngineAbout) -> CacheConfig:
 
 
 def scheduler_of_engine(about: EngineAbout) -> SchedulerConfig:
-    """vLLM's rules in ours: decodes first, then prompts in the order of their arrival (or priority), cut to what is left
-    of a fixed number of tokens. Raises ConfigError."""
+    """vLLM's rules in ours: decodes first, then prompts in the order of their arrival (or priority), cut to what is
+    left of a fixed number of tokens. Raises ConfigError."""
     if not (about.max_batched_tokens and about.max_num_seqs):
         raise ConfigError(f"the engine does not say how large its steps are ({', '.join(about.lacks)})", param="engine")
     return SchedulerConfig(

@@ -136,7 +136,7 @@ class Settings(SettingsTable, frozen=True, kw_only=True):
     kv_bits: Literal[8, 16] = 16
     cost: str = "auto"
     engine: str | None = None
-    shape: ShapeName = "chunked"
+    shape: ShapeName | None = None
     replicas: AtLeastOne = 1
     routing: RoutingName | None = None
     disaggregate: Disaggregate | None = None

@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import msgspec
+
 from diptych.engine_steps import DEFAULT_ADDRESS, EngineAbout, EngineStep
 
 logger = logging.getLogger("vllm.diptych")  # so that vLLM shows it
@@ -96,12 +98,8 @@ class StepObserver:
         start_ns = min(end_ns, max(step.start_ns, self._last_end_ns))
         self._last_end_ns = end_ns
         left = int(scheduler.get_num_unfinished_requests())
-        self._sink.publish(
-            EngineStep(
-                self._number, start_ns, end_ns, step.prefills, step.num_decodes, step.decode_rows, step.decode_context,
-                left,
-            )  # fmt: skip
-        )
+        times = {"number": self._number, "start_ns": start_ns, "end_ns": end_ns}
+        self._sink.publish(msgspec.structs.replace(step, **times, num_left=left))
 
     def _give_up(self, error: Exception) -> None:
         logger.warning("diptych: steps are not reported any more: %s: %s", type(error).__name__, error)
