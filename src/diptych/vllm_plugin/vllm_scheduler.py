@@ -5,6 +5,7 @@ vLLM would have made itself (also with asynchronous scheduling), which reports i
 """
 
 import logging
+from importlib import import_module
 from typing import Any
 
 from diptych.vllm_plugin.reporting import reporting
@@ -28,18 +29,12 @@ def scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
     return reporting(base, StepObserver(publisher))(vllm_config, *args, **kwargs)
 
 
-def _usual_class(vllm_config: Any) -> type[Any]:
+def _usual_class(vllm_config: Any) -> Any:
     """The class that vLLM takes without --scheduler-cls."""
     if getattr(vllm_config.scheduler_config, "async_scheduling", False):
-        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-
-        return AsyncScheduler  # type: ignore[no-any-return]
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    return Scheduler  # type: ignore[no-any-return]
+        return import_module("vllm.v1.core.sched.async_scheduler").AsyncScheduler
+    return import_module("vllm.v1.core.sched.scheduler").Scheduler
 
 
 def _version() -> str:
-    import vllm
-
-    return str(getattr(vllm, "__version__", ""))
+    return str(getattr(import_module("vllm"), "__version__", ""))

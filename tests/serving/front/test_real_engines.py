@@ -167,7 +167,10 @@ async def test_steps_of_the_engine_are_on_the_timeline(kind: str) -> None:
     async with over(specs[:1]) as client:
         await asyncio.sleep(0.5)  # a subscription takes a moment
         answers = await asyncio.gather(
-            *(client.post("/v1/completions", body_of(client, [7 + number] * 40, 80, ignore_eos=True)) for number in range(3))
+            *(
+                client.post("/v1/completions", body_of(client, [7 + number] * 40, 80, ignore_eos=True))
+                for number in range(3)
+            )
         )
         assert all(answer.error is None for answer in answers)
         await asyncio.sleep(0.5)
@@ -200,7 +203,9 @@ async def test_streams_of_an_engine_that_is_killed_go_on_at_another_where_its_to
         os.kill(PID, signal.SIGKILL)
         answers = await asyncio.gather(*tasks)
         print(f"{sum(answer.text == right.text for answer, right in zip(answers, expected, strict=True))} of 12 equal")
-        names_tokens = all(engine.facts and engine.facts.capabilities.tokens_out for engine in client.front.external.engines)
+        names_tokens = all(
+            engine.facts and engine.facts.capabilities.tokens_out for engine in client.front.external.engines
+        )
         for answer, right in zip(answers, expected, strict=True):
             is_whole = answer.is_done and answer.error is None and answer.finish_reason == "length"
             assert is_whole or (answer.error is not None and not names_tokens)
