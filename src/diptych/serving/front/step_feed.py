@@ -14,7 +14,7 @@ from typing import Any
 from diptych.control.events import StepFinished
 from diptych.control.slo import NS_PER_S
 from diptych.control.step import StepFeatures, chunk_attention
-from diptych.engine_steps import EngineAbout, EngineStep, UnreadableStepError, decode_line
+from diptych.engine_steps import MAX_LINE_BYTES, EngineAbout, EngineStep, UnreadableStepError, decode_line
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +96,7 @@ async def read_steps(address: str, take: Callable[[bytes], None]) -> None:
     socket = context.socket(zmq.SUB)
     try:
         socket.set_hwm(RECEIVE_LIMIT)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_LINE_BYTES)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SUBSCRIBE, b"steps")
         socket.connect(address)
@@ -135,6 +136,17 @@ class StepWatch:
         self._clock = clock
         self._reading: asyncio.Task[None] | None = None
         self.feed: StepFeed | None = None
+        self._seen_before = self._missed_before = 0
+
+    @property
+    def num_seen(self) -> int:
+        """Steps that came, in all its lives."""
+        return self._seen_before + (self.feed.num_seen if self.feed else 0)
+
+    @property
+    def num_missed(self) -> int:
+        """Steps that were published and did not come, in all its lives."""
+        return self._missed_before + (self.feed.num_missed if self.feed else 0)
 
     def begin(self) -> None:
         """The engine has come up."""
@@ -144,6 +156,9 @@ class StepWatch:
 
     async def close(self) -> None:
         """The engine is gone."""
+        if self.feed is not None:
+            self._seen_before += self.feed.num_seen
+            self._missed_before += self.feed.num_missed
         reading, self._reading, self.feed = self._reading, None, None
         if reading is not None:
             reading.cancel()
@@ -156,7 +171,7 @@ class StepWatch:
             return None
         about = self.feed.about
         known = {} if about is None else {name: getattr(about, name) for name in SHOWN}
-        return {"num_seen": self.feed.num_seen, "num_missed": self.feed.num_missed, **known}
+        return {"num_seen": self.num_seen, "num_missed": self.num_missed, **known}
 
     async def _read(self, feed: StepFeed) -> None:
         try:
