@@ -28,7 +28,8 @@ MAY_IMPORT = {
     "calibration": {"control", "engine_steps", "runtime", "serving", "simulation"},
     "diagnosis": {"control", "report", "simulation", "timeline", "workload"},
     "serving": {
-        "compiled_modules", "control", "engine_steps", "length_prefix", "processor", "runtime", "timeline", "tls", "web",
+        "compiled_modules", "control", "engine_steps", "length_prefix", "processor", "runtime", "timeline", "tls",
+        "web",
     },
     "vllm_plugin": {"engine_steps"},
     "bench": {"control", "processor", "report", "search", "workload"},

@@ -8,7 +8,7 @@ import random
 import ssl
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from diptych.calibration.engine_calibration import ReportedSteps, worker_ns
@@ -19,7 +19,7 @@ from diptych.serving.front.capabilities import EngineFacts, EngineNotReadyError
 from diptych.serving.front.engine_connection import ConnectionPool
 from diptych.serving.front.engine_spec import EngineSpec
 
-IDLE_PROMPTS = (16, 64, 256, 1024)
+IDLE_PROMPTS, IDLE_REPEATS = (16, 64, 256, 1024), 3
 STREAM_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
 STREAM_PROMPTS = (32, 384, 1536)
 MIXED_STREAMS, MIXED_PROMPTS = (2, 8, 24), (16, 64, 256, 768, 2000)
@@ -56,9 +56,9 @@ class EngineStreams:
         self._model, self._longest = facts.model, facts.max_model_len or 4096
         self._begun_s = time.monotonic()
         await self._stream(64, 4)
-        idle = [
-            sample for prompt in self._fitting(IDLE_PROMPTS) for sample in [await self._idle(prompt) for _ in "123"]
-        ]
+        idle = []
+        for prompt in self._fitting(IDLE_PROMPTS) * IDLE_REPEATS:
+            idle.append(await self._idle(prompt))
         most = found.about.max_num_seqs if found.about is not None else STREAM_COUNTS[-1]
         kinds: list[tuple[int, int]] = [
             (count, prompt) for count in STREAM_COUNTS if count <= most for prompt in self._fitting(STREAM_PROMPTS)
@@ -83,8 +83,8 @@ class EngineStreams:
         finally:
             pool.close()
 
-    def _front_end(self, found: ReportedSteps, idle: Iterable[tuple[str, int, int]]) -> list[tuple[int, int]]:
-        idle = list(idle)
+    @staticmethod
+    def _front_end(found: ReportedSteps, idle: Sequence[tuple[str, int, int]]) -> list[tuple[int, int]]:
         computed = worker_ns(found.steps, (request_id for request_id, _, _ in idle))
         return [(prompt, ttft_ns - computed[name]) for name, prompt, ttft_ns in idle if computed[name]]
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+LONGEST_S = 600.0
+
 
 @dataclass(slots=True)
 class TimedAnswer:
@@ -26,7 +28,8 @@ async def timed_stream(
     tls: ssl.SSLContext | None = None,
     on_first: Callable[[], None] | None = None,
 ) -> TimedAnswer:
-    """POST /v1/completions, read to its end. body: asks for a stream that ends with usage. Raises OSError."""
+    """POST /v1/completions, read to its end. body: asks for a stream that ends with usage. Raises OSError, also when it
+    takes longer than LONGEST_S."""
     host, port = address
     answer, payload = TimedAnswer(), json.dumps(body).encode()
     more = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
@@ -36,17 +39,20 @@ async def timed_stream(
     ).encode()
     reader, writer = await asyncio.open_connection(host, port, limit=1 << 22, ssl=tls)
     try:
-        answer.sent_ns = time.monotonic_ns()
-        writer.write(head + payload)
-        async for line in reader:
-            if not line.startswith(b"data: {"):
-                continue
-            if not answer.first_ns:
-                answer.first_ns = time.monotonic_ns()
-                if on_first:
-                    on_first()
-            if b'"usage":{' in line or b'"usage": {' in line:
-                answer.usage = json.loads(line[6:])["usage"]
+        async with asyncio.timeout(LONGEST_S):
+            answer.sent_ns = time.monotonic_ns()
+            writer.write(head + payload)
+            async for line in reader:
+                if line.startswith(b"data: [DONE]"):
+                    break
+                if not line.startswith(b"data: {"):
+                    continue
+                if not answer.first_ns:
+                    answer.first_ns = time.monotonic_ns()
+                    if on_first:
+                        on_first()
+                if b'"usage":{' in line or b'"usage": {' in line:
+                    answer.usage = json.loads(line[6:])["usage"]
     finally:
         writer.close()
     return answer

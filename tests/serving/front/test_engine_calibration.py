@@ -170,9 +170,7 @@ def test_the_command_reads_a_file_and_names_what_has_no_effect(tmp_path: Path) -
 async def test_what_is_published_is_listened_to(tmp_path: Path) -> None:
     publisher = StepPublisher(f"ipc://{tmp_path}/steps", ABOUT)
     stages: list[str] = []
-    listening = asyncio.create_task(
-        listen(f"ipc://{tmp_path}/steps", 0.6, lambda stage, share: stages.append(stage))
-    )
+    listening = asyncio.create_task(listen(f"ipc://{tmp_path}/steps", 0.6, lambda stage, share: stages.append(stage)))
     try:
         for line in reported(num_steps=60).steps:
             await asyncio.sleep(0.005)

@@ -160,9 +160,7 @@ async def test_steps_of_an_engine_are_on_the_timeline_and_its_clients_requests_i
             records = client.front.timeline.since(0)
             steps = [record for record in records if isinstance(record, StepRecord)]
             assert steps[-1].prefills == ((attempt_id, 2, 1),)
-            admitted = [
-                record for record in records if isinstance(record, RequestRecord) and record.what == "admitted"
-            ]
+            admitted = [record for record in records if isinstance(record, RequestRecord) and record.what == "admitted"]
             assert [record.detail["num_cached_tokens"] for record in admitted] == [2]
             shown = (await client.http.get("/engines")).json()["engines"][0]
             assert shown["capabilities"]["step_times"] is True
