@@ -127,6 +127,8 @@ def _show_calibration(calibration: "Calibration", out: Path) -> None:
     console = Console(highlight=False)
     kinds = [("1 decode", 1, 0), ("8 decodes", 8, 0), ("32 decodes", 32, 0), ("prompt of 256", 0, 256)]
     rows = []
+    most = calibration.scheduler.max_num_seqs if calibration.scheduler else 32
+    kinds = [kind for kind in kinds if kind[1] <= most]
     for text, num_seqs, prompt in [*kinds, ("prompt of 1024", 0, 1024)]:
         features = MeasuredPoint.of(num_seqs, 256, prompt)
         rows.append((text, f"{calibration.cost.features_ns(features) / 1e6:.2f}"))
