@@ -17,6 +17,7 @@ import uvicorn
 import uvloop
 
 from diptych.control.errors import DiptychError
+from diptych.runtime.thread_limits import switch_often
 from diptych.serving.api.listener import Listener, bind, raise_descriptor_limit
 from diptych.serving.api.manners import Manners
 from diptych.serving.link.messages import Loading, Ready
@@ -99,6 +100,7 @@ def run_server(
     worker that cannot start."""
     limit = raise_descriptor_limit(len(llm.fleet.fleet.slots))
     listening = bind(options.host, options.port)
+    switch_often()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(llm, options, Listener(listening, limit), on_loading, on_ready, make_app))
@@ -137,6 +139,7 @@ async def _serve(
         await _drain(llm, options.drain_timeout_s, stop_now)
     finally:
         await llm.shutdown()
+        app.state.panels.end()
         server.stop()
         await serving
         starting.cancel()
