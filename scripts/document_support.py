@@ -186,8 +186,9 @@ def _bodies(api: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """(path, schema of its body) of the routes that clients send bodies to."""
     for path, operations in api["paths"].items():
         body = operations.get("post", {}).get("requestBody")
-        if body is not None and not path.startswith("/admin"):
-            reference = body["content"]["application/json"]["schema"]["$ref"]
+        found = None if body is None else body["content"].get("application/json")  # not of uploads
+        if found is not None and not path.startswith("/admin"):
+            reference = found["schema"]["$ref"]
             yield path, api["components"]["schemas"][reference.rpartition("/")[2]]
 
 

@@ -82,6 +82,7 @@ def test_lines_are_read_where_they_are_and_give_way_to_others(tmp_path: Path) ->
     assert b'"service_class":"batch"' in request_body(found[1][1], "/v1/completions")
     assert b"interactive" not in request_body(found[1][1], "/v1/completions")
     assert len(store.read_lines(batch, 0, 10, 1)) == 1
+    assert request_body(b'{"body":{"deadline_ms":5}}', "/v1/completions") == b'{"service_class":"batch"}'
     assert request_body(b'{"body":{}}', "/v1/responses") == b'{"service_class":"batch","store":false}'
     assert request_body(b'{"body":{"store":true}}', "/v1/responses") == b'{"store":true,"service_class":"batch"}'
 
@@ -98,10 +99,13 @@ def test_rows_behind_the_marked_end_are_cut_off(tmp_path: Path) -> None:
     for name in (batch.output_file, batch.error_file):
         with store.path(name).open("ab") as file:
             file.write(b'{"half a row')
-    (store.path("file-nobody")).write_bytes(b"x")
-    (store.incoming_path("file-half")).write_bytes(b"x")
+    unknown = f"file-{'0' * 32}"
+    for path in (store.path(unknown), store.path(f"{unknown}out"), store.incoming_path(unknown), store.path("mine")):
+        path.write_bytes(b"x")
     store = BatchStore(tmp_path)
-    assert not store.path("file-nobody").exists() and not store.incoming_path("file-half").exists()
+    assert not any(path.exists() for path in (store.path(unknown), store.incoming_path(unknown)))
+    assert not store.path(f"{unknown}out").exists()
+    assert store.path("mine").exists()  # a folder that is used for other things keeps them
     assert [place.number for place, _ in store.read_lines(batch, 0, 10, 10**6)] == [3]
     store.commit([result(3)])
     store.finish(store.conclude(batch, "completed", 200), "completed", 200)
@@ -124,7 +128,8 @@ def test_a_failed_commit_has_done_nothing(tmp_path: Path, monkeypatch: pytest.Mo
         with pytest.raises(OSError):
             store.commit([result(2), result(3, is_success=False)])
     assert store.tables.count_lines(batch.number) == 2
-    store.commit([result(2), result(3, is_success=False)])
+    for _ in range(2):  # the second time there is nothing left to do
+        store.commit([result(2), result(3, is_success=False)])
     assert store.tables.count_lines(batch.number) == 0
     check_each_once(store, store.batch(batch.id, ""), ["id-0", "id-1", "id-2"])
 

@@ -140,7 +140,8 @@ class BatchRunner:
                 self._wake.clear()
                 wait_s = await self._guarded_turn()
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), wait_s)
+                    async with asyncio.timeout(wait_s):  # wait_for of Python 3.11 may swallow a cancellation
+                        await self._wake.wait()
         finally:
             for task in self._tasks.values():
                 task.cancel()
@@ -148,7 +149,7 @@ class BatchRunner:
             writing.cancel()
             with suppress(asyncio.CancelledError):
                 await writing
-            with suppress(OSError, sqlite3.Error, KeyError):
+            with suppress(OSError, sqlite3.Error):
                 await self._in_thread(self._store.commit, self._results)
 
     # -- the loop -----------------------------------------------------------------------------------------------------
@@ -178,7 +179,7 @@ class BatchRunner:
 
     def _wait_s(self, now: float) -> float:
         if self._intakes or self._new:
-            return 0.0
+            return POLL_S if self._others() is None else 0.0
         times = [float(entry.batch.expires_s) for entry in self.schedule.in_order()]
         if (retry := self.schedule.next_retry()) is not None:
             times.append(retry)
@@ -186,7 +187,9 @@ class BatchRunner:
         return max(0.01, min(wait_s, POLL_S if self.schedule.batches else SWEEP_S))
 
     async def _validate(self, now: int) -> None:
-        """A part of each file that is being validated."""
+        """A part of each file that is being validated. A server that takes no requests may not know its models yet."""
+        if self._others() is None:
+            return
         new, self._new = self._new, []
         for batch in new:
             intake = await self._in_thread(LineIntake, self._store, batch, self._models())

@@ -11,6 +11,7 @@ behind the marked end, which the next writer overwrites. Not for several threads
 
 import fcntl
 import os
+import re
 import sqlite3
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -22,6 +23,7 @@ from diptych.serving.batches.batch_records import Batch, BatchLimits, End, LineP
 from diptych.serving.batches.batch_tables import BatchTables
 from diptych.serving.batches.line_check import CANCELLED, EXPIRED, unanswered_row
 
+_FILE_NAME = re.compile(r"file-[0-9a-f]{32}(out|err)?")
 END_ROWS = 500  # lines that get their rows at once when a batch expires or is cancelled
 
 
@@ -33,8 +35,9 @@ class BatchStore:
         self.folder = folder
         self._files, self._incoming = folder / "files", folder / "incoming"
         try:
-            for path in (self._files, self._incoming):
-                path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            for path in (folder, self._files, self._incoming):
+                path.mkdir(exist_ok=True, mode=0o700)
             self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.tables = BatchTables(folder / "batches.sqlite")
@@ -56,7 +59,8 @@ class BatchStore:
         known = self.tables.all_file_ids()
         known |= {name for batch in open_batches for name in (batch.output_file, batch.error_file)}
         for path in (*self._incoming.iterdir(), *(path for path in self._files.iterdir() if path.name not in known)):
-            path.unlink()
+            if _FILE_NAME.fullmatch(path.name):
+                path.unlink()
         for batch in open_batches:
             for name, num_bytes in _ends(batch):
                 if self.path(name).exists():
@@ -165,10 +169,11 @@ class BatchStore:
         return found
 
     def commit(self, results: Sequence[LineResult]) -> None:
-        """Lines are done: their rows are on disk before that is marked. Raises OSError or sqlite3.Error, and then
-        nothing of it has happened; call it again."""
+        """Lines are done: their rows are on disk before that is marked. Those that are done already are left out, so
+        the same results may come again. Raises OSError or sqlite3.Error, and then nothing of it has happened."""
         open_batches = {batch.number: batch for batch in self.tables.open_batches()}
-        ordered = sorted(results, key=lambda result: result.batch)
+        new = [result for result in results if self.tables.is_to_do(result.batch, result.line)]
+        ordered = sorted(new, key=lambda result: result.batch)
         groups = [(number, list(group)) for number, group in groupby(ordered, key=lambda result: result.batch)]
         for number, group in groups:
             for (name, end), is_success in zip(_ends(open_batches[number]), (True, False), strict=True):

@@ -194,6 +194,12 @@ class BatchTables:
         (count,) = self._database.execute("SELECT count(*) FROM lines WHERE batch = ?", (batch,)).fetchone()
         return int(count)
 
+    def is_to_do(self, batch: int, line: int) -> bool:
+        """Whether this line has no row yet."""
+        return bool(
+            self._database.execute("SELECT 1 FROM lines WHERE batch = ? AND number = ?", (batch, line)).fetchone()
+        )
+
     def mark(self, batch: int, lines: Sequence[int], counts: tuple[int, int], num_bytes: tuple[int, int]) -> None:
         """Lines are done. counts: of those, completed and failed. num_bytes: of their rows in output and error file."""
         self._database.executemany("DELETE FROM lines WHERE batch = ? AND number = ?", [(batch, n) for n in lines])

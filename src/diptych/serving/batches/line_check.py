@@ -51,9 +51,11 @@ def check_line(text: bytes, number: int, endpoint: str, models: Collection[str])
 
 
 def request_body(text: bytes, endpoint: str) -> bytes:
-    """The body of a line that was checked, as a request that gives way to all others. Answers of /v1/responses are
+    """The body of a line that was checked, as a request that gives way to all others, and waits without a deadline of
+    its own: the batch has one. Answers of /v1/responses are
     stored only where the line says so: a file of them would push out those of conversations."""
     body = _fields.decode(_fields.decode(text)["body"])
+    body.pop("deadline_ms", None)
     body["service_class"] = msgspec.Raw(b'"batch"')
     if endpoint == "/v1/responses":
         body.setdefault("store", msgspec.Raw(b"false"))
