@@ -80,7 +80,9 @@ async def serve_folder(folder: Path, source: Path | None, num_lines: int) -> Non
             break
         await asyncio.sleep(0.05)
     files = [str(service.store.path(name)) for name in (batch.output_file, batch.error_file)]
-    print(json.dumps({"resident_mb": most, "seconds": time.monotonic() - begun, "status": batch.status, "files": files}))
+    print(
+        json.dumps({"resident_mb": most, "seconds": time.monotonic() - begun, "status": batch.status, "files": files})
+    )
 
 
 def child(folder: Path, source: Path | None, num_lines: int) -> "subprocess.Popen[str]":
@@ -218,7 +220,13 @@ def beside(model: str, seconds: float) -> list[dict[str, Any]]:
             rate = (metric(URL, name) - before) / (time.monotonic() - begun)
             idle = 1 - found[0].busy_s / (time.monotonic() - begun)
             rows.append(
-                {"what": "both", **found[0].figures(), "lines_per_s": rate, "idle": idle, "idle used": rate / alone / idle}
+                {
+                    "what": "both",
+                    **found[0].figures(),
+                    "lines_per_s": rate,
+                    "idle": idle,
+                    "idle used": rate / alone / idle,
+                }
             )
             client.cancel(batch["id"])
     return rows

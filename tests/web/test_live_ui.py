@@ -389,7 +389,10 @@ def test_batches_show_their_progress_and_can_be_cancelled(browser: Any, tmp_path
               "body": {"prompt": [5, 6], "max_tokens": 2000}} for number in range(40)]  # fmt: skip
     content = "".join(json.dumps(line) + "\n" for line in lines).encode()
     context = {"viewport": PHONE, "has_touch": True} if size == "phone" else {}
-    with fake_server(batch_dir=str(tmp_path), step_ms=20) as server, watched(browser, f"{server.url}/ui", **context) as page:
+    with (
+        fake_server(batch_dir=str(tmp_path), step_ms=20) as server,
+        watched(browser, f"{server.url}/ui", **context) as page,
+    ):
         wait_live(page)
         assert page.locator("#batches").is_hidden()
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
