@@ -1,13 +1,13 @@
 """What batches cost and keep: memory, kills, other requests beside them, idle time that they use.
 
-    python benchmarks/batches.py memory [--lines 100000]          resident memory while a file of so many lines runs
-    python benchmarks/batches.py kills [--kills 100] [--lines 20000]   kill -9 again and again: every line exactly once
-    python benchmarks/batches.py beside MODEL [--seconds 120]     other requests with and without a batch; idle time used
+    python benchmarks/batches.py memory [--lines 100000]              resident memory while a file of so many lines runs
+    python benchmarks/batches.py kills [--kills 100] [--lines 20000]  kill -9 again and again: every line exactly once
+    python benchmarks/batches.py beside MODEL [--seconds 120]         other requests beside a batch; idle time used
     (each with [--json FILE])
 
-memory and kills: the real store, runner and rows in a process of their own; lines are answered at once, without a model.
-beside: a server with MODEL. Other requests come with pauses; their p99 time to first token and p99 gap, alone and while a
-batch runs, and the tokens per second of the batch in the pauses, as a share of those of the same batch alone.
+memory and kills: the real store, runner and rows in a process of their own; lines are answered at once, without a
+model. beside: a server with MODEL. Other requests come with pauses; their p99 time to first token and p99 gap, alone
+and while a batch runs, and the lines per second of the batch in the pauses, as a share of those of the batch alone.
 """
 
 import argparse

@@ -91,7 +91,7 @@ def list_batches(
     """List the batches of a server."""
     with errors_in_words():
         found = BatchClient(Site.of(url or USUAL_URL, api_key)).batches(limit)
-        columns = ("batch", "status", "endpoint", "done", "failed", "lines", "created", "expires")
+        columns = ("batch", "status", "endpoint", "done", "failed", "expires")
         print_tables([Table("", columns, tuple(map(_row, found)))], () if found else ("there are none",))
 
 
@@ -198,6 +198,6 @@ def _own_server(model: str, folder: Path, options: list[str]) -> Iterator[str]:
 
 def _row(found: dict[str, Any]) -> tuple[str, ...]:
     counts = found["request_counts"]
-    times = [datetime.fromtimestamp(found[name]).strftime("%m-%d %H:%M") for name in ("created_at", "expires_at")]
-    numbers = (f"{counts[name]:,}" for name in ("completed", "failed", "total"))
-    return (found["id"], found["status"], found["endpoint"], *numbers, *times)
+    done = f"{counts['completed'] + counts['failed']:,} of {counts['total']:,}"
+    expires = datetime.fromtimestamp(found["expires_at"]).strftime("%m-%d %H:%M")
+    return (found["id"], found["status"], found["endpoint"], done, f"{counts['failed']:,}", expires)

@@ -163,8 +163,8 @@ class TierReply(BaseModel):
 class UiState(BaseModel):
     """The reply of /ui/state. queued: requests that no worker has been given yet. length_errors: of expected output
     lengths, learned and static, as shares of the mean length. admin: whether /admin would answer this page: as it is,
-    with the admin key, or not at all. explains_misses: whether there is a /cache/misses. has_batches: whether batches are
-    taken."""
+    with the admin key, or not at all. explains_misses: whether there is a /cache/misses. has_batches: whether
+    batches are taken."""
 
     version: str
     state: str
