@@ -1,6 +1,6 @@
 """What published planners gained, by ``diptych plan`` with their own step times.
 
-    python benchmarks/plan_papers.py [--json plan_papers.json] [--processes 2]
+    python benchmarks/plan_papers.py [--paper Splitwise] [--machines 10] [--json plan_papers.json] [--processes 2]
 
 DistServe (Zhong et al., OSDI 2024): OPT-13B and OPT-66B on A100, ShareGPT, the authors' requests, objectives and step
 times. Its search of each phase (--placement per-phase) chooses how either phase is cut; its rate per GPU at 90 %
@@ -11,7 +11,8 @@ catalogue, so that stages are left out here).
 Splitwise (Patel et al., ISCA 2024): BLOOM-176B on DGX-A100 and DGX-H100, lengths of the Azure conversation trace.
 Published: up to 1.4 times the rate at 20 % lower cost, or 2.35 times the rate at the same cost and power, by splitting
 the phases, on machines of one kind or of two. Set against each other are the best equal workers and the best split or
-mixed fleet within the power of 40 DGX-A100.
+mixed fleet within the power of 40 DGX-A100. The authors' objectives are slowdowns of the p90 request: TTFT 3 times and
+time between tokens 1.5 times what a DGX-A100 without other work takes, which for these lengths is 4 s and 75 ms.
 """
 
 import argparse
@@ -100,17 +101,18 @@ def distserve(trace: Path, processes: int) -> list[dict[str, Any]]:
     return rows
 
 
-def splitwise(processes: int) -> list[dict[str, Any]]:
-    """One row for each budget: the same power, and the same cost, as 40 DGX-A100."""
+def splitwise(processes: int, machines: int) -> list[dict[str, Any]]:
+    """One row for each budget: the same power, and the same cost, as so many DGX-A100."""
     old, new = (WorkerKind(device(name), Parallelism(8)) for name in ("a100-80gb", "h100"))
     rows = []
     for name, budget in (
-        ("same power", FleetBudget(kilowatts=SPLITWISE_MACHINES * old.kilowatts)),
-        ("same cost", FleetBudget(usd_per_hour=SPLITWISE_MACHINES * old.usd_per_hour)),
+        ("same power", FleetBudget(kilowatts=machines * old.kilowatts)),
+        ("same cost", FleetBudget(usd_per_hour=machines * old.usd_per_hour)),
     ):
         settings = {
             "model": "bloom-176b", "cost": "splitwise-bloom-176b", "workload.lengths.pairs": "azure-conv",
-            "workload.rate": 40.0, "slo.ttft_ms": 1000.0, "slo.tpot_ms": 150.0, "pools.link": "ib400", "pools.nics": 8,
+            "workload.rate": 40.0, "slo.ttft_ms": 4000.0, "slo.tpot_ms": 75.0, "pools.link": "ib400", "pools.nics": 8,
+            "max_model_len": 8192,  # as the authors' simulator, which knows no limit of the context
         }  # fmt: skip
         asked = question(settings, ("chunked", "split", "mixed"), (old, new), budget, processes)
         found = PlanSearch(asked).within_budget(asked.space.layouts())
@@ -122,7 +124,7 @@ def splitwise(processes: int) -> list[dict[str, Any]]:
                 "budget": name,
                 "layout": str(fleet.layout),
                 "rate": fleet.highest_rate_rps,
-                "over 40 DGX-A100": (fleet.highest_rate_rps or 0.0) / (equal.highest_rate_rps or 1.0),
+                "over DGX-A100": (fleet.highest_rate_rps or 0.0) / (equal.highest_rate_rps or 1.0),
                 "$/h": fleet.layout.usd_per_hour,
                 "kW": fleet.layout.kilowatts,
                 "published": "up to 2.35",
@@ -153,11 +155,16 @@ def main() -> None:
     """Both papers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json")
+    parser.add_argument("--paper", choices=("DistServe", "Splitwise"), help="of the two, this one only")
+    parser.add_argument("--machines", type=int, default=SPLITWISE_MACHINES, help="DGX-A100 of Splitwise's budget")
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        rows = distserve(sharegpt(Path(folder)), options.processes)
-    rows += splitwise(options.processes)
+    rows = []
+    if options.paper != "Splitwise":
+        with tempfile.TemporaryDirectory() as folder:
+            rows += distserve(sharegpt(Path(folder)), options.processes)
+    if options.paper != "DistServe":
+        rows += splitwise(options.processes, options.machines)
     report("plan_papers", rows, options.json)
 
 

@@ -3,7 +3,9 @@
 import ast
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,11 +14,12 @@ SOURCE = Path(__file__).parent.parent / "src" / "diptych"
 
 # What each part may import of ours (itself always).
 MAY_IMPORT = {
+    "cgroups": set(),
     "class_hints": set(),
     "compiled_modules": set(),
     "control": {"class_hints"},
     "length_prefix": set(),
-    "processor": set(),
+    "processor": {"cgroups"},
     "tls": {"control"},
     "runtime": {"control", "processor", "tls"},
     "workload": {"control"},
@@ -26,7 +29,9 @@ MAY_IMPORT = {
     "simulation": {"class_hints", "compiled_modules", "control", "report", "search", "timeline", "workload"},
     "calibration": {"control", "runtime", "serving", "simulation"},
     "diagnosis": {"control", "report", "simulation", "timeline", "workload"},
-    "serving": {"compiled_modules", "control", "length_prefix", "processor", "runtime", "timeline", "tls", "web"},
+    "serving": {
+        "cgroups", "compiled_modules", "control", "length_prefix", "processor", "runtime", "timeline", "tls", "web",
+    },
     "bench": {"control", "processor", "report", "search", "workload"},
     "web": {"control", "diagnosis", "length_prefix", "report", "simulation", "timeline", "workload"},
     "bundled": set(),
@@ -56,7 +61,7 @@ TORCH_FREE_RUNTIME = {
     "safetensors_file", "stored_tensor", "thread_limits", "weight_bytes", "weight_format",
     "quantization", "quantization.packed_weight", "quantization.quantization_config",
     "gguf", "gguf.ggml_types", "gguf.gguf_checkpoint", "gguf.gguf_config", "gguf.gguf_file", "gguf.gguf_metadata",
-    "gguf.gguf_vocabulary",
+    "gguf.gguf_vocabulary", "grammar", "tiers", "tiers.extent_format",
     "transfer", "transfer.connector", "transfer.connector_kind", "transfer.kv_format",
     *(f"models.{path.stem}" for path in (SOURCE / "runtime" / "models").glob("[a-z]*.py")),
 }  # fmt: skip
@@ -69,16 +74,53 @@ def modules() -> Iterator[tuple[str, Path]]:
         yield (relative.parts[0] if len(relative.parts) > 1 else relative.stem), path
 
 
-def imports(path: Path) -> Iterator[str]:
-    """Every module that the file imports, inside functions too (but not for type checking only)."""
-    tree = ast.parse(path.read_text())
+@dataclass(frozen=True)
+class Facts:
+    """What a file has. imports: modules, in functions too, but not for type checking only. functions: name and number
+    of lines (of a command without its options, a line each)."""
+
+    num_lines: int
+    imports: tuple[str, ...]
+    classes: tuple[str, ...]
+    functions: tuple[tuple[str, int], ...]
+    names: frozenset[str]  # of variables and parameters
+
+
+@cache
+def facts(path: Path) -> Facts:
+    """Of a source file, which is parsed once."""
+    text = path.read_text()
+    nodes = list(ast.walk(ast.parse(text)))
+    classes = tuple(node.name for node in nodes if isinstance(node, ast.ClassDef))
+    functions = tuple(
+        (node.name, num_lines(node)) for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    names |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    return Facts(text.count("\n"), tuple(imported(path, nodes)), classes, functions, frozenset(names))
+
+
+def imports(path: Path) -> tuple[str, ...]:
+    """Every module that the file imports."""
+    return facts(path).imports
+
+
+def num_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """See Facts."""
+    assert node.end_lineno is not None
+    is_command = any("command" in ast.unparse(decorator) for decorator in node.decorator_list)
+    return node.end_lineno - (node.body[0].lineno if is_command else node.lineno) + 1
+
+
+def imported(path: Path, nodes: Sequence[ast.AST]) -> Iterator[str]:
+    """See Facts."""
     skipped = {
         id(inner)
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
         for inner in ast.walk(node)
     }
-    for node in ast.walk(tree):
+    for node in nodes:
         if id(node) in skipped:
             continue
         if isinstance(node, ast.Import):
@@ -130,15 +172,10 @@ def test_what_the_front_end_reads_of_the_runtime_is_free_of_torch(name: str) -> 
 
 def test_files_and_functions_stay_small() -> None:
     for _, path in modules():
-        text = path.read_text()
-        assert text.count("\n") <= 500, f"{path} has {text.count(chr(10))} lines"
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                assert node.end_lineno is not None
-                is_command = any("command" in ast.unparse(decorator) for decorator in node.decorator_list)
-                begin = node.body[0].lineno if is_command else node.lineno  # options are declared, a line each
-                lines = node.end_lineno - begin + 1
-                assert lines <= 60, f"{path}: {node.name} has {lines} lines"
+        found = facts(path)
+        assert found.num_lines <= 500, f"{path} has {found.num_lines} lines"
+        for name, lines in found.functions:
+            assert lines <= 60, f"{path}: {name} has {lines} lines"
 
 
 def test_nothing_unpickles() -> None:
@@ -151,16 +188,14 @@ def test_no_file_and_no_class_has_the_name_of_another() -> None:
     files, classes = Counter[str](), Counter[str]()
     for _, path in modules():
         files[path.name] += path.name != "__init__.py"
-        classes.update(node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef))
+        classes.update(facts(path).classes)
     assert [name for name, count in files.items() if count > 1] == []
     assert [name for name, count in classes.items() if count > 1] == []
 
 
 def test_no_variable_is_called_one() -> None:
     for _, path in modules():
-        for node in ast.walk(ast.parse(path.read_text())):
-            name = node.id if isinstance(node, ast.Name) else node.arg if isinstance(node, ast.arg) else ""
-            assert name != "one", f"{path}:{getattr(node, 'lineno', 0)}"
+        assert "one" not in facts(path).names, path
 
 
 def test_a_worker_knows_nothing_of_the_fleet() -> None:

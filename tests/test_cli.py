@@ -138,6 +138,7 @@ def test_how_a_fleet_decides_can_be_chosen() -> None:
         ({"kv_disk_gb": 1.0}, "kv_disk_gb"),
         ({"kv_disk": Path("kv"), "kv_disk_gb": 0.0}, "kv_disk_gb"),
         ({"kv_disk": Path("kv"), "prefix_cache": False}, "kv_disk"),
+        ({"kv_disk_codec": "int8"}, "kv_disk_codec"),
         ({"cores": "a-b"}, "cores"),
         ({"model": "/nowhere"}, "model"),
     ],
@@ -150,11 +151,13 @@ def test_impossible_settings_are_refused_by_name(changes: dict[str, Any], param:
 
 def test_the_options_reach_the_engine() -> None:
     settings = {"threads": 1, "instruction_set": "avx2", "ttft_slo_ms": 200}
-    options = cli.engine_options(given(kv_cache_memory="1.5GiB", kv_host_gb=0.5, kv_disk=Path("kv"), **settings))
+    options = cli.engine_options(
+        given(kv_cache_memory="1.5GiB", kv_host_gb=0.5, kv_disk=Path("kv"), kv_disk_codec="int8", **settings)
+    )
     assert options.memory.kv_cache_bytes == 3 * 2**29
     assert options.memory.host_bytes == 500_000_000
     assert options.memory.disk == str(Path.cwd() / "kv")
-    assert options.memory.disk_bytes == 10_000_000_000
+    assert (options.memory.disk_bytes, options.memory.disk_codec) == (10_000_000_000, "int8")
     assert (options.device.threads, options.device.instruction_set) == (1, "avx2")
     assert options.slo.ttft_ns == 200_000_000
 

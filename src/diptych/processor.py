@@ -10,9 +10,10 @@ import platform
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
-ROOT = Path("/")
+from diptych.cgroups import ROOT, cpu_quota, text_of
+
 SYSTEM = "sys/devices/system/cpu"
 CORES_OF_ARM = {  # "CPU part" of implementer 0x41; /proc/cpuinfo has no name there
     "0xd03": "Cortex-A53", "0xd08": "Cortex-A72", "0xd0b": "Cortex-A76", "0xd0c": "Neoverse N1",
@@ -88,7 +89,7 @@ def read_processor(root: Path = ROOT, usable: Iterable[int] | None = None) -> Pr
         name=_name(root),
         cores=tuple(sorted(cores)),
         usable=allowed,
-        quota=_quota(root),
+        quota=cpu_quota(root),
         l2_bytes=l2_bytes,
         l3_bytes=l3_bytes,
         num_l3=max(1, round(len(online) / sharers)) if sharers else 1,
@@ -110,17 +111,9 @@ def _usable_cpus() -> Iterable[int]:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
 
 
-def _text(path: Path) -> str:
-    """The content of a small file; "" where it cannot be read."""
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:
-        return ""
-
-
 def _cpus(path: Path) -> tuple[int, ...]:
     try:
-        return parse_cpu_list(_text(path))
+        return parse_cpu_list(text_of(path))
     except ValueError:
         return ()
 
@@ -136,7 +129,7 @@ def _caches(root: Path, cpu: int) -> dict[int, tuple[int, int]]:
     """Level to (bytes, CPUs that share it) of a CPU's caches for data."""
     found = {}
     for index in sorted((root / SYSTEM / f"cpu{cpu}" / "cache").glob("index*")):
-        level, kind, size = (_text(index / name) for name in ("level", "type", "size"))
+        level, kind, size = (text_of(index / name) for name in ("level", "type", "size"))
         number = re.fullmatch(r"(\d+)([KM]?)", size)
         if level.isdigit() and kind != "Instruction" and number:
             unit = {"": 1, "K": 2**10, "M": 2**20}[number[2]]
@@ -146,7 +139,7 @@ def _caches(root: Path, cpu: int) -> dict[int, tuple[int, int]]:
 
 def _name(root: Path) -> str:
     """As the processor calls itself; hypervisors cut the number off, so family and model stand for it."""
-    first, _, _ = _text(root / "proc/cpuinfo").partition("\n\n")
+    first, _, _ = text_of(root / "proc/cpuinfo").partition("\n\n")
     lines = (line.partition(":") for line in first.splitlines())
     info = {key.strip(): value.strip() for key, _, value in lines}
     name = " ".join(_NOISE.sub(" ", info.get("model name", "")).split())
@@ -156,31 +149,6 @@ def _name(root: Path) -> str:
     if not re.search(r"\d", name) and "cpu family" in info and "model" in info:
         name += f" family {info['cpu family']} model {info['model']}"
     return name
-
-
-def _quota(root: Path) -> float | None:
-    """CPUs that the control groups of this process grant, the smallest of all levels; None without a limit."""
-    base, quotas = root / "sys/fs/cgroup", []
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        top = base / controllers if controllers else base
-        if controllers and not top.is_dir():
-            top = base / "cpu"
-        own = PurePosixPath(path.lstrip("/"))
-        for folder in (own, *own.parents):  # a container may see only the upper end of its path, or only the lower
-            limit, period = _limit(top / folder)
-            if limit > 0 and period > 0:
-                quotas.append(limit / period)
-    return min(quotas, default=None)
-
-
-def _limit(folder: Path) -> tuple[int, int]:
-    """(microseconds granted, of so many) in a control group of version 2 or 1; (0, 0): no limit."""
-    words = _text(folder / "cpu.max").split() or [_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
-    return (int(words[0]), int(words[1])) if len(words) == 2 and all(word.isdigit() for word in words) else (0, 0)
 
 
 def _size(num_bytes: int) -> str:

@@ -121,7 +121,7 @@ def test_an_interrupt_ends_a_run_and_reports_what_was_measured(url: str) -> None
     while answers(url) < before + 20:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    printed, _ = process.communicate(timeout=20)
+    printed, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     summary = json.loads(printed)["summary"]
     assert summary["ended"] == "stopped" and summary["num_completed"] > 0

@@ -115,7 +115,7 @@ def check_scenario(driver: Driver) -> None:
         assert step.end_ns > step.start_ns
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**32))
 def test_no_request_or_block_is_lost_whatever_happens(seed: int) -> None:
     check_scenario(run_scenario(seed))

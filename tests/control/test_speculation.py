@@ -26,6 +26,7 @@ class Streams:
     num_blocks: int = 2000
     slo: Slo | None = None
     max_tokens: int = 300
+    extra_ms: float = 0.0  # more of a step with extra rows
 
     def __post_init__(self) -> None:
         model = StepTimeModel((20 * MS, 0.1 * MS, 0.0, self.row_ms * MS, self.context_us * 1000))
@@ -48,7 +49,7 @@ class Streams:
         """One step; ``offers`` come with its result, ``accepted`` of each computed offer are right."""
         output = self.core.begin_step(self.now)
         assert output is not None
-        self.now += self.core.model.predict_ns(output.features)
+        self.now += self.core.model.predict_ns(output.features) + int(self.extra_ms * MS * bool(output.extra_rows))
         extra = tuple(
             Extra(rows.request_id, rows.num_tokens, min(accepted, rows.num_tokens)) for rows in output.extra_rows
         )
@@ -71,6 +72,18 @@ def test_a_lone_stream_takes_what_a_wide_batch_refuses() -> None:
     assert Streams(16).rows(falling) == {"r0": 2}
     assert Streams(48).rows(falling) == {"r0": 1}
     assert Streams(48).rows(offer(0, 0.6)) == {}
+
+
+def test_rows_pay_together_for_what_a_step_with_extra_rows_costs_more() -> None:
+    streams = Streams(16, extra_ms=10.0, max_tokens=5000)
+    taken = [bool(streams.rows(offer(0, 0.9, 0.7))) for _ in range(400)]
+    assert taken[0] and not any(taken[100:120])
+    assert 3 < sum(taken) < 60  # measured again now and then
+    assert streams.core.scheduler.speculation.step_ns < 10 * MS
+    many = [offer(number, 1.0, 1.0) for number in range(16)]
+    assert len(streams.rows(*many)) > 8  # all that the budget has room for
+    cheap = Streams(16, max_tokens=5000)
+    assert all(cheap.rows(offer(0, 0.9, 0.7)) for _ in range(100))
 
 
 def test_forced_tokens_pay_at_any_width() -> None:

@@ -64,7 +64,7 @@ def check_distribution(tokens: np.ndarray, expected: np.ndarray) -> None:
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
 def test_tokens_follow_the_softmax_of_the_logits(temperature: float) -> None:
     logits = logits_of(3000)
-    check_distribution(draws(logits, 12_000, temperature=temperature), probabilities(logits, temperature))
+    check_distribution(draws(logits, 6000, temperature=temperature), probabilities(logits, temperature))
 
 
 def test_positions_of_one_request_are_independent_draws() -> None:

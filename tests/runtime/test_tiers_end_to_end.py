@@ -109,6 +109,28 @@ def test_what_is_on_disk_is_found_after_a_restart_and_gives_the_same_tokens(
     second.engine.close()
 
 
+def test_int8_on_disk_takes_half_and_is_another_format(expected: list[list[int]], tmp_path: Path) -> None:
+    first = Server(disk=str(tmp_path), disk_bytes=10**9, disk_codec="int8")
+    for prompt in prompts(6):
+        first.answer(prompt)
+    first.engine.close()
+    used = sum(path.stat().st_size for path in tmp_path.glob("*.kv"))
+    blocks = first.core.kv.tiers.num_stored_blocks
+    assert used / (blocks * 32 * BYTES_PER_TOKEN) < 0.7  # headers included
+    second = Server(disk=str(tmp_path), disk_bytes=10**9, disk_codec="int8")
+    same = 0
+    for prompt, tokens in zip(prompts(6), expected, strict=True):
+        found = second.answer(prompt)
+        assert second.last_cached == 288
+        same += sum(a == b for a, b in zip(found, tokens, strict=True))
+    assert same >= 24  # of 48: rounded, and still what the model says of this prompt
+    second.engine.close()
+    exact = Server(disk=str(tmp_path), disk_bytes=10**9)
+    exact.answer(prompts(1)[0])
+    assert exact.last_cached == 0
+    exact.engine.close()
+
+
 def test_damage_is_computed_again(expected: list[list[int]], tmp_path: Path) -> None:
     first = Server(disk=str(tmp_path), disk_bytes=10**9)
     for prompt in prompts(3):

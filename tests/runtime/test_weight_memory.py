@@ -1,13 +1,18 @@
 """Private memory for weights: aligned pieces of slabs that never overlap, and large tensors apart."""
 
+import pytest
 import torch
 
-from diptych.runtime.weight_memory import ALIGNMENT, SLAB_BYTES, PrivateMemory
+from diptych.runtime import weight_memory
+from diptych.runtime.weight_memory import ALIGNMENT, PrivateMemory
+
+SLAB_BYTES = 1 << 20  # 64 times smaller than usual, to be written sooner
 
 
-def test_weights_lie_side_by_side_and_keep_what_was_written() -> None:
+def test_weights_lie_side_by_side_and_keep_what_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_memory, "SLAB_BYTES", SLAB_BYTES)
     memory = PrivateMemory(torch.device("cpu"))
-    shapes = [(3, 5), (SLAB_BYTES // 8, 1), (7,), (SLAB_BYTES // 2, 3), (1000, 1001), (0, 4), (11,)] * 3
+    shapes = [(3, 5), (SLAB_BYTES // 8, 1), (7,), (SLAB_BYTES // 2, 3), (100, 101), (0, 4), (11,)] * 3
     dtypes = [torch.float32, torch.bfloat16, torch.uint8]
     tensors = []
     for number, shape in enumerate(shapes):

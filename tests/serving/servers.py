@@ -54,8 +54,8 @@ class RunningServer:
         return self.process.wait(timeout_s)
 
 
-def wait_until(condition: Any, timeout_s: float = 10.0) -> None:
-    """Poll until the condition holds."""
+def wait_until(condition: Any, timeout_s: float = 60.0) -> None:
+    """Poll until the condition holds. The limit is for a machine on which much else runs."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it never happened"

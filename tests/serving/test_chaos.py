@@ -259,7 +259,7 @@ def test_a_front_end_that_is_killed_leaves_no_worker_and_no_directory() -> None:
         workers[1].send_signal(signal.SIGSTOP)
         server.process.kill()
         wait_until(lambda: not any(is_alive(worker) for worker in workers), 60)
-        assert not any(directory.exists() for directory in directories)
+        wait_until(lambda: not any(directory.exists() for directory in directories))
 
 
 def is_alive(process: psutil.Process) -> bool:

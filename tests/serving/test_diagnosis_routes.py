@@ -25,6 +25,8 @@ def ask(server: RunningServer, count: int) -> None:
 def test_a_live_server_is_diagnosed_from_its_own_telemetry() -> None:
     with fake_server() as server:
         ask(server, 12)
+        records = f"{server.url}/timeline/records?limit=2000"
+        wait_until(lambda: httpx.get(records).text.count('"what":"finished"') == 12)
         settings = msgspec.json.decode(httpx.get(f"{server.url}/settings").content, type=FleetSettings)
         assert [worker.role for worker in settings.workers] == ["both"]
         assert settings.workers[0].engine.scheduler.max_num_seqs > 0

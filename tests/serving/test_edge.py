@@ -67,7 +67,7 @@ def half_close(client: socket.socket) -> None:
     """With an end of what this side says, and no interest in what the other does."""
     with client:
         client.shutdown(socket.SHUT_WR)
-        client.settimeout(5)
+        client.settimeout(60)
         while client.recv(65536):
             pass
 
@@ -116,7 +116,7 @@ def test_a_client_that_breaks_off_in_the_middle_of_its_stream_ends_it(
     assert b"data: " in client.recv(65536) + client.recv(65536)
     end(client)
     wait_until(lambda: is_empty(quiet))
-    assert quiet.metrics()['vllm:request_success_total{finished_reason="abort"}'] == before + 1
+    wait_until(lambda: quiet.metrics()['vllm:request_success_total{finished_reason="abort"}'] == before + 1)
 
 
 def test_broken_http_and_upgrades_write_nothing_into_the_log(quiet: RunningServer) -> None:
@@ -131,7 +131,7 @@ def test_broken_http_and_upgrades_write_nothing_into_the_log(quiet: RunningServe
             (request(body, *upgrade), b"200"),
         ):
             with socket.create_connection(quiet.address) as client:
-                client.settimeout(5)
+                client.settimeout(60)
                 client.sendall(data)
                 reply = b"".join(iter(lambda client=client: client.recv(65536), b""))  # type: ignore[misc]
             assert reply.split(b" ")[1] == status
@@ -142,7 +142,7 @@ def test_garbage_behind_a_request_lets_its_stream_end(quiet: RunningServer) -> N
     fields = {"prompt": [1], "max_tokens": 300, "ignore_eos": True, "stream": True, "return_token_ids": True}
     body = json.dumps(fields).encode()
     with socket.create_connection(quiet.address) as client:
-        client.settimeout(10)
+        client.settimeout(60)
         client.sendall(request(body))
         reply = client.recv(65536)
         client.sendall(b"garbage\r\n\r\n")
@@ -206,7 +206,7 @@ def limited(log: Path, *arguments: str) -> Any:
 
 def ask(client: socket.socket, data: bytes = READY) -> tuple[int, Any]:
     """The status and the JSON of the reply."""
-    client.settimeout(10)
+    client.settimeout(60)
     client.sendall(data)
     with HTTPResponse(client) as reply:
         reply.begin()
@@ -241,10 +241,10 @@ def test_a_server_out_of_descriptors_refuses_restarts_its_worker_and_recovers(
         before = workers(server)
         killed = min(before)
         os.kill(killed, signal.SIGKILL)
-        wait_until(lambda: killed not in workers(server) and len(workers(server)) == len(before), 20)
+        wait_until(lambda: killed not in workers(server) and len(workers(server)) == len(before))
         keeper = held[0]  # a connection that was open before is served on
         ask(keeper, READY[10:])
-        wait_until(lambda: ask(keeper)[0] == 200, 60)
+        wait_until(lambda: ask(keeper)[0] == 200)
         body = b'{"prompt": [1, 2, 3], "max_tokens": 2}'
         assert ask(keeper, request(body))[0] == 200
         reasons = []

@@ -61,7 +61,7 @@ def expected(prompt: list[int] = PROMPT, max_tokens: int = 60) -> list[int]:
     return list(range(len(prompt), len(prompt) + max_tokens))
 
 
-async def until(condition: Any, timeout_s: float = 10.0) -> None:
+async def until(condition: Any, timeout_s: float = 60.0) -> None:
     for _ in range(int(timeout_s / 0.01)):
         if condition():
             return
@@ -158,7 +158,7 @@ async def test_every_worker_dies_and_the_streams_go_on() -> None:
 
 
 async def test_a_stopped_worker_is_killed_and_its_streams_go_on() -> None:
-    async with serving(worker={"step_ms": 3}, heartbeat_timeout_s=0.8) as llm:
+    async with serving(worker={"step_ms": 3}, heartbeat_timeout_s=2.0) as llm:
         running = asyncio.create_task(ask(llm, max_tokens=200))
         await asyncio.sleep(0.1)
         os.kill(pid(llm, D), signal.SIGSTOP)

@@ -275,16 +275,17 @@ def test_an_end_is_told_in_words() -> None:
 
 
 def test_kills_for_memory_are_counted_in_both_kinds_of_cgroups(tmp_path: Path) -> None:
-    own = tmp_path / "cgroup"
-    (tmp_path / "box").mkdir()
-    own.write_text("0::/box\n")
-    (tmp_path / "box" / "memory.events").write_text("low 0\noom 3\noom_kill 2\n")
-    assert count_oom_kills(own, tmp_path) == 2
-    (tmp_path / "memory" / "box").mkdir(parents=True)
-    own.write_text("5:cpu:/box\n4:memory:/box\n0::/\n")
-    (tmp_path / "memory" / "box" / "memory.oom_control").write_text("under_oom 0\noom_kill 7\n")
-    assert count_oom_kills(own, tmp_path) == 7
-    assert count_oom_kills(tmp_path / "none", tmp_path) == 0
+    def write(name: str, text: str) -> None:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    assert count_oom_kills(tmp_path) == 0
+    write("proc/self/cgroup", "0::/box\n")
+    write("sys/fs/cgroup/box/memory.events", "low 0\noom 3\noom_kill 2\n")
+    assert count_oom_kills(tmp_path) == 2
+    write("proc/self/cgroup", "5:cpu:/box\n4:memory:/box\n0::/\n")
+    write("sys/fs/cgroup/memory/box/memory.oom_control", "under_oom 0\noom_kill 7\n")
+    assert count_oom_kills(tmp_path) == 7
 
 
 def test_silence_and_an_endless_step_are_hangs_and_a_long_one_is_not() -> None:

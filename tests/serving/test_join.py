@@ -37,7 +37,7 @@ KEY, OTHER_KEY = SharedKey(b"k" * 32), SharedKey(b"o" * 32)
 PROMPT = list(range(100, 196))
 MEMORY = MemoryOptions(kv_cache_bytes=32 * 2**20)
 OPTIONS = EngineOptions(memory=MEMORY)
-SILENCE_S = 1.0
+SILENCE_S = 2.0  # more than this process stands still on a busy machine
 
 
 @asynccontextmanager
@@ -93,10 +93,10 @@ async def pair(**settings: Any) -> AsyncIterator[tuple[AsyncLLM, WorkerAgent, Wo
 
 async def ready(llm: AsyncLLM) -> None:
     assert llm.fleet.ready is not None
-    await asyncio.wait_for(asyncio.shield(llm.fleet.ready), 20)
+    await asyncio.wait_for(asyncio.shield(llm.fleet.ready), 60)
 
 
-async def until(condition: Any, timeout_s: float = 15.0) -> None:
+async def until(condition: Any, timeout_s: float = 60.0) -> None:
     for _ in range(int(timeout_s / 0.01)):
         if condition():
             return
@@ -195,7 +195,7 @@ async def test_a_partition_between_front_end_and_decode_worker_loses_no_token(lo
         if lost != "up":
             relay.down.clear()
         await until(lambda: port.state is WorkerState.LOST)
-        assert tokens(await asyncio.wait_for(asking, 10)) == expected(300)
+        assert tokens(await asyncio.wait_for(asking, 60)) == expected(300)
         relay.heal()
         relay.cut()
         await until(lambda: port.state is WorkerState.READY)
@@ -261,7 +261,7 @@ async def test_an_agent_that_is_asked_to_end_drains_its_worker() -> None:
             await until(lambda: len(llm.fleet.core.members.up) == 2)
             asking = [asyncio.create_task(ask(llm, 100, [*PROMPT, number])) for number in range(8)]
             await until(lambda: llm.num_open == 8)
-            await asyncio.wait_for(leaver.leave(), 10)
+            await asyncio.wait_for(leaver.leave(), 60)
             assert llm.fleet.workers[number_of(leaver)].state is WorkerState.STOPPED
         for output in await asyncio.gather(*asking):
             assert tokens(output) == expected(100, [*PROMPT, 0])
@@ -294,7 +294,7 @@ async def test_an_agent_that_is_asked_to_end_while_its_front_end_does_waits_for_
         await llm.fleet.door.close()  # answers nobody any more
         leaving = asyncio.create_task(worker.leave())
         await llm.shutdown()
-        await asyncio.wait_for(leaving, 5)
+        await asyncio.wait_for(leaving, 20)
 
 
 @pytest.mark.system
@@ -304,7 +304,7 @@ async def test_a_refusal_that_stays_one_ends_the_agent(monkeypatch: pytest.Monke
         worker = WorkerAgent(AgentOptions(host="127.0.0.1", port=port_of(llm), key=KEY, model=str(BUNDLED_MODEL)))
         monkeypatch.setattr("diptych.__version__", "0.0.1")
         with pytest.raises(ConfigError, match=r"front end is diptych .* the worker diptych 0\.0\.1"):
-            await asyncio.wait_for(worker.run(), 10)
+            await asyncio.wait_for(worker.run(), 60)
         assert llm.fleet.door is not None and llm.fleet.door.refused == {"incompatible": 1}
 
 

@@ -69,7 +69,7 @@ def test_a_slow_reader_gets_everything_and_holds_nobody_up(fake: RunningServer) 
         address = urlsplit(fake.url)
         slow.connect((address.hostname, address.port))
         slow.sendall("\r\n".join(head).encode() + data)
-        wait_until(lambda: is_empty(fake) and fake.metrics()["vllm:generation_tokens_total"] >= 1500, 20)
+        wait_until(lambda: is_empty(fake) and fake.metrics()["vllm:generation_tokens_total"] >= 1500)
         with stream(fake.url, max_tokens=20) as reply:
             assert list(reply.iter_lines())[-2] == "data: [DONE]"
         said = b"".join(iter(lambda: slow.recv(65536), b""))
@@ -92,6 +92,7 @@ def test_a_client_of_http_1_0_gets_its_stream_to_the_end(fake: RunningServer) ->
 @pytest.mark.parametrize("streaming", [True, False])
 def test_a_client_that_leaves_frees_its_blocks(fake: RunningServer, streaming: bool) -> None:
     wait_until(lambda: is_empty(fake))
+    aborted = fake.metrics()['vllm:request_success_total{finished_reason="abort"}']
     if streaming:
         with stream(fake.url) as reply:
             _, rest = first_event(reply)  # dropping the iterator would close the connection
@@ -100,14 +101,14 @@ def test_a_client_that_leaves_frees_its_blocks(fake: RunningServer, streaming: b
     else:
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{fake.url}/v1/completions", json={**BODY, "stream": False}, timeout=0.3)
-    wait_until(lambda: is_empty(fake), 3)
-    assert fake.metrics()['vllm:request_success_total{finished_reason="abort"}'] >= 1
+    wait_until(lambda: is_empty(fake))
+    wait_until(lambda: fake.metrics()['vllm:request_success_total{finished_reason="abort"}'] > aborted)
 
 
 def test_a_client_that_leaves_during_its_prefill_frees_it_too() -> None:
     with fake_server(tokens_per_s=500, scheduler={"budget": {"max_batched_tokens": 256}}) as server:
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{server.url}/v1/completions", json={"prompt": [5] * 7000, "max_tokens": 5}, timeout=0.5)
+            httpx.post(f"{server.url}/v1/completions", json={"prompt": [5] * 7000, "max_tokens": 5}, timeout=1.5)
 
         def told() -> list[dict[str, Any]]:
             return list(httpx.get(f"{server.url}/timeline/records").json()["records"])
@@ -118,16 +119,24 @@ def test_a_client_that_leaves_during_its_prefill_frees_it_too() -> None:
 
 
 def test_more_than_may_wait_gets_429_with_retry_after() -> None:
-    async def main(url: str) -> list[httpx.Response]:
-        async with httpx.AsyncClient(timeout=30) as client:
-            body = {**BODY, "max_tokens": 60, "stream": False}
-            return await asyncio.gather(*(client.post(f"{url}/v1/completions", json=body) for _ in range(6)))
+    async def main(server: RunningServer) -> tuple[list[httpx.Response], list[httpx.Response]]:
+        """The replies to those that waited behind a stream, and to those that came after them."""
+        url = f"{server.url}/v1/completions"
+        async with httpx.AsyncClient(timeout=60) as client:
+            body = {**BODY, "max_tokens": 5, "stream": False}
+            async with client.stream("POST", url, json=BODY) as running:
+                lines = running.aiter_lines()  # (dropping it would close the connection)
+                await anext(lines)
+                waiting = [asyncio.create_task(client.post(url, json=body)) for _ in range(2)]
+                while server.metrics()["vllm:num_requests_waiting"] < 2:
+                    await asyncio.sleep(0.02)
+                refused = await asyncio.gather(*(client.post(url, json=body) for _ in range(3)))
+            return await asyncio.gather(*waiting), refused
 
     with fake_server(step_ms=5, scheduler={"max_num_seqs": 1, "max_waiting": 2}) as server:
-        replies = asyncio.run(main(server.url))
-        refused = [reply for reply in replies if reply.status_code == 429]
-        assert len(refused) in (3, 4)
-        assert all(reply.status_code in (200, 429) for reply in replies)
+        served, refused = asyncio.run(main(server))
+        assert [reply.status_code for reply in served] == [200, 200]
+        assert [reply.status_code for reply in refused] == [429, 429, 429]
         assert all(int(reply.headers["retry-after"]) >= 1 for reply in refused)
         assert refused[0].json()["error"]["type"] == "rate_limit_error"
 
@@ -158,12 +167,12 @@ def test_each_of_several_keys_is_let_in_and_another_is_not() -> None:
 def test_a_fleet_behind_http_serves_counts_and_survives_a_killed_worker() -> None:
     fleet = {"prefill": 1, "decode": 1}
     with fake_server(step_ms=3, fleet=fleet, cluster={"disaggregate": "always"}) as server:
-        body = {"prompt": list(range(50, 100)), "max_tokens": 150, "ignore_eos": True, "return_token_ids": True}
+        body = {"prompt": list(range(50, 100)), "max_tokens": 400, "ignore_eos": True, "return_token_ids": True}
         with stream(server.url, **body) as reply:
             first, rest = first_event(reply)
             kill_worker(server, "decode")
             events = [json.loads(line.removeprefix("data: ")) for line in (first, *list(rest)[:-1])]
-        assert [token for event in events for token in event["choices"][0]["token_ids"]] == list(range(50, 200))
+        assert [token for event in events for token in event["choices"][0]["token_ids"]] == list(range(50, 450))
         wait_until(lambda: server.metrics()['diptych:worker_up{role="decode",worker="1"}'] == 1)
         assert httpx.post(f"{server.url}/v1/completions", json={"prompt": [1] * 40}).status_code == 200
         metrics = server.metrics()
@@ -187,8 +196,8 @@ def kill_worker(server: RunningServer, role: str) -> None:
 
 def test_sigterm_lets_the_running_end_and_refuses_newcomers() -> None:
     with fake_server(step_ms=5) as server:
-        with stream(server.url, max_tokens=150) as reply:
-            _, rest = first_event(reply)
+        with stream(server.url, max_tokens=600, return_token_ids=True) as reply:
+            first, rest = first_event(reply)
             server.process.terminate()
             wait_until(lambda: httpx.get(f"{server.url}/ready").status_code == 503)
             refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": [1]})
@@ -197,8 +206,9 @@ def test_sigterm_lets_the_running_end_and_refuses_newcomers() -> None:
             assert refused.headers["retry-after"]
             events = list(rest)
         assert events[-1] == "data: [DONE]"
-        assert len(events) >= 100
-        assert server.process.wait(10) == 0
+        told = [json.loads(event.removeprefix("data: "))["choices"][0] for event in (first, *events[:-1])]
+        assert [token for choice in told for token in choice["token_ids"]] == list(range(40, 640))
+        assert server.process.wait(60) == 0
 
 
 def test_a_second_signal_or_the_timeout_ends_the_drain() -> None:
@@ -210,7 +220,7 @@ def test_a_second_signal_or_the_timeout_ends_the_drain() -> None:
 
 
 def test_a_dead_worker_is_an_error_for_whoever_killed_it_and_comes_back() -> None:
-    with fake_server(step_ms=2, cluster={"on_failure": "fail"}) as server:
+    with fake_server(step_ms=2, load_s=0.5, cluster={"on_failure": "fail"}) as server:
         with stream(server.url) as reply:
             _, rest = first_event(reply)
             crash = httpx.post(f"{server.url}/v1/completions", json={"prompt": [CRASH_TOKEN]}, timeout=10)
@@ -250,7 +260,7 @@ def test_while_the_model_loads_it_is_alive_and_not_ready() -> None:
         early = httpx.post(f"{url}/v1/completions", json={"prompt": [1], "max_tokens": 1})
         assert early.status_code in (503, 200)
         process.terminate()
-        assert process.wait(15) == 0
+        assert process.wait(60) == 0
     finally:
         process.kill()
         process.wait()

@@ -406,7 +406,12 @@ def test_pages_follow_each_other_and_the_trace_of_a_server_is_valid(fake: Runnin
     reply = httpx.get(f"{fake.url}/timeline/perfetto")
     assert "attachment" in reply.headers["content-disposition"]
     check_trace(reply.json())
-    assert any(one["ph"] == "X" for one in reply.json()["traceEvents"])
+
+    def has_steps() -> bool:
+        events = httpx.get(f"{fake.url}/timeline/perfetto").json()["traceEvents"]
+        return any(one["ph"] == "X" for one in events)
+
+    wait_until(has_steps)
 
 
 @pytest.mark.parametrize("query", ["since=x", "since=-1", "workers=a", "limit=0", "limit=1e9", "limit=nan"])

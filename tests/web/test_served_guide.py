@@ -4,11 +4,12 @@ import asyncio
 import json
 import os
 import sys
+from contextlib import suppress
 
 import httpx
 import psutil
 import pytest
-from servers import RunningServer, fake_server, wait_until
+from servers import fake_server, wait_until
 from watching import PHONE, chromium, overflow, serious_findings, watched
 
 from diptych.web.chapters import CHAPTERS
@@ -26,9 +27,19 @@ SPLIT = {
 KEY = "correct horse"
 
 
-def panel_processes(server: RunningServer) -> list[psutil.Process]:
-    children = psutil.Process(server.process.pid).children(recursive=True)
-    return [one for one in children if any("panel_worker" in part for part in one.cmdline())]
+def panel_processes(parent: int) -> list[psutil.Process]:
+    """Those that compute panels for this process, without the dead."""
+    found = []
+    for child in psutil.Process(parent).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # also a zombie's error
+            found += [child] * any("panel_worker" in part for part in child.cmdline())
+    return found
+
+
+def is_alive(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def test_the_routes_are_those_of_the_chapters() -> None:
@@ -37,19 +48,19 @@ def test_the_routes_are_those_of_the_chapters() -> None:
 
 def test_panels_are_computed_where_nobody_is_kept_waiting_and_end_with_the_server() -> None:
     with fake_server(**SPLIT) as server:
-        assert panel_processes(server) == []  # not before anybody asks
+        assert panel_processes(server.process.pid) == []  # not before anybody asks
         first = httpx.get(f"{server.url}/guide/api/transfer", timeout=60)
         assert first.json()["size"]["cache_bytes"] == 2_684_354_560
-        (process,) = panel_processes(server)
+        (process,) = panel_processes(server.process.pid)
         if sys.platform == "linux":
             assert os.sched_getscheduler(process.pid) == os.SCHED_IDLE
         process.kill()
-        wait_until(lambda: process.status() == psutil.STATUS_ZOMBIE)
+        wait_until(lambda: not is_alive(process))
         again = httpx.get(f"{server.url}/guide/api/transfer", timeout=60)
         assert again.content == first.content
-        (process,) = panel_processes(server)
+        (process,) = panel_processes(server.process.pid)
         server.terminate()
-        wait_until(lambda: not process.is_running())
+        wait_until(lambda: not is_alive(process))
 
 
 def test_panels_are_computed_for_those_who_have_the_key_and_words_are_for_everybody() -> None:
@@ -79,9 +90,14 @@ def test_people_find_the_way_from_the_live_page_to_the_guide_and_back(size: str)
         watched(browser, f"{server.url}/ui", **context) as page,
     ):
         page.locator("#connection", has_text="live").wait_for()
-        for name, address in (("Guide", "/guide"), ("Compare", "/compare"), ("Live", "/ui")):
+        for name, address, shown in (
+            ("Guide", "/guide", page.locator(".chapter-card").first),
+            ("Compare", "/compare", page.locator("#file-a")),
+            ("Live", "/ui", page.locator("#send-streams:enabled")),
+        ):
             page.get_by_role("navigation").get_by_role("link", name=name, exact=True).click()
             page.wait_for_url(f"{server.url}{address}")
+            shown.wait_for()
             assert overflow(page) <= 0
             assert serious_findings(page) == []
 
@@ -104,14 +120,31 @@ def test_a_process_that_dies_at_work_is_an_answer_and_the_next_question_starts_a
         first = await host.ask(Call(kind="begin", query={"rate": "400", "gpus": "16"}))
         asking = asyncio.create_task(host.ask(Call(kind="next", stream=first.stream)))  # takes a second
         await asyncio.sleep(0.05)
-        for process in psutil.Process().children():
-            if any("panel_worker" in part for part in process.cmdline()):
-                process.kill()
+        for process in panel_processes(os.getpid()):
+            process.kill()
         return [(await asking).status, (await host.ask(Call(kind="panel", name="phases"))).status]
 
     host = PanelHost()
     try:
         assert asyncio.run(story(host)) == [503, 200]
+    finally:
+        host.close()
+
+
+def test_a_server_that_ends_waits_for_no_panel() -> None:
+    async def story(host: PanelHost) -> list[int]:
+        await host.ask(Call(kind="panel", name="phases"))
+        first = await host.ask(Call(kind="begin", query={"rate": "400", "gpus": "16"}))
+        asking = asyncio.create_task(host.ask(Call(kind="next", stream=first.stream)))  # takes a second
+        behind = asyncio.create_task(host.ask(Call(kind="panel", name="phases")))
+        await asyncio.sleep(0.05)
+        host.end()
+        later = host.ask(Call(kind="panel", name="phases"))
+        return [reply.status for reply in await asyncio.gather(asking, behind, later)]
+
+    host = PanelHost()
+    try:
+        assert asyncio.run(story(host)) == [503, 503, 503]
     finally:
         host.close()
 

@@ -14,6 +14,7 @@ from diptych.cli.output import print_tables
 from diptych.control.errors import ConfigError
 from diptych.report.text import Table
 from diptych.runtime.tiers import folder_view
+from diptych.runtime.tiers.extent_format import DiskCodecName
 from diptych.runtime.tiers.segment_folder import SegmentFolder
 from diptych.serving.link.engine_options import (
     DeviceOptions,
@@ -85,6 +86,7 @@ def warm(
     file: Annotated[Path, typer.Argument(help='JSON lines: a text, or {"prompt": ...}, or {"messages": [...]}.')],
     kv_disk: Annotated[Path, typer.Option(help="The folder to fill.")],
     kv_disk_gb: Annotated[float | None, typer.Option(help="What its files may take together, in GB.")] = None,
+    kv_disk_codec: Annotated[DiskCodecName, typer.Option(help="How blocks lie there, as for serve.")] = "none",
     model: Annotated[Path | None, typer.Option(help="Model directory, or GGUF file. Default: bundled.")] = None,
     block_size: Annotated[int, typer.Option(help="Tokens per KV block, as for serve.")] = 32,
     dtype: Annotated[DTypeName, typer.Option(help="Arithmetic, as for serve.")] = "auto",
@@ -98,7 +100,8 @@ def warm(
     """
     with errors_in_words():
         entries = read_prompts(file)
-        given = {"kv_host_gb": 0.0, "kv_disk": kv_disk, "kv_disk_gb": kv_disk_gb, "prefix_cache": True}
+        disk = {"kv_disk": kv_disk, "kv_disk_gb": kv_disk_gb, "kv_disk_codec": kv_disk_codec}
+        given = {"kv_host_gb": 0.0, **disk, "prefix_cache": True}
         options = EngineOptions(
             model=str(model_path(model)),
             device=DeviceOptions(dtype=dtype, threads=threads, instruction_set=instruction_set, quantize=quantize),

@@ -51,6 +51,7 @@ from diptych.control.planner.planner_config import PlanMode, PlannerConfig
 from diptych.control.router.routing import Deflection, Disaggregate, RoutingName
 from diptych.control.slo import NS_PER_MS, Slo
 from diptych.processor import Processor, read_processor
+from diptych.runtime.tiers.extent_format import DiskCodecName
 from diptych.runtime.transfer import CONNECTORS
 from diptych.runtime.transfer.connector import CodecName
 from diptych.serving.api.manners import Manners, is_loopback
@@ -209,6 +210,7 @@ def serve(
     kv_host_gb: Annotated[float, option(KV_HOST_HELP, MEMORY)] = 0.0,
     kv_disk: Annotated[Path | None, option("Folder that keeps KV over restarts, such as ~/.cache/kv.", MEMORY)] = None,
     kv_disk_gb: Annotated[Number, option("What its files may take together, in GB.", MEMORY)] = None,
+    kv_disk_codec: Annotated[DiskCodecName, option("int8: half the bytes, rounded.", MEMORY)] = "none",
     prefix_cache: Annotated[bool, option("Reuse the KV of equal prompt beginnings.", MEMORY)] = True,
     explain_misses: Annotated[ExplainMisses, option(MISSES_HELP, MEMORY)] = "off",
     device: Annotated[DeviceName, option("Where to compute.", MACHINE)] = "auto",

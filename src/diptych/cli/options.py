@@ -82,14 +82,22 @@ def tier_memory(given: Mapping[str, Any]) -> dict[str, Any]:
     if disk is None:
         if disk_gb is not None:
             raise ConfigError(f"kv_disk_gb is {disk_gb}, and kv_disk names no folder", param="kv_disk_gb")
+        if given["kv_disk_codec"] != "none":
+            raise ConfigError(
+                f"kv_disk_codec is {given['kv_disk_codec']!r}, and kv_disk names no folder", param="kv_disk_codec"
+            )
         return {"host_bytes": int(host * GB)}
     if not given["prefix_cache"]:
         raise ConfigError(f"kv_disk is {str(disk)!r}; it needs the prefix cache, which is off", param="kv_disk")
     disk_gb = DEFAULT_DISK_GB if disk_gb is None else disk_gb
     if not 0 < disk_gb <= MOST_GB:
         raise ConfigError(f"kv_disk_gb is {disk_gb}; it must be in (0, {MOST_GB}]", param="kv_disk_gb")
-    folder = str(disk.expanduser().absolute())
-    return {"host_bytes": int(host * GB), "disk": folder, "disk_bytes": int(disk_gb * GB)}
+    return {
+        "host_bytes": int(host * GB),
+        "disk": str(disk.expanduser().absolute()),
+        "disk_bytes": int(disk_gb * GB),
+        "disk_codec": given["kv_disk_codec"],
+    }
 
 
 def model_path(model: str | Path | None) -> Path:

@@ -16,10 +16,13 @@ from diptych.control.errors import ConstraintError
 from diptych.control.request import SamplingParams
 
 MAX_COMPILED = 128
+LONG = 1 << 14  # bytes of a grammar from which on it may take more than some milliseconds to compile
 NICENESS = 10
+LONG_NICENESS = 19
 
-# Of the computation of a single mask: what takes more than some milliseconds ends its own request.
-_LIMITS = llguidance.LLParserLimits(step_lexer_fuel=100_000, step_max_items=25_000, verbose_errors=False)
+# Of the computation of a single mask: what takes more than a millisecond or two ends its own request. Masks of usual
+# schemas take less than a tenth of it.
+MASK_LIMITS = llguidance.LLParserLimits(step_lexer_fuel=30_000, step_max_items=8_000, verbose_errors=False)
 
 
 class Grammars:
@@ -32,7 +35,8 @@ class Grammars:
             tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None
         )
         self._compiled: OrderedDict[str, Future[llguidance.LLMatcher]] = OrderedDict()
-        self._pool = ThreadPoolExecutor(1, "grammars", initializer=_give_way)
+        self._pool = ThreadPoolExecutor(1, "grammars", _give_way, (NICENESS,))
+        self._pool_of_long = ThreadPoolExecutor(1, "long-grammars", _give_way, (LONG_NICENESS,))
 
     def prepare(self, text: str) -> bool:
         """Begin to compile a grammar. Returns whether it is ready, or has failed."""
@@ -40,7 +44,7 @@ class Grammars:
         if future is None:
             while len(self._compiled) >= MAX_COMPILED:
                 self._compiled.popitem(last=False)
-            future = self._compiled[text] = self._pool.submit(self._compile, text)
+            future = self._compiled[text] = self._pool_for(text).submit(self._compile, text)
             future.add_done_callback(lambda _: self.on_compiled())
         else:
             self._compiled.move_to_end(text)
@@ -56,8 +60,12 @@ class Grammars:
         """The same as a request wants it. Where log probabilities are wanted, every token is sampled."""
         return self.constraint(sampling.grammar, forces=sampling.forces_tokens and sampling.logprobs is None)
 
+    def _pool_for(self, text: str) -> ThreadPoolExecutor:
+        """Long grammars hold up neither the others nor the streams."""
+        return self._pool if len(text) < LONG else self._pool_of_long
+
     def _compile(self, text: str) -> llguidance.LLMatcher:
-        matcher = llguidance.LLMatcher(self._tokenizer, text, log_level=0, limits=_LIMITS)
+        matcher = llguidance.LLMatcher(self._tokenizer, text, log_level=0, limits=MASK_LIMITS)
         if matcher.is_error():
             raise ConstraintError(f"the grammar does not compile: {matcher.get_error()[:500]}")
         matcher.compute_bitmask()  # the first mask takes the longest
@@ -119,9 +127,9 @@ class GrammarConstraint:
             raise ConstraintError(f"the grammar cannot go on: {said[:300]}")
 
 
-def _give_way() -> None:
-    """This thread runs when the others leave time for it (Linux has a niceness for each thread): NICENESS more than
-    they have."""
+def _give_way(niceness: int) -> None:
+    """This thread runs when the others leave time for it (Linux has a niceness for each thread): so much more than they
+    have."""
     if hasattr(os, "setpriority"):
         thread = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + NICENESS))
+        os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + niceness))

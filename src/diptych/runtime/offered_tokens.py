@@ -48,7 +48,9 @@ class OfferedTokens:
     def _follow(self, state: RequestState, token_ids: npt.NDArray[np.int32]) -> SuffixLookup:
         lookup, predicted = state.lookup, state.params.predicted  # as if they stood before the prompt
         if lookup is None:
-            lookup = state.lookup = SuffixLookup([*predicted, *token_ids.tolist()], self._counts)
+            lookup = state.lookup = SuffixLookup(
+                [*predicted, *token_ids.tolist()] if predicted else token_ids, self._counts
+            )
         else:
-            lookup.extend(token_ids[lookup.num_tokens - len(predicted) :].tolist())
+            lookup.extend(token_ids[lookup.num_tokens - len(predicted) :])
         return lookup

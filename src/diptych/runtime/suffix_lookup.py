@@ -2,7 +2,7 @@
 
 An answer that quotes its prompt, edits code or repeats itself has been written already, in part. The longest earlier
 match of the sequence's end is followed until it fails (prompt lookup; suffix decoding of arXiv 2411.04975 is the same
-idea over many requests). No model, no weights: an index of a few entries per token.
+idea over many requests). No model, no weights, no index: a look-up scans the tokens, a few microseconds for thousands.
 
 How often a match of a given length goes on is counted for every token of an answer, guessed tokens that nobody computed
 included: measuring costs nothing, so nothing has to be tried to know that it does not pay.
@@ -13,22 +13,25 @@ nothing is found that goes on is looked up more and more rarely, until a run of 
 
 from collections.abc import Sequence
 
-SIZES = (5, 2)  # tokens of the ends that are looked up, the longer first
-BITS = 24  # of a token in the code of an end, which is a single integer
-MAX_CANDIDATES = 8  # earlier places that are compared, the latest first
-MAX_MATCH = 24  # how far back two places are compared
-INDEXED_AT_ONCE = 2048  # tokens of a long prompt that are indexed per step: 1 ms
+import numpy as np
+import numpy.typing as npt
+
+FEWEST = 2  # tokens that a match has at least
+FEWEST_OF_MANY = 5  # where there are more than MAX_CANDIDATES matches, and some that are so long
+MAX_CANDIDATES = 8  # matches that are compared, the latest ones
+MAX_MATCH = 24  # how far back they are compared
 LENGTHS = 16  # match lengths that are told apart; longer ones count as this
 PRIOR = 4.0  # weight of all answers of the worker in what is expected of one
 SHARED_PRIOR = 16.0
 FORGET = 0.998  # of the worker's counts, per guess
 LEAST_CHANCE = 0.02
-RUN = 3  # right guesses in a row after which an answer is looked up at every token
-LOOKS = 2  # without such a run, after which the pause between two look-ups is a token longer
-MAX_PAUSE = 16  # tokens
-STREAMS_PER_TOKEN = 2  # of a batch, for which the pause may be a token longer: none where one stream decodes
+LIKELY = 0.5  # the chance of a guess from which on the answer is looked up at every token
+RUN = 3  # right guesses in a row after which it is, too
+MAX_PAUSE = 32  # tokens
 
-_LONG_MASK, _SHORT_MASK = ((1 << BITS * size) - 1 for size in SIZES)
+Tokens = Sequence[int] | npt.NDArray[np.int32]
+
+_BACK = np.arange(MAX_MATCH)
 
 
 class MatchCounts:
@@ -76,97 +79,84 @@ class MatchCounts:
 
 
 class SuffixLookup:
-    """The tokens of one sequence, and where their n-grams were."""
+    """The tokens of one sequence, and the place where its end was before."""
 
-    def __init__(self, token_ids: Sequence[int], shared: MatchCounts) -> None:
-        self._tokens = list(token_ids)
+    def __init__(self, token_ids: Tokens, shared: MatchCounts) -> None:
+        self._tokens = np.empty(max(64, 2 * len(token_ids)), dtype=np.int32)
+        self._num_tokens = 0
         self._counts = MatchCounts(shared)
-        self._latest: dict[int, dict[int, int]] = {size: {} for size in SIZES}  # code -> the latest place behind it
-        self._before: dict[int, list[int]] = {size: [] for size in SIZES}  # by place: the one before it (0: none)
-        self._code = 0  # of the tokens before the next place that is indexed
         self._source = 0  # the place whose token is guessed to come next (0: none)
         self._length = 0  # of the match before it
         self._run = 0  # right guesses in a row
         self._num_quiet = 0  # look-ups since the last run
-        self._index()
+        self._append(token_ids)
         self._search()
 
     @property
     def num_tokens(self) -> int:
         """Tokens of the sequence."""
-        return len(self._tokens)
+        return self._num_tokens
 
-    def extend(self, token_ids: Sequence[int]) -> None:
+    def extend(self, token_ids: Tokens) -> None:
         """These came next."""
         self._num_quiet += 1
-        for token in token_ids:
-            if self._source:
-                is_hit = self._tokens[self._source] == token
-                self._counts.add(self._length, is_hit)
-                self._source, self._length = (self._source + 1, self._length + 1) if is_hit else (0, 0)
-                self._run = self._run + 1 if is_hit else 0
-                if self._run >= RUN:
-                    self._num_quiet = 0
-            self._tokens.append(token)
-        self._index()
+        first = self._num_tokens
+        self._append(token_ids)
+        for place in range(first, self._num_tokens):
+            if not self._source:
+                break
+            is_hit = bool(self._tokens[self._source] == self._tokens[place])
+            self._counts.add(self._length, is_hit)
+            self._source, self._length = (self._source + 1, self._length + 1) if is_hit else (0, 0)
+            self._run = self._run + 1 if is_hit else 0
+            if self._run >= RUN:
+                self._num_quiet = 0
         if not self._source:
             self._search()
 
     def pause(self, num_streams: int) -> int:
-        """Tokens that may come before the next look-up, beside so many streams: 1 while something is guessed."""
-        longest = min(MAX_PAUSE, 1 + num_streams // STREAMS_PER_TOKEN)
-        return 1 if self._source else min(longest, 1 + self._num_quiet // LOOKS)
+        """Tokens that may come before the next look-up, beside so many streams: 1 while something likely is guessed."""
+        longest = min(MAX_PAUSE, num_streams, 1 << min(self._num_quiet, 5))
+        if longest > 1 and self._source and self._counts.chance(self._length) >= LIKELY:
+            return 1
+        return longest
 
     def guess(self, limit: int) -> tuple[list[int], list[float]]:
         """At most ``limit`` tokens that may come next, and the probabilities that the first so many are right."""
         if not self._source:
             return [], []
         chances = self._counts.chances(self._length, limit)
-        tokens, source = self._tokens, self._source
-        period = len(tokens) - source  # a match that reaches the end repeats itself
-        return [tokens[source + place % period] for place in range(len(chances))], chances
+        known = self._tokens[self._source : min(self._num_tokens, self._source + len(chances))].tolist()
+        period = self._num_tokens - self._source  # a match that reaches the end repeats itself
+        return [known[place % period] for place in range(len(chances))], chances
 
-    def _index(self) -> None:
-        """Note where n-grams are. The end itself is not indexed before something follows it."""
-        tokens, code = self._tokens, self._code
-        (long, short), (before_long, before_short) = self._latest.values(), self._before.values()
-        first = len(before_long)
-        for place in range(first, min(len(tokens), first + INDEXED_AT_ONCE)):
-            if place:
-                code = (code << BITS | tokens[place - 1]) & _LONG_MASK
-            end = code & _SHORT_MASK
-            before_long.append(long.get(code, 0))
-            before_short.append(short.get(end, 0))
-            if place >= SIZES[0]:
-                long[code] = place
-            if place >= SIZES[1]:
-                short[end] = place
-        self._code = code
+    def _append(self, token_ids: Tokens) -> None:
+        end = self._num_tokens + len(token_ids)
+        if end > len(self._tokens):
+            grown = np.empty(2 * end, dtype=np.int32)
+            grown[: self._num_tokens] = self._tokens[: self._num_tokens]
+            self._tokens = grown
+        self._tokens[self._num_tokens : end] = token_ids
+        self._num_tokens = end
 
     def _search(self) -> None:
-        """Find the longest match of the end."""
-        tokens, best, longest = self._tokens, 0, 0
-        for size in SIZES:
-            if len(tokens) < size:
-                continue
-            code = 0
-            for token in tokens[-size:]:
-                code = code << BITS | token
-            place = self._latest[size].get(code, 0)
-            for _ in range(MAX_CANDIDATES):
-                if not place:
-                    break
-                if (length := self._match(place)) > longest:
-                    best, longest = place, length
-                place = self._before[size][place]
-            if best:
-                break
-        self._source, self._length = best, longest
-
-    def _match(self, place: int) -> int:
-        """How many tokens before ``place`` are those before the end."""
-        tokens, length = self._tokens, 0
-        end = len(tokens)
-        while length < min(place, MAX_MATCH) and tokens[place - 1 - length] == tokens[end - 1 - length]:
-            length += 1
-        return length
+        """Find the longest match of the end among the latest ones."""
+        self._source = self._length = 0
+        tokens, end = self._tokens, self._num_tokens
+        if end <= FEWEST:
+            return
+        newest = (tokens[1 : end - 1] == tokens[end - 1]).nonzero()[0]  # places of the first token of each pair
+        places = newest[tokens[newest] == tokens[end - 2]]
+        if len(places) > MAX_CANDIDATES:
+            long = places[places >= FEWEST_OF_MANY - FEWEST]
+            for back in range(1, FEWEST_OF_MANY - FEWEST + 1):
+                long = long[tokens[long - back] == tokens[end - FEWEST - back]]
+            places = (long if len(long) else places)[-MAX_CANDIDATES:]
+        if not len(places):
+            return
+        places = places[::-1] + FEWEST  # behind the match, the latest first
+        at = places[:, None] - 1 - _BACK
+        is_same = (tokens[at] == tokens[end - 1 - _BACK]) & (at >= 0)  # beyond the front: some other token, left out
+        lengths = np.where(is_same.all(axis=1), MAX_MATCH, is_same.argmin(axis=1))
+        best = int(lengths.argmax())
+        self._source, self._length = int(places[best]), int(lengths[best])

@@ -6,6 +6,7 @@ The worker checks the same again where it uses it. Reads the model's config and 
 import os
 from pathlib import Path
 
+from diptych.cgroups import ROOT, memory_limit_bytes
 from diptych.control.errors import ConfigError
 from diptych.processor import Processor, read_processor
 from diptych.runtime.checkpoint import open_checkpoint
@@ -28,12 +29,14 @@ def check_start(options: EngineOptions, processor: Processor | None = None) -> N
         check_kv_memory(options.memory.kv_cache_bytes)
 
 
-def check_kv_memory(kv_cache_bytes: int | None) -> None:
-    """Raises ConfigError for a KV cache that is larger than the memory of this machine."""
-    total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if kv_cache_bytes is not None and kv_cache_bytes > total_bytes:
+def check_kv_memory(kv_cache_bytes: int | None, root: Path = ROOT) -> None:
+    """Raises ConfigError for a KV cache that is larger than the memory of this machine or of its container."""
+    total_bytes, limit_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), memory_limit_bytes(root)
+    is_limited = limit_bytes is not None and limit_bytes < total_bytes
+    most_bytes = min(total_bytes, limit_bytes or total_bytes)
+    if kv_cache_bytes is not None and kv_cache_bytes > most_bytes:
+        where = "the control group of this process" if is_limited else "this machine"
         raise ConfigError(
-            f"kv_cache_bytes is {kv_cache_bytes / 2**30:,.1f} GiB; this machine has {total_bytes / 2**30:,.1f} GiB of "
-            "memory",
+            f"kv_cache_bytes is {kv_cache_bytes / 2**30:,.1f} GiB; {where} has {most_bytes / 2**30:,.1f} GiB of memory",
             param="kv_cache_bytes",
         )

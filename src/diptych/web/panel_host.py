@@ -29,6 +29,7 @@ class PanelHost:
     def __init__(self, *, gives_way: bool = False) -> None:
         self._gives_way = gives_way
         self._process: subprocess.Popen[bytes] | None = None
+        self._has_ended = False
         self._turn = Lock()
         self._threads = CapacityLimiter(1)
 
@@ -40,7 +41,16 @@ class PanelHost:
         async with self._turn:
             if is_gone is not None and await is_gone():
                 return _unavailable("The client has left.")
+            if self._has_ended:
+                return _unavailable("The server is shutting down.")
             return await anyio.to_thread.run_sync(self._exchange, call, limiter=self._threads)
+
+    def end(self) -> None:
+        """Answer this call and all later ones with 503, so that nobody who asked keeps a server from ending."""
+        self._has_ended = True
+        process = self._process  # (the thread that waits for it may let go of it meanwhile)
+        if process is not None:
+            process.kill()
 
     def close(self) -> None:
         """End the process."""
@@ -60,6 +70,8 @@ class PanelHost:
             return _unavailable(f"The process that computes panels cannot be started ({error.strerror}). Try again.")
         process = self._process
         assert process is not None
+        if self._has_ended:  # while it was started
+            process.kill()
         killing = threading.Timer(LIMIT_S, process.kill)
         killing.daemon = True
         killing.start()

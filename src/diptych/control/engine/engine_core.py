@@ -347,11 +347,18 @@ class EngineCore:
                 computed = self.scheduler.batch.num_computed(request)
             self.kv.remember_computed(request, computed)
 
+    def _learn(self, features: StepFeatures, duration_ns: int, *, has_extra: bool) -> None:
+        speculation = self.scheduler.speculation
+        more_ns = int(speculation.step_ns) if has_extra else 0
+        if self.model.is_trusted and not features.prefill_tokens:
+            speculation.measured(self.model.predict_ns(features), duration_ns, has_extra=has_extra)
+        self.model.observe(features, duration_ns - more_ns)
+
     def _measure(
         self, output: SchedulerOutput, now: int, result: StepResult, num_steps: int, last_start_ns: int | None
     ) -> StepFinished:
         features = output.features
-        is_rare = features.decode_seqs != output.num_decodes  # and says what a row costs
+        is_rare = bool(output.extra_rows)  # and says what a row costs
         if num_steps and (is_rare or self.model.wants(features, self.scheduler.batch.ticks_completed)):
             if num_steps > 1:
                 context = features.decode_context + (num_steps - 1) * features.decode_seqs
@@ -359,7 +366,7 @@ class EngineCore:
             duration_ns = now - (self._begun_ns if last_start_ns is None else last_start_ns)
             copies_ns = (len(output.swap_out) + len(output.swap_in)) * self.config.cache.tiers.copy_block_ns
             if 2 * copies_ns < duration_ns:  # else it says little of what was computed
-                self.model.observe(features, duration_ns - copies_ns)
+                self._learn(features, duration_ns - copies_ns, has_extra=is_rare)
         return StepFinished(  # (by position, which is faster)
             output.step_id,
             self._begun_ns,

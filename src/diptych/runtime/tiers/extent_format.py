@@ -16,6 +16,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha1
+from typing import Literal
 
 PAGE_BYTES = 4096
 MAX_BLOCKS = 64
@@ -26,6 +27,7 @@ _ENTRY = struct.Struct("<16s16s")
 _CHECKED = PAGE_BYTES - DIGEST_BYTES
 
 Buffer = memoryview
+DiskCodecName = Literal["none", "int8"]
 
 
 @dataclass(frozen=True, slots=True)

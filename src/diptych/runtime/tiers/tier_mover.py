@@ -27,6 +27,7 @@ from diptych.control.engine.kvcache.tier_records import (
     TierAction,
     TierEvent,
 )
+from diptych.runtime.tiers.block_coding import BlockCoding
 from diptych.runtime.tiers.disk_store import DiskStore
 from diptych.runtime.tiers.extent_format import Buffer
 
@@ -40,11 +41,15 @@ HostBuffer = Callable[[int], Buffer]
 
 
 class TierMover:
-    """The disk of one worker. host_buffer: the bytes of a host block."""
+    """The disk of one worker. host_buffer: the bytes of a host block. coding: of the thread that reads, and of the one
+    that writes (None: blocks lie on disk as they are)."""
 
-    def __init__(self, store: DiskStore, host_buffer: HostBuffer) -> None:
+    def __init__(
+        self, store: DiskStore, host_buffer: HostBuffer, coding: tuple[BlockCoding, BlockCoding] | None = None
+    ) -> None:
         self.store = store
         self._host_buffer = host_buffer
+        self._coding = coding
         self._events: deque[TierEvent] = deque()
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._pending: set[int] = set()  # loads that are not answered
@@ -113,10 +118,9 @@ class TierMover:
         while (action := self._loads.get()) is not None:
             begun_ns, count = time.monotonic_ns(), 0
             load_id = action.load_id
-            buffers = [self._host_buffer(block) for block in action.host_blocks]
             if self._is_on and not self._is_closed:
                 try:
-                    count = self.store.load(action.hashes, buffers, partial(self._is_cancelled, load_id))
+                    count = self._load(action)
                     self._num_failures = 0
                 except OSError as error:
                     self._failed("reading", error)
@@ -124,6 +128,19 @@ class TierMover:
             self._pending.discard(load_id)
             self._cancelled.discard(load_id)
             self._emit(RunLoaded(load_id, count, time.monotonic_ns() - begun_ns))
+
+    def _load(self, action: LoadBlocks) -> int:
+        """Returns how many of the blocks are in host memory now."""
+        is_cancelled = partial(self._is_cancelled, action.load_id)
+        blocks = [self._host_buffer(block) for block in action.host_blocks]
+        if self._coding is None:
+            return self.store.load(action.hashes, blocks, is_cancelled)
+        coding = self._coding[0]
+        read = [memoryview(bytearray(coding.num_bytes)) for _ in blocks]
+        count = self.store.load(action.hashes, read, is_cancelled)
+        for data, block in zip(read[:count], blocks, strict=False):
+            coding.decode(data, block)
+        return count
 
     def _is_cancelled(self, load_id: int) -> bool:
         return load_id in self._cancelled or self._is_closed
@@ -147,7 +164,10 @@ class TierMover:
         self._refresh()
         count = 0
         try:
-            count = self.store.store(action.hashes, [self._host_buffer(block) for block in action.host_blocks])
+            blocks = [self._host_buffer(block) for block in action.host_blocks]
+            if self._coding is not None:
+                blocks = [self._coding[1].encode(block) for block in blocks]
+            count = self.store.store(action.hashes, blocks)
             self._num_failures = 0
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):

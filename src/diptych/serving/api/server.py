@@ -17,6 +17,7 @@ import uvicorn
 import uvloop
 
 from diptych.control.errors import DiptychError
+from diptych.runtime.thread_limits import switch_often
 from diptych.serving.api.listener import Listener, bind, raise_descriptor_limit
 from diptych.serving.api.manners import Manners
 from diptych.serving.batches.batch_service import BatchOptions, BatchService
@@ -101,6 +102,7 @@ def run_server(
     worker that cannot start."""
     limit = raise_descriptor_limit(len(llm.fleet.fleet.slots))
     listening = bind(options.host, options.port)
+    switch_often()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(llm, options, Listener(listening, limit), on_loading, on_ready, make_app))
@@ -147,6 +149,7 @@ async def _serve(
             await batches.stop()
             batches.close()
         await llm.shutdown()
+        app.state.panels.end()
         server.stop()
         await serving
         starting.cancel()

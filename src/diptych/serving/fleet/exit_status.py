@@ -8,10 +8,9 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
+from diptych.cgroups import ROOT, folders, text_of
 from diptych.control.errors import DiptychError
 
-CGROUPS = Path("/sys/fs/cgroup")
-OWN_CGROUPS = Path("/proc/self/cgroup")
 CRASHES = frozenset(
     {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 )  # what a process does to itself
@@ -47,31 +46,16 @@ def in_words(status: int, *, killed_because: str = "", oom_kills: int = 0) -> st
     return f"signal {-status}" if status < 0 else f"exit status {status}"
 
 
-def count_oom_kills(own: Path = OWN_CGROUPS, root: Path = CGROUPS) -> int:
+def count_oom_kills(root: Path = ROOT) -> int:
     """Processes of this process's cgroup that the kernel has killed for their memory (0 where nothing counts them)."""
-    try:
-        lines = own.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        inside = path.lstrip("/")
-        if not controllers:
-            files = (root / inside / "memory.events", root / "memory.events")
-        elif "memory" in controllers.split(","):
-            files = (root / "memory" / inside / "memory.oom_control", root / "memory" / "memory.oom_control")
-        else:
-            continue
-        for file in files:
-            count = _read_count(file)
+    for folder in folders("memory", root):
+        for name in ("memory.events", "memory.oom_control"):
+            count = _read_count(folder / name)
             if count is not None:
                 return count
     return 0
 
 
 def _read_count(file: Path) -> int | None:
-    try:
-        rows = [line.split() for line in file.read_text(encoding="ascii").splitlines()]
-    except OSError:
-        return None
+    rows = [line.split() for line in text_of(file).splitlines()]
     return next((int(row[1]) for row in rows if len(row) == 2 and row[0] == "oom_kill"), None)

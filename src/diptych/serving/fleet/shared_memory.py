@@ -9,7 +9,9 @@ import fcntl
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from diptych.cgroups import ROOT, available_memory_bytes
 from diptych.runtime.kv_geometry import KVGeometry
 from diptych.runtime.models.registry import read_model_config
 from diptych.runtime.weight_bytes import loaded_weight_bytes, memory_beside_weights
@@ -58,24 +60,18 @@ def create_shared_memory(geometry: KVGeometry, num_blocks: Sequence[int]) -> Sha
     return SharedMemory(pool_fd, weights_fd, total, first_blocks, tuple(num_blocks))
 
 
-def default_num_blocks(options: EngineOptions, geometry: KVGeometry, num_workers: int, device: str = "cpu") -> int:
-    """Blocks of each worker when no option says how many: a quarter of the memory that is free beside the weights,
-    between all of them, at most 2 GiB each and at most what 32 sequences at full length use (touching memory for the
-    first time takes long on some machines). Raises ConfigError for weights that do not fit into memory."""
+def default_num_blocks(
+    options: EngineOptions, geometry: KVGeometry, num_workers: int, device: str = "cpu", root: Path = ROOT
+) -> int:
+    """Blocks of each worker when no option says how many: a quarter of the memory that is free beside the weights, on
+    this machine and in its container, between all of them, at most 2 GiB each and at most what 32 sequences at full
+    length use (touching memory for the first time takes long on some machines). root: see ``diptych.cgroups``. Raises
+    ConfigError for weights that do not fit into memory."""
     max_model_len = options.max_model_len or read_model_config(options.model).max_position_embeddings
     useful = DEFAULT_FULL_SEQUENCES * (max_model_len // geometry.block_size + 2)
-    free_bytes = available_memory_bytes()
+    free_bytes = available_memory_bytes(root)
     if device == "cpu":
         weights = loaded_weight_bytes(options.model, options.device.dtype, options.device.quantize)
         free_bytes = memory_beside_weights(options.model, weights, free_bytes)
     share = min(free_bytes // (4 * num_workers), DEFAULT_KV_BYTES) // geometry.block_bytes
     return max(min(share, useful), MIN_BLOCKS)
-
-
-def available_memory_bytes() -> int:
-    """Memory that can be had without swapping, by the kernel's own estimate; 4 GiB where it gives none."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return 4 * 2**30

@@ -13,6 +13,7 @@ from diptych.control.config import SchedulerConfig
 from diptych.control.errors import ConfigError
 from diptych.control.slo import Slo
 from diptych.processor import parse_cpu_list
+from diptych.runtime.tiers.extent_format import DiskCodecName
 from diptych.runtime.transfer.connector import CodecName
 
 DTypeName = Literal["auto", "bfloat16", "float32"]
@@ -42,13 +43,15 @@ class DeviceOptions(msgspec.Struct, frozen=True, kw_only=True):
 class MemoryOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The KV cache and the tiers below it. kv_cache_bytes None: a share of the free memory. host_bytes: host memory of
     each worker for evicted blocks and preempted requests. disk: a folder for KV (None: none), which all its files
-    together fill up to disk_bytes at most, also those of other workers and other servers."""
+    together fill up to disk_bytes at most, also those of other workers and other servers. disk_codec: how blocks lie
+    there."""
 
     block_size: int = 32
     kv_cache_bytes: int | None = None
     host_bytes: int = 0
     disk: str | None = None
     disk_bytes: int = 0
+    disk_codec: DiskCodecName = "none"
     prefix_cache: bool = True
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import time
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from diptych.control.config import TierConfig
 from diptych.control.errors import ConfigError
 from diptych.runtime.checkpoint import open_checkpoint
 from diptych.runtime.kv_geometry import KVGeometry
+from diptych.runtime.tiers.block_coding import BlockCoding
 from diptych.runtime.tiers.disk_store import DiskStore
 from diptych.runtime.tiers.extent_format import MAX_BLOCKS
 from diptych.runtime.tiers.tier_mover import TierMover
@@ -77,17 +79,23 @@ def open_disk(memory: MemoryOptions, runner: "ModelRunner", kv_format: "KVFormat
     except OSError as error:
         raise ConfigError(f"kv_disk is {memory.disk!r}: {error.strerror}", param="kv_disk") from None
     host = runner.kv.host_bytes
+    coding, block_bytes = None, int(host.shape[1])
+    if memory.disk_codec != "none":
+        coder = partial(BlockCoding, memory.disk_codec, kv_format, runner.kv.layers)
+        coding = coder(), coder()
+        block_bytes = coding[0].num_bytes
     description: dict[str, object] = {
         **dataclasses.asdict(kv_format),
         "name": runner.model_config.path.name,
         "weights": weights,
         "kernels": runner.loaded.instruction_set,
-        "block_bytes": int(host.shape[1]),
+        "block_bytes": block_bytes,
+        **({"codec": memory.disk_codec} if coding else {}),
     }
     digest = blake2b(repr(sorted(format_identity(description).items())).encode(), digest_size=16).digest()
-    store = DiskStore(directory, memory.disk_bytes, digest, int(host.shape[1]), description)
+    store = DiskStore(directory, memory.disk_bytes, digest, block_bytes, description)
     logger.warning("disk tier in %s: %d blocks of %d tokens are there", directory, len(store), runner.block_size)
-    return TierMover(store, lambda block: memoryview(host[block]))
+    return TierMover(store, lambda block: memoryview(host[block]), coding)
 
 
 def format_identity(description: dict[str, object]) -> dict[str, object]:

@@ -6,6 +6,9 @@ more tokens per nanosecond than the step without it: the best first, over all st
 that waits for its memory takes long drafts of small chance, and a wide batch takes only what is forced or almost
 certain. Time that streams or prompts need is not taken: what a budget leaves is the limit.
 
+A step with more rows than streams may leave the fast path of its executor (captured graphs, kernels for one row a
+stream). What that costs is measured, and the rows of a step must pay for it together.
+
 What is computed and refused costs its time and nothing else: the rows behind the last right token are written again.
 """
 
@@ -19,6 +22,8 @@ from diptych.control.request import Request
 from diptych.control.step import Extra, ExtraRows, Offer
 
 MIN_GAIN = 1.1  # a guess must be better than the step by this factor: predictions and chances err
+LEARNED = 0.05  # weight of a step in what a step with extra rows costs more
+FORGOTTEN = 0.995  # of it, whenever it was too much: so that it is measured again some time
 
 
 class Speculation:
@@ -29,6 +34,7 @@ class Speculation:
         self._batch = batch
         self._model = model
         self._offers: dict[str, tuple[float, ...]] = {}
+        self._late_ns = [0.0, 0.0]  # decode steps took so much longer than predicted: without extra rows, and with them
         self.num_drafts = 0  # steps of a stream in which drafted tokens were computed
         self.num_draft_tokens = 0
         self.num_forced_tokens = 0  # computed as extra rows
@@ -60,6 +66,17 @@ class Speculation:
         for place in range(extra.num_accepted - extra.num_forced):
             self.accepted_at[place] += 1
 
+    @property
+    def step_ns(self) -> float:
+        """What a step costs more because it has extra rows, beside the rows themselves."""
+        return max(0.0, self._late_ns[1] - self._late_ns[0])
+
+    def measured(self, predicted_ns: int, duration_ns: int, *, has_extra: bool) -> None:
+        """A step without prompts has run."""
+        late_ns = min(max(duration_ns - predicted_ns, -predicted_ns), predicted_ns)  # the rest is somebody else's
+        kind = 1 if has_extra else 0
+        self._late_ns[kind] += LEARNED * (late_ns - self._late_ns[kind])
+
     def add_rows(self, plan: StepPlan, rows_left: int, ns_left: float) -> None:
         """Choose for this step, in which the batch decodes; every offer is used up. rows_left, ns_left: what the step
         may still hold."""
@@ -82,7 +99,10 @@ class Speculation:
         ns_left: float,
     ) -> list[int]:
         """How many rows each member takes."""
+        if self.step_ns > ns_left:
+            return [0] * len(members)
         row_ns, token_ns = self._model.coefficients[3], self._model.coefficients[4]
+        ns_left -= self.step_ns
         num_tokens, step_ns = float(plan.num_decodes), float(max(1, self._model.predict_ns(plan.features)))
         least = num_tokens / step_ns
         rows: list[tuple[float, int, int, float, float]] = []  # minus gain per ns, member, place, chance, ns
@@ -98,13 +118,19 @@ class Speculation:
                 rows.append((-gain, number, place, chances[place], cost_ns))
         counts = [0] * len(members)
         rows.sort()
+        gained, spent_ns = 0.0, self.step_ns
         for minus_gain, number, _, chance, cost_ns in rows[: max(0, rows_left)]:
             if -minus_gain * step_ns <= num_tokens or cost_ns > ns_left:
                 break
             num_tokens += chance
             step_ns += cost_ns
             ns_left -= cost_ns
+            gained += -minus_gain * cost_ns
+            spent_ns += cost_ns
             counts[number] += 1
+        if gained and gained <= least * spent_ns:
+            self._late_ns[1] = self._late_ns[0] + FORGOTTEN * self.step_ns
+            return [0] * len(members)
         return counts
 
     def _room(self, plan: StepPlan, request: Request, count: int) -> int:

@@ -22,14 +22,15 @@ from typing import Any, NoReturn
 import llguidance
 import msgspec
 
+from diptych.runtime.grammar import MASK_LIMITS
 from diptych.serving.answers.grammar.check_messages import CheckReply, CheckRequest, CheckSettings
 
 MEMORY_BYTES = 2 << 30  # a fork may take so much more
 KEPT_BYTES = 128 << 20  # a fork that holds so much more after a grammar is not used again
 NICENESS = 5
-SLOW_S = 0.02  # what takes longer
+SLOW_S = 0.02  # what takes longer goes on when nobody else wants the processor
+WAITS = 4  # times the limit: so long may a grammar take by the clock where others want the processor
 TOO_LARGE = "it takes too much memory to compile"
-SLOW_NICENESS = 19  # goes on when nobody else wants the processor
 
 
 def main() -> None:
@@ -85,8 +86,8 @@ class Fork:
             _write_all(self._requests, line)
         if not select.select([self._replies], [], [], SLOW_S)[0]:
             self.is_usable = False  # the way back from a niceness is for privileged processes only
-            with contextlib.suppress(ProcessLookupError):
-                os.setpriority(os.PRIO_PROCESS, self._pid, SLOW_NICENESS)
+            with contextlib.suppress(OSError):
+                _make_idle(self._pid)
         data = b""
         while not data.endswith(b"\n") and (part := os.read(self._replies, 1 << 16)):
             data += part
@@ -97,7 +98,7 @@ class Fork:
         _, status = os.waitpid(self._pid, 0)
         self._pid = 0
         ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-        if ended_by == signal.SIGALRM:
+        if ended_by in (signal.SIGALRM, signal.SIGPROF):
             return CheckReply(f"it takes longer than {self._limit_s * 1000:.0f} ms to compile")
         return None if ended_by == signal.SIGKILL else CheckReply(TOO_LARGE)
 
@@ -116,18 +117,29 @@ def _serve_fork(
     status = 1
     try:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
         if used_bytes:
             most = used_bytes + MEMORY_BYTES
             resource.setrlimit(resource.RLIMIT_AS, (most, most))
         with os.fdopen(requests, "rb") as lines:
             for line in lines:
-                signal.setitimer(signal.ITIMER_REAL, limit_s)
+                signal.setitimer(signal.ITIMER_PROF, limit_s)
+                signal.setitimer(signal.ITIMER_REAL, limit_s * WAITS)
                 reply = check(tokenizer, msgspec.json.decode(line, type=CheckRequest))
+                signal.setitimer(signal.ITIMER_PROF, 0)
                 signal.setitimer(signal.ITIMER_REAL, 0)
                 _write_all(replies, msgspec.json.encode(reply) + b"\n")
         status = 0
     finally:
         os._exit(status)
+
+
+def _make_idle(process: int) -> None:
+    """It runs when nobody else wants the processor."""
+    if hasattr(os, "SCHED_IDLE"):
+        os.sched_setscheduler(process, os.SCHED_IDLE, os.sched_param(0))
+    else:
+        os.setpriority(os.PRIO_PROCESS, process, 19)
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
@@ -163,7 +175,7 @@ def check(tokenizer: llguidance.LLTokenizer, request: CheckRequest) -> CheckRepl
 
 
 def _error_of(tokenizer: llguidance.LLTokenizer, grammar: str) -> str:
-    matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
+    matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=MASK_LIMITS)
     if not matcher.is_error():
         matcher.compute_bitmask()
     return matcher.get_error() if matcher.is_error() else ""

@@ -16,8 +16,9 @@ from diptych.serving.answers.grammar.call_arguments import PythonArguments, Tagg
 from diptych.serving.answers.grammar.schema_parts import Schema, refuse
 from diptych.serving.answers.response.response_template import CallForm
 
-MAX_GRAMMAR_BYTES = 1 << 20
+MAX_GRAMMAR_BYTES = 1 << 17  # to write a longer one would hold up the other streams of the front end
 MAX_DEPTH = 100  # of a schema
+MAX_PARTS = 10_000  # of a schema: values, at any depth
 _SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ARGUMENTS = {"tags": TaggedArguments, "python": PythonArguments}
 _ANY_TEXT = r"/(?s:.*)/"
@@ -140,7 +141,7 @@ class GrammarWriter:
                 part.isidentifier() and not iskeyword(part) for part in name.split(".")
             ):
                 refuse(f"tools.{number}.function.name", f"{name!r} is no name in Python")
-            check_depth(arguments, _arguments_param(number))
+            check_size(arguments, _arguments_param(number))
             others.add(f"arguments_{number}", arguments, _arguments_param(number))
         return rules + [f"{name}: {right}" for name, right in others.rules.items()]
 
@@ -160,7 +161,7 @@ class GrammarWriter:
 
 def json_rule(schema: Schema, param: str, whitespace: str | None = None) -> str:
     """The right side of a rule for values of a schema. Raises InvalidRequestError for one that is too deep."""
-    check_depth(schema, param)
+    check_size(schema, param)
     options: dict[str, Any] = dict(_SEPARATORS)
     if whitespace is not None:
         options = {"whitespace_pattern": whitespace}
@@ -168,17 +169,35 @@ def json_rule(schema: Schema, param: str, whitespace: str | None = None) -> str:
     return "%json " + json.dumps({**as_object, "x-guidance": options}, ensure_ascii=False)
 
 
-def check_depth(schema: Any, param: str) -> None:
-    """Raise InvalidRequestError with the path of what is nested too deeply."""
-    nodes: list[tuple[Any, str, int]] = [(schema, param, 0)]
+def check_size(schema: Any, param: str) -> None:
+    """Raise InvalidRequestError for what has too many parts, or, with its path, for what is nested too deeply."""
+    nodes, num_parts, depth = [schema], 1, 0
     while nodes:
-        node, path, depth = nodes.pop()
         if depth > MAX_DEPTH:
+            path = ".".join((param, *_path_down(schema, depth)))
             raise InvalidRequestError(f"{path[:200]}... is nested more than {MAX_DEPTH} deep", param=param)
-        if isinstance(node, Mapping):
-            nodes += [(value, f"{path}.{key}", depth + 1) for key, value in node.items()]
-        elif isinstance(node, list):
-            nodes += [(value, f"{path}.{number}", depth + 1) for number, value in enumerate(node)]
+        inner: list[Any] = []
+        for node in nodes:
+            if isinstance(node, Mapping):
+                inner.extend(node.values())
+            elif isinstance(node, list):
+                inner.extend(node)
+            if num_parts + len(inner) > MAX_PARTS:
+                raise InvalidRequestError(f"{param} has more than {MAX_PARTS} parts", param=param)
+        num_parts += len(inner)
+        nodes, depth = [node for node in inner if isinstance(node, Mapping | list)], depth + 1
+
+
+def _path_down(schema: Any, depth: int) -> tuple[str, ...]:
+    """The keys to some part that is so deep."""
+    nodes: list[tuple[Any, tuple[str, ...]]] = [(schema, ())]
+    while nodes:
+        node, path = nodes.pop()
+        if len(path) == depth:
+            return path
+        pairs = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
+        nodes += [(value, (*path, str(key))) for key, value in pairs]
+    return ()
 
 
 def _arguments_of(schemas: Mapping[str, Schema]) -> tuple[tuple[str, Schema], ...]:

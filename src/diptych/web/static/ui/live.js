@@ -35,6 +35,7 @@ const clock = { now: 0, at: 0, runs: false };
 let state = null; // of /ui/state
 let shownWorkers = "";
 let since = null;
+let attempts = 0; // to connect
 
 const sender = new Sender({ onChange: () => onSent(), onProblem: showProblem });
 const readers = new Readers(sender, () => view.model.stall.objectiveNs / 1e6);
@@ -71,6 +72,7 @@ function onRecords(records) {
 }
 
 async function connect() {
+  const attempt = ++attempts;
   stream.stop();
   onConnection("connecting");
   since = null;
@@ -79,13 +81,14 @@ async function connect() {
     const { header } = await getJson("timeline/records?limit=1");
     since = Math.max(header.first_sequence - 1, header.next_sequence - FIRST_RECORDS);
   } catch (error) {
+    if (attempt !== attempts) return; // another key was given meanwhile
     if (error instanceof ServerError && error.status === 401) {
       onConnection("denied");
       return;
     }
     if (error instanceof ServerError) showProblem(error.message);
   }
-  stream.start();
+  if (attempt === attempts) stream.start();
 }
 
 function onConnection(name, detail) {
