@@ -98,7 +98,7 @@ def openapi() -> dict[str, Any]:
 def readme_table(api: Mapping[str, Any] | None = None) -> str:
     """The short form, for README.md."""
     routes = [path for path, operations in (api or openapi())["paths"].items() if "post" in operations]
-    served = [path for path in routes if not path.startswith("/admin")]
+    served = [path for path in routes if not path.startswith("/admin") and "{" not in path]
     rows = {
         "systems": f"Linux, Python {_python()}; a C++ compiler for the native kernels",
         "processors": f"x86-64 with {_join([TITLES[name] for name in _sets()])} by native kernels; others by those of "
