@@ -25,7 +25,7 @@ class EngineFront(ServedFleet):
         self.external = fleet
         self.front = fleet.front
         self._next_tokenizer = 0
-        self.metrics.more_families = lambda model: engine_families(fleet.engines, model)
+        self.metrics.more_families.append(lambda model: engine_families(fleet.engines, model))
 
     @property
     def scheduling(self) -> str:
