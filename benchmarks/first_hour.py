@@ -265,7 +265,7 @@ class Trial:
     def diagnosis(self, command: str) -> None:
         """A question about a running server, which has answered some requests."""
         with serving(self.root, in_environment("diptych serve --prefill 1 --decode 1")) as server:
-            for _ in range(12):
+            for _ in range(12 * server.is_ready):
                 self.root.run(server.request)
             self.step(command, in_environment(command))
 

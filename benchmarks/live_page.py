@@ -6,17 +6,21 @@ Needs playwright, pillow and a Chromium. Frames: 64 made-up workers with 10,000 
 at 1360 x 900 pixels without a GPU (``/ui?bench=1``). First paint: in a new context, from a server on loopback that runs
 the bundled model on a prefill and a decode worker; the weight is that of all files of the page. Guide: CPU time that
 the serving process itself spends on one panel, whatever else the machine does, for its event loop can stand still no
-longer than that. With ``--pictures`` it also takes the screenshots of the documentation: the live page while streams
-run and a long prompt is computed, each page of the guide, and a comparison.
+longer than that. Sliders: from the moment in which one moves to the frame in which the picture follows, in each chapter
+that answers while it moves, on a server that is idle and on one that four streams keep busy. With ``--pictures`` it
+also takes the screenshots of the documentation: the live page while streams run and a long prompt is computed, each
+page of the guide, and a comparison.
 """
 
 import argparse
 import io
+import json
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -40,6 +44,23 @@ LOOKS = (("light", "light", DESKTOP), ("dark", "dark", DESKTOP), ("phone", "ligh
 CHAPTERS = ("phases", "interference", "chunked", "disaggregated", "transfer", "choose")
 CLI = (sys.executable, "-c", "from diptych.cli.main import main; main()")
 NUM_PANELS, IDLE_S = 60, 10
+NUM_MOVES, STREAMS = 40, 4
+# Moves a slider to and fro, a notch each time, and waits for the frame in which what is shown belongs to it.
+SLIDE = """async (moves) => {
+  const range = document.querySelector("#form input[type=range]");
+  const results = document.querySelector("#results");
+  const times = [];
+  for (let move = 0; move < moves; move++) {
+    const begun = performance.now();
+    range.value = String(Number(range.value) + (move % 4 < 2 ? 1 : -1));
+    range.dispatchEvent(new Event("input", { bubbles: true }));
+    do await new Promise(requestAnimationFrame); while (results.getAttribute("aria-busy") !== "false");
+    await new Promise(requestAnimationFrame);
+    times.push(performance.now() - begun);
+    await new Promise((done) => setTimeout(done, 150));
+  }
+  return times;
+}"""
 
 
 @contextmanager
@@ -129,6 +150,45 @@ def measure_guide(address: str, pid: int) -> dict[str, Any]:
     }
 
 
+def measure_sliders(browser: Any, address: str, server: str) -> list[dict[str, Any]]:
+    """Of each chapter: milliseconds from a slider to the picture. server: what it does meanwhile."""
+    rows = []
+    for name in CHAPTERS[:-1]:  # the last one computes when it is asked to
+        page = browser.new_page(viewport=DESKTOP)
+        page.goto(f"{address}/guide/{name}")
+        page.locator("#results[aria-busy=false]").wait_for(timeout=120_000)
+        times = sorted(page.evaluate(SLIDE, NUM_MOVES))
+        page.close()
+        p95 = times[round(0.95 * (len(times) - 1))]
+        row = {"chapter": name, "server": server, "p50 ms": round(statistics.median(times)), "p95 ms": round(p95)}
+        rows.append({**row, "max ms": round(times[-1])})
+    return rows
+
+
+@contextmanager
+def streams(address: str) -> Iterator[None]:
+    """Some that run until the end of the block, each begun anew when it ends."""
+    is_over = threading.Event()
+
+    def read() -> None:
+        body = json.dumps({"prompt": "import os\n", "max_tokens": 2000, "ignore_eos": True, "stream": True}).encode()
+        asked = urllib.request.Request(f"{address}/v1/completions", body, {"Content-Type": "application/json"})
+        while not is_over.is_set():
+            with urllib.request.urlopen(asked, timeout=120) as reply:
+                while reply.readline() and not is_over.is_set():
+                    pass
+
+    threads = [threading.Thread(target=read) for _ in range(STREAMS)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
+
+
 def take_pictures(browser: Any, address: str, folder: Path) -> None:
     """ui-*.png and guide-*.png: light, dark, and on a phone."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -214,10 +274,15 @@ def main() -> None:
             measure_paint(browser, address, "/guide/disaggregated", "#results[aria-busy=false]"),
         ]
         frames = measure_frames(browser, address, arguments.seconds)
+        sliders = measure_sliders(browser, address, "idle")
+        with streams(address):
+            sliders += measure_sliders(browser, address, f"{STREAMS} streams")
         browser.close()
     report("guide beside a server", [guide])
     report("loading", paint)
-    report("live page: 64 workers, 10,000 cells", frames, arguments.json, loading=paint, guide=guide)
+    report("from a slider to the picture", sliders)
+    title = "live page: 64 workers, 10,000 cells"
+    report(title, frames, arguments.json, loading=paint, guide=guide, sliders=sliders)
 
 
 if __name__ == "__main__":

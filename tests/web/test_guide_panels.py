@@ -12,6 +12,7 @@ from diptych.control.errors import ConfigError
 from diptych.runtime.transfer.codec.wire_format import wire_share
 from diptych.simulation.hardware import hardware_names
 from diptych.simulation.models import load_model
+from diptych.web import compare_example
 from diptych.web.assets import STATIC
 from diptych.web.chapters import CHAPTERS
 from diptych.web.panels import choose, chunked, disaggregated, transfer
@@ -421,3 +422,10 @@ def test_models_of_every_kind_find_enough_gpus(model: str) -> None:
 def test_every_gpu_of_the_catalogue_has_a_roof(hardware: str) -> None:
     phases = asked(roofline, roofline.RooflineQuery, model="qwen2.5-0.5b", hardware=hardware)["phases"]
     assert all(phase["step_ms"] > 0 for phase in phases.values())
+
+
+def test_the_runs_with_which_the_comparison_opens_are_what_is_simulated_and_they_differ() -> None:
+    stored = json.loads((STATIC / "compare" / "example.json").read_text())
+    assert stored == json.loads(json.dumps(compare_example.example())), "run scripts/guide_example"
+    met = [sum(record["slo_met"] for record in stored["runs"][side]["records"]) for side in "ab"]
+    assert met[1] > met[0] + 60

@@ -375,6 +375,22 @@ def test_two_runs_are_compared_and_nothing_leaves_the_browser(
         assert [one for one in asked if not one.endswith("icon.svg")] == []
 
 
+def test_the_comparison_opens_with_an_example_that_makes_place_for_files(
+    browser: Any, guide: str, recorded: tuple[Path, Path, Path]
+) -> None:
+    with watched(browser, f"{guide}compare") as page:
+        page.locator("#example").wait_for()
+        page.locator("#attainment svg").wait_for()
+        assert "two pools: 240 requests" in page.locator("#about-b").inner_text()
+        assert page.input_value("#tpot_ms")
+        assert serious_findings(page) == [] and overflow(page) <= 0
+        page.set_input_files("#file-a", recorded[0])
+        page.locator("#about-a", has_text="unified.jsonl: 60 requests").wait_for()
+        assert page.locator("#example").is_hidden() and page.input_value("#tpot_ms") == ""
+        assert page.locator("#about-b").inner_text() == "Nothing loaded."
+        assert page.locator("#summary thead th").count() == 2
+
+
 def differences(page: Any, first: Path, second: Path) -> dict[str, str]:
     """Figures that both files have and that are not the same."""
     page.set_input_files("#file-a", first)
@@ -408,5 +424,6 @@ def test_a_file_that_is_no_run_is_refused_in_words(browser: Any, guide: str, tmp
     wrong.write_text('{"a": 1}\nno json\n')
     with watched(browser, f"{guide}compare") as page:
         page.set_input_files("#file-a", wrong)
-        page.locator("#problem", has_text="wrong.json: line 2 is no JSON").wait_for()
+        page.locator("#about-a", has_text="wrong.json: line 2 is no JSON").wait_for()
+        assert page.locator("#example").is_hidden()
         assert page.locator("#comparison").is_hidden()

@@ -14,14 +14,17 @@ from typing import Annotated, Any, Literal
 import typer
 
 from diptych import __version__, compiled_modules
+from diptych.cli import batch_options
 from diptych.cli.advise import advise
 from diptych.cli.alerts import alerts
+from diptych.cli.batch import batch
 from diptych.cli.bench import bench
 from diptych.cli.cache import cache
 from diptych.cli.calibrate import calibrate, replay
 from diptych.cli.command_line import Command, CommandGroup, own_command
 from diptych.cli.diagnose import diagnose
 from diptych.cli.error_messages import errors_in_words
+from diptych.cli.examples import examples
 from diptych.cli.front import front
 from diptych.cli.guide import guide
 from diptych.cli.options import (
@@ -110,6 +113,7 @@ CORS_HELP = "Origin whose web pages may use the API, such as https://example.org
 LOG_HELP = "Append a JSON line per request to this file (-: standard error), without prompts and answers."
 KV_HOST_HELP = "Host memory per worker for evicted KV and preempted requests, in GB."
 HOST_HELP = "Name by which the server may be called, besides addresses and localhost. Repeatable."
+BATCHES = "Batches"
 SCHEDULER, MEMORY, MACHINE = "Scheduler (details; --shape presets them)", "Memory", "Machine"
 
 
@@ -134,7 +138,7 @@ def diptych(
         print(ctx.get_help())
 
 
-@app.command(cls=Command)
+@app.command(cls=Command, epilog=examples("serve"))
 def serve(
     place: Annotated[Text, typer.Argument(metavar="[MODEL]", help=MODEL_HELP)] = None,
     model: Annotated[Text, option("The same as MODEL.", MODEL)] = None,
@@ -154,6 +158,12 @@ def serve(
     responses: Annotated[
         Path | None, option("Keep /v1/responses in this SQLite file. Default: memory.", SERVER)
     ] = None,
+    batch_dir: Annotated[Path | None, option(batch_options.DIR_HELP, BATCHES)] = None,
+    batch_lines: Annotated[Whole, option(batch_options.LINES_HELP, BATCHES)] = None,
+    batch_lines_beside: Annotated[Whole, option(batch_options.BESIDE_HELP, BATCHES)] = None,
+    batch_max_lines: Annotated[Whole, option(batch_options.MAX_LINES_HELP, BATCHES)] = None,
+    batch_max_file: Annotated[Text, option(batch_options.MAX_FILE_HELP, BATCHES)] = None,
+    batch_gb: Annotated[Number, option(batch_options.GB_HELP, BATCHES)] = None,
     drain_timeout: Annotated[float, option("Seconds for running requests after SIGTERM.", SERVER)] = 30.0,
     log_level: Annotated[LogLevel, option("How much the server logs.", SERVER)] = "warning",
     verbose: Annotated[bool, option("Say at the start what the engine computes with.", SERVER)] = False,
@@ -340,6 +350,7 @@ def _serve(options: EngineOptions, workers: FleetOptions, name: str, given: dict
         max_body_bytes=parse_bytes(given["max_body"], "max_body"),
         drain_timeout_s=given["drain_timeout"],
         manners=manners(given),
+        batches=batch_options.batch_options(given),
     )
     chat_command = f"{own_command()} chat"
     with StartScreen(
@@ -373,7 +384,7 @@ def manners(given: dict[str, Any]) -> Manners:
     )
 
 
-@app.command(cls=Command)
+@app.command(cls=Command, epilog=examples("generate"))
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads standard input.")],
     model: Annotated[Text, option(MODEL_HELP, MODEL)] = None,
@@ -406,15 +417,16 @@ def generate(
         sys.stdout.write("\n")
 
 
-@app.command(cls=Command)
+@app.command(cls=Command, epilog=examples("version"))
 def version() -> None:
     """Print the version, and whether the control code and the simulator are compiled."""
     print(f"diptych {__version__} (control code and simulator: {compiled_modules.what_runs()})")
 
 
 for command in (advise, alerts, bench, calibrate, chat, diagnose, front, plan, replay, simulate, worker, guide):
-    app.command(cls=Command)(command)
-app.add_typer(cache, name="cache")
+    app.command(cls=Command, epilog=examples(command.__name__))(command)
+app.add_typer(batch, name="batch", epilog=examples("batch"))
+app.add_typer(cache, name="cache", epilog=examples("cache"))
 
 
 def main() -> None:

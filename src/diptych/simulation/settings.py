@@ -153,7 +153,8 @@ class Settings(SettingsTable, frozen=True, kw_only=True):
     tensor_parallel to data_parallel: see Parallelism. routing to max_queued: as for ``diptych serve`` (None: its
     defaults). weight_bits: of a GPU (None: what the checkpoint has). quantize: on a CPU, as for ``diptych serve``; with
     a calibration it may only agree with what was measured (None: that, or "none"). engine: one of the engines
-    whose host prepares the steps and whose front end takes the requests (None: as the cost model has it). admit_all:
+    whose host prepares the steps and whose front end takes the requests (None: as the cost model has it). shape: None:
+    chunked, or the rules of the engine that ``cost`` is a calibration of. admit_all:
     refuse no request, however long it would wait. explain_misses: say what prefills were spent on."""
 
     model: str | None = None
@@ -167,7 +168,7 @@ class Settings(SettingsTable, frozen=True, kw_only=True):
     kv_bits: Literal[8, 16] = 16
     cost: str = "auto"
     engine: str | None = None
-    shape: ShapeName = "chunked"
+    shape: ShapeName | None = None
     replicas: AtLeastOne = 1
     routing: RoutingName | None = None
     disaggregate: Disaggregate | None = None

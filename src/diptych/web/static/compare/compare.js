@@ -1,6 +1,7 @@
 /**
  * Two runs side by side. Reads the records of `diptych bench` and `diptych simulate` (JSON lines) and the object that
- * `diptych simulate --json` prints. Everything stays in this page.
+ * `diptych simulate --json` prints. Everything stays in this page. It opens with an example, which makes place for the first
+ * file that is loaded.
  */
 
 import { lineChart } from "../common/charts.js";
@@ -12,6 +13,7 @@ import { attainment, cumulative, distribution, readRun, span } from "./runs.js";
 const runs = { a: null, b: null };
 const COLOURS = { a: "var(--accent)", b: "var(--stalled)" };
 const objectives = $("#objectives");
+let example = null; // what is shown until a file is loaded: {objectives, runs}
 
 function asked() {
   const { ttft_ms: ttft, tpot_ms: tpot, kind } = Object.fromEntries(new FormData(objectives));
@@ -19,22 +21,62 @@ function asked() {
 }
 
 async function load(side, file) {
-  $("#problem").hidden = true;
+  leaveExample();
+  let problem = "";
   try {
     runs[side] = readRun(await file.text(), file.name);
   } catch (error) {
     runs[side] = null;
-    $("#problem").textContent = `${file.name}: ${error.message}`;
-    $("#problem").hidden = false;
+    problem = `${file.name}: ${error.message}`;
   }
+  showFile(side, problem);
+  showRuns();
+  if (runs[side]) announce(`${runs[side].name} is loaded.`);
+}
+
+/** Beside the button that loads it: which run it is, or why it is none. */
+function showFile(side, problem = "") {
   const run = runs[side];
-  $(`#about-${side}`).textContent = run ? `${run.name}: ${count(run.size)} requests${run.rows ? "" : " (summary only, without single requests)"}.` : "Nothing loaded.";
+  const about = $(`#about-${side}`);
+  about.className = problem ? "small note bad" : "small";
+  about.textContent = problem || (run ? `${run.name}: ${count(run.size)} requests${run.rows ? "" : " (summary only, without single requests)"}.` : "Nothing loaded.");
+}
+
+function showRuns() {
   const kinds = [...new Set(Object.values(runs).flatMap((loaded) => loaded?.rows?.map((row) => row.kind) ?? []))].filter(Boolean).sort();
   const chosen = asked().kind;
   show($("#kind"), [h("option", { value: "" }, "all"), ...kinds.map((kind) => h("option", { value: kind }, kind))]);
   if (kinds.includes(chosen)) $("#kind").value = chosen;
   draw();
-  if (run) announce(`${run.name} is loaded.`);
+}
+
+async function showExample() {
+  const wanted = (example = {});
+  const reply = await fetch("static/compare/example.json");
+  if (!reply.ok) return;
+  const found = await reply.json();
+  if (example !== wanted) return; // a file was loaded meanwhile
+  example = found;
+  for (const side of Object.keys(runs)) {
+    const { name, records } = example.runs[side];
+    runs[side] = readRun(JSON.stringify(records), name);
+    showFile(side);
+  }
+  for (const [name, value] of Object.entries(example.objectives)) objectives.elements[name].value ||= value;
+  $("#example").hidden = false;
+  showRuns();
+}
+
+/** A file of the reader's takes its place, with its objectives where they were left as they are. */
+function leaveExample() {
+  if (!example) return;
+  for (const [name, value] of Object.entries(example.objectives ?? {})) if (objectives.elements[name].value === String(value) && !queryState()[name]) objectives.elements[name].value = "";
+  example = null;
+  $("#example").hidden = true;
+  for (const side of Object.keys(runs)) {
+    runs[side] = null;
+    showFile(side);
+  }
 }
 
 /** File names without their endings, where that leaves two names. */
@@ -85,7 +127,7 @@ function drawSummary(views, wanted) {
     const change = same ? h("td.number.muted.change", {}, "same") : values.length === 2 && a !== null && b !== null && a ? h("td.number.muted.change", {}, `${b >= a ? "+" : "−"}${percent(Math.abs(b / a - 1))}`) : values.length === 2 ? h("td.change") : null;
     return h("tr", {}, h("th", { scope: "row" }, name), values.map((found, at) => h(at === better ? "td.number.better" : "td.number", {}, found === null ? "–" : text(found))), change);
   });
-  show($("#summary"), h("thead", {}, h("tr", {}, h("th", { scope: "col" }, h("span.visually-hidden", {}, "Figure")), views.map((view) => h("th.number", { scope: "col" }, h(`span.swatch.run-${view.side}`), ` ${view.name}`)), views.length === 2 ? h("th.number.change", { scope: "col" }, "second against first") : null)), h("tbody", {}, body.filter(Boolean)));
+  show($("#summary"), h("thead", {}, h("tr", {}, h("th", { scope: "col" }, h("span.visually-hidden", {}, "Figure")), views.map((view) => h("th.number", { scope: "col" }, h(`span.swatch.run-${view.side}`), ` ${view.name}`)), views.length === 2 ? h("th.number.change", { scope: "col" }, "second against first (−: less)") : null)), h("tbody", {}, body.filter(Boolean)));
 }
 
 /** A summary was judged by the objectives of its own run: nobody knows how many would meet others. */
@@ -125,3 +167,4 @@ const given = queryState();
 for (const name of ["ttft_ms", "tpot_ms"]) if (given[name]) objectives.elements[name].value = given[name];
 addEventListener("resize", draw);
 themeButton($("#theme"));
+showExample();
