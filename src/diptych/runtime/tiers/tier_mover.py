@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 from diptych.control.engine.kvcache.tier_records import (
     CancelLoad,
@@ -27,9 +28,11 @@ from diptych.control.engine.kvcache.tier_records import (
     TierAction,
     TierEvent,
 )
-from diptych.runtime.tiers.block_coding import BlockCoding
 from diptych.runtime.tiers.disk_store import DiskStore
 from diptych.runtime.tiers.extent_format import Buffer
+
+if TYPE_CHECKING:
+    from diptych.runtime.tiers.block_coding import BlockCoding
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +48,7 @@ class TierMover:
     that writes (None: blocks lie on disk as they are)."""
 
     def __init__(
-        self, store: DiskStore, host_buffer: HostBuffer, coding: tuple[BlockCoding, BlockCoding] | None = None
+        self, store: DiskStore, host_buffer: HostBuffer, coding: "tuple[BlockCoding, BlockCoding] | None" = None
     ) -> None:
         self.store = store
         self._host_buffer = host_buffer

@@ -12,7 +12,6 @@ from diptych.control.config import TierConfig
 from diptych.control.errors import ConfigError
 from diptych.runtime.checkpoint import open_checkpoint
 from diptych.runtime.kv_geometry import KVGeometry
-from diptych.runtime.tiers.block_coding import BlockCoding
 from diptych.runtime.tiers.disk_store import DiskStore
 from diptych.runtime.tiers.extent_format import MAX_BLOCKS
 from diptych.runtime.tiers.tier_mover import TierMover
@@ -81,6 +80,8 @@ def open_disk(memory: MemoryOptions, runner: "ModelRunner", kv_format: "KVFormat
     host = runner.kv.host_bytes
     coding, block_bytes = None, int(host.shape[1])
     if memory.disk_codec != "none":
+        from diptych.runtime.tiers.block_coding import BlockCoding
+
         coder = partial(BlockCoding, memory.disk_codec, kv_format, runner.kv.layers)
         coding = coder(), coder()
         block_bytes = coding[0].num_bytes
