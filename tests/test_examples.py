@@ -23,6 +23,7 @@ from diptych.serving.link.engine_options import BUNDLED_MODEL
 
 COMMANDS: dict[str, Any] = get_command(cli.app).commands  # type: ignore[attr-defined]
 ALL = COMMANDS | COMMANDS["cache"].commands
+TRACE = Path(__file__).parent.parent / "docs" / "example-trace.csv"
 DIPTYCH = (sys.executable, "-c", "from diptych.cli.main import main; main()")
 LIMITS = {  # so that each ends soon
     "bench": ("--warmup", "1", "--prompt-tokens", "30", "--output-tokens", "8"),
@@ -61,6 +62,8 @@ def given(example: str, folder: Path, server: str) -> list[str]:
     """The words of an example, with this machine's own and little to do."""
     own = {"MODEL": str(BUNDLED_MODEL), "KEY": str(folder / "key"), "FOLDER": str(folder / "kept"), SERVER: server}
     words = [own.get(word, word) for word in shlex.split(example)[1:]]
+    if words[0] == "advise":  # which simulates every shape on the whole trace
+        words = [str(TRACE) if word == "azure-conv" else word for word in words]
     for at, word in enumerate(words[:-1]):
         if word in SMALLER and words[0] in ("bench", "plan", "advise", "calibrate"):
             words[at + 1] = SMALLER[word]
