@@ -1,7 +1,8 @@
 """Does anything get lost, whatever goes wrong? Seeded random fleets (2 to 64 workers of all roles, on one host or many,
 with little memory, tiny leases, impatient clients) under random faults, with every law of the cluster checked.
 
-    python benchmarks/fault_schedules.py [--schedules 20000] [--first 0] [--processes 2] [--json fault_schedules.json]
+    python benchmarks/fault_schedules.py [--schedules 20000] [--first 0] [--processes 2] [--hosts]
+                                         [--json fault_schedules.json]
 
 The laws (tests/simulation/fault_schedules.py): each request ends exactly once; what it was given is contiguous and,
 unless an error says otherwise, complete; no block is written after its release, in borrowed blocks or in copied ones;
@@ -9,6 +10,12 @@ no block, lease, transfer or table entry is left at the end; nothing waits for e
 lost its blocks waits for other streams alone, for no more steps than these need (tests/control/stream_law.py). In two
 schedules of seven there is so little memory that this happens. One schedule in eight is run step by step as well and
 must give the same event log, byte for byte.
+
+With --hosts the fleets are on hosts that share no memory, in up to three racks, and what fails are replicas, hosts,
+racks and the ways between two of them: workers that only the front end does not reach, partitions in one direction or
+both, KV messages and control messages that are late, doubled, repeated later or out of order. One law more: after the
+last fault, what is left takes at most the time in which one worker does the whole load, and 5 s
+(tests/simulation/host_schedules.py).
 """
 
 import argparse
@@ -17,6 +24,7 @@ import multiprocessing
 import sys
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +32,24 @@ from common import report
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.simulation.fault_schedules import check_strides, random_schedule, run_schedule
+from tests.simulation.host_schedules import check_spread_strides, run_spread, spread_schedule
 
 BATCH = 50
 STRIDES_EVERY = 8
 
 
-def run_batch(first: int) -> tuple[Counter[str], list[str]]:
+def run_batch(first: int, has_hosts: bool = False) -> tuple[Counter[str], list[str]]:
     """Some schedules: what happened in them, and what was wrong."""
     gc.disable()
     counts: Counter[str] = Counter()
     wrong = []
     for seed in range(first, first + BATCH):
-        scenario = random_schedule(seed)
+        scenario = spread_schedule(seed) if has_hosts else random_schedule(seed)
+        check = check_spread_strides if has_hosts else check_strides
         try:
-            cluster = run_schedule(scenario)
+            cluster = run_spread(seed) if has_hosts else run_schedule(scenario)
             if seed % STRIDES_EVERY == 0:
-                check_strides(seed, cluster)
+                check(seed, cluster)
         except Exception as error:  # the report names it; the exit code says that there was one
             wrong.append(f"seed {seed}: {type(error).__name__}: {error}")
             continue
@@ -62,13 +72,16 @@ def main() -> None:
     parser.add_argument("--schedules", type=int, default=20_000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--hosts", action="store_true")
     options = parser.parse_args()
     begun = time.perf_counter()
     counts: Counter[str] = Counter()
     wrong: list[str] = []
     firsts = range(options.first, options.first + options.schedules, BATCH)
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
-        for number, (some, bad) in enumerate(pool.imap_unordered(run_batch, firsts), 1):
+        for number, (some, bad) in enumerate(
+            pool.imap_unordered(partial(run_batch, has_hosts=options.hosts), firsts), 1
+        ):
             counts += some
             wrong += bad
             for line in bad:
@@ -77,10 +90,17 @@ def main() -> None:
                 print(f"{number * BATCH} schedules, {time.perf_counter() - begun:.0f} s", file=sys.stderr)
     handoffs = {name: counts[name] for name in ("handoffs", "steps into borrowed blocks", "transfers")}
     handoffs |= {name: counts[name] for name in ("streams without blocks", "recalled")}
-    losses = {name: counts[name] for name in ("lost_worker", "lost_transfer", "lost_attempt", "leases_expired")}
+    losses = {
+        name: counts[name]
+        for name in ("lost_worker", "lost_transfer", "lost_attempt", "leases_expired", "paths_broken")
+    }
     row: dict[str, Any] = {name: counts[name] for name in ("schedules", "workers", "requests", "faults")}
     row |= handoffs | losses | {"retried": counts["retried"], "poison": counts["poison"], "laws broken": len(wrong)}
-    report("fault_schedules", [row | {"seconds": round(time.perf_counter() - begun)}], options.json)
+    report(
+        "host_faults" if options.hosts else "fault_schedules",
+        [row | {"seconds": round(time.perf_counter() - begun)}],
+        options.json,
+    )
     sys.exit(bool(wrong))
 
 

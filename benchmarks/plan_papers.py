@@ -1,6 +1,6 @@
 """What published planners gained, by ``diptych plan`` with their own step times.
 
-    python benchmarks/plan_papers.py [--json plan_papers.json] [--processes 2]
+    python benchmarks/plan_papers.py [--paper Splitwise] [--machines 10] [--json plan_papers.json] [--processes 2]
 
 DistServe (Zhong et al., OSDI 2024): OPT-13B and OPT-66B on A100, ShareGPT, the authors' requests, objectives and step
 times. Its search of each phase (--placement per-phase) chooses how either phase is cut; its rate per GPU at 90 %
@@ -101,13 +101,13 @@ def distserve(trace: Path, processes: int) -> list[dict[str, Any]]:
     return rows
 
 
-def splitwise(processes: int) -> list[dict[str, Any]]:
-    """One row for each budget: the same power, and the same cost, as 40 DGX-A100."""
+def splitwise(processes: int, machines: int) -> list[dict[str, Any]]:
+    """One row for each budget: the same power, and the same cost, as so many DGX-A100."""
     old, new = (WorkerKind(device(name), Parallelism(8)) for name in ("a100-80gb", "h100"))
     rows = []
     for name, budget in (
-        ("same power", FleetBudget(kilowatts=SPLITWISE_MACHINES * old.kilowatts)),
-        ("same cost", FleetBudget(usd_per_hour=SPLITWISE_MACHINES * old.usd_per_hour)),
+        ("same power", FleetBudget(kilowatts=machines * old.kilowatts)),
+        ("same cost", FleetBudget(usd_per_hour=machines * old.usd_per_hour)),
     ):
         settings = {
             "model": "bloom-176b", "cost": "splitwise-bloom-176b", "workload.lengths.pairs": "azure-conv",
@@ -124,7 +124,7 @@ def splitwise(processes: int) -> list[dict[str, Any]]:
                 "budget": name,
                 "layout": str(fleet.layout),
                 "rate": fleet.highest_rate_rps,
-                "over 40 DGX-A100": (fleet.highest_rate_rps or 0.0) / (equal.highest_rate_rps or 1.0),
+                "over DGX-A100": (fleet.highest_rate_rps or 0.0) / (equal.highest_rate_rps or 1.0),
                 "$/h": fleet.layout.usd_per_hour,
                 "kW": fleet.layout.kilowatts,
                 "published": "up to 2.35",
@@ -156,6 +156,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json")
     parser.add_argument("--paper", choices=("DistServe", "Splitwise"), help="of the two, this one only")
+    parser.add_argument("--machines", type=int, default=SPLITWISE_MACHINES, help="DGX-A100 of Splitwise's budget")
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
     rows = []
@@ -163,7 +164,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             rows += distserve(sharegpt(Path(folder)), options.processes)
     if options.paper != "DistServe":
-        rows += splitwise(options.processes)
+        rows += splitwise(options.processes, options.machines)
     report("plan_papers", rows, options.json)
 
 

@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+from common import report
 
 from diptych import LLM, SamplingParams
 from diptych.control.errors import InvalidRequestError, WorkerError
+from diptych.runtime.thread_limits import switch_often
 from diptych.serving.answers.grammar.grammar_checker import GrammarChecker
 from diptych.serving.answers.grammar.grammar_text import GrammarWriter
 from diptych.serving.async_llm import AsyncLLM
@@ -203,6 +205,7 @@ async def hostile_gaps(options: argparse.Namespace) -> dict[str, Any]:
     async def quiet() -> None:
         await asyncio.sleep(3600)
 
+    switch_often()  # as the server does
     async with AsyncLLM(settings) as llm:
 
         async def attack(schemas: list[dict[str, Any]]) -> None:
@@ -255,14 +258,12 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json")
     options = parser.parse_args()
     parts = {"valid": valid, "forced": forced, "step": step, "hostile": hostile}
     found = parts[options.part](options)
-    for name, value in found.items():
-        print(f"{name:36} {value}")
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=2) + "\n")
+    rows = [{"figure": name, "value": str(value)} for name, value in found.items()]
+    report(f"structured output: {options.part}", rows, options.json)
 
 
 if __name__ == "__main__":

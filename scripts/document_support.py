@@ -98,7 +98,7 @@ def openapi() -> dict[str, Any]:
 def readme_table(api: Mapping[str, Any] | None = None) -> str:
     """The short form, for README.md."""
     routes = [path for path, operations in (api or openapi())["paths"].items() if "post" in operations]
-    served = [path for path in routes if not path.startswith("/admin")]
+    served = [path for path in routes if not path.startswith("/admin") and "{" not in path]
     rows = {
         "systems": f"Linux, Python {_python()}; a C++ compiler for the native kernels",
         "processors": f"x86-64 with {_join([TITLES[name] for name in _sets()])} by native kernels; others by those of "
@@ -186,8 +186,9 @@ def _bodies(api: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """(path, schema of its body) of the routes that clients send bodies to."""
     for path, operations in api["paths"].items():
         body = operations.get("post", {}).get("requestBody")
-        if body is not None and not path.startswith("/admin"):
-            reference = body["content"]["application/json"]["schema"]["$ref"]
+        found = None if body is None else body["content"].get("application/json")  # not of uploads
+        if found is not None and not path.startswith("/admin"):
+            reference = found["schema"]["$ref"]
             yield path, api["components"]["schemas"][reference.rpartition("/")[2]]
 
 

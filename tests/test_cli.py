@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from diptych import __version__, compiled_modules
 from diptych.cli import main as cli
+from diptych.cli.batch_options import batch_options
 from diptych.cli.error_messages import in_options
 from diptych.cli.other_names import INSTEAD, SAME, translate
 from diptych.control.cluster.cluster_config import ClusterConfig
@@ -159,6 +160,32 @@ def test_the_options_reach_the_engine() -> None:
     assert (options.memory.disk_bytes, options.memory.disk_codec) == (10_000_000_000, "int8")
     assert (options.device.threads, options.device.instruction_set) == (1, "avx2")
     assert options.slo.ttft_ns == 200_000_000
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"batch_lines": 4}, "batch_lines"),
+        ({"batch_dir": Path("b"), "batch_lines": 0}, "batch_lines"),
+        ({"batch_dir": Path("b"), "batch_lines": 4, "batch_lines_beside": 5}, "batch_lines_beside"),
+        ({"batch_dir": Path("b"), "batch_max_lines": 0}, "batch_max_lines"),
+        ({"batch_dir": Path("b"), "batch_max_file": "much"}, "batch_max_file"),
+        ({"batch_dir": Path("b"), "batch_gb": 0.0}, "batch_gb"),
+    ],
+)
+def test_impossible_settings_of_batches_are_refused_by_name(changes: dict[str, Any], param: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        batch_options(given(**changes))
+    assert caught.value.param == param
+
+
+def test_the_options_of_batches_reach_the_service() -> None:
+    assert batch_options(given()) is None
+    options = batch_options(given(batch_dir=Path("b"), batch_max_file="1KiB", batch_gb=2.0, batch_lines=7))
+    assert options is not None
+    assert (options.folder, options.lines.at_once, options.lines.beside) == (Path.cwd() / "b", 7, 0)
+    limits = options.limits
+    assert (limits.max_file_bytes, limits.max_total_bytes, limits.max_lines) == (1024, 2_000_000_000, 100_000)
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,15 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from diptych.cli import main as cli
+from diptych.cli.batch_client import BatchClient
 from diptych.cli.examples import EXAMPLES, SERVER
+from diptych.diagnosis.adapters.http_get import Site
 from diptych.serving.link.engine_options import BUNDLED_MODEL
 
 COMMANDS: dict[str, Any] = get_command(cli.app).commands  # type: ignore[attr-defined]
-ALL = COMMANDS | COMMANDS["cache"].commands
 TRACE = Path(__file__).parent.parent / "docs" / "example-trace.csv"
+GROUPS = ("batch", "cache")
+ALL = COMMANDS | {f"{group} {name}": command for group in GROUPS for name, command in COMMANDS[group].commands.items()}
 DIPTYCH = (sys.executable, "-c", "from diptych.cli.main import main; main()")
 LIMITS = {  # so that each ends soon
     "bench": ("--warmup", "1", "--prompt-tokens", "30", "--output-tokens", "8"),
@@ -33,6 +36,7 @@ LIMITS = {  # so that each ends soon
     "generate": ("--threads", "1"),
 }
 SMALLER = {"--num-requests": "20", "--long-tokens": "300", "--probe": "1s", "--devices": "1", "--seconds": "8"}
+LINE = '{"custom_id": "first", "method": "POST", "url": "/v1/completions", "body": {"prompt": "def ", "max_tokens": 4}}'
 SERVES = ("serve", "front", "guide", "worker")
 
 
@@ -42,14 +46,13 @@ def in_words(name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", sorted(ALL))
 def test_the_help_of_every_command_shows_its_examples_and_they_parse(name: str) -> None:
-    group = [] if name in COMMANDS else ["cache"]
-    shown = " ".join(CliRunner().invoke(cli.app, [*group, name, "--help"]).output.split())
+    shown = " ".join(CliRunner().invoke(cli.app, [*name.split(), "--help"]).output.split())
     for example in in_words(name):
         assert example in shown
         words = shlex.split(example)
         assert words.pop(0) == "diptych"
         command, called = COMMANDS[words[0]], words.pop(0)
-        if called == "cache":
+        if called in GROUPS:
             command, called = command.commands[words[0]], words.pop(0)
         command.make_context(called, words)
 
@@ -111,7 +114,7 @@ def started(words: list[str], folder: Path, ready: str = "") -> Iterator[str]:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("server")
-    words = ["serve", "--threads", "1", "--kv-cache-memory", "64MiB"]
+    words = ["serve", "--threads", "1", "--kv-cache-memory", "64MiB", "--batch-dir", str(folder / "batches")]
     with started(words, folder) as url:
         while not is_answered(f"{url}/ready"):
             time.sleep(0.1)
@@ -125,7 +128,16 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "key").chmod(0o600)
     (tmp_path / "kept").mkdir()
     (tmp_path / "prompts.jsonl").write_text('"a prompt"\n')
+    (tmp_path / "lines.jsonl").write_text(LINE + "\n")
     return tmp_path
+
+
+def open_batch(url: str, folder: Path) -> str:
+    """The id of a batch that has a while to run."""
+    lines = folder / "many.jsonl"
+    lines.write_text("".join(LINE.replace('"first"', f'"{number}"') + "\n" for number in range(2000)))
+    client = BatchClient(Site.of(url, None))
+    return str(client.create(client.upload(lines), "/v1/completions", "24h")["id"])
 
 
 def ask(url: str) -> None:
@@ -150,9 +162,11 @@ def test_the_examples_of_the_help_run(name: str, server: str, folder: Path) -> N
     if name in ("diagnose", "advise"):
         for _ in range(12):
             ask(server)
-    before = EXAMPLES["warm"] if name in ("ls", "verify", "clear") else ()
+    before = EXAMPLES["cache warm"] if name in ("cache ls", "cache verify", "cache clear") else ()
     for example in before + EXAMPLES[name]:
         words = given(example, folder, server)
+        if "BATCH" in words:
+            words[words.index("BATCH")] = open_batch(server, folder)
         if words[0] in SERVES:
             with started(words, folder) as url:
                 if words[0] == "serve":

@@ -1,7 +1,7 @@
 """The real HTTP server in front of the make-believe worker. ``python fake_server.py '{"step_ms": 1, "serve": {...}}'``.
 
 Keys of "serve": fields of ServerOptions, of "scheduler": of SchedulerConfig, of "fleet": of FleetOptions,
-of "cluster": options of cluster_config. The rest: fake_worker's flags.
+of "cluster": options of cluster_config. "batch_dir": as of diptych serve. The rest: fake_worker's flags.
 Prints the address when it is ready.
 """
 
@@ -20,6 +20,7 @@ from diptych.control.cluster.cluster_config import cluster_config
 from diptych.control.config import SchedulerConfig
 from diptych.serving.api.server import ServerOptions, run_server
 from diptych.serving.async_llm import AsyncLLM
+from diptych.serving.batches.batch_service import BatchOptions
 from diptych.serving.fleet.fleet import Fleet
 from diptych.serving.fleet.fleet_options import FleetOptions
 from diptych.serving.fleet.supervisor import LocalLauncher
@@ -31,7 +32,9 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     settings = json.loads(sys.argv[1])
     scheduler = msgspec.convert(settings.pop("scheduler", {}), SchedulerConfig)
-    server = replace(ServerOptions(port=0, served_model_name="fake"), **settings.pop("serve", {}))
+    folder = settings.pop("batch_dir", None)
+    batches = None if folder is None else BatchOptions(Path(folder))
+    server = replace(ServerOptions(port=0, served_model_name="fake", batches=batches), **settings.pop("serve", {}))
     cluster = cluster_config(**settings.pop("cluster", {}))
     workers = FleetOptions(**settings.pop("fleet", {}), cluster=cluster)
     options = EngineOptions(scheduler=scheduler)

@@ -74,6 +74,12 @@ class Host:
     is_reporting: bool = False
     workers: "list[InProcessWorker]" = field(default_factory=list)
 
+    async def open(self, door_port: int) -> None:
+        """See Launcher."""
+
+    async def close(self) -> None:
+        """See Launcher."""
+
     def launch(self, number: int, options: EngineOptions, pass_fds: Sequence[int]) -> "InProcessWorker":
         """See Launcher."""
         worker = InProcessWorker(number, options, self)

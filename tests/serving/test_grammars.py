@@ -76,11 +76,11 @@ def test_what_is_too_deep_or_too_long_is_refused_before_it_is_tried() -> None:
     deep: Any = {}
     for _ in range(200):
         deep = {"properties": {"a": deep}}
-    with pytest.raises(InvalidRequestError, match="nested more than 100 deep"):
+    with pytest.raises(InvalidRequestError, match=r"^x\.properties\.a\.properties.*nested more than 100 deep"):
         WRITER.schema(deep, "x")
     with pytest.raises(InvalidRequestError, match="the limit is 131072"):
         assert WRITER.schema({"enum": ["x" * 2**21]}, "x").text
-    with pytest.raises(InvalidRequestError, match=r"^x.enum and what comes before it have 30003 parts; the limit is"):
+    with pytest.raises(InvalidRequestError, match=r"^x has more than 10000 parts"):
         WRITER.schema({"type": "string", "enum": [str(n) for n in range(30_000)]}, "x")
 
 

@@ -117,7 +117,7 @@ def plain(row: Row, names: Mapping[bytes, bytes], *, has_losses: bool = False) -
     if isinstance(event, Reported):
         named = zip(event.events, fields["events"], strict=True)
         for happened in fields["events"]:
-            for name in ("num_bytes", "transfer_ns"):
+            for name in ("num_bytes", "transfer_ns", "wire_ns"):
                 happened.pop(name, None)
         fields["events"] = [(type(happened).__name__, values) for happened, values in named]
     elif isinstance(event, WorkerUp):

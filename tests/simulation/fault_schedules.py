@@ -13,7 +13,14 @@ from diptych.control.commands import Command, Drained, Drop, End, Prefill, Relea
 from diptych.control.config import AdmissionName, BudgetConfig, CapsConfig, EngineConfig
 from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.reports import LoadReport
-from diptych.control.events import Event, FirstToken, HandoffRecalled, HandoffReserved, RequestFinished
+from diptych.control.events import (
+    Event,
+    FirstToken,
+    HandoffDelivered,
+    HandoffRecalled,
+    HandoffReserved,
+    RequestFinished,
+)
 from diptych.control.request import FinishReason
 from diptych.control.router.routing import RoutingConfig
 from diptych.control.router.topology import ROLES, Role
@@ -21,6 +28,7 @@ from diptych.control.slo import NS_PER_MS, NS_PER_S
 from diptych.control.step import SchedulerOutput
 from diptych.simulation.faults import FAULTS, Watch, random_faults
 from diptych.simulation.fleet.guesses import Guesses
+from diptych.simulation.fleet.kv_transfers import Span
 from diptych.simulation.fleet.pools import Pool, Pools
 from diptych.simulation.fleet.simulated_cluster import SimulatedCluster
 from diptych.simulation.results import REASONS
@@ -246,6 +254,8 @@ class AuditedCluster(SimulatedCluster):
         self._planned: dict[int, SchedulerOutput] = {}  # the newest plan of each worker
         self._withdrawn: set[str] = set()  # attempts whose blocks were needed for a stream, or for a longer prompt
         self._ready: set[int] = set()  # as the core was told
+        self._missing: dict[str, range] = {}  # attempt -> the tokens whose KV is to come
+        self._landed: dict[str, set[int]] = {}  # attempt -> those whose KV has come
         self._owner_of: dict[str, int] = {}  # attempt that is computed into borrowed blocks -> whose they are
         if self.transfers is not None:
             self.transfers.on_arrival = self._audit_arrival
@@ -291,6 +301,10 @@ class AuditedCluster(SimulatedCluster):
         for event in events:
             if isinstance(event, HandoffReserved):
                 self._reserved[event.request_id] = self.lives.life(worker)
+                num_tokens = self.workers[worker].engine.requests[event.request_id].num_prompt_tokens
+                self._missing[event.request_id] = range(event.num_cached_tokens, num_tokens)
+            elif isinstance(event, HandoffDelivered):
+                self._check_landed(event.request_id)
             elif isinstance(event, FirstToken) and (request := self._of_attempt(event.request_id)):
                 has_place = not request.is_handoff or event.request_id in self._reserved
                 assert has_place, f"{event.request_id} has a token and no place to go on"
@@ -298,12 +312,22 @@ class AuditedCluster(SimulatedCluster):
                 self._withdrawn.add(event.request_id)
         super().on_report(worker, events, load, ended)
 
-    def _audit_arrival(self, attempt_id: str, source: int, target: int) -> None:
-        """KV lands in blocks that are reserved for it, from blocks that still hold it."""
+    def _check_landed(self, attempt_id: str) -> None:
+        """The KV that was to come has come, all of it, unless it was computed in place or is simply there."""
+        if attempt_id not in self._owner_of and (landed := self._landed.pop(attempt_id, None)) is not None:
+            assert landed == set(self._missing[attempt_id]), f"{attempt_id} goes on without all of its KV"
+
+    def _audit_arrival(self, attempt_id: str, source: int, target: int, span: Span) -> None:
+        """KV lands once, in blocks that are reserved for it, from blocks that still hold it."""
+        start, num_tokens = span
+        landed = self._landed.setdefault(attempt_id, set())
+        assert landed.isdisjoint(range(start, start + num_tokens)), f"KV of {attempt_id} counts twice"
+        landed.update(range(start, start + num_tokens))
         self.num_arrivals += 1
         assert self.lives.is_alive(target)
         assert attempt_id in self.workers[target].engine.scheduler.incoming.reserved
-        assert attempt_id in self.workers[source].engine.requests
+        if source >= 0:  # (else the sender has given it up meanwhile, and this was on its way)
+            assert attempt_id in self.workers[source].engine.requests
 
     def _tell(self, event: ClusterEvent, *, later: bool = False) -> None:
         if isinstance(event, WorkerUp):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from servers import CLI, RunningServer, fake_server, running, wait_until
 from watching import PHONE, chromium, overflow, serious_findings, watched
@@ -392,6 +393,30 @@ def test_people_who_see_hear_or_type_find_everything(
         ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert ground == ("rgb(245, 246, 249)" if scheme == "light" else "rgb(13, 17, 23)")
         page.evaluate("document.getElementById('stop').click()")  # does nothing where the streams have ended
+
+
+@pytest.mark.parametrize("size", ["desktop", "phone"])
+def test_batches_show_their_progress_and_can_be_cancelled(browser: Any, tmp_path: Path, size: str) -> None:
+    lines = [{"custom_id": str(number), "method": "POST", "url": "/v1/completions",
+              "body": {"prompt": [5, 6], "max_tokens": 2000}} for number in range(40)]  # fmt: skip
+    content = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    context = {"viewport": PHONE, "has_touch": True} if size == "phone" else {}
+    with (
+        fake_server(batch_dir=str(tmp_path), step_ms=20) as server,
+        watched(browser, f"{server.url}/ui", **context) as page,
+    ):
+        wait_live(page)
+        assert page.locator("#batches").is_hidden()
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+        file = client.files.create(file=("in.jsonl", content), purpose="batch")
+        client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        page.locator("#batches-rows", has_text="in progress").wait_for()
+        assert "0 of 40" in text(page, "#batches-rows")
+        assert overflow(page) == 0
+        assert serious_findings(page) == []
+        page.click("#batches-rows button")
+        page.locator("#batches-rows", has_text="cancelled").wait_for()
+        assert "40 of 40" in text(page, "#batches-rows")
 
 
 def test_the_whole_page_is_small(browser: Any, split: RunningServer) -> None:

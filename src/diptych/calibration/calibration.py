@@ -15,13 +15,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlparse
 
 import msgspec
 
+from diptych.calibration.timed_stream import TimedAnswer, timed_stream
 from diptych.control.config import EngineConfig
 from diptych.control.errors import ConfigError, DiptychError, ErrorRecord, WorkerError
 from diptych.control.step import StepFeatures
@@ -51,15 +51,6 @@ class Measurements:
     engine: EngineConfig
     warm_up: tuple[Step, ...]  # what the live server's step-time model began with
     description: str
-
-
-@dataclass(slots=True)
-class _TimedAnswer:
-    """One streamed answer as its client saw it, times in nanoseconds."""
-
-    sent_ns: int = 0
-    first_ns: int = 0
-    usage: dict[str, Any] = field(default_factory=dict)
 
 
 def measure(options: EngineOptions, report: Report, *, steps_s: float = 45.0, live_s: float = 45.0) -> Measurements:
@@ -185,35 +176,15 @@ class _Load:
         nearest = min(self._step_ns, key=lambda known: (abs(known - count), known))
         return max(32 + count, min(600, round(seconds * 1e9 / (2 * self._step_ns[nearest]))))
 
-    async def _stream(self, prompt: int, tokens: int, first: asyncio.Event | None = None) -> _TimedAnswer:
+    async def _stream(self, prompt: int, tokens: int, first: asyncio.Event | None = None) -> TimedAnswer:
         """One streamed completion of random tokens. Raises WorkerError when the server does not answer it."""
-        answer = _TimedAnswer()
         token_ids = [self._rng.randrange(self._vocab_size // 2, self._vocab_size) for _ in range(prompt)]
         body = {
             "prompt": token_ids, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True,
             "return_token_ids": True, "return_latency": True, "stream_options": {"include_usage": True},
         }  # fmt: skip
-        payload = json.dumps(body).encode()
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nContent-Type: application/json\r\n"
-            f"Connection: close\r\nContent-Length: {len(payload)}\r\n\r\n"
-        ).encode()
-        reader, writer = await asyncio.open_connection(self._host, self._port, limit=1 << 22)
-        try:
-            answer.sent_ns = time.monotonic_ns()
-            writer.write(head + payload)
-            async for line in reader:
-                if not line.startswith(b"data: {"):
-                    continue
-                if not answer.first_ns:
-                    answer.first_ns = time.monotonic_ns()
-                    if first:
-                        first.set()
-                if b'"latency"' in line:
-                    answer.usage = json.loads(line[6:])["usage"]
-        finally:
-            writer.close()
-        if not answer.usage:
+        answer = await timed_stream((self._host, self._port), body, on_first=first.set if first else None)
+        if "latency" not in answer.usage:
             raise WorkerError(f"the server did not answer a prompt of {prompt} tokens")
         return answer
 

@@ -32,7 +32,7 @@ Folder = Annotated[Path, typer.Argument(help="The folder given to --kv-disk.")]
 cache = typer.Typer(help="Look at, check, clear or fill the disk tier of the KV cache.", no_args_is_help=True)
 
 
-@cache.command("ls", cls=Command, epilog=examples("ls"))
+@cache.command("ls", cls=Command, epilog=examples("cache ls"))
 def list_formats(folder: Folder) -> None:
     """Say what a disk tier holds, by model."""
     with errors_in_words():
@@ -52,7 +52,7 @@ def list_formats(folder: Folder) -> None:
         print_tables([Table(str(folder), columns, tuple(rows))], ())
 
 
-@cache.command(cls=Command, epilog=examples("verify"))
+@cache.command(cls=Command, epilog=examples("cache verify"))
 def verify(folder: Folder) -> None:
     """Read everything and compare checksums. Damaged extents are dropped; the exit status is 1 if there were any."""
     with errors_in_words():
@@ -71,7 +71,7 @@ def verify(folder: Folder) -> None:
         raise typer.Exit(1)
 
 
-@cache.command(cls=Command, epilog=examples("clear"))
+@cache.command(cls=Command, epilog=examples("cache clear"))
 def clear(
     folder: Folder,
     only: Annotated[str, typer.Option("--format", help="Only this format, by the beginning of its name in ls.")] = "",
@@ -82,7 +82,7 @@ def clear(
     print(f"{freed / GB:.3f} GB freed" + (f"; {num_in_use} segments are in use and stay" if num_in_use else ""))
 
 
-@cache.command(cls=Command, epilog=examples("warm"))
+@cache.command(cls=Command, epilog=examples("cache warm"))
 def warm(
     file: Annotated[Path, typer.Argument(help='JSON lines: a text, or {"prompt": ...}, or {"messages": [...]}.')],
     kv_disk: Annotated[Path, typer.Option(help="The folder to fill.")],

@@ -14,9 +14,11 @@ import typer
 from rich.console import Console
 
 from diptych import __version__
+from diptych.cli.calibrate_engine import calibrate_engine, refuse_others
 from diptych.cli.error_messages import errors_in_words
 from diptych.cli.options import Text, model_name, model_path
 from diptych.cli.output import check_folders, drawn, progress_bar
+from diptych.control.errors import ConfigError
 from diptych.serving.link.engine_options import (
     DeviceOptions,
     EngineOptions,
@@ -33,6 +35,11 @@ if TYPE_CHECKING:
     from diptych.simulation.planner_replay import PlannerReplayReport
     from diptych.simulation.replay import Difference, ReplayReport
 
+ENGINE_HELP = (
+    "Calibrate a vLLM with Diptych's plugin instead: vllm=URL,step_events=ADDRESS puts a load on it; ADDRESS only "
+    "listens; FILE reads what --steps-output wrote."
+)
+STEPS_HELP = "Write the steps that the engine reported, one JSON line each."
 BUSY = 0.5  # load average from which a measurement is doubtful
 
 
@@ -47,12 +54,23 @@ def calibrate(
     cores: Annotated[str | None, typer.Option(help="Cores to compute on, as for serve.")] = None,
     instruction_set: Annotated[InstructionSetName, typer.Option("--isa", help="CPU kernels, as for serve.")] = "auto",
     quantize: Annotated[QuantizeName, typer.Option(help="Weights of 8 or 4 bits, as for serve.")] = "none",
+    engine: Annotated[Text, typer.Option(help=ENGINE_HELP)] = None,
+    steps_output: Annotated[Path | None, typer.Option(help=STEPS_HELP)] = None,
 ) -> None:
     """Measure this machine and model, and write what the simulator needs to predict a server on it.
 
     The machine should do nothing else meanwhile.
     """
     with errors_in_words():
+        if engine is not None:
+            refuse_others(
+                {"model": model, "max_model_len": max_model_len, "kv_cache_memory": kv_cache_memory}
+                | {"threads": threads, "cores": cores, "quantize": quantize != "none", "isa": instruction_set != "auto"}
+            )
+            _show_calibration(calibrate_engine(engine, output, seconds, steps_output), output)
+            return
+        if steps_output is not None:
+            raise ConfigError("steps_output has no effect without engine", param="steps_output")
         path = model_path(model)
         check_folders({"output": output})
         memory = None if kv_cache_memory is None else parse_bytes(kv_cache_memory, "kv_cache_memory")
@@ -109,6 +127,8 @@ def _show_calibration(calibration: "Calibration", out: Path) -> None:
     console = Console(highlight=False)
     kinds = [("1 decode", 1, 0), ("8 decodes", 8, 0), ("32 decodes", 32, 0), ("prompt of 256", 0, 256)]
     rows = []
+    most = calibration.scheduler.max_num_seqs if calibration.scheduler else 32
+    kinds = [kind for kind in kinds if kind[1] <= most]
     for text, num_seqs, prompt in [*kinds, ("prompt of 1024", 0, 1024)]:
         features = MeasuredPoint.of(num_seqs, 256, prompt)
         rows.append((text, f"{calibration.cost.features_ns(features) / 1e6:.2f}"))

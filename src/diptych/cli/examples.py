@@ -1,6 +1,6 @@
 """Two or three commands for the help of each command. tests/test_examples.py runs them.
 
-What is written in capitals is the reader's own: MODEL (a directory or a file), KEY (a file), FOLDER.
+What is written in capitals is the reader's own: MODEL (a directory or a file), KEY (a file), FOLDER, BATCH (an id).
 """
 
 SERVER = "http://127.0.0.1:8000"
@@ -47,10 +47,17 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "guide": ("diptych guide", "diptych guide --port 9000 --open"),
     "cache": ("diptych serve --kv-disk FOLDER --kv-disk-gb 1", "diptych cache ls FOLDER"),
-    "ls": ("diptych cache ls FOLDER",),
-    "verify": ("diptych cache verify FOLDER",),
-    "clear": ("diptych cache clear FOLDER",),
-    "warm": ("diptych cache warm prompts.jsonl --kv-disk FOLDER",),
+    "cache ls": ("diptych cache ls FOLDER",),
+    "cache verify": ("diptych cache verify FOLDER",),
+    "cache clear": ("diptych cache clear FOLDER",),
+    "cache warm": ("diptych cache warm prompts.jsonl --kv-disk FOLDER",),
+    "batch": ("diptych serve --batch-dir FOLDER", f"diptych batch run lines.jsonl --url {SERVER}"),
+    "batch run": (
+        f"diptych batch run lines.jsonl --output answers.jsonl --url {SERVER}",
+        "diptych batch run lines.jsonl --model MODEL",
+    ),
+    "batch ls": (f"diptych batch ls --url {SERVER}",),
+    "batch cancel": (f"diptych batch cancel BATCH --url {SERVER}",),
     "version": ("diptych version",),
 }
 

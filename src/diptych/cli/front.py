@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from diptych.cli import batch_options
 from diptych.cli.command_line import own_command
 from diptych.cli.error_messages import errors_in_words
 from diptych.cli.options import SLO_HELP, Number, Strings, Text, Whole, option, picked, takes, with_objectives
@@ -16,6 +17,7 @@ from diptych.serving.front.engine_spec import EVENT_BLOCK, TEXT_BLOCK, FrontOpti
 from diptych.serving.link.engine_options import parse_bytes
 
 ENGINES, SERVER, ROUTING, OBJECTIVES = "Engines", "Server", "Routing and queue", "Objectives"
+BATCHES = "Batches"
 LogLevel = Literal["debug", "info", "warning", "error"]
 ENGINE_HELP = "KIND=URL[,NAME=VALUE ...]; kinds: vllm, sglang, llamacpp, openai. Repeatable."
 FILE_HELP = 'TOML file of engines: a table "engine" for each, with kind, url and the same names.'
@@ -53,6 +55,12 @@ class FrontCommand:
     cors_origin: Annotated[Strings, option(CORS_HELP, SERVER)] = None
     allowed_host: Annotated[Strings, option(HOST_HELP, SERVER)] = None
     access_log: Annotated[Text, option(LOG_HELP, SERVER)] = None
+    batch_dir: Annotated[Path | None, option(batch_options.DIR_HELP, BATCHES)] = None
+    batch_lines: Annotated[Whole, option(batch_options.LINES_HELP, BATCHES)] = None
+    batch_lines_beside: Annotated[Whole, option(batch_options.BESIDE_HELP, BATCHES)] = None
+    batch_max_lines: Annotated[Whole, option(batch_options.MAX_LINES_HELP, BATCHES)] = None
+    batch_max_file: Annotated[Text, option(batch_options.MAX_FILE_HELP, BATCHES)] = None
+    batch_gb: Annotated[Number, option(batch_options.GB_HELP, BATCHES)] = None
     drain_timeout: Annotated[float, option("Seconds for running requests after SIGTERM.", SERVER)] = 30.0
     log_level: Annotated[LogLevel, option("How much the server logs.", SERVER)] = "warning"
     record: Annotated[Path | None, option("Record all decisions to this file, for diptych replay.", SERVER)] = None
@@ -100,6 +108,7 @@ def _front(options: FrontOptions, given: dict[str, Any]) -> None:
     from diptych.serving.api.front_app import OWN_NAME, build_front_app
     from diptych.serving.api.server import ServerOptions, run_server
     from diptych.serving.api.start_screen import StartScreen
+    from diptych.serving.batches.batch_service import BatchService
     from diptych.serving.front.external_fleet import ExternalFleet
     from diptych.serving.front.served_engines import EngineFront
 
@@ -119,8 +128,18 @@ def _front(options: FrontOptions, given: dict[str, Any]) -> None:
         **picked(given, "host", "port", "log_level"), served_model_name=name, drain_timeout_s=given["drain_timeout"]
     )
 
+    taken = batch_options.batch_options(given)
+
     def make_app() -> Any:
-        return build_front_app(end, name, api_keys=keys, admin_key=admin_key, max_body_bytes=max_body, manners=rules)
+        return build_front_app(
+            end,
+            name,
+            api_keys=keys,
+            admin_key=admin_key,
+            max_body_bytes=max_body,
+            manners=rules,
+            batches=None if taken is None else BatchService(taken),
+        )
 
     chat_command = f"{own_command()} chat"
     with StartScreen(name or OWN_NAME, has_key=bool(keys), chat_command=chat_command) as screen:

@@ -14,8 +14,10 @@ from typing import Annotated, Any, Literal
 import typer
 
 from diptych import __version__, compiled_modules
+from diptych.cli import batch_options
 from diptych.cli.advise import advise
 from diptych.cli.alerts import alerts
+from diptych.cli.batch import batch
 from diptych.cli.bench import bench
 from diptych.cli.cache import cache
 from diptych.cli.calibrate import calibrate, replay
@@ -71,6 +73,7 @@ from diptych.serving.link.engine_options import (
     parse_bytes,
     parse_cores,
 )
+from diptych.serving.ray.ray_options import RayOptions
 from diptych.serving.start_checks import GPU, check_start
 from diptych.tls.shared_key import read_key_file
 
@@ -98,6 +101,7 @@ FLEET_HELP = "TOML file of unequal workers: tables pools.NAME, as for diptych si
 SURVIVE_HELP = "Record streams in this directory: clients go on with Last-Event-ID, also after a restart."
 LISTEN_HELP = "Take workers of other hosts here (diptych worker --join)."
 KEY_HELP = "File with the key that workers must have to join: 32 to 4096 bytes."
+LAUNCHER_HELP = "What starts the workers: this host, or Ray on its hosts (they join: --listen-workers)."
 PLAIN_HELP = "With --listen-workers: KV unencrypted between workers, on a network that you trust."
 POOL_HELP = "NAME=POOL, such as large=1:max_model_len=131072,kv_cache_bytes=8GiB. Repeatable."
 DEFLECTION_HELP = "Prompts of a busy decode worker: short ones, or any that its streams' objective leaves room for."
@@ -109,6 +113,7 @@ CORS_HELP = "Origin whose web pages may use the API, such as https://example.org
 LOG_HELP = "Append a JSON line per request to this file (-: standard error), without prompts and answers."
 KV_HOST_HELP = "Host memory per worker for evicted KV and preempted requests, in GB."
 HOST_HELP = "Name by which the server may be called, besides addresses and localhost. Repeatable."
+BATCHES = "Batches"
 SCHEDULER, MEMORY, MACHINE = "Scheduler (details; --shape presets them)", "Memory", "Machine"
 
 
@@ -153,6 +158,12 @@ def serve(
     responses: Annotated[
         Path | None, option("Keep /v1/responses in this SQLite file. Default: memory.", SERVER)
     ] = None,
+    batch_dir: Annotated[Path | None, option(batch_options.DIR_HELP, BATCHES)] = None,
+    batch_lines: Annotated[Whole, option(batch_options.LINES_HELP, BATCHES)] = None,
+    batch_lines_beside: Annotated[Whole, option(batch_options.BESIDE_HELP, BATCHES)] = None,
+    batch_max_lines: Annotated[Whole, option(batch_options.MAX_LINES_HELP, BATCHES)] = None,
+    batch_max_file: Annotated[Text, option(batch_options.MAX_FILE_HELP, BATCHES)] = None,
+    batch_gb: Annotated[Number, option(batch_options.GB_HELP, BATCHES)] = None,
     drain_timeout: Annotated[float, option("Seconds for running requests after SIGTERM.", SERVER)] = 30.0,
     log_level: Annotated[LogLevel, option("How much the server logs.", SERVER)] = "warning",
     verbose: Annotated[bool, option("Say at the start what the engine computes with.", SERVER)] = False,
@@ -162,6 +173,11 @@ def serve(
     both: Annotated[Whole, option(BOTH_HELP, WORKERS, "--both", "--workers")] = None,
     listen_workers: Annotated[Text, option(LISTEN_HELP, WORKERS, metavar="HOST:PORT")] = None,
     key_file: Annotated[Path | None, option(KEY_HELP, WORKERS)] = None,
+    launcher: Annotated[Literal["local", "ray"], option(LAUNCHER_HELP, WORKERS)] = "local",
+    ray_address: Annotated[Text, option("The Ray cluster. Default: auto, the one of this host.", WORKERS)] = None,
+    ray_cpus: Annotated[float | None, option("CPUs that Ray keeps for each worker. Default: 1.", WORKERS)] = None,
+    ray_gpus: Annotated[float | None, option("GPUs that Ray keeps for each worker. Default: 0.", WORKERS)] = None,
+    ray_wait: Annotated[float | None, option("Seconds for Ray to find room. Default: 300.", WORKERS)] = None,
     survive_restart: Annotated[Path | None, option(SURVIVE_HELP, SERVER)] = None,
     transfer_plain: Annotated[bool, option(PLAIN_HELP, WORKERS)] = False,
     max_workers: Annotated[Whole, option("Workers that there may be, with those added later.", WORKERS)] = None,
@@ -258,6 +274,7 @@ def fleet_options(given: dict[str, Any]) -> FleetOptions:
         core_split=parse_core_split(given["core_split"]) if given["core_split"] else None,
         cluster=cluster_config(**picked(given, *CLUSTER_OPTIONS)),
         join=_join_options(given),
+        ray=_ray_options(given),
     )
     is_planned = len(found.slots) > 1
     mode: PlanMode = given["plan"] or ("advise" if is_planned else "off")
@@ -278,6 +295,26 @@ def _join_options(given: dict[str, Any]) -> JoinOptions | None:
     if path is None:
         raise ConfigError("listen_workers needs a key_file: what workers must know to join", param="key_file")
     return JoinOptions(listen, read_key_file(path), given["transfer_plain"])
+
+
+def _ray_options(given: dict[str, Any]) -> RayOptions | None:
+    names = ("ray_address", "ray_cpus", "ray_gpus", "ray_wait")
+    if given["launcher"] == "local":
+        for name in names:
+            if given[name] is not None:
+                raise ConfigError(f"{name} has no effect without launcher ray", param=name)
+        return None
+    if given["key_file"] is None:
+        raise ConfigError("launcher is ray, which needs listen_workers and a key_file", param="launcher")
+    address, cpus, gpus, wait_s = (given[name] for name in names)
+    default = RayOptions(key_file=given["key_file"])
+    return RayOptions(
+        key_file=given["key_file"],
+        address=address or default.address,
+        num_cpus=default.num_cpus if cpus is None else cpus,
+        num_gpus=default.num_gpus if gpus is None else gpus,
+        wait_s=default.wait_s if wait_s is None else wait_s,
+    )
 
 
 def _groups(given: dict[str, Any]) -> tuple[WorkerGroup, ...]:
@@ -303,6 +340,7 @@ def _serve(options: EngineOptions, workers: FleetOptions, name: str, given: dict
     from diptych.serving.api.start_screen import StartScreen, prompt_kind
     from diptych.serving.async_llm import AsyncLLM
     from diptych.serving.fleet.fleet import Fleet
+    from diptych.serving.fleet.launchers import launcher_of
 
     server = ServerOptions(
         **picked(given, "host", "port", "log_level", "responses"),
@@ -312,6 +350,7 @@ def _serve(options: EngineOptions, workers: FleetOptions, name: str, given: dict
         max_body_bytes=parse_bytes(given["max_body"], "max_body"),
         drain_timeout_s=given["drain_timeout"],
         manners=manners(given),
+        batches=batch_options.batch_options(given),
     )
     chat_command = f"{own_command()} chat"
     with StartScreen(
@@ -319,7 +358,7 @@ def _serve(options: EngineOptions, workers: FleetOptions, name: str, given: dict
     ) as screen:
         screen.hint = busy_machine_hint(options, len(workers.roles))
         journal = None if given["survive_restart"] is None else StreamJournal(given["survive_restart"])
-        llm = AsyncLLM(options, Fleet(options, workers), journal)
+        llm = AsyncLLM(options, Fleet(options, workers, launcher_of(workers)), journal)
         screen.kind = prompt_kind(llm.tokenizer, is_bundled=Path(options.model) == BUNDLED_MODEL)
         run_server(llm, server, screen.on_loading, screen.on_ready)
 
@@ -386,6 +425,7 @@ def version() -> None:
 
 for command in (advise, alerts, bench, calibrate, chat, diagnose, front, plan, replay, simulate, worker, guide):
     app.command(cls=Command, epilog=examples(command.__name__))(command)
+app.add_typer(batch, name="batch", epilog=examples("batch"))
 app.add_typer(cache, name="cache", epilog=examples("cache"))
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import re
 import signal
 import socket
 from pathlib import Path
@@ -48,6 +49,8 @@ def worker(
     instruction_set: Annotated[
         InstructionSetName, option("Instructions of the CPU kernels; auto: the fastest set.", MACHINE, "--isa")
     ] = "auto",
+    agent: Annotated[Text, option("Identity of 32 hexadecimal digits, from what starts it.", FRONT)] = None,
+    end_with_stdin: Annotated[bool, option("End at once when the standard input is closed.", FRONT)] = False,
     kv_cache_memory: Annotated[Text, option("KV cache, such as 2GiB. Default: the front end's.", MACHINE)] = None,
 ) -> None:
     """Join a front end as one of its workers."""
@@ -62,6 +65,8 @@ def worker(
         for name, value in (("grace", grace), ("drain_timeout", drain_timeout)):
             if not value >= 0:
                 raise ConfigError(f"{name} is {value}; it must not be negative", param=name)
+        if agent is not None and not re.fullmatch("[0-9a-f]{32}", agent):
+            raise ConfigError(f"agent is {agent!r}; it must have 32 hexadecimal digits", param="agent")
         host, port = parse_host_port(join, "join", may_be_name=True)
         options = AgentOptions(
             host=host,
@@ -77,6 +82,8 @@ def worker(
             num_cores=len(os.sched_getaffinity(0)),
             grace_s=grace,
             drain_s=drain_timeout,
+            agent=bytes.fromhex(agent or ""),
+            ends_with_stdin=end_with_stdin,
         )
         asyncio.run(run_agent(options))
 

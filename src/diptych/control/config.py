@@ -14,6 +14,7 @@ BudgetName = Literal["whole", "fixed", "slo"]
 PreemptionName = Literal["recompute", "swap"]
 AdmissionName = Literal["expected", "greedy"]
 ShapeName = Literal["unified", "chunked"]
+DEFAULT_SHAPE: ShapeName = "chunked"
 PREFILL_STEP_NS, MIN_PREFILL_STEP_NS, MAX_PREFILL_STEP_NS = 400 * NS_PER_MS, 100 * NS_PER_MS, 1000 * NS_PER_MS
 
 
@@ -277,7 +278,7 @@ def reshaped(scheduler: SchedulerConfig, shape: ShapeName) -> SchedulerConfig:
 
 
 def scheduler_config(
-    shape: ShapeName,
+    shape: "ShapeName | SchedulerConfig",
     *,
     order: OrderName | None = None,
     budget: BudgetName | None = None,
@@ -291,9 +292,9 @@ def scheduler_config(
     preemption: PreemptionName | None = None,
     preempt_for_priority: bool = False,
 ) -> SchedulerConfig:
-    """The preset of ``--shape`` with the details that were given on top (None: not given). ``diptych serve`` and
-    ``diptych simulate`` both begin here."""
-    base = shape_preset(shape)
+    """The preset of ``--shape``, or the rules of an engine of others, with the details that were given on top (None:
+    not given). ``diptych serve`` and ``diptych simulate`` both begin here."""
+    base = shape if isinstance(shape, SchedulerConfig) else shape_preset(shape)
     target_ns = None if step_target_ms is None else int(step_target_ms * NS_PER_MS)
     budget_config = changed(base.budget, kind=budget, max_batched_tokens=max_batched_tokens, target_ns=target_ns)
     caps = base.caps if budget_config.kind != "whole" else CapsConfig()

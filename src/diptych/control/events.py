@@ -84,13 +84,15 @@ class HandoffRecalled:
 class HandoffDelivered:
     """A decode worker has the KV of the whole prompt and the first token, and continues the request.
 
-    num_bytes: KV bytes that travelled. transfer_ns: from the first of them to the commit.
+    num_bytes: KV bytes that travelled. transfer_ns: from the first of them to the commit. wire_ns: of that, while some
+    were coming in (they follow the prefill, which is what limits them otherwise; 0: not measured).
     """
 
     time_ns: int
     request_id: str
     num_bytes: int = 0
     transfer_ns: int = 0
+    wire_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)

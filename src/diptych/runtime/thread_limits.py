@@ -1,9 +1,18 @@
 """How many threads may compute, and on which CPUs. Imports no torch, so that a wrong number is refused at once."""
 
+import sys
 from collections.abc import Iterable
 
 from diptych.control.errors import ConfigError
 from diptych.processor import Processor
+
+SWITCH_INTERVAL_S = 0.0005
+
+
+def switch_often() -> None:
+    """A thread of this process that computes in Python holds the others up for SWITCH_INTERVAL_S at most (by default 5
+    ms): one that checks a schema, say, and the loop that hands on tokens."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
 def allowed_threads(

@@ -70,13 +70,18 @@ class PoolsSettings(SettingsTable, frozen=True, kw_only=True):
 
     link: between replicas, by its name. nics: how many of them a replica has, each for either direction. hosts:
     replicas are dealt out to so many hosts, and those of one host borrow blocks of each other instead of sending them
-    (0: each is on a host of its own). stall_ms: how much longer a step lasts for each request whose KV the worker takes
-    over or gives away in it (0: transfers cost the steps nothing).
+    (0: each is on a host of its own); with shares_memory = false they copy the KV, as workers do that have joined.
+    racks: hosts are dealt out to so many (0: there are none). uplink: the link, by its name, between a rack and the
+    others, for each direction ("": no limit). stall_ms: how much longer a step lasts for each request whose KV the
+    worker takes over or gives away in it (0: transfers cost the steps nothing).
     """
 
     link: str = "ib400"
     nics: AtLeastOne = 1
     hosts: AtLeastZero = 0
+    shares_memory: bool = True
+    racks: AtLeastZero = 0
+    uplink: str = ""
     stall_ms: NotNegative = 0.0
     named: dict[str, PoolSettings] = msgspec.field(default_factory=dict)
 

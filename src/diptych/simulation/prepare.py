@@ -1,21 +1,30 @@
 """From settings to sizes: KV blocks, the pools of a fleet and what prices them.
 
-Owns the arithmetic of memory. Must never read a file or know an option's name beyond the settings' own.
+Owns the arithmetic of memory. Must never read a file but that of a calibration, or know an option's name beyond the
+settings' own.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec.structs
 
-from diptych.control.config import CacheConfig, EngineConfig, SchedulerConfig, prefill_scheduler, scheduler_config
+from diptych.control.config import (
+    DEFAULT_SHAPE,
+    CacheConfig,
+    EngineConfig,
+    SchedulerConfig,
+    prefill_scheduler,
+    scheduler_config,
+)
 from diptych.control.errors import ConfigError
 from diptych.control.router.topology import Role
 from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo
-from diptych.simulation.costs.cost_choice import CostChoice, choose_cost
-from diptych.simulation.costs.fitted import Calibration
+from diptych.simulation.costs.cost_choice import COSTS, CostChoice, choose_cost
+from diptych.simulation.costs.fitted import Calibration, read_calibration
 from diptych.simulation.fleet.pools import Pool, Pools
 from diptych.simulation.fleet.simulated_disk import DiskModel
 from diptych.simulation.hardware import Hardware
@@ -105,8 +114,25 @@ def prepare_pool(
 
 
 def scheduler_of(settings: "Settings") -> SchedulerConfig:
-    """What ``diptych serve`` would run with the same options. Raises ConfigError."""
-    return scheduler_config(settings.shape, **msgspec.structs.asdict(settings.scheduler))
+    """What ``diptych serve`` would run with the same options; without a shape and with a calibration of an engine of
+    others, that engine's own rules. Raises ConfigError."""
+    engine = None if settings.shape else measured_engine(settings)
+    rules = None if engine is None else engine.scheduler
+    return scheduler_config(rules or settings.shape or DEFAULT_SHAPE, **msgspec.structs.asdict(settings.scheduler))
+
+
+def shape_words(settings: "Settings") -> str:
+    """The scheduler of ``scheduler_of``, for people."""
+    engine = None if settings.shape else measured_engine(settings)
+    return f"shape {settings.shape or DEFAULT_SHAPE}" if engine is None else f"scheduler of {engine.settings['engine']}"
+
+
+def measured_engine(settings: "Settings") -> Calibration | None:
+    """The calibration of an engine of others, if that is what prices the steps. Raises ConfigError."""
+    if settings.cost in COSTS or not Path(settings.cost).is_file():
+        return None
+    found = read_calibration(settings.cost)
+    return None if found.scheduler is None else found
 
 
 def fleet_pools(settings: "Settings", pools: Sequence[PreparedPool]) -> Pools | None:
@@ -130,6 +156,9 @@ def fleet_pools(settings: "Settings", pools: Sequence[PreparedPool]) -> Pools | 
         kv_bytes_per_token=models[0].kv_bytes_per_token(settings.kv_bits // 8, mean_context(settings, models[0])),
         link=network.link,
         num_hosts=network.hosts,
+        num_racks=network.racks,
+        uplink=network.uplink,
+        shares_memory=network.shares_memory,
         stall_ns=round(network.stall_ms * NS_PER_MS),
         named=tuple(_as_pool(pool, network.nics, copy) for pool, copy in zip(pools, _copies(pools), strict=True)),
     )

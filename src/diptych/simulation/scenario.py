@@ -14,7 +14,7 @@ from diptych.simulation.costs.cost_model import CostModel
 from diptych.simulation.faults import Fault, Watch
 from diptych.simulation.fleet.guesses import Guesses
 from diptych.simulation.fleet.links import LINKS
-from diptych.simulation.fleet.pools import Pools
+from diptych.simulation.fleet.pools import LOCAL_LINK, Pools
 from diptych.simulation.fleet.simulated_disk import DiskModel
 from diptych.simulation.front_end import FrontEnd
 from diptych.workload.spec import ClosedLoop, Workload
@@ -90,6 +90,10 @@ class Scenario:
             object.__setattr__(self, "num_workers", self.pools.num_workers)
         if self.num_workers < 1:
             raise ConfigError(f"num_workers is {self.num_workers}; it must be at least 1", param="num_workers")
+        for fault in self.faults:
+            if fault.kind == "isolate" and self.pools is not None and self.pools.num_domains:
+                message = f"worker {fault.worker} cannot be isolated: it shares memory, so its front end is on its host"
+                raise ConfigError(message, param="faults")
         if len(self.shares) not in (0, self.num_workers):
             raise ConfigError(f"{len(self.shares)} shares for {self.num_workers} workers", param="shares")
         if not self.shares and any(change.share is not None for change in self.worker_changes):
@@ -102,7 +106,20 @@ class Scenario:
         if self.pools is not None:
             bandwidth, latency_ns = LINKS[self.pools.link]
             network = LinkCost(bandwidth * min(pool.nics for pool in self.pools.pools), latency_ns)
-            near_ns = LINKS["shared_memory"][1]
-            links = LinkCosts(self.pools.kv_bytes_per_token, memory_latency_ns=near_ns, host=network, network=network)
+            links = LinkCosts(
+                self.pools.kv_bytes_per_token,
+                memory_latency_ns=LINKS["shared_memory"][1],
+                host=LinkCost(*LINKS[LOCAL_LINK]) if self.pools.num_hosts else network,
+                network=network,
+                far=_beyond(network, self.pools.uplink),
+            )
         routing = replace(self.cluster.routing, links=links, seed=self.seed)
         return replace(self.cluster, routing=routing, slo=self.engine.slo)
+
+
+def _beyond(network: LinkCost, uplink: str) -> LinkCost:
+    """A path between racks."""
+    if not uplink:
+        return network
+    bandwidth, latency_ns = LINKS[uplink]
+    return LinkCost(min(network.bytes_per_s, bandwidth), network.latency_ns + 2 * latency_ns)

@@ -23,7 +23,18 @@ from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo
 from diptych.simulation.context_skew import context_skew
 from diptych.simulation.costs.cost_choice import CostChoice
 from diptych.simulation.costs.fitted import Calibration
-from diptych.simulation.faults import FAULTS, MESSAGE_FAULTS, WORKER_FAULTS, Fault, FaultKind, Watch, random_faults
+from diptych.simulation.fault_places import SCOPES, Scope, befall, workers_at
+from diptych.simulation.faults import (
+    FAULTS,
+    MESSAGE_FAULTS,
+    WORKER_FAULTS,
+    Channel,
+    Direction,
+    Fault,
+    FaultKind,
+    Watch,
+    random_faults,
+)
 from diptych.simulation.fleet.guesses import Guesses
 from diptych.simulation.fleet.pools import Pools
 from diptych.simulation.number_limits import AtLeastOne, AtLeastZero, NotNegative, Positive, Share
@@ -81,16 +92,36 @@ class WatchSettings(SettingsTable, frozen=True, kw_only=True):
 
 
 class FaultSettings(SettingsTable, frozen=True, kw_only=True):
-    """One scripted fault of the worker ``replica``. crash: its state is gone; it is back, empty, after the duration.
-    hang: it takes no message and ends no step. slow: its steps take ``factor`` times as long. Messages between it and
-    the front end are, by link_loss, held back until the end; by delay, late by up to ``factor`` milliseconds; by
-    reorder, late by random amounts; by duplicate, delivered twice. link_down: no KV leaves it or comes to it."""
+    """One scripted fault of the worker ``replica``, or of all workers of a ``host`` or a ``rack`` (counted from 0).
+    crash: its state is gone; it is back, empty, after the duration. hang: it takes no message and ends no step. slow:
+    its steps take ``factor`` times as long. link_down: no KV leaves it or comes to it. isolate: its connection to the
+    front end is cut; it goes on, is given up after the heartbeat, and comes back with its cache. Messages between it
+    and the front end are, by link_loss, held back until the end; by delay, late by up to ``factor`` milliseconds; by
+    reorder, late by random amounts; by duplicate, delivered twice; by repeat, again, later. channel: "kv" for the
+    messages with KV between it and its ``peer`` (another replica, host or rack; none: every other), where slow divides
+    the bandwidth by ``factor`` and a long link_loss is a partition. direction: what comes to it, what comes from it, or
+    both."""
 
     kind: FaultKind
     at_s: NotNegative
     duration_s: Positive
-    replica: AtLeastZero = 0
+    replica: AtLeastZero | None = None
+    host: AtLeastZero | None = None
+    rack: AtLeastZero | None = None
+    peer: AtLeastZero | None = None
+    channel: Channel = "control"
+    direction: Direction = "both"
     factor: float = 1.0
+
+    @property
+    def place(self) -> tuple[Scope, int]:
+        """What it befalls. Raises ConfigError for several places."""
+        named: list[tuple[Scope, int]] = [
+            (scope, number) for scope in SCOPES if (number := getattr(self, scope)) is not None
+        ]
+        if len(named) > 1:
+            raise ConfigError(f"a fault of {named[0][0]} and {named[1][0]}; name one of them", param="faults")
+        return named[0] if named else ("replica", 0)
 
 
 class RandomFaultSettings(SettingsTable, frozen=True, kw_only=True):
@@ -122,7 +153,8 @@ class Settings(SettingsTable, frozen=True, kw_only=True):
     tensor_parallel to data_parallel: see Parallelism. routing to max_queued: as for ``diptych serve`` (None: its
     defaults). weight_bits: of a GPU (None: what the checkpoint has). quantize: on a CPU, as for ``diptych serve``; with
     a calibration it may only agree with what was measured (None: that, or "none"). engine: one of the engines
-    whose host prepares the steps and whose front end takes the requests (None: as the cost model has it). admit_all:
+    whose host prepares the steps and whose front end takes the requests (None: as the cost model has it). shape: None:
+    chunked, or the rules of the engine that ``cost`` is a calibration of. admit_all:
     refuse no request, however long it would wait. explain_misses: say what prefills were spent on."""
 
     model: str | None = None
@@ -136,7 +168,7 @@ class Settings(SettingsTable, frozen=True, kw_only=True):
     kv_bits: Literal[8, 16] = 16
     cost: str = "auto"
     engine: str | None = None
-    shape: ShapeName = "chunked"
+    shape: ShapeName | None = None
     replicas: AtLeastOne = 1
     routing: RoutingName | None = None
     disaggregate: Disaggregate | None = None
@@ -346,25 +378,21 @@ def _cluster(settings: Settings) -> ClusterConfig:
 
 
 def _faults(settings: Settings, fleet: Pools | None) -> tuple[Fault, ...]:
-    """Faults of replicas, as faults of their workers."""
-    faults = tuple(
-        Fault(
-            fault.kind,
-            fault.replica,
-            round(fault.at_s * NS_PER_S),
-            max(1, round(fault.duration_s * NS_PER_S)),
-            fault.factor,
-        )
-        for fault in settings.faults
-    )
-    for index, fault in enumerate(faults):
-        if fault.worker >= settings.num_replicas:
-            raise ConfigError(
-                f"faults[{index}].replica is {fault.worker}; it must be below replicas ({settings.num_replicas})",
-                param="faults",
-            )
+    """Faults of replicas, hosts and racks, as faults of their workers."""
+    faults: tuple[Fault, ...] = ()
+    for index, fault in enumerate(settings.faults):
+        scope, number = fault.place
+        workers = _workers_at(settings, fleet, scope, number, f"faults[{index}].{scope}")
+        peers = None
+        if fault.peer is not None:
+            peers = _workers_at(settings, fleet, scope, fault.peer, f"faults[{index}].peer")
+        at_ns, duration_ns = round(fault.at_s * NS_PER_S), max(1, round(fault.duration_s * NS_PER_S))
+        template = Fault(fault.kind, 0, at_ns, duration_ns, fault.factor, fault.channel, fault.direction)
+        if peers is not None and fault.channel != "kv":
+            raise ConfigError(f"faults[{index}].peer is {fault.peer}; only the channel kv has peers", param="faults")
+        faults += befall(template, workers, peers)
     if drawn := settings.random_faults:
-        faults += random_faults(
+        found = random_faults(
             settings.seed,
             num_workers=settings.num_replicas,
             kinds=FAULTS if settings.pools.in_use else WORKER_FAULTS + MESSAGE_FAULTS,
@@ -372,15 +400,23 @@ def _faults(settings: Settings, fleet: Pools | None) -> tuple[Fault, ...]:
             count=drawn.count,
             mean_duration_ns=round(drawn.mean_duration_s * NS_PER_S),
         )
-    if fleet is None:
-        return faults
-    places = fleet.places()
-    return tuple(
-        replace(fault, worker=worker)
-        for fault in faults
-        for worker, place in enumerate(places)
-        if place.replica == fault.worker
-    )
+        for drawn_fault in found:
+            faults += befall(
+                drawn_fault, [drawn_fault.worker] if fleet is None else workers_at(fleet, "replica", drawn_fault.worker)
+            )
+    return faults
+
+
+def _workers_at(settings: Settings, fleet: Pools | None, scope: Scope, number: int, name: str) -> list[int]:
+    """Raises ConfigError for a place that does not exist."""
+    if fleet is None and scope != "replica":
+        raise ConfigError(f"{name} is {number}; only a fleet with pools has hosts and racks", param="faults")
+    if scope == "replica" and number >= settings.num_replicas:
+        raise ConfigError(f"{name} is {number}; it must be below replicas ({settings.num_replicas})", param="faults")
+    workers = [number] if fleet is None else workers_at(fleet, scope, number)
+    if not workers:
+        raise ConfigError(f"{name} is {number}; no worker is there", param="faults")
+    return workers
 
 
 def _watch(settings: WatchSettings) -> Watch:

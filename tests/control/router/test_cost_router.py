@@ -10,6 +10,7 @@ import pytest
 from diptych.control.engine.reports import LoadReport
 from diptych.control.errors import ConfigError
 from diptych.control.request import Submission
+from diptych.control.router import path_speeds
 from diptych.control.router.cost_router import CostRouter
 from diptych.control.router.costs import (
     LASTING,
@@ -25,6 +26,7 @@ from diptych.control.router.costs import (
     work_ns,
 )
 from diptych.control.router.hit_watch import MIN_ADMISSIONS, WINDOW, HitWatch
+from diptych.control.router.path_speeds import MEMORY_NS, PathSpeeds
 from diptych.control.router.routing import Route, RoutingConfig, RoutingRequest
 from diptych.control.router.topology import Level, LinkCost, LinkCosts, Role, WorkerInfo, level
 from diptych.control.slo import NS_PER_MS, NS_PER_S
@@ -111,7 +113,9 @@ def brute_force(router: CostRouter, request: RoutingRequest, answer: int, now: i
             if level(source, target) is not Level.MEMORY:
                 cost += prices.block * -(-left // SIZE)
             work = work_ns(prices, num_tokens - cached, cached)
-            cost += links.exposed_ns(level(source, target), num_tokens - held[d], int(work))
+            link = links.link(level(source, target))
+            link = link and router._search.speeds.link((source.number, target.number), link)
+            cost += links.exposed_ns(link, num_tokens - held[d], int(work))
             cost += there.memory + answer_ns(there, num_tokens, answer)
             costs.append(cost + there.block * -(-(num_tokens + answer - held[d]) // SIZE))
     return min(costs)
@@ -123,7 +127,8 @@ def random_fleet(rng: random.Random) -> CostRouter:
     for number in range(rng.randrange(2, 14)):
         host = rng.randrange(3)
         role: Role = rng.choice(("prefill", "decode", "both"))
-        infos.append(WorkerInfo(number, role, 1000, SIZE, f"h{host}", rng.choice((None, host))))
+        rack = rng.choice(("", "r0", "r1"))
+        infos.append(WorkerInfo(number, role, 1000, SIZE, f"h{host}", rng.choice((None, host)), rack=rack))
     links = LinkCosts(bytes_per_token=rng.choice((0, 1000, 100_000)))
     router = CostRouter(RoutingConfig(links=links))
     for info in infos:
@@ -134,6 +139,9 @@ def random_fleet(rng: random.Random) -> CostRouter:
         )  # fmt: skip
         router.on_load(info.number, report)
         router.on_kv_events(info.number, 1, stored=blocks(*range(rng.choice((0, 0, 3, 30)))))
+    for _ in range(rng.choice((0, 0, 5))):  # some of the paths are not what the labels say
+        a, b = rng.sample(range(len(infos)), 2)
+        router.on_transfer(a, b, 10**7, rng.randrange(1, NS_PER_S), 0)
     return router
 
 
@@ -259,10 +267,10 @@ def test_the_share_of_busy_time_forgets_in_two_windows() -> None:
 
 def test_a_transfer_shows_its_last_piece_and_what_the_prefill_did_not_cover() -> None:
     links = LinkCosts(bytes_per_token=1000, chunk_tokens=100, host=LinkCost(10**9, 5), memory_latency_ns=7)
-    assert links.exposed_ns(Level.MEMORY, 5000, 0) == 7
-    assert links.exposed_ns(Level.HOST, 1000, 10**9) == 5 + 10**5
-    assert links.exposed_ns(Level.HOST, 1000, 400_000) == 5 + 600_000
-    assert links.exposed_ns(Level.HOST, 0, 0) == 5
+    assert links.exposed_ns(None, 5000, 0) == 7
+    assert links.exposed_ns(links.host, 1000, 10**9) == 5 + 10**5
+    assert links.exposed_ns(links.host, 1000, 400_000) == 5 + 600_000
+    assert links.exposed_ns(links.host, 0, 0) == 5
 
 
 def test_workers_are_as_near_as_the_nearest_thing_they_share() -> None:
@@ -385,6 +393,77 @@ def test_a_pair_in_one_pool_beats_a_pair_across_hosts() -> None:
     router = router_of(*near, *far, disaggregate="always", links=LinkCosts(bytes_per_token=100_000))
     pairs = {(one.prefill, one.decode) for one in (route(router, ask(str(number))) for number in range(10))}
     assert pairs == {(0, 1), (2, 3)}
+
+
+def test_between_racks_is_farther_than_within_one() -> None:
+    near, far = WorkerInfo(1, "decode", 1000, SIZE, "b", rack="r"), WorkerInfo(2, "decode", 1000, SIZE, "c", rack="s")
+    source = WorkerInfo(0, "prefill", 1000, SIZE, "a", rack="r")
+    assert [level(source, other) for other in (near, far, replace(far, rack=""))] == [
+        Level.NETWORK,
+        Level.FAR,
+        Level.NETWORK,
+    ]
+    router = router_of(source, far, near, disaggregate="always", links=LinkCosts(bytes_per_token=100_000))
+    assert route(router, ask()).decode == 1
+
+
+def measured_fleet() -> CostRouter:
+    """Labels say that worker 1 is on the host of worker 0, and worker 2 far away."""
+    infos = [
+        WorkerInfo(0, "prefill", 1000, SIZE, "a", rack="r"),
+        WorkerInfo(1, "decode", 1000, SIZE, "a", rack="r"),
+        WorkerInfo(2, "decode", 1000, SIZE, "b", rack="s"),
+    ]
+    return router_of(*infos, disaggregate="always", links=LinkCosts(bytes_per_token=100_000))
+
+
+def decoder(router: CostRouter, now: int = 0) -> int:
+    """Where the next request decodes; it ends at once."""
+    found = route(router, ask(), now)
+    router.on_ended("a")
+    return found.decode
+
+
+def test_labels_that_lie_are_overruled_by_what_was_measured() -> None:
+    router = measured_fleet()
+    assert decoder(router) == 1
+    router.on_transfer(0, 1, 10**8, 10 * NS_PER_S, 1)  # 10 MB/s "within one host"
+    assert decoder(router, 1) == 2
+    router.on_transfer(0, 2, 10**8, 100 * NS_PER_S, 2)  # 1 MB/s: worse still
+    assert decoder(router, 2) == 1
+
+
+def test_what_was_measured_is_forgotten_when_it_is_old_or_its_worker_has_gone() -> None:
+    router = measured_fleet()
+    router.on_transfer(0, 1, 10**8, 10 * NS_PER_S, 1)
+    assert decoder(router, MEMORY_NS) == 2
+    assert decoder(router, MEMORY_NS + 1) == 1
+    router.on_transfer(0, 1, 10**8, 10 * NS_PER_S, MEMORY_NS + 2)
+    assert decoder(router, MEMORY_NS + 3) == 2
+    router.set_down(1)
+    router.set_up(replace(measured_fleet()._workers[1]))
+    router.on_load(1, REPORT)
+    assert decoder(router, MEMORY_NS + 4) == 1
+
+
+def test_measurements_move_slowly_and_noise_moves_nothing() -> None:
+    speeds, link = PathSpeeds(), LinkCost(10**9, 10**6)
+    assert not speeds.observe((0, 1), link, 1000, NS_PER_S, 0)  # so few bytes say nothing
+    assert not speeds.observe((0, 1), link, 10**9, NS_PER_S, 0)  # as guessed
+    assert not speeds.observe((0, 1), link, 10**9, NS_PER_S * 11 // 10, 0)
+    assert speeds.link((0, 1), link) is link
+    changes = [speeds.observe((0, 1), link, 10**8, NS_PER_S, 0) for _ in range(40)]  # a tenth of it from now on
+    assert 1 < sum(changes) < 12
+    assert 1e8 <= speeds.link((0, 1), link).bytes_per_s < 1.3e8
+    assert speeds.link((1, 0), link) is link  # the other direction is another path
+
+
+def test_the_number_of_paths_that_are_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(path_speeds, "MAX_PATHS", 3)
+    speeds, link = PathSpeeds(), LinkCost(10**9, 0)
+    for target in range(1, 6):
+        assert speeds.observe((0, target), link, 10**6, NS_PER_S, target)
+    assert list(speeds.measured) == [(0, 3), (0, 4), (0, 5)]
 
 
 def test_the_conversation_goes_back_to_the_decode_worker_that_holds_it() -> None:

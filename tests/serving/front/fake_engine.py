@@ -47,6 +47,7 @@ class FakeEngine:
     faults: deque[Fault] = field(default_factory=deque)
     is_ready: bool = True
     requests: list[dict[str, Any]] = field(default_factory=list)
+    request_ids: list[str] = field(default_factory=list)  # that came with POSTs
     tokenized: int = 0
     num_running: int = 0
     num_waiting: int = 0
@@ -88,6 +89,8 @@ class FakeEngine:
                 line, *headers = head.decode().split("\r\n")
                 method, path, _ = line.split(" ")
                 fields = {key.lower(): value for key, _, value in (one.partition(": ") for one in headers if one)}
+                if "x-request-id" in fields:
+                    self.request_ids.append(fields["x-request-id"])
                 body = await reader.readexactly(int(fields.get("content-length", 0)))
                 if self.api_key and fields.get("authorization") != f"Bearer {self.api_key}":
                     await self._json(writer, {"error": {"message": "no key"}}, 401)

@@ -18,7 +18,7 @@ ROWS = {
     "gauges": "says how busy it is",
     "events": "publishes what its prefix cache holds (`kv_events=`)",
     "handoff": "hands prompts over (`role=prefill`, `role=decode`)",
-    "step_times": "says how long its steps take",
+    "steps": "says how long its steps take (`step_events=`)",
 }
 
 
@@ -39,4 +39,5 @@ async def test_the_table_of_engines_is_what_was_found() -> None:
             assert facts is not None
             cells = {name: "yes" if value is True else value for name, value in asdict(facts.capabilities).items()}
             found[kind] = {**cells, "events": "yes" if kind in ("vllm", "sglang") else ""}
+            found[kind]["steps"] = "with Diptych's plugin" if kind == "vllm" else ""
     assert table(found) in DOCUMENT.read_text(), f"docs/front.md should have:\n{table(found)}"

@@ -446,6 +446,7 @@ class ClusterCore:
             return []
         self.counts["handoffs"] += 1
         self.paths.on_whole(attempt.prefill, attempt.decode)
+        self.router.on_transfer(attempt.prefill, attempt.decode, event.num_bytes, event.wire_ns, now)
         return self.attempts.delivered(attempt) + self._got_token(entry, now)
 
     def _got_token(self, entry: OpenRequest, now: int) -> list[Command]:

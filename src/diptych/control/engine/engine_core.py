@@ -117,10 +117,12 @@ class EngineCore:
         first_token_ns: int,
         num_bytes: int = 0,
         transfer_ns: int = 0,
+        wire_ns: int = 0,
     ) -> list[Event]:
         """The KV of the whole prompt lies in the reserved blocks and the first token is known: decode from the next
         plan on. The times are those of the prefill worker, on this worker's clock. An id that is not reserved is
-        ignored (it may have been aborted meanwhile). num_bytes, transfer_ns: see HandoffDelivered."""
+        ignored (it may have been aborted meanwhile). num_bytes, transfer_ns, wire_ns: see
+        HandoffDelivered."""
         request = self.scheduler.incoming.reserved.get(request_id)
         if request is None:
             return []
@@ -128,7 +130,7 @@ class EngineCore:
         request.first_step_ns, request.first_token_ns = first_step_ns, first_token_ns
         self.scheduler.incoming.deliver(request)
         self.kv.remember_computed(request, request.num_prompt_tokens)
-        events: list[Event] = [HandoffDelivered(now, request_id, num_bytes, transfer_ns)]
+        events: list[Event] = [HandoffDelivered(now, request_id, num_bytes, transfer_ns, wire_ns)]
         if request.num_output_tokens >= request.max_tokens:  # the context is longer where its prompt was computed
             events.append(self._finish(request, FinishReason.LENGTH, now))
         return events

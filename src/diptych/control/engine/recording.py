@@ -79,6 +79,7 @@ class RecordingEngineCore(EngineCore):
         first_token_ns: int,
         num_bytes: int = 0,
         transfer_ns: int = 0,
+        wire_ns: int = 0,
     ) -> list[Event]:
         """See EngineCore."""
         self._write(("deliver", now, request_id, first_step_ns, first_token_ns))
@@ -89,6 +90,7 @@ class RecordingEngineCore(EngineCore):
             first_token_ns=first_token_ns,
             num_bytes=num_bytes,
             transfer_ns=transfer_ns,
+            wire_ns=wire_ns,
         )
 
     def drop(self, request_id: str, now: int, reason: FinishReason = FinishReason.ABORT) -> list[Event]:

@@ -107,13 +107,14 @@ class ChunkArrived:
 @dataclass(frozen=True, slots=True)
 class TransferCommitted:
     """All KV of an expected attempt is here. The times are the sender's, on this worker's clock; num_bytes,
-    transfer_ns: see HandoffDelivered."""
+    transfer_ns, wire_ns: see HandoffDelivered."""
 
     attempt_id: str
     first_step_ns: int
     first_token_ns: int
     num_bytes: int = 0
     transfer_ns: int = 0
+    wire_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +259,7 @@ class WorkerCore:
                     first_token_ns=event.first_token_ns,
                     num_bytes=event.num_bytes,
                     transfer_ns=event.transfer_ns,
+                    wire_ns=event.wire_ns,
                 )
                 self._note(events)
                 return bool(events)

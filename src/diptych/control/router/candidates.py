@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 from diptych.control.router.costs import UNBOUNDED, RequestDemand, WorkerView, pairs, prompt_ns
 from diptych.control.router.pairing import DecodeOffer, Pair, PairSearch, PrefillOffers
+from diptych.control.router.path_speeds import PathSpeeds
 from diptych.control.router.prefix_index import PrefixIndex
 from diptych.control.router.routing import RouteReason, RoutingConfig, RoutingRequest
-from diptych.control.router.topology import Level, WorkerInfo, level
+from diptych.control.router.topology import LinkCost, LinkCosts, WorkerInfo, level
 
 _Whole = tuple[float, int]  # cost, position; -1: no worker
 
@@ -41,6 +42,7 @@ class CandidateSearch:
         self._views = views
         self._index = index
         self._config = config
+        self.speeds = PathSpeeds()
         self._up: list[int] = []
         self._up_by_role: tuple[list[int], list[int], list[int]] = ([], [], [])
         self.place_workers()
@@ -54,9 +56,16 @@ class CandidateSearch:
         self._longest_of_each = min(self._longest, default=0)
         self._copies = [worker.model_copy for worker in workers]
         self._num_copies = len(set(self._copies))
-        self._places, levels = _places(workers)
-        self._num_places = len(levels)
-        self._pairs = PairSearch(self._places, levels, self._config.links, self._block_size)
+        self._places, paths = _places(workers, self._config.links, self.speeds)
+        self._num_places = len(paths)
+        self._pairs = PairSearch(self._places, paths, self._config.links, self._block_size)
+
+    def on_transfer(self, source: int, target: int, num_bytes: int, wire_ns: int, now: int) -> None:
+        """KV went from the worker at one position to another: where it goes next may follow from how fast it was."""
+        a, b = self._workers[source], self._workers[target]
+        guessed = self._config.links.link(level(a, b))
+        if guessed is not None and self.speeds.observe((a.number, b.number), guessed, num_bytes, wire_ns, now):
+            self.place_workers()
 
     def set_up(self) -> None:
         """Workers came or went, or changed roles."""
@@ -272,15 +281,24 @@ class CandidateSearch:
         return "local_short"
 
 
-def _places(workers: Sequence[WorkerInfo]) -> tuple[list[int], list[list[Level]]]:
-    """Workers that share a place are equally far from any other; the levels between places."""
-    first: dict[tuple[str, int | None], int] = {}
+def _places(
+    workers: Sequence[WorkerInfo], links: LinkCosts, speeds: PathSpeeds
+) -> tuple[list[int], list[list[LinkCost | None]]]:
+    """Workers that share a place are equally far from any other; the paths from place to place. A worker for which
+    something else was measured than its labels say has a place of its own."""
+    special = {worker for path in speeds.measured for worker in path}
+    first: dict[tuple[str, str, int | None, int], int] = {}
     places: list[int] = []
     members: list[WorkerInfo] = []
     for worker in workers:
-        key = (worker.host, worker.memory_domain)
+        key = (worker.host, worker.rack, worker.memory_domain, worker.number if worker.number in special else -1)
         if key not in first:
             first[key] = len(members)
             members.append(worker)
         places.append(first[key])
-    return places, [[level(a, b) for b in members] for a in members]
+    return places, [[_path(a, b, links, speeds) for b in members] for a in members]
+
+
+def _path(a: WorkerInfo, b: WorkerInfo, links: LinkCosts, speeds: PathSpeeds) -> LinkCost | None:
+    guessed = links.link(level(a, b))
+    return None if guessed is None else speeds.link((a.number, b.number), guessed)

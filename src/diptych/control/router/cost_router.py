@@ -75,9 +75,15 @@ class CostRouter:
     def set_down(self, worker: int) -> None:
         """See Router."""
         position = self._position[worker]
+        if self._search.speeds.forget(worker):
+            self._search.place_workers()
         self._begin_view(
             position, WorkerView(is_up=False, role=self._views[position].role, loss_power=self._loss_power)
         )
+
+    def on_transfer(self, prefill: int, decode: int, num_bytes: int, wire_ns: int, now: int) -> None:
+        """See Router."""
+        self._search.on_transfer(self._position[prefill], self._position[decode], num_bytes, wire_ns, now)
 
     def set_role(self, worker: int, role: Role) -> None:
         """See Router."""
@@ -148,6 +154,9 @@ class CostRouter:
         if now >= self._trials.due_ns:
             for view in self._trials.review(now):
                 self._reprice(view)
+        speeds = self._search.speeds
+        if speeds.next_ns is not None and now >= speeds.next_ns and speeds.expire(now):
+            self._search.place_workers()
         num_output_tokens = max(1, min(request.num_expected, request.max_tokens))
         if source is None:
             found = self._search.cheapest(request, num_output_tokens, now)

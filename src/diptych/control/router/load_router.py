@@ -187,6 +187,9 @@ class LoadRouter:
             self._prefills.ended(sent.prefill)
             sent.prefill = None
 
+    def on_transfer(self, prefill: int, decode: int, num_bytes: int, wire_ns: int, now: int) -> None:
+        """See Router."""
+
     def on_ended(self, request_id: str) -> None:
         """See Router."""
         sent = self._sent.pop(request_id, None)

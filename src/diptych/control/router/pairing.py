@@ -12,7 +12,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from diptych.control.router.costs import UNBOUNDED, RequestDemand, WorkerPrices, pairs, prompt_ns, work_ns
-from diptych.control.router.topology import Level, LinkCosts
+from diptych.control.router.topology import LinkCost, LinkCosts
 
 PrefillOffer = tuple[float, int, WorkerPrices]  # queue, position, prices
 PrefillOffers = list[list[PrefillOffer]]  # by memory domain
@@ -32,24 +32,28 @@ class Pair(NamedTuple):
 
 
 class PairSearch:
-    """Where the workers are: ``places[position]``, and the levels between places. ``size``: of a block, in tokens."""
+    """Where the workers are: ``places[position]``, and the paths from place to place (None: one memory). ``size``: of a
+    block, in tokens."""
 
-    def __init__(self, places: Sequence[int], levels: Sequence[Sequence[Level]], links: LinkCosts, size: int) -> None:
+    def __init__(
+        self, places: Sequence[int], paths: Sequence[Sequence[LinkCost | None]], links: LinkCosts, size: int
+    ) -> None:
         self._places = places
-        self._levels = levels
+        self._paths = paths
         self._links = links
         self._block_size = size
         # each worker's memory domain, by the first place in it; after all places, those that have a memory of their own
-        domains = [
-            row.index(Level.MEMORY) if row[place] is Level.MEMORY else len(levels) for place, row in enumerate(levels)
-        ]
+        domains = [row.index(None) if row[place] is None else len(paths) for place, row in enumerate(paths)]
         self.domains = [domains[place] for place in places]
-        self.num_domains = len(levels) + 1
-        self._distances = sorted({at for row in levels for at in row} - {Level.MEMORY})  # that KV may have to travel
+        self.num_domains = len(paths) + 1
+        used = {link for row in paths for link in row if link is not None}  # that KV may have to travel
+        self._nearest: LinkCost | None = None  # no path is better than this
+        if used:
+            self._nearest = LinkCost(max(link.bytes_per_s for link in used), min(link.latency_ns for link in used))
 
     def shares_memory(self, a: int, b: int) -> bool:
         """Whether two workers' blocks lie in one memory."""
-        return self._levels[self._places[a]][self._places[b]] is Level.MEMORY
+        return self._paths[self._places[a]][self._places[b]] is None
 
     def best(self, prefills: PrefillOffers, decodes: list[DecodeOffer], demand: RequestDemand) -> Pair | None:
         """The cheapest pair; None without either."""
@@ -64,12 +68,12 @@ class PairSearch:
             if found is not None and target[0] >= found.cost_ns:
                 break
             domain = self.domains[target[2]]
-            has_own_memory = domain == len(self._levels)
+            has_own_memory = domain == len(self._paths)
             if not has_own_memory:
                 found = self._in_domain(prefills[domain], target, demand, token_ns, found) or found
                 if holders:
                     found = self._copied(holders[domain], target, demand, found) or found
-            if has_own_memory or len(self._levels) > 1:
+            if has_own_memory or len(self._paths) > 1:
                 if senders is None:
                     exposed_ns = self._exposed_ns(decodes, demand)
                     limit_ns = found.cost_ns if found else UNBOUNDED
@@ -79,8 +83,10 @@ class PairSearch:
 
     def _exposed_ns(self, decodes: list[DecodeOffer], demand: RequestDemand) -> int:
         """What any transfer shows at least after its prefill."""
+        if self._nearest is None:
+            return 0
         left = demand.num_tokens + min([offer[1] for offer in decodes])
-        return min([self._links.exposed_ns(at, left, UNBOUNDED) for at in self._distances], default=0)
+        return self._links.exposed_ns(self._nearest, left, UNBOUNDED)
 
     def _senders(
         self,
@@ -181,9 +187,9 @@ class PairSearch:
             cost_ns = own_ns + target[0]
             if cost_ns + exposed_ns >= limit_ns:
                 break
-            at = self._levels[self._places[position]][place]
-            if at is not Level.MEMORY:
-                cost_ns += self._links.exposed_ns(at, left, int(prompt_work_ns))
+            link = self._paths[self._places[position]][place]
+            if link is not None:
+                cost_ns += self._links.exposed_ns(link, left, int(prompt_work_ns))
                 if cost_ns < limit_ns:
                     limit_ns = cost_ns
                     cached = demand.held[position]

@@ -166,6 +166,10 @@ class Router(Protocol):
         """Its prompt is computed: it no longer waits at its prefill worker."""
         ...
 
+    def on_transfer(self, prefill: int, decode: int, num_bytes: int, wire_ns: int, now: int) -> None:
+        """A handoff arrived, whose KV was on its way from worker to worker for ``wire_ns``."""
+        ...
+
     def on_ended(self, request_id: str) -> None:
         """The request is over, or this attempt is."""
         ...

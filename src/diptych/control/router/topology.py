@@ -28,7 +28,8 @@ class WorkerInfo:
     """One worker, as it is when it comes up. memory_domain: the shared memory that its blocks lie in; workers of one
     domain hand off without moving bytes (None: memory of its own). share: what it computes on. max_model_len: the
     longest sequence that it takes, prompt and answer together (ANY_LENGTH: as long as its blocks hold). model_copy:
-    workers of one copy of the model compute the same KV, and only they hand sequences to each other."""
+    workers of one copy of the model compute the same KV, and only they hand sequences to each other. host, rack: names,
+    as the worker says ("": it does not)."""
 
     number: int
     role: Role
@@ -39,6 +40,7 @@ class WorkerInfo:
     share: ComputeShare = field(default_factory=ComputeShare)
     max_model_len: int = ANY_LENGTH
     model_copy: int = 0
+    rack: str = ""
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
@@ -60,18 +62,21 @@ class Level(IntEnum):
     MEMORY = 0  # blocks change owner, nothing travels
     HOST = 1
     NETWORK = 2
+    FAR = 3  # in another rack
 
 
 def level(a: WorkerInfo, b: WorkerInfo) -> Level:
     """The nearest thing that two workers share."""
     if a.memory_domain is not None and a.memory_domain == b.memory_domain:
         return Level.MEMORY
-    return Level.HOST if a.host == b.host else Level.NETWORK
+    if a.host == b.host:
+        return Level.HOST
+    return Level.FAR if a.rack and b.rack and a.rack != b.rack else Level.NETWORK
 
 
 @dataclass(frozen=True, slots=True)
 class LinkCost:
-    """One level: bytes_per_s that a transfer gets, and what its end costs after the last byte."""
+    """One path: bytes_per_s that a transfer gets, and what its end costs after the last byte."""
 
     bytes_per_s: int
     latency_ns: int
@@ -86,15 +91,17 @@ class LinkCost:
 
 @dataclass(frozen=True, slots=True)
 class LinkCosts:
-    """What handing KV over costs, per level. bytes_per_token: KV of one token (0: not known, only latencies count).
-    chunk_tokens: transfers follow the prefill in pieces of so many; the last piece cannot overlap with it.
-    memory_latency_ns: of a handoff within one memory domain, where only a commit travels."""
+    """What handing KV over costs, per level, before anything was measured. bytes_per_token: KV of one token (0: not
+    known, only latencies count). chunk_tokens: transfers follow the prefill in pieces of so many; the last piece cannot
+    overlap with it. memory_latency_ns: of a handoff within one memory domain, where only a commit travels. far: between
+    racks (as if two transfers at a time shared what a card carries)."""
 
     bytes_per_token: int = 0
     chunk_tokens: int = 512
     memory_latency_ns: int = 1_000_000
     host: LinkCost = field(default_factory=lambda: LinkCost(5_000_000_000, 2_000_000))
     network: LinkCost = field(default_factory=lambda: LinkCost(1_150_000_000, 3_000_000))
+    far: LinkCost = field(default_factory=lambda: LinkCost(575_000_000, 4_000_000))
 
     def __post_init__(self) -> None:
         if self.bytes_per_token < 0 or self.chunk_tokens < 1 or self.memory_latency_ns < 0:
@@ -104,12 +111,17 @@ class LinkCosts:
                 param="bytes_per_token",
             )
 
-    def exposed_ns(self, at: Level, num_tokens: int, prefill_ns: int) -> int:
+    def link(self, at: Level) -> LinkCost | None:
+        """Of this level; None: nothing travels."""
+        if at is Level.MEMORY:
+            return None
+        return self.host if at is Level.HOST else self.network if at is Level.NETWORK else self.far
+
+    def exposed_ns(self, link: LinkCost | None, num_tokens: int, prefill_ns: int) -> int:
         """What is left of the transfer of so many tokens when a prefill of ``prefill_ns`` ends: at least its last
         piece, and what the link could not carry meanwhile."""
-        if at is Level.MEMORY:
+        if link is None:
             return self.memory_latency_ns
-        link = self.host if at is Level.HOST else self.network
         scale = self.bytes_per_token * NS_PER_S
         last_ns = -(-min(num_tokens, self.chunk_tokens) * scale // link.bytes_per_s)
         return link.latency_ns + max(last_ns, -(-num_tokens * scale // link.bytes_per_s) - prefill_ns)

@@ -59,6 +59,7 @@ class Committed:
     """Receiver: all KV of the transfer and its commit are here; nothing more is written into its blocks.
 
     Times are time.monotonic_ns of this process; ``num_bytes`` counts KV bytes on the wire (0: borrowed blocks).
+    wire_ns: between the two times, while bytes were coming in.
     """
 
     attempt_id: str
@@ -66,6 +67,7 @@ class Committed:
     num_bytes: int
     first_byte_ns: int
     last_byte_ns: int
+    wire_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)

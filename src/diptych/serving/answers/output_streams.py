@@ -53,6 +53,10 @@ class OutputStreams:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._streams
 
+    def num_besides(self, service_class: str) -> int:
+        """Open answers of requests of other classes."""
+        return sum(stream.options.service_class != service_class for stream in self._streams.values())
+
     def add(self, streams: Iterable[AnswerStream]) -> None:
         """These are submitted now."""
         now = time.monotonic()

@@ -55,6 +55,9 @@ from diptych.serving.api.structured import wanted_grammar, wants_structure
 from diptych.serving.api.timeline_routes import add_timeline_routes
 from diptych.serving.api.ui_routes import add_ui_routes
 from diptych.serving.async_llm import AsyncLLM, check_count, check_prompt
+from diptych.serving.batches.batch_routes import BatchBody, add_batch_routes, upload_limits
+from diptych.serving.batches.batch_service import BatchService
+from diptych.serving.batches.line_host import serve_lines
 
 BODIES: tuple[type[BaseModel], ...] = (
     protocol.CompletionBody,
@@ -64,7 +67,9 @@ BODIES: tuple[type[BaseModel], ...] = (
     *MESSAGES_BODIES,
     ResponsesBody,
     EmbeddingsBody,
+    BatchBody,
 )
+LINE_ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")  # of batches
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": protocol.ErrorReply, "description": text}
     for status, text in {
@@ -214,9 +219,10 @@ def build_app(
     max_body_bytes: int = 16 * 2**20,
     manners: Manners | None = None,
     store: ResponseStore | None = None,
+    batches: BatchService | None = None,
 ) -> FastAPI:
     """The ASGI application around a model that is being served. admin_key: see AdminAccess. store: in memory
-    without one."""
+    without one. batches: connected here, and to be started by the server."""
     app = FastAPI(title="Diptych", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None)
     service = Service(llm, model_name)
     errors.install(app)
@@ -224,6 +230,7 @@ def build_app(
     add_messages_routes(app, llm, model_name, ERRORS)
     add_embeddings_routes(app, llm, model_name, ERRORS)
     add_responses_routes(app, llm, model_name, ERRORS, store or ResponseStore())
+    add_batch_routes(app, batches, ERRORS)
     _add_information_routes(app, service)
     add_timeline_routes(app, llm.timeline, ERRORS)
     add_ui_routes(app, llm, model_name, ERRORS, has_admin_key=admin_key is not None)
@@ -231,7 +238,8 @@ def build_app(
     add_admin_routes(app, llm, ERRORS)
     add_miss_routes(app, llm.fleet, ERRORS)
     app.add_middleware(NativePanics)
-    app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
+    serve_lines(app, batches, llm, lambda: (model_name,), LINE_ENDPOINTS)
+    app.add_middleware(BodyLimit, max_bytes=max_body_bytes, larger=upload_limits(batches))
     if api_keys:
         app.add_middleware(ApiKey, keys=api_keys)
     app.add_middleware(AdminAccess, key=admin_key)

@@ -64,14 +64,14 @@ def add_diagnosis_routes(
 
 
 def refuse_diagnosis(app: FastAPI, errors: dict[int | str, dict[str, Any]]) -> None:
-    """Add a ``/diagnosis`` that says why there is none: the workers do not report their steps."""
+    """Add a ``/diagnosis`` that says why there is none: engines of others report less than workers do."""
 
     @app.get("/diagnosis", responses={status: errors[status] for status in (401, 409)})
     async def diagnosis() -> Response:
-        """No diagnosis: it needs the duration of each step."""
+        """No diagnosis: it needs all that happens at the workers."""
         raise ConflictError(
-            "no step telemetry: the engines behind this server do not report their steps, so that nothing can be said "
-            "of what limits them (diptych diagnose reads the metrics of one engine)",
+            "no step telemetry: the engines behind this server do not report steps and queues as workers do, so that "
+            "nothing can be said of what limits them (diptych diagnose reads the metrics of one engine)",
             code="no_step_telemetry",
         )
 

@@ -23,12 +23,16 @@ from diptych.serving.api.reply import encode_json
 from diptych.serving.api.responses import GenerationResponse
 from diptych.serving.api.timeline_routes import add_timeline_routes
 from diptych.serving.api.ui_routes import add_ui_routes
+from diptych.serving.batches.batch_routes import add_batch_routes, upload_limits
+from diptych.serving.batches.batch_service import BatchService
+from diptych.serving.batches.line_host import serve_lines
 from diptych.serving.front.relay_request import RelayPath, read_request
 from diptych.serving.front.relay_stream import RELAY, RelayWriter
 from diptych.serving.front.served_engines import EngineFront
 
 OBJECT: dict[str, Any] = {"content": {"application/json": {"schema": {"type": "object"}}}}
 OWN_NAME = "front"  # by which clients may call any model
+LINE_ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")  # of batches
 BODY = {"requestBody": {"required": True, **OBJECT}}
 
 
@@ -45,12 +49,16 @@ class FrontService:
         """For clients."""
         return self.given_name or next(iter(self.front.engine_models), OWN_NAME)
 
+    def names(self) -> tuple[str, ...]:
+        """By which clients may call the model."""
+        return (self.given_name or OWN_NAME, *self.front.engine_models)
+
     async def relay(self, path: RelayPath, request: Request) -> Response:
         """Pass a request on."""
         asked = read_request(path, await request.body())
         self.front.require_ready()
         name = asked.body.model
-        if name is not None and name not in (self.given_name or OWN_NAME, *self.front.engine_models):
+        if name is not None and name not in self.names():
             message = f"model {name!r} is not served here; {self.model_name!r} is"
             raise NotFoundError(message, param="model", code="model_not_found")
         generation = await self.front.submit(asked, tenant_in(request))
@@ -103,8 +111,10 @@ def build_front_app(
     admin_key: str | None = None,
     max_body_bytes: int = 16 * 2**20,
     manners: Manners | None = None,
+    batches: BatchService | None = None,
 ) -> FastAPI:
-    """The ASGI application around engines that are being served."""
+    """The ASGI application around engines that are being served. batches: connected here, and to be started by the
+    server."""
     app = FastAPI(title="Diptych front", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None)
     service = FrontService(front, model_name)
     front.metrics.model_name = model_name or OWN_NAME
@@ -112,11 +122,13 @@ def build_front_app(
     for path in get_args(RelayPath):
         _add_relay(app, service, path)
     _add_information(app, service)
+    add_batch_routes(app, batches, ERRORS)
     add_timeline_routes(app, front.timeline, ERRORS)
     add_ui_routes(app, front, model_name or OWN_NAME, ERRORS, has_admin_key=admin_key is not None, has_steps=False)
     add_admin_routes(app, front, ERRORS)
     app.add_middleware(NativePanics)
-    app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
+    serve_lines(app, batches, front, service.names, LINE_ENDPOINTS)
+    app.add_middleware(BodyLimit, max_bytes=max_body_bytes, larger=upload_limits(batches))
     if api_keys:
         app.add_middleware(ApiKey, keys=api_keys)
     app.add_middleware(AdminAccess, key=admin_key)

@@ -4,7 +4,7 @@ libraries. Replies are not buffered: streams pass through untouched.
 
 import hmac
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 
 from starlette.datastructures import Headers
@@ -22,19 +22,22 @@ CLOSED_PREFIX = "/guide/api/"  # paths that compute something
 
 
 class BodyLimit:
-    """Refuses bodies of more than ``max_bytes``, by their header or while they are read."""
+    """Refuses bodies of more than ``max_bytes``, by their header or while they are read. larger: the limits of paths
+    that take more."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, larger: Mapping[str, int] = {}) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._larger = larger
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        error = BodyTooLargeError(f"the body is larger than {self._max_bytes} bytes")
+        max_bytes = self._larger.get(scope["path"], self._max_bytes)
+        error = BodyTooLargeError(f"the body is larger than {max_bytes} bytes")
         length = Headers(scope=scope).get("content-length", "")
-        if length.isdecimal() and int(length) > self._max_bytes:
+        if length.isdecimal() and int(length) > max_bytes:
             await error_response(error)(scope, receive, send)
             return
         num_bytes = 0
@@ -43,7 +46,7 @@ class BodyLimit:
             nonlocal num_bytes
             message = await receive()
             num_bytes += len(message.get("body", b""))
-            if num_bytes > self._max_bytes:
+            if num_bytes > max_bytes:
                 raise error
             return message
 

@@ -17,8 +17,10 @@ import uvicorn
 import uvloop
 
 from diptych.control.errors import DiptychError
+from diptych.runtime.thread_limits import switch_often
 from diptych.serving.api.listener import Listener, bind, raise_descriptor_limit
 from diptych.serving.api.manners import Manners
+from diptych.serving.batches.batch_service import BatchOptions, BatchService
 from diptych.serving.link.messages import Loading, Ready
 from diptych.serving.served_fleet import ServedFleet
 
@@ -35,7 +37,7 @@ class ServerOptions:
     """The HTTP side. api_keys: the accepted keys; each is a tenant of its own (none given: no key is asked for).
     admin_key: asked for at /admin (None: only this machine's loopback address is answered there).
     drain_timeout_s: how long running requests may take after SIGTERM. manners: towards clients. responses: the SQLite
-    file of responses that can be continued (None: memory)."""
+    file of responses that can be continued (None: memory). batches: files and batches (None: not served)."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -47,6 +49,7 @@ class ServerOptions:
     log_level: str = "warning"
     manners: Manners = field(default_factory=Manners)
     responses: Path | None = None
+    batches: BatchOptions | None = None
 
 
 class _QuietServer(uvicorn.Server):
@@ -99,6 +102,7 @@ def run_server(
     worker that cannot start."""
     limit = raise_descriptor_limit(len(llm.fleet.fleet.slots))
     listening = bind(options.host, options.port)
+    switch_often()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(llm, options, Listener(listening, limit), on_loading, on_ready, make_app))
@@ -125,6 +129,9 @@ async def _serve(
         loop.add_signal_handler(number, on_signal)
     await llm.start(wait=False)  # the worker imports torch while we import the web framework
     app = _app_of(llm, options) if make_app is None else make_app()
+    batches: BatchService | None = app.state.batches
+    if batches is not None:
+        batches.start()
     server = _make_server(app, options, listener)
     serving = asyncio.create_task(server.serve())
     starting = asyncio.create_task(_report_start(llm, listener.url, on_loading, on_ready))
@@ -134,8 +141,13 @@ async def _serve(
         if starting.done():
             starting.result()
             await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if batches is not None:
+            await batches.stop()
         await _drain(llm, options.drain_timeout_s, stop_now)
     finally:
+        if batches is not None:
+            await batches.stop()
+            batches.close()
         await llm.shutdown()
         app.state.panels.end()
         server.stop()
@@ -158,6 +170,7 @@ def _app_of(llm: ServedFleet, options: ServerOptions) -> "FastAPI":
         max_body_bytes=options.max_body_bytes,
         manners=options.manners,
         store=ResponseStore(options.responses),
+        batches=None if options.batches is None else BatchService(options.batches),
     )
 
 

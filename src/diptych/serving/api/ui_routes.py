@@ -163,7 +163,8 @@ class TierReply(BaseModel):
 class UiState(BaseModel):
     """The reply of /ui/state. queued: requests that no worker has been given yet. length_errors: of expected output
     lengths, learned and static, as shares of the mean length. admin: whether /admin would answer this page: as it is,
-    with the admin key, or not at all. explains_misses: whether there is a /cache/misses."""
+    with the admin key, or not at all. explains_misses: whether there is a /cache/misses. has_batches: whether
+    batches are taken."""
 
     version: str
     state: str
@@ -180,6 +181,7 @@ class UiState(BaseModel):
     admin: Literal["open", "key", "closed"]
     plan: PlanView | None
     explains_misses: bool
+    has_batches: bool
     tiers: list[TierReply]
 
 
@@ -216,6 +218,7 @@ def add_ui_routes(
         recent.take(time.monotonic())
         found = _state(llm, model_name, recent)
         found.admin = "key" if has_admin_key else "open" if is_local(request.scope) else "closed"
+        found.has_batches = request.app.state.batches is not None
         return Response(found.model_dump_json(), media_type="application/json")
 
 
@@ -271,6 +274,7 @@ def _state(llm: ServedFleet, model_name: str, recent: Recent) -> UiState:
         admin="closed",
         plan=_plan(llm.fleet.planner),
         explains_misses=llm.fleet.misses is not None,
+        has_batches=False,
         tiers=[_tier(llm, number) for number in range(len(workers)) if _tiers_of(llm, number).num_host_blocks],
     )
 

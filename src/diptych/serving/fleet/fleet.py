@@ -134,11 +134,15 @@ class Fleet:
             self.planner = plan_with(self.fleet, self.options, self.core, plan, self.changes, self._clock)
         self.ready = asyncio.get_running_loop().create_future()
         self.ready.add_done_callback(lambda future: future.cancelled() or future.exception())
-        if self.fleet.join is not None:
-            numbers = range(len(self.fleet.roles), len(self.fleet.slots))
-            expected = expected_of(self.options.model)
-            self.door = WorkerDoor(self, self.fleet.join, expected, numbers, self.fleet.heartbeat_timeout_s)
+        if (join := self.fleet.join) is not None:
+            numbers, silence_s = range(len(self.fleet.roles), len(self.fleet.slots)), self.fleet.heartbeat_timeout_s
+            self.door = WorkerDoor(self, join, expected_of(self.options.model), numbers, silence_s)
             await self.door.open()
+        try:
+            await self._launcher.open(self.door.port if self.door is not None else 0)
+        except DiptychError:
+            await self.stop()
+            raise
         for number in range(len(self.fleet.roles)):
             self._launch(number)
         watch = watch_pulses(self.workers, self.fleet.heartbeat_timeout_s)
@@ -167,6 +171,7 @@ class Fleet:
             await self.door.close()
         self._timer.cancel()
         await asyncio.gather(*(worker.stop() for worker in self.workers))
+        await self._launcher.close()
         for worker in self.workers:
             self._note_state(worker.number, WorkerState.STOPPED)
         self.timeline.close()
@@ -181,8 +186,9 @@ class Fleet:
     def _launch(self, number: int) -> WorkerPort:
         """Begin the life of a worker: of a new one, or of one that was stopped."""
         assert self._plan is not None
-        if number == len(self.workers):
-            self.workers.append(self._launcher.launch(number, self._plan.options[number], self._plan.pass_fds))
+        if number == len(self.workers) or type(self.workers[number]) is JoinedWorker:
+            port = self._launcher.launch(number, self._plan.options[number], self._plan.pass_fds)
+            self.workers[number : number + 1] = [port]
         worker = self.workers[number]
         worker.start(self)
         self._note_state(number, WorkerState.STARTING)
@@ -190,7 +196,7 @@ class Fleet:
 
     async def start_worker(self, worker: int) -> None:
         """See ChangingFleet. Raises the error of a worker that cannot start."""
-        if self.fleet.join is not None and not self.fleet.roles:
+        if self.fleet.join is not None and self.fleet.ray is None and not self.fleet.roles:
             raise ConflictError("the workers of this server join by themselves: start one where it is to run")
         port = self._launch(worker)
         assert port.ready is not None
@@ -368,6 +374,7 @@ class Fleet:
             ready.block_size,
             memory_domain=self._plan.memory_domain(worker),
             host=self.workers[worker].site.host,
+            rack=self.workers[worker].site.rack,
             share=ready.share,
             max_model_len=longest_sequence(ready),
             model_copy=self._plan.copies[worker],

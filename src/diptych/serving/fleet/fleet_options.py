@@ -18,6 +18,7 @@ from diptych.runtime.transfer.connector import CodecName
 from diptych.serving.fleet.join_options import DEFAULT_MAX_JOINED, JoinOptions
 from diptych.serving.fleet.worker_groups import WorkerGroup
 from diptych.serving.link.engine_options import ExplainMisses, parse_cores
+from diptych.serving.ray.ray_options import RayOptions
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,8 @@ class FleetOptions:
     tried again. groups: unequal workers instead of prefill, decode and both; workers that are added later are as the
     fleet has it. plan: of the planner (its max_workers is that of the fleet). twin_command: starts the process that
     simulates for it. explain_misses: find out for each prompt why it was not in a cache; "text": and keep token ids, to
-    show what differs. join: where workers of other hosts come in (None: there are none); they count in max_workers.
+    show what differs. join: where workers of other hosts come in (None: there are none); they count in
+    max_workers. ray: Ray starts the workers, on its hosts (None: they are processes of this one).
     """
 
     prefill: int = 0
@@ -56,6 +58,7 @@ class FleetOptions:
     twin_command: tuple[str, ...] = ()
     explain_misses: ExplainMisses = "off"
     join: JoinOptions | None = None
+    ray: RayOptions | None = None
 
     def __post_init__(self) -> None:
         self._check_groups()
@@ -140,6 +143,13 @@ class FleetOptions:
         disaggregate = self.cluster.routing.disaggregate
         if self.join is not None:
             self._check_join(self.join)
+        if self.ray is not None:
+            if self.join is None:
+                raise ConfigError("launcher is ray, which needs listen_workers: its workers join", param="launcher")
+            if self.cores_per_worker is not None:
+                raise ConfigError(
+                    "launcher is ray; ray_cpus says what a worker has, not cores_per_worker", param="cores_per_worker"
+                )
         if self.core_split is not None:
             if len(self.slots) == 1:
                 raise ConfigError("core_split has no effect with one worker", param="core_split")
@@ -175,7 +185,7 @@ class FleetOptions:
             )
         if self.transfer == "nixl" and not join.transfer_plain:
             raise ConfigError("transfer is nixl, which does not encrypt: it needs transfer_plain", param="transfer")
-        if self.roles and join.is_everywhere:
+        if self.roles and join.is_everywhere and self.ray is None:
             raise ConfigError(
                 f"listen_workers is {join.listen}: workers of this host need an address that others reach; name it, or "
                 "give --both 0",

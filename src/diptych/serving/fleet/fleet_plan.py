@@ -108,7 +108,7 @@ def _core_shares(options: EngineOptions, fleet: FleetOptions, processor: Process
     """Of each worker. CPUs that were named get a thread each. Under a quota of time nothing is pinned: other groups of
     the host would be pinned to the same CPUs."""
     named, num_workers = options.device.cores, len(fleet.roles)  # those that are added share the cores of others
-    if not num_workers:
+    if not num_workers or fleet.ray is not None:
         return ()
     if any(group.cores for group in fleet.groups):
         if named or fleet.core_split is not None:

@@ -240,7 +240,8 @@ def pools_of(
         shape: ShapeName = "unified" if own.scheduler.budget.kind == "whole" else "chunked"
         shapes = fleet.plan.shapes if group.scheduler is None else (shape,)
         planned.setdefault(group.name, PlannedPool(group.name, shapes))
-    most = 0 if fleet.join is not None else fleet.max_workers or 0  # workers that join are added by nobody here
+    is_added_here = fleet.join is None or fleet.ray is not None  # workers that join by themselves are not
+    most = (fleet.max_workers or 0) if is_added_here else 0
     config = replace(fleet.plan, max_workers=most, pools=tuple(planned.values()))
     return members, tuple(twins.values()), config
 

@@ -44,13 +44,13 @@ class JoinedWorker:
     The times of events are put on this host's clock, as well as that can be known (for people and statistics; nothing
     is decided by them): the quickest sign of life of late is taken to have travelled for no time at all."""
 
-    def __init__(self, number: int, registration: Registration) -> None:
+    def __init__(self, number: int, site: WorkerSite, agent: bytes) -> None:
         self.number = number
         self.state = WorkerState.STARTING
         self.num_restarts = 0
         self.ready: asyncio.Future[Ready] | None = None
-        self.site = WorkerSite(registration.host, registration.rack, registration.role)
-        self.agent = registration.agent
+        self.site = site
+        self.agent = agent
         self.on_leaving: Callable[[], None] = lambda: None  # its agent is asked to end
         self.life = 0
         self._link: FramedLink | None = None

@@ -32,6 +32,12 @@ class LocalLauncher:
 
     command: tuple[str, ...] = (sys.executable, "-m", "diptych.serving.worker")
 
+    async def open(self, door_port: int) -> None:
+        """See Launcher."""
+
+    async def close(self) -> None:
+        """See Launcher."""
+
     def launch(self, number: int, options: EngineOptions, pass_fds: Sequence[int]) -> "Supervisor":
         """See Launcher."""
         return Supervisor(number, options, self.command, pass_fds=pass_fds)

@@ -20,7 +20,8 @@ from diptych.runtime.checkpoint import fingerprint
 from diptych.runtime.models.registry import read_model_config
 from diptych.serving.fleet.join_options import JoinOptions
 from diptych.serving.fleet.joined_worker import JoinedWorker
-from diptych.serving.fleet.worker_port import WorkerPort, WorkerState
+from diptych.serving.fleet.launched_worker import LaunchedWorker
+from diptych.serving.fleet.worker_port import WorkerPort, WorkerSite, WorkerState
 from diptych.serving.join.framed_link import HANDSHAKE_S, FramedLink
 from diptych.serving.join.join_messages import PROTOCOL, Accepted, Refused, Registration, read_from_agent, told
 from diptych.serving.link.engine_options import EngineOptions
@@ -199,7 +200,8 @@ class WorkerDoor:
     def _port_for(self, registration: Registration) -> JoinedWorker | None:
         """The port of the worker that this was, or of one that is lost and was alike, or a new one, or of any that is
         lost. None: there are enough."""
-        gone = [port for port in self.joined if port.state in (WorkerState.LOST, WorkerState.STOPPED)]
+        away = (WorkerState.LOST, WorkerState.STOPPED)
+        gone = [port for port in self.joined if port.state in away and not isinstance(port, LaunchedWorker)]
         alike = (registration.host, registration.role)
         choices: tuple[Callable[[JoinedWorker], bool], ...] = (
             lambda port: port.number == registration.number and (port.site.host, port.role) == alike,
@@ -207,6 +209,8 @@ class WorkerDoor:
         )
         for port in self.joined:
             if port.agent == registration.agent:
+                if isinstance(port, LaunchedWorker) and port.state is WorkerState.STOPPED:
+                    return None
                 return self._renewed(port, registration)
         for is_wanted in choices:
             for port in gone:
@@ -221,7 +225,8 @@ class WorkerDoor:
     def _renewed(self, port: JoinedWorker | None, registration: Registration, number: int = 0) -> JoinedWorker:
         """The port, in the fleet: a removed worker begins again as a new one."""
         if port is None or port.state is WorkerState.STOPPED:
-            port = JoinedWorker(number if port is None else port.number, registration)
+            site = WorkerSite(registration.host, registration.rack, registration.role)
+            port = JoinedWorker(number if port is None else port.number, site, registration.agent)
             self._fleet.take_in(port)
         leaver = port.number
         port.on_leaving = lambda: self._start(self._let_go(leaver))

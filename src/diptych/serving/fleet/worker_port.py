@@ -78,7 +78,17 @@ class WorkerPort(Protocol):
 
 
 class Launcher(Protocol):
-    """Makes ports: how and where the workers of a fleet run."""
+    """Makes ports: how and where the workers of a fleet run. Each port starts its worker, stops it, and reports its
+    end. supervisor.py: processes of this host; launched_worker.py: those that a cluster manager places. Workers that
+    join by themselves have ports and no launcher."""
+
+    async def open(self, door_port: int) -> None:
+        """Before the first launch. door_port: where workers of other hosts join (0: none may). Raises ConfigError."""
+        ...
+
+    async def close(self) -> None:
+        """After the last port was stopped."""
+        ...
 
     def launch(self, number: int, options: EngineOptions, pass_fds: Sequence[int]) -> WorkerPort:
         """A worker that is not started yet. pass_fds: file descriptors that ``options`` names."""

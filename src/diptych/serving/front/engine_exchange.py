@@ -80,18 +80,18 @@ class ExchangeOwner(Protocol):
 @dataclass(frozen=True, slots=True)
 class EngineQuestion:
     """What is sent. resumes: the answer goes on after tokens of another engine. adds_ids, adds_usage: the engine was
-    asked for more than the client has asked for. headers: lines that end with CR LF."""
+    asked for more than the client has asked for."""
 
     path: str
     body: bytes
     resumes: bool = False
     adds_ids: bool = False
     adds_usage: bool = False
-    headers: bytes = b""
 
 
 class EngineExchange:
     """A ReplyListener. num_tokens: of this attempt, so far. last_ns: when the last token came, or the request went.
+    awaits_admission: the fleet is to know when the engine begins with its prompt, and from which token.
     feeder: the worker that the stream belongs to until this engine's first token, when another computed the prompt."""
 
     def __init__(
@@ -110,6 +110,7 @@ class EngineExchange:
         self.is_over = False
         self.has_bytes = False
         self.is_handoff = feeder is not None and feeder != owner.number
+        self.awaits_admission = stream.request.token_ids is not None and not (self.is_handoff or question.resumes)
         self._owner = owner
         self._question = question
         self._feeder = owner.number if feeder is None else feeder
@@ -127,7 +128,7 @@ class EngineExchange:
         """Send the request."""
         question = self._question
         self.stream.on_read = self._on_read
-        self._call = pool.send("POST", question.path, question.body, self, headers=question.headers)
+        self._call = pool.send("POST", question.path, question.body, self, headers=id_header(self.attempt_id))
 
     def cancel(self) -> None:
         """Nobody wants the rest. Nothing is reported."""
@@ -343,7 +344,8 @@ class EngineExchange:
         num_cached = 0
         if self._usage is not None and not self._question.resumes:
             num_cached = self._owner.on_usage(self, self._usage)
-            if self._usage.cached_tokens is not None and not self.is_handoff:
+            is_known = self.stream.request.token_ids is not None and not self.awaits_admission
+            if self._usage.cached_tokens is not None and not self.is_handoff and not is_known:
                 events.append(RequestAdmitted(self._owner.clock(), self.attempt_id, num_cached, is_first=True))
         self._owner.report([*events, self._end(self._reason, None, num_cached)])
 
@@ -378,6 +380,11 @@ class EngineExchange:
     def _on_read(self) -> None:
         if self._call is not None:
             self._call.resume()
+
+
+def id_header(attempt_id: str) -> bytes:
+    """By which an engine that reports its steps names the request in them, and others in their logs."""
+    return b"X-Request-Id: %b\r\n" % attempt_id.encode()
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from diptych.control.commands import Prefill
 from diptych.control.events import TransferFailed
 from diptych.serving.front.capabilities import HandoffKind
 from diptych.serving.front.engine_connection import ConnectionPool, EngineCall
-from diptych.serving.front.engine_exchange import ELSEWHERE, EngineQuestion, ExchangeOwner, RequestFields
+from diptych.serving.front.engine_exchange import ELSEWHERE, EngineQuestion, ExchangeOwner, RequestFields, id_header
 from diptych.serving.front.engine_spec import EngineSpec
 from diptych.serving.front.relay_stream import HandoffSlot, RelayStream
 from diptych.serving.front.reply_chunks import EngineUsage, UnreadableReplyError, read_chunk
@@ -83,7 +83,7 @@ class PrefillLeg:
 
     def begin(self, pool: ConnectionPool, question: EngineQuestion) -> None:
         """Send the request."""
-        self._call = pool.send("POST", question.path, question.body, self)
+        self._call = pool.send("POST", question.path, question.body, self, headers=id_header(self.attempt_id))
 
     def cancel(self) -> None:
         """Nobody wants it any more."""

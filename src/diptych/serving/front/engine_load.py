@@ -1,7 +1,8 @@
 """The load of an engine: the requests that it has of ours, its own gauges, and what its time costs, as learned.
 
-An engine behind a front gives no step times. A prompt token's price is learned from how long prompts took while any
-was waited for; a token's, from the gaps between tokens. Gauges that are due and do not come mean that the engine is
+Where an engine reports its steps, the same model of their times is fitted to them as in workers of ours. Else a prompt
+token's price is learned from how long prompts took while any was waited for; a token's, from the gaps between tokens.
+Gauges that are due and do not come mean that the engine is
 busy: it counts as saturated until they do. Asks nothing, waits for nothing.
 """
 
@@ -9,7 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from diptych.control.engine.reports import EngineStats, LoadReport
+from diptych.control.engine.scheduler.step_time import StepTimeModel
 from diptych.control.slo import NS_PER_MS, NS_PER_S
+from diptych.control.step import StepFeatures
 
 FIRST_TOKEN_PRICE_NS = 100_000.0  # of a prompt token, before any was seen: 10,000 a second
 FIRST_GAP_NS = 20.0 * NS_PER_MS
@@ -39,11 +42,27 @@ class _Held:
     num_output_tokens: int = 0
 
 
+@dataclass(slots=True)
+class LearnedPrices:
+    """What the engine costs that has last reported what it has learned: assumed of an engine that has learned nothing,
+    so that a new one is neither shunned nor flooded. Names as in LoadReport."""
+
+    token_ns: float = FIRST_TOKEN_PRICE_NS
+    pair_ns: float = 0.0
+    fixed_ns: float = FIRST_GAP_NS * (1 - GROWING_SHARE)
+    sequence_ns: float = FIRST_GAP_NS * GROWING_SHARE
+    context_ns: float = 0.0
+
+
 class EngineLoad:
     """num_blocks, block_size: of its KV cache. gauges_due_ns: after which gauges that do not come are stale (0: it has
-    none)."""
+    none). shared: of all engines of the front."""
 
-    def __init__(self, num_blocks: int, block_size: int, gauges_due_ns: int, now: int) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, gauges_due_ns: int, now: int, shared: LearnedPrices | None = None
+    ) -> None:
+        self._shared = shared or LearnedPrices()
+        self._has_learned = False
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._due_ns = gauges_due_ns
@@ -59,6 +78,9 @@ class EngineLoad:
         self._queried = 0
         self._hit = 0
         self._refused_ns = 0
+        self._steps = StepTimeModel()
+        self._num_decode_steps = 0
+        self._said_share = 1.0  # tokens that the engine counted, for each of our estimate
 
     @property
     def num_held(self) -> int:
@@ -67,7 +89,11 @@ class EngineLoad:
 
     @property
     def token_ns(self) -> float:
-        """Of a prompt token that is computed."""
+        """Of a prompt token that is computed, as the front counts them."""
+        if not (self._has_learned or self._steps.is_trusted):
+            return self._shared.token_ns
+        if self._steps.is_trusted:
+            return self._steps.coefficients[1] * self._said_share
         return self._busy_ns / self._computed
 
     def on_sent(self, attempt_id: str, num_tokens: int, now: int) -> None:
@@ -98,13 +124,23 @@ class EngineLoad:
         if held is not None and not held.first_ns:
             self._done_waiting(now)
 
-    def on_prompt(self, num_tokens: int, num_cached: int | None) -> None:
-        """A prompt of so many tokens was computed, but for those that were found (None: the engine does not say)."""
+    def on_prompt(self, num_tokens: int, num_cached: int | None, num_said: int = 0) -> None:
+        """A prompt of so many tokens was computed, but for those that were found (None: the engine does not say).
+        num_said: the engine's own count of them all (0: it does not say)."""
+        self._has_learned = True
+        if num_said:
+            self._said_share += (num_said / num_tokens - self._said_share) / 32
         if num_cached is not None:
             self._queried += num_tokens
             self._hit += num_cached
         self._busy_ns *= MEMORY
         self._computed = self._computed * MEMORY + max(1, num_tokens - (num_cached or 0))
+
+    def on_step(self, features: StepFeatures, duration_ns: int) -> None:
+        """The engine has reported a step."""
+        self._num_decode_steps += features.prefill_tokens == 0
+        if self._steps.wants(features, self._num_decode_steps):
+            self._steps.observe(features, duration_ns)
 
     def on_gauges(self, gauges: EngineGauges, now: int) -> None:
         """The engine's own figures came."""
@@ -123,7 +159,8 @@ class EngineLoad:
         """For the router: what is there besides our own requests, which it counts itself."""
         held = list(self._held.values())
         own_blocks = sum(-(-(known.num_tokens + known.num_output_tokens) // self._block_size) for known in held)
-        token_ns, gauges = self.token_ns, self._gauges
+        prices, gauges = self._prices(), self._gauges
+        token_ns = prices.token_ns
         used = max(0, int((gauges.kv_usage or 0.0) * self._num_blocks) - own_blocks)
         foreign = max(0, gauges.num_waiting - self._num_pending)
         backlog_ns = int(foreign * self._mean_prompt * token_ns)
@@ -135,11 +172,27 @@ class EngineLoad:
             num_blocks=self._num_blocks,
             used_blocks=min(used, self._num_blocks),
             token_ns=token_ns,
-            pair_ns=0.0,
-            fixed_ns=self._gap_ns * (1 - GROWING_SHARE),
-            sequence_ns=self._gap_ns * GROWING_SHARE / max(1, len(self._held) - self._num_pending),
+            pair_ns=prices.pair_ns,
+            fixed_ns=prices.fixed_ns,
+            sequence_ns=prices.sequence_ns,
+            context_ns=prices.context_ns,
             output_tokens=sum(known.num_output_tokens for known in held),
         )
+
+    def _prices(self) -> LearnedPrices:
+        """Its own, which others may assume from now on; or theirs, while it has none."""
+        shared = self._shared
+        if self._steps.is_trusted:
+            fixed_ns, _, pair_ns, sequence_ns, context_ns = self._steps.coefficients
+            shared.pair_ns, shared.context_ns = pair_ns * self._said_share**2, context_ns
+            shared.fixed_ns, shared.sequence_ns = fixed_ns, sequence_ns
+        elif self._has_learned:
+            growing_ns = self._gap_ns * GROWING_SHARE
+            shared.pair_ns = shared.context_ns = 0.0
+            shared.fixed_ns = self._gap_ns - growing_ns
+            shared.sequence_ns = growing_ns / max(1, len(self._held) - self._num_pending)
+        shared.token_ns = self.token_ns
+        return shared
 
     def stats(self) -> EngineStats:
         """For metrics: of the engine where it says so, else of our own requests there."""
@@ -153,6 +206,8 @@ class EngineLoad:
             prefix_queried_tokens=self._queried,
             prefix_hit_tokens=self._hit,
             num_preemptions=self._gauges.num_preemptions,
+            step_time_error=self._steps.relative_error if self._steps.is_trusted else 0.0,
+            step_time_coefficients=self._steps.coefficients if self._steps.is_trusted else (),
         )
 
     def _done_waiting(self, now: int) -> None:

@@ -12,6 +12,11 @@ _GAUGES = (
     ("diptych:engine_index_exact", "1 while all that its prefix cache holds is known from its events"),
     ("diptych:engine_index_blocks", "Blocks that its prefix cache is known, or assumed, to hold"),
 )
+_COUNTERS = (
+    ("diptych:engine_index_gaps", "Events that were lost and not repeated"),
+    ("diptych:engine_steps", "Steps that its plugin reported"),
+    ("diptych:engine_steps_missed", "Steps that its plugin reported and that did not come"),
+)
 
 
 def engine_families(engines: Sequence[ExternalWorker], model: str) -> Iterator[Metric]:
@@ -21,12 +26,11 @@ def engine_families(engines: Sequence[ExternalWorker], model: str) -> Iterator[M
         for engine in engines:
             family.add_metric([model, engine.name], _values(engine)[name])
         yield family
-    gaps = CounterMetricFamily(
-        "diptych:engine_index_gaps", "Events that were lost and not repeated", labels=["model_name", "engine"]
-    )
-    for engine in engines:
-        gaps.add_metric([model, engine.name], engine.cache.num_gaps)
-    yield gaps
+    for name, text in _COUNTERS:
+        counter = CounterMetricFamily(name, text, labels=["model_name", "engine"])
+        for engine in engines:
+            counter.add_metric([model, engine.name], _values(engine)[name])
+        yield counter
 
 
 def _values(engine: ExternalWorker) -> dict[str, float]:
@@ -35,4 +39,7 @@ def _values(engine: ExternalWorker) -> dict[str, float]:
         "diptych:engine_saturated": engine.load.is_saturated(engine.clock()),
         "diptych:engine_index_exact": engine.cache.kind == "exact",
         "diptych:engine_index_blocks": engine.cache.num_blocks,
+        "diptych:engine_index_gaps": engine.cache.num_gaps,
+        "diptych:engine_steps": engine.steps.num_seen,
+        "diptych:engine_steps_missed": engine.steps.num_missed,
     }

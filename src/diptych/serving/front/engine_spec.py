@@ -33,7 +33,8 @@ _ZMQ_ADDRESS = re.compile(r"tcp://\S+:\d+|ipc://\S+")
 class EngineSpec:
     """One engine. url: of its HTTP server, without a path. role: what it is used for. api_key_env: the environment
     variable with the key that the engine asks for ("": none). kv_events, kv_replay: where it publishes what enters and
-    leaves its prefix cache, and where it repeats that ("": not used). bootstrap: host:port of the bootstrap server of
+    leaves its prefix cache, and where it repeats that ("": not used). step_events: where Diptych's plugin in vLLM
+    publishes its steps ("": nowhere). bootstrap: host:port of the bootstrap server of
     an SGLang prefill engine ("": the host of the url, port 8998)."""
 
     kind: EngineKind
@@ -42,6 +43,7 @@ class EngineSpec:
     api_key_env: str = ""
     kv_events: str = ""
     kv_replay: str = ""
+    step_events: str = ""
     bootstrap: str = ""
 
     def __post_init__(self) -> None:
@@ -69,12 +71,14 @@ class EngineSpec:
             )
 
     def _check_events(self) -> None:
-        for name in ("kv_events", "kv_replay"):
+        for name in ("kv_events", "kv_replay", "step_events"):
             address = getattr(self, name)
-            if address and self.kind not in ("vllm", "sglang"):
+            if name != "step_events" and address and self.kind not in ("vllm", "sglang"):
                 raise ConfigError(f"{name} of {self.url}: {self.kind} publishes no KV events", param=name)
             if address and not _ZMQ_ADDRESS.fullmatch(address):
                 raise ConfigError(f"{name} of {self.url} is {address!r}; such as tcp://HOST:5557", param=name)
+        if self.step_events and self.kind != "vllm":
+            raise ConfigError(f"step_events of {self.url}: {self.kind} has no plugin for it", param="step_events")
         if self.kv_replay and not self.kv_events:
             raise ConfigError(f"kv_replay of {self.url} has no effect without kv_events", param="kv_replay")
         if self.role != "both" and self.kind not in ("vllm", "sglang"):

@@ -27,6 +27,7 @@ from diptych.serving.fleet.host_cores import HostCores
 from diptych.serving.fleet.joint_ready import joint_ready
 from diptych.serving.fleet.worker_changes import DRAIN_LIMIT_S, WorkerChanges
 from diptych.serving.fleet.worker_port import WorkerPort
+from diptych.serving.front.engine_load import LearnedPrices
 from diptych.serving.front.engine_spec import FrontOptions, in_order
 from diptych.serving.front.external_worker import ExternalWorker
 from diptych.serving.front.kv_events import require_zmq
@@ -77,6 +78,13 @@ class ExternalLauncher:
         self.fleet: ExternalFleet | None = None
         self._front = front
         self._clock = clock
+        self._prices = LearnedPrices()
+
+    async def open(self, door_port: int) -> None:
+        """See Launcher."""
+
+    async def close(self) -> None:
+        """See Launcher."""
 
     def launch(self, number: int, options: EngineOptions, pass_fds: Sequence[int]) -> WorkerPort:
         """See Launcher."""
@@ -87,7 +95,7 @@ class ExternalLauncher:
             return fleet.core.members.num_usable
 
         spec = self._front.engines[number]
-        return ExternalWorker(number, spec, self._front, fleet.relay_of, fleet.feed, num_up, self._clock)
+        return ExternalWorker(number, spec, self._front, fleet.relay_of, fleet.feed, num_up, self._clock, self._prices)
 
 
 class ExternalFleet(Fleet):
@@ -102,8 +110,9 @@ class ExternalFleet(Fleet):
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.front = replace(front, engines=in_order(front.engines))
-        if front.reads_events:
-            require_zmq()
+        for param in ("kv_events", "step_events"):
+            if any(getattr(engine, param) for engine in front.engines):
+                require_zmq(param)
         roles = [engine.role for engine in self.front.engines]
         cluster = cluster or ClusterConfig()
         if front.hands_off and any(

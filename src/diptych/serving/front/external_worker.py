@@ -18,10 +18,10 @@ from typing import Any
 from diptych.control.commands import AskKVSnapshot, Drop, Prefill, Release, Reserve, Serve, WorkerCommand
 from diptych.control.compute_share import ComputeShare
 from diptych.control.errors import ErrorRecord, WorkerError
-from diptych.control.events import Event, HandoffReleased, RequestFinished
+from diptych.control.events import Event, HandoffReleased, RequestAdmitted, RequestFinished, StepFinished
 from diptych.control.request import FinishReason
 from diptych.control.slo import NS_PER_S, LatencyBreakdown
-from diptych.control.step import StepTokens
+from diptych.control.step import StepFeatures, StepTokens
 from diptych.serving.fleet.exit_status import Loss
 from diptych.serving.fleet.worker_port import WorkerListener, WorkerSite, WorkerState
 from diptych.serving.front.adapters import ADAPTERS
@@ -30,12 +30,13 @@ from diptych.serving.front.engine_cache import EngineCache
 from diptych.serving.front.engine_connection import ConnectionPool, ReplyTooLongError, ask
 from diptych.serving.front.engine_exchange import EngineExchange, RequestFields, fields_of
 from diptych.serving.front.engine_handoff import PrefillLeg
-from diptych.serving.front.engine_load import EngineLoad
+from diptych.serving.front.engine_load import EngineLoad, LearnedPrices
 from diptych.serving.front.engine_spec import EngineSpec, FrontOptions
 from diptych.serving.front.handoff_port import HandoffPort
 from diptych.serving.front.relay_request import RelayRequest
 from diptych.serving.front.relay_stream import RelayStream
 from diptych.serving.front.reply_chunks import EngineUsage
+from diptych.serving.front.step_feed import StepWatch
 from diptych.serving.link.heartbeat import Pulse
 from diptych.serving.link.messages import (
     FrontendMessage,
@@ -59,7 +60,7 @@ STALE_PROBES = 4
 
 class ExternalWorker:
     """See WorkerPort. relay_of: the open stream of a request. feed: takes a worker's tokens where
-    nothing else has happened. num_up: how many engines there are to try."""
+    nothing else has happened. num_up: how many engines there are to try. prices: of all engines."""
 
     def __init__(
         self,
@@ -70,6 +71,7 @@ class ExternalWorker:
         feed: Callable[[int, StepTokens], None],
         num_up: Callable[[], int],
         clock: Callable[[], int],
+        prices: LearnedPrices,
     ) -> None:
         self.number = number
         self.name = spec.name
@@ -86,6 +88,7 @@ class ExternalWorker:
         self._relay_of = relay_of
         self._feed = feed
         self._num_up = num_up
+        self._prices = prices
         self._listener: WorkerListener | None = None
         self._life: asyncio.Task[None] | None = None
         self._lost = asyncio.Event()
@@ -94,8 +97,9 @@ class ExternalWorker:
         self._check: asyncio.Task[None] | None = None
         self._scraping: asyncio.Task[None] | None = None
         self.pool = self._new_pool()
-        self.load = EngineLoad(UNKNOWN_BLOCKS, options.block_size, 0, clock())
+        self.load = EngineLoad(UNKNOWN_BLOCKS, options.block_size, 0, clock(), prices)
         self.cache = EngineCache(options, spec, clock)
+        self.steps = StepWatch(spec.step_events, self._on_step, clock)
         self.handoffs = HandoffPort(self)
 
     # -- WorkerPort ---------------------------------------------------------------------------------------------------
@@ -134,6 +138,7 @@ class ExternalWorker:
         self._drop_exchanges()
         self.pool.close()
         await self.cache.close()
+        await self.steps.close()
         if self.ready is not None and not self.ready.done():
             self.ready.set_exception(WorkerError(f"stopped before {self.name} was ready"))
 
@@ -158,6 +163,7 @@ class ExternalWorker:
             "capabilities": asdict(facts.capabilities) if facts else None,
             "degraded": list(facts.degraded) if facts else [],
             "prefix_index": self.cache.kind,
+            "steps": self.steps.described(),
         }
 
     # -- its life -----------------------------------------------------------------------------------------------------
@@ -201,8 +207,10 @@ class ExternalWorker:
         self._lost.clear()
         due_s = STALE_PROBES * self._options.probe_s + 1.0 if facts.capabilities.gauges else 0.0
         blocks = self.num_blocks
-        self.load = EngineLoad(blocks, self._options.block_size, int(due_s * NS_PER_S), self.clock())
+        due_ns = int(due_s * NS_PER_S)
+        self.load = EngineLoad(blocks, self._options.block_size, due_ns, self.clock(), self._prices)
         self.cache.begin(blocks, facts.num_blocks or MAX_ENGINE_BLOCKS, self.report)
+        self.steps.begin()
 
     @property
     def num_blocks(self) -> int:
@@ -246,6 +254,7 @@ class ExternalWorker:
         self.pool.close()
         self.pool = self._new_pool()
         await self.cache.close()
+        await self.steps.close()
         self._listener.on_lost(self.number, Loss(WorkerError(f"{self.name}: {words}"), crashed=False))
 
     def _look_after(self) -> None:
@@ -424,8 +433,18 @@ class ExternalWorker:
         estimated = stream.num_estimated_tokens
         stream.num_said_tokens = usage.prompt_tokens
         cached = min(estimated, (said or 0) * estimated // max(1, usage.prompt_tokens))
-        self.load.on_prompt(estimated, None if said is None else cached)
+        self.load.on_prompt(estimated, None if said is None else cached, usage.prompt_tokens)
         return cached
+
+    def _on_step(self, step: StepFinished, features: StepFeatures) -> None:
+        self.load.on_step(features, step.end_ns - step.start_ns)
+        events: list[Event] = []
+        for attempt_id, start, _ in step.prefills:
+            exchange = self.exchanges.get(attempt_id)
+            if exchange is not None and exchange.awaits_admission:
+                exchange.awaits_admission = False
+                events.append(RequestAdmitted(step.start_ns, attempt_id, start, is_first=True))
+        self.report([*events, step])
 
     def on_over(self, exchange: EngineExchange) -> None:
         """See ExchangeOwner."""

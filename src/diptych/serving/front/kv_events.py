@@ -36,10 +36,10 @@ class UnreadableBatchError(Exception):
     """A batch is not what the protocol says."""
 
 
-def require_zmq() -> None:
-    """Raise ConfigError where pyzmq is missing."""
+def require_zmq(param: str) -> None:
+    """Raise ConfigError where pyzmq is missing. param: of the option that needs it."""
     if importlib.util.find_spec("zmq") is None:
-        raise ConfigError("kv_events needs pyzmq: pip install 'diptych[front]'", param="kv_events")
+        raise ConfigError(f"{param} needs pyzmq: pip install 'diptych[front]'", param=param)
 
 
 def read_batch(payload: bytes) -> list[EngineCacheEvent]:

@@ -25,7 +25,7 @@ class EngineFront(ServedFleet):
         self.external = fleet
         self.front = fleet.front
         self._next_tokenizer = 0
-        self.metrics.more_families = lambda model: engine_families(fleet.engines, model)
+        self.metrics.more_families.append(lambda model: engine_families(fleet.engines, model))
 
     @property
     def scheduling(self) -> str:
@@ -57,7 +57,7 @@ class EngineFront(ServedFleet):
         front = self.front
         hashes: tuple[bytes, ...] = ()
         if len(front.engines) > 1 and (request.token_ids is not None or not front.reads_events):
-            hashes = request.hashes(front.block_size, front.bytes_per_token)
+            hashes = self._cacheable(request, request.hashes(front.block_size, front.bytes_per_token))
         request_id = f"{ID_PREFIXES.get(request.path, 'req')}-{uuid.uuid4().hex}"
         options = options_for(request.body, tenant)
         stream = RelayStream(request_id, request, options, request.estimated_tokens(front.bytes_per_token), hashes)
@@ -97,6 +97,16 @@ class EngineFront(ServedFleet):
             engine.facts is not None and engine.facts.capabilities.tokens_out for engine in self.external.engines
         ]
         return not request.is_stream or (self.front.recovery and request.is_stateless and any(names_tokens))
+
+    def _cacheable(self, request: RelayRequest, hashes: tuple[bytes, ...]) -> tuple[bytes, ...]:
+        """Of the blocks of a prompt, those that an engine may find in its cache: it holds whole blocks of its own size,
+        and computes the last token always. All, where prompts are not known as tokens."""
+        size = self.front.block_size
+        facts = [engine.facts for engine in self.external.engines if engine.facts is not None]
+        largest = max((found.block_size for found in facts), default=0)
+        if request.token_ids is None or largest < size or largest % size:
+            return hashes
+        return hashes[: (len(request.token_ids) - 1) // largest * (largest // size)]
 
     def _hands_off(self, request: RelayRequest) -> bool:
         """Whether two engines may share it."""

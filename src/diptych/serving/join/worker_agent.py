@@ -10,6 +10,7 @@ import contextlib
 import logging
 import secrets
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -50,7 +51,8 @@ ABANDONED = 0  # the life of a process without a front end
 class AgentOptions:
     """host, port: of the front end. device, kv_cache_bytes: of this host (kv_cache_bytes None: as the front end says).
     kv_listen: "tcp://ADDRESS:PORT" of the KV connector ("": the address from which the front end is dialled). grace_s:
-    how long the process is kept without a front end. drain_s: for running requests after a request to end."""
+    how long the process is kept without a front end. drain_s: for running requests after a request to end. agent: by
+    which the front end knows it (b"": any). ends_with_stdin: it ends at once when its standard input is closed."""
 
     host: str
     port: int
@@ -65,6 +67,8 @@ class AgentOptions:
     num_cores: int = 0
     grace_s: float = 300.0
     drain_s: float = 30.0
+    agent: bytes = b""
+    ends_with_stdin: bool = False
     command: tuple[str, ...] = (sys.executable, "-m", "diptych.serving.worker")
 
     @property
@@ -73,13 +77,25 @@ class AgentOptions:
         return f"{self.host}:{self.port}"
 
 
+class _Parent(asyncio.Protocol):
+    """The standard input, whose other end is what has started this process. Nothing comes from there but its end."""
+
+    def __init__(self, on_left: Callable[[], None], cut: Callable[[str], None]) -> None:
+        self._on_left = on_left
+        self._cut = cut
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._on_left()
+        self._cut("what has started this worker has ended")
+
+
 class WorkerAgent:
     """``run`` it until the worker leaves. ``leave`` asks it to."""
 
     def __init__(self, options: AgentOptions) -> None:
         self.number: int | None = None  # of the worker, once a front end has given it one
         self._options = options
-        self._agent = secrets.token_bytes(16)
+        self._agent = options.agent or secrets.token_bytes(16)
         self._model = fingerprint(read_model_config(options.model))
         self._tls = options.key.client_tls("worker", "front end")
         self._worker = HostedWorker(options.command, self._relay, self._on_ended)
@@ -96,6 +112,8 @@ class WorkerAgent:
         """Serve front ends, one after the other. Raises ConfigError for a refusal that another try would not change."""
         beating = asyncio.create_task(self._beat(), name="signs of life")
         try:
+            if self._options.ends_with_stdin:
+                await self._watch_stdin()
             while not self._left.is_set():
                 if await self._join():
                     await self._lost.wait()
@@ -106,6 +124,14 @@ class WorkerAgent:
                 await beating
             self._cut("the agent ends")
             await self._worker.end()
+
+    async def _watch_stdin(self) -> None:
+        try:
+            await asyncio.get_running_loop().connect_read_pipe(lambda: _Parent(self._left.set, self._cut), sys.stdin)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                "end_with_stdin is set and the standard input is no pipe", param="end_with_stdin"
+            ) from error
 
     async def leave(self) -> None:
         """Let the front end drain the worker, and end; without a front end, or when asked again, at once."""

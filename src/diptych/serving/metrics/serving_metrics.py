@@ -47,7 +47,7 @@ class ServingMetrics(Collector):
         self.num_meeting_slo = 0
         self.fleet = FleetMetrics()
         self.misses: MissExplainer | None = None  # where prefix misses are explained
-        self.more_families: Callable[[str], Iterable[Metric]] | None = None  # of a front end that has some, by model
+        self.more_families: list[Callable[[str], Iterable[Metric]]] = []  # of parts that some front ends have, by model
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -127,8 +127,8 @@ class ServingMetrics(Collector):
         yield from self.fleet.families(model)
         if self.misses is not None:
             yield from miss_families(self.misses, model)
-        if self.more_families is not None:
-            yield from self.more_families(model)
+        for families in self.more_families:
+            yield from families(model)
         yield self.prompt_lengths.family("vllm:request_prompt_tokens", "Prompt tokens of a request", model)
         yield self.output_lengths.family("vllm:request_generation_tokens", "Output tokens of a request", model)
 

@@ -125,7 +125,7 @@ class ConnectorDriver:
             return
         transfer_ns = event.last_byte_ns - event.first_byte_ns
         times = commit.times_here(event.last_byte_ns)
-        committed = TransferCommitted(event.attempt_id, *times, event.num_bytes, transfer_ns)
+        committed = TransferCommitted(event.attempt_id, *times, event.num_bytes, transfer_ns, event.wire_ns)
         if self._intake.deliver(committed, commit.first_token, now):
             self.first_tokens[event.attempt_id] = (commit.first_token, commit.logprobs)
 

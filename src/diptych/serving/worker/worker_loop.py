@@ -32,6 +32,7 @@ from diptych.control.events import StepBegun
 from diptych.control.slo import NS_PER_MS
 from diptych.control.step import SchedulerOutput, StepBrokenOff, StepResult, StepTokens
 from diptych.runtime.compute_device import ComputeDevice, UndividedDevice
+from diptych.runtime.thread_limits import switch_often
 from diptych.runtime.tiers.tier_mover import TierMover
 from diptych.runtime.transfer.connector import KVConnector
 from diptych.serving.link.channel import Channel, connect
@@ -375,4 +376,5 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front end decides when to stop
     directory = Path(sys.argv[1])
     die_with_parent(directory)
+    switch_often()
     return serve(directory, load_engine, connect_peers)

@@ -94,7 +94,8 @@ class Calibration:
 
     warm_up: the measurements that its server's step-time model began with. points: steps of the live server, which
     ``cost`` is fitted to; steps: single ones without it. errors: relative errors {"median", "p95"} of each law that
-    was tried, on held-out points; ``cost.name`` says which was chosen.
+    was tried, on held-out points; ``cost.name`` says which was chosen. scheduler: the rules of an engine of others,
+    which hold where the settings name no shape (None: an engine of ours, which may have any).
     """
 
     model: str
@@ -108,6 +109,7 @@ class Calibration:
     errors: dict[str, dict[str, float]] = field(default_factory=dict)
     machine: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
+    scheduler: SchedulerConfig | None = None
 
     @property
     def quantize(self) -> str:

@@ -2,8 +2,11 @@
 
 An attempt is expected by its receiver and sent by its sender; when the commit and all bytes have arrived, the receiver
 gets TransferCommitted. A transfer that is not expected is refused, and one that stands still for too long is given up
-by both ends. Which worker
-sends what when is decided by diptych.control.
+by both ends. Which worker sends what when is decided by diptych.control.
+
+Where faults say so, messages between two workers (chunks with the commit, acknowledgements, refusals) are late, come
+twice or overtake each other. They are numbered: the receiver counts each once, and takes the attempt over when all are
+there. A sender keeps a transfer until it is acknowledged.
 
 A chunk begins to travel when its step has ended, as it does from a GPU. CPU workers send its layers while others are
 computed: where their link keeps up with the prefill, what is left at its end is about one layer of the last chunk, and
@@ -31,9 +34,14 @@ from diptych.control.engine.worker_core import (
 from diptych.control.router.topology import WorkerInfo
 from diptych.control.slo import NS_PER_S
 from diptych.simulation.environment import MESSAGE, Environment
-from diptych.simulation.fleet.links import Link, Network
+from diptych.simulation.fleet.control_channels import Deliver
+from diptych.simulation.fleet.kv_network import KVNetwork, Pair
+from diptych.simulation.fleet.links import Link
 from diptych.simulation.fleet.pools import Pools
 
+Span = tuple[int, int]  # the first token of a chunk, and how many
+NOTHING: Span = (0, 0)  # a commit alone
+Arrival = Callable[[str, int, int, Span], None]  # (attempt id, sender (-1: it has given it up), receiver, chunk)
 Tell = Callable[[int, TransferEvent], None]  # (worker, what happened)
 
 
@@ -48,44 +56,40 @@ class _Sender:
     first_ns: int = -1
     commit: CommitTransfer | None = None
     is_stranded: bool = False  # its receiver's process has died: what is still sent finds none
+    num_sent: int = 0  # messages
+    arrived: set[int] = field(default_factory=set)  # messages that the receiver has counted
+    is_delivered: bool = False  # the receiver has taken it over; the acknowledgement is on its way
+    is_broken: bool = False
+    wire_ns: int = 0  # while bytes of it were coming in
+    wired_until_ns: int = 0
 
 
 class KVTransfers:
-    """All connectors. The lanes of a replica share its network cards, and a transfer uses all of them: each device
-    sends its own part. Workers of one memory domain only send commits."""
+    """All connectors. Workers of one memory domain only send commits."""
 
     def __init__(
         self,
         environment: Environment,
         infos: Sequence[WorkerInfo],
         pools: Pools,
+        wires: KVNetwork,
         resume_ns: int,
         tell: Tell,
     ) -> None:
         self.num_bytes = 0
-        self.on_arrival: Callable[[str, int, int], None] | None = None  # (attempt id, sender, receiver): for tests
+        self.on_arrival: Arrival | None = None  # for tests
         self._environment = environment
         self._domains = [info.memory_domain for info in infos]
         self._bytes_per_token = pools.kv_bytes_per_token
         self._resume_ns = resume_ns
         self._tell = tell
-        self._network = Network(environment)
+        self._wires = wires
+        self._network = wires.network
         self._places = pools.places()
-        self._out = self._cards(pools.link)
-        self._in = self._cards(pools.link)
         self._outages = [0] * len(infos)  # how many; odd while the link is down
         self._lost: set[int] = set()  # workers without a process
         self._expected: dict[tuple[int, str], None] = {}
         self._senders: dict[tuple[int, str], _Sender] = {}
-
-    def _cards(self, name: str) -> list[Link]:
-        """For each worker the cards of its replica, in one direction."""
-        of_replica: dict[int, Link] = {}
-        for place in self._places:
-            if place.replica not in of_replica:
-                link = of_replica[place.replica] = Link.named(name)
-                link.bandwidth *= place.pool.nics
-        return [of_replica[place.replica] for place in self._places]
 
     def __len__(self) -> int:
         """Ends of attempts that have not been settled."""
@@ -108,7 +112,7 @@ class KVTransfers:
                 self._expected[key] = None
             case SendChunk():
                 if (sender := self._senders.get(key)) and not sender.is_stranded:
-                    self._send(sender, action.num_tokens * self._bytes_per_token)
+                    self._send(sender, (action.start, action.num_tokens))
             case CommitTransfer():
                 if (sender := self._senders.get(key)) and not sender.is_stranded:
                     self._commit(sender, action)
@@ -123,7 +127,7 @@ class KVTransfers:
         if is_up != bool(self._outages[worker] % 2):
             return
         self._outages[worker] += 1
-        for link in (self._out[worker], self._in[worker]):
+        for link in (self._wires.out[worker], self._wires.into[worker]):
             self._network.set_up(link, is_up)
         if not is_up:
             for sender in self._senders.values():
@@ -133,6 +137,7 @@ class KVTransfers:
         """The worker's process has died. The other ends notice when they have tried for long enough."""
         now = self._environment.now
         self._lost.add(worker)
+        self._wires.cut(worker)
         for key in [key for key in self._expected if key[0] == worker]:
             del self._expected[key]
         for key, sender in list(self._senders.items()):
@@ -147,8 +152,10 @@ class KVTransfers:
                 self._strand(sender)
 
     def restore(self, worker: int) -> None:
-        """A new process of the worker is there."""
-        self._lost.discard(worker)
+        """A new process of the worker is there (or the old one still)."""
+        if worker in self._lost:
+            self._lost.discard(worker)
+            self._wires.connect(worker, self._lost)
 
     def _strand(self, sender: _Sender) -> None:
         sender.is_stranded = True
@@ -159,16 +166,21 @@ class KVTransfers:
         domain = self._domains[sender.source]
         return domain is not None and domain == self._domains[sender.target]
 
-    def _send(self, sender: _Sender, num_bytes: int) -> None:
+    def _send(self, sender: _Sender, span: Span) -> None:
+        num_bytes = span[1] * self._bytes_per_token
         self.num_bytes += num_bytes
         sender.num_bytes += num_bytes
         sender.num_pending += 1
         if sender.first_ns < 0:
             sender.first_ns = self._environment.now
-        path = (self._out[sender.source], self._in[sender.target])
-        numbers: list[int] = []
-        numbers.append(self._network.send(num_bytes, path, lambda: self._arrive(sender, numbers[0])))
-        sender.transfers.add(numbers[0])
+        number, sender.num_sent = sender.num_sent, sender.num_sent + 1
+        path = self._wires.path(sender.source, sender.target)
+        begun_ns = self._environment.now + sum(link.latency_ns for link in path)
+        transfers: list[int] = []
+        transfers.append(
+            self._network.send(num_bytes, path, lambda: self._carried(sender, transfers[0], (number, span), begun_ns))
+        )
+        sender.transfers.add(transfers[0])
         self._watch(sender)
 
     def _commit(self, sender: _Sender, commit: CommitTransfer) -> None:
@@ -179,35 +191,75 @@ class KVTransfers:
         if self._is_near(sender):
             sender.num_pending += 1
             at_ns = self._environment.now + Link.named("shared_memory").latency_ns
-            self._environment.at(at_ns, MESSAGE, partial(self._arrive, sender, 0))
+            self._environment.at(at_ns, MESSAGE, partial(self._arrive, sender, 0, NOTHING))
         else:
-            self._send(sender, 0)
+            self._send(sender, NOTHING)
 
-    def _arrive(self, sender: _Sender, number: int) -> None:
-        sender.transfers.discard(number)
-        if self._senders.get((sender.source, sender.attempt_id)) is not sender or sender.is_stranded:
+    def _carried(self, sender: _Sender, transfer: int, message: tuple[int, Span], begun_ns: int) -> None:
+        """The network has carried a message to its end."""
+        sender.transfers.discard(transfer)
+        sender.wire_ns += max(0, self._environment.now - max(begun_ns, sender.wired_until_ns))
+        sender.wired_until_ns = self._environment.now
+        self._pass(sender, (sender.source, sender.target), partial(self._arrive, sender, *message))
+
+    def _pass(self, sender: _Sender, pair: Pair, deliver: Deliver) -> None:
+        """A message of this transfer, from one of its ends to the other."""
+        channel = self._wires.channel(*pair)
+        if channel is None:
+            deliver()
+            return
+        if channel.held_back_ns > self._resume_ns:
+            at_ns = self._environment.now + self._resume_ns
+            self._environment.at(at_ns, MESSAGE, partial(self._break, sender, pair))
+        channel.send(deliver)
+
+    def _break(self, sender: _Sender, pair: Pair) -> None:
+        """Nothing came through between the two for as long as they try."""
+        message = f"nothing comes through from worker {pair[0]} to worker {pair[1]}"
+        if self._senders.get((sender.source, sender.attempt_id)) is sender:
+            self._fail_sender(sender, message)
+            if not sender.is_delivered:
+                self._fail_receiver(sender.target, sender.attempt_id, message)
+
+    def _arrive(self, sender: _Sender, number: int, span: Span) -> None:
+        is_current = self._senders.get((sender.source, sender.attempt_id)) is sender
+        if sender.is_stranded or sender.is_broken or number in sender.arrived:
+            return
+        if not is_current and self._wires.channel(sender.source, sender.target) is None:
             return
         key = (sender.target, sender.attempt_id)
         if key not in self._expected:
-            self._fail_sender(sender, "the receiver does not know the attempt")
+            if not sender.is_delivered:
+                refuse = partial(self._fail_sender, sender, "the receiver does not know the attempt")
+                self._pass(sender, (sender.target, sender.source), refuse)
             return
         if self.on_arrival is not None:
-            self.on_arrival(sender.attempt_id, sender.source, sender.target)
+            self.on_arrival(sender.attempt_id, sender.source if is_current else -1, sender.target, span)
+        sender.arrived.add(number)
         sender.num_pending -= 1
-        commit = sender.commit
-        if sender.num_pending or commit is None:
+        if sender.num_pending or sender.commit is None:
             self._tell(sender.target, ChunkArrived(sender.attempt_id))
             return
-        del self._senders[sender.source, sender.attempt_id]
         del self._expected[key]
+        sender.is_delivered = True
+        self._pass(sender, (sender.target, sender.source), partial(self._acknowledge, sender))
+        self._deliver(sender, sender.commit)
+
+    def _deliver(self, sender: _Sender, commit: CommitTransfer) -> None:
+        """The receiver takes the attempt over."""
         transfer_ns = 0 if sender.first_ns < 0 else self._environment.now - sender.first_ns
         times = (commit.first_step_ns, commit.first_token_ns)
-        committed = TransferCommitted(sender.attempt_id, *times, sender.num_bytes, transfer_ns)
+        committed = TransferCommitted(sender.attempt_id, *times, sender.num_bytes, transfer_ns, sender.wire_ns)
         if relayout_ns := self._relayout_ns(sender):
             at_ns = self._environment.now + relayout_ns
             self._environment.at(at_ns, MESSAGE, partial(self._tell, sender.target, committed))
         else:
             self._tell(sender.target, committed)
+
+    def _acknowledge(self, sender: _Sender) -> None:
+        """The sender learns that the attempt was taken over."""
+        if self._senders.get((sender.source, sender.attempt_id)) is sender:
+            del self._senders[sender.source, sender.attempt_id]
 
     def _relayout_ns(self, sender: _Sender) -> int:
         """What the receiver takes to cut the KV anew."""
@@ -235,6 +287,7 @@ class KVTransfers:
     def _fail_sender(self, sender: _Sender, message: str) -> None:
         if self._senders.get((sender.source, sender.attempt_id)) is sender:
             del self._senders[sender.source, sender.attempt_id]
+            sender.is_broken = True
             self._stop(sender)
             self._tell(sender.source, TransferBroken(sender.attempt_id, True, message))
 

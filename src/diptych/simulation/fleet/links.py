@@ -113,6 +113,12 @@ class Network:
         link.is_up = is_up
         self._share()
 
+    def set_bandwidth(self, link: Link, bandwidth: int) -> None:
+        """The link is faster or slower from now on (bytes per second)."""
+        self._advance()
+        link.bandwidth = bandwidth
+        self._share()
+
     def _start(self, transfer: LinkTransfer) -> None:
         self._advance()
         transfer.timer = 0

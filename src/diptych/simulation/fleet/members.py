@@ -44,15 +44,16 @@ def _members(engine: EngineConfig, num_workers: int, pools: Pools | None) -> lis
     ends: dict[int, int] = {}  # host -> blocks of the workers so far
     for worker, place in enumerate(pools.places()):
         config = place.pool.engine or engine
-        host = place.replica % pools.num_hosts if pools.num_hosts else place.replica
-        domain = host if pools.num_hosts else None
+        host = pools.host_of(place.replica)
+        domain = host if pools.num_domains else None
         if domain is not None:
             first_block = ends.get(host, 0)
             ends[host] = first_block + config.cache.num_blocks
             config = replace(config, cache=replace(config.cache, first_block=first_block))
-        members.append(
-            Member(_info(worker, place.pool.role, config, f"host{host}", domain, place.pool.model_copy), config, place)
-        )
+        info = _info(worker, place.pool.role, config, f"host{host}", domain, place.pool.model_copy)
+        if pools.num_racks:
+            info = replace(info, rack=f"rack{pools.rack_of(place.replica)}")
+        members.append(Member(info, config, place))
     return members
 
 

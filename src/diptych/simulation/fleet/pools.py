@@ -15,6 +15,8 @@ from diptych.simulation.costs.cost_model import CostModel
 from diptych.simulation.fleet.links import Link
 from diptych.simulation.fleet.simulated_disk import DiskModel
 
+LOCAL_LINK = "shared_memory"  # between workers of one host whose blocks lie in memories of their own: one core copies
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
@@ -69,8 +71,10 @@ class Pools:
     link: one of simulation.links.LINKS; every network card is one for each direction. kv_bytes_per_token: of the whole
     model, as it travels. num_hosts: replica i is on host i % num_hosts, and the workers of a host borrow blocks of each
     other instead of sending them (0: every replica is on a host of its own; with the link "shared_memory" all are on
-    one). stall_ns: how much longer the step lasts in which a worker takes over KV that came, or ends a prompt whose KV
-    leaves, for each of them.
+    one). shares_memory: whether they do (False: the KV is copied, as between workers that have joined the fleet).
+    num_racks: host i is in rack i % num_racks (0: there are none). uplink: a link between a rack and the others, for
+    each direction ("": no limit). stall_ns: how much longer the step lasts in which a worker takes over KV that came,
+    or ends a prompt whose KV leaves, for each of them.
     """
 
     kv_bytes_per_token: int
@@ -80,25 +84,37 @@ class Pools:
     link: str = "ib400"
     prefill: EngineConfig | None = None
     num_hosts: int = 0
+    num_racks: int = 0
+    uplink: str = ""
+    shares_memory: bool = True
     stall_ns: int = 0
     named: tuple[Pool, ...] = ()
 
     def __post_init__(self) -> None:
         Link.named(self.link)
         for name, least in (
-            ("num_prefill", 0), ("num_decode", 0), ("num_both", 0), ("num_hosts", 0), ("kv_bytes_per_token", 1),
-            ("stall_ns", 0),
+            ("num_prefill", 0), ("num_decode", 0), ("num_both", 0), ("num_hosts", 0), ("num_racks", 0),
+            ("kv_bytes_per_token", 1), ("stall_ns", 0),
         ):  # fmt: skip
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}", param=name)
         if self.link == "shared_memory":
             object.__setattr__(self, "num_hosts", 1)
+        self._check_places()
         if self.named and (self.num_prefill or self.num_decode or self.num_both or self.prefill):
             raise ConfigError("named pools say how many workers there are, and of which settings", param="named")
         self._check_roles()
         layouts = {pool.layout for pool in self.pools}
-        if self.num_hosts and len(layouts) > 1:
+        if self.num_domains and len(layouts) > 1:
             raise ConfigError("workers that borrow blocks of each other cut the KV in the same way", param="num_hosts")
+
+    def _check_places(self) -> None:
+        if self.uplink:
+            Link.named(self.uplink)
+        if self.uplink and not self.num_racks:
+            raise ConfigError(f"uplink is {self.uplink} and num_racks is 0; racks have uplinks", param="uplink")
+        if not self.shares_memory and not self.num_hosts:
+            raise ConfigError("shares_memory is False and num_hosts is 0; no two workers are on a host", param="hosts")
 
     def _check_roles(self) -> None:
         pools = self.pools
@@ -124,6 +140,19 @@ class Pools:
             Pool(name="decode", role="decode", replicas=self.num_decode),
             Pool(name="both", role="both", replicas=self.num_both),
         )
+
+    @property
+    def num_domains(self) -> int:
+        """Memories that several workers share."""
+        return self.num_hosts if self.shares_memory else 0
+
+    def host_of(self, replica: int) -> int:
+        """Where a replica is."""
+        return replica % self.num_hosts if self.num_hosts else replica
+
+    def rack_of(self, replica: int) -> int:
+        """The rack of its host (0 where there are none)."""
+        return self.host_of(replica) % self.num_racks if self.num_racks else 0
 
     @property
     def num_workers(self) -> int:

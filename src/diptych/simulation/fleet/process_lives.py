@@ -2,6 +2,10 @@
 
 The front end knows of a dead process after Watch.detection_ns, and a process that hangs for too long is killed. A new
 one takes its place when the fault is over; ClusterCore decides when it may be used.
+
+A worker of another host outlives its connection to the front end. Both ends give the other up when they have not heard
+it for Watch.heartbeat_ns, or at once when another connection is made: a connection is a life of the worker. The process
+drops its attempts then, and comes back with what it has cached.
 """
 
 from dataclasses import dataclass, field
@@ -9,7 +13,7 @@ from functools import partial
 from typing import Protocol
 
 from diptych.simulation.environment import MESSAGE, Environment
-from diptych.simulation.faults import MESSAGE_FAULTS, Fault, Watch
+from diptych.simulation.faults import Fault, Watch
 from diptych.simulation.fleet.simulated_worker import SimulatedWorker
 
 
@@ -20,12 +24,16 @@ class FrontEndOfWorkers(Protocol):
         """The process is gone; the front end does not know yet."""
         ...
 
-    def on_down(self, worker: int, tokens: dict[str, int]) -> None:
-        """Its death is known."""
+    def on_down(self, worker: int, tokens: dict[str, int], *, crashed: bool) -> None:
+        """Its death is known, or it was not heard for too long (then it did not crash, as far as is known)."""
+        ...
+
+    def on_cut(self, worker: int) -> None:
+        """Its connection breaks; the process goes on."""
         ...
 
     def on_up(self, worker: int) -> None:
-        """A new process is ready, and empty."""
+        """A new process is ready, and empty; or one that was isolated is back, without attempts."""
         ...
 
     def set_link(self, worker: int, is_up: bool) -> None:
@@ -39,6 +47,9 @@ class _Process:
     life: int = 0
     back_ns: int = 0  # when the next process may begin
     num_outages: int = 0  # of its link, at this moment
+    is_known: bool = True  # to the front end, as one that serves
+    is_isolated: bool = False
+    isolated_until_ns: int = 0
     tokens: dict[str, int] = field(default_factory=dict)
 
 
@@ -57,7 +68,8 @@ class ProcessLives:
     def schedule(self, faults: tuple[Fault, ...]) -> None:
         """Schedule these faults (ControlChannels handles those of messages)."""
         for fault in faults:
-            if fault.kind not in MESSAGE_FAULTS and fault.worker < len(self._workers):
+            is_of_process = fault.channel == "control" and not fault.is_of_control_messages
+            if is_of_process and fault.worker < len(self._workers):
                 self._environment.at(fault.at_ns, MESSAGE, partial(self._strike, fault))
 
     def is_alive(self, worker: int) -> bool:
@@ -77,6 +89,8 @@ class ProcessLives:
         elif fault.kind == "link_down":
             self._break_link(worker, 1)
             environment.at(end_ns, MESSAGE, partial(self._break_link, worker, -1))
+        elif fault.kind == "isolate":
+            self._isolate(worker, end_ns)
         elif not process.is_alive:
             return
         elif fault.kind == "hang":
@@ -106,17 +120,29 @@ class ProcessLives:
             return
         process.is_alive = False
         process.life += 1
-        process.tokens = self._workers[worker].crash(until_ns)
+        tokens = self._workers[worker].crash(until_ns)
+        if process.is_isolated:  # the front end knows what it knew when it was cut off
+            process.back_ns = max(process.back_ns, process.isolated_until_ns)
+        else:
+            process.tokens = tokens
         self._front_end.on_death(worker)
         detected_ns = self._environment.now + self._watch.detection_ns
         self._environment.at(detected_ns, MESSAGE, partial(self._detect, worker))
 
     def _detect(self, worker: int) -> None:
         process, now = self._processes[worker], self._environment.now
-        self._front_end.on_down(worker, process.tokens)
-        process.tokens = {}
+        self._lose(worker, crashed=not process.is_isolated)
+        process.is_isolated = False
         at_ns = max(process.back_ns, now + 1)
         self._environment.at(at_ns, MESSAGE, partial(self._begin, worker, process.life))
+
+    def _lose(self, worker: int, *, crashed: bool) -> None:
+        """The front end gives it up, unless it has."""
+        process = self._processes[worker]
+        if process.is_known:
+            process.is_known = False
+            self._front_end.on_down(worker, process.tokens, crashed=crashed)
+        process.tokens = {}
 
     def _begin(self, worker: int, life: int) -> None:
         process = self._processes[worker]
@@ -125,5 +151,45 @@ class ProcessLives:
         if process.back_ns > self._environment.now:  # it was to crash again meanwhile
             self._environment.at(process.back_ns, MESSAGE, partial(self._begin, worker, life))
             return
-        process.is_alive = True
+        process.is_alive = process.is_known = True
         self._front_end.on_up(worker)
+
+    # -- workers that the front end cannot reach ----------------------------------------------------------------------
+
+    def _isolate(self, worker: int, until_ns: int) -> None:
+        process, now = self._processes[worker], self._environment.now
+        process.isolated_until_ns = max(process.isolated_until_ns, until_ns)
+        if not process.is_alive:  # the next process finds nobody before then
+            process.back_ns = max(process.back_ns, until_ns)
+            return
+        if process.is_isolated:
+            return
+        process.is_isolated = True
+        process.tokens = self._workers[worker].cut_off()
+        self._front_end.on_cut(worker)
+        notice_ns = min(now + self._watch.heartbeat_ns, until_ns)
+        self._environment.at(notice_ns, MESSAGE, partial(self._give_up, worker, process.life))
+        self._environment.at(until_ns, MESSAGE, partial(self._reconnect, worker, process.life))
+
+    def _give_up(self, worker: int, life: int) -> None:
+        """Neither end has heard the other for too long."""
+        process = self._processes[worker]
+        if process.life == life and process.is_isolated and process.is_known:
+            self._lose(worker, crashed=False)
+            self._workers[worker].abandon()
+
+    def _reconnect(self, worker: int, life: int) -> None:
+        """The worker is to start over, and to be another life of itself then: what it has said before counts for
+        nothing."""
+        if self._processes[worker].life == life:
+            self._workers[worker].start_over(partial(self._is_back, worker, life))
+
+    def _is_back(self, worker: int, life: int) -> bool:
+        process = self._processes[worker]
+        assert process.life == life and process.is_isolated and not process.is_known
+        if process.isolated_until_ns > self._environment.now:  # it is cut off again
+            self._environment.at(process.isolated_until_ns, MESSAGE, partial(self._reconnect, worker, life))
+            return False
+        process.is_isolated, process.is_known = False, True
+        self._front_end.on_up(worker)
+        return True

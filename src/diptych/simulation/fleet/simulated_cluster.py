@@ -52,6 +52,7 @@ from diptych.simulation.environment import MESSAGE, Environment
 from diptych.simulation.event_log import EventLog
 from diptych.simulation.fleet.client_request import ClientRequest, attempt_spec
 from diptych.simulation.fleet.control_channels import ControlChannels
+from diptych.simulation.fleet.kv_network import KVNetwork
 from diptych.simulation.fleet.kv_transfers import KVTransfers
 from diptych.simulation.fleet.members import fleet, make_workers
 from diptych.simulation.fleet.process_lives import ProcessLives
@@ -106,8 +107,9 @@ class SimulatedCluster:
         self._channels = ControlChannels(self.environment, len(members), scenario.faults, scenario.seed)
         self.transfers: KVTransfers | None = None
         if (pools := scenario.pools) is not None:
+            wires = KVNetwork(self.environment, pools, scenario.faults, scenario.seed)
             resume_ns = scenario.watch.resume_ns
-            self.transfers = KVTransfers(self.environment, self.infos, pools, resume_ns, self._on_transfer_event)
+            self.transfers = KVTransfers(self.environment, self.infos, pools, wires, resume_ns, self._on_transfer_event)
         self.lives = ProcessLives(self.environment, scenario.watch, self.workers, self)
 
     @property
@@ -330,6 +332,8 @@ class SimulatedCluster:
         """A worker reports."""
         if self.log is not None:
             self.log.extend(worker, events)
+        if self._channels.is_cut(worker):  # nobody learns it
+            return
         self.collector.take(worker, events, ended, self.workers[worker].usage)
         if self._scenario.faults:
             self._note_ends(events)
@@ -382,8 +386,12 @@ class SimulatedCluster:
         if self.transfers is not None:
             self.transfers.lose(worker)
 
-    def on_down(self, worker: int, tokens: dict[str, int]) -> None:
-        """Its death is known; what it had sent and the front end has not read is lost."""
+    def on_cut(self, worker: int) -> None:
+        """Its connection breaks."""
+        self._channels.on_cut(worker)
+
+    def on_down(self, worker: int, tokens: dict[str, int], *, crashed: bool) -> None:
+        """It is lost; what it had sent and the front end has not read is lost, too."""
         self._channels.on_down(worker)
         most, longest = self._scenario.watch.max_lost_tokens, self._contexts[worker]
         progress = {
@@ -391,10 +399,10 @@ class SimulatedCluster:
             for request_id, request in self._open.items()
             if worker in (request.worker, request.prefill)
         }
-        self._tell(WorkerDown(worker, progress, crashed=True))
+        self._tell(WorkerDown(worker, progress, crashed=crashed))
 
     def on_up(self, worker: int) -> None:
-        """A new process is ready, and empty."""
+        """A new process is ready, or one that was isolated is back."""
         self._channels.on_up(worker)
         if self.transfers is not None:
             self.transfers.restore(worker)

@@ -224,6 +224,27 @@ class SimulatedWorker:
         self._fault_factor = factor
         self._set_slowness()
 
+    def cut_off(self) -> dict[str, int]:
+        """The connection to the front end breaks. Returns how many tokens each attempt has been given here by now."""
+        now = self._environment.now
+        self._cut(now)
+        return {request_id: self._num_outputs(request, now) for request_id, request in self.engine.requests.items()}
+
+    def abandon(self) -> None:
+        """The front end is lost: nobody wants the attempts that are here."""
+        self.post([self.core.drop_all])
+
+    def start_over(self, is_back: Callable[[], bool]) -> None:
+        """There is a way to the front end again: when all attempts are dropped, and ``is_back`` says that there still
+        is, the worker introduces itself."""
+        self.post([partial(self._start_over, is_back)])
+
+    def _start_over(self, is_back: Callable[[], bool], now: int) -> None:
+        self.core.drop_all(now)
+        self._flush()  # to nobody
+        if is_back():
+            self.core.introduce(now)
+
     # -- compute units ------------------------------------------------------------------------------------------------
 
     def resize(self, share: ComputeShare, now: int) -> None:

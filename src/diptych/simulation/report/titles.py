@@ -5,6 +5,7 @@ from typing import Any
 
 from diptych.report.text import number, percent, rate
 from diptych.simulation.hardware import device_words
+from diptych.simulation.prepare import shape_words
 from diptych.simulation.report.simulation_page import Page
 from diptych.simulation.report.simulation_tables import workers_in_words
 from diptych.simulation.settings import Settings
@@ -52,8 +53,8 @@ def lead(run: Run, settings: Settings) -> str:
     """The run in two sentences."""
     summary = run.point["summary"]
     first = (
-        f"{summary['num_requests']:,} requests in {number(summary['duration_s'])} s, {fleet(settings)}, shape "
-        f"{settings.shape}."
+        f"{summary['num_requests']:,} requests in {number(summary['duration_s'])} s, {fleet(settings)}, "
+        f"{shape_words(settings)}."
     )
     if summary["attainment"] is None:
         return f"{first} No objectives were set."
@@ -68,7 +69,7 @@ def sweep_lead(settings: Settings, sweeps: Sequence[Sweep]) -> str:
     paths = {sweep.path for sweep in sweeps}
     varies_fleet = paths & VARIED_FLEET or any(path.startswith("pools.") for path in paths)
     fixed = [] if varies_fleet else [fleet(settings)]
-    fixed += [] if "shape" in paths else [f"shape {settings.shape}"]
+    fixed += [] if "shape" in paths else [shape_words(settings)]
     asked = [] if paths & {"slo.ttft_ms", "slo.tpot_ms"} else objectives(settings)
     sentence = f"{varied}, every point with the same seed".capitalize()
     return f"{'; '.join([sentence, *fixed])}." + (f" Objectives: {', '.join(asked)}." if asked else "")
@@ -80,12 +81,12 @@ def search_lead(settings: Settings, asked: str, found: Mapping[str, Any]) -> str
     keep = f"{share} of the requests keep their objectives ({', '.join(objectives(settings))})"
     if asked == "goodput":
         answer = f"{rate(found['estimate'] or found['rate'])} requests/s" if found["rate"] else "no rate was found"
-        return f"The highest rate of {fleet(settings)}, shape {settings.shape}, at which {keep}: {answer}."
+        return f"The highest rate of {fleet(settings)}, {shape_words(settings)}, at which {keep}: {answer}."
     answer = "no fleet was found"
     if found["devices"]:
         devices, workers = found["devices"], workers_in_words(found["workers"])
         answer = f"{devices:,} device{'s' if devices != 1 else ''}, workers: {workers}"
-    return f"The smallest fleet, shape {settings.shape}, on which {keep}: {answer}."
+    return f"The smallest fleet, {shape_words(settings)}, on which {keep}: {answer}."
 
 
 def objectives(settings: Settings) -> list[str]:

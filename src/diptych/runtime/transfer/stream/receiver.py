@@ -136,6 +136,7 @@ class ReceiverConnection(StreamConnection):
         self._greeted = greeting()
         self._hello = b""
         self._current: tuple[RecvTransfer, BodyFormat, Part, Sequence[memoryview], bool] | None = None
+        self._begun_ns = 0  # when the body of the current part began to come in
         self._staging = memoryview(b"")
         self._acks: dict[int, int] = {}
         self.put(self._greeted)
@@ -201,6 +202,7 @@ class ReceiverConnection(StreamConnection):
                 self._staging = memoryview(bytearray(frame.body_bytes))
             views = [self._staging[: frame.body_bytes]]
         self._current = transfer, body_format, part, list(views), staged
+        self._begun_ns = time.monotonic_ns()
         return views, None if staged else transfer.fence
 
     def data_done(self, frame: Frame) -> None:
@@ -216,7 +218,7 @@ class ReceiverConnection(StreamConnection):
                     raise ProtocolError("the checksum of a part is wrong")
                 if staged:
                     body_format.unpack(transfer.block_ids, part, views[0])
-                is_whole = transfer.count(frame, body_format.num_bytes(part))
+                is_whole = transfer.count(frame, body_format.num_bytes(part), self._begun_ns)
         if is_closed:
             self.refuse_closed(frame.number, transfer)
             return
@@ -278,7 +280,8 @@ class ReceiverConnection(StreamConnection):
         self._receiver.finish(transfer, self.peer.instance, frame.sequence + 1)
         self._acks[frame.number] = frame.sequence + 1
         times = transfer.first_byte_ns or now, transfer.last_byte_ns or now
-        self._receiver.events.emit(transfer, Committed(transfer.attempt_id, payload, transfer.num_bytes, *times))
+        committed = Committed(transfer.attempt_id, payload, transfer.num_bytes, *times, transfer.wire_ns)
+        self._receiver.events.emit(transfer, committed)
 
     def _transfer_of(self, frame: Frame) -> RecvTransfer | None:
         """The transfer of a frame; None when it has ended here. Raises ProtocolError when it was never opened."""

@@ -52,6 +52,7 @@ class RecvTransfer(KVTransfer):
         self.lost_ns: int | None = None  # since when its connection is broken
         self.reported_ns = 0  # when its progress was last reported to the worker
         self.last_byte_ns = 0
+        self.wire_ns = 0  # while bodies of its parts were coming in
         self.arrived = start  # tokens before this are here in all layers
         self._cells = 0  # layers x tokens that are here
 
@@ -66,11 +67,13 @@ class RecvTransfer(KVTransfer):
                 f"{part.first_layer + part.num_layers} are not what transfer {self.attempt_id} expects"
             )
 
-    def count(self, frame: Frame, num_bytes: int) -> bool:
-        """The part of this frame lies in its blocks. Whether a send is complete with it."""
+    def count(self, frame: Frame, num_bytes: int, begun_ns: int) -> bool:
+        """The part of this frame, which began to come in at ``begun_ns``, lies in its blocks. Whether a send is
+        complete with it."""
         self.next_sequence = frame.sequence + 1
         self.num_bytes += num_bytes
         self.last_byte_ns = time.monotonic_ns()
+        self.wire_ns += self.last_byte_ns - begun_ns
         self.first_byte_ns = self.first_byte_ns or self.last_byte_ns
         self._cells += frame.num_tokens * frame.num_layers
         if frame.flags & LAST_OF_CHUNK:

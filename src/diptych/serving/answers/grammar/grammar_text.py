@@ -170,23 +170,34 @@ def json_rule(schema: Schema, param: str, whitespace: str | None = None) -> str:
 
 
 def check_size(schema: Any, param: str) -> None:
-    """Raise InvalidRequestError with the path of what is nested too deeply or has too many parts."""
-    nodes: list[tuple[Any, str, int]] = [(schema, param, 0)]
-    num_parts = 1
+    """Raise InvalidRequestError for what has too many parts, or, with its path, for what is nested too deeply."""
+    nodes, num_parts, depth = [schema], 1, 0
     while nodes:
-        node, path, depth = nodes.pop()
         if depth > MAX_DEPTH:
+            path = ".".join((param, *_path_down(schema, depth)))
             raise InvalidRequestError(f"{path[:200]}... is nested more than {MAX_DEPTH} deep", param=param)
-        if isinstance(node, Mapping | list):
-            num_parts += len(node)
-        if num_parts > MAX_PARTS:
-            raise InvalidRequestError(
-                f"{path[:200]} and what comes before it have {num_parts} parts; the limit is {MAX_PARTS}", param=param
-            )
-        if isinstance(node, Mapping):
-            nodes += [(value, f"{path}.{key}", depth + 1) for key, value in node.items()]
-        elif isinstance(node, list):
-            nodes += [(value, f"{path}.{number}", depth + 1) for number, value in enumerate(node)]
+        inner: list[Any] = []
+        for node in nodes:
+            if isinstance(node, Mapping):
+                inner.extend(node.values())
+            elif isinstance(node, list):
+                inner.extend(node)
+            if num_parts + len(inner) > MAX_PARTS:
+                raise InvalidRequestError(f"{param} has more than {MAX_PARTS} parts", param=param)
+        num_parts += len(inner)
+        nodes, depth = [node for node in inner if isinstance(node, Mapping | list)], depth + 1
+
+
+def _path_down(schema: Any, depth: int) -> tuple[str, ...]:
+    """The keys to some part that is so deep."""
+    nodes: list[tuple[Any, tuple[str, ...]]] = [(schema, ())]
+    while nodes:
+        node, path = nodes.pop()
+        if len(path) == depth:
+            return path
+        pairs = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
+        nodes += [(value, (*path, str(key))) for key, value in pairs]
+    return ()
 
 
 def _arguments_of(schemas: Mapping[str, Schema]) -> tuple[tuple[str, Schema], ...]:

@@ -50,8 +50,9 @@ async def first_model(pool: ConnectionPool) -> dict[str, Any]:
     return found
 
 
-async def real_token(pool: ConnectionPool, model: str) -> None:
-    """Ask for one token (of a completion, of a chat, else for an embedding). Raises EngineNotReadyError."""
+async def real_token(pool: ConnectionPool, model: str) -> bytes:
+    """Ask for one token (of a completion, of a chat, else for an embedding). Returns the reply. Raises
+    EngineNotReadyError."""
     asked: tuple[tuple[str, dict[str, Any]], ...] = (
         ("/v1/completions", {"prompt": "1", "max_tokens": 1, "temperature": 0}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "1"}], "max_tokens": 1, "temperature": 0}),
@@ -66,7 +67,7 @@ async def real_token(pool: ConnectionPool, model: str) -> None:
         except (ConnectionError, ReplyTooLongError) as error:
             raise EngineNotReadyError(f"{path}: {error}") from None
         if status == 200 and has_token(body):
-            return
+            return body
         said = said or f"{path}: status {status}: {error_message(body, 'no token in the reply')}"
     raise EngineNotReadyError(said)
 

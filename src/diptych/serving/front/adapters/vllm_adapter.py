@@ -6,6 +6,7 @@ connection, which every version understands.
 """
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from diptych.serving.front.adapters.openai_parts import (
@@ -22,6 +23,7 @@ from diptych.serving.front.engine_connection import ConnectionPool, ReplyTooLong
 from diptych.serving.front.engine_load import EngineGauges
 from diptych.serving.front.engine_spec import EngineSpec
 from diptych.serving.front.relay_request import CHAT_PATH, COMPLETION_PATH, RelayRequest
+from diptych.serving.front.reply_chunks import UnreadableReplyError, read_chunk
 
 _GAUGES = GaugePage(
     {
@@ -48,7 +50,7 @@ class VLLMAdapter:
         """See EngineAdapter."""
         model = await first_model(pool)
         name = str(model["id"])
-        await real_token(pool, name)
+        reply = await real_token(pool, name)
         version = text_in(await get_fields(pool, "/version"), "version")
         degraded = []
         try:
@@ -66,6 +68,11 @@ class VLLMAdapter:
             degraded.append("tokenizes (no /tokenize)")
         if not version:
             degraded.append("version (no /version)")
+        has_cached = says_cached(reply)
+        if not has_cached:
+            degraded.append("cached_tokens (start it with --enable-prompt-tokens-details)")
+        if spec.kv_events and (words := silent_publisher(await get_fields(pool, "/kv_event_sources"))):
+            degraded.append(f"kv_events ({words})")
         return EngineFacts(
             "vllm",
             version,
@@ -76,10 +83,11 @@ class VLLMAdapter:
             Capabilities(
                 tokenizes=tokens is not None,
                 tokens_out=True,
-                cached_tokens=True,
+                cached_tokens=has_cached,
                 gauges=has_gauges,
                 kv_events=bool(spec.kv_events),
                 handoff="nixl",
+                step_times=bool(spec.step_events),
             ),
             tuple(degraded),
         )
@@ -114,3 +122,26 @@ class VLLMAdapter:
             return await post_tokens(pool, "/tokenize", fields)
         except (ConnectionError, TimeoutError):
             return None
+
+
+def says_cached(reply: bytes) -> bool:
+    """Whether the usage of a reply has a part for cached tokens."""
+    try:
+        usage = read_chunk(reply).usage
+    except UnreadableReplyError:
+        return False
+    return usage is not None and usage.prompt_tokens_details is not None
+
+
+def silent_publisher(sources: Mapping[str, Any]) -> str:
+    """Why nothing will be heard of vLLM's KV events, by what /kv_event_sources says ("": nothing speaks against it, or
+    this version has no such page). vLLM listens only where its endpoint has a wildcard."""
+    for source in sources.values():
+        if not isinstance(source, Mapping):
+            continue
+        if source.get("enable_kv_cache_events") is False:
+            return "it publishes none: --kv-events-config with enable_kv_cache_events"
+        endpoint = text_in(source, "endpoint")
+        if endpoint.startswith("tcp://") and "*" not in endpoint and "::" not in endpoint:
+            return f"it connects to {endpoint} instead of listening there: its endpoint must be tcp://*:PORT"
+    return ""

@@ -7,6 +7,7 @@ import { themeButton } from "../common/theme.js";
 import { computingText } from "../common/timeline-words.js";
 import { TimelineView } from "../common/timeline.js";
 import { Admin } from "./admin.js";
+import { BatchCard } from "./batches.js";
 import { Chat } from "./chat.js";
 import { DiagnosisCard } from "./diagnosis.js";
 import { MIN_TOKENS, interference } from "./interference.js";
@@ -46,6 +47,7 @@ const view = new TimelineView($("#timeline"), {
 const tiles = new Tiles($("#tiles"));
 const planCard = new PlanCard();
 const missCard = new MissCard(nameOf);
+const batchCard = new BatchCard();
 const diagnosisCard = new DiagnosisCard(() => ({ ttft: objective("ttft"), gap: objective("gap") }));
 const admin = new Admin(() => pollState());
 const shapes = new ShapeSwitch((worker, body) => admin.changeWorker(worker, body));
@@ -139,6 +141,7 @@ function onState() {
   planCard.update(state.plan);
   missCard.update(state.explains_misses, state.admin);
   showTiers(state.tiers);
+  batchCard.update(state.has_batches);
   setText($("#queued"), state.queued ? `${count(state.queued)} requests wait for a worker` : "");
   updateButtons();
   const workers = JSON.stringify([state.admin, ...state.workers.map(({ worker, role, state: phase, computes_on: units }) => [worker, role, phase, units])]);

@@ -1,0 +1,260 @@
+"""What batches cost and keep: memory, kills, other requests beside them, idle time that they use.
+
+    python benchmarks/batches.py memory [--lines 100000]              resident memory while a file of so many lines runs
+    python benchmarks/batches.py kills [--kills 100] [--lines 20000]  kill -9 again and again: every line exactly once
+    python benchmarks/batches.py beside MODEL [--seconds 120]         other requests beside a batch; idle time used
+    (each with [--json FILE])
+
+memory and kills: the real store, runner and rows in a process of their own; lines are answered at once, without a
+model. beside: a server with MODEL. Other requests come with pauses; their p99 time to first token and p99 gap, alone
+and while a batch runs, and the lines per second of the batch in the pauses, as a share of those of the batch alone.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from common import report
+
+from diptych.cli.batch_client import BatchClient
+from diptych.diagnosis.adapters.http_get import Site
+from diptych.serving.batches.batch_records import BatchLimits, BatchTerms
+from diptych.serving.batches.batch_runner import LineReply
+from diptych.serving.batches.batch_service import BatchOptions, BatchService, LineHost
+
+ENDPOINT = "/v1/completions"
+REPLY = LineReply(200, b'{"choices":[{"text":"' + b"x" * 400 + b'"}]}', "req")
+BATCH_TOKENS = 48
+
+
+def write_input(path: Path, num_lines: int) -> None:
+    with path.open("w") as file:
+        for number in range(num_lines):
+            body = {"prompt": f"line {number} " + "word " * 40, "max_tokens": 16}
+            row = {"custom_id": f"id-{number}", "method": "POST", "url": ENDPOINT, "body": body}
+            file.write(json.dumps(row) + "\n")
+
+
+def resident_mb() -> float:
+    for text in Path("/proc/self/status").read_text().splitlines():
+        if text.startswith("VmRSS"):
+            return int(text.split()[1]) / 1000
+    return 0.0
+
+
+async def answer(path: str, body: bytes, tenant: str) -> LineReply:
+    await asyncio.sleep(0)
+    return REPLY
+
+
+async def serve_folder(folder: Path, source: Path | None, num_lines: int) -> None:
+    """The process that is killed: goes on with what is open in the folder; prints its memory, then the files."""
+    service = BatchService(BatchOptions(folder, BatchLimits(max_file_bytes=10**10, max_lines=num_lines)))
+    service.connect(LineHost(answer, lambda: 0, lambda: ("m",), (ENDPOINT,)))
+    service.start()
+    if source is not None:
+        upload = await service.begin_upload()
+        with source.open("rb") as file:
+            while chunk := file.read(2**20):
+                await upload.write(chunk)
+        stored = await upload.keep("", "in.jsonl", None)
+        upload.drop()
+        await service.create(BatchTerms(stored.id, ENDPOINT, "24h", 86400), "")
+    print("ready", flush=True)
+    most, begun = 0.0, time.monotonic()
+    while True:
+        [batch] = await service.batches("", None, 1)
+        most = max(most, resident_mb())
+        if not batch.is_open:
+            break
+        await asyncio.sleep(0.05)
+    files = [str(service.store.path(name)) for name in (batch.output_file, batch.error_file)]
+    print(
+        json.dumps({"resident_mb": most, "seconds": time.monotonic() - begun, "status": batch.status, "files": files})
+    )
+
+
+def child(folder: Path, source: Path | None, num_lines: int) -> "subprocess.Popen[str]":
+    words = [sys.executable, __file__, "serve-folder", str(folder), str(source or ""), str(num_lines)]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
+
+
+def finish(process: "subprocess.Popen[str]") -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(process.communicate()[0].splitlines()[-1])
+    return found
+
+
+def check_each_once(found: dict[str, Any], num_lines: int) -> int:
+    """How many lines have no row, or several."""
+    seen: Counter[str] = Counter()
+    for name in found["files"]:
+        if Path(name).exists():
+            with Path(name).open() as file:
+                seen.update(json.loads(text)["custom_id"] for text in file)
+    return sum(seen[f"id-{number}"] != 1 for number in range(num_lines)) + max(0, len(seen) - num_lines)
+
+
+def memory(num_lines: int) -> list[dict[str, Any]]:
+    rows = []
+    for count in (num_lines // 100, num_lines // 10, num_lines):
+        with tempfile.TemporaryDirectory() as place:
+            source = Path(place) / "in.jsonl"
+            write_input(source, count)
+            found = finish(child(Path(place) / "batches", source, count))
+            row = {"lines": count, "resident_mb": found["resident_mb"], "seconds": found["seconds"]}
+            rows.append({**row, "lines_per_s": count / found["seconds"], "wrong": check_each_once(found, count)})
+    return rows
+
+
+def kills(num_kills: int, num_lines: int) -> list[dict[str, Any]]:
+    chance, killed, runs = random.Random(1), 0, 0
+    wrong = 0
+    while killed < num_kills:
+        runs += 1
+        with tempfile.TemporaryDirectory() as place:
+            source, folder = Path(place) / "in.jsonl", Path(place) / "batches"
+            write_input(source, num_lines)
+            process = child(folder, source, num_lines)
+            while killed < num_kills:
+                try:
+                    process.wait(chance.uniform(0.02, 0.6))
+                    break
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.communicate()
+                    killed += 1
+                process = child(folder, None, num_lines)
+            wrong += check_each_once(finish(process), num_lines)
+    return [{"kills": killed, "batches": runs, "lines": runs * num_lines, "lines not exactly once": wrong}]
+
+
+class Others:
+    """Requests that come in bursts, each stream read to its end."""
+
+    def __init__(self, url: str, seconds: float) -> None:
+        self.url, self.ttfts, self.gaps = url, list[float](), list[float]()
+        self.busy_s = 0.0
+        chance, end = random.Random(3), time.monotonic() + seconds
+        while time.monotonic() < end:
+            begun = time.monotonic()
+            self._stream(chance)
+            self.busy_s += time.monotonic() - begun
+            time.sleep(chance.expovariate(1 / 6.0))
+
+    def _stream(self, chance: random.Random) -> None:
+        prompt = [chance.randrange(100, 500) for _ in range(200)]
+        body = {"prompt": prompt, "max_tokens": 40, "temperature": 0, "ignore_eos": True, "stream": True}
+        headers = {"content-type": "application/json"}
+        begun = last = time.monotonic()
+        request = urllib.request.Request(f"{self.url}/v1/completions", json.dumps(body).encode(), headers)
+        is_first = True
+        with urllib.request.urlopen(request, timeout=600) as reply:
+            for text in reply:
+                if text.startswith(b"data: {"):
+                    now = time.monotonic()
+                    (self.ttfts if is_first else self.gaps).append(now - (begun if is_first else last))
+                    is_first, last = False, now
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            "requests": len(self.ttfts),
+            "ttft_p99_ms": 1000 * percentile(self.ttfts),
+            "gap_p99_ms": 1000 * percentile(self.gaps),
+        }
+
+
+def percentile(values: list[float]) -> float:
+    return statistics.quantiles(values, n=100)[98] if len(values) > 1 else (values or [0.0])[0]
+
+
+def metric(url: str, name: str) -> float:
+    with urllib.request.urlopen(f"{url}/metrics") as reply:
+        lines = reply.read().decode().splitlines()
+    return sum(float(text.rpartition(" ")[2]) for text in lines if text.startswith(name))
+
+
+def beside(model: str, seconds: float) -> list[dict[str, Any]]:
+    from servers import PORT, PROGRAM, URL, Server
+
+    rows = []
+    with tempfile.TemporaryDirectory() as place:
+        words = [PROGRAM, "serve", "--model", model, "--port", str(PORT), "--batch-dir", f"{place}/batches"]
+        with Server(words, ready="/ready"):
+            source = Path(place) / "in.jsonl"
+            with source.open("w") as file:
+                for number in range(50_000):
+                    body = {"prompt": [7 + number % 400] * 64, "max_tokens": BATCH_TOKENS, "ignore_eos": True}
+                    row = {"custom_id": f"id-{number}", "method": "POST", "url": ENDPOINT, "body": body}
+                    file.write(json.dumps(row) + "\n")
+            Others(URL, 10.0)  # warm
+            rows.append({"what": "others alone", **Others(URL, seconds).figures()})
+            client = BatchClient(Site.of(URL))
+            batch = client.create(client.upload(source), ENDPOINT, "30d")
+            while client.batch(batch["id"])["status"] == "validating":
+                time.sleep(0.2)
+            time.sleep(10.0)
+            name, begun = "diptych:batch_lines_total", time.monotonic()
+            before = metric(URL, name)
+            time.sleep(seconds)
+            alone = (metric(URL, name) - before) / (time.monotonic() - begun)
+            rows.append({"what": "batch alone", "lines_per_s": alone})
+            found: list[Others] = []
+            begun, before = time.monotonic(), metric(URL, name)
+            thread = threading.Thread(target=lambda: found.append(Others(URL, seconds)))
+            thread.start()
+            thread.join()
+            rate = (metric(URL, name) - before) / (time.monotonic() - begun)
+            idle = 1 - found[0].busy_s / (time.monotonic() - begun)
+            rows.append(
+                {
+                    "what": "both",
+                    **found[0].figures(),
+                    "lines_per_s": rate,
+                    "idle": idle,
+                    "idle used": rate / alone / idle,
+                }
+            )
+            client.cancel(batch["id"])
+    return rows
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["serve-folder"]:
+        folder, source, num_lines = sys.argv[2:5]
+        asyncio.run(serve_folder(Path(folder), Path(source) if source else None, int(num_lines)))
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("memory", "kills", "beside"))
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("--lines", type=int)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--json", help="file for the record")
+    asked = parser.parse_args()
+    if asked.part == "memory":
+        rows = memory(asked.lines or 100_000)
+    elif asked.part == "kills":
+        rows = kills(asked.kills, asked.lines or 20_000)
+    else:
+        if asked.model is None:
+            parser.error("beside needs a MODEL")
+        rows = beside(asked.model, asked.seconds)
+    report(f"batches {asked.part}", rows, asked.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Files and batches of a server, over HTTP: what ``diptych batch`` asks for. Streams files; prints nothing."""
+
+import http.client
+import json
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
+
+from diptych.control.errors import ConfigError, RequestError
+from diptych.diagnosis.adapters.http_get import Site
+
+CHUNK_BYTES = 2**20
+TIMEOUT_S = 120.0
+MOST_ERROR_BYTES = 2**16
+
+
+@dataclass(frozen=True, slots=True)
+class BatchClient:
+    """Every call raises RequestError for what the server refuses, ConfigError when it cannot be reached."""
+
+    site: Site
+
+    def upload(self, path: Path) -> str:
+        """The id of the file as the server knows it."""
+        boundary = uuid.uuid4().hex
+        name = path.name.replace("\\", "\\\\").replace('"', '\\"')
+        head = (
+            f'--{boundary}\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+            f'--{boundary}\r\nContent-Disposition: form-data; name="file"; filename="{name}"\r\n\r\n'
+        ).encode()
+        tail = f"\r\n--{boundary}--\r\n".encode()
+
+        def body() -> Iterator[bytes]:
+            yield head
+            with path.open("rb") as file:
+                while chunk := file.read(CHUNK_BYTES):
+                    yield chunk
+            yield tail
+
+        headers = {
+            "Content-Type": f"multipart/form-data; boundary={boundary}",
+            "Content-Length": str(len(head) + path.stat().st_size + len(tail)),
+        }
+        return str(self._send("POST", "/v1/files", body(), headers)["id"])
+
+    def create(self, file_id: str, endpoint: str, window: str) -> dict[str, Any]:
+        """A new batch."""
+        body = {"input_file_id": file_id, "endpoint": endpoint, "completion_window": window}
+        headers = {"Content-Type": "application/json"}
+        return self._send("POST", "/v1/batches", json.dumps(body).encode(), headers)
+
+    def batch(self, batch_id: str) -> dict[str, Any]:
+        """How far a batch is."""
+        return self._ask("GET", f"/v1/batches/{batch_id}")
+
+    def batches(self, limit: int) -> list[dict[str, Any]]:
+        """Batches, the newest first."""
+        return list(self._ask("GET", f"/v1/batches?limit={limit}")["data"])
+
+    def cancel(self, batch_id: str) -> dict[str, Any]:
+        """Give up what is not done of a batch."""
+        return self._ask("POST", f"/v1/batches/{batch_id}/cancel")
+
+    def file(self, file_id: str) -> dict[str, Any]:
+        """What is known of a file."""
+        return self._ask("GET", f"/v1/files/{file_id}")
+
+    def download(self, file_id: str, path: Path) -> None:
+        """Write a file of the server to ``path``; what was there is replaced when the file is whole."""
+        part = path.with_name(f"{path.name}.part")
+        try:
+            with self._open("GET", f"/v1/files/{file_id}/content") as reply, part.open("wb") as file:
+                shutil.copyfileobj(reply, file, CHUNK_BYTES)
+            part.replace(path)
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+
+    def delete_file(self, file_id: str) -> None:
+        """The server may forget this file."""
+        self._ask("DELETE", f"/v1/files/{file_id}")
+
+    def _ask(self, method: str, path: str) -> dict[str, Any]:
+        with self._open(method, path) as reply:
+            found: dict[str, Any] = json.loads(reply.read())
+            return found
+
+    def _open(self, method: str, path: str) -> Any:
+        request = Request(self.site.url + path, method=method, headers=self._key())
+        try:
+            return urlopen(request, timeout=TIMEOUT_S)
+        except HTTPError as error:
+            raise RequestError(_refusal(error.code, error.read(MOST_ERROR_BYTES))) from None
+        except (URLError, HTTPException, OSError) as error:
+            raise self._unreachable(error) from None
+
+    def _send(self, method: str, path: str, body: Iterator[bytes] | bytes, headers: dict[str, str]) -> dict[str, Any]:
+        """With a body that is streamed. A server that refuses it in the middle is still listened to."""
+        parts = urlsplit(self.site.url)
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        connection = kind(parts.netloc, timeout=TIMEOUT_S)
+        try:
+            with suppress(BrokenPipeError, ConnectionResetError):
+                connection.request(method, parts.path + path, body, {**headers, **self._key()})
+            reply = connection.getresponse()
+            text = reply.read()
+            if reply.status >= 300:
+                raise RequestError(_refusal(reply.status, text))
+            found: dict[str, Any] = json.loads(text)
+            return found
+        except (HTTPException, OSError) as error:
+            raise self._unreachable(error) from None
+        finally:
+            connection.close()
+
+    def _key(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.site.key}"} if self.site.key else {}
+
+    def _unreachable(self, error: Exception) -> ConfigError:
+        return ConfigError(f"cannot reach {self.site.url}: {getattr(error, 'reason', error)}", param="url")
+
+
+def _refusal(status: int, body: bytes) -> str:
+    """The message of an error reply."""
+    text = body.decode("utf-8", "replace")
+    try:
+        return str(json.loads(text)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"the server answered {status}: {text[:200]}"

@@ -1,0 +1,60 @@
+"""The options of a server that takes batches, as its settings."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from diptych.cli.options import GB, MOST_GB
+from diptych.control.errors import ConfigError
+from diptych.serving.batches.batch_records import BatchLimits
+from diptych.serving.batches.batch_service import BatchOptions
+from diptych.serving.batches.pace import LineLimits
+from diptych.serving.link.engine_options import parse_bytes
+
+DIR_HELP = "Take files and batches (/v1/files, /v1/batches) and keep them in this folder. Default: not taken."
+LINES_HELP = "Lines of batches that run at once while no other request does. Default: 32."
+BESIDE_HELP = "Of these, beside other requests when there is time. Default: 0."
+MAX_LINES_HELP = "Lines of one batch at most. Default: 100000."
+MAX_FILE_HELP = "Largest uploaded file; more gets 413. Default: 256MiB."
+GB_HELP = "What all files may take together, in GB; then no more are taken. Default: 10."
+NAMES = ("batch_lines", "batch_lines_beside", "batch_max_lines", "batch_max_file", "batch_gb")
+
+
+def batch_options(given: Mapping[str, Any]) -> BatchOptions | None:
+    """The settings from the values of the options; None where batches are not taken. Raises ConfigError."""
+    if given["batch_dir"] is None:
+        for name in NAMES:
+            if given[name] is not None:
+                raise ConfigError(f"{name} has no effect without batch_dir", param=name)
+        return None
+    limits = {
+        name: value
+        for name, value in (
+            ("max_lines", _at_least_1(given, "batch_max_lines")),
+            ("max_file_bytes", None if given["batch_max_file"] is None else _file_bytes(given["batch_max_file"])),
+            ("max_total_bytes", _total_bytes(given["batch_gb"])),
+        )
+        if value is not None
+    }
+    lines = {"at_once": given["batch_lines"], "beside": given["batch_lines_beside"]}
+    return BatchOptions(
+        given["batch_dir"].expanduser().absolute(),
+        BatchLimits(**limits),
+        LineLimits(**{name: value for name, value in lines.items() if value is not None}),
+    )
+
+
+def _at_least_1(given: Mapping[str, Any], name: str) -> int | None:
+    value: int | None = given[name]
+    if value is not None and value < 1:
+        raise ConfigError(f"{name} is {value}; it must be at least 1", param=name)
+    return value
+
+
+def _file_bytes(text: str) -> int:
+    return parse_bytes(text, "batch_max_file")
+
+
+def _total_bytes(gb: float | None) -> int | None:
+    if gb is not None and not 0 < gb <= MOST_GB:
+        raise ConfigError(f"batch_gb is {gb}; it must be in (0, {MOST_GB}]", param="batch_gb")
+    return None if gb is None else max(1, int(gb * GB))

@@ -1,0 +1,77 @@
+"""Runs the lines of batches as requests to the server's own routes, in this process: what a client would be answered
+over HTTP, without the layers that guard the door (keys, limits of bodies, origins).
+"""
+
+import asyncio
+import logging
+
+from fastapi import FastAPI
+from starlette.types import ASGIApp, Message, Scope
+
+from diptych.control.errors import DiptychError
+from diptych.serving.api.error_format import error_body
+from diptych.serving.batches.batch_runner import LineReply
+
+logger = logging.getLogger(__name__)
+
+
+class AppLines:
+    """The LineExecutor of a served application. entry: its routes with their handlers of errors."""
+
+    def __init__(self, app: FastAPI, entry: ASGIApp) -> None:
+        self._app = app
+        self._entry = entry
+
+    async def __call__(self, path: str, body: bytes, tenant: str) -> LineReply:
+        """See LineExecutor. A failure of the route is a reply of status 500."""
+        scope = self._scope(path, body, tenant)
+        request: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        parts: list[bytes] = []
+        start: Message = {}
+
+        async def receive() -> Message:
+            if request:
+                return request.pop()
+            await asyncio.Event().wait()  # the client of a line does not go away; its task is cancelled instead
+            raise AssertionError
+
+        async def send(message: Message) -> None:
+            nonlocal start
+            if message["type"] == "http.response.start":
+                start = message
+            elif message["type"] == "http.response.body":
+                parts.append(message.get("body", b""))
+
+        try:
+            await self._entry(scope, receive, send)
+        except Exception:
+            logger.exception("a line of a batch failed at %s", path)
+        if not start:
+            return LineReply(500, error_body(DiptychError("internal error; the server's log has the details")))
+        headers = {bytes(name).lower(): bytes(value) for name, value in start.get("headers", ())}
+        retry_after = headers.get(b"retry-after", b"0")
+        return LineReply(
+            start["status"],
+            b"".join(parts),
+            str(scope["state"].get("reply_id", "")),
+            float(retry_after) if retry_after.isdigit() else 0.0,
+        )
+
+    def _scope(self, path: str, body: bytes, tenant: str) -> Scope:
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())],
+            "client": None,
+            "server": None,
+            "extensions": {},
+            "state": {"tenant": tenant},
+            "app": self._app,
+        }

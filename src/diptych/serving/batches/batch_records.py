@@ -1,0 +1,188 @@
+"""Files, batches and lines as data, with their limits and the JSON that clients see of them. Pure: no I/O, no clock.
+
+    validating -> failed                                        a line is wrong: nothing of it runs
+             `--> in_progress -> finalizing -> completed        every line has its row
+                            |`---------------> expired          the window is over: lines not done get rows that say so
+                             `-> cancelling -> cancelled        the same for lines that a client gave up
+
+Law: when a batch has ended other than by ``failed``, each line has exactly one row, in the output or in the error file.
+"""
+
+import re
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from diptych.control.errors import ConfigError, InvalidRequestError
+
+Status = Literal[
+    "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
+]  # fmt: skip
+End = Literal["completed", "expired", "cancelled"]
+OPEN: tuple[Status, ...] = ("validating", "in_progress", "finalizing", "cancelling")
+MAX_ERRORS = 100  # of wrong lines that are reported
+MAX_ID = 512  # characters of a custom_id
+MAX_WINDOW_S = 30 * 24 * 3600
+_WINDOW = re.compile(r"([1-9][0-9]{0,8})(s|m|h|d)")
+_UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    """max_file_bytes: of an uploaded file. max_lines: of a batch. max_line_bytes: of one line. max_total_bytes: of all
+    files together; no more are taken then. max_files, max_batches: kept; max_open: batches that have not ended."""
+
+    max_file_bytes: int = 256 * 2**20
+    max_lines: int = 100_000
+    max_line_bytes: int = 16 * 2**20
+    max_total_bytes: int = 10 * 10**9
+    max_files: int = 10_000
+    max_batches: int = 10_000
+    max_open: int = 1_000
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1", param=name)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file. number: in the order of creation. Times are Unix seconds; expires_s None: it is kept until deleted."""
+
+    number: int
+    id: str
+    tenant: str
+    purpose: str
+    filename: str
+    num_bytes: int
+    created_s: int
+    expires_s: int | None = None
+
+    def json(self) -> dict[str, Any]:
+        """As clients see it."""
+        return {
+            "id": self.id,
+            "object": "file",
+            "bytes": self.num_bytes,
+            "created_at": self.created_s,
+            "expires_at": self.expires_s,
+            "filename": self.filename,
+            "purpose": self.purpose,
+            "status": "processed",
+            "status_details": None,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class LineFault:
+    """Why a file cannot be run. line: from 1 (None: of the whole file)."""
+
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+    def json(self) -> dict[str, Any]:
+        """As clients see it."""
+        return {"code": self.code, "line": self.line, "message": self.message, "param": self.param}
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTerms:
+    """What a client asks for. window_s: after its creation a batch expires. output_expiry_s: for how long its files are
+    kept (None: until deleted)."""
+
+    input_file: str
+    endpoint: str
+    window: str
+    window_s: int
+    metadata: dict[str, str] | None = None
+    output_expiry_s: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A batch. number: in the order of creation. times: when it reached a status, such as {"failed_at": 12}. end: what
+    ``finalizing`` or ``cancelling`` leads to. output_bytes, error_bytes: of the rows whose lines are marked as done."""
+
+    number: int
+    id: str
+    tenant: str
+    terms: BatchTerms
+    status: Status
+    created_s: int
+    expires_s: int
+    end: End | None = None
+    times: dict[str, int] = field(default_factory=dict)
+    faults: tuple[LineFault, ...] = ()
+    output_bytes: int = 0
+    error_bytes: int = 0
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+
+    @property
+    def output_file(self) -> str:
+        """The id of its output file, which exists when it has ended and some line succeeded."""
+        return f"file-{self.id.removeprefix('batch_')}out"
+
+    @property
+    def error_file(self) -> str:
+        """The id of its error file, which exists when it has ended and some line failed."""
+        return f"file-{self.id.removeprefix('batch_')}err"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has not ended."""
+        return self.status in OPEN
+
+    def json(self) -> dict[str, Any]:
+        """As clients see it."""
+        has_files = not self.is_open
+        names = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+        return {
+            "id": self.id,
+            "object": "batch",
+            "endpoint": self.terms.endpoint,
+            "errors": {"object": "list", "data": [fault.json() for fault in self.faults]} if self.faults else None,
+            "input_file_id": self.terms.input_file,
+            "completion_window": self.terms.window,
+            "status": self.status,
+            "output_file_id": self.output_file if has_files and self.output_bytes else None,
+            "error_file_id": self.error_file if has_files and self.error_bytes else None,
+            "created_at": self.created_s,
+            "expires_at": self.expires_s,
+            **{f"{name}_at": self.times.get(f"{name}_at") for name in names},
+            "request_counts": {"total": self.total, "completed": self.completed, "failed": self.failed},
+            "metadata": self.terms.metadata,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class LinePlace:
+    """Where a line is: its number from 1, the first byte of it in its file, and how many it has."""
+
+    number: int
+    offset: int
+    num_bytes: int
+    custom_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class LineResult:
+    """A line is done. row: for its file, with the newline. is_success: it goes to the output file."""
+
+    batch: int
+    line: int
+    row: bytes
+    is_success: bool
+
+
+def window_seconds(window: str) -> int:
+    """The length of a completion window such as 24h. Raises InvalidRequestError."""
+    found = _WINDOW.fullmatch(window)
+    seconds = int(found[1]) * _UNIT_S[found[2]] if found else 0
+    if not 0 < seconds <= MAX_WINDOW_S:
+        message = f"completion_window is {window[:40]!r}; expected a time such as 24h, 90m or 7d, at most 30d"
+        raise InvalidRequestError(message, param="completion_window")
+    return seconds

@@ -1,0 +1,300 @@
+"""Runs the lines of batches when there is room for them, and writes their rows: one loop, and one writer.
+
+    loop:    validate a part -> expire -> start lines, the most urgent batch first -> finish what is done -> wait
+    line:    execute -> its row, or try again later: nothing of a line is kept before its row is on disk
+    writer:  all rows that are ready -> the store, in one go
+
+Memory does not grow with the number of lines: a batch has some lines read ahead, and a line leaves when its row is
+on disk. A server that stops, or is killed, runs the lines again whose rows were not on disk.
+"""
+
+import asyncio
+import logging
+import sqlite3
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from diptych.control.errors import DiptychError
+from diptych.serving.api.error_format import error_body
+from diptych.serving.batches.batch_records import Batch, End, LineResult
+from diptych.serving.batches.batch_store import BatchStore, row_id
+from diptych.serving.batches.line_check import reply_row, request_body
+from diptych.serving.batches.line_intake import LineIntake
+from diptych.serving.batches.line_schedule import (
+    BUFFERED_BYTES,
+    BUFFERED_LINES,
+    LineSchedule,
+    RunningBatch,
+    WaitingLine,
+)
+from diptych.serving.batches.pace import LineLimits, Pace
+
+logger = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 3  # of a line that fails by the server's fault
+BUSY = (429, 503)  # the server had no room; that is no attempt
+MAX_RETRY_S = 30.0
+POLL_S = 0.2  # between two looks whether there is room
+SWEEP_S = 60.0  # between two looks for files that have expired
+DISK_RETRY_S = 5.0
+Result = TypeVar("Result")
+
+
+class InThread(Protocol):
+    """Runs a function in the thread of the store, in the order of the calls."""
+
+    async def __call__(self, work: Callable[..., Result], *arguments: Any) -> Result:
+        """Its result."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LineReply:
+    """What a line was answered. body: JSON. retry_after_s: where the server had no room."""
+
+    status: int
+    body: bytes
+    request_id: str = ""
+    retry_after_s: float = 0.0
+
+
+class LineExecutor(Protocol):
+    """Runs the requests of lines."""
+
+    async def __call__(self, path: str, body: bytes, tenant: str) -> LineReply:
+        """The reply to a POST. Cancelling it ends the request."""
+        ...
+
+
+@dataclass(slots=True)
+class BatchCounts:
+    """Since the start: lines with a row that came of an answer or of a refusal, retries, and failures of the disk."""
+
+    completed: int = 0
+    failed: int = 0
+    retries: int = 0
+    disk_failures: int = 0
+
+
+class BatchRunner:
+    """others: how many requests besides those of lines are open;
+    None: no request is taken now. models: names that lines may ask for. clock: Unix seconds."""
+
+    def __init__(
+        self,
+        store: BatchStore,
+        in_thread: InThread,
+        execute: LineExecutor,
+        others: Callable[[], int | None],
+        models: Callable[[], Collection[str]],
+        limits: LineLimits,
+        clock: Callable[[], float],
+    ) -> None:
+        self._store = store
+        self._in_thread = in_thread
+        self._execute = execute
+        self._others = others
+        self._limits = limits
+        self.pace = Pace()
+        self._models = models
+        self._clock = clock
+        self.counts = BatchCounts()
+        self.schedule = LineSchedule()
+        self._new: list[Batch] = []
+        self._intakes: dict[str, tuple[Batch, LineIntake]] = {}
+        self._tasks: dict[tuple[int, int], asyncio.Task[None]] = {}
+        self._results: list[LineResult] = []
+        self._has_results = asyncio.Event()
+        self._wake = asyncio.Event()
+        self._sweep_at = 0.0
+
+    @property
+    def num_open(self) -> int:
+        """Batches that have not ended, as far as this process has seen them."""
+        return len(self._new) + len(self._intakes) + len(self.schedule.batches)
+
+    def add(self, batch: Batch) -> None:
+        """A batch was created."""
+        self._new.append(batch)
+        self._wake.set()
+
+    def cancel(self, batch: Batch) -> None:
+        """A client gave up a batch, which the store knows already."""
+        running = self.schedule.batches.get(batch.number)
+        if running is not None and running.end is None:
+            self._give_up(running, "cancelled")
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Until it is cancelled. Lines that run then are ended; their rows that are ready are still written."""
+        writing = asyncio.create_task(self._write())
+        try:
+            for batch in await self._in_thread(self._store.tables.open_batches):
+                if batch.status == "validating":
+                    self._new.append(batch)
+                else:
+                    self.schedule.add(batch)
+            while True:
+                self._wake.clear()
+                wait_s = await self._guarded_turn()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(wait_s):  # wait_for of Python 3.11 may swallow a cancellation
+                        await self._wake.wait()
+        finally:
+            for task in self._tasks.values():
+                task.cancel()
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+            writing.cancel()
+            with suppress(asyncio.CancelledError):
+                await writing
+            with suppress(OSError, sqlite3.Error):
+                await self._in_thread(self._store.commit, self._results)
+
+    # -- the loop -----------------------------------------------------------------------------------------------------
+
+    async def _guarded_turn(self) -> float:
+        """How long nothing needs to be done, if nothing happens. A disk that fails stops batches, never the server."""
+        try:
+            return await self._turn()
+        except (OSError, sqlite3.Error) as error:
+            self._on_disk_failure(error)
+            return DISK_RETRY_S
+
+    async def _turn(self) -> float:
+        now = self._clock()
+        if now >= self._sweep_at:
+            self._sweep_at = now + SWEEP_S
+            await self._in_thread(self._store.drop_expired, int(now))
+        await self._validate(int(now))
+        for running in self.schedule.over(now):
+            found = await self._in_thread(self._store.conclude, running.batch, "expired", int(now))
+            self._give_up(running, found.end)
+        await self._start_lines(now)
+        for running in list(self.schedule.batches.values()):
+            if running.is_done:
+                await self._finish(running)
+        return self._wait_s(now)
+
+    def _wait_s(self, now: float) -> float:
+        if self._intakes or self._new:
+            return POLL_S if self._others() is None else 0.0
+        times = [float(entry.batch.expires_s) for entry in self.schedule.in_order()]
+        if (retry := self.schedule.next_retry()) is not None:
+            times.append(retry)
+        wait_s = min([self._sweep_at, *times]) - now
+        return max(0.01, min(wait_s, POLL_S if self.schedule.batches else SWEEP_S))
+
+    async def _validate(self, now: int) -> None:
+        """A part of each file that is being validated. A server that takes no requests may not know its models yet."""
+        if self._others() is None:
+            return
+        new, self._new = self._new, []
+        for batch in new:
+            intake = await self._in_thread(LineIntake, self._store, batch, self._models())
+            self._intakes[batch.id] = (batch, intake)
+        for batch, intake in list(self._intakes.values()):
+            if await self._in_thread(intake.read_part, now):
+                continue
+            found = await self._in_thread(self._store.batch, batch.id, batch.tenant)
+            if found.status == "cancelling":
+                await self._in_thread(self._store.tables.forget_lines, found.number)
+            if found.is_open:
+                self.schedule.add(found)
+            del self._intakes[batch.id]
+
+    async def _start_lines(self, now: float) -> None:
+        if (num_others := self._others()) is None:
+            return
+        num_held = self.schedule.num_held
+        for running in self.schedule.in_order():
+            batch = running.batch
+            num_left = max(0, batch.total - running.num_done)
+            is_free = not num_others or self.pace.is_urgent(num_left, batch.created_s, batch.expires_s, now)
+            most = self._limits.at_once if is_free else self._limits.beside
+            while num_held < most:
+                if running.wants_lines:
+                    lines = await self._in_thread(
+                        self._store.read_lines, batch, running.after, BUFFERED_LINES, BUFFERED_BYTES
+                    )
+                    self.schedule.read(running, lines)
+                line = self.schedule.take(running, now)
+                if line is None:
+                    break
+                key = (batch.number, line.place.number)
+                self._tasks[key] = asyncio.create_task(self._run_line(batch, line))
+                num_held += 1
+
+    def _give_up(self, running: RunningBatch, end: End | None) -> None:
+        self.schedule.give_up(running, end or "cancelled")
+        for number in running.held:
+            if (task := self._tasks.get((running.batch.number, number))) is not None:
+                task.cancel()
+
+    async def _finish(self, running: RunningBatch) -> None:
+        """All its lines have their rows, or get them now."""
+        now, wanted = int(self._clock()), running.end or "completed"
+        found = await self._in_thread(self._store.conclude, running.batch, wanted, now)
+        end = found.end or wanted
+        while end != "completed" and await self._in_thread(self._store.end_lines, found, end):
+            pass
+        await self._in_thread(self._store.finish, found, end, now)
+        del self.schedule.batches[running.batch.number]
+
+    # -- lines --------------------------------------------------------------------------------------------------------
+
+    async def _run_line(self, batch: Batch, line: WaitingLine) -> None:
+        try:
+            await self._try_line(batch, line)
+        except asyncio.CancelledError:
+            self.schedule.put_back(batch.number, line, 0.0)
+        finally:
+            del self._tasks[batch.number, line.place.number]
+            self._wake.set()
+
+    async def _try_line(self, batch: Batch, line: WaitingLine) -> None:
+        endpoint = batch.terms.endpoint
+        try:
+            reply = await self._execute(endpoint, request_body(line.text, endpoint), batch.tenant)
+        except Exception:
+            logger.exception("line %d of %s failed", line.place.number, batch.id)
+            reply = LineReply(500, error_body(DiptychError("internal error; the server's log has the details")))
+        is_busy = reply.status in BUSY
+        if is_busy or (reply.status >= 500 and line.num_attempts < MAX_ATTEMPTS):
+            self.counts.retries += 1
+            delay_s = min(MAX_RETRY_S, max(1.0, reply.retry_after_s))
+            line.num_attempts -= is_busy
+            self.schedule.put_back(batch.number, line, self._clock() + delay_s)
+            return
+        row = reply_row(
+            row_id(batch, line.place.number), line.place.custom_id, reply.status, reply.request_id, reply.body
+        )
+        self._results.append(LineResult(batch.number, line.place.number, row, reply.status < 400))
+        self._has_results.set()
+
+    async def _write(self) -> None:
+        """Rows that are ready, to the disk. What cannot be written is kept, and no more lines start meanwhile."""
+        while True:
+            await self._has_results.wait()
+            self._has_results.clear()
+            if not (results := tuple(self._results)):
+                continue
+            try:
+                await self._in_thread(self._store.commit, results)
+            except (OSError, sqlite3.Error) as error:
+                self._on_disk_failure(error)
+                await asyncio.sleep(DISK_RETRY_S)
+                self._has_results.set()
+                continue
+            del self._results[: len(results)]
+            for result in results:
+                self.schedule.done(result.batch, result.line)
+                self.counts.completed += result.is_success
+                self.counts.failed += not result.is_success
+            self.pace.on_done(len(results), self._clock())
+            self._wake.set()
+
+    def _on_disk_failure(self, error: Exception) -> None:
+        self.counts.disk_failures += 1
+        logger.error("batches wait for their disk: %s", error)

@@ -1,0 +1,121 @@
+"""Which line runs next. Pure: no I/O; it is told the time (Unix seconds as a float, only compared).
+
+Among batches the one whose window ends first goes first, then the older; inside a batch the lines go in the order of
+their file, those that come back after a failed attempt when their time has come. Holds a bounded number of lines.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from diptych.serving.batches.batch_records import Batch, End, LinePlace
+
+BUFFERED_LINES = 32  # of a batch, read ahead
+BUFFERED_BYTES = 4 * 2**20
+
+
+@dataclass(slots=True)
+class WaitingLine:
+    """A line with its text, and how often it was tried."""
+
+    place: LinePlace
+    text: bytes
+    num_attempts: int = 0
+
+
+@dataclass(slots=True)
+class RunningBatch:
+    """A batch in progress. after: the last line that was read of its file; is_read: all were. held: lines that are run
+    or whose rows are being written. num_done: lines whose rows are on disk. end: none of its lines is to run any more,
+    and this is what becomes of it."""
+
+    batch: Batch
+    after: int = 0
+    is_read: bool = False
+    buffer: deque[WaitingLine] = field(default_factory=deque)
+    later: list[tuple[float, int, WaitingLine]] = field(default_factory=list)  # heap of (when, line, line)
+    held: dict[int, WaitingLine] = field(default_factory=dict)
+    num_done: int = 0
+    end: End | None = None
+
+    @property
+    def wants_lines(self) -> bool:
+        """Whether more of its file is to be read before its next line is chosen."""
+        return self.end is None and not self.is_read and not self.buffer
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no line of it runs or waits here, and none is to be read."""
+        if self.held:
+            return False
+        return self.end is not None or (self.is_read and not self.buffer and not self.later)
+
+
+class LineSchedule:
+    """The batches in progress, by number."""
+
+    def __init__(self) -> None:
+        self.batches: dict[int, RunningBatch] = {}
+
+    @property
+    def num_held(self) -> int:
+        """Lines that run or whose rows are being written."""
+        return sum(len(running.held) for running in self.batches.values())
+
+    def add(self, batch: Batch) -> None:
+        """A batch is in progress."""
+        self.batches[batch.number] = RunningBatch(batch, num_done=batch.completed + batch.failed, end=batch.end)
+
+    def in_order(self) -> list[RunningBatch]:
+        """Batches whose lines may run, the most urgent first."""
+        found = [running for running in self.batches.values() if running.end is None]
+        return sorted(found, key=lambda running: (running.batch.expires_s, running.batch.number))
+
+    def read(self, running: RunningBatch, lines: list[tuple[LinePlace, bytes]]) -> None:
+        """Lines of its file were read; none: all were."""
+        running.is_read = not lines
+        for place, text in lines:
+            running.after = place.number
+            running.buffer.append(WaitingLine(place, text))
+
+    def take(self, running: RunningBatch, now: float) -> WaitingLine | None:
+        """Its next line, which is held from now on; None when none is here, or none of them may run yet. While many are
+        to be tried again, no new ones begin."""
+        if running.end is not None:
+            return None
+        if running.later and running.later[0][0] <= now:
+            line = heappop(running.later)[2]
+        elif running.buffer and len(running.later) < BUFFERED_LINES:
+            line = running.buffer.popleft()
+        else:
+            return None
+        line.num_attempts += 1
+        running.held[line.place.number] = line
+        return line
+
+    def put_back(self, number: int, line: WaitingLine, when: float) -> None:
+        """The line could not be run; it is tried again, not before ``when``."""
+        running = self.batches[number]
+        del running.held[line.place.number]
+        if running.end is None:
+            heappush(running.later, (when, line.place.number, line))
+
+    def done(self, number: int, line: int) -> None:
+        """The row of a line is on disk."""
+        running = self.batches[number]
+        del running.held[line]
+        running.num_done += 1
+
+    def next_retry(self) -> float | None:
+        """When a line that failed may run again."""
+        return min((running.later[0][0] for running in self.batches.values() if running.later), default=None)
+
+    def over(self, now: float) -> list[RunningBatch]:
+        """Batches whose window is over and that have not been told."""
+        return [entry for entry in self.batches.values() if entry.end is None and entry.batch.expires_s <= now]
+
+    def give_up(self, running: RunningBatch, end: End) -> None:
+        """No more lines of this batch are to run; those that are held are for the caller to stop."""
+        running.end = end
+        running.buffer.clear()
+        running.later.clear()

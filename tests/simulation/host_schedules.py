@@ -1,0 +1,65 @@
+"""Random fleets on hosts and in racks, and faults of places and of the ways between them; the laws are those of
+fault_schedules.py, and that recovery is bounded.
+
+Used by test_host_faults.py (some hundreds of schedules) and benchmarks/fault_schedules.py --hosts.
+"""
+
+import random
+from dataclasses import replace
+
+from diptych.control.slo import NS_PER_MS, NS_PER_S
+from diptych.simulation.fault_places import random_place_faults
+from diptych.simulation.fleet.pools import Pools
+from diptych.simulation.scenario import Scenario
+from tests.simulation.fault_schedules import LIMIT_NS, AuditedCluster, random_schedule, run_schedule
+
+RECOVERY_NS = 5 * NS_PER_S  # after the last fault, beside the time in which one worker does the whole load again
+
+
+def spread_schedule(seed: int, *, fast_forward: bool = True) -> Scenario:
+    """The fleet and the load of ``random_schedule``, on hosts that share no memory, in up to three racks."""
+    scenario, rng = random_schedule(seed, fast_forward=fast_forward), random.Random(f"hosts {seed}")
+    pools, count = scenario.pools, scenario.num_workers
+    if pools is None:
+        pools = Pools(num_both=count, kv_bytes_per_token=10**5)
+    num_hosts = rng.choice([0, 2, max(1, count // 2), max(1, count // 3)])
+    num_racks = rng.choice([0, 1, 2, 3])
+    pools = replace(
+        pools,
+        link=rng.choice(["nvlink4", "eth100"]),
+        num_hosts=num_hosts,
+        shares_memory=not num_hosts,
+        num_racks=num_racks,
+        uplink=rng.choice(["", "eth100"]) if num_racks else "",
+    )
+    last_ns = max(spec.arrival_ns for spec in scenario.workload)  # type: ignore[union-attr]
+    faults = random_place_faults(
+        rng.randrange(2**30),
+        pools,
+        until_ns=last_ns + rng.choice([50, 500]) * NS_PER_MS,
+        count=rng.choice([1, 3, 8, 16]),
+        mean_duration_ns=rng.choice([2, 20, 200]) * NS_PER_MS,
+    )
+    routing = replace(scenario.cluster.routing, disaggregate=rng.choice(["always", "always", "auto"]))
+    return replace(scenario, pools=pools, faults=faults, cluster=replace(scenario.cluster, routing=routing))
+
+
+def run_spread(seed: int) -> AuditedCluster:
+    """To the end, with every law checked, and that recovery takes a bounded time."""
+    scenario = spread_schedule(seed)
+    cluster, quiet = run_schedule(scenario), AuditedCluster(replace(scenario, faults=()))
+    quiet.run(LIMIT_NS)
+    over_ns = max([fault.end_ns for fault in scenario.faults], default=0)
+    again_ns = scenario.num_workers * quiet.last_end_ns  # what waited may all be on the worker that came back first
+    late_ns = cluster.last_end_ns - over_ns - again_ns
+    assert late_ns <= RECOVERY_NS, f"{late_ns} ns more than the whole load takes again after the last fault"
+    return cluster
+
+
+def check_spread_strides(seed: int, cluster: AuditedCluster) -> None:
+    """The same schedule, every step on its own: the same log."""
+    steps = AuditedCluster(spread_schedule(seed, fast_forward=False))
+    steps.run(LIMIT_NS)
+    assert cluster.log is not None
+    assert steps.log is not None
+    assert list(cluster.log.lines()) == list(steps.log.lines()), "strides change the log"
