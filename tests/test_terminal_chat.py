@@ -88,9 +88,18 @@ def test_answers_are_printed_and_the_conversation_is_kept(replies: type[Replies]
     assert result.exit_code == 0, result.output
     assert result.stdout == "good morning \nand evening \n"
     first, second = replies.bodies
-    assert (first["temperature"], first["max_tokens"], first["stream"]) == (0.7, 9, True)
+    assert (first["temperature"], first["max_tokens"], first["stream"]) == (0.2, 9, True)
     assert [message["role"] for message in second["messages"]] == ["system", "user", "assistant", "user"]
     assert second["messages"][2]["content"] == "good morning "
+
+
+def test_an_answer_that_does_not_end_is_left(replies: type[Replies], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diptych.cli.chat_client.MOST_PIECES", 3)
+    result = chat(replies, "a b c d e\nshort\n")
+    assert result.exit_code == 0 and result.stdout == "a b c \nshort \n"
+    assert "stopped after 3 pieces; --max-tokens N allows more" in result.stderr
+    assert replies.bodies[1]["messages"][1] == {"role": "assistant", "content": "a b c "}
+    assert chat(replies, "a b c d e\n", "--max-tokens", "9").stdout == "a b c d e \n"
 
 
 def test_a_line_may_go_on_in_the_next(replies: type[Replies]) -> None:

@@ -4,7 +4,8 @@ Reads the server's stream of events. Prints nothing.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from typing import Any
@@ -17,13 +18,15 @@ from diptych.serving.link.engine_options import BUNDLED_MODEL
 
 ANSWER_TIMEOUT_S = 600.0  # between two events: a long prompt may wait behind others
 MOST_ERROR_BYTES = 2**16
+MOST_PIECES = 1024  # of an answer, a token each or a few
 COMPLETION_TOKENS = 64  # of a continuation, which may have no end of its own
 PARAGRAPH = "\n\n"  # where it ends earlier
 
 
 @dataclass(slots=True)
 class ChatClient:
-    """words: what the user should know at the start. completes: texts are continued, each by itself."""
+    """words: what the user should know at the start. completes: texts are continued, each by itself. is_cut:
+    the last answer was left before its end."""
 
     site: Site
     model: str
@@ -31,6 +34,7 @@ class ChatClient:
     completes: bool
     sampling: Mapping[str, Any] = field(default_factory=dict)
     messages: list[dict[str, str]] = field(default_factory=list)
+    is_cut: bool = False
 
     @classmethod
     def connect(
@@ -53,7 +57,9 @@ class ChatClient:
 
     def answer(self, text: str) -> Iterator[str]:
         """The answer, piece by piece. It belongs to the conversation as far as it came, also when the caller stops;
-        without any, the text was not said. Raises RequestError for what the server refuses."""
+        without any, the text was not said. Small models may never end: without max_tokens it is left after MOST_PIECES
+        (``is_cut``). Raises RequestError for what the server refuses."""
+        self.is_cut = False
         body = {"model": self.model, "stream": True, **self.sampling}
         if self.completes:
             body = {"max_tokens": COMPLETION_TOKENS, "stop": [PARAGRAPH], **body, "prompt": text}
@@ -62,16 +68,20 @@ class ChatClient:
         self.messages.append({"role": "user", "content": text})
         pieces: list[str] = []
         try:
-            for piece in self._events("/v1/chat/completions", {**body, "messages": self.messages}):
-                pieces.append(piece)
-                yield piece
+            with closing(self._events("/v1/chat/completions", {**body, "messages": self.messages})) as events:
+                for piece in events:
+                    pieces.append(piece)
+                    yield piece
+                    self.is_cut = len(pieces) == MOST_PIECES and "max_tokens" not in self.sampling
+                    if self.is_cut:
+                        return
         finally:
             if pieces:
                 self.messages.append({"role": "assistant", "content": "".join(pieces)})
             else:
                 self.messages.pop()
 
-    def _events(self, path: str, body: Mapping[str, Any]) -> Iterator[str]:
+    def _events(self, path: str, body: Mapping[str, Any]) -> Generator[str, None, None]:
         """The texts of a stream of events."""
         try:
             with urlopen(self._request(path, body), timeout=ANSWER_TIMEOUT_S) as reply:

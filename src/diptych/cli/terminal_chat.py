@@ -25,8 +25,10 @@ def chat(
     url: Annotated[str, typer.Argument(metavar="[URL]", help="A running server.")] = URL,
     model: Annotated[Text, typer.Option(help="Served model. Default: the server's first.")] = None,
     system: Annotated[Text, typer.Option(help="What the model is told before the conversation.")] = None,
-    max_tokens: Annotated[Whole, typer.Option(help="Tokens of an answer at most. Default: the server's limit.")] = None,
-    temperature: Annotated[Number, typer.Option(help="0 takes the likeliest token each time.")] = 0.7,
+    max_tokens: Annotated[
+        Whole, typer.Option(help="Tokens of an answer at most. Default: stop at about 1,024.")
+    ] = None,
+    temperature: Annotated[Number, typer.Option(help="0 takes the likeliest token each time.")] = 0.2,
     complete: Annotated[bool, typer.Option("--complete", help="Continue each text, without a conversation.")] = False,
     api_key: Annotated[Text, typer.Option(help="Key of the server.", envvar="DIPTYCH_API_KEY")] = None,
 ) -> None:
@@ -76,10 +78,14 @@ def _messages(is_terminal: bool) -> Iterator[str]:
 
 def _answer(client: "ChatClient", text: str, is_terminal: bool) -> bool:
     """Print the answer while it comes. False: there was an error, which is said."""
+    from diptych.cli.chat_client import MOST_PIECES
+
     try:
         for piece in client.answer(text):
             sys.stdout.write(piece)
             sys.stdout.flush()
+        if client.is_cut:
+            print(f"\n(stopped after {MOST_PIECES:,} pieces; --max-tokens N allows more)", file=sys.stderr)
     except KeyboardInterrupt:
         sys.stdout.write(" (stopped)")
         if not is_terminal:

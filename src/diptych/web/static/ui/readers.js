@@ -53,7 +53,7 @@ export class Readers {
   #draw(part, stream, now) {
     const still = stream.isRunning && stream.numTokens ? now - stream.lastAt : 0;
     const isStill = still > (this.stillMs() || STILL_MS);
-    const [words, mood] = !stream.isRunning ? ["stopped", ""] : !stream.numTokens ? ["waiting", ""] : isStill ? [`still for ${duration(Math.floor(still / 100) * 1e8)}`, "bad"] : ["writing", "good"];
+    const [words, mood] = !stream.isRunning ? ["stopped", ""] : !stream.numTokens ? ["waiting", ""] : isStill ? [`still for ${duration(still < 100 ? Math.floor(still / 10) * 1e7 : Math.floor(still / 100) * 1e8)}`, "bad"] : ["writing", "good"];
     setText(part.state, words);
     part.state.className = `pill ${mood}`;
     part.root.classList.toggle("still", isStill);
