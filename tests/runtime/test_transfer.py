@@ -115,6 +115,11 @@ def until(side: Side, kind: type[ConnectorEvent], count: int = 1) -> list[Connec
     return happened
 
 
+def newest(side: Side, kind: type[ConnectorEvent]) -> ConnectorEvent:
+    """Poll until an event of a kind has come: that event. Others may come before it and behind it."""
+    return [event for event in until(side, kind) if isinstance(event, kind)][-1]
+
+
 def transfer(sender: Side, receiver: Side, attempt: str, tokens: int, address: str = "", chunk: int = 48) -> tuple[
     list[int], list[int]
 ]:  # fmt: skip
@@ -188,7 +193,7 @@ def test_block_sizes_and_dtypes_may_differ(make: Make, block_size: int, dtype: s
 def test_a_codec_saves_bytes_and_keeps_the_values_near(make: Make, codec: CodecName) -> None:
     sender, receiver = make(codec=codec), make(kv_format=replace(FORMAT, block_size=32))
     tables = transfer(sender, receiver, "abc", 100)
-    done = until(receiver, Committed)[-1]
+    done = newest(receiver, Committed)
     assert isinstance(done, Committed)
     share, error = {"int8": (0.6, 0.02), "int4": (0.35, 0.3), "auto": (1.0, 0.0)}[codec]
     assert done.num_bytes <= share * 7 * FORMAT.bytes_per_block
@@ -202,7 +207,7 @@ def test_within_one_pool_only_the_commit_travels(make: Make) -> None:
     receiver.connector.expect("abc", (), 100, 0)
     sender.connector.open("abc", receiver.connector.address, 100)
     sender.connector.commit("abc", b"first token")
-    done = until(receiver, Committed)[-1]
+    done = newest(receiver, Committed)
     assert isinstance(done, Committed) and (done.payload, done.num_bytes) == (b"first token", 0)
     until(sender, Sent)
     assert all(map(torch.equal, before, sender.snapshot() + receiver.snapshot()))
@@ -226,7 +231,7 @@ def test_a_link_that_breaks_anywhere_loses_nothing_and_repeats_nothing(make: Mak
         tables["last"] = transfer(sender, receiver, "last", 203, proxy.address)
         until(receiver, Committed)
         assert_same(sender, receiver, tables["last"], 203)
-        assert until(sender, Sent)[-1].attempt_id == "last"
+        assert newest(sender, Sent).attempt_id == "last"
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -279,7 +284,7 @@ def test_an_attempt_that_nobody_expects_fails_at_the_sender_alone(make: Make) ->
     sender.connector.open("unknown", receiver.connector.address, 0)
     sender.connector.send("unknown", 0, 64, list(range(4)))
     sender.connector.commit("unknown", b"")
-    failed = until(sender, TransferBroken)[-1]
+    failed = newest(sender, TransferBroken)
     assert isinstance(failed, TransferBroken) and failed.is_sender
     assert "does not expect transfer unknown" in failed.message
     sender.connector.send("unknown", 64, 64, list(range(8)))  # has no effect
@@ -303,7 +308,7 @@ def test_nothing_is_written_after_forget(make: Make, seed: int, encrypts: bool) 
     receiver.connector.forget("abc")
     frozen = receiver.snapshot()
     receiver.connector.forget("abc")
-    failed = until(sender, TransferBroken)[-1]
+    failed = newest(sender, TransferBroken)
     assert isinstance(failed, TransferBroken) and failed.attempt_id == "abc"
     assert all(map(torch.equal, frozen, receiver.snapshot()))
     assert not [event for event in receiver.connector.poll() if event.attempt_id == "abc"]
@@ -503,7 +508,7 @@ def test_sends_that_are_repeated_are_skipped_and_gaps_are_an_error(make: Make) -
     sender.connector.commit("abc", b"")
     with pytest.raises(ValueError, match="committed already"):
         sender.connector.commit("abc", b"")
-    done = until(receiver, Committed)[-1]
+    done = newest(receiver, Committed)
     assert isinstance(done, Committed) and done.num_bytes == 8 * FORMAT.bytes_per_block
 
 
@@ -514,7 +519,7 @@ def test_a_commit_without_all_of_the_kv_fails_on_both_sides(make: Make) -> None:
     sender.connector.send("abc", 0, 112, list(range(7)))
     sender.connector.commit("abc", b"")
     for side, is_sender in ((sender, True), (receiver, False)):
-        failed = until(side, TransferBroken)[-1]
+        failed = newest(side, TransferBroken)
         assert isinstance(failed, TransferBroken) and failed.is_sender is is_sender
         assert "16 tokens is missing" in failed.message
 
@@ -523,28 +528,28 @@ def test_a_sender_that_begins_elsewhere_is_refused(make: Make) -> None:
     sender, receiver = make(), make()
     receiver.connector.expect("abc", list(range(8)), 32, 96)
     sender.connector.open("abc", receiver.connector.address, 0)
-    failed = until(sender, TransferBroken)[-1]
+    failed = newest(sender, TransferBroken)
     assert isinstance(failed, TransferBroken) and "begins at token 0, the receiver at 32" in failed.message
-    assert isinstance(until(receiver, TransferBroken)[-1], TransferBroken)
+    assert isinstance(newest(receiver, TransferBroken), TransferBroken)
 
 
 @pytest.mark.skipif(not CONNECTORS["nixl"].is_installed, reason="needs the extra [nixl]")
 def test_nixl_reads_the_blocks_bit_for_bit_and_fences(make: Make) -> None:
     sender, receiver = make("nixl"), make("nixl")
     tables = transfer(sender, receiver, "abc", 203)
-    done = until(receiver, Committed)[-1]
+    done = newest(receiver, Committed)
     assert isinstance(done, Committed) and done.num_bytes == 13 * FORMAT.bytes_per_block
     assert_same(sender, receiver, tables, 203)
-    assert isinstance(until(sender, Sent)[-1], Sent)
+    assert isinstance(newest(sender, Sent), Sent)
     transfer(sender, receiver, "forgotten", 500)
     receiver.connector.forget("forgotten")
     frozen = receiver.snapshot()
-    assert isinstance(until(sender, TransferBroken)[-1], TransferBroken)
+    assert isinstance(newest(sender, TransferBroken), TransferBroken)
     assert all(map(torch.equal, frozen, receiver.snapshot()))
     other = make("nixl", kv_format=replace(FORMAT, block_size=32))
     other.connector.expect("abc", [0], 0, 16)
     sender.connector.open("abc", other.connector.address, 0)
-    failed = until(sender, TransferBroken)[-1]
+    failed = newest(sender, TransferBroken)
     assert isinstance(failed, TransferBroken) and "one format" in failed.message
 
 
@@ -585,7 +590,7 @@ def test_everything_may_be_queued_before_the_receiver_listens(make: Make, tmp_pa
 def test_nobody_there_is_a_failure_in_the_end(make: Make, tmp_path: Path) -> None:
     sender = make(timeout_s=0.2)
     sender.connector.open("abc", f"unix://{tmp_path}/nobody", 0)
-    failed = until(sender, TransferBroken)[-1]
+    failed = newest(sender, TransferBroken)
     assert isinstance(failed, TransferBroken)
     assert "no working connection" in failed.message and "ENOENT" in failed.message
 
@@ -597,7 +602,7 @@ def test_a_sender_that_vanishes_is_a_failure_at_the_receiver_in_the_end(make: Ma
     sender.connector.send("abc", 0, 64, list(range(8)))
     until(receiver, ChunkArrived)
     sender.connector.close()
-    failed = until(receiver, TransferBroken)[-1]
+    failed = newest(receiver, TransferBroken)
     assert isinstance(failed, TransferBroken) and "not resumed within 0.2 s" in failed.message
 
 
@@ -611,7 +616,7 @@ def test_a_restarted_receiver_fails_the_attempts_of_the_old_one(make: Make, tmp_
     old.connector.close()
     new = make(encrypts=encrypts, listen=f"unix://{tmp_path}/kv")
     new.connector.expect("abc", list(range(8)), 0, 128)
-    failed = until(sender, TransferBroken)[-1]
+    failed = newest(sender, TransferBroken)
     assert isinstance(failed, TransferBroken) and "was restarted" in failed.message
     transfer(sender, new, "another", 64)
     until(new, Committed)
@@ -640,7 +645,7 @@ def test_who_does_not_know_the_secret_stays_outside(make: Make, encrypts: bool) 
     stranger.connector.open("abc", receiver.connector.address, 0)
     stranger.connector.send("abc", 0, 16, [0])
     before = receiver.snapshot()
-    failed = until(stranger, TransferBroken)[-1]
+    failed = newest(stranger, TransferBroken)
     assert isinstance(failed, TransferBroken) and "has it the same secret?" in failed.message
     assert not receiver.connector.poll() and all(map(torch.equal, before, receiver.snapshot()))
 
@@ -810,7 +815,7 @@ def test_caches_of_different_models_are_refused_with_both_sides_values(make: Mak
     sender, receiver = make(), make(kv_format=replace(FORMAT, model="another"))
     receiver.connector.expect("abc", [0], 0, 16)
     sender.connector.open("abc", receiver.connector.address, 0)
-    failed = until(sender, TransferBroken)[-1]
+    failed = newest(sender, TransferBroken)
     assert isinstance(failed, TransferBroken) and "model is 'm' here and 'another' there" in failed.message
 
 
