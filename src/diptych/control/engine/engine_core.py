@@ -350,11 +350,10 @@ class EngineCore:
             self.kv.remember_computed(request, computed)
 
     def _learn(self, features: StepFeatures, duration_ns: int, *, has_extra: bool) -> None:
-        speculation = self.scheduler.speculation
-        more_ns = int(speculation.step_ns) if has_extra else 0
         if self.model.is_trusted and not features.prefill_tokens:
-            speculation.measured(self.model.predict_ns(features), duration_ns, has_extra=has_extra)
-        self.model.observe(features, duration_ns - more_ns)
+            predicted_ns = self.model.predict_ns(features)
+            self.scheduler.speculation.measured(predicted_ns, duration_ns, has_extra=has_extra)
+        self.model.observe(features, duration_ns)
 
     def _measure(
         self, output: SchedulerOutput, now: int, result: StepResult, num_steps: int, last_start_ns: int | None
