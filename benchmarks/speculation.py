@@ -155,29 +155,35 @@ def one_run(
 def measure(
     runner: ModelRunner, tokenizer: Tokenizer, load: str, batch: int, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """One row: a load at one batch size."""
-    prompts: Script = {}
-    script: Script = {}
-    for number in range(batch):
-        prompt, answer = texts(load, number)
-        prompts[str(number)] = tokenizer.encode(prompt)
-        script[str(number)] = [] if load == "free" else tokenizer.encode(answer, add_special_tokens=False)
-    num_tokens = min([options.tokens, *(len(answer) for answer in script.values() if answer)])
+    """One row: a load at one batch size, over so many texts that a narrow batch does not hang on one of them."""
     clock = time.process_time_ns if options.cpu_time else time.perf_counter_ns
-    speeds: dict[bool, list[float]] = {False: [], True: []}
-    given: dict[bool, Script] = {}
-    for number in range(2 * options.rounds):
-        drafts = number % 2 == 1
-        speed, given[drafts], core = one_run(runner, prompts, script, num_tokens, clock, drafts=drafts)
-        speeds[drafts].append(speed)
-    lengths = {name: min(len(given[False][name]), len(given[True][name])) for name in prompts}
-    same = all(given[False][name][:length] == given[True][name][:length] for name, length in lengths.items())
-    stats = core.stats()
-    off, on = (statistics.median(speeds[drafts]) for drafts in (False, True))
+    ns_per_token: dict[bool, float] = {False: 0.0, True: 0.0}  # means over the batches of medians over the rounds
+    drafted, accepted, same = 0, 0, True
+    firsts = range(0, max(batch, options.texts), batch)
+    for first in firsts:
+        prompts: Script = {}
+        script: Script = {}
+        for number in range(first, first + batch):
+            prompt, answer = texts(load, number)
+            prompts[str(number)] = tokenizer.encode(prompt)
+            script[str(number)] = [] if load == "free" else tokenizer.encode(answer, add_special_tokens=False)
+        num_tokens = min([options.tokens, *(len(answer) for answer in script.values() if answer)])
+        speeds: dict[bool, list[float]] = {False: [], True: []}
+        given: dict[bool, Script] = {}
+        for number in range(2 * options.rounds):
+            drafts = number % 2 == 1
+            speed, given[drafts], core = one_run(runner, prompts, script, num_tokens, clock, drafts=drafts)
+            speeds[drafts].append(speed)
+        lengths = {name: min(len(given[False][name]), len(given[True][name])) for name in prompts}
+        same &= all(given[False][name][:length] == given[True][name][:length] for name, length in lengths.items())
+        stats = core.stats()
+        drafted, accepted = drafted + stats.num_draft_tokens, accepted + sum(stats.accepted_draft_tokens)
+        for drafts in (False, True):
+            ns_per_token[drafts] += 1e9 / statistics.median(speeds[drafts]) / len(firsts)
+    off, on = (1e9 / ns_per_token[drafts] for drafts in (False, True))
     return {
         "load": load, "batch": batch, "off tok/s": round(off, 1), "on tok/s": round(on, 1),
-        "ratio": round(on / off, 3), "drafted": stats.num_draft_tokens,
-        "accepted": sum(stats.accepted_draft_tokens), "same tokens": same,
+        "ratio": round(on / off, 3), "drafted": drafted, "accepted": accepted, "same tokens": same,
     }  # fmt: skip
 
 
@@ -189,6 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--tokens", type=int, default=256, help="of each answer")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--texts", type=int, default=6, help="at least so many for a row, batch after batch")
     parser.add_argument("--cpu-time", action="store_true", help="the processor's seconds instead of the clock's")
     parser.add_argument("--json")
     options = parser.parse_args(arguments)
