@@ -1,9 +1,10 @@
 """The options of a server that takes batches, as its settings."""
 
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
-from diptych.cli.options import GB, MOST_GB
+from diptych.cli.options import GB, MOST_GB, Number, Text, Whole, option
 from diptych.control.errors import ConfigError
 from diptych.serving.batches.batch_records import BatchLimits
 from diptych.serving.batches.batch_service import BatchOptions
@@ -16,7 +17,19 @@ BESIDE_HELP = "Of these, beside other requests when there is time. Default: 0."
 MAX_LINES_HELP = "Lines of one batch at most. Default: 100000."
 MAX_FILE_HELP = "Largest uploaded file; more gets 413. Default: 256MiB."
 GB_HELP = "What all files may take together, in GB; then no more are taken. Default: 10."
+BATCHES = "Batches"
 NAMES = ("batch_lines", "batch_lines_beside", "batch_max_lines", "batch_max_file", "batch_gb")
+
+
+class BatchTaking:
+    """The options of a server that may take batches (see ``takes``)."""
+
+    batch_dir: Annotated[Path | None, option(DIR_HELP, BATCHES)] = None
+    batch_lines: Annotated[Whole, option(LINES_HELP, BATCHES)] = None
+    batch_lines_beside: Annotated[Whole, option(BESIDE_HELP, BATCHES)] = None
+    batch_max_lines: Annotated[Whole, option(MAX_LINES_HELP, BATCHES)] = None
+    batch_max_file: Annotated[Text, option(MAX_FILE_HELP, BATCHES)] = None
+    batch_gb: Annotated[Number, option(GB_HELP, BATCHES)] = None
 
 
 def batch_options(given: Mapping[str, Any]) -> BatchOptions | None:

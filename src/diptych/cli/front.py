@@ -2,30 +2,23 @@
 
 import logging
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from diptych.cli import batch_options
+from diptych.cli.batch_options import BatchTaking, batch_options
 from diptych.cli.command_line import own_command
 from diptych.cli.error_messages import errors_in_words
+from diptych.cli.http_options import HttpOptions, manners
 from diptych.cli.options import SLO_HELP, Number, Strings, Text, Whole, option, picked, takes, with_objectives
 from diptych.control.cluster.cluster_config import OnFailure, cluster_config
 from diptych.control.errors import ConfigError
 from diptych.control.router.routing import RoutingName
 from diptych.control.slo import NS_PER_MS, Slo
-from diptych.serving.api.manners import Manners, is_loopback
 from diptych.serving.front.engine_spec import EVENT_BLOCK, TEXT_BLOCK, FrontOptions, parse_engine, read_engines
 from diptych.serving.link.engine_options import parse_bytes
 
-ENGINES, SERVER, ROUTING, OBJECTIVES = "Engines", "Server", "Routing and queue", "Objectives"
-BATCHES = "Batches"
-LogLevel = Literal["debug", "info", "warning", "error"]
+ENGINES, ROUTING, OBJECTIVES = "Engines", "Routing and queue", "Objectives"
 ENGINE_HELP = "KIND=URL[,NAME=VALUE ...]; kinds: vllm, sglang, llamacpp, openai. Repeatable."
 FILE_HELP = 'TOML file of engines: a table "engine" for each, with kind, url and the same names.'
-KEY_HELP = "Accept this key (Authorization: Bearer KEY). Repeatable; each key is a tenant, tenants share fairly."
-ADMIN_HELP = "Ask for this key at /admin. Default: only programs on this machine are answered there."
-CORS_HELP = "Origin whose web pages may use the API, such as https://example.org (*: all). Repeatable."
-HOST_HELP = "Name by which the server may be called, besides addresses and localhost. Repeatable."
-LOG_HELP = "Append a JSON line per request to this file (-: standard error), without prompts and answers."
 BLOCK_HELP = "Tokens per block of the prefix index. Default: 16 with KV events, else 128."
 BYTES_HELP = "Bytes of prompt per token, where prompts are not tokenised."
 ASSUMED_HELP = "Seconds for which an engine without KV events is believed to hold a prompt."
@@ -36,8 +29,8 @@ FRONT_UNTOUCHED = 256
 CLUSTER_OPTIONS = ("routing", "on_failure", "max_untouched_per_worker", "max_queued", "max_queued_per_key")
 
 
-class FrontCommand:
-    """The options of ``diptych front``."""
+class FrontEngines:
+    """The engines, and how they are looked after (see ``takes``)."""
 
     engine: Annotated[Strings, option(ENGINE_HELP, ENGINES)] = None
     engines: Annotated[Path | None, option(FILE_HELP, ENGINES)] = None
@@ -47,23 +40,11 @@ class FrontCommand:
     first_byte_timeout: Annotated[float, option("Seconds that an engine may take for a prompt.", ENGINES)] = 600.0
     idle_timeout: Annotated[float, option("Seconds between two tokens of a stream.", ENGINES)] = 60.0
     recovery: Annotated[bool, option(RECOVERY_HELP, ENGINES)] = True
-    host: Annotated[str, option("Address to listen on. 0.0.0.0: reachable from everywhere.", SERVER)] = "127.0.0.1"
-    port: Annotated[int, option("Port; 0 picks a free one.", SERVER)] = 8000
-    api_key: Annotated[Strings, option(KEY_HELP, SERVER, envvar="DIPTYCH_API_KEY")] = None
-    admin_key: Annotated[Text, option(ADMIN_HELP, SERVER, envvar="DIPTYCH_ADMIN_KEY")] = None
-    max_body: Annotated[str, option("Largest request body; more gets 413.", SERVER)] = "16MiB"
-    cors_origin: Annotated[Strings, option(CORS_HELP, SERVER)] = None
-    allowed_host: Annotated[Strings, option(HOST_HELP, SERVER)] = None
-    access_log: Annotated[Text, option(LOG_HELP, SERVER)] = None
-    batch_dir: Annotated[Path | None, option(batch_options.DIR_HELP, BATCHES)] = None
-    batch_lines: Annotated[Whole, option(batch_options.LINES_HELP, BATCHES)] = None
-    batch_lines_beside: Annotated[Whole, option(batch_options.BESIDE_HELP, BATCHES)] = None
-    batch_max_lines: Annotated[Whole, option(batch_options.MAX_LINES_HELP, BATCHES)] = None
-    batch_max_file: Annotated[Text, option(batch_options.MAX_FILE_HELP, BATCHES)] = None
-    batch_gb: Annotated[Number, option(batch_options.GB_HELP, BATCHES)] = None
-    drain_timeout: Annotated[float, option("Seconds for running requests after SIGTERM.", SERVER)] = 30.0
-    log_level: Annotated[LogLevel, option("How much the server logs.", SERVER)] = "warning"
-    record: Annotated[Path | None, option("Record all decisions to this file, for diptych replay.", SERVER)] = None
+
+
+class RoutingOptions:
+    """How requests find their engine."""
+
     routing: Annotated[RoutingName | None, option("How engines are chosen.", ROUTING)] = None
     block_size: Annotated[Whole, option(BLOCK_HELP, ROUTING)] = None
     bytes_per_token: Annotated[float, option(BYTES_HELP, ROUTING)] = 4.0
@@ -77,7 +58,7 @@ class FrontCommand:
     tpot_slo_ms: Annotated[Number, option("Time per later token, for requests that name none.", OBJECTIVES)] = None
 
 
-@takes(FrontCommand)
+@takes(FrontEngines, HttpOptions, BatchTaking, RoutingOptions)
 def front(given: dict[str, Any]) -> None:
     """Put Diptych in front of engines that run already: vLLM, SGLang, llama.cpp, any OpenAI-compatible server."""
     with errors_in_words():
@@ -117,18 +98,13 @@ def _front(options: FrontOptions, given: dict[str, Any]) -> None:
     end = EngineFront(fleet)
     keys, admin_key = tuple(given["api_key"] or ()), given["admin_key"] or None
     max_body = parse_bytes(given["max_body"], "max_body")
-    rules = Manners(
-        cors_origins=tuple(given["cors_origin"] or ()),
-        allowed_hosts=tuple(given["allowed_host"] or ()),
-        only_local=is_loopback(given["host"]) and not given["api_key"],
-        access_log=given["access_log"],
-    )
+    rules = manners(given)
     name = given["served_model_name"] or ""
     server = ServerOptions(
         **picked(given, "host", "port", "log_level"), served_model_name=name, drain_timeout_s=given["drain_timeout"]
     )
 
-    taken = batch_options.batch_options(given)
+    taken = batch_options(given)
 
     def make_app() -> Any:
         return build_front_app(

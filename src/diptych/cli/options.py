@@ -30,12 +30,13 @@ def option(help_text: str, panel: str, *names: str, **settings: Any) -> Any:
     return typer.Option(*names, help=help_text, rich_help_panel=panel, **settings)
 
 
-def takes(options: type) -> Callable[[Callable[[dict[str, Any]], None]], Callable[..., None]]:
-    """Makes a command of a function of the values of many options by name. options: a class whose annotated attributes
+def takes(*options: type) -> Callable[[Callable[[dict[str, Any]], None]], Callable[..., None]]:
+    """Makes a command of a function of the values of many options by name. options: classes whose annotated attributes
     declare them, with their defaults."""
-    hints = get_type_hints(options, include_extras=True)
+    of_class = [get_type_hints(declared, include_extras=True) for declared in options]
     parameters = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=getattr(options, name), annotation=hint)
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=getattr(declared, name), annotation=hint)
+        for declared, hints in zip(options, of_class, strict=True)
         for name, hint in hints.items()
     ]
 
@@ -45,7 +46,7 @@ def takes(options: type) -> Callable[[Callable[[dict[str, Any]], None]], Callabl
             function(given)
 
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = hints
+        command.__annotations__ = {name: hint for hints in of_class for name, hint in hints.items()}
         return command
 
     return decorate

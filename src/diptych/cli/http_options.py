@@ -1,0 +1,43 @@
+"""The options of a server's door, for ``diptych serve`` and ``diptych front``: where it listens, and to whom."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from diptych.cli.options import Strings, Text, option
+from diptych.serving.api.manners import Manners, is_loopback
+
+SERVER = "Server"
+API_KEY_HELP = "Accept this key (Authorization: Bearer KEY). Repeatable; each key is a tenant, tenants share fairly."
+ADMIN_KEY_HELP = "Ask for this key at /admin. Default: only programs on this machine are answered there."
+CORS_HELP = "Origin whose web pages may use the API, such as https://example.org (*: all). Repeatable."
+HOST_HELP = "Name by which the server may be called, besides addresses and localhost. Repeatable."
+LOG_HELP = "Append a JSON line per request to this file (-: standard error), without prompts and answers."
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+class HttpOptions:
+    """Their names, types, help and defaults (see ``takes``)."""
+
+    host: Annotated[str, option("Address to listen on. 0.0.0.0: reachable from everywhere.", SERVER)] = "127.0.0.1"
+    port: Annotated[int, option("Port; 0 picks a free one.", SERVER)] = 8000
+    api_key: Annotated[Strings, option(API_KEY_HELP, SERVER, envvar="DIPTYCH_API_KEY")] = None
+    admin_key: Annotated[Text, option(ADMIN_KEY_HELP, SERVER, envvar="DIPTYCH_ADMIN_KEY")] = None
+    max_body: Annotated[str, option("Largest request body; more gets 413.", SERVER)] = "16MiB"
+    cors_origin: Annotated[Strings, option(CORS_HELP, SERVER)] = None
+    allowed_host: Annotated[Strings, option(HOST_HELP, SERVER)] = None
+    access_log: Annotated[Text, option(LOG_HELP, SERVER)] = None
+    drain_timeout: Annotated[float, option("Seconds for running requests after SIGTERM.", SERVER)] = 30.0
+    log_level: Annotated[LogLevel, option("How much the server logs.", SERVER)] = "warning"
+    record: Annotated[Path | None, option("Record all decisions to this file, for diptych replay.", SERVER)] = None
+
+
+def manners(given: Mapping[str, Any]) -> Manners:
+    """How the server behaves towards clients. Raises ConfigError."""
+    return Manners(
+        cors_origins=tuple(given["cors_origin"] or ()),
+        allowed_hosts=tuple(given["allowed_host"] or ()),
+        only_local=is_loopback(given["host"]) and not given["api_key"],
+        access_log=given["access_log"],
+        is_strict=given.get("strict", False),
+    )

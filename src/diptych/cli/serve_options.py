@@ -1,0 +1,127 @@
+"""The options of ``diptych serve``: names, help and panels. Those of its door and of batches are shared with others
+(http_options.py, batch_options.py)."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from diptych.cli.http_options import SERVER
+from diptych.cli.options import SLO_HELP, Number, Strings, Text, Whole, option
+from diptych.control.cluster.cluster_config import OnFailure
+from diptych.control.config import BudgetName, OrderName, PreemptionName, ShapeName
+from diptych.control.planner.planner_config import PlanMode
+from diptych.control.router.routing import Deflection, Disaggregate, RoutingName
+from diptych.runtime.tiers.extent_format import DiskCodecName
+from diptych.runtime.transfer import CONNECTORS
+from diptych.runtime.transfer.connector import CodecName
+from diptych.serving.link.engine_options import (
+    DeviceName,
+    DTypeName,
+    ExplainMisses,
+    InstructionSetName,
+    QuantizeName,
+    SpeculationName,
+)
+
+MODEL, OBJECTIVES, WORKERS = "Model", "Objectives", "Workers"
+SCHEDULER, MEMORY, MACHINE = "Scheduler (details; --shape presets them)", "Memory", "Machine"
+MODEL_HELP = "Model directory, GGUF file, or a name of the Hub that is in its cache. Default: the bundled model."
+TRANSFERS = "|".join(("auto", *CONNECTORS))  # FleetOptions refuses other names
+ISA_HELP = "Instructions of the CPU kernels; auto: the fastest set of this machine."
+QUANTIZE_HELP = "Weights of 8 or 4 bits, made from the checkpoint's when it is loaded; on a CPU."
+SPECULATION_HELP = "Guess tokens from prompt and answer, and verify several at once; auto: where no token changes."
+UNTOUCHED_NAMES = ("--max-untouched-per-worker", "--edge-depth")  # the second is the old name
+UNTOUCHED_HELP = "Requests per worker without a first token; more wait in the queue (0: none wait). Default: 64."
+BOTH_HELP = "Workers that do both. Default: 1 if there is no other."
+CORE_SPLIT_HELP = "Cores by role, such as prefill=3,decode=1 (weights); divided again when a role changes."
+FLEET_HELP = "TOML file of unequal workers: tables pools.NAME, as for diptych simulate."
+SURVIVE_HELP = "Record streams in this directory: clients go on with Last-Event-ID, also after a restart."
+LISTEN_HELP = "Take workers of other hosts here (diptych worker --join)."
+KEY_HELP = "File with the key that workers must have to join: 32 to 4096 bytes."
+LAUNCHER_HELP = "What starts the workers: this host, or Ray on its hosts (they join: --listen-workers)."
+PLAIN_HELP = "With --listen-workers: KV unencrypted between workers, on a network that you trust."
+POOL_HELP = "NAME=POOL, such as large=1:max_model_len=131072,kv_cache_bytes=8GiB. Repeatable."
+DEFLECTION_HELP = "Prompts of a busy decode worker: short ones, or any that its streams' objective leaves room for."
+MAX_QUEUED_HELP = "Requests that may wait in the queue; more get 429. Default: 4096."
+MISSES_HELP = "Say why prompts were not in the prefix cache. text: keep prompts in memory, to show what differs."
+KV_HOST_HELP = "Host memory per worker for evicted KV and preempted requests, in GB."
+SHAPE_HELP = "unified: prompts first. chunked: between decodes. Default: chunked, and --plan may change it."
+PLAN_HELP = "Change roles, shapes and --core-split to fit the load (auto), or only say so (advise). Default: advise."
+
+
+class ModelOptions:
+    """What is served (see ``takes``)."""
+
+    place: Annotated[Text, typer.Argument(metavar="[MODEL]", help=MODEL_HELP)] = None
+    model: Annotated[Text, option("The same as MODEL.", MODEL)] = None
+    served_model_name: Annotated[Text, option("Name for clients. Default: the model's own.", MODEL)] = None
+    max_model_len: Annotated[Whole, option("Context length. Default: the model's own.", MODEL)] = None
+    dtype: Annotated[DTypeName, option("Arithmetic; auto: the checkpoint's own.", MODEL)] = "auto"
+
+
+class ServeOptions:
+    """How it is served."""
+
+    max_waiting: Annotated[Whole, option("Requests that may wait on each worker; more get 429.", SERVER)] = None
+    strict: Annotated[bool, option("Refuse fields of requests that this server does not know.", SERVER)] = False
+    responses: Annotated[Path | None, option("Keep /v1/responses in this SQLite file. Default: memory.", SERVER)] = None
+    verbose: Annotated[bool, option("Say at the start what the engine computes with.", SERVER)] = False
+    prefill: Annotated[int, option("Workers that prefill.", WORKERS)] = 0
+    decode: Annotated[int, option("Workers that decode.", WORKERS)] = 0
+    both: Annotated[Whole, option(BOTH_HELP, WORKERS, "--both", "--workers")] = None
+    listen_workers: Annotated[Text, option(LISTEN_HELP, WORKERS, metavar="HOST:PORT")] = None
+    key_file: Annotated[Path | None, option(KEY_HELP, WORKERS)] = None
+    launcher: Annotated[Literal["local", "ray"], option(LAUNCHER_HELP, WORKERS)] = "local"
+    ray_address: Annotated[Text, option("The Ray cluster. Default: auto, the one of this host.", WORKERS)] = None
+    ray_cpus: Annotated[float | None, option("CPUs that Ray keeps for each worker. Default: 1.", WORKERS)] = None
+    ray_gpus: Annotated[float | None, option("GPUs that Ray keeps for each worker. Default: 0.", WORKERS)] = None
+    ray_wait: Annotated[float | None, option("Seconds for Ray to find room. Default: 300.", WORKERS)] = None
+    survive_restart: Annotated[Path | None, option(SURVIVE_HELP, SERVER)] = None
+    transfer_plain: Annotated[bool, option(PLAIN_HELP, WORKERS)] = False
+    max_workers: Annotated[Whole, option("Workers that there may be, with those added later.", WORKERS)] = None
+    fleet: Annotated[Path | None, option(FLEET_HELP, WORKERS)] = None
+    pool: Annotated[Strings, option(POOL_HELP, WORKERS)] = None
+    plan: Annotated[PlanMode | None, option(PLAN_HELP, WORKERS)] = None
+    routing: Annotated[RoutingName | None, option("How workers are chosen.", WORKERS)] = None
+    disaggregate: Annotated[Disaggregate | None, option("Whether two workers share a request.", WORKERS)] = None
+    deflection: Annotated[Deflection | None, option(DEFLECTION_HELP, WORKERS)] = None
+    transfer: Annotated[
+        str, option("KV between workers; auto: shared memory on CPUs, else TCP.", WORKERS, metavar=f"<{TRANSFERS}>")
+    ] = "auto"
+    kv_codec: Annotated[CodecName, option("Compress (and round) KV; auto: if it saves time.", WORKERS)] = "none"
+    on_failure: Annotated[OnFailure | None, option("What becomes of the requests of a lost worker.", WORKERS)] = None
+    heartbeat_timeout: Annotated[float, option("Seconds without heartbeat until a worker is killed.", WORKERS)] = 10.0
+    cores_per_worker: Annotated[Text, option("Cores per worker: a number, or lists of CPUs 0-3/4-7.", WORKERS)] = None
+    core_split: Annotated[Text, option(CORE_SPLIT_HELP, WORKERS)] = None
+    max_untouched_per_worker: Annotated[Whole, option(UNTOUCHED_HELP, WORKERS, *UNTOUCHED_NAMES)] = None
+    max_queued: Annotated[Whole, option(MAX_QUEUED_HELP, WORKERS)] = None
+    max_queued_per_key: Annotated[Whole, option("Of these, requests of one API key (0: no limit).", WORKERS)] = None
+    slo: Annotated[Text, option(SLO_HELP, OBJECTIVES)] = None
+    ttft_slo_ms: Annotated[Number, option("Time to first token, for requests that name none.", OBJECTIVES)] = None
+    tpot_slo_ms: Annotated[Number, option("Time per later token, for requests that name none.", OBJECTIVES)] = None
+    shape: Annotated[ShapeName | None, option(SHAPE_HELP, OBJECTIVES)] = None
+    speculation: Annotated[SpeculationName, option(SPECULATION_HELP, OBJECTIVES)] = "auto"
+    order: Annotated[OrderName | None, option("Which waiting request goes first.", SCHEDULER)] = None
+    budget: Annotated[BudgetName | None, option("What limits a step: prompts, tokens or time.", SCHEDULER)] = None
+    max_batched_tokens: Annotated[Whole, option("Tokens of one step at most.", SCHEDULER)] = None
+    step_target_ms: Annotated[Number, option("Step time of --budget slo, without TPOT objectives.", SCHEDULER)] = None
+    max_num_seqs: Annotated[Whole, option("Requests running at once per worker.", SCHEDULER)] = None
+    max_partial_prefills: Annotated[Whole, option("Prompts partly computed at once (0: no limit).", SCHEDULER)] = None
+    max_long_partial_prefills: Annotated[Whole, option("Of these, long ones (0: no limit).", SCHEDULER)] = None
+    long_prefill_threshold: Annotated[Whole, option("A prompt with more uncached tokens is long.", SCHEDULER)] = None
+    preemption: Annotated[PreemptionName | None, option("When a decode loses its KV blocks.", SCHEDULER)] = None
+    preempt_for_priority: Annotated[bool, option("Displace running requests of lower priority.", SCHEDULER)] = False
+    block_size: Annotated[int, option("Tokens per KV block.", MEMORY)] = 32
+    kv_cache_memory: Annotated[Text, option("KV cache per worker, such as 2GiB. Default: a share.", MEMORY)] = None
+    kv_host_gb: Annotated[float, option(KV_HOST_HELP, MEMORY)] = 0.0
+    kv_disk: Annotated[Path | None, option("Folder that keeps KV over restarts, such as ~/.cache/kv.", MEMORY)] = None
+    kv_disk_gb: Annotated[Number, option("What its files may take together, in GB.", MEMORY)] = None
+    kv_disk_codec: Annotated[DiskCodecName, option("int8: half the bytes, rounded.", MEMORY)] = "none"
+    prefix_cache: Annotated[bool, option("Reuse the KV of equal prompt beginnings.", MEMORY)] = True
+    explain_misses: Annotated[ExplainMisses, option(MISSES_HELP, MEMORY)] = "off"
+    device: Annotated[DeviceName, option("Where to compute.", MACHINE)] = "auto"
+    threads: Annotated[Whole, option("Compute threads per worker. Default: one per physical core.", MACHINE)] = None
+    cores: Annotated[Text, option("CPUs to compute on, such as 0-3: one thread each.", MACHINE)] = None
+    instruction_set: Annotated[InstructionSetName, option(ISA_HELP, MACHINE, "--isa")] = "auto"
+    quantize: Annotated[QuantizeName, option(QUANTIZE_HELP, MACHINE)] = "none"
