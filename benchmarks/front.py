@@ -28,6 +28,8 @@ from typing import Any
 from common import report
 from servers import free_port
 
+from diptych.child_process import end_process
+
 FAKE = Path(__file__).parent / "fake_sse_server.py"
 DIPTYCH = (sys.executable, "-c", "from diptych.cli.main import main; main()")
 READY_S = 60.0
@@ -51,12 +53,7 @@ def process(command: list[str], port: int) -> Iterator[int]:
         asyncio.run(_listening(port, started))
         yield started.pid
     finally:
-        started.terminate()
-        try:
-            started.wait(10)
-        except subprocess.TimeoutExpired:
-            started.kill()
-            started.wait()
+        end_process(started, 10)
 
 
 async def _listening(port: int, started: "subprocess.Popen[bytes]") -> None:

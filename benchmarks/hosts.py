@@ -33,6 +33,7 @@ from typing import Any
 from common import report
 from servers import PORT, PROGRAM, URL, diptych_server, free_port
 
+from diptych.child_process import end_process
 from diptych.serving.join.framed_link import FramedLink
 from diptych.serving.link.engine_options import BUNDLED_MODEL
 from diptych.tls.shared_key import SharedKey
@@ -153,11 +154,7 @@ def ended(process: "subprocess.Popen[bytes]") -> Iterator["subprocess.Popen[byte
     try:
         yield process
     finally:
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
+        end_process(process)
 
 
 def _until(condition: Callable[[], bool], timeout_s: float, what: str) -> float:

@@ -15,6 +15,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "diptych"
 # What each part may import of ours (itself always).
 MAY_IMPORT = {
     "cgroups": set(),
+    "child_process": set(),
     "class_hints": set(),
     "compiled_modules": set(),
     "control": {"class_hints"},
@@ -28,7 +29,7 @@ MAY_IMPORT = {
     "timeline": {"control"},
     "search": {"control", "report"},
     "simulation": {"class_hints", "compiled_modules", "control", "report", "search", "timeline", "workload"},
-    "calibration": {"control", "engine_steps", "runtime", "serving", "simulation"},
+    "calibration": {"child_process", "control", "engine_steps", "runtime", "serving", "simulation"},
     "diagnosis": {"control", "report", "simulation", "timeline", "workload"},
     "serving": {
         "cgroups", "compiled_modules", "control", "engine_steps", "length_prefix", "processor", "runtime", "timeline",
@@ -40,7 +41,7 @@ MAY_IMPORT = {
     "bundled": set(),
     "cli": {
         "control", "diagnosis", "runtime", "simulation", "serving", "bench", "web", "workload", "report", "search",
-        "timeline", "calibration", "compiled_modules", "processor", "tls", "__version__",
+        "timeline", "calibration", "child_process", "compiled_modules", "processor", "tls", "__version__",
     },
     "__init__": {"compiled_modules", "control", "serving"},
 }  # fmt: skip

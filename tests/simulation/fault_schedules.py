@@ -389,7 +389,11 @@ def run_schedule(scenario: Scenario) -> AuditedCluster:
 
 def check_strides(seed: int, cluster: SimulatedCluster) -> None:
     """The same schedule, every step on its own: the same log."""
-    steps = SimulatedCluster(random_schedule(seed, fast_forward=False))
+    check_same_log(cluster, SimulatedCluster(random_schedule(seed, fast_forward=False)))
+
+
+def check_same_log(cluster: SimulatedCluster, steps: SimulatedCluster) -> None:
+    """``steps``, which has not run yet, is the same schedule with every step on its own."""
     steps.run(LIMIT_NS)
     assert cluster.log is not None
     assert steps.log is not None

@@ -22,6 +22,7 @@ from urllib.parse import urlparse
 import msgspec
 
 from diptych.calibration.timed_stream import TimedAnswer, timed_stream
+from diptych.child_process import end_process
 from diptych.control.config import EngineConfig
 from diptych.control.errors import ConfigError, DiptychError, ErrorRecord, WorkerError
 from diptych.control.step import StepFeatures
@@ -66,11 +67,7 @@ def measure(options: EngineOptions, report: Report, *, steps_s: float = 45.0, li
                 load = _Load(url, vocab_size, options, steps, live_s, report)
                 front_end = asyncio.run(load.run())
             finally:
-                process.terminate()
-                try:
-                    process.wait(30)
-                except subprocess.TimeoutExpired:
-                    process.kill()
+                end_process(process)
         live = recorded_steps(path)
     return Measurements(steps, live.steps, front_end, live.config, tuple(live.warm_up), description)
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from diptych.child_process import end_process
 from diptych.cli.batch_client import BatchClient
 from diptych.cli.command_line import Command
 from diptych.cli.error_messages import errors_in_words
@@ -188,12 +189,7 @@ def _own_server(model: str, folder: Path, options: list[str]) -> Iterator[str]:
                 return
         raise ConfigError(f"the server for {model} did not start", param="model")
     finally:
-        process.terminate()
-        try:
-            process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end_process(process, STOP_TIMEOUT_S)
         process.stdout.close()
 
 

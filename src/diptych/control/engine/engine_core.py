@@ -121,8 +121,7 @@ class EngineCore:
     ) -> list[Event]:
         """The KV of the whole prompt lies in the reserved blocks and the first token is known: decode from the next
         plan on. The times are those of the prefill worker, on this worker's clock. An id that is not reserved is
-        ignored (it may have been aborted meanwhile). num_bytes, transfer_ns, wire_ns: see
-        HandoffDelivered."""
+        ignored (it may have been aborted meanwhile). num_bytes, transfer_ns, wire_ns: see HandoffDelivered."""
         request = self.scheduler.incoming.reserved.get(request_id)
         if request is None:
             return []

@@ -28,7 +28,7 @@ class BlockCoding:
         for number, cache in enumerate(parts):
             part = memory[number * size : (number + 1) * size]
             views.append(part.view(cache.dtype).view(1, *cache.shape[1:]))
-        self._block: Buffer = memoryview(memory.numpy())  # type: ignore[arg-type]
+        self._block: Buffer = memory.numpy().data
         pairs = list(zip(views[::2], views[1::2], strict=True))
         self._codec = KVCodec(pairs, kv_format, WireEncoding[codec.upper()])
         self._num_tokens = kv_format.block_size
