@@ -12,6 +12,7 @@ from diptych.control.slo import Slo
 from diptych.control.step import SchedulerOutput
 from tests.control.checking_executor import CheckingExecutor
 from tests.control.stream_law import StreamLaw
+from tests.control.yield_law import check_yielding
 
 
 def expect_answers(core: EngineCore, num_tokens: int, count: int = 100) -> None:
@@ -59,12 +60,14 @@ class Driver:
         priority: int = 0,
         slo: Slo | None = None,
         standing: Standing = Standing.NEW,
+        service_class: str = "standard",
+        gives_way_ns: int | None = None,
     ) -> Request:
         """A request arrives now; a number stands for a prompt of that length that shares nothing."""
         if isinstance(prompt, int):
             prompt = [self.rng.randrange(1000) for _ in range(prompt)]
         hashes = hash_blocks(prompt, self.config.cache.block_size)
-        options = RequestOptions(priority=priority, slo=slo)
+        options = RequestOptions(priority=priority, slo=slo, service_class=service_class, gives_way_ns=gives_way_ns)
         request = Request(request_id, len(prompt), max_tokens, block_hashes=hashes, options=options)
         request.standing_at_arrival = standing
         events = self.core.add_request(request, self.now)
@@ -105,6 +108,7 @@ class Driver:
         if self.streams.engine is not self.core:  # a test has put another in its place
             self.streams = StreamLaw(self.core)
         self.streams.check(output)
+        check_yielding(self.core, output)
         core, settings = self.core, self.core.config.scheduler
         scheduler, caps = core.scheduler, settings.caps
         if caps.max_partial_prefills and not self.is_configured:
@@ -114,7 +118,7 @@ class Driver:
             in_step = {chunk.request_id for chunk in output.prefills} | set(scheduler.prefilling)
             longs = [r for r in in_step if core.requests[r].is_long]
             assert len(longs) <= caps.max_long_partial_prefills
-        assert scheduler.num_running <= self.config.scheduler.max_num_seqs
+        assert scheduler.holders.num_running <= self.config.scheduler.max_num_seqs
         tokens = output.features.prefill_tokens + output.features.decode_seqs
         if settings.budget.kind != "whole":
             assert self.is_configured or tokens <= settings.budget.max_batched_tokens

@@ -64,7 +64,8 @@ class StreamLaw:
         scheduler = self.engine.scheduler
         # A stream whose worker was lost waits here, too; for how long, this worker cannot promise.
         lost = [request for request in scheduler.interrupted.values() if request.num_output_tokens]
-        waiting = sorted((*lost, *scheduler.swapped.values()), key=lambda request: request.order_key)
+        streams = [request for request in (*lost, *scheduler.swapped.values()) if not request.gives_way]
+        waiting = sorted(streams, key=lambda request: request.order_key)
         now = scheduler.batch.ticks_scheduled - bool(output.num_decodes)  # before this step
         batch = {request.request_id: self._left(request) for request in scheduler.batch}
         computing = {

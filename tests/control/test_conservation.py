@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -56,6 +57,14 @@ def random_config(rng: random.Random) -> EngineConfig:
     )
 
 
+def class_of(seed: int, number: int) -> dict[str, Any]:
+    """Of two in three scenarios a part is of class batch, some of it with a limit to giving way."""
+    rng = random.Random(1000 * seed + number)
+    if seed % 3 == 0 or rng.random() < 0.5:
+        return {}
+    return {"service_class": "batch", "gives_way_ns": rng.choice([None, None, 0, 20 * NS_PER_MS, 500 * NS_PER_MS])}
+
+
 def run_scenario(seed: int) -> Driver:
     """Random arrivals (with shared prefixes), aborts and steps; then run to the end."""
     rng = random.Random(seed)
@@ -76,7 +85,8 @@ def run_scenario(seed: int) -> Driver:
         max_tokens = rng.choice([1, 2, 7, 30, 90])
         stop = rng.choice([None, None, 1, 5])
         slo = rng.choice([None, Slo(tpot_ns=rng.choice([1, 7, 20]) * NS_PER_MS)])
-        driver.add(f"r{number}", prompt, max_tokens, stop_after=stop, priority=rng.choice([0, 0, 1, 5]), slo=slo)
+        limits: dict[str, Any] = {"priority": rng.choice([0, 0, 1, 5]), "slo": slo, **class_of(seed, number)}
+        driver.add(f"r{number}", prompt, max_tokens, stop_after=stop, **limits)
         alive.append(f"r{number}")
         if rng.random() < 0.15:
             driver.abort(rng.choice(alive))

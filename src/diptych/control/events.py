@@ -50,8 +50,16 @@ class RequestPreempted:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestRested:
+    """A request of class batch left the decode batch for others. It keeps its KV, until these need its blocks."""
+
+    time_ns: int
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class RequestResumed:
-    """A swapped request is back in the decode batch."""
+    """A request that was swapped out, or rested, is back in the decode batch."""
 
     time_ns: int
     request_id: str
@@ -234,6 +242,7 @@ Event = (
     | RequestAdmitted
     | RequestPreempted
     | RequestResumed
+    | RequestRested
     | HandoffReserved
     | HandoffRecalled
     | HandoffDelivered

@@ -148,7 +148,8 @@ class RequestOptions:
     One record that is passed on whole: from the HTTP body to the admission queue, the router, the scheduler, the
     recording and the timeline. priority: smaller goes first. service_class: interactive, standard or batch. tenant: the
     owner, for fairness ("": none). deadline_ns: from its arrival until its first token is of no more use. cache_salt:
-    requests of different salts share no prefix. metadata: the client's own labels, which decide nothing.
+    requests of different salts share no prefix. metadata: the client's own labels, which decide nothing. gives_way_ns:
+    of class batch: for how long after its arrival on a worker it gives way to other classes (None: without limit).
     """
 
     priority: int = 0
@@ -158,11 +159,19 @@ class RequestOptions:
     deadline_ns: int | None = None
     cache_salt: str | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
+    gives_way_ns: int | None = None
 
     def __post_init__(self) -> None:
         if self.service_class not in SERVICE_CLASSES:
             known = ", ".join(SERVICE_CLASSES)
             raise InvalidRequestError(f"service_class is {self.service_class!r}; one of {known}", param="service_class")
+        if self.gives_way_ns is not None:
+            _check_range("gives_way_ns", self.gives_way_ns, 0, math.inf)
+
+    @property
+    def gives_way(self) -> bool:
+        """Whether it is computed only where requests of other classes have nothing to do."""
+        return self.service_class == "batch" and self.gives_way_ns != 0
 
 
 DEFAULT_OPTIONS = RequestOptions()
@@ -211,6 +220,7 @@ class Request:
         "cached_tokens_at_arrival",
         "first_step_ns",
         "first_token_ns",
+        "gives_way",
         "handoff_end_ns",
         "hands_off",
         "host_block_ids",
@@ -255,6 +265,7 @@ class Request:
         self.max_tokens = max_tokens
         self.block_hashes: list[bytes] = list(block_hashes)
         self.options = options
+        self.gives_way = options.gives_way  # until its time for that is over
         self.slo = options.slo  # and the engine's own objectives where it has none
         self.reads_prefix_cache = reads_prefix_cache
         self.standing_at_arrival = Standing.NEW

@@ -5,6 +5,7 @@ from diptych.control.events import (
     FirstToken,
     RequestFinished,
     RequestPreempted,
+    RequestRested,
     RequestResumed,
     StepFinished,
 )
@@ -19,7 +20,7 @@ class _Streams:
 
     def __init__(self) -> None:
         self.last_token_ns = 0  # when the batch last gave tokens
-        self.joined: list[tuple[int, int]] = []  # (time of their newest token, how many) since then
+        self.joined: dict[str, int] = {}  # since then: request -> time of its newest token
         self.preempted: dict[str, int] = {}  # request -> time of its newest token
         self.resumed: list[int] = []  # times of the newest tokens of those that came back from the host tier
 
@@ -61,10 +62,12 @@ class Collector:
                 if event.request_id in self._handoffs:
                     self._handoffs[event.request_id] = event.time_ns
                 else:
-                    streams.joined.append((event.time_ns, 1))
+                    streams.joined[event.request_id] = event.time_ns
             elif type(event) is RequestPreempted and event.is_stream:
                 usage.num_preemptions += 1
-                streams.preempted[event.request_id] = streams.last_token_ns
+                streams.preempted.setdefault(event.request_id, streams.last_token_ns)
+            elif type(event) is RequestRested:
+                streams.preempted[event.request_id] = streams.joined.pop(event.request_id, streams.last_token_ns)
             elif type(event) is RequestResumed:
                 streams.resumed.append(streams.preempted.pop(event.request_id, streams.last_token_ns))
             elif type(event) is RequestFinished and streams.preempted:
@@ -84,7 +87,7 @@ class Collector:
             for chunk in output.prefills:
                 if chunk.is_last and chunk.request_id in streams.preempted:
                     self.gaps.add(step.end_ns - streams.preempted.pop(chunk.request_id), 1)
-                    streams.joined.append((step.end_ns, 1))
+                    streams.joined[chunk.request_id] = step.end_ns
 
     def _decode(self, streams: _Streams, step: StepFinished) -> None:
         """The first step of a run ends the pause since each member's newest token; the others follow at once."""
@@ -94,11 +97,11 @@ class Collector:
         old = step.num_decodes
         joined, resumed = streams.joined, streams.resumed
         if joined:
-            for time_ns, count in joined:
+            for time_ns in joined.values():
                 if time_ns != step.end_ns:  # who joins with this very step takes no token in it
-                    self.gaps.add(first_end - time_ns, count)
-                    old -= count
-            streams.joined = [entry for entry in joined if entry[0] == step.end_ns]
+                    self.gaps.add(first_end - time_ns, 1)
+                    old -= 1
+            streams.joined = {name: time_ns for name, time_ns in joined.items() if time_ns == step.end_ns}
         if resumed:
             for time_ns in resumed:
                 self.gaps.add(first_end - time_ns, 1)

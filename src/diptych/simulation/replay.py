@@ -23,7 +23,8 @@ from diptych.simulation.collector import Collector
 from diptych.simulation.recordings import read_recording
 from diptych.simulation.results import GapHistogram, RequestTable, SimulationResult, WorkerUsage
 
-READABLE = (3, 4, 5, VERSION)  # versions
+READABLE = (3, 4, 5, 6, VERSION)  # versions
+GIVES_WAY = 7  # the first version in which class batch does
 PARTS = ("finished", "paused", "swapped out", "swapped in", "resumed", "new blocks")
 
 
@@ -87,7 +88,7 @@ def replay(path: str | Path, on_events: Callable[[list[Event]], None] | None = N
     """
     recording = read_recording(Path(path), {FORMAT: READABLE})
     report = ReplayReport(recording.path, recording.diptych, msgspec.convert(recording.header["config"], EngineConfig))
-    worker = _ReplayedEngine(report, on_events)
+    worker = _ReplayedEngine(report, on_events, gives_way=recording.header["version"] >= GIVES_WAY)
     for line, row in enumerate(recording.rows(), 2):
         try:
             difference = worker.apply(row, line)
@@ -106,8 +107,11 @@ def replay(path: str | Path, on_events: Callable[[list[Event]], None] | None = N
 class _ReplayedEngine:
     """A core on its way through a recording, and what it did."""
 
-    def __init__(self, report: ReplayReport, on_events: Callable[[list[Event]], None] | None = None) -> None:
+    def __init__(
+        self, report: ReplayReport, on_events: Callable[[list[Event]], None] | None = None, *, gives_way: bool = True
+    ) -> None:
         self._on_events = on_events
+        self._gives_way = gives_way
         self.core = EngineCore(report.config)
         self.now = 0
         self._report = report
@@ -207,6 +211,7 @@ class _ReplayedEngine:
         request = Request(
             request_id, num_prompt, max_tokens, block_hashes=hashes, options=options, reads_prefix_cache=reads
         )
+        request.gives_way = self._gives_way and options.gives_way
         request.hands_off, request.lease_ns, borrowed, request.num_borrowed_tokens, *standing = handoff
         request.borrowed_block_ids = tuple(borrowed)
         request.is_ahead = request_id in self._ahead

@@ -18,6 +18,7 @@ from diptych.control.events import (
     RequestFinished,
     RequestPreempted,
     RequestQueued,
+    RequestRested,
     RequestResumed,
     StepBegun,
     StepFinished,
@@ -25,6 +26,7 @@ from diptych.control.events import (
 from diptych.control.slo import NS_PER_MS
 
 STEPS_LANE, FAULTS_LANE = 1, 2
+WAITING = ("queue", "swapped", "resting")  # parts of a life in which it computes nothing
 WHOLE = "request"  # the slice around queue, prefill and decode
 COLOURS = {"prefill": "thread_state_iowait", "decode": "thread_state_running", "mixed": "rail_animation"}
 COUNTER_INTERVAL_NS = 100 * NS_PER_MS  # between two readings of a counter while the batch stays the same
@@ -128,8 +130,9 @@ class Lane:
         elif isinstance(event, RequestPreempted):
             if event.is_stream:
                 self._end_recomputation(event.request_id)
-            if self._move(event.request_id, "swapped" if event.swapped else "queue", event.time_ns):
-                self._count_waiting(event.time_ns, 1)
+            self._wait(event.request_id, "swapped" if event.swapped else "queue", event.time_ns)
+        elif isinstance(event, RequestRested):
+            self._wait(event.request_id, "resting", event.time_ns)
         elif isinstance(event, RequestResumed):
             self._leave_queue(event.request_id, "decode", event.time_ns)
         elif isinstance(event, HandoffReserved):
@@ -212,7 +215,7 @@ class Lane:
         if stay is None:  # refused on arrival, or known elsewhere only
             return
         self._end_recomputation(request_id)
-        if stay.name in ("queue", "swapped"):
+        if stay.name in WAITING:
             self._count_waiting(now, -1)
         self._move(request_id, "", now)
         self._slice(request_id, WHOLE, stay.arrived_ns, now)
@@ -230,6 +233,13 @@ class Lane:
         if stay is not None and stay.name == "prefill" and stay.chunk_end_ns > stay.since_ns:
             self._prompts.pop(request_id, None)
             self._move(request_id, "decode", stay.chunk_end_ns)
+
+    def _wait(self, request_id: str, name: str, now: int) -> None:
+        """It waits from now on, if it does not yet."""
+        stay = self._stays.get(request_id)
+        if stay is not None and stay.name not in WAITING:
+            self._count_waiting(now, 1)
+        self._move(request_id, name, now)
 
     def _leave_queue(self, request_id: str, name: str, now: int) -> None:
         if self._move(request_id, name, now):

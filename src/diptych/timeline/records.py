@@ -21,6 +21,7 @@ from diptych.control.events import (
     RequestFinished,
     RequestPreempted,
     RequestQueued,
+    RequestRested,
     RequestResumed,
     StepBegun,
     StepFinished,
@@ -38,6 +39,7 @@ Milestone = (
     | RequestAdmitted
     | FirstToken
     | RequestPreempted
+    | RequestRested
     | RequestResumed
     | HandoffReserved
     | HandoffDelivered
@@ -54,6 +56,7 @@ _CLASSES: dict[str, type[Any]] = {
     "admitted": RequestAdmitted,
     "first_token": FirstToken,
     "preempted": RequestPreempted,
+    "rested": RequestRested,
     "resumed": RequestResumed,
     "handoff_reserved": HandoffReserved,
     "handoff_delivered": HandoffDelivered,

@@ -15,6 +15,7 @@ from diptych.control.events import (
     HandoffReleased,
     RequestFinished,
     RequestPreempted,
+    RequestRested,
     RequestResumed,
     StepFinished,
 )
@@ -38,6 +39,8 @@ class Roster:
         """Something happened to a request. (FirstToken: see ``join``.)"""
         if isinstance(event, HandoffDelivered | RequestResumed):
             self.join(event.request_id, event.time_ns)
+        elif isinstance(event, RequestRested):
+            self.leave(event.request_id, event.time_ns)
         elif isinstance(event, RequestPreempted):
             self.leave(event.request_id, event.time_ns)
             if event.is_stream and not event.swapped:

@@ -145,12 +145,12 @@ class AdmissionQueue:
             self._queues[request.service_class].pass_by(request.tenant, PROMPT_WEIGHT * request.num_prompt_tokens)
         return refusal
 
-    def next(self, now: int, headroom: int) -> str | None:
+    def next(self, now: int, headroom: int, for_batch: int | None = None) -> str | None:
         """The request to dispatch now; None when none may be. headroom: how many more requests the workers should be
-        given. Charges the prompt to its tenant."""
+        given; for_batch: of class batch (None: as many). Charges the prompt to its tenant."""
         if headroom < 1:
             return None
-        service_class = self._next_class(now, headroom)
+        service_class = self._next_class(now, headroom if for_batch is None else for_batch)
         if service_class is None:
             return None
         request = self._queues[service_class].pop(PROMPT_WEIGHT)
@@ -195,7 +195,7 @@ class AdmissionQueue:
             return 0
         return self._ends[0][0] if self._drop_dead() else None
 
-    def _next_class(self, now: int, headroom: int) -> str | None:
+    def _next_class(self, now: int, for_batch: int) -> str | None:
         waiting = [name for name in SERVICE_CLASSES if self._queues[name].entries]
         if not waiting:
             return None
@@ -208,7 +208,7 @@ class AdmissionQueue:
                 if promote_ns and now - oldest.arrival_ns >= promote_ns:
                     self._since_promotion = 0
                     return service_class
-        if first == "batch" and headroom <= BATCH_RESERVE:
+        if first == "batch" and for_batch <= BATCH_RESERVE:
             return None
         return first
 

@@ -90,7 +90,7 @@ class ClusterCore:
         self.attempts = AttemptTable(self.config.lease_ns)
         self._parked: dict[str, int] = {}  # request id -> until when it waits for a worker
         self.loads = LoadBook(self.members, self.admission if self.config.max_untouched_per_worker else None)
-        self._num_untouched = 0
+        self._num_untouched = [0, 0]  # of requests that do not give way, and of those that do
         self.paths = Paths(self.counts)
         self._relocation = Relocation(self)
         self._partition = Partition(self.members)
@@ -153,7 +153,7 @@ class ClusterCore:
     def check_idle(self) -> None:
         """Assert that nothing is left of any request (for tests)."""
         assert not self.requests and not self._parked, f"left behind: {list(self.requests)[:5]}"
-        assert self._num_untouched == 0 and len(self.admission) == 0
+        assert not any(self._num_untouched) and len(self.admission) == 0
         self.attempts.check_idle()
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -192,10 +192,11 @@ class ClusterCore:
         """Dispatch as many waiting requests as may go now."""
         commands: list[Command] = []
         while len(self.admission):
-            headroom = UNLIMITED
+            headroom = for_batch = UNLIMITED
             if most := self.config.max_untouched_per_worker:
-                headroom = most * self.members.num_usable - self._num_untouched
-            request_id = self.admission.next(now, headroom)
+                headroom = most * self.members.num_usable - self._num_untouched[False]
+                for_batch = headroom - self._num_untouched[True]
+            request_id = self.admission.next(now, headroom, for_batch)
             if request_id is None:
                 break
             commands += self._place(self.requests[request_id], now)
@@ -230,7 +231,7 @@ class ClusterCore:
             self.config.lease_ns,
         )
         entry.attempt, entry.is_untouched, entry.is_computing = attempt, True, False
-        self._num_untouched += 1
+        self._num_untouched[entry.submission.options.gives_way] += 1
         commands: list[Command] = []
         if entry.epoch:
             commands.append(Restarted(request_id, attempt.attempt_id, entry.num_tokens))
@@ -265,7 +266,7 @@ class ClusterCore:
         """The request got a token of this attempt, or ends."""
         if entry.is_untouched:
             entry.is_untouched = False
-            self._num_untouched -= 1
+            self._num_untouched[entry.submission.options.gives_way] -= 1
 
     # -- attempts -----------------------------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ from diptych.control.events import (
     RequestQueued,
     StepFinished,
 )
-from diptych.control.request import FinishReason, Request, Standing
+from diptych.control.request import FinishReason, Request, RequestOptions, Standing
 from diptych.control.slo import Slo, breakdown_from_times, objectives
 from diptych.control.step import SchedulerOutput, StepFeatures, StepResult
 
@@ -219,7 +219,8 @@ class EngineCore:
         """Take in the result of the step that was begun: the only place where computed-token counts grow.
 
         num_steps: the plan was taken so many times in a row (at most its max_repeats), the last time from
-        ``last_start_ns`` on; ``result`` is that of the last. 0: it was broken off, after the end of all its requests.
+        ``last_start_ns`` on; ``result`` is that of the last. 0: it was broken off, after the end of all its requests or
+        because they give way (``gives_way_to``): then it computed nothing, and will be planned again.
         """
         output, self._plan = self._plan, None
         assert output is not None, "no step has begun"
@@ -230,6 +231,8 @@ class EngineCore:
             self._num_steps += num_steps - 1
         self.kv.tiers.step_ended()
         events = self.take_events()
+        if not num_steps:
+            return events + self._take_back(output, result, now)
         reached_limit = self._end_prefills(output, now, events) if output.prefills else []
         if output.num_decodes:
             reached_limit += self.scheduler.batch.advance_completed()
@@ -251,6 +254,20 @@ class EngineCore:
             events.append(self._measure(output, now, result, num_steps, last_start_ns))
         events += self._kv_events(now)
         return events
+
+    def _take_back(self, output: SchedulerOutput, result: StepResult, now: int) -> list[Event]:
+        prefills = tuple([chunk for chunk in output.prefills if chunk.request_id not in self.requests])
+        self.scheduler.holders.take_back(output)
+        output = SchedulerOutput(output.step_id, prefills, features=output.features, predicted_ns=output.predicted_ns)
+        return [self._measure(output, now, result, 0, None), *self._kv_events(now)]
+
+    def gives_way_to(self, options: RequestOptions) -> bool:
+        """Whether the step that was begun may be broken off for a request of these options that comes now: all that it
+        computes gives way to it, and nothing of it is on its way to other workers."""
+        output = self._plan
+        if output is None or options.gives_way or not self.scheduler.giving_way.are_all(output):
+            return False
+        return output.is_compute and not any(self.requests[chunk.request_id].hands_off for chunk in output.prefills)
 
     def take_events(self) -> list[Event]:
         """Events that planning caused since the last call."""

@@ -41,8 +41,8 @@ Row = tuple[Any, ...]
 
 FORMAT, VERSION = (
     "diptych recording",
-    6,
-)  # of a file of rows; 5 had no tiers, 4 no standing, 3 a request's options one by one
+    7,
+)  # of a file of rows; up to 6 class batch did not give way, 5 had no tiers, 4 no standing, 3 a request's options one by one
 DIGEST_BYTES = 12
 
 

@@ -57,15 +57,16 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot of one worker for metrics. kv_usage: 0 to 1. step_time_error: recent mean relative error of the
-    step-time model, whose coefficients are in ns (a step, a prompt token, a pair, a sequence, a context token).
-    num_drafts to accepted_draft_tokens: see Speculation. cpu_wait_ns: how long a thread of its process was ready to run
-    and had no core (its driver fills it in)."""
+    """A snapshot of one worker for metrics. num_resting: of class batch, set aside for others. kv_usage: 0 to 1.
+    step_time_error: recent mean relative error of the step-time model, whose coefficients are in ns (a step, a prompt
+    token, a pair, a sequence, a context token). num_drafts to accepted_draft_tokens: see Speculation. cpu_wait_ns: how
+    long a thread of its process was ready to run and had no core (its driver fills it in)."""
 
     num_waiting: int = 0
     num_prefilling: int = 0
     num_decoding: int = 0
     num_swapped: int = 0
+    num_resting: int = 0
     kv_usage: float = 0.0
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
@@ -90,6 +91,7 @@ def engine_stats(scheduler: Scheduler, kv: KVCacheManager, model: StepTimeModel)
         num_prefilling=len(scheduler.prefilling),
         num_decoding=len(scheduler.batch) + len(scheduler.joining),
         num_swapped=len(scheduler.swapped),
+        num_resting=len(scheduler.giving_way),
         kv_usage=kv.usage,
         prefix_queried_tokens=kv.queried_tokens,
         prefix_hit_tokens=kv.hit_tokens,
@@ -131,7 +133,7 @@ def load_report(
     fixed_ns, token_ns, pair_ns, sequence_ns, context_ns = model.coefficients
     return LoadReport(
         time_ns=now,
-        backlog_ns=scheduler.backlog_ns(),
+        backlog_ns=_backlog_ns(scheduler, kv, model),
         num_blocks=kv.pool.num_blocks,
         used_blocks=kv.pool.num_used,
         token_ns=token_ns,
@@ -141,4 +143,17 @@ def load_report(
         context_ns=context_ns,
         output_tokens=scheduler.batch.output_tokens,
         tpot_ns=0 if budget.kind == "whole" else config.slo.tpot_ns or budget.target_ns,
+    )
+
+
+def _backlog_ns(scheduler: Scheduler, kv: KVCacheManager, model: StepTimeModel) -> int:
+    """Prompt work of all that wait there or are half done."""
+    work = model.prefill_work_ns
+    waiting = sum(
+        work(request.cached_tokens_at_arrival, request.num_tokens - request.cached_tokens_at_arrival)
+        for request in (*scheduler.waiting, *scheduler.ahead.parked, *kv.tiers.loads.requests())
+    )
+    admitted = (*scheduler.prefilling.values(), *scheduler.giving_way.prompts.values())
+    return waiting + sum(
+        work(request.num_scheduled_tokens, request.num_tokens - request.num_scheduled_tokens) for request in admitted
     )

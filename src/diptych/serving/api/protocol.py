@@ -60,6 +60,10 @@ class OptionsBody(BaseModel):
     service_class: Literal["interactive", "standard", "batch"] | None = Field(
         None, description="interactive goes before standard, batch uses what others leave."
     )
+    gives_way_ms: Annotated[float, Field(ge=0, le=1e12)] | None = Field(
+        None,
+        description="Of class batch: after this time on a worker it runs beside others (left out: it waits for them).",
+    )
     deadline_ms: Milliseconds | None = Field(
         None, description="Refuse the request when its first token cannot come within this time after its arrival."
     )

@@ -22,8 +22,11 @@ CHAT_PATH: RelayPath = "/v1/chat/completions"
 COMPLETION_PATH: RelayPath = "/v1/completions"
 WHOLE_PATHS: tuple[RelayPath, ...] = ("/v1/embeddings", "/v1/rerank", "/v1/score")  # that are never streamed
 OWN_FIELDS = frozenset(
-    ("ttft_slo_ms", "tpot_slo_ms", "service_class", "deadline_ms", "metadata", "priority", "return_latency")
-)
+    (
+        "ttft_slo_ms", "tpot_slo_ms", "service_class", "gives_way_ms", "deadline_ms", "metadata", "priority",
+        "return_latency",
+    )
+)  # fmt: skip
 # Fields with which an answer can go on after some tokens at another engine: those that made the prompt, which is known
 # as tokens by then, and those that are sent again. With any other (tools, schemas, stop strings, penalties ...) the
 # state of a parser, of a grammar or of a search would be lost, or a field that is not known here would be.

@@ -143,6 +143,7 @@ class ServingMetrics(Collector):
             ("vllm:kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1", worker.kv_usage),
             ("diptych:num_requests_prefilling", "Requests in their prefill", worker.num_prefilling),
             ("diptych:num_requests_decoding", "Requests in the decode batch", worker.num_decoding),
+            ("diptych:num_requests_resting", "Requests of class batch set aside for others", worker.num_resting),
             (
                 "diptych:step_time_model_error",
                 "Recent mean relative error of predicted step times",

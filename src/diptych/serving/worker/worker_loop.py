@@ -29,6 +29,7 @@ from diptych.control.engine.outgoing import SendChunk
 from diptych.control.engine.worker_core import Outbox, WorkerCore
 from diptych.control.errors import ConfigError, DiptychError, ErrorRecord
 from diptych.control.events import StepBegun
+from diptych.control.request import DEFAULT_OPTIONS
 from diptych.control.slo import NS_PER_MS
 from diptych.control.step import SchedulerOutput, StepBrokenOff, StepResult, StepTokens
 from diptych.runtime.compute_device import ComputeDevice, UndividedDevice
@@ -113,6 +114,7 @@ class Worker:
             self._poller.register(tiers, select.POLLIN)
         self._step: SchedulerOutput | None = None  # the one that is executed
         self._chunks: list[SendChunk] = []  # what is sent of it
+        self._may_give_way = False  # it may be broken off for a newcomer
         self._withheld = WithheldTokens(core)
         self._has_stats = True  # that were not reported
         self._next_stats_ns = 0
@@ -147,7 +149,7 @@ class Worker:
 
     def on_layer(self, num_layers: int) -> None:
         """Called in the middle of a step, when the KV of ``num_layers`` layers is computed: send it to the decode
-        workers. Raises StepBrokenOff when every request of the step was dropped."""
+        workers. Raises StepBrokenOff when every request of the step was dropped, or gives way to one that has come."""
         self._break_off()
         if num_layers:
             for chunk in self._chunks:
@@ -164,17 +166,22 @@ class Worker:
         """The result; None when the step was broken off."""
         self._step = output
         self._chunks = self._core.chunks_of(output)
+        self._may_give_way = self._core.engine.gives_way_to(DEFAULT_OPTIONS)
         with contextlib.suppress(StepBrokenOff):
             return self._runner.execute(output)
         return None
 
     def _break_off(self) -> None:
-        """Raises StepBrokenOff when every prompt in the step is to be dropped and the step has no decodes: the next
-        request need not wait for its end."""
+        """Raises StepBrokenOff when every prompt in the step is to be dropped and the step has no decodes, or when all
+        of the step gives way to a request that has come: this need not wait for its end."""
         step = self._step
-        if step is None or step.num_decodes:
+        if step is None or (step.num_decodes and not self._may_give_way):
             return
         self._inbox.extend(self._receive())
+        if self._may_give_way and any(_is_newcomer(message) for message in self._inbox):
+            raise StepBrokenOff
+        if step.num_decodes:
+            return
         leaving = {
             order.command[1]["attempt_id"]
             for order in self._inbox
@@ -184,8 +191,8 @@ class Worker:
             raise StepBrokenOff
 
     def _end_step(self, output: SchedulerOutput, result: StepResult | None, now: int) -> None:
-        """Take in what was computed and report it, the tokens first. When the step was broken off, its requests are
-        dropped first."""
+        """Take in what was computed and report it, the tokens first. When the step was broken off, those of its
+        requests that are not wanted any more are dropped first."""
         self._has_stats = True
         if result is None:
             self._take_messages(now)
@@ -301,6 +308,13 @@ class Worker:
             wanted = select.POLLIN | select.POLLOUT if self._channel.has_unsent else select.POLLIN
             self._poller.modify(self._channel, wanted)
         self._poller.poll(timeout_ms)
+
+
+def _is_newcomer(message: Order | StartOver | Shutdown) -> bool:
+    """Whether this is a request that others give way to."""
+    if not isinstance(message, Order) or message.tokens is None or message.command[0] == Reserve.__name__:
+        return False
+    return not message.tokens.options.gives_way
 
 
 def die_with_parent(directory: Path) -> None:

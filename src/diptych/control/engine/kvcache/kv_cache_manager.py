@@ -88,29 +88,49 @@ class KVCacheManager:
         full_blocks = (request.num_tokens - 1) // self.block_size
         return index < min(len(request.block_hashes), full_blocks) and request.block_hashes[index] in self._in_progress
 
-    def fits_now(self, request: Request, cached: list[int], *, alone: bool) -> bool:
-        """Whether there are blocks for the whole prompt (``alone``: nothing else is admitted, all may be used)."""
+    def stop_progress(self, request: Request) -> None:
+        """A prompt that is half computed is set aside: others that begin alike need not wait for it."""
+        for block_hash in request.block_hashes[request.num_hashed_blocks :] if not request.borrowed_block_ids else ():
+            self._forget_in_progress(block_hash)
+
+    def resume_progress(self, request: Request) -> None:
+        """It is not set aside any more."""
+        for block_hash in request.block_hashes[request.num_hashed_blocks :] if not request.borrowed_block_ids else ():
+            self._in_progress[block_hash] = self._in_progress.get(block_hash, 0) + 1
+
+    def fits_now(self, request: Request, cached: list[int], *, alone: bool, given_up: int = 0) -> bool:
+        """Whether there are blocks for the whole prompt (``alone``: nothing else is admitted, all may be used), if
+        others give up so many."""
         if request.borrowed_block_ids:
             return True
         new_blocks = self.num_blocks_for(request.num_tokens) - len(cached)
         spare = 0 if alone else self.config.watermark_blocks
-        return new_blocks + spare <= self.pool.num_available - self.pool.num_idle(cached)
+        return new_blocks + spare <= self.pool.num_available - self.pool.num_idle(cached) + given_up
 
-    def fits_later(self, request: Request, cached: list[int], expected_tokens: int, others: Demands) -> bool:
-        """Whether the expected peak of all that is admitted and this one fits.
+    def fits_later(
+        self,
+        request: Request,
+        cached: list[int],
+        expected_tokens: int,
+        others: Demands,
+        given_up: tuple[int, int] = (0, 0),
+    ) -> bool:
+        """Whether the expected peak of all that is admitted and this one fits. given_up: blocks, and blocks reserved,
+        of requests that are not among the others and give way to this one.
 
         others: gives (blocks held alone, tokens to come) of every admitted request. It is only called when the sum of
         all expectations does not fit, so that admission costs nothing while memory is plentiful.
         """
         if request.borrowed_block_ids:
             return True
-        total = self._num_reserved + self.num_blocks_for(request.num_tokens + expected_tokens)
+        total = self._num_reserved - given_up[1] + self.num_blocks_for(request.num_tokens + expected_tokens)
         if self.config.admission == "greedy" or total + self.config.watermark_blocks <= self.pool.num_blocks:
             return True
         new_blocks = self.num_blocks_for(request.num_tokens) - len(cached)
         demands = [*others(), (new_blocks, expected_tokens)]
         held = sum(blocks for blocks, _ in demands) - new_blocks
-        shared = self.pool.num_used + self.pool.num_idle(cached) - held  # not owned by one request alone
+        used = self.pool.num_used - given_up[0]
+        shared = used + self.pool.num_idle(cached) - held  # not owned by one request alone
         peak = shared + future_peak_blocks(demands, self.block_size)
         return peak + self.config.watermark_blocks <= self.pool.num_blocks
 

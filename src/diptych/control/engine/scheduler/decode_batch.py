@@ -41,6 +41,7 @@ class DecodeBatch:
         self.ticks_scheduled = 0
         self.ticks_completed = 0
         self.context = 0  # tokens that the members attend to in the next step
+        self.num_giving_way = 0  # members that do
         self._outputs_before = 0  # sum over the members: sampled tokens less decode steps, when they joined
 
     def __len__(self) -> int:
@@ -68,12 +69,14 @@ class DecodeBatch:
         self._schedule_block(stay)
         tpot = (request.slo.tpot_ns if request.slo else None) or 0
         self._tpot_counts[tpot] = self._tpot_counts.get(tpot, 0) + 1
+        self.num_giving_way += request.gives_way
         self.context += num_tokens + 1
         self._outputs_before += num_outputs - stay.joined_tick
 
     def leave(self, request: Request) -> None:
         """Take a member out. Its counts become what they are when the step under way, if there is one, is done."""
         stay = self._stays.pop(request.request_id)
+        self.num_giving_way -= request.gives_way
         ticks = self.ticks_scheduled - stay.joined_tick
         self.context -= stay.tokens_at_join + ticks + 1
         self._outputs_before -= stay.outputs_at_join - stay.joined_tick
@@ -118,6 +121,11 @@ class DecodeBatch:
         """A decode step was handed out."""
         self.ticks_scheduled += 1
         self.context += len(self._stays)
+
+    def take_back_scheduled(self) -> None:
+        """The decode step that was handed out last was not done: it will be handed out again."""
+        self.ticks_scheduled -= 1
+        self.context -= len(self._stays)
 
     def advance_completed(self) -> list[Request]:
         """A decode step is done. Returns the members whose last step it was."""

@@ -1,8 +1,9 @@
 """Which request goes first. An order gives each request a key; lower keys go first, so that queues can be heaps.
 
-Streams go before prompts, whatever the order and their priority, and the older before the younger: their clients wait
-in the middle of an answer. Next are requests that have waited before. Only where a waiting request may displace a
-running one (PreemptionConfig.from_waiting) does priority count more.
+Requests that give way (class batch) go after all others. Among each of the two, streams go before prompts, whatever
+the order and their priority, and the older before the younger: their clients wait in the middle of an answer. Next are
+requests that have waited before. Only where a waiting request may displace a running one
+(PreemptionConfig.from_waiting) does priority count more.
 
 Aging is linear, and linear aging needs no clock: "work minus a share of the time waited" orders requests exactly as
 "work plus that share of the arrival time" does. To add an order: a class here, its line in ORDERS, its name in
@@ -35,11 +36,12 @@ class RequestOrder(ABC):
 
     def key(self, request: Request) -> OrderKey:
         """The key of a request; the arrival number breaks ties."""
+        place = int(request.gives_way)
         standing = request.standing
         rank = (request.priority, request.number) if standing is Standing.STREAM else self.rank(request)
         if self._config.preemption.from_waiting:
-            return (request.priority, standing, *rank)
-        return (standing, *rank)
+            return (place, request.priority, standing, *rank)
+        return (place, standing, *rank)
 
     @abstractmethod
     def rank(self, request: Request) -> OrderKey:

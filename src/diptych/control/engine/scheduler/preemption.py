@@ -9,28 +9,32 @@ from collections.abc import Collection, Iterable
 from diptych.control.config import PreemptionConfig
 from diptych.control.engine.kvcache.kv_cache_manager import KVCacheManager
 from diptych.control.engine.scheduler.decode_batch import DecodeBatch
+from diptych.control.engine.scheduler.giving_way import GivingWay
 from diptych.control.engine.scheduler.step_plan import StepPlan
 from diptych.control.events import RequestPreempted
 from diptych.control.request import Request
 
 
-def _rank(request: Request) -> tuple[int, int]:
-    """Of streams, the highest rank loses its place first: least important, then latest arrival."""
-    return (request.priority, request.number)
+def _rank(request: Request) -> tuple[bool, int, int]:
+    """Of streams, the highest rank loses its place first: one that gives way, least important, latest arrival."""
+    return (request.gives_way, request.priority, request.number)
 
 
 class Preemption:
-    """Chooses victims and moves them out of the decode batch."""
+    """Chooses victims and moves them out of the decode batch, or from where they are set aside."""
 
-    def __init__(self, kv: KVCacheManager, batch: DecodeBatch) -> None:
+    def __init__(self, kv: KVCacheManager, batch: DecodeBatch, giving_way: GivingWay) -> None:
         self.config = PreemptionConfig()
         self._kv = kv
         self._batch = batch
+        self._giving_way = giving_way
         self.num_preemptions = 0
 
     def victim_for_growth(self, prefilling: Iterable[Request]) -> Request:
-        """Who makes room for a stream that needs a block (perhaps that stream itself). A prompt that is computed for
-        another worker keeps its blocks: what is sent of them may be on its way."""
+        """Who makes room for a stream that needs a block (perhaps that stream itself); first of all, who is set aside.
+        A prompt that is computed for another worker keeps its blocks: what is sent of them may be on its way."""
+        if (aside := self._giving_way.victim()) is not None:
+            return aside
         stream = max(self._batch, key=_rank)
         prompts = [request for request in prefilling if not (request.is_stream or request.hands_off)]
         if not prompts:
@@ -73,16 +77,10 @@ class Preemption:
     def preempt(self, plan: StepPlan, victim: Request, *, by_priority: bool) -> bool:
         """Take the victim out of the batch: to the host tier (True) if that is the policy and there is room, or back
         to the start (False). The caller queues it."""
-        plan.drop_extra_rows(victim.request_id, self._batch.num_computed(victim) + 1)
-        self._batch.leave(victim)
         victim.num_preemptions += 1
         self.num_preemptions += 1
-        # What this very plan gave it goes, too: a block, or a place in the batch, which the executor has not heard of.
-        plan.new_blocks = [entry for entry in plan.new_blocks if entry[0] != victim.request_id]
-        resumed = [member for member in plan.resumed if member.request_id != victim.request_id]
-        if len(resumed) == len(plan.resumed):
-            plan.paused.append(victim.request_id)
-        plan.resumed = resumed
+        if not self._giving_way.leave_stream(victim):
+            self._leave_batch(plan, victim)
         copies = None
         if self.config.kind == "swap":
             copies = self._kv.swap_out(victim, victim.num_scheduled_tokens)
@@ -92,6 +90,14 @@ class Preemption:
             self._begin_again(victim)
         plan.events.append(RequestPreempted(plan.now, victim.request_id, copies is not None, by_priority))
         return copies is not None
+
+    def _leave_batch(self, plan: StepPlan, victim: Request) -> None:
+        plan.drop_extra_rows(victim.request_id, self._batch.num_computed(victim) + 1)
+        self._batch.leave(victim)
+        # What this very plan gave it goes, too: a block, or a place in the batch, which the executor has not heard of.
+        plan.new_blocks = [entry for entry in plan.new_blocks if entry[0] != victim.request_id]
+        if not plan.forget_resumed(victim.request_id):
+            plan.paused.append(victim.request_id)
 
     def displace(self, plan: StepPlan, prompt: Request) -> None:
         """Take the blocks of a prompt that is being computed; no chunk of it is in the plan. The caller queues it."""

@@ -18,6 +18,9 @@ What a *stream* (a request that has given a token) may rely on while its worker 
 
 Where waiting requests may displace running ones by priority (PreemptionConfig.from_waiting), more important requests go
 before all this. tests/control/stream_law.py checks it.
+
+Requests that give way (class batch) may rely on none of it: a step that holds work of others holds none of theirs, and
+their blocks are the first that others grow into and are admitted into. tests/control/yield_law.py checks that.
 """
 
 from enum import Enum
@@ -28,7 +31,8 @@ from diptych.control.engine.scheduler.ahead import Ahead
 from diptych.control.engine.scheduler.budget import make_budget
 from diptych.control.engine.scheduler.caps import Caps
 from diptych.control.engine.scheduler.decode_batch import DecodeBatch
-from diptych.control.engine.scheduler.incoming import Incoming
+from diptych.control.engine.scheduler.giving_way import GivingWay
+from diptych.control.engine.scheduler.holders import Holders
 from diptych.control.engine.scheduler.order import ORDERS
 from diptych.control.engine.scheduler.preemption import Preemption
 from diptych.control.engine.scheduler.speculation import Speculation
@@ -37,7 +41,6 @@ from diptych.control.engine.scheduler.step_time import StepTimeModel
 from diptych.control.engine.scheduler.stride import StandingRefusal, steps_that_stand
 from diptych.control.engine.scheduler.waiting_queue import WaitingQueue
 from diptych.control.events import Event, HandoffRecalled, HandoffReserved, RequestAdmitted, RequestResumed
-from diptych.control.length_predictor import LengthPredictor
 from diptych.control.request import Request
 from diptych.control.step import ResumedDecode, SchedulerOutput
 
@@ -61,16 +64,15 @@ class Scheduler:
         self._model = model
         self.waiting = WaitingQueue()
         self.ahead = Ahead(kv, kv.num_blocks_for(config.max_model_len))
-        self.prefilling: dict[str, Request] = {}
-        self.joining: dict[str, Request] = {}  # prefilled, or last chunk handed out; they decode from the next step on
         self.batch = DecodeBatch(kv.block_size)
-        self.swapped: dict[str, Request] = {}
-        self.interrupted: dict[str, Request] = {}  # streams in ``waiting``
-        self.incoming = Incoming()  # prefilled elsewhere
-        self.outgoing: dict[str, Request] = {}  # prefilled here, to be decoded elsewhere
-        self.lengths = LengthPredictor()
-        self.preemption = Preemption(kv, self.batch)
         self.speculation = Speculation(kv, self.batch, model)
+        self.giving_way = GivingWay(kv, self.batch, self.speculation)
+        self.holders = holders = Holders(kv, self.batch, self.giving_way)
+        self.prefilling, self.joining, self.swapped = holders.prefilling, holders.joining, holders.swapped
+        self.incoming, self.outgoing, self.lengths = holders.incoming, holders.outgoing, holders.lengths
+        self.interrupted: dict[str, Request] = {}  # streams in ``waiting``
+        self.preemption = Preemption(kv, self.batch, self.giving_way)
+        self._only_others = False  # are planned: requests that give way have no part in the step
         self._num_departures = 0
         self._num_ahead = 0  # prompt tokens computed while the batch rested, since it last gave tokens
         self._refused = StandingRefusal()  # the first in ``waiting``
@@ -88,13 +90,9 @@ class Scheduler:
         self.waiting, self.ahead.parked = WaitingQueue(), WaitingQueue()
         for request in waiting:
             self._queue(request)
-        for request in (*self.incoming.waiting.values(), *self.incoming.reserved.values(), *self.swapped.values()):
+        incoming = (*self.incoming.waiting.values(), *self.incoming.reserved.values())
+        for request in (*incoming, *self.swapped.values(), *self.giving_way):
             request.order_key = self._order.key(request)
-
-    @property
-    def num_running(self) -> int:
-        """Requests that hold blocks."""
-        return len(self.prefilling) + len(self.joining) + len(self.batch) + len(self.incoming)
 
     @property
     def num_waiting(self) -> int:
@@ -103,6 +101,7 @@ class Scheduler:
 
     def add(self, request: Request, now: int) -> None:
         """A new request, or one that lost its blocks, waits for admission, or first for a load from disk."""
+        self.giving_way.add(request)
         if not request.num_output_tokens and self._kv.fetch(request, self._model.prefill_work_ns, now):
             return
         self.add_computed(request)
@@ -121,6 +120,7 @@ class Scheduler:
 
     def reserve(self, request: Request) -> None:
         """A request that another worker prefills waits for its blocks here."""
+        self.giving_way.add(request)
         request.order_key = self._order.key(request)
         self.incoming.add(request)
 
@@ -131,25 +131,13 @@ class Scheduler:
             self.ahead.parked.remove(request)
             self.waiting.push(request, is_long=request.is_long)
 
-    def backlog_ns(self) -> int:
-        """Prompt work of all that wait here or are half done, as the step-time model sees it."""
-        work = self._model.prefill_work_ns
-        waiting = sum(
-            work(request.cached_tokens_at_arrival, request.num_tokens - request.cached_tokens_at_arrival)
-            for request in (*self.waiting, *self.ahead.parked, *self._kv.tiers.loads.requests())
-        )
-        admitted = self.prefilling.values()
-        return waiting + sum(
-            work(request.num_scheduled_tokens, request.num_tokens - request.num_scheduled_tokens)
-            for request in admitted
-        )
-
     def remove(self, request: Request) -> int:
         """The request ends, wherever it is. Returns its confirmed output tokens."""
         request_id, outputs = request.request_id, request.num_output_tokens
         self._num_departures += 1
         self.ahead.forget(request_id)
         self.speculation.forget(request_id)
+        self.giving_way.remove(request)
         if request_id in self.batch:
             outputs = self.batch.num_outputs(request)
             self.batch.leave(request)
@@ -159,21 +147,20 @@ class Scheduler:
         elif request_id in self.ahead.parked:
             self.ahead.parked.remove(request)
         elif not self._kv.tiers.leave(request):
-            for place in (self.prefilling, self.joining, self.swapped, self.outgoing):
-                place.pop(request_id, None)
-            self.incoming.remove(request_id)
+            self.holders.remove(request_id)
         return outputs
 
     def schedule(self, step_id: int, finished: tuple[str, ...], now: int) -> tuple[SchedulerOutput | None, list[Event]]:
         """The plan of the next step (None: nothing to do) and the events that planning caused."""
         plan = StepPlan(now)
         self._settle(plan)
+        self._only_others = bool(self.giving_way.requests) and self._give_way(plan)
         self._seat_incoming(plan)
-        if self._budget.mixes_phases:
-            self._plan_decodes(plan)
-            self._plan_prefills(plan)
-        else:
-            self._plan_prompts_or_decodes(plan)
+        self._plan_work(plan)
+        if self._only_others and not plan.has_work:  # they have nothing to do in this step
+            self._only_others = False
+            self._go_on(plan)
+            self._plan_work(plan)
         features = plan.features
         predicted_ns = self._model.predict_ns(features)
         is_compute = bool(plan.prefills or plan.num_decodes)
@@ -200,11 +187,47 @@ class Scheduler:
             or plan.extra_rows
             or self._kv.pool.has_changes
             or self._kv.tiers.has_moves
+            or self.giving_way.has_limits
         )
         if not plan.num_decodes or others or not self._model.is_trusted:
             return 1
         queues = ((self.waiting, self._refused), (self.incoming.waiting, self._refused_incoming))
         return steps_that_stand(self.batch, self._kv, [refusal for queue, refusal in queues if queue])
+
+    def _give_way(self, plan: StepPlan) -> bool:
+        """Whether this step is for others. Those that give way are set aside then, and come back otherwise."""
+        for request in self.giving_way.take_due(plan.now):
+            self._stop_giving_way(request)
+        head = self.waiting.head()
+        if (head is None or head.gives_way) and not self.holders.others_are_here():
+            self._go_on(plan)
+            return False
+        if self.giving_way.rest(plan, self.prefilling):
+            self._num_departures += 1  # what was refused beside them may fit now
+        self._go_on(plan, only_due=True)
+        return True
+
+    def _go_on(self, plan: StepPlan, *, only_due: bool = False) -> None:
+        num_seats = self._settings.max_num_seqs - self.holders.num_running
+        self.giving_way.go_on(plan, self.prefilling, num_seats, only_due=only_due)
+
+    def _stop_giving_way(self, request: Request) -> None:
+        """From now on it goes before those that still do."""
+        for queue in (self.waiting, self.ahead.parked):
+            if request.request_id in queue:
+                queue.remove(request)
+                request.order_key = self._order.key(request)
+                queue.push(request, is_long=request.is_long)
+        request.order_key = self._order.key(request)
+        if self.incoming.waiting.pop(request.request_id, None) is not None:
+            self.incoming.add(request)
+
+    def _plan_work(self, plan: StepPlan) -> None:
+        if self._budget.mixes_phases:
+            self._plan_decodes(plan)
+            self._plan_prefills(plan)
+        else:
+            self._plan_prompts_or_decodes(plan)
 
     def _plan_prompts_or_decodes(self, plan: StepPlan) -> None:
         """Prompts first. The batch rests for as many of their tokens as the cache holds; more come only where prompts
@@ -246,10 +269,10 @@ class Scheduler:
             if any(stream.order_key <= request.order_key for stream in self.interrupted.values()):
                 self._refused_incoming.stand_until_departure()  # or until that stream is admitted: that is a prefill
                 return
-            if not self._has_room(request, cached, self._refused_incoming):
+            if not self._has_room(plan, request, cached, self._refused_incoming):
                 self._recall(plan, request)
                 return
-            self._kv.admit(request, cached, self._expected(request))
+            self._kv.admit(request, cached, self.holders.expected(request))
             request.num_cached_tokens = len(cached) * self._kv.block_size
             incoming.seat(request)
             reserved = HandoffReserved(
@@ -280,12 +303,13 @@ class Scheduler:
         for request in sorted(self.swapped.values(), key=lambda swapped: swapped.order_key):
             if first_to_compute is not None and first_to_compute < request.order_key:
                 break
-            has_seat = self.num_running < self._settings.max_num_seqs
-            fits = self._kv.can_swap_in(request, alone=self.num_running == 0)
-            if not has_seat or not fits or request.request_id in plan.paused:
+            if self._only_others and request.gives_way:
+                break
+            has_seat = self.holders.num_running < self._settings.max_num_seqs
+            if not has_seat or plan.takes_away(request) or not self._fits_back(plan, request):
                 self._recall(plan, request)
                 break
-            plan.swap_in.extend(self._kv.swap_in(request, self._expected(request)))
+            plan.swap_in.extend(self._kv.swap_in(request, self.holders.expected(request)))
             del self.swapped[request.request_id]
             num_tokens = request.num_scheduled_tokens
             self.batch.join(request, num_tokens, request.num_output_tokens)
@@ -312,6 +336,9 @@ class Scheduler:
         open_to_new = True
         while True:
             head = self.waiting.head(skip_long=self._caps.long_is_full) if open_to_new else None
+            if head is not None and head.gives_way and self._only_others:
+                self._refused.stand_until_departure()
+                head, open_to_new = None, False
             if admitted and (head is None or admitted[-1].order_key <= head.order_key):
                 if not self._continue(plan, admitted.pop()):
                     break
@@ -383,7 +410,7 @@ class Scheduler:
         self.waiting.remove(request)
         self.interrupted.pop(request.request_id, None)
         is_first = request.first_step_ns is None
-        plan.block_copies += self._kv.admit(request, cached, self._expected(request))
+        plan.block_copies += self._kv.admit(request, cached, self.holders.expected(request))
         self._kv.tiers.attach(request, below)
         if is_first:
             request.first_step_ns = plan.now
@@ -404,80 +431,63 @@ class Scheduler:
         """A stream found no room: prompts that other workers are to compute give up the blocks they hold for it."""
         if not request.is_stream or not self.incoming.reserved:
             return
-        num_tokens = request.num_tokens + self._expected(request)
+        num_tokens = request.num_tokens + self.holders.expected(request)
         needed = self._kv.num_blocks_for(num_tokens) + self._kv.config.watermark_blocks - self._kv.pool.num_available
         for reserved in self.incoming.recall(request, needed):
             plan.events.append(HandoffRecalled(plan.now, reserved.request_id))
 
     def _seat(self, plan: StepPlan, request: Request, cached: list[int]) -> bool:
         """Whether there is a seat and memory, if need be after displacing less important requests."""
-        if self._has_room(request, cached, self._refused):
+        if self._has_room(plan, request, cached, self._refused):
             return True
-        if self._is_behind_swapped(request):
+        if self.holders.is_behind_swapped(request):
             return False
         blocks = self._kv.num_blocks_for(request.num_tokens) - len(cached) + self._kv.config.watermark_blocks
         blocks += self._kv.pool.num_idle(cached) - self._kv.pool.num_available
-        seats = self.num_running + 1 - self._settings.max_num_seqs
+        blocks -= self.giving_way.given_up_for(request, cached)[0]
+        seats = self.holders.num_running + 1 - self._settings.max_num_seqs
         victims = self.preemption.victims_for(request, blocks, seats, cached)
         for victim in victims:
             self._preempt(plan, victim, by_priority=True)
         if victims and plan.num_decodes:
             plan.num_decodes = len(self.batch)
             plan.decode_context = self.batch.context
+        if victims:
+            self._clear_room(plan, request, cached)
         return bool(victims)  # enough of them for its prompt; when it grows, it may displace more
 
-    def _is_behind_swapped(self, request: Request) -> bool:
-        """Whether a request whose KV lies on the host comes back first."""
-        return bool(self.swapped) and min(swapped.order_key for swapped in self.swapped.values()) <= request.order_key
-
-    def _has_room(self, request: Request, cached: list[int], refusal: StandingRefusal) -> bool:
-        """Whether there is a seat and memory for the first of a queue; else ``refusal`` says for how long not."""
-        if self.num_running >= self._settings.max_num_seqs:
+    def _has_room(self, plan: StepPlan, request: Request, cached: list[int], refusal: StandingRefusal) -> bool:
+        """Whether there is a seat and memory for the first of a queue, which those set aside have given up then; else
+        ``refusal`` says for how long not."""
+        if self.holders.num_running >= self._settings.max_num_seqs:
             refusal.stand_until_departure()
             return False
-        if self._is_behind_swapped(request):
+        if not self.holders.has_room(request, cached, refusal, self._num_departures):
             return False
-        is_alone = self.num_running == 0
-        if not self._kv.fits_now(request, cached, alone=is_alone):
-            refusal.stand_until_departure()
-            return False
-        tick = self.batch.ticks_scheduled
-        if is_alone:
-            return True
-        if refusal.repeat(request, self._num_departures, tick):
-            return False
-        if self._kv.fits_later(request, cached, self._expected(request), self._demands):
-            return True
-        refusal.stand(request, self._num_departures, tick)
-        return False
+        self._clear_room(plan, request, cached)
+        return True
 
-    def _expected(self, request: Request) -> int:
-        if request.hands_off or request.request_id in self.incoming.recalled:
-            return 0
-        return self._to_come(request, request.num_output_tokens)
+    def _clear_room(self, plan: StepPlan, request: Request, cached: list[int]) -> None:
+        """As many of those set aside lose their blocks as this prompt needs."""
+        while not self._kv.fits_now(request, cached, alone=self.holders.is_empty):
+            victim = self.giving_way.victim()
+            assert victim is not None, "there are blocks to be given up"
+            self._preempt(plan, victim)
 
-    def _to_come(self, request: Request, num_generated: int) -> int:
-        """Tokens to keep room for."""
-        assert request.length_group is not None
-        return self.lengths.high(request.length_group, num_generated, request.max_tokens)
-
-    def _demands(self) -> list[tuple[int, int]]:
-        """(blocks held alone, tokens to come) of every request that holds blocks."""
-        demands = []
-        for request in self.batch:
-            own = len(request.block_ids) - request.num_shared_blocks
-            demands.append((own, self._to_come(request, self.batch.num_outputs(request))))
-        for request in (*self.prefilling.values(), *self.joining.values(), *self.incoming.holders()):
-            demands.append((len(request.block_ids) - request.num_shared_blocks, self._expected(request)))
-        for request in self.outgoing.values():
-            demands.append((len(request.block_ids) - request.num_shared_blocks, 0))
-        return demands
+    def _fits_back(self, plan: StepPlan, request: Request) -> bool:
+        """Whether there are blocks for one that was swapped out, if need be after taking those of one set aside."""
+        while not self._kv.can_swap_in(request, alone=self.holders.is_empty):
+            victim = None if request.gives_way else self.giving_way.victim()
+            if victim is None:
+                return False
+            self._preempt(plan, victim)
+        return True
 
     def _preempt(self, plan: StepPlan, victim: Request, *, by_priority: bool = False) -> None:
         self._num_departures += 1
         self._refused.clear()  # both queues may have been asked before this, in the same plan
         self._refused_incoming.clear()
-        if self.prefilling.pop(victim.request_id, None) is not None:
+        if self.prefilling.pop(victim.request_id, None) is not None or self.giving_way.leave_prompt(victim):
             self.ahead.forget(victim.request_id)
             self.preemption.displace(plan, victim)
             self.add(victim, plan.now)

@@ -76,6 +76,25 @@ class StepPlan:
                 self.extra_context -= chunk_attention(context, rows.num_tokens)
         self.extra_rows = [rows for rows in self.extra_rows if rows.request_id != request_id]
 
+    def forget_resumed(self, request_id: str) -> bool:
+        """Take back that a request joins the decode batch, if this plan says so. Returns whether it did."""
+        resumed = [member for member in self.resumed if member.request_id != request_id]
+        was_resumed = len(resumed) < len(self.resumed)
+        self.resumed = resumed
+        return was_resumed
+
+    def takes_away(self, request: Request) -> bool:
+        """Whether the request is swapped out, or leaves the decode batch, in this very plan."""
+        if request.request_id in self.paused:
+            return True
+        first = request.host_block_ids[0] if request.host_block_ids else None
+        return any(host_block == first for _, host_block in self.swap_out)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything is computed or copied up."""
+        return bool(self.prefills or self.num_decodes or self.swap_in)
+
     @property
     def features(self) -> StepFeatures:
         """What the step's duration depends on."""

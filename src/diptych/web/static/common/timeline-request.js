@@ -28,7 +28,7 @@ export class TimelineRequest {
     this.longestGapNs = 0;
     this.reserved = 0;
     this.delivered = 0;
-    this.pauses = []; // {t0, t1, swapped}
+    this.pauses = []; // {t0, t1, swapped, rested}
     this.detail = null; // of finished
     this.attempts = 1;
   }
@@ -202,7 +202,11 @@ const MILESTONES = {
     request.worker = worker;
   },
   preempted(request, { time_ns: time }, detail) {
+    endPause(request, { time_ns: time }, {}); // it may have rested
     request.pauses.push({ t0: time, t1: Infinity, swapped: Boolean(detail.swapped) });
+  },
+  rested(request, { time_ns: time }) {
+    request.pauses.push({ t0: time, t1: Infinity, rested: true });
   },
   resumed: endPause,
   admitted: endPause,

@@ -22,6 +22,7 @@ export function describe(model, hit, name) {
 /** Why nothing came in [t0, t1], as a sentence; "" when nothing is known. */
 export function reasonText(model, request, worker, t0, t1, name) {
   const pause = request.pauses.find(({ t0: since, t1: until }) => since < t1 && until > t0);
+  if (pause?.rested) return "It is of class batch, and gave way to other requests.";
   if (pause) return pause.swapped ? "It was preempted; its KV cache lay in host memory." : "It was preempted, and computed again.";
   if (request.delivered > t0 && request.delivered <= t1) return `Its KV cache was handed over in ${duration(request.delivered - t0)} of that.`;
   const why = model.reason(request, worker, t0, t1);

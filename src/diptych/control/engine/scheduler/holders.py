@@ -1,0 +1,120 @@
+"""The requests that hold blocks, what they are expected to hold, and whether there is room beside them.
+
+Owns these places; the scheduler decides when a request moves from one to the next. Never takes a block away.
+"""
+
+from diptych.control.engine.kvcache.kv_cache_manager import KVCacheManager
+from diptych.control.engine.scheduler.decode_batch import DecodeBatch
+from diptych.control.engine.scheduler.giving_way import GivingWay
+from diptych.control.engine.scheduler.incoming import Incoming
+from diptych.control.engine.scheduler.stride import StandingRefusal
+from diptych.control.length_predictor import LengthPredictor
+from diptych.control.request import Request
+from diptych.control.step import SchedulerOutput
+
+
+class Holders:
+    """prefilling: admitted prompts. joining: prefilled, or last chunk handed out; they decode from the next step on.
+    swapped: streams whose KV lies on the host. incoming: prefilled elsewhere. outgoing: prefilled here, to be decoded
+    elsewhere. giving_way: set aside."""
+
+    def __init__(self, kv: KVCacheManager, batch: DecodeBatch, giving_way: GivingWay) -> None:
+        self._kv = kv
+        self.batch = batch
+        self.giving_way = giving_way
+        self.prefilling: dict[str, Request] = {}
+        self.joining: dict[str, Request] = {}
+        self.swapped: dict[str, Request] = {}
+        self.incoming = Incoming()
+        self.outgoing: dict[str, Request] = {}
+        self.lengths = LengthPredictor()
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold blocks, but for those set aside."""
+        return len(self.prefilling) + len(self.joining) + len(self.batch) + len(self.incoming)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no request holds blocks."""
+        return self.num_running == 0 and not len(self.giving_way)
+
+    def others_are_here(self) -> bool:
+        """Whether a request that does not give way holds blocks, held some, or is to get some for another worker."""
+        if len(self.batch) > self.batch.num_giving_way:
+            return True
+        places = (self.prefilling, self.swapped, self.incoming.waiting)
+        here = (request for place in places for request in place.values())
+        return any(not request.gives_way for request in (*here, *self.giving_way))
+
+    def remove(self, request_id: str) -> None:
+        """The request ends, wherever it is, but in the decode batch or set aside."""
+        for place in (self.prefilling, self.joining, self.swapped, self.outgoing):
+            place.pop(request_id, None)
+        self.incoming.remove(request_id)
+
+    def take_back(self, output: SchedulerOutput) -> None:
+        """The step just handed out was broken off: what it was to do is still to be done."""
+        for chunk in output.prefills:
+            for place in (self.prefilling, self.joining):
+                if (request := place.pop(chunk.request_id, None)) is not None:
+                    request.num_scheduled_tokens = chunk.start
+                    self.prefilling[chunk.request_id] = request
+        if output.num_decodes:
+            self.batch.take_back_scheduled()
+
+    # -- room ---------------------------------------------------------------------------------------------------------
+
+    def has_room(self, request: Request, cached: list[int], refusal: StandingRefusal, num_departures: int) -> bool:
+        """Whether there is memory for the first of a queue, if need be after those set aside have lost their blocks;
+        else ``refusal`` says for how long not."""
+        if self.is_behind_swapped(request):
+            return False
+        given_up = self.giving_way.given_up_for(request, cached)
+        is_alone = self.num_running == 0 and not self.giving_way.keeps_blocks_from(request)
+        if not self._kv.fits_now(request, cached, alone=is_alone, given_up=given_up[0]):
+            refusal.stand_until_departure()
+            return False
+        if is_alone:
+            return True
+        tick = self.batch.ticks_scheduled
+        if refusal.repeat(request, num_departures, tick):
+            return False
+        demands = self._demands if request.gives_way else self._demands_of_others
+        if self._kv.fits_later(request, cached, self.expected(request), demands, given_up):
+            return True
+        refusal.stand(request, num_departures, tick)
+        return False
+
+    def is_behind_swapped(self, request: Request) -> bool:
+        """Whether a request whose KV lies on the host comes back first."""
+        return bool(self.swapped) and min(swapped.order_key for swapped in self.swapped.values()) <= request.order_key
+
+    def expected(self, request: Request) -> int:
+        """Tokens to keep room for, of a request that does not decode."""
+        if request.hands_off or request.request_id in self.incoming.recalled:
+            return 0
+        return self._to_come(request, request.num_output_tokens)
+
+    def _to_come(self, request: Request, num_generated: int) -> int:
+        assert request.length_group is not None
+        return self.lengths.high(request.length_group, num_generated, request.max_tokens)
+
+    def _demands(self) -> list[tuple[int, int]]:
+        """(blocks held alone, tokens to come) of every request that holds blocks."""
+        return self._demands_of_others() + [self._demand(request) for request in self.giving_way]
+
+    def _demands_of_others(self) -> list[tuple[int, int]]:
+        """Of every one that is not set aside."""
+        demands = []
+        for request in self.batch:
+            own = len(request.block_ids) - request.num_shared_blocks
+            demands.append((own, self._to_come(request, self.batch.num_outputs(request))))
+        for request in (*self.prefilling.values(), *self.joining.values(), *self.incoming.holders()):
+            demands.append(self._demand(request))
+        for request in self.outgoing.values():
+            demands.append((len(request.block_ids) - request.num_shared_blocks, 0))
+        return demands
+
+    def _demand(self, request: Request) -> tuple[int, int]:
+        return len(request.block_ids) - request.num_shared_blocks, self.expected(request)

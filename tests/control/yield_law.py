@@ -1,0 +1,28 @@
+"""The law of requests that give way: checked against every plan of a worker, written from the docstrings of the scheduler."""
+
+from diptych.control.engine.engine_core import EngineCore
+from diptych.control.step import SchedulerOutput
+
+
+def check_yielding(engine: EngineCore, output: SchedulerOutput) -> None:
+    """A plan was made. What it computes gives way, or does not, all of it; and while it does, no other request could be
+    computed. Those set aside hold their blocks, and are nowhere else."""
+    scheduler = engine.scheduler
+    computed = [engine.requests[chunk.request_id] for chunk in output.prefills]
+    members = list(scheduler.batch)
+    assert scheduler.batch.num_giving_way == sum(request.gives_way for request in members)
+    if output.num_decodes:
+        computed += members
+    if any(request.gives_way for request in computed):
+        others = [request for request in computed if not request.gives_way]
+        assert not others, f"{others} in one step with requests that give way"
+        here = [*members, *scheduler.prefilling.values(), *scheduler.swapped.values()]
+        assert all(request.gives_way for request in here if request.request_id not in scheduler.joining), here
+    places = (scheduler.batch, scheduler.prefilling, scheduler.joining, scheduler.swapped, scheduler.waiting)
+    for request in scheduler.giving_way:
+        assert request.request_id in engine.requests and request.block_ids
+        assert not any(request.request_id in place for place in places)
+    if any(not request.gives_way for request in scheduler.prefilling.values()):
+        return
+    if not len(scheduler.batch) and output.is_compute is False:
+        assert not len(scheduler.giving_way) or output.swap_in, "nothing is computed, and requests are set aside"
