@@ -49,7 +49,9 @@ def until_token(driver: Driver, name: str) -> None:
 
 def computed(driver: Driver, output: SchedulerOutput) -> set[str]:
     """Requests that a step computed."""
-    return {chunk.request_id for chunk in output.prefills} | (driver.executor.batch.keys() if output.num_decodes else set())
+    return {chunk.request_id for chunk in output.prefills} | (
+        driver.executor.batch.keys() if output.num_decodes else set()
+    )
 
 
 @pytest.mark.parametrize("kind", ["whole", "fixed", "slo"])

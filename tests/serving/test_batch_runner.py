@@ -171,11 +171,11 @@ async def test_lines_wait_for_other_requests_unless_their_window_would_be_missed
 
 async def test_a_pace_that_misses_the_window_is_urgent() -> None:
     pace = Pace()
-    assert not pace.is_urgent(5, 0, 1000, 400) and pace.is_urgent(5, 0, 1000, 501)
+    assert (pace.slack_s(5, 0, 1000, 400), pace.slack_s(5, 0, 1000, 501)) == (100, -1)
     for second in range(10):
         pace.on_done(2, 100.0 + second)
     assert pace.line_s == 0.5
-    assert not pace.is_urgent(100, 0, 1000, 890) and pace.is_urgent(111, 0, 1000, 890)
+    assert (pace.slack_s(100, 0, 1000, 890), pace.slack_s(111, 0, 1000, 890)) == (10, -1)
     pace.on_done(1, 5000.0)  # after a pause
     assert pace.line_s == 0.5
     for wrong in ({"at_once": 0}, {"at_once": 5000}, {"beside": -1}, {"at_once": 2, "beside": 3}):

@@ -79,12 +79,13 @@ def test_lines_are_read_where_they_are_and_give_way_to_others(tmp_path: Path) ->
     assert (batch.status, batch.total) == ("in_progress", 2)
     found = store.read_lines(batch, 0, 10, 10**6)
     assert [(place.number, place.custom_id) for place, _ in found] == [(1, "a"), (2, "b")]
-    assert b'"service_class":"batch"' in request_body(found[1][1], "/v1/completions")
-    assert b"interactive" not in request_body(found[1][1], "/v1/completions")
+    assert b'"service_class":"batch"' in request_body(found[1][1], "/v1/completions", 9.5)
+    assert b"interactive" not in request_body(found[1][1], "/v1/completions", 9.5)
     assert len(store.read_lines(batch, 0, 10, 1)) == 1
-    assert request_body(b'{"body":{"deadline_ms":5}}', "/v1/completions") == b'{"service_class":"batch"}'
-    assert request_body(b'{"body":{}}', "/v1/responses") == b'{"service_class":"batch","store":false}'
-    assert request_body(b'{"body":{"store":true}}', "/v1/responses") == b'{"store":true,"service_class":"batch"}'
+    marks = b'"service_class":"batch","gives_way_ms":9500'
+    assert request_body(b'{"body":{"deadline_ms":5}}', "/v1/completions", 9.5) == b"{%b}" % marks
+    assert request_body(b'{"body":{}}', "/v1/responses", 9.5) == b'{%b,"store":false}' % marks
+    assert request_body(b'{"body":{"store":true}}', "/v1/responses", 9.5) == b'{"store":true,%b}' % marks
 
 
 def test_a_reply_of_several_lines_becomes_one_row() -> None:

@@ -1,12 +1,13 @@
 """Servers that run batches: killed in the middle, and used by the command line."""
 
+import fcntl
 import json
-import os
 import random
 import signal
 import subprocess
 import time
 from collections import Counter
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,15 @@ def test_the_command_runs_files_with_and_without_a_server(tmp_path: Path) -> Non
     assert done.returncode == 1 and "--model has no effect with url" in done.stderr
 
 
+def is_free(lock: Path) -> bool:
+    with lock.open() as opened, suppress(BlockingIOError):
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
+
+
 def test_a_batch_without_a_server_goes_on_after_it_was_killed(tmp_path: Path) -> None:
+    """Its server ends with it, and gives up the lock of the folder."""
     file, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     body = {"prompt": "def f(", "max_tokens": 24, "ignore_eos": True}
     file.write_bytes(jsonl([line(str(number), body=body) for number in range(200)]))
@@ -111,8 +120,9 @@ def test_a_batch_without_a_server_goes_on_after_it_was_killed(tmp_path: Path) ->
     process = subprocess.Popen([*CLI, "batch", *words], stdout=subprocess.DEVNULL, start_new_session=True)
     partial = tmp_path / "out.jsonl.batch" / "files"
     wait_until(lambda: any(path.name.endswith("out") and path.stat().st_size for path in partial.glob("file-*")), 60)
-    os.killpg(process.pid, signal.SIGKILL)  # never by the program kill: some versions take -PID for -1, everything
+    process.kill()  # this process alone: its server must end, or it would keep the folder
     process.wait()
+    wait_until(lambda: is_free(tmp_path / "out.jsonl.batch" / "lock"), 20)
     done = command(*words)
     assert done.returncode == 0, done
     assert Counter(row["custom_id"] for row in rows(output.read_text())) == Counter(

@@ -82,7 +82,13 @@ def random_spec(rng: random.Random, arrival_ns: int) -> RequestSpec:
         slo=rng.choice([None, Slo(tpot_ns=rng.choice([6, 15, 40]) * NS_PER_MS)]),
         kind=rng.choice(["chat", "long"]),
         abort_after_ns=rng.choice([None] * 8 + [rng.randrange(NS_PER_S)]),
+        service_class=service_class_of(arrival_ns, prompt, output),
     )
+
+
+def service_class_of(arrival_ns: int, *lengths: int) -> str:
+    """One of two requests of some scenarios is of class batch. (Not drawn: the scenarios are older than classes.)"""
+    return "batch" if (arrival_ns + sum(lengths)) % 4 == 1 else "standard"
 
 
 def random_scenario(seed: int, *, fast_forward: bool = True, with_faults: bool = True) -> Scenario:

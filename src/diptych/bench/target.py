@@ -137,6 +137,8 @@ class Target:
             body["min_tokens"] = limit
         if spec.priority:
             body["priority"] = spec.priority
+        if spec.service_class != "standard":
+            body["service_class"] = spec.service_class
         if config.send_slo and slo is not None:
             body |= {
                 name: value / NS_PER_MS

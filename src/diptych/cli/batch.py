@@ -175,13 +175,18 @@ def _endpoint(file: Path) -> str:
 
 @contextmanager
 def _own_server(model: str, folder: Path, options: list[str]) -> Iterator[str]:
-    """The address of a server for this batch alone, which keeps what it has done in ``folder``."""
-    program = "from diptych.cli.main import main; main()"
+    """The address of a server for this batch alone, which keeps what it has done in ``folder``. It ends with this
+    process, however that ends."""
+    program = "from diptych.cli.end_with_stdin import end_with_stdin; end_with_stdin()"
+    program += "; from diptych.cli.main import main; main()"
     settings = ("--port", "0", "--batch-dir", str(folder), "--drain-timeout", "1", *options)
     process = subprocess.Popen(
-        (sys.executable, "-c", program, "serve", model, *settings), stdout=subprocess.PIPE, text=True
+        (sys.executable, "-c", program, "serve", model, *settings),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
-    assert process.stdout is not None
+    assert process.stdin is not None and process.stdout is not None
     try:
         for text in process.stdout:
             if found := _SERVED_AT.search(text):
@@ -191,6 +196,7 @@ def _own_server(model: str, folder: Path, options: list[str]) -> Iterator[str]:
     finally:
         end_process(process, STOP_TIMEOUT_S)
         process.stdout.close()
+        process.stdin.close()
 
 
 def _row(found: dict[str, Any]) -> tuple[str, ...]:

@@ -190,6 +190,7 @@ class ClassConfig(SettingsTable, frozen=True, kw_only=True):
     prefix: PrefixConfig | None = None
     slo: SloConfig | None = None
     priority: int = 0
+    service_class: Literal["interactive", "standard", "batch"] = "standard"
     patience_s: float | None = None
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ class RequestSpec:
     kind: the class that reports group by (for example "chat", "long"). session: turns of one conversation.
     abort_after_ns: the client goes away this long after it asked.
     is_running: its prompt was computed before it comes: it begins as a stream of a worker that decodes, which needs
-    blocks for it and nothing else.
+    blocks for it and nothing else. service_class: see RequestOptions.
     """
 
     arrival_ns: int
@@ -34,6 +34,7 @@ class RequestSpec:
     session: int = -1
     abort_after_ns: int | None = None
     is_running: bool = False
+    service_class: str = "standard"
 
 
 class Workload(Protocol):

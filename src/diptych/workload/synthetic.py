@@ -32,6 +32,7 @@ class RequestClass:
     lengths: PairSampler
     prefix: Chooser
     prefix_tokens: int
+    service_class: str
 
 
 class RequestSource:
@@ -62,6 +63,7 @@ class RequestSource:
             pair_sampler(class_config.lengths or config.lengths, tables, Stream(seed, f"lengths/{index}")),
             prefix_chooser(prefix, index, config.hash_block_tokens, Stream(seed, f"prefixes/{index}")),
             prefix.tokens if prefix.prompts else 0,
+            class_config.service_class,
         )
 
 
@@ -103,6 +105,7 @@ class Conversation:
             kind=self.chosen.kind,
             session=-1 if self._is_single else self._session,
             abort_after_ns=self.chosen.patience_ns,
+            service_class=self.chosen.service_class,
         )
 
     @property
@@ -150,6 +153,7 @@ class SyntheticWorkload:
                 slo=chosen.slo,
                 kind=chosen.kind,
                 abort_after_ns=chosen.patience_ns,
+                service_class=chosen.service_class,
             )
 
     def _conversations(self, source: RequestSource) -> Iterator[RequestSpec]:

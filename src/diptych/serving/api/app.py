@@ -238,7 +238,7 @@ def build_app(
     add_admin_routes(app, llm, ERRORS)
     add_miss_routes(app, llm.fleet, ERRORS)
     app.add_middleware(NativePanics)
-    serve_lines(app, batches, llm, lambda: (model_name,), LINE_ENDPOINTS)
+    serve_lines(app, batches, llm, lambda: (model_name,), LINE_ENDPOINTS, workers_give_way=True)
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes, larger=upload_limits(batches))
     if api_keys:
         app.add_middleware(ApiKey, keys=api_keys)

@@ -127,7 +127,7 @@ def build_front_app(
     add_ui_routes(app, front, model_name or OWN_NAME, ERRORS, has_admin_key=admin_key is not None, has_steps=False)
     add_admin_routes(app, front, ERRORS)
     app.add_middleware(NativePanics)
-    serve_lines(app, batches, front, service.names, LINE_ENDPOINTS)
+    serve_lines(app, batches, front, service.names, LINE_ENDPOINTS, workers_give_way=False)
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes, larger=upload_limits(batches))
     if api_keys:
         app.add_middleware(ApiKey, keys=api_keys)

@@ -26,6 +26,9 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 _TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
 
 
+OWN_FIELDS = ("service_class", "gives_way_ms", "priority", "deadline_ms", "ttft_slo_ms", "tpot_slo_ms", "cache_salt")
+
+
 class ResponsesBody(BaseModel):
     """POST /v1/responses. null means: not given."""
 
@@ -66,6 +69,7 @@ def as_chat(body: ResponsesBody, earlier: Sequence[Item]) -> ChatBody:
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": _format((body.text or {}).get("format") or {}),
         "metadata": body.metadata,
+        **{name: (body.model_extra or {}).get(name) for name in OWN_FIELDS},
     }
     if body.tools:
         fields["tools"] = [_tool(number, tool) for number, tool in enumerate(body.tools)]

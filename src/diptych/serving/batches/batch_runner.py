@@ -79,8 +79,7 @@ class BatchCounts:
 
 
 class BatchRunner:
-    """others: how many requests besides those of lines are open;
-    None: no request is taken now. models: names that lines may ask for. clock: Unix seconds."""
+    """others: how many requests are open that lines are to wait for; None: no request is taken now. models: names that lines may ask for. clock: Unix seconds."""
 
     def __init__(
         self,
@@ -211,8 +210,8 @@ class BatchRunner:
         for running in self.schedule.in_order():
             batch = running.batch
             num_left = max(0, batch.total - running.num_done)
-            is_free = not num_others or self.pace.is_urgent(num_left, batch.created_s, batch.expires_s, now)
-            most = self._limits.at_once if is_free else self._limits.beside
+            slack_s = max(0.0, self.pace.slack_s(num_left, batch.created_s, batch.expires_s, now))
+            most = self._limits.beside if num_others and slack_s else self._limits.at_once
             while num_held < most:
                 if running.wants_lines:
                     lines = await self._in_thread(
@@ -222,6 +221,7 @@ class BatchRunner:
                 line = self.schedule.take(running, now)
                 if line is None:
                     break
+                line.gives_way_s = slack_s if self.schedule.num_beside >= self._limits.beside else 0.0
                 key = (batch.number, line.place.number)
                 self._tasks[key] = asyncio.create_task(self._run_line(batch, line))
                 num_held += 1
@@ -256,7 +256,7 @@ class BatchRunner:
     async def _try_line(self, batch: Batch, line: WaitingLine) -> None:
         endpoint = batch.terms.endpoint
         try:
-            reply = await self._execute(endpoint, request_body(line.text, endpoint), batch.tenant)
+            reply = await self._execute(endpoint, request_body(line.text, endpoint, line.gives_way_s), batch.tenant)
         except Exception:
             logger.exception("line %d of %s failed", line.place.number, batch.id)
             reply = LineReply(500, error_body(DiptychError("internal error; the server's log has the details")))

@@ -34,7 +34,7 @@ class BatchOptions:
 
 @dataclass(frozen=True, slots=True)
 class LineHost:
-    """What runs the lines. others: how many requests besides those of lines are open; None: none is taken now. models:
+    """What runs the lines. others: how many requests are open that lines are to wait for; None: none is taken now. models:
     names that lines may ask for. endpoints: that are served."""
 
     execute: LineExecutor

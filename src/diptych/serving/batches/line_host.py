@@ -16,15 +16,20 @@ def serve_lines(
     llm: ServedFleet,
     models: Callable[[], Collection[str]],
     endpoints: tuple[str, ...],
+    *,
+    workers_give_way: bool,
 ) -> None:
     """Run lines by the routes of ``app``. Call it before the layers that guard the door are added: lines pass only
-    those that are there by then. Sets ``app.state.batches``, which the server starts and stops."""
+    those that are there by then. Sets ``app.state.batches``, which the server starts and stops. workers_give_way: they
+    set lines aside for other requests, so that lines can be sent to them at any time."""
     app.state.batches = service
     if service is None:
         return
 
     def others() -> int | None:
-        return llm.fleet.streams.num_besides("batch") if llm.is_routable and llm.ready is not None else None
+        if not llm.is_routable or llm.ready is None:
+            return None
+        return 0 if workers_give_way else llm.fleet.streams.num_besides("batch")
 
     service.connect(LineHost(AppLines(app, app.build_middleware_stack()), others, models, endpoints))
     runner = service.runner

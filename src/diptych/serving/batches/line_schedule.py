@@ -16,11 +16,13 @@ BUFFERED_BYTES = 4 * 2**20
 
 @dataclass(slots=True)
 class WaitingLine:
-    """A line with its text, and how often it was tried."""
+    """A line with its text, and how often it was tried. gives_way_s: for how long others go before it, while it is
+    run."""
 
     place: LinePlace
     text: bytes
     num_attempts: int = 0
+    gives_way_s: float = 1.0
 
 
 @dataclass(slots=True)
@@ -61,6 +63,11 @@ class LineSchedule:
     def num_held(self) -> int:
         """Lines that run or whose rows are being written."""
         return sum(len(running.held) for running in self.batches.values())
+
+    @property
+    def num_beside(self) -> int:
+        """Of these, lines that run beside other requests."""
+        return sum(not line.gives_way_s for running in self.batches.values() for line in running.held.values())
 
     def add(self, batch: Batch) -> None:
         """A batch is in progress."""

@@ -1,8 +1,9 @@
-"""How many lines may run at once. Pure: it is told the time and what else runs.
+"""How many lines may run at once, and for how long they give way. Pure: it is told the time and what else runs.
 
-Lines run while nothing else does. Beside other requests run only as many as the operator allows, unless a batch would
-miss its window: it runs all the same when, at the pace of its lines so far, what is left of it needs more than half of
-the time that is left; a batch of which nothing is known yet, when half of its window is over.
+Lines run while nothing else does: they give way to other requests, where the workers know how to, and else start only
+while there are none. Beside other requests run only as many as the operator allows, unless a batch would miss its
+window: it runs all the same when, at the pace of its lines so far, what is left of it needs more than half of the time
+that is left; a batch of which nothing is known yet, when half of its window is over.
 """
 
 from collections import deque
@@ -50,9 +51,9 @@ class Pace:
         count = sum(entry[1] for entry in self._gaps)
         return sum(entry[0] for entry in self._gaps) / count if count else None
 
-    def is_urgent(self, num_left: int, created: float, expires: float, now: float) -> bool:
-        """Whether a batch with so many lines left cannot wait for a quiet time."""
+    def slack_s(self, num_left: int, created: float, expires: float, now: float) -> float:
+        """For how long a batch with so many lines left can wait for a quiet time; less than 0: no longer."""
         line_s, time_left = self.line_s, expires - now
         if line_s is None:
-            return time_left * SPARE < expires - created
-        return num_left * line_s * SPARE > time_left
+            return time_left - (expires - created) / SPARE
+        return time_left - num_left * line_s * SPARE

@@ -94,6 +94,7 @@ class SimulatedCluster:
         self._backlog: deque[tuple[list[Command], bool]] = deque()
         self._is_busy = False
         self._orders: dict[int, list[Order]] = {}  # not sent yet
+        self._newcomers: set[int] = set()  # workers whose orders begin requests that others give way to
         self._running: set[str] = set()  # attempts that get their blocks next, and need no prompt computed
         self._rng = random.Random(scenario.seed)
         config = self.core.config
@@ -161,8 +162,9 @@ class SimulatedCluster:
 
     def _submit(self, number: int, spec: RequestSpec, client: int) -> None:
         request_id, now = str(number), self.environment.now
-        is_plain = spec.slo is None and not spec.priority
-        options = DEFAULT_OPTIONS if is_plain else RequestOptions(priority=spec.priority, slo=spec.slo)
+        options = DEFAULT_OPTIONS
+        if spec.slo is not None or spec.priority or spec.service_class != options.service_class:
+            options = RequestOptions(priority=spec.priority, slo=spec.slo, service_class=spec.service_class)
         self._open[request_id] = ClientRequest(number, spec, request_id, options, now, client)
         hashes: tuple[bytes, ...] = ()
         if self._hashes_matter and spec.hash_ids:
@@ -268,6 +270,8 @@ class SimulatedCluster:
                         request.prefill = command.worker
                 spec = attempt_spec(request.spec, command.num_output_tokens)
                 self._order(command, partial(self._begin_attempt, command, spec, request.options))
+                if not (request.options.gives_way or isinstance(command, Reserve)):
+                    self._newcomers.add(command.worker)
             case Restarted():
                 self._restart(command)
             case End():
@@ -287,8 +291,10 @@ class SimulatedCluster:
     def _send_orders(self, later: bool) -> None:
         """One message to each worker: what is decided at once begins in one step."""
         orders, self._orders = self._orders, {}
+        newcomers, self._newcomers = self._newcomers, set()
         for worker, batch in orders.items():
-            self._channels.post(worker, partial(self.workers[worker].post, batch), later)
+            post = partial(self.workers[worker].post, batch, has_newcomer=worker in newcomers)
+            self._channels.post(worker, post, later)
 
     def _begin_attempt(
         self, command: Serve | Reserve | Prefill, spec: RequestSpec, options: RequestOptions, now: int

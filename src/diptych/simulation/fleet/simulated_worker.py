@@ -21,15 +21,16 @@ from diptych.control.engine.reports import LoadReport
 from diptych.control.engine.scheduler.step_time import StepTimeModel
 from diptych.control.engine.worker_core import TransferAction, TransferCommitted, TransferEvent, WorkerCore
 from diptych.control.events import Event
-from diptych.control.request import Request
+from diptych.control.request import DEFAULT_OPTIONS, Request
 from diptych.control.slo import LatencyBreakdown, breakdown_from_times
-from diptych.control.step import SchedulerOutput
-from diptych.simulation.costs.cost_model import CostModel, DecodeLine
+from diptych.control.step import SchedulerOutput, StepResult
+from diptych.simulation.costs.cost_model import CostModel
 from diptych.simulation.environment import MESSAGE, STEP_END, Environment
 from diptych.simulation.fleet.guesses import Guesses
 from diptych.simulation.fleet.pipeline import Pipeline
 from diptych.simulation.fleet.simulated_disk import DiskModel, SimulatedDisk
 from diptych.simulation.fleet.simulated_executor import SimulatedExecutor
+from diptych.simulation.fleet.step_run import Run
 from diptych.simulation.results import WorkerUsage
 from diptych.workload.spec import RequestSpec
 
@@ -72,25 +73,6 @@ class WorkerModel:
     disk: DiskModel | None = None
 
 
-class _Run:
-    """What is under way: ``num_steps`` steps of one plan, from ``start_ns`` to ``end_ns``. waits_ns: of that, for the
-    stages of a pipeline."""
-
-    __slots__ = ("end_ns", "last_start_ns", "num_steps", "output", "start_ns", "timer", "used_blocks", "waits_ns")
-
-    def __init__(
-        self, output: SchedulerOutput, start_ns: int, end_ns: int, num_steps: int, used_blocks: int, waits_ns: int = 0
-    ) -> None:
-        self.output = output
-        self.start_ns = start_ns
-        self.end_ns = end_ns
-        self.num_steps = num_steps
-        self.used_blocks = used_blocks
-        self.timer = 0
-        self.last_start_ns = 0
-        self.waits_ns = waits_ns
-
-
 class SimulatedWorker:
     """One worker. ``auditor`` (for tests) sees the plans."""
 
@@ -119,7 +101,7 @@ class SimulatedWorker:
         self._transfers: deque[TransferEvent] = deque()
         self._moved: deque[TierEvent] = deque()
         self._disk = SimulatedDisk(worker.disk, environment, self._on_tier) if worker.disk else None
-        self._run: _Run | None = None
+        self._run: Run | None = None
         self._in_turn = False  # what comes meanwhile only fills the inbox
         self._wake_ns: int | None = None  # when a turn is asked for
         self._num_taken = 0  # requests whose KV came since the last step began
@@ -153,9 +135,11 @@ class SimulatedWorker:
 
     # -- what comes ---------------------------------------------------------------------------------------------------
 
-    def post(self, orders: Sequence[Order]) -> None:
-        """The front end sent a message: these orders."""
+    def post(self, orders: Sequence[Order], *, has_newcomer: bool = False) -> None:
+        """The front end sent a message: these orders. has_newcomer: one begins a request that others give way to."""
         self._inbox.extend(orders)
+        if has_newcomer and self._worker.pipeline is None and not (self.is_hung or self._in_turn):
+            self._break_off(self._environment.now)
         self._wake()
 
     def on_transfer(self, event: TransferEvent) -> None:
@@ -370,11 +354,11 @@ class SimulatedWorker:
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
-    def _push(self, run: _Run) -> None:
+    def _push(self, run: Run) -> None:
         run.timer = self._environment.at(run.end_ns, STEP_END + self.number, partial(self._end, run))
         self._run = run
 
-    def _price(self, output: SchedulerOutput, now: int) -> _Run:
+    def _price(self, output: SchedulerOutput, now: int) -> Run:
         used = self.engine.kv.pool.num_used
         limit = self.executor.begin(output)
         stall_ns = self._stall_ns(output) if self._worker.stall_ns else 0
@@ -382,11 +366,13 @@ class SimulatedWorker:
         if pipeline is not None:
             pass_ns = self._step_ns(output)
             end_ns = pipeline.enter(now, pass_ns) + stall_ns
-            return _Run(output, now, end_ns, 1, used, waits_ns=end_ns - now - pass_ns)
+            return Run(output, now, end_ns, 1, used, waits_ns=end_ns - now - pass_ns)
         is_plain = self._slowness == 1000 and not (output.swap_out or output.swap_in or stall_ns)
         if not self._worker.fast_forward or limit == 1 or not is_plain:
-            return _Run(output, now, now + self._step_ns(output) + stall_ns, 1, used)
-        return self._price_run(_Run(output, now, 0, limit, used))
+            return Run(output, now, now + self._step_ns(output) + stall_ns, 1, used)
+        run = Run(output, now, 0, limit, used)
+        run.price(self._worker.cost)
+        return run
 
     def _step_ns(self, output: SchedulerOutput) -> int:
         copies = len(output.swap_out) + len(output.swap_in)
@@ -402,51 +388,46 @@ class SimulatedWorker:
         num_taken, self._num_taken = self._num_taken, 0
         return (num_taken + num_leaving) * self._worker.stall_ns
 
-    def _price_run(self, run: _Run) -> _Run:
-        """Set the end of a run of decode steps: exact sums along the lines of the cost model."""
-        seqs = run.output.num_decodes
-        context = run.output.features.decode_context
-        end_ns, left = run.start_ns, run.num_steps
-        while left:
-            line = self._worker.cost.decode_line(seqs, context)
-            steps = min(left, -(-(line.until_context - context) // seqs))
-            left -= steps
-            end_ns += line.total_ns(context, seqs, steps)
-            context += steps * seqs
-        run.end_ns = end_ns
-        run.last_start_ns = end_ns - line.step_ns(context - seqs)
-        return run
-
-    def _until(self, run: _Run, now: int) -> tuple[int, int, int]:
-        """Of a run: how many steps have begun by now, when the last of them began, and when it ends."""
-        seqs = run.output.num_decodes
-        context = run.output.features.decode_context
-        end_ns, steps, last_start_ns = run.start_ns, 0, run.start_ns
-        line = DecodeLine(0, 0, 0)
-        while end_ns < now or steps == 0:
-            if context >= line.until_context:
-                line = self._worker.cost.decode_line(seqs, context)
-            last_start_ns = end_ns
-            end_ns += line.step_ns(context)
-            context += seqs
-            steps += 1
-        return steps, last_start_ns, end_ns
-
     def _cut(self, now: int) -> None:
         """The run under way ends with the step that ends now or next."""
         run = self._run
         if run is None or run.num_steps == 1:
             return
-        steps, last_start_ns, end_ns = self._until(run, now)
+        steps, last_start_ns, end_ns = run.until(self._worker.cost, now)
         if steps < run.num_steps:
             self._environment.cancel(run.timer)
             run.num_steps, run.end_ns, run.last_start_ns = steps, end_ns, last_start_ns
             run.timer = self._environment.at(end_ns, STEP_END + self.number, partial(self._end, run))
 
+    def _break_off(self, now: int) -> None:
+        """If the step under way gives way to a newcomer, it is over now, and has done nothing. Those of its run that are
+        over have ended as any."""
+        self._cut(now)
+        run = self._run
+        if run is None or run.end_ns <= now or not self.engine.gives_way_to(DEFAULT_OPTIONS):
+            return
+        begun_ns = run.last_start_ns if run.num_steps > 1 else run.start_ns
+        if begun_ns == now:
+            return
+        self._environment.cancel(run.timer)
+        self._run, output, over = None, run.output, run.num_steps - 1
+        self._account(run, over, now)
+        if over:
+            last_start_ns = run.until(self._worker.cost, now, over)[1] if over > 1 else None
+            result = self.executor.end(over)
+            self.core.end_step(output, result, begun_ns, num_steps=over, last_start_ns=last_start_ns)
+            self._flush(output)
+            begun = self.core.begin_step(begun_ns)
+            assert begun is not None, "a run goes on until something changes"
+            self.executor.begin(begun)
+            output = begun
+        self.core.end_step(output, StepResult(output.step_id), now, num_steps=0)
+        self._flush(output)
+
     def _steps_over(self, now: int) -> int:
         """Steps of the run under way that are over."""
         run = self._run
-        return 0 if run is None or run.num_steps == 1 else min(run.num_steps, self._until(run, now)[0]) - 1
+        return 0 if run is None or run.num_steps == 1 else min(run.num_steps, run.until(self._worker.cost, now)[0]) - 1
 
     def _end_steps_over(self) -> None:
         """The process ends in the middle of a run: its steps that are over were reported."""
@@ -459,7 +440,7 @@ class SimulatedWorker:
         self._account(run, num_steps, begun_ns)
         self.core.end_step(run.output, self.executor.end(num_steps), begun_ns, num_steps=num_steps)
         self._flush(run.output)
-        self._run = _Run(run.output, begun_ns, run.end_ns, 1, run.used_blocks)
+        self._run = Run(run.output, begun_ns, run.end_ns, 1, run.used_blocks)
 
     def _num_outputs(self, request: Request, now: int) -> int:
         """Tokens that a request has been given here by now."""
@@ -468,7 +449,7 @@ class SimulatedWorker:
             return batch.num_outputs(request) + self._steps_over(now)
         return request.num_output_tokens
 
-    def _end(self, run: _Run) -> None:
+    def _end(self, run: Run) -> None:
         now = self._environment.now
         if now < self._hung_until:
             run.timer = self._environment.at(self._hung_until, STEP_END + self.number, partial(self._end, run))
@@ -484,7 +465,7 @@ class SimulatedWorker:
         self._flush(run.output)
         self._turn()
 
-    def _account(self, run: _Run, num_steps: int, now: int) -> None:
+    def _account(self, run: Run, num_steps: int, now: int) -> None:
         """Count ``num_steps`` of a run as done (0: of a step that was broken off, only the time)."""
         usage, output = self.usage, run.output
         duration = max(0, now - max(run.start_ns, self._last_end_ns) - run.waits_ns)
