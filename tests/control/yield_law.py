@@ -1,4 +1,4 @@
-"""The law of requests that give way: checked against every plan of a worker, written from the docstrings of the scheduler."""
+"""The law of requests that give way, checked against every plan of a worker; written from docstrings, not from code."""
 
 from diptych.control.engine.engine_core import EngineCore
 from diptych.control.step import SchedulerOutput

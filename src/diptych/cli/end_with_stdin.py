@@ -1,4 +1,4 @@
-"""Ends this program when its standard input is closed: by its parent, or by the end of its parent, however that came."""
+"""Ends this program when its standard input is closed: by its parent, or by the end of its parent, whatever ends it."""
 
 import os
 import signal

@@ -39,10 +39,8 @@ from diptych.control.step import Extra, Offer, SchedulerOutput, StepFeatures, St
 
 Row = tuple[Any, ...]
 
-FORMAT, VERSION = (
-    "diptych recording",
-    7,
-)  # of a file of rows; up to 6 class batch did not give way, 5 had no tiers, 4 no standing, 3 a request's options one by one
+FORMAT, VERSION = "diptych recording", 7  # of a file of rows
+# Before 7 class batch did not give way, 5 had no tiers, 4 no standing, 3 a request's options one by one.
 DIGEST_BYTES = 12
 
 

@@ -79,7 +79,8 @@ class BatchCounts:
 
 
 class BatchRunner:
-    """others: how many requests are open that lines are to wait for; None: no request is taken now. models: names that lines may ask for. clock: Unix seconds."""
+    """others: how many requests are open that lines are to wait for; None: no request is taken now. models: names that
+    lines may ask for. clock: Unix seconds."""
 
     def __init__(
         self,

@@ -34,8 +34,8 @@ class BatchOptions:
 
 @dataclass(frozen=True, slots=True)
 class LineHost:
-    """What runs the lines. others: how many requests are open that lines are to wait for; None: none is taken now. models:
-    names that lines may ask for. endpoints: that are served."""
+    """What runs the lines. others: how many requests are open that lines are to wait for; None: none is taken now.
+    models: names that lines may ask for. endpoints: that are served."""
 
     execute: LineExecutor
     others: Callable[[], int | None]

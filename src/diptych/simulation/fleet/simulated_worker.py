@@ -400,8 +400,8 @@ class SimulatedWorker:
             run.timer = self._environment.at(end_ns, STEP_END + self.number, partial(self._end, run))
 
     def _break_off(self, now: int) -> None:
-        """If the step under way gives way to a newcomer, it is over now, and has done nothing. Those of its run that are
-        over have ended as any."""
+        """If the step under way gives way to a newcomer, it is over now, and has done nothing. Those of its run before
+        it have ended as any."""
         self._cut(now)
         run = self._run
         if run is None or run.end_ns <= now or not self.engine.gives_way_to(DEFAULT_OPTIONS):

@@ -4,7 +4,7 @@ those that may join.
 Owns these three places; the scheduler decides when a request moves from one to the next.
 """
 
-from diptych.control.request import Request, Standing
+from diptych.control.request import Request
 
 
 class Incoming:
@@ -26,10 +26,9 @@ class Incoming:
         return [*self.reserved.values(), *self.delivered.values()]
 
     def add(self, request: Request) -> None:
-        """It waits for blocks, before those whose standing is higher."""
-        behind = []
-        if request.standing is not Standing.NEW:
-            behind = [other for other in self.waiting.values() if other.standing > request.standing]
+        """It waits for blocks, before those whose standing is higher; all before those that give way."""
+        place = (request.gives_way, request.standing)
+        behind = [other for other in self.waiting.values() if (other.gives_way, other.standing) > place]
         self.waiting[request.request_id] = request
         for other in behind:
             self.waiting[other.request_id] = self.waiting.pop(other.request_id)
