@@ -311,6 +311,16 @@ def test_requests_that_wait_for_a_worker_go_before_those_that_wait_for_admission
     assert served == ["a", "b"]
 
 
+def test_batch_that_waits_on_the_workers_keeps_no_other_request_in_the_queue() -> None:
+    """It gives way there; of itself no more is sent than there is room for."""
+    fleet = Fleet("both", max_untouched_per_worker=3)
+    sent = [fleet.submit(f"batch{number}", service_class="batch") for number in range(4)]
+    assert [len(commands) for commands in sent] == [1, 1, 0, 0]
+    sent = [fleet.submit(f"other{number}") for number in range(4)]
+    assert [len(commands) for commands in sent] == [1, 1, 1, 0]
+    assert fleet.submit("urgent batch", service_class="batch", gives_way_ns=0) == []
+
+
 @pytest.mark.parametrize("policy", ["retry", "local", "fail"])
 def test_a_broken_transfer_follows_the_policy(policy: str) -> None:
     fleet = Fleet("prefill", "decode", on_failure=policy)

@@ -1,6 +1,7 @@
 """The runner of batches with a make-believe server: urgency, room, failures, ends, and restarts in the middle."""
 
 import asyncio
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -166,6 +167,22 @@ async def test_lines_wait_for_other_requests_unless_their_window_would_be_missed
     await until(lambda: server.num_running == 4)
     server.go_on.set()
     assert (await ended(service, batch)).completed == 20
+    await stop(service)
+
+
+async def test_lines_say_for_how_long_they_give_way_but_for_those_that_run_beside_others(tmp_path: Path) -> None:
+    server = FakeServer()
+    service = server.service(tmp_path, at_once=4, beside=1)
+    server.go_on.clear()
+    add_file(service.store, numbered(6))
+    batch = await create(service, window_s=1000)
+    await until(lambda: server.num_running == 4)
+    waits = [json.loads(body)["gives_way_ms"] for body in server.bodies]
+    assert waits[0] == 0 and all(499_000 <= wait <= 500_000 for wait in waits[1:])  # until half of the window is over
+    server.now += 600
+    server.go_on.set()
+    assert (await ended(service, batch)).completed == 6
+    assert [json.loads(body)["gives_way_ms"] for body in server.bodies[4:]] == [0, 0]
     await stop(service)
 
 

@@ -35,7 +35,7 @@ from diptych.control.engine.reports import LoadReport
 from diptych.control.engine.worker_core import WorkerCore
 from diptych.control.errors import ConfigError
 from diptych.control.events import Event, HandoffExpired, HandoffReleased, HandoffReserved, RequestFinished
-from diptych.control.request import FinishReason, SamplingParams
+from diptych.control.request import DEFAULT_OPTIONS, FinishReason, RequestOptions, SamplingParams
 from diptych.control.step import TokenLogprobs
 from diptych.runtime.transfer.connector import KVConnector
 from diptych.serving.fleet.private_directory import private_directory
@@ -71,16 +71,23 @@ class Attempt:
     prompt: list[int]
     output: list[int]
     sampling: SamplingParams
+    options: RequestOptions = DEFAULT_OPTIONS
 
     @property
     def tokens(self) -> AttemptTokens:
-        return AttemptTokens(pack_token_ids(self.prompt), self.sampling, pack_token_ids(self.output))
+        return AttemptTokens(pack_token_ids(self.prompt), self.sampling, pack_token_ids(self.output), self.options)
 
 
-def attempt(attempt_id: str, prompt: Sequence[int], output: Sequence[int] = (), **sampling: Any) -> Attempt:
+def attempt(
+    attempt_id: str,
+    prompt: Sequence[int],
+    output: Sequence[int] = (),
+    options: RequestOptions = DEFAULT_OPTIONS,
+    **sampling: Any,
+) -> Attempt:
     """A greedy one."""
     params = SamplingParams(**({"max_tokens": 8, "temperature": 0.0} | sampling))
-    return Attempt(attempt_id, list(prompt), list(output), params)
+    return Attempt(attempt_id, list(prompt), list(output), params, options)
 
 
 class Peer:
