@@ -113,14 +113,14 @@ def test_a_budget_in_tokens_counts_them() -> None:
 
 
 def test_a_prompt_that_waits_keeps_half_of_the_room() -> None:
-    streams = Streams(4, budget=BudgetConfig("fixed", 12, min_chunk_tokens=1))
-    alone = streams.rows(*(offer(number, *[1.0] * 8) for number in range(4)))
-    assert sum(alone.values()) == 8
+    streams = Streams(4, budget=BudgetConfig("fixed", 64))
+    offers = [offer(number, *[1.0] * 100) for number in range(4)]
+    assert sum(streams.rows(*offers).values()) == 60
+    streams.step(*offers)
     streams.core.add_request(Request("late", 200, 4), streams.now)
-    streams.step(*(offer(number, *[1.0] * 8) for number in range(4)))
-    output = streams.step(*(offer(number, *[1.0] * 8) for number in range(4)))
-    assert sum(rows.num_tokens for rows in output.extra_rows) == 4
-    assert [(chunk.request_id, chunk.num_tokens) for chunk in output.prefills] == [("late", 4)]
+    output = streams.step()
+    assert sum(rows.num_tokens for rows in output.extra_rows) == 30
+    assert [(chunk.request_id, chunk.num_tokens) for chunk in output.prefills] == [("late", 30)]
 
 
 def test_objectives_bound_the_step() -> None:

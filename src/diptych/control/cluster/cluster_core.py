@@ -202,8 +202,8 @@ class ClusterCore:
         return commands
 
     def _place(self, entry: OpenRequest, now: int) -> list[Command]:
-        """Begin the next attempt, or wait for a worker. Either way nothing that an older attempt still gives counts from
-        now on: a prefill worker that has yet to drop it may report its first token."""
+        """Begin the next attempt, or wait for a worker. Either way nothing that an older attempt still gives counts any
+        more: a prefill worker that has yet to drop it may report its first token."""
         submission = entry.submission
         request_id = submission.request_id
         num_expected = self.lengths.mean(entry.length_group, entry.num_tokens, submission.max_tokens)
