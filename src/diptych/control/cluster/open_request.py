@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from diptych.control.cluster.attempts import Attempt
 from diptych.control.cluster.cluster_config import OnFailure
+from diptych.control.commands import Restarted, attempt_id_of
 from diptych.control.errors import DiptychError, WorkerError
 from diptych.control.events import RequestFinished
 from diptych.control.length_predictor import LengthGroup, LengthPredictor
@@ -64,6 +65,13 @@ class OpenRequest:
         """A worker found this many tokens of it in its cache."""
         if not self.num_tokens:
             self.num_cached_tokens = max(self.num_cached_tokens, num_cached_tokens)
+
+    def restarted(self) -> list[Restarted]:
+        """What the front end must know between two attempts, once."""
+        if self.epoch < 0:
+            return []
+        request_id = self.submission.request_id
+        return [Restarted(request_id, attempt_id_of(request_id, self.epoch + 1), self.num_tokens)]
 
     def blame(self, worker: int) -> None:
         """This worker crashed while it held the request."""

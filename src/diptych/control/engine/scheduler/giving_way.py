@@ -2,7 +2,7 @@
 
 Owns those that are set aside meanwhile. They keep their blocks until others need them; then they lose these before any
 other request does. A stream among them leaves the decode batch, as one that is swapped out does, and comes back without
-a copy; a prompt goes on with its next chunk.
+a copy; a prompt goes on with its next chunk. tests/control/yield_law.py checks it.
 """
 
 from collections import Counter

@@ -86,6 +86,14 @@ class Holders:
         refusal.stand(request, num_departures, tick)
         return False
 
+    def fits_now(self, request: Request, cached: list[int]) -> bool:
+        """Whether there are blocks for its prompt."""
+        return self._kv.fits_now(request, cached, alone=self.is_empty)
+
+    def fits_back(self, request: Request) -> bool:
+        """Whether there are blocks for one that was swapped out."""
+        return self._kv.can_swap_in(request, alone=self.is_empty)
+
     def is_behind_swapped(self, request: Request) -> bool:
         """Whether a request whose KV lies on the host comes back first."""
         return bool(self.swapped) and min(swapped.order_key for swapped in self.swapped.values()) <= request.order_key

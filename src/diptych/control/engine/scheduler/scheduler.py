@@ -3,7 +3,8 @@
 Shapes differ in the policy objects that the loop asks (order, budget, caps, preemption), never in branches of it. The
 scheduler sees counts and block ids, never token ids, and never waits.
 
-What a *stream* (a request that has given a token) may rely on while its worker lives:
+What a *stream* (a request that has given a token, and is not of class batch: see giving_way.py) may rely on while its
+worker lives:
 
 - With blocks it gets a token in every step. Where prompts run before decodes (budget "whole"), it rests for as many
   prompt tokens as the cache holds, at most.
@@ -18,12 +19,11 @@ What a *stream* (a request that has given a token) may rely on while its worker 
 
 Where waiting requests may displace running ones by priority (PreemptionConfig.from_waiting), more important requests go
 before all this. tests/control/stream_law.py checks it.
-
-Requests that give way (class batch) may rely on none of it: a step that holds work of others holds none of theirs, and
-their blocks are the first that others grow into and are admitted into. tests/control/yield_law.py checks that.
 """
 
+from collections.abc import Callable
 from enum import Enum
+from functools import partial
 
 from diptych.control.config import EngineConfig, SchedulerConfig
 from diptych.control.engine.kvcache.kv_cache_manager import KVCacheManager
@@ -223,15 +223,12 @@ class Scheduler:
             self.incoming.add(request)
 
     def _plan_work(self, plan: StepPlan) -> None:
+        """Decodes, then prompts; or prompts first. Then the batch rests for as many of their tokens as the cache holds;
+        more come only where prompts leave with their first token, and then they would never end."""
         if self._budget.mixes_phases:
             self._plan_decodes(plan)
             self._plan_prefills(plan)
-        else:
-            self._plan_prompts_or_decodes(plan)
-
-    def _plan_prompts_or_decodes(self, plan: StepPlan) -> None:
-        """Prompts first. The batch rests for as many of their tokens as the cache holds; more come only where prompts
-        leave with their first token, and then they would never end."""
+            return
         if self._num_ahead < self._kv.capacity_tokens:
             self._plan_prefills(plan)
         else:
@@ -459,9 +456,8 @@ class Scheduler:
         if victims and plan.num_decodes:
             plan.num_decodes = len(self.batch)
             plan.decode_context = self.batch.context
-        if victims:
-            self._clear_room(plan, request, cached)
-        return bool(victims)  # enough of them for its prompt; when it grows, it may displace more
+        # Enough of them for its prompt; when it grows, it may displace more.
+        return bool(victims) and self._clear_room(plan, partial(self.holders.fits_now, request, cached))
 
     def _has_room(self, plan: StepPlan, request: Request, cached: list[int], refusal: StandingRefusal) -> bool:
         """Whether there is a seat and memory for the first of a queue, which those set aside have given up then; else
@@ -471,20 +467,17 @@ class Scheduler:
             return False
         if not self.holders.has_room(request, cached, refusal, self._num_departures):
             return False
-        self._clear_room(plan, request, cached)
-        return True
-
-    def _clear_room(self, plan: StepPlan, request: Request, cached: list[int]) -> None:
-        """As many of those set aside lose their blocks as this prompt needs."""
-        while not self._kv.fits_now(request, cached, alone=self.holders.is_empty):
-            victim = self.giving_way.victim()
-            assert victim is not None, "there are blocks to be given up"
-            self._preempt(plan, victim)
+        return self._clear_room(plan, partial(self.holders.fits_now, request, cached))
 
     def _fits_back(self, plan: StepPlan, request: Request) -> bool:
-        """Whether there are blocks for one that was swapped out, if need be after taking those of one set aside."""
-        while not self._kv.can_swap_in(request, alone=self.holders.is_empty):
-            victim = None if request.gives_way else self.giving_way.victim()
+        """Whether there are blocks for one that was swapped out, which those set aside have given up then."""
+        fits = partial(self.holders.fits_back, request)
+        return fits() if request.gives_way else self._clear_room(plan, fits)
+
+    def _clear_room(self, plan: StepPlan, fits: Callable[[], bool]) -> bool:
+        """Those set aside lose their blocks, until it fits. Returns whether it does."""
+        while not fits():
+            victim = self.giving_way.victim()
             if victim is None:
                 return False
             self._preempt(plan, victim)
