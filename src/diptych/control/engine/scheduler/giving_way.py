@@ -7,7 +7,7 @@ a copy; a prompt goes on with its next chunk. tests/control/yield_law.py checks 
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from diptych.control.engine.kvcache.kv_cache_manager import KVCacheManager
 from diptych.control.engine.scheduler.decode_batch import DecodeBatch
@@ -58,6 +58,7 @@ class GivingWay:
         self._take(request)
         if request.options.gives_way_ns is not None:
             self._ends = [entry for entry in self._ends if entry[2] is not request]
+            heapify(self._ends)
 
     def take_due(self, now: int) -> list[Request]:
         """Requests that have given way for as long as they were to; they do not any more."""
@@ -152,4 +153,8 @@ class GivingWay:
             plan.paused.remove(request.request_id)
         else:
             plan.resumed.append(ResumedDecode(request.request_id, num_tokens, tuple(request.block_ids)))
-        plan.events.append(RequestResumed(plan.now, request.request_id))
+        rested = RequestRested(plan.now, request.request_id)
+        if rested in plan.events:
+            plan.events.remove(rested)
+        else:
+            plan.events.append(RequestResumed(plan.now, request.request_id))
