@@ -11,9 +11,10 @@ import pytest
 from batch_files import ENDPOINT, add_file, check_each_once, numbered, rows
 
 from diptych.control.errors import ConfigError
-from diptych.serving.batches.batch_records import Batch, BatchTerms
+from diptych.serving.batches.batch_records import Batch, BatchTerms, LineResult
 from diptych.serving.batches.batch_runner import LineReply
 from diptych.serving.batches.batch_service import BatchOptions, BatchService, LineHost
+from diptych.serving.batches.line_usage import LineUsage
 from diptych.serving.batches.pace import LineLimits, Pace
 
 pytestmark = pytest.mark.asyncio
@@ -301,4 +302,25 @@ async def test_few_lines_are_in_memory_however_many_there_are(tmp_path: Path) ->
     assert service.runner is not None
     [running] = service.runner.schedule.batches.values()
     assert len(running.later) + len(running.buffer) + len(running.held) <= 2 * 32 + 4
+    await stop(service)
+
+
+async def test_the_tokens_of_all_lines_are_summed_once(tmp_path: Path) -> None:
+    chat = b'{"usage":{"prompt_tokens":7,"completion_tokens":3,"prompt_tokens_details":{"cached_tokens":4}}}'
+    response = b'{"usage":{"input_tokens":5,"output_tokens":2,"output_tokens_details":{"reasoning_tokens":1}}}'
+    replies = iter([chat, response, b'{"usage":null}', b'{"usage":3}', b"{}"])
+    server = FakeServer(lambda body: LineReply(200, next(replies)))
+    service = server.service(tmp_path)
+    add_file(service.store, numbered(5))
+    done = await ended(service, await create(service))
+    assert done.json()["usage"] == {
+        "input_tokens": 12,
+        "input_tokens_details": {"cached_tokens": 4},
+        "output_tokens": 5,
+        "output_tokens_details": {"reasoning_tokens": 1},
+        "total_tokens": 17,
+    }
+    result = LineResult(done.number, 1, b"{}\n", True, LineUsage(9, 9, 9, 9))
+    service.store.commit([result])  # of a line that is done
+    assert (await service.batch(done.id, "")).usage == done.usage
     await stop(service)

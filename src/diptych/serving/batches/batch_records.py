@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from diptych.control.errors import ConfigError, InvalidRequestError
+from diptych.serving.batches.line_usage import LineUsage
 
 Status = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
@@ -103,7 +104,8 @@ class BatchTerms:
 @dataclass(frozen=True, slots=True)
 class Batch:
     """A batch. number: in the order of creation. times: when it reached a status, such as {"failed_at": 12}. end: what
-    ``finalizing`` or ``cancelling`` leads to. output_bytes, error_bytes: of the rows whose lines are marked as done."""
+    ``finalizing`` or ``cancelling`` leads to. output_bytes, error_bytes: of the rows whose lines are marked as done;
+    usage: of these lines."""
 
     number: int
     id: str
@@ -120,6 +122,7 @@ class Batch:
     total: int = 0
     completed: int = 0
     failed: int = 0
+    usage: LineUsage = LineUsage()
 
     @property
     def output_file(self) -> str:
@@ -154,6 +157,7 @@ class Batch:
             "expires_at": self.expires_s,
             **{f"{name}_at": self.times.get(f"{name}_at") for name in names},
             "request_counts": {"total": self.total, "completed": self.completed, "failed": self.failed},
+            "usage": self.usage.json(),
             "metadata": self.terms.metadata,
         }
 
@@ -176,6 +180,7 @@ class LineResult:
     line: int
     row: bytes
     is_success: bool
+    usage: LineUsage = LineUsage()
 
 
 def window_seconds(window: str) -> int:

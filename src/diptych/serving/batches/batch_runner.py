@@ -29,6 +29,7 @@ from diptych.serving.batches.line_schedule import (
     RunningBatch,
     WaitingLine,
 )
+from diptych.serving.batches.line_usage import usage_of
 from diptych.serving.batches.pace import LineLimits, Pace
 
 logger = logging.getLogger(__name__)
@@ -271,7 +272,8 @@ class BatchRunner:
         row = reply_row(
             row_id(batch, line.place.number), line.place.custom_id, reply.status, reply.request_id, reply.body
         )
-        self._results.append(LineResult(batch.number, line.place.number, row, reply.status < 400))
+        usage = usage_of(reply.body)
+        self._results.append(LineResult(batch.number, line.place.number, row, reply.status < 400, usage))
         self._has_results.set()
 
     async def _write(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from diptych.serving.batches.batch_records import OPEN, Batch, BatchTerms, End, LineFault, LinePlace, Status, StoredFile
+from diptych.serving.batches.line_usage import LineUsage
 
 _SCHEMA = (
     "PRAGMA journal_mode = WAL",
@@ -25,6 +26,8 @@ _SCHEMA = (
     'expires_s INTEGER NOT NULL, "end" TEXT, times BLOB NOT NULL, faults BLOB NOT NULL, '
     "output_bytes INTEGER NOT NULL, error_bytes INTEGER NOT NULL, total INTEGER NOT NULL, "
     "completed INTEGER NOT NULL, failed INTEGER NOT NULL)",
+    "CREATE TABLE IF NOT EXISTS usage (batch INTEGER PRIMARY KEY, input INTEGER NOT NULL, cached INTEGER NOT NULL, "
+    "output INTEGER NOT NULL, reasoning INTEGER NOT NULL)",
     "CREATE INDEX IF NOT EXISTS batch_status ON batches (status)",
     "CREATE TABLE IF NOT EXISTS lines (batch INTEGER NOT NULL, number INTEGER NOT NULL, offset INTEGER NOT NULL, "
     "num_bytes INTEGER NOT NULL, custom_id TEXT NOT NULL, PRIMARY KEY (batch, number), UNIQUE (batch, custom_id)) "
@@ -33,7 +36,7 @@ _SCHEMA = (
 _FILE = "SELECT number, id, tenant, purpose, filename, num_bytes, created_s, expires_s FROM files"
 _BATCH = (
     'SELECT number, id, tenant, terms, status, created_s, expires_s, "end", times, faults, output_bytes, error_bytes, '
-    "total, completed, failed FROM batches"
+    "total, completed, failed, input, cached, output, reasoning FROM batches LEFT JOIN usage ON batch = number"
 )
 _encode = msgspec.json.Encoder().encode
 
@@ -158,6 +161,7 @@ class BatchTables:
             "(SELECT number FROM batches ORDER BY number DESC LIMIT 1 OFFSET ?)",
             (*OPEN, most),
         )
+        self._database.execute("DELETE FROM usage WHERE batch NOT IN (SELECT number FROM batches)")
 
     # -- lines --------------------------------------------------------------------------------------------------------
 
@@ -209,6 +213,15 @@ class BatchTables:
             (*counts, *num_bytes, batch),
         )
 
+    def add_usage(self, batch: int, usage: LineUsage) -> None:
+        """Lines that are done took so many tokens."""
+        self._database.execute(
+            "INSERT INTO usage VALUES (?, ?, ?, ?, ?) ON CONFLICT (batch) DO UPDATE SET input = input + excluded.input, "
+            "cached = cached + excluded.cached, output = output + excluded.output, "
+            "reasoning = reasoning + excluded.reasoning",
+            (batch, usage.input, usage.cached, usage.output, usage.reasoning),
+        )
+
 
 _IS_OPEN = f"status IN ({', '.join('?' * len(OPEN))})"
 
@@ -225,4 +238,5 @@ def _batch_of(row: tuple[Any, ...]) -> Batch:
     values = list(row)
     for place, kind in ((3, BatchTerms), (8, dict[str, int]), (9, tuple[LineFault, ...])):
         values[place] = msgspec.json.decode(values[place], type=kind)
-    return Batch(*values)
+    *values, taken, cached, given, reasoning = values
+    return Batch(*values, LineUsage(taken or 0, cached or 0, given or 0, reasoning or 0))
