@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.serving.worker_peers import ThreadPeer, attempt, fake_peer
 
-from diptych.control.events import FirstToken, RequestAdmitted, RequestRested, RequestResumed
+from diptych.control.events import FirstToken, RequestAdmitted, RequestRested, RequestResumed, StepFinished
 from diptych.control.request import FinishReason, RequestOptions
 from diptych.simulation.replay import replay
-from tests.serving.worker_peers import ThreadPeer, attempt, fake_peer
 
 BATCH = RequestOptions(service_class="batch")
 PROMPT = list(range(100, 150))
@@ -38,6 +38,7 @@ def test_a_prompt_of_batch_is_broken_off_for_a_request_that_comes(peer: ThreadPe
     peer.serve(attempt("other", PROMPT[::-1], max_tokens=8))
     assert peer.wait_end("other").reason is FinishReason.LENGTH
     assert peer.wait_end("batch").latency.num_output_tokens == 8
+    assert [step for step in peer.of_kind(StepFinished) if not (step.prefills or step.num_decodes)]
     assert peer.runner.num_layers_done < ENDLESS
 
 
@@ -63,4 +64,4 @@ def test_a_request_of_batch_does_not_break_off_another(peer: ThreadPeer) -> None
     peer.serve(attempt("second", PROMPT[::-1], max_tokens=8, options=BATCH))
     peer.wait_end("first")
     peer.wait_end("second")
-    assert peer.runner.num_layers_done % 30 == 0
+    assert all(step.prefills or step.num_decodes for step in peer.of_kind(StepFinished))

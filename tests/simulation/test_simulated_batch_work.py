@@ -1,7 +1,5 @@
 """Requests of class batch in a simulated fleet: what others notice of them, and that they end."""
 
-from dataclasses import replace
-
 import pytest
 
 from diptych.control.config import CacheConfig, EngineConfig, ShapeName, shape_preset
@@ -17,7 +15,9 @@ COST = LinearCost(5e6, 3e4, 20.0, 1e5, 20.0)
 def scenario(shape: ShapeName, num_batch: int, *, fast_forward: bool = True, num_workers: int = 1) -> Scenario:
     """Others come now and then, long after the batch has come."""
     batch = [
-        RequestSpec(arrival_ns=number, prompt_tokens=200 + number, output_tokens=150, kind="batch", service_class="batch")
+        RequestSpec(
+            arrival_ns=number, prompt_tokens=200 + number, output_tokens=150, kind="batch", service_class="batch"
+        )
         for number in range(num_batch)
     ]
     others = [
@@ -25,8 +25,15 @@ def scenario(shape: ShapeName, num_batch: int, *, fast_forward: bool = True, num
         for number in range(8)
     ]
     engine = EngineConfig(CacheConfig(2000, 16), shape_preset(shape))
-    base = Scenario(engine, COST, [*batch, *others], num_workers=num_workers, cluster=load_balancer("least_loaded"))
-    return replace(base, record_events=True, fast_forward=fast_forward)
+    return Scenario(
+        engine=engine,
+        cost=COST,
+        workload=[*batch, *others],
+        num_workers=num_workers,
+        cluster=load_balancer("least_loaded"),
+        record_events=True,
+        fast_forward=fast_forward,
+    )
 
 
 def times_of_others(given: Scenario) -> list[tuple[int, int]]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from diptych.control.errors import ConfigError, InvalidRequestError
-from diptych.serving.batches.line_usage import LineUsage
+from diptych.serving.batches.line_usage import NO_USAGE, LineUsage
 
 Status = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
@@ -122,7 +122,7 @@ class Batch:
     total: int = 0
     completed: int = 0
     failed: int = 0
-    usage: LineUsage = LineUsage()
+    usage: LineUsage = NO_USAGE
 
     @property
     def output_file(self) -> str:
@@ -180,7 +180,7 @@ class LineResult:
     line: int
     row: bytes
     is_success: bool
-    usage: LineUsage = LineUsage()
+    usage: LineUsage = NO_USAGE
 
 
 def window_seconds(window: str) -> int:

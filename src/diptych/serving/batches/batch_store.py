@@ -22,7 +22,7 @@ from diptych.control.errors import BodyTooLargeError, ConfigError, ConflictError
 from diptych.serving.batches.batch_records import Batch, BatchLimits, End, LinePlace, LineResult, StoredFile
 from diptych.serving.batches.batch_tables import BatchTables
 from diptych.serving.batches.line_check import CANCELLED, EXPIRED, unanswered_row
-from diptych.serving.batches.line_usage import LineUsage
+from diptych.serving.batches.line_usage import NO_USAGE
 
 _FILE_NAME = re.compile(r"file-[0-9a-f]{32}(out|err)?")
 END_ROWS = 500  # lines that get their rows at once when a batch expires or is cancelled
@@ -185,7 +185,7 @@ class BatchStore:
                 bad = [len(result.row) for result in group if not result.is_success]
                 lines = [result.line for result in group]
                 self.tables.mark(number, lines, (len(good), len(bad)), (sum(good), sum(bad)))
-                self.tables.add_usage(number, sum((result.usage for result in group), LineUsage()))
+                self.tables.add_usage(number, sum((result.usage for result in group), NO_USAGE))
 
     def _append(self, name: str, end: int, rows: Sequence[bytes]) -> None:
         """Rows behind byte ``end`` of a file, on disk when this returns; what was there is overwritten."""

@@ -216,8 +216,8 @@ class BatchTables:
     def add_usage(self, batch: int, usage: LineUsage) -> None:
         """Lines that are done took so many tokens."""
         self._database.execute(
-            "INSERT INTO usage VALUES (?, ?, ?, ?, ?) ON CONFLICT (batch) DO UPDATE SET input = input + excluded.input, "
-            "cached = cached + excluded.cached, output = output + excluded.output, "
+            "INSERT INTO usage VALUES (?, ?, ?, ?, ?) ON CONFLICT (batch) DO UPDATE SET "
+            "input = input + excluded.input, cached = cached + excluded.cached, output = output + excluded.output, "
             "reasoning = reasoning + excluded.reasoning",
             (batch, usage.input, usage.cached, usage.output, usage.reasoning),
         )
@@ -239,4 +239,4 @@ def _batch_of(row: tuple[Any, ...]) -> Batch:
     for place, kind in ((3, BatchTerms), (8, dict[str, int]), (9, tuple[LineFault, ...])):
         values[place] = msgspec.json.decode(values[place], type=kind)
     *values, taken, cached, given, reasoning = values
-    return Batch(*values, LineUsage(taken or 0, cached or 0, given or 0, reasoning or 0))
+    return Batch(*values, usage=LineUsage(taken or 0, cached or 0, given or 0, reasoning or 0))

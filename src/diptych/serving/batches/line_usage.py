@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 
-class _Details(msgspec.Struct):
+class _TokenDetails(msgspec.Struct):
     cached_tokens: int | None = 0
     reasoning_tokens: int | None = 0
 
@@ -17,10 +17,10 @@ class _Usage(msgspec.Struct):
     completion_tokens: int = 0
     input_tokens: int = 0
     output_tokens: int = 0
-    prompt_tokens_details: _Details | None = None
-    completion_tokens_details: _Details | None = None
-    input_tokens_details: _Details | None = None
-    output_tokens_details: _Details | None = None
+    prompt_tokens_details: _TokenDetails | None = None
+    completion_tokens_details: _TokenDetails | None = None
+    input_tokens_details: _TokenDetails | None = None
+    output_tokens_details: _TokenDetails | None = None
 
 
 class _Reply(msgspec.Struct):
@@ -57,16 +57,19 @@ class LineUsage(msgspec.Struct, frozen=True):
         }
 
 
+NO_USAGE = LineUsage()
+
+
 def usage_of(body: bytes) -> LineUsage:
     """What a reply says; zeros where it says nothing."""
     try:
         usage = _decoder.decode(body).usage
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return LineUsage()
+        return NO_USAGE
     if usage is None:
-        return LineUsage()
-    before = usage.prompt_tokens_details or usage.input_tokens_details or _Details()
-    after = usage.completion_tokens_details or usage.output_tokens_details or _Details()
+        return NO_USAGE
+    before = usage.prompt_tokens_details or usage.input_tokens_details or _TokenDetails()
+    after = usage.completion_tokens_details or usage.output_tokens_details or _TokenDetails()
     return LineUsage(
         usage.prompt_tokens or usage.input_tokens,
         before.cached_tokens or 0,

@@ -30,7 +30,7 @@ from diptych.simulation.fleet.guesses import Guesses
 from diptych.simulation.fleet.pipeline import Pipeline
 from diptych.simulation.fleet.simulated_disk import DiskModel, SimulatedDisk
 from diptych.simulation.fleet.simulated_executor import SimulatedExecutor
-from diptych.simulation.fleet.step_run import Run
+from diptych.simulation.fleet.step_run import StepRun
 from diptych.simulation.results import WorkerUsage
 from diptych.workload.spec import RequestSpec
 
@@ -101,7 +101,7 @@ class SimulatedWorker:
         self._transfers: deque[TransferEvent] = deque()
         self._moved: deque[TierEvent] = deque()
         self._disk = SimulatedDisk(worker.disk, environment, self._on_tier) if worker.disk else None
-        self._run: Run | None = None
+        self._run: StepRun | None = None
         self._in_turn = False  # what comes meanwhile only fills the inbox
         self._wake_ns: int | None = None  # when a turn is asked for
         self._num_taken = 0  # requests whose KV came since the last step began
@@ -354,11 +354,11 @@ class SimulatedWorker:
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
-    def _push(self, run: Run) -> None:
+    def _push(self, run: StepRun) -> None:
         run.timer = self._environment.at(run.end_ns, STEP_END + self.number, partial(self._end, run))
         self._run = run
 
-    def _price(self, output: SchedulerOutput, now: int) -> Run:
+    def _price(self, output: SchedulerOutput, now: int) -> StepRun:
         used = self.engine.kv.pool.num_used
         limit = self.executor.begin(output)
         stall_ns = self._stall_ns(output) if self._worker.stall_ns else 0
@@ -366,11 +366,11 @@ class SimulatedWorker:
         if pipeline is not None:
             pass_ns = self._step_ns(output)
             end_ns = pipeline.enter(now, pass_ns) + stall_ns
-            return Run(output, now, end_ns, 1, used, waits_ns=end_ns - now - pass_ns)
+            return StepRun(output, now, end_ns, 1, used, waits_ns=end_ns - now - pass_ns)
         is_plain = self._slowness == 1000 and not (output.swap_out or output.swap_in or stall_ns)
         if not self._worker.fast_forward or limit == 1 or not is_plain:
-            return Run(output, now, now + self._step_ns(output) + stall_ns, 1, used)
-        run = Run(output, now, 0, limit, used)
+            return StepRun(output, now, now + self._step_ns(output) + stall_ns, 1, used)
+        run = StepRun(output, now, 0, limit, used)
         run.price(self._worker.cost)
         return run
 
@@ -440,7 +440,7 @@ class SimulatedWorker:
         self._account(run, num_steps, begun_ns)
         self.core.end_step(run.output, self.executor.end(num_steps), begun_ns, num_steps=num_steps)
         self._flush(run.output)
-        self._run = Run(run.output, begun_ns, run.end_ns, 1, run.used_blocks)
+        self._run = StepRun(run.output, begun_ns, run.end_ns, 1, run.used_blocks)
 
     def _num_outputs(self, request: Request, now: int) -> int:
         """Tokens that a request has been given here by now."""
@@ -449,7 +449,7 @@ class SimulatedWorker:
             return batch.num_outputs(request) + self._steps_over(now)
         return request.num_output_tokens
 
-    def _end(self, run: Run) -> None:
+    def _end(self, run: StepRun) -> None:
         now = self._environment.now
         if now < self._hung_until:
             run.timer = self._environment.at(self._hung_until, STEP_END + self.number, partial(self._end, run))
@@ -465,7 +465,7 @@ class SimulatedWorker:
         self._flush(run.output)
         self._turn()
 
-    def _account(self, run: Run, num_steps: int, now: int) -> None:
+    def _account(self, run: StepRun, num_steps: int, now: int) -> None:
         """Count ``num_steps`` of a run as done (0: of a step that was broken off, only the time)."""
         usage, output = self.usage, run.output
         duration = max(0, now - max(run.start_ns, self._last_end_ns) - run.waits_ns)

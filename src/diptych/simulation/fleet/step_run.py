@@ -4,7 +4,7 @@ from diptych.control.step import SchedulerOutput
 from diptych.simulation.costs.cost_model import CostModel, DecodeLine
 
 
-class Run:
+class StepRun:
     """What is under way: ``num_steps`` steps of one plan, from ``start_ns`` to ``end_ns``. waits_ns: of that, for the
     stages of a pipeline."""
 
