@@ -238,5 +238,5 @@ def _batch_of(row: tuple[Any, ...]) -> Batch:
     values = list(row)
     for place, kind in ((3, BatchTerms), (8, dict[str, int]), (9, tuple[LineFault, ...])):
         values[place] = msgspec.json.decode(values[place], type=kind)
-    *values, taken, cached, given, reasoning = values
-    return Batch(*values, usage=LineUsage(taken or 0, cached or 0, given or 0, reasoning or 0))
+    usage = LineUsage(*(count or 0 for count in values[-4:]))
+    return replace(Batch(*values[:-4]), usage=usage)
