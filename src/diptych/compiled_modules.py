@@ -31,8 +31,8 @@ MODULES = tuple(
         "control.engine": ("engine_core", "leases", "recording", "worker_core"),
         "control.engine.kvcache": ("block_pool", "demand", "disk_loads", "kv_cache_manager", "prefix_cache", "tiers"),
         "control.engine.scheduler": (
-            *("ahead", "budget", "caps", "decode_batch", "incoming", "preemption", "scheduler", "speculation"),
-            *("step_plan", "step_time", "stride", "waiting_queue"),
+            *("ahead", "budget", "caps", "decode_batch", "giving_way", "holders", "incoming", "preemption"),
+            *("scheduler", "speculation", "step_plan", "step_time", "stride", "waiting_queue"),
         ),
         "control.router": (
             *("candidates", "cost_router", "costs", "hit_watch", "load_router", "pairing"),
@@ -43,6 +43,7 @@ MODULES = tuple(
         "simulation.costs": ("cost_model", "interpolation"),
         "simulation.fleet": (
             *("client_request", "control_channels", "simulated_cluster", "simulated_executor", "simulated_worker"),
+            "step_run",
         ),
     }.items()
     for name in names

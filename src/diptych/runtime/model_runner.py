@@ -27,7 +27,16 @@ import torch
 from diptych.control.constraint import TokenConstraint
 from diptych.control.errors import ConfigError
 from diptych.control.request import FinishReason, SamplingParams
-from diptych.control.step import Extra, Offer, PromptLogprobs, SchedulerOutput, StepResult, StepTokens, TokenLogprobs
+from diptych.control.step import (
+    Extra,
+    Offer,
+    PromptLogprobs,
+    SchedulerOutput,
+    StepBrokenOff,
+    StepResult,
+    StepTokens,
+    TokenLogprobs,
+)
 from diptych.runtime.attention import make_attention
 from diptych.runtime.attention.attention_backend import AttentionBackend
 from diptych.runtime.checkpoint import open_checkpoint
@@ -195,7 +204,13 @@ class ModelRunner:
             return StepResult(output.step_id, payload=StepTokens([], []))
         layout = self._lay_out(output)
         self._sampling.begin(layout)
-        hidden = self.forward(layout.batch)
+        try:
+            hidden = self.forward(layout.batch)
+        except StepBrokenOff:  # it may be planned again
+            for chunk in output.prefills:
+                if chunk.is_last:
+                    self._batch.leave(chunk.request_id, keep_tokens=False)
+            raise
         prompt_logprobs = self._score_prompts(layout, hidden)
         pooled = pool(layout, self._batch, hidden)
         if len(pooled.places) == layout.last_slot - layout.first_slot:  # nobody gets a token
