@@ -16,13 +16,13 @@ from tests.runtime.kernel_sets import FLOAT32
 
 
 class InterruptedEngine(GatheringEngine):
-    """Breaks off a third of the steps that compute, before one of their layers."""
+    """Breaks off many of the steps that compute, before one of their layers."""
 
     num_broken_off = 0
     _chance = random.Random(3)
 
     def step(self) -> StepOutcome | None:
-        self.runner.on_layer = self._on_layer if self._chance.random() < 0.5 else None
+        self.runner.on_layer = self._on_layer
         try:
             return super().step()
         except StepBrokenOff:
@@ -32,7 +32,7 @@ class InterruptedEngine(GatheringEngine):
             return StepOutcome(StepTokens([], []), self.core.end_step(StepResult(plan.step_id), 0, num_steps=0))
 
     def _on_layer(self, num_layers: int) -> None:
-        if self._chance.random() < 0.7:
+        if self._chance.random() < 0.35:
             raise StepBrokenOff
 
 
@@ -57,7 +57,7 @@ def test_requests_get_the_tokens_that_they_would_have_got(shared: ModelRunner, p
         engine.add(request_id, prompt, greedy(30))
         engine.step()
     results = engine.run()
-    assert engine.num_broken_off > 10
+    assert engine.num_broken_off >= 5
     for request_id, prompt in prompts.items():
         assert len(results[request_id].token_ids) == 30
         reference("llama").check_greedy(prompt, results[request_id].token_ids)
