@@ -404,8 +404,8 @@ class ClusterCore:
         entry = self.current(self.attempts.get(event.request_id))
         if entry is not None and event.is_first:
             entry.on_admitted(event.num_cached_tokens, now)
-            in_cache = event.num_cached_tokens - event.num_tier_tokens  # the router counts on nothing else
-            self.router.on_admitted(entry.submission.request_id, worker, in_cache)
+            names = (entry.submission.request_id, worker)
+            self.router.on_admitted(*names, event.num_cached_tokens, event.num_tier_tokens)
         return []
 
     def _take_reserved(self, worker: int, event: HandoffReserved, now: int) -> list[Command]:
