@@ -71,17 +71,16 @@ def test_conversations_return_to_the_worker_whose_host_memory_holds_them() -> No
     """Two workers, whose caches hold two of the conversations each, and whose host memories hold all."""
     rng = random.Random(2)
     prompts = [[rng.randrange(500) for _ in range(1000)] for _ in range(8)]
-    memory = ("--workers", "2", "--kv-cache-memory", "10MiB", "--max-model-len", "1100", "--kv-host-gb", "0.06")
+    memory = ("--workers", "2", "--kv-cache-memory", "5MiB", "--max-model-len", "1100", "--kv-host-gb", "0.06")
     with running([*CLI, "serve", "--port", "0", "--threads", "1", "--isa", SLOW, *memory]) as found:
         first = [complete(found, prompt) for prompt in prompts]
         assert {cached for _, cached in first} == {0}
         again = [complete(found, prompt) for prompt in reversed(prompts)]  # (taking turns would be wrong each time)
         assert [text for text, _ in reversed(again)] == [text for text, _ in first]
         assert sum(cached for _, cached in again) >= 6 * 31 * 32
-        metrics = found.metrics()
-        hits = [value for name, value in metrics.items() if name.startswith("diptych:kv_host_hit_tokens_total")]
-        assert sum(hits) >= 4 * 31 * 32
-        assert metrics["diptych:router_cache_alarm"] == 0
+        name = "diptych:kv_host_hit_tokens_total"
+        wait_until(lambda: sum(value for key, value in found.metrics().items() if key.startswith(name)) >= 3 * 31 * 32)
+        assert found.metrics()["diptych:router_cache_alarm"] == 0
 
 
 def cli_ls(folder: Path) -> str:
