@@ -63,13 +63,14 @@ class HandoffReserved:
     """A decode worker holds the blocks of a prompt that another worker will compute.
 
     num_cached_tokens: leading tokens whose KV it has already; only the rest need travel. block_ids: all of its blocks,
-    those included.
+    those included. num_tier_tokens: of the cached ones, what was brought up from the tiers below the prefix cache.
     """
 
     time_ns: int
     request_id: str
     num_cached_tokens: int
     block_ids: tuple[int, ...] = ()
+    num_tier_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,8 +125,13 @@ def brute_force(router: CostRouter, request: RoutingRequest, answer: int, now: i
             link = links.link(level(source, target))
             link = link and router._search.speeds.link((source.number, target.number), link)
             cost += links.exposed_ns(link, num_tokens - held[d], int(work))
-            cost += there.memory + answer_ns(there, num_tokens, answer)
-            costs.append(cost + there.block * -(-(num_tokens + answer - held[d]) // SIZE))
+            rest = there.memory + answer_ns(there, num_tokens, answer)
+            rest += there.block * -(-(num_tokens + answer - held[d]) // SIZE)
+            costs.append(cost + rest)
+            if level(source, target) is Level.MEMORY:  # the target brings up what it has, and the source goes on there
+                there_ready, there_ns = raised[d]
+                cost = queue_ns(prices, now) + prompt_ns(prices, num_tokens - there_ready, there_ready) + there_ns
+                costs.append(cost + links.exposed_ns(None, 0, 0) + rest)
     return min(costs)
 
 

@@ -414,7 +414,7 @@ class ClusterCore:
         if attempt is None or entry is None:
             return []
         entry.on_reserved(event.num_cached_tokens)
-        self.router.on_admitted(attempt.request_id, worker, event.num_cached_tokens)
+        self.router.on_admitted(attempt.request_id, worker, event.num_cached_tokens, event.num_tier_tokens)
         return attempt.on_reserved(event.num_cached_tokens, event.block_ids)
 
     def _take_recalled(self, worker: int, event: HandoffRecalled, now: int) -> list[Command]:

@@ -175,7 +175,7 @@ class WorkerCore:
 
     def reserve(self, command: Reserve, request: Request, now: int) -> None:
         """Hold blocks for an attempt that another worker prefills."""
-        self._borrowed[command.attempt_id] = command.borrowed
+        self._borrowed[command.attempt_id] = request.is_lent = command.borrowed
         self._note(self.engine.reserve(request, now, command.lease_ns))
 
     def prefill(self, command: Prefill, request: Request, now: int) -> None:

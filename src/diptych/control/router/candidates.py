@@ -248,7 +248,7 @@ class CandidateSearch:
             answer_ns += prices.block * (-(-(num_tokens - cached) // size) if cached else num_blocks)
             if has_pair:
                 offer_ns = prices.memory + answer_ns
-                if cached:
+                if all_ready[position]:
                     offers.append((offer_ns, -cached, position))
                 elif offer_ns < empty_ns[place := places[position]]:
                     empty_ns[place], empty_at[place] = offer_ns, position

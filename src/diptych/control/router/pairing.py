@@ -64,6 +64,8 @@ class PairSearch:
         exposed_ns = 0
         found: Pair | None = None
         holders = self._holders(prefills, demand)
+        for target in self._raising(decodes, demand):
+            found = self._in_domain(prefills[self.domains[target[2]]], target, demand, token_ns, found) or found
         for target in self._undominated(decodes):
             if found is not None and target[0] >= found.cost_ns:
                 break
@@ -80,6 +82,16 @@ class PairSearch:
                     senders = self._senders(prefills, demand, token_ns, (target[0], exposed_ns), limit_ns)
                 found = self._across(senders, target, demand, exposed_ns, found) or found
         return found
+
+    def _raising(self, decodes: list[DecodeOffer], demand: RequestDemand) -> list[DecodeOffer]:
+        """The offers of those whose blocks are computed into by others, and that bring up what they have below their
+        caches first."""
+        ready, raise_ns = demand.ready, demand.raise_ns
+        return [
+            (cost_ns + raise_ns[at], -ready[at], at)
+            for cost_ns, held, at in decodes
+            if ready[at] > -held and self.domains[at] < len(self._paths)
+        ]
 
     def _exposed_ns(self, decodes: list[DecodeOffer], demand: RequestDemand) -> int:
         """What any transfer shows at least after its prefill."""

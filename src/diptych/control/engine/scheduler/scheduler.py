@@ -28,7 +28,7 @@ from diptych.control.engine.scheduler.ahead import Ahead
 from diptych.control.engine.scheduler.budget import make_budget
 from diptych.control.engine.scheduler.caps import Caps
 from diptych.control.engine.scheduler.decode_batch import DecodeBatch
-from diptych.control.engine.scheduler.incoming import Incoming
+from diptych.control.engine.scheduler.incoming import Incoming, reservation
 from diptych.control.engine.scheduler.order import ORDERS
 from diptych.control.engine.scheduler.preemption import Preemption
 from diptych.control.engine.scheduler.speculation import Speculation
@@ -36,7 +36,7 @@ from diptych.control.engine.scheduler.step_plan import StepPlan
 from diptych.control.engine.scheduler.step_time import StepTimeModel
 from diptych.control.engine.scheduler.stride import StandingRefusal, steps_that_stand
 from diptych.control.engine.scheduler.waiting_queue import WaitingQueue
-from diptych.control.events import Event, HandoffRecalled, HandoffReserved, RequestAdmitted, RequestResumed
+from diptych.control.events import Event, HandoffRecalled, RequestAdmitted, RequestResumed
 from diptych.control.length_predictor import LengthPredictor
 from diptych.control.request import Request
 from diptych.control.step import ResumedDecode, SchedulerOutput
@@ -109,6 +109,9 @@ class Scheduler:
 
     def add_computed(self, request: Request) -> None:
         """It waits for admission; what is only on disk is computed."""
+        if request.is_lent:
+            self._await_blocks(request)
+            return
         request.cached_tokens_at_arrival = self._kv.num_ready_tokens(request)
         if request.is_stream:
             self.interrupted[request.request_id] = request
@@ -119,8 +122,12 @@ class Scheduler:
         request.order_key = self._order.key(request)
         self.waiting.push(request, is_long=request.is_long)
 
-    def reserve(self, request: Request) -> None:
-        """A request that another worker prefills waits for its blocks here."""
+    def reserve(self, request: Request, now: int) -> None:
+        """A request that another worker prefills waits for its blocks here, or first for a load from disk into them."""
+        if not (request.is_lent and self._kv.fetch(request, self._model.prefill_work_ns, now)):
+            self._await_blocks(request)
+
+    def _await_blocks(self, request: Request) -> None:
         request.order_key = self._order.key(request)
         self.incoming.add(request)
 
@@ -137,6 +144,7 @@ class Scheduler:
         waiting = sum(
             work(request.cached_tokens_at_arrival, request.num_tokens - request.cached_tokens_at_arrival)
             for request in (*self.waiting, *self.ahead.parked, *self._kv.tiers.loads.requests())
+            if not request.is_lent
         )
         admitted = self.prefilling.values()
         return waiting + sum(
@@ -197,6 +205,7 @@ class Scheduler:
             or self.prefilling
             or self.joining
             or self.swapped
+            or self.incoming.raising
             or plan.extra_rows
             or self._kv.pool.has_changes
             or self._kv.tiers.has_moves
@@ -249,13 +258,9 @@ class Scheduler:
             if not self._has_room(request, cached, self._refused_incoming):
                 self._recall(plan, request)
                 return
-            self._kv.admit(request, cached, self._expected(request))
-            request.num_cached_tokens = len(cached) * self._kv.block_size
-            incoming.seat(request)
-            reserved = HandoffReserved(
-                plan.now, request.request_id, request.num_cached_tokens, tuple(request.block_ids)
-            )
-            plan.events.append(reserved)
+            incoming.seat(request, cached, self._expected(request), self._kv, self._model.prefill_work_ns)
+            if request.request_id not in incoming.raising:
+                plan.events.append(reservation(request, self._kv.block_size, plan.now))
 
     def _plan_decodes(self, plan: StepPlan) -> None:
         """Every member of the decode batch takes a token or more; those at the end of a block get a new one first."""
@@ -301,9 +306,10 @@ class Scheduler:
         self._refused.clear()
         for request in self.ahead.take_unparked():
             self.waiting.push(request, is_long=request.is_long)
-        if not self.waiting and not self.prefilling:
+        if not self.waiting and not self.prefilling and not self.incoming.raising:
             return
         self._budget.open(plan.features, self.batch)
+        self.incoming.raise_blocks(plan, self._budget, self._kv)
         self._caps.open(request for request in self.prefilling.values() if not request.is_stream)
         for request in self.prefilling.values():
             request.order_key = self._order.key(request)
