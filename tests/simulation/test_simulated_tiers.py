@@ -28,10 +28,13 @@ from diptych.control.engine.kvcache.tier_records import (
     TierEvent,
 )
 from diptych.control.errors import ConfigError
+from diptych.control.events import HandoffReserved
 from diptych.control.router.cost_router import CostRouter
 from diptych.control.router.tier_index import TierIndex
+from diptych.control.router.topology import Role
 from diptych.simulation.environment import Environment
 from diptych.simulation.faults import Fault
+from diptych.simulation.fleet.pools import Pool, Pools
 from diptych.simulation.fleet.simulated_disk import DiskModel, SimulatedDisk
 from diptych.simulation.planning.tier_worth import tier_sizes, worth_table
 from diptych.simulation.results import SimulationResult, summarize
@@ -234,8 +237,7 @@ def test_conversations_return_to_the_worker_whose_tiers_hold_them(
     assert aware > share(simulate(two_workers(host, disk))) + 0.05
 
 
-@pytest.mark.parametrize("crash", [False, True])
-@pytest.mark.parametrize(("host", "disk"), [(700, 0), (100, 300), (300, 2000)])
+@pytest.mark.parametrize(("host", "disk", "crash"), [(700, 0, True), (100, 300, False), (300, 2000, True)])
 def test_the_router_knows_exactly_what_lies_below(host: int, disk: int, crash: bool) -> None:
     faults = (Fault(at_ns=4_000_000_000, worker=1, kind="crash", duration_ns=500_000_000),) if crash else ()
     made = two_workers(host, disk, faults=faults)
@@ -257,3 +259,30 @@ def test_a_fleet_with_tiers_is_the_same_step_by_step(host: int, disk: int) -> No
         assert log is not None
         digests.append(log.digest())
     assert digests[0] == digests[1]
+
+
+def one_to_one(host: int, disk: int, **changes: object) -> Scenario:
+    """A worker that prefills and one that decodes, in one memory, which hands over all prompts."""
+    model = scenario(host, disk).disk
+    roles: tuple[Role, ...] = ("prefill", "decode")
+    named = tuple(Pool(name=role, role=role, disk=model, swap_block_ns=50_000) for role in roles)
+    pools = Pools(kv_bytes_per_token=BLOCK_BYTES // BLOCK, link="shared_memory", named=named)
+    return scenario(host, disk, pools=pools, cluster=scenarios.front_end("kv_aware", "always"), **changes)
+
+
+@pytest.mark.parametrize(("host", "disk", "crash"), [(700, 0, None), (200, 2000, None), (200, 2000, 0), (200, 2000, 1)])
+def test_a_decode_worker_brings_up_what_it_has_before_it_lends_its_blocks(
+    host: int, disk: int, crash: int | None
+) -> None:
+    faults: tuple[Fault, ...] = ()
+    if crash is not None:
+        faults = (Fault(at_ns=4_000_000_000, worker=crash, kind="crash", duration_ns=500_000_000),)
+    cluster = scenarios.run(made := one_to_one(host, disk, faults=faults))
+    scenarios.check_laws(made, cluster)
+    assert cluster.log is not None
+    reserved = [event for worker, event in cluster.log if worker == 1 and isinstance(event, HandoffReserved)]
+    assert sum(event.num_tier_tokens for event in reserved) > 100 * BLOCK
+    assert (cluster.hit_error or 0) < 0.2
+    if crash is None:
+        slow = scenarios.run(one_to_one(host, disk, fast_forward=False))
+        assert slow.log is not None and slow.log.digest() == cluster.log.digest()
