@@ -83,6 +83,21 @@ def test_conversations_return_to_the_worker_whose_host_memory_holds_them() -> No
         assert found.metrics()["diptych:router_cache_alarm"] == 0
 
 
+def test_a_decode_worker_brings_up_what_it_holds_of_a_prompt_before_another_computes_the_rest() -> None:
+    """Of these two only the one that decodes keeps anything; its cache holds two of the conversations."""
+    rng = random.Random(3)
+    prompts = [[rng.randrange(500) for _ in range(1000)] for _ in range(6)]
+    memory = ("--kv-cache-memory", "5MiB", "--max-model-len", "1100", "--kv-host-gb", "0.06")
+    options = ("--prefill", "1", "--decode", "1", "--disaggregate", "always", *memory)
+    with running([*CLI, "serve", "--port", "0", "--threads", "1", "--isa", SLOW, *options]) as found:
+        first = [complete(found, prompt) for prompt in prompts]
+        assert {cached for _, cached in first} == {0}
+        assert [complete(found, prompt) for prompt in prompts] == [(text, 31 * 32) for text, _ in first]
+        metrics = found.metrics()
+        assert metrics['diptych:placements_total{reason="remote"}'] == 12
+        assert metrics['diptych:kv_host_hit_tokens_total{role="decode",worker="1"}'] >= 4 * 31 * 32
+
+
 def cli_ls(folder: Path) -> str:
     return CliRunner().invoke(cli.app, ["cache", "ls", str(folder)]).output
 
