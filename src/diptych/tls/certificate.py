@@ -9,8 +9,6 @@ import base64
 import hashlib
 from dataclasses import dataclass, field
 
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
 _ED25519 = bytes.fromhex("300506032b6570")  # AlgorithmIdentifier
 _COMMON_NAME = bytes.fromhex("0603550403")
 _BASIC_CONSTRAINTS = bytes.fromhex("0603551d13")
@@ -29,6 +27,8 @@ class Certificate:
 
 def make_certificate(seed: bytes, name: str) -> Certificate:
     """The certificate of the key that grows from this seed of 32 bytes."""
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey  # of use with a key only: 30 ms
+
     signer = Ed25519PrivateKey.from_private_bytes(seed)
     verifier = signer.public_key().public_bytes_raw()
     subject = _tag(0x30, _tag(0x31, _tag(0x30, _COMMON_NAME + _tag(0x0C, name.encode()))))
