@@ -163,13 +163,16 @@ class ClusterCore:
         request_id = submission.request_id
         if request_id in self.requests:
             raise ConfigError(f"request id {request_id!r} is in use", param="request_id")
+        entry = OpenRequest.arrived(submission, now, self.lengths, event.num_tokens)
+        if entry.num_tokens >= submission.max_tokens:  # only its end is missing
+            return [End(request_id, entry.complete(FinishReason.LENGTH, now, self.config.slo))]
         queued = QueuedRequest(submission, now, int(self.loads.least_token_ns * submission.num_prompt_tokens))
         waits = bool(self.config.max_untouched_per_worker or len(self.admission))  # else there is always room
         refusal = self.admission.offer(queued, now) if waits else self.admission.pass_by(queued, now)
         if refusal is not None:
             self.counts[f"refused_{refusal.reason}"] += 1
             return [End(request_id, error=refusal.error)]
-        entry = self.requests[request_id] = OpenRequest.arrived(submission, now, self.lengths)
+        self.requests[request_id] = entry
         return self.dispatch(now) if waits else self._place(entry, now)
 
     def _on_cancelled(self, event: Cancelled, now: int) -> list[Command]:
@@ -207,7 +210,7 @@ class ClusterCore:
         request_id = submission.request_id
         num_expected = self.lengths.mean(entry.length_group, entry.num_tokens, submission.max_tokens)
         asked = RoutingRequest(submission, entry.num_tokens, num_expected, entry.avoid, entry.must_stay_whole)
-        route = self.paths.route(self.router, asked, now, self.attempts.closes_circle)
+        route = self.paths.route(self.router, asked, now, self.attempts.closes_circle, entry.failed_path)
         if route is None:
             self._parked.setdefault(request_id, now + self.config.park_ns)
             return []
@@ -478,6 +481,7 @@ class ClusterCore:
         if attempt is None or entry is None or not attempt.is_under_way:
             return []
         self.paths.on_broken(attempt.prefill, attempt.decode, now)
+        entry.failed_path = (attempt.prefill, attempt.decode)
         return self._lose(entry, "transfer", now)
 
     def _take_finished(self, worker: int, event: RequestFinished, now: int) -> list[Command]:
