@@ -205,20 +205,24 @@ class ClusterCore:
         return commands
 
     def _place(self, entry: OpenRequest, now: int) -> list[Command]:
-        """Begin the next attempt, or wait for a worker."""
+        """Begin the next attempt, or wait for a worker. Either way nothing that an older attempt still gives counts any
+        more: a prefill worker that has yet to drop it may report its first token."""
         submission = entry.submission
         request_id = submission.request_id
         num_expected = self.lengths.mean(entry.length_group, entry.num_tokens, submission.max_tokens)
         asked = RoutingRequest(submission, entry.num_tokens, num_expected, entry.avoid, entry.must_stay_whole)
         route = self.paths.route(self.router, asked, now, self.attempts.closes_circle, entry.failed_path)
         if route is None:
-            self._parked.setdefault(request_id, now + self.config.park_ns)
-            return []
+            if request_id in self._parked:
+                return []
+            self._parked[request_id] = now + self.config.park_ns
+            return self._restarted(entry)
         return self.begin(entry, route, now) + self._relocation.ask_for_way(entry, route.decode)
 
     def begin(self, entry: OpenRequest, route: Route, now: int) -> list[Command]:
         """The next attempt, on these workers."""
         request_id = entry.submission.request_id
+        restarted = [] if request_id in self._parked else self._restarted(entry)
         self._parked.pop(request_id, None)
         self.counts[f"placed_{route.reason}"] += 1
         entry.epoch += 1
@@ -234,10 +238,14 @@ class ClusterCore:
         )
         entry.attempt, entry.is_untouched, entry.is_computing = attempt, True, False
         self._num_untouched += 1
-        commands: list[Command] = []
-        if entry.epoch:
-            commands.append(Restarted(request_id, attempt.attempt_id, entry.num_tokens))
-        return commands + self.attempts.begin(attempt, now)
+        return restarted + self.attempts.begin(attempt, now)
+
+    def _restarted(self, entry: OpenRequest) -> list[Command]:
+        """What the front end must know between two attempts, once."""
+        if entry.epoch < 0:
+            return []
+        request_id = entry.submission.request_id
+        return [Restarted(request_id, attempt_id_of(request_id, entry.epoch + 1), entry.num_tokens)]
 
     def _end(
         self, entry: OpenRequest, *, finished: RequestFinished | None = None, error: DiptychError | None = None
