@@ -90,9 +90,7 @@ def main() -> None:
     wrong: list[str] = []
     firsts = range(options.first, options.first + options.schedules, BATCH)
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
-        for number, (some, bad) in enumerate(
-            pool.imap_unordered(partial(run_batch, kind=kind), firsts), 1
-        ):
+        for number, (some, bad) in enumerate(pool.imap_unordered(partial(run_batch, kind=kind), firsts), 1):
             counts += some
             wrong += bad
             for line in bad:

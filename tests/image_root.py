@@ -134,7 +134,7 @@ def link_packages(site: Path) -> None:
         except metadata.PackageNotFoundError:
             continue  # pip will say so
         for top in {file.parts[0] for file in files} - {"..", "__pycache__"}:
-            if not (site / top).exists():
+            if not os.path.lexists(site / top):
                 (site / top).symlink_to(f"{PACKAGES}/{top}")
 
 

@@ -342,7 +342,13 @@ async def _agent(port: int, role: Literal["prefill", "decode"]) -> AsyncIterator
     device = DeviceOptions(device="cpu", threads=1)
     agent = WorkerAgent(
         AgentOptions(
-            host="127.0.0.1", port=port, key=KEY, model=str(BUNDLED_MODEL), role=role, name=role, device=device,
+            host="127.0.0.1",
+            port=port,
+            key=KEY,
+            model=str(BUNDLED_MODEL),
+            role=role,
+            name=role,
+            device=device,
             drain_s=0.1,
         )  # fmt: skip
     )

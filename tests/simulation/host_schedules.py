@@ -74,8 +74,6 @@ def run_spread(seed: int, make: Callable[[int], Scenario] = spread_schedule) -> 
     return cluster
 
 
-def check_spread_strides(
-    seed: int, cluster: AuditedCluster, make: Callable[..., Scenario] = spread_schedule
-) -> None:
+def check_spread_strides(seed: int, cluster: AuditedCluster, make: Callable[..., Scenario] = spread_schedule) -> None:
     """The same schedule, every step on its own: the same log."""
     check_same_log(cluster, AuditedCluster(make(seed, fast_forward=False)))

@@ -7,7 +7,16 @@ from typing import Literal, get_args
 from diptych.control.errors import ConfigError
 
 FaultKind = Literal[
-    "crash", "hang", "slow", "link_loss", "delay", "reorder", "duplicate", "repeat", "link_down", "isolate",
+    "crash",
+    "hang",
+    "slow",
+    "link_loss",
+    "delay",
+    "reorder",
+    "duplicate",
+    "repeat",
+    "link_down",
+    "isolate",
     "front_end_crash",
 ]
 Channel = Literal["control", "kv"]

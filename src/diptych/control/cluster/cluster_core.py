@@ -40,14 +40,7 @@ from diptych.control.cluster.open_request import OpenRequest
 from diptych.control.cluster.partition import Partition
 from diptych.control.cluster.paths import Paths
 from diptych.control.cluster.relocation import Relocation
-from diptych.control.commands import (
-    Command,
-    Configure,
-    End,
-    ForgetPeer,
-    Restarted,
-    attempt_id_of,
-)
+from diptych.control.commands import Command, End, ForgetPeer, Restarted, attempt_id_of
 from diptych.control.engine.reports import LoadReport
 from diptych.control.errors import ConfigError, DiptychError, UnavailableError
 from diptych.control.events import (
@@ -103,7 +96,7 @@ class ClusterCore:
             RoleChanged: self._relocation.on_role_changed,
             DrainStarted: self._relocation.on_drain_started,
             DrainEnded: self._relocation.on_drain_ended,
-            SchedulerChanged: self._on_scheduler_changed,
+            SchedulerChanged: self.members.on_scheduler_changed,
             PartitionChanged: self._partition.on_changed,
             WayGiven: self._relocation.on_way_given,
             Reported: self._on_reported,
@@ -322,10 +315,7 @@ class ClusterCore:
     # -- workers ------------------------------------------------------------------------------------------------------
 
     def _on_up(self, event: WorkerUp, now: int) -> list[Command]:
-        worker = event.info.number
-        self.members.on_ready(event.info)
-        scheduler = self.members.schedulers.get(worker)
-        configure: list[Command] = [] if scheduler is None else [Configure(worker, scheduler)]
+        configure = self.members.on_ready(event.info)
         return configure + self._partition.on_up() + self._admit_workers(now)
 
     def _admit_workers(self, now: int) -> list[Command]:
@@ -370,10 +360,6 @@ class ClusterCore:
         commands += [ForgetPeer(peer, worker) for peer in peers]
         commands += self._partition.on_down(worker)
         return commands + self._admit_workers(now)  # a worker may have waited only for the report of this one
-
-    def _on_scheduler_changed(self, event: SchedulerChanged, now: int) -> list[Command]:
-        self.members.schedulers[event.worker] = event.scheduler
-        return [Configure(event.worker, event.scheduler)] if self.members.is_ready(event.worker) else []
 
     def _on_tick(self, event: Tick, now: int) -> list[Command]:
         commands: list[Command] = []

@@ -43,9 +43,7 @@ class OpenRequest:
     failed_path: tuple[int, int] | None = None  # prefill and decode worker of the last transfer that failed
 
     @classmethod
-    def arrived(
-        cls, submission: Submission, now: int, lengths: LengthPredictor, num_given: int = 0
-    ) -> "OpenRequest":
+    def arrived(cls, submission: Submission, now: int, lengths: LengthPredictor, num_given: int = 0) -> "OpenRequest":
         """A new one, or one that goes on after so many tokens."""
         group = lengths.group(submission.options.service_class, submission.num_prompt_tokens, submission.hashes)
         expected = lengths.mean(group, num_given, submission.max_tokens)
@@ -125,13 +123,15 @@ class OpenRequest:
             latency = replace(latency, num_output_tokens=num_tokens)
         else:
             num_tokens = self.num_tokens + latency.num_output_tokens
-        if self.epoch > 0 or self.num_given:
+        if self.epoch or self.num_given:
             latency = breakdown_from_times(self.arrival_ns, self.first_step_ns, self.first_token_ns, now, num_tokens)
         elif event.reason is not FinishReason.ERROR:
             unseen_ns = now - self.arrival_ns - latency.total_ns
             if unseen_ns > 0:
                 latency = latency.queued_for(unseen_ns)
-        num_cached = self.num_cached_tokens if self.epoch > 0 else max(self.num_cached_tokens, event.num_cached_tokens)
+        num_cached = self.num_cached_tokens
+        if not (self.epoch or self.num_given):
+            num_cached = max(num_cached, event.num_cached_tokens)
         slo_met = event.slo_met
         if slo_met is not None and event.reason in (FinishReason.STOP, FinishReason.LENGTH):
             here = replace(latency, num_output_tokens=num_tokens - self.num_given)

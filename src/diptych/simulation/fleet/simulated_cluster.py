@@ -201,8 +201,10 @@ class SimulatedCluster:
     # -- the core -----------------------------------------------------------------------------------------------------
 
     def change(self, change: WorkerChange) -> None:
-        """A worker changes now."""
+        """A worker changes now, if there is a front end that knows it (no operator can change another)."""
         worker = change.worker
+        if worker not in self.core.members.infos:
+            return
         if change.scheduler is not None:
             self._tell(SchedulerChanged(worker, change.scheduler))
         if change.share is not None:
