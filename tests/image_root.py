@@ -133,7 +133,11 @@ def link_packages(site: Path) -> None:
             files = metadata.distribution(name).files or ()
         except metadata.PackageNotFoundError:
             continue  # pip will say so
+        for old in site.glob(f"{name}-*.dist-info"):  # venv brings tools of its own
+            shutil.rmtree(old)
         for top in {file.parts[0] for file in files} - {"..", "__pycache__"}:
+            if (site / top).is_dir() and not (site / top).is_symlink():
+                shutil.rmtree(site / top)
             if not os.path.lexists(site / top):
                 (site / top).symlink_to(f"{PACKAGES}/{top}")
 

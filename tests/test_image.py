@@ -1,5 +1,5 @@
-"""The container image, without a container engine: its root file system is assembled as deploy/Containerfile says, and a
-server runs there as an unprivileged user, on a read-only root, without a network."""
+"""The container image, without a container engine: its root file system is assembled as deploy/Containerfile says, and
+a server runs there as an unprivileged user, on a read-only root, without a network."""
 
 import json
 import os

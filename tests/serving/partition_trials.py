@@ -350,7 +350,7 @@ async def _agent(port: int, role: Literal["prefill", "decode"]) -> AsyncIterator
             name=role,
             device=device,
             drain_s=0.1,
-        )  # fmt: skip
+        )
     )
     task = asyncio.create_task(agent.run())
     try:

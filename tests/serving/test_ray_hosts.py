@@ -8,7 +8,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-
 from two_hosts import UNSHARE, why_not
 
 SCRIPT = Path(__file__).parent / "two_ray_hosts.py"
@@ -29,4 +28,5 @@ def test_streams_go_on_when_a_host_of_the_ray_cluster_loses_its_power() -> None:
     assert ran.returncode == 0, f"{ran.stderr}\n{logs}"
     seen = json.loads(ran.stdout)
     assert not seen["errors"] and all(seen["same"]), seen
+    assert seen["retries"], "some were on the host that was lost"
     assert seen["killed"] and seen["unfinished"] == len(seen["same"]), "all were under way"

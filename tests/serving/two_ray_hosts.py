@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ class Stream(threading.Thread):
     def gap_s(self, since_s: float) -> float:
         """The longest time without a piece, from then on."""
         times = [since_s, *(at for at in self.times if at > since_s)]
-        return max((after - before for before, after in zip(times, times[1:], strict=False)), default=0.0)
+        return max((after - before for before, after in pairwise(times)), default=0.0)
 
 
 def streams() -> list[Stream]:
@@ -92,6 +93,7 @@ def serve(seen: dict[str, Any]) -> None:
         stream.join()
     seen["errors"] = [stream.error for stream in (*undisturbed, *disturbed) if stream.error]
     seen["same"] = [one.text == other.text for one, other in zip(undisturbed, disturbed, strict=True)]
+    seen["retries"] = metric("diptych:request_retries_total")
     seen["unfinished"] = sum(stream.times[-1] > lost_s for stream in disturbed)
     seen["gap_s"] = [round(stream.gap_s(lost_s), 2) for stream in disturbed]
 
@@ -115,7 +117,7 @@ def main() -> None:
         start(processes, directory / "front.log", *CLI, "serve", "--both", "2", "--max-workers", "2", "--host", NEAR,
               "--port", str(HTTP), "--launcher", "ray", "--ray-address", f"{NEAR}:{RAY_PORT}",
               "--listen-workers", f"{NEAR}:{PORT}", "--key-file", str(key), "--heartbeat-timeout", "3",
-              "--kv-cache-memory", "100MiB")  # fmt: skip
+              "--kv-cache-memory", "100MiB", "--routing", "round_robin")  # fmt: skip
         serve(seen)
     finally:
         for process in reversed(processes):
