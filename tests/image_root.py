@@ -128,7 +128,7 @@ def packages() -> Path:
 
 def link_packages(site: Path) -> None:
     """Show the image's environment what its project needs, and nothing else of this one."""
-    for name in (*needed("diptych", "engine"), *BUILD_TOOLS):
+    for name in sorted(needed("diptych", "engine").union(BUILD_TOOLS)):
         try:
             files = metadata.distribution(name).files or ()
         except metadata.PackageNotFoundError:
