@@ -87,9 +87,7 @@ def plan_fleet(options: EngineOptions, fleet: FleetOptions, processor: Processor
             listen="" if join is None else join.kv_listen,
             encrypts=join is not None and not join.transfer_plain,
             publishes_blocks=cluster.routing.routing == "kv_aware" or explains,
-            resume_timeout_s=RESUME_TIMEOUT_S
-            if join is None
-            else fleet.heartbeat_timeout_s,  # as for any other silence
+            resume_timeout_s=RESUME_TIMEOUT_S if join is None else fleet.heartbeat_timeout_s,
         )
         record = None if options.record is None else _numbered(Path(options.record), number)
         own = _on_cores(wanted[number], cores[number % len(cores)] if cores else None)
