@@ -231,7 +231,7 @@ def is_ready() -> bool:
 
 def serve(stage: Stage, log: Path) -> dict[str, Any]:
     """What a server in it does, and where it comes from."""
-    run("mount", "--bind", str(stage.root), str(stage.root))  # its parts are mounts of their own, and stay as they are
+    run("mount", "--rbind", str(stage.root), str(stage.root))  # what is mounted there stays as it is
     run("mount", "-o", "remount,bind,ro", str(stage.root))
     words = stage.command["ENTRYPOINT"] + stage.command["CMD"]
     with log.open("wb") as out:
@@ -244,6 +244,7 @@ def serve(stage: Stage, log: Path) -> dict[str, Any]:
         status = Path(f"/proc/{server.pid}/status")
         users = next(line.split()[1:] for line in status.read_text().splitlines() if line.startswith("Uid:"))
         seen = {"answer": ask(), "users": sorted(set(users)), "interfaces": [name for _, name in socket.if_nameindex()]}
+        seen["is_read_only"] = bool(os.statvfs(stage.root).f_flag & os.ST_RDONLY)
     finally:
         server.terminate()
         server.wait(30)

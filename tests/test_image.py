@@ -58,6 +58,7 @@ def test_a_server_runs_in_the_image_as_an_unprivileged_user_without_a_network() 
         assert ran.returncode == 0, f"{ran.stderr}\n{log.read_text() if log.exists() else ''}"
     seen = json.loads(ran.stdout)
     assert seen["answer"]["usage"]["completion_tokens"] == 12 and seen["answer"]["choices"][0]["text"].strip()
+    assert seen["is_read_only"]
     assert seen["users"] == ["1000"] and seen["interfaces"] == ["lo"]
     assert seen["status"] == 0, "SIGTERM ends it in order"
     assert seen["kernels"], "the build stage has built the native kernels"
