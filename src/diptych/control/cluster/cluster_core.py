@@ -40,7 +40,7 @@ from diptych.control.cluster.open_request import OpenRequest
 from diptych.control.cluster.partition import Partition
 from diptych.control.cluster.paths import Paths
 from diptych.control.cluster.relocation import Relocation
-from diptych.control.commands import Command, End, ForgetPeer, Restarted, attempt_id_of
+from diptych.control.commands import Command, End, ForgetPeer, attempt_id_of
 from diptych.control.engine.reports import LoadReport
 from diptych.control.errors import ConfigError, DiptychError, UnavailableError
 from diptych.control.events import (
@@ -198,8 +198,7 @@ class ClusterCore:
         return commands
 
     def _place(self, entry: OpenRequest, now: int) -> list[Command]:
-        """Begin the next attempt, or wait for a worker. Either way nothing that an older attempt still gives counts any
-        more: a prefill worker that has yet to drop it may report its first token."""
+        """Begin the next attempt, or wait for a worker; what an older attempt still gives does not count any more."""
         submission = entry.submission
         request_id = submission.request_id
         num_expected = self.lengths.mean(entry.length_group, entry.num_tokens, submission.max_tokens)
@@ -209,13 +208,13 @@ class ClusterCore:
             if request_id in self._parked:
                 return []
             self._parked[request_id] = now + self.config.park_ns
-            return self._restarted(entry)
+            return entry.restarted()
         return self.begin(entry, route, now) + self._relocation.ask_for_way(entry, route.decode)
 
     def begin(self, entry: OpenRequest, route: Route, now: int) -> list[Command]:
         """The next attempt, on these workers."""
         request_id = entry.submission.request_id
-        restarted = [] if request_id in self._parked else self._restarted(entry)
+        restarted = [] if request_id in self._parked else entry.restarted()
         self._parked.pop(request_id, None)
         self.counts[f"placed_{route.reason}"] += 1
         entry.epoch += 1
@@ -232,13 +231,6 @@ class ClusterCore:
         entry.attempt, entry.is_untouched, entry.is_computing = attempt, True, False
         self._num_untouched += 1
         return restarted + self.attempts.begin(attempt, now)
-
-    def _restarted(self, entry: OpenRequest) -> list[Command]:
-        """What the front end must know between two attempts, once."""
-        if entry.epoch < 0:
-            return []
-        request_id = entry.submission.request_id
-        return [Restarted(request_id, attempt_id_of(request_id, entry.epoch + 1), entry.num_tokens)]
 
     def _end(
         self, entry: OpenRequest, *, finished: RequestFinished | None = None, error: DiptychError | None = None

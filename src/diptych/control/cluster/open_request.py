@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from diptych.control.cluster.attempts import Attempt
 from diptych.control.cluster.cluster_config import OnFailure
+from diptych.control.commands import Command, Restarted, attempt_id_of
 from diptych.control.errors import DiptychError, WorkerError
 from diptych.control.events import RequestFinished
 from diptych.control.length_predictor import LengthGroup, LengthPredictor
@@ -48,6 +49,13 @@ class OpenRequest:
         group = lengths.group(submission.options.service_class, submission.num_prompt_tokens, submission.hashes)
         expected = lengths.mean(group, num_given, submission.max_tokens)
         return cls(submission, now, group, expected, num_tokens=num_given, num_given=num_given)
+
+    def restarted(self) -> list[Command]:
+        """What the front end must know between two attempts, once."""
+        if self.epoch < 0:
+            return []
+        request_id = self.submission.request_id
+        return [Restarted(request_id, attempt_id_of(request_id, self.epoch + 1), self.num_tokens)]
 
     def on_admitted(self, num_cached_tokens: int, now: int) -> None:
         """Its prompt begins to be computed."""
