@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -27,6 +28,7 @@ from urllib.request import Request, urlopen
 from packaging.requirements import Requirement
 
 CHECKOUT = Path(__file__).parents[1]
+OWN = "diptych"
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")  # links, or folders to show
 SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/login.defs", "/etc/default/useradd")
 DEVICES = ("null", "zero", "full", "random", "urandom")
@@ -54,19 +56,27 @@ def instructions(text: str) -> Iterator[tuple[str, str]]:
         yield word, rest.strip()
 
 
-def needed(project: str, extra: str) -> set[str]:
-    """The distributions that this environment has for a project with an extra, itself left out."""
+def requirements(project: str, extra: str) -> list[str]:
+    """Of a project with an extra: of this one as it stands in the checkout, of another as it is installed."""
+    if project != OWN:
+        return list(metadata.requires(project) or ())
+    own = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
+    return [*own["dependencies"], *own["optional-dependencies"].get(extra, ())]
+
+
+def needed(extra: str) -> set[str]:
+    """The distributions that this environment has for this project with an extra, itself left out."""
     found: set[str] = set()
-    waiting = [(project, extra)]
+    waiting = [(OWN, extra)]
     seen = set(waiting)
     while waiting:
         name, wanted = waiting.pop()
-        for text in metadata.requires(name) or ():
+        for text in requirements(name, wanted):
             requirement = Requirement(text)
             if requirement.marker is not None and not requirement.marker.evaluate({"extra": wanted}):
                 continue
             own = re.sub(r"[-_.]+", "-", requirement.name).lower()
-            if own != project:
+            if own != OWN:
                 found.add(own)
             for each in {(own, name) for name in ("", *requirement.extras)} - seen:
                 seen.add(each)
@@ -128,7 +138,7 @@ def packages() -> Path:
 
 def link_packages(site: Path) -> None:
     """Show the image's environment what its project needs, and nothing else of this one."""
-    for name in sorted(needed("diptych", "engine").union(BUILD_TOOLS)):
+    for name in sorted(needed("engine").union(BUILD_TOOLS)):
         try:
             files = metadata.distribution(name).files or ()
         except metadata.PackageNotFoundError:
