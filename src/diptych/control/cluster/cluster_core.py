@@ -40,13 +40,7 @@ from diptych.control.cluster.open_request import OpenRequest
 from diptych.control.cluster.partition import Partition
 from diptych.control.cluster.paths import Paths
 from diptych.control.cluster.relocation import Relocation
-from diptych.control.commands import (
-    Command,
-    Configure,
-    End,
-    ForgetPeer,
-    attempt_id_of,
-)
+from diptych.control.commands import Command, End, ForgetPeer, attempt_id_of
 from diptych.control.engine.reports import LoadReport
 from diptych.control.errors import ConfigError, DiptychError, UnavailableError
 from diptych.control.events import (
@@ -102,7 +96,7 @@ class ClusterCore:
             RoleChanged: self._relocation.on_role_changed,
             DrainStarted: self._relocation.on_drain_started,
             DrainEnded: self._relocation.on_drain_ended,
-            SchedulerChanged: self._on_scheduler_changed,
+            SchedulerChanged: self.members.on_scheduler_changed,
             PartitionChanged: self._partition.on_changed,
             WayGiven: self._relocation.on_way_given,
             Reported: self._on_reported,
@@ -162,13 +156,16 @@ class ClusterCore:
         request_id = submission.request_id
         if request_id in self.requests:
             raise ConfigError(f"request id {request_id!r} is in use", param="request_id")
+        entry = OpenRequest.arrived(submission, now, self.lengths, event.num_tokens)
+        if entry.num_tokens >= submission.max_tokens:  # only its end is missing
+            return [End(request_id, entry.complete(FinishReason.LENGTH, now, self.config.slo))]
         queued = QueuedRequest(submission, now, int(self.loads.least_token_ns * submission.num_prompt_tokens))
         waits = bool(self.config.max_untouched_per_worker or len(self.admission))  # else there is always room
         refusal = self.admission.offer(queued, now) if waits else self.admission.pass_by(queued, now)
         if refusal is not None:
             self.counts[f"refused_{refusal.reason}"] += 1
             return [End(request_id, error=refusal.error)]
-        entry = self.requests[request_id] = OpenRequest.arrived(submission, now, self.lengths)
+        self.requests[request_id] = entry
         return self.dispatch(now) if waits else self._place(entry, now)
 
     def _on_cancelled(self, event: Cancelled, now: int) -> list[Command]:
@@ -206,7 +203,7 @@ class ClusterCore:
         request_id = submission.request_id
         num_expected = self.lengths.mean(entry.length_group, entry.num_tokens, submission.max_tokens)
         asked = RoutingRequest(submission, entry.num_tokens, num_expected, entry.avoid, entry.must_stay_whole)
-        route = self.paths.route(self.router, asked, now, self.attempts.closes_circle)
+        route = self.paths.route(self.router, asked, now, self.attempts.closes_circle, entry.failed_path)
         if route is None:
             if request_id in self._parked:
                 return []
@@ -310,10 +307,7 @@ class ClusterCore:
     # -- workers ------------------------------------------------------------------------------------------------------
 
     def _on_up(self, event: WorkerUp, now: int) -> list[Command]:
-        worker = event.info.number
-        self.members.on_ready(event.info)
-        scheduler = self.members.schedulers.get(worker)
-        configure: list[Command] = [] if scheduler is None else [Configure(worker, scheduler)]
+        configure = self.members.on_ready(event.info)
         return configure + self._partition.on_up() + self._admit_workers(now)
 
     def _admit_workers(self, now: int) -> list[Command]:
@@ -358,10 +352,6 @@ class ClusterCore:
         commands += [ForgetPeer(peer, worker) for peer in peers]
         commands += self._partition.on_down(worker)
         return commands + self._admit_workers(now)  # a worker may have waited only for the report of this one
-
-    def _on_scheduler_changed(self, event: SchedulerChanged, now: int) -> list[Command]:
-        self.members.schedulers[event.worker] = event.scheduler
-        return [Configure(event.worker, event.scheduler)] if self.members.is_ready(event.worker) else []
 
     def _on_tick(self, event: Tick, now: int) -> list[Command]:
         commands: list[Command] = []
@@ -477,6 +467,7 @@ class ClusterCore:
         if attempt is None or entry is None or not attempt.is_under_way:
             return []
         self.paths.on_broken(attempt.prefill, attempt.decode, now)
+        entry.failed_path = (attempt.prefill, attempt.decode)
         return self._lose(entry, "transfer", now)
 
     def _take_finished(self, worker: int, event: RequestFinished, now: int) -> list[Command]:

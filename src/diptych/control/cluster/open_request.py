@@ -19,7 +19,8 @@ MAX_DEATHS = 5  # workers that died while they held this request, likewise
 @dataclass(eq=False, slots=True)
 class OpenRequest:
     """A request that has not ended. Times are the front end's; num_tokens: of the answer, before the current attempt
-    (while ``is_stopping``: in all); num_cached_tokens: of the prompt, found in caches before there was a token."""
+    (while ``is_stopping``: in all); num_given: of these, from a front end of before; num_cached_tokens: of the prompt,
+    found in caches before there was a token."""
 
     submission: Submission
     arrival_ns: int
@@ -31,6 +32,7 @@ class OpenRequest:
     attempt: Attempt | None = None
     epoch: int = -1
     num_tokens: int = 0
+    num_given: int = 0
     num_fruitless: int = 0  # attempts in a row that gave the client no token
     num_suspicions: int = 0
     num_deaths: int = 0
@@ -39,12 +41,14 @@ class OpenRequest:
     is_computing: bool = False  # its prompt is being computed
     is_stopping: bool = False  # the client has a complete answer; only the worker's RequestFinished is missing
     avoid: frozenset[int] = frozenset()
+    failed_path: tuple[int, int] | None = None  # prefill and decode worker of the last transfer that failed
 
     @classmethod
-    def arrived(cls, submission: Submission, now: int, lengths: LengthPredictor) -> "OpenRequest":
-        """A new one."""
+    def arrived(cls, submission: Submission, now: int, lengths: LengthPredictor, num_given: int = 0) -> "OpenRequest":
+        """A new one, or one that goes on after so many tokens."""
         group = lengths.group(submission.options.service_class, submission.num_prompt_tokens, submission.hashes)
-        return cls(submission, now, group, lengths.mean(group, 0, submission.max_tokens))
+        expected = lengths.mean(group, num_given, submission.max_tokens)
+        return cls(submission, now, group, expected, num_tokens=num_given, num_given=num_given)
 
     def restarted(self) -> list[Command]:
         """What the front end must know between two attempts, once."""
@@ -127,16 +131,19 @@ class OpenRequest:
             latency = replace(latency, num_output_tokens=num_tokens)
         else:
             num_tokens = self.num_tokens + latency.num_output_tokens
-        if self.epoch > 0:
+        if self.epoch or self.num_given:
             latency = breakdown_from_times(self.arrival_ns, self.first_step_ns, self.first_token_ns, now, num_tokens)
         elif event.reason is not FinishReason.ERROR:
             unseen_ns = now - self.arrival_ns - latency.total_ns
             if unseen_ns > 0:
                 latency = latency.queued_for(unseen_ns)
-        num_cached = self.num_cached_tokens if self.epoch > 0 else max(self.num_cached_tokens, event.num_cached_tokens)
+        num_cached = self.num_cached_tokens
+        if not (self.epoch or self.num_given):
+            num_cached = max(num_cached, event.num_cached_tokens)
         slo_met = event.slo_met
         if slo_met is not None and event.reason in (FinishReason.STOP, FinishReason.LENGTH):
-            slo_met = objectives(submission.options.slo, default).is_met(latency)
+            here = replace(latency, num_output_tokens=num_tokens - self.num_given)
+            slo_met = objectives(submission.options.slo, default).is_met(here)
         return RequestFinished(
             event.time_ns,
             submission.request_id,
